@@ -5,32 +5,32 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qdqbench.eval.api.auto import auto
-    from qdqbench.eval.api.bench import bench
-    from qdqbench.eval.api.models import Exported, Quantized, check, export, load_embedder, quantize
-    from qdqbench.eval.api.runs import build, evaluate, load_recipe, resume, run
-    from qdqbench.eval.auto.results import Auto
+    from qdqbench._auto import auto
+    from qdqbench._bench import bench
+    from qdqbench._models import Exported, Quantized, check, export, load_embedder, quantize
+    from qdqbench._runs import build, evaluate, load_recipe, resume, run
     from qdqbench.eval.bench.results import Bench
     from qdqbench.eval.runs.run import StageProgress
-    from qdqbench.quantize.calibrate.record import CalibrationRecord
-    from qdqbench.quantize.check.check import CheckReport
-    from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, QdqError, UserError
-    from qdqbench.quantize.core.results import EngineResult, Results
+    from qdqbench.eval.selection.auto.results import Auto
+    from qdqbench.quantize.calibration.record import CalibrationRecord
+    from qdqbench.quantize.graph.check.check import CheckReport
     from qdqbench.quantize.recipe.schema import Recipe
+    from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, QdqError, UserError
+    from qdqbench.quantize.utils.results import EngineResult, Results
 
 # where each name lives: nothing is imported before it is asked for, so that `import qdqbench` is instant
 _HOMES = {
-    "eval.api.auto": "auto",
-    "eval.api.bench": "bench",
-    "eval.api.models": "Exported Quantized check export load_embedder",
-    "eval.api.runs": "build evaluate load_recipe resume run",
-    "eval.auto.results": "Auto",
+    "_auto": "auto",
+    "_bench": "bench",
+    "_models": "Exported Quantized check export load_embedder",
+    "_runs": "build evaluate load_recipe resume run",
+    "eval.selection.auto.results": "Auto",
     "eval.bench.results": "Bench",
     "eval.runs.run": "StageProgress",
-    "quantize.calibrate.record": "CalibrationRecord",
-    "quantize.check.check": "CheckReport",
-    "quantize.core.errors": "CheckFailed MissingDevice QdqError UserError",
-    "quantize.core.results": "EngineResult Results",
+    "quantize.calibration.record": "CalibrationRecord",
+    "quantize.graph.check.check": "CheckReport",
+    "quantize.utils.errors": "CheckFailed MissingDevice QdqError UserError",
+    "quantize.utils.results": "EngineResult Results",
     "quantize.recipe.schema": "Recipe",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
@@ -68,7 +68,7 @@ class _Quantize(ModuleType):
     """`qdqbench.quantize` is a package and a function: Python puts the package under that name."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `qdqbench.eval.api.models.quantize`."""
+        """As `qdqbench._models.quantize`."""
         return importlib.import_module(f"{__name__}.eval.api.models").quantize(*args, **kwargs)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pynvml
 
 from qdqbench.eval.bench.results import BenchCpu
-from qdqbench.quantize.machine.cpu import find_cpu
+from qdqbench.quantize.utils.system.cpu import find_cpu
 
 CLOCK_INTERVAL_S = 0.1
 BUSY = 0.5  # load average of a machine on which something else runs

@@ -9,14 +9,14 @@ from qdqbench.eval.bench.lanes import random_sets
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, Device, EngineShapes
 from qdqbench.eval.bench.rounds import ReadySystem
 from qdqbench.eval.bench.target import Target
-from qdqbench.quantize.core.arrays import Batch
-from qdqbench.quantize.core.errors import MissingDevice, QdqError
-from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.rundir.artifacts import engine_profiles
+from qdqbench.quantize.pipeline.artifacts import engine_profiles
+from qdqbench.quantize.utils.arrays import Batch
+from qdqbench.quantize.utils.errors import MissingDevice, QdqError
+from qdqbench.quantize.utils.progress import report_phase
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.core.results import LayerRow
+    from qdqbench.quantize.utils.results import LayerRow
 
 INPUT_SETS = 8
 

@@ -23,24 +23,24 @@ from qdqbench.eval.bench.results import BenchRow, BenchSystem
 from qdqbench.eval.bench.rounds import ReadySystem
 from qdqbench.eval.bench.systems import System, systems_of, why_absent
 from qdqbench.eval.bench.target import RANDOM_BATCH, RANDOM_SAMPLES, Target
-from qdqbench.quantize.core.arrays import Batch, Float32
-from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
-from qdqbench.quantize.cpu import openvino
-from qdqbench.quantize.cpu.compiled import Compute, Run
-from qdqbench.quantize.cpu.runtimes import compiled, compute_type
-from qdqbench.quantize.encoders.modules import MASK
 from qdqbench.quantize.engine.build import attention_count, build, gemm_names
+from qdqbench.quantize.engine.cpu import openvino
+from qdqbench.quantize.engine.cpu.compiled import Compute, Run
+from qdqbench.quantize.engine.cpu.runtimes import compiled, compute_type
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import module_of
-from qdqbench.quantize.kinds.kind import joined
-from qdqbench.quantize.machine.cpu import find_cpu
-from qdqbench.quantize.rundir.artifacts import expected_modules
+from qdqbench.quantize.models.inputs import MASK
+from qdqbench.quantize.pipeline.artifacts import expected_modules
+from qdqbench.quantize.tasks.types.kind import joined
+from qdqbench.quantize.utils.arrays import Batch, Float32
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.system.cpu import find_cpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from qdqbench.quantize.core.results import EngineResult
+    from qdqbench.quantize.utils.results import EngineResult
 
 Answer = Callable[[Batch], Float32]  # int64 [B, L] inputs to float32 [B, width] or [B, L, width]
 NNCF_LONGEST = 128  # tokens of a random calibration sample

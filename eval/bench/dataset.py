@@ -13,16 +13,16 @@ import numpy as np
 
 from qdqbench.eval.bench.lanes import rounded_up
 from qdqbench.eval.bench.target import Target
-from qdqbench.quantize.core.arrays import Batch, Int64
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.load import load_tokenizer
-from qdqbench.quantize.encoders.modules import widened
-from qdqbench.quantize.kinds.encoded import Encoded
-from qdqbench.quantize.rundir.artifacts import length_edges
-from qdqbench.quantize.runtime.buckets import choose_edges
+from qdqbench.quantize.engine.runtime.buckets import choose_edges
+from qdqbench.quantize.models.inputs import widened
+from qdqbench.quantize.models.load import load_tokenizer
+from qdqbench.quantize.pipeline.artifacts import length_edges
 from qdqbench.quantize.tasks.batches import sorted_batches, sorted_rows
 from qdqbench.quantize.tasks.rows import encode, load_split
 from qdqbench.quantize.tasks.task import get_task
+from qdqbench.quantize.tasks.types.encoded import Encoded
+from qdqbench.quantize.utils.arrays import Batch, Int64
+from qdqbench.quantize.utils.errors import UserError
 
 
 @dataclass(frozen=True)

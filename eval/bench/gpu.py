@@ -42,18 +42,18 @@ from qdqbench.eval.bench.unpadded import (
     refusal,
     unpadded_rows,
 )
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.arrays import Batch
-from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.core.limits import BackendChoice
-from qdqbench.quantize.core.results import EngineResult
-from qdqbench.quantize.core.strict import Strict, read
-from qdqbench.quantize.cpu.compiled import Compute
 from qdqbench.quantize.engine.build import build
+from qdqbench.quantize.engine.cpu.compiled import Compute
 from qdqbench.quantize.engine.profiles import Profile, choose_profile
+from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_path
-from qdqbench.quantize.rundir import artifacts
-from qdqbench.quantize.runtime.engine import Engine
+from qdqbench.quantize.pipeline import artifacts
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.arrays import Batch
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.limits import BackendChoice
+from qdqbench.quantize.utils.results import EngineResult
+from qdqbench.quantize.utils.schema import Strict, read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from qdqbench.eval.bench.rounds import Lane
-from qdqbench.quantize.core.arrays import Array, Batch, Float32, Int64
-from qdqbench.quantize.encoders.modules import MASK, TOKENS, widened
-from qdqbench.quantize.kinds.kind import joined
-from qdqbench.quantize.rundir.session import Session
+from qdqbench.quantize.models.inputs import MASK, TOKENS, widened
+from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.tasks.types.kind import joined
+from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
 
 if TYPE_CHECKING:
     import torch

@@ -30,26 +30,26 @@ from qdqbench.eval.bench.rounds import (
     measure_rounds,
     read_outputs,
 )
-from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.core.limits import CPU_BACKENDS
-from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.engine.build import attention_count, build, gemm_names, require_int8
 from qdqbench.quantize.engine.profiles import choose_profile
+from qdqbench.quantize.engine.runtime.cpu import CpuRunner
+from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.pipeline.artifacts import backend_of, cpu_compute, engine_profiles
+from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.rundir.artifacts import backend_of, cpu_compute, engine_profiles
-from qdqbench.quantize.rundir.session import Session
-from qdqbench.quantize.runtime.cpu import CpuRunner
-from qdqbench.quantize.runtime.engine import Engine
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.limits import CPU_BACKENDS
+from qdqbench.quantize.utils.speedup import Speedup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from qdqbench.quantize.core.results import EngineResult
     from qdqbench.quantize.engine.profiles import Profile
+    from qdqbench.quantize.utils.results import EngineResult
 
 INPUT_SETS = 4
 # rounds are balanced for two systems; on a CPU, which others use too, more of them

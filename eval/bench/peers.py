@@ -9,11 +9,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.attention import use_attention
-from qdqbench.quantize.encoders.modules import MASK
-from qdqbench.quantize.fakequant.quantizers import outputs_of
-from qdqbench.quantize.kinds.kind import joined
+from qdqbench.quantize.calibration.fakequant.quantizers import outputs_of
+from qdqbench.quantize.models.attention import use_attention
+from qdqbench.quantize.models.inputs import MASK
+from qdqbench.quantize.tasks.types.kind import joined
+from qdqbench.quantize.utils.errors import UserError
 
 if TYPE_CHECKING:
     import torch

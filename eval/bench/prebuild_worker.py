@@ -15,9 +15,9 @@ from pathlib import Path
 from qdqbench.eval.bench import peers
 from qdqbench.eval.bench.gpu import EngineSpec, build_engine, marker
 from qdqbench.eval.bench.target import model_target, recipe_for
-from qdqbench.quantize.families.known import family_named
-from qdqbench.quantize.rundir.session import Session, read_config
-from qdqbench.quantize.runtime.engine import Engine
+from qdqbench.quantize.engine.runtime.engine import Engine
+from qdqbench.quantize.models.families.known import family_named
+from qdqbench.quantize.pipeline.session import Session, read_config
 
 
 def compile_shapes(run: Path, mode: str, pairs: Sequence[tuple[int, int]]) -> None:

@@ -20,8 +20,8 @@ from qdqbench.eval.bench.results import (
     row_of,
     speedup_of,
 )
-from qdqbench.eval.report import svg
-from qdqbench.eval.report.document import (
+from qdqbench.eval.reporting import svg
+from qdqbench.eval.reporting.document import (
     EVERYWHERE,
     SCREEN,
     Block,
@@ -41,11 +41,11 @@ from qdqbench.eval.report.document import (
     page_of,
     row,
 )
-from qdqbench.eval.report.formats import cleaned, count_of, flat, label, model_label, size
-from qdqbench.eval.report.render import write_report
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.speedup import Speedup
+from qdqbench.eval.reporting.formats import cleaned, count_of, flat, label, model_label, size
+from qdqbench.eval.reporting.render import write_report
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.speedup import Speedup
 
 SYSTEM_STYLES = {  # color is never the only difference
     "int8": (svg.BLUE, "o"),

@@ -7,10 +7,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from qdqbench.eval.bench.rounds import compare_rounds
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.frames import Tabular
-from qdqbench.quantize.core.speedup import Speedup
-from qdqbench.quantize.core.strict import Strict, read
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.frames import Tabular
+from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.speedup import Speedup
 
 BENCH_FILE = "bench.json"
 OURS = ("int8", "int8-exact")  # INT8 engines that a bench is about

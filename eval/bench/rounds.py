@@ -13,10 +13,10 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from qdqbench.quantize.core.arrays import Float32
-from qdqbench.quantize.core.errors import CheckFailed
-from qdqbench.quantize.core.progress import measuring, report_phase
-from qdqbench.quantize.core.speedup import Speedup
+from qdqbench.quantize.utils.arrays import Float32
+from qdqbench.quantize.utils.errors import CheckFailed
+from qdqbench.quantize.utils.progress import measuring, report_phase
+from qdqbench.quantize.utils.speedup import Speedup
 
 T = TypeVar("T")
 SLOW_MS = 250.0  # a launch this long warms itself up

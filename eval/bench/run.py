@@ -26,13 +26,13 @@ from qdqbench.eval.bench.results import (
 from qdqbench.eval.bench.rounds import LEAST_FOR_P99, Effort, Measured, check_outputs, measure_rounds
 from qdqbench.eval.bench.systems import describe_systems
 from qdqbench.eval.bench.target import Target, softmax_notes
-from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.inspection import slow_reasons
-from qdqbench.quantize.machine.cpu import cpu_hazards, find_cpu
-from qdqbench.quantize.machine.environment import environment, now
-from qdqbench.quantize.machine.gpu import find_gpu
+from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
+from qdqbench.quantize.utils.system.cpu import cpu_hazards, find_cpu
+from qdqbench.quantize.utils.system.environment import environment, now
+from qdqbench.quantize.utils.system.gpu import find_gpu
 
 CPU_LEAST = 2  # launches per round; one may take seconds
 CPU_REST_S = (

@@ -10,9 +10,9 @@ from typing import Literal
 from qdqbench.eval.bench.config import BenchOptions
 from qdqbench.eval.bench.results import BenchSystem, Device, Precision
 from qdqbench.eval.bench.target import Target
-from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendChoice, BackendName
 from qdqbench.quantize.engine.backend import choose_backend, preferred_backend
-from qdqbench.quantize.machine.cpu import find_cpu
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendName
+from qdqbench.quantize.utils.system.cpu import find_cpu
 
 EXACT = ", exact shape"
 # int8: our INT8 graph; export: the float ONNX export; dynamic, nncf: the export by other quantizers;

@@ -8,31 +8,31 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.accuracy.runners import placed
 from qdqbench.eval.bench.lanes import session_sets
 from qdqbench.eval.bench.results import BenchTarget
+from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.stages import stages
-from qdqbench.quantize.calibrate import ptq
-from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record, write_record
-from qdqbench.quantize.calibrate.softmax import LONG
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.core.names import DEFAULT_RECIPE
-from qdqbench.quantize.encoders.identity import says_pooling
-from qdqbench.quantize.encoders.load import load_model
-from qdqbench.quantize.encoders.pooling import Pooling
-from qdqbench.quantize.families.family import Family
-from qdqbench.quantize.families.known import family_named, family_of
-from qdqbench.quantize.families.shapes import MODEL_SHAPES
-from qdqbench.quantize.machine.quiet import quiet
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration.record import CalibrationRecord, read_record, write_record
+from qdqbench.quantize.calibration.softmax import LONG
+from qdqbench.quantize.models.families.family import Family
+from qdqbench.quantize.models.families.known import family_named, family_of
+from qdqbench.quantize.models.families.shapes import MODEL_SHAPES
+from qdqbench.quantize.models.identity import says_pooling
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.models.pooling import Pooling
+from qdqbench.quantize.pipeline import artifacts
+from qdqbench.quantize.pipeline.artifacts import FP16, FP32, INT8
+from qdqbench.quantize.pipeline.config import find_recipe
+from qdqbench.quantize.pipeline.pipeline import open_run, run_stages
+from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
-from qdqbench.quantize.rundir import artifacts
-from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8
-from qdqbench.quantize.rundir.config import find_recipe
-from qdqbench.quantize.rundir.pipeline import open_run, run_stages
-from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
 from qdqbench.quantize.tasks.task import EMBED, Task
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.names import DEFAULT_RECIPE
+from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from qdqbench.eval.bench.peers import eager_forward
-from qdqbench.quantize.core.arrays import Batch, Int64
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.modules import MASK, TOKENS
-from qdqbench.quantize.fakequant.quantizers import outputs_of
-from qdqbench.quantize.families.family import QKV
-from qdqbench.quantize.families.known import family_of
+from qdqbench.quantize.calibration.fakequant.quantizers import outputs_of
+from qdqbench.quantize.models.families.family import QKV
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.inputs import MASK, TOKENS
+from qdqbench.quantize.utils.arrays import Batch, Int64
+from qdqbench.quantize.utils.errors import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -8,24 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from qdqbench.eval.accuracy.compare import compare
-from qdqbench.eval.accuracy.logits import read_logits, score
-from qdqbench.eval.effects.answers import Beside, changed_answers, classes_of
-from qdqbench.eval.effects.changes import Done, model_changes
-from qdqbench.eval.gate.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
-from qdqbench.eval.runreport.verdict import last_measured
+from qdqbench.eval.metrics.compare import compare
+from qdqbench.eval.metrics.effects.answers import Beside, changed_answers, classes_of
+from qdqbench.eval.metrics.effects.changes import Done, model_changes
+from qdqbench.eval.metrics.logits import read_logits, score
+from qdqbench.eval.runs.gate.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
+from qdqbench.eval.runs.report.verdict import last_measured
 from qdqbench.eval.stages.stages import FP16_STAGE
-from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
-from qdqbench.quantize.calibrate.softmax import LONG
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.comparison import Comparison, Gate, LayerErrors, Parity
-from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.core.progress import report_phase
-from qdqbench.quantize.core.results import FileRow, Results, StageResult, Timing
-from qdqbench.quantize.core.training_results import TrainingRun
-from qdqbench.quantize.encoders.identity import describe_model
-from qdqbench.quantize.machine.environment import environment, now
-from qdqbench.quantize.rundir.artifacts import (
+from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
+from qdqbench.quantize.calibration.softmax import LONG
+from qdqbench.quantize.models.identity import describe_model
+from qdqbench.quantize.pipeline.artifacts import (
     FP32,
     GPU,
     GPU_INT8,
@@ -36,10 +29,17 @@ from qdqbench.quantize.rundir.artifacts import (
     read_engine_run,
     read_verified,
 )
-from qdqbench.quantize.rundir.pipeline import finished
-from qdqbench.quantize.rundir.session import QAT, Session
+from qdqbench.quantize.pipeline.pipeline import finished
+from qdqbench.quantize.pipeline.session import QAT, Session
 from qdqbench.quantize.tasks.sources import source_commit
-from qdqbench.quantize.train.record import RECORD
+from qdqbench.quantize.training.record import RECORD
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.comparison import Comparison, Gate, LayerErrors, Parity
+from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.progress import report_phase
+from qdqbench.quantize.utils.results import FileRow, Results, StageResult, Timing
+from qdqbench.quantize.utils.system.environment import environment, now
+from qdqbench.quantize.utils.training_results import TrainingRun
 
 # of the output of an INT8 attention: up to 128 tokens with scale 1/127 MiniLM is below it
 MOST_SOFTMAX_ERROR = 0.2

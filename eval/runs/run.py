@@ -4,22 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from qdqbench.eval.effects.answers import FILE
-from qdqbench.eval.gate.baseline import judge_baseline
-from qdqbench.eval.gate.gate import cannot_hold, issue_sentence
-from qdqbench.eval.runreport.handoff import hand_off
-from qdqbench.eval.runreport.report import write_reports
+from qdqbench.eval.metrics.effects.answers import FILE
 from qdqbench.eval.runs.collect import collect, scored
+from qdqbench.eval.runs.gate.baseline import judge_baseline
+from qdqbench.eval.runs.gate.gate import cannot_hold, issue_sentence
+from qdqbench.eval.runs.report.handoff import hand_off
+from qdqbench.eval.runs.report.report import write_reports
 from qdqbench.eval.stages.stages import FP16_STAGE, stages
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import RESULTS_FILE, Results, Timing, write_results
-from qdqbench.quantize.deploy.folder import remove
-from qdqbench.quantize.deploy.write import DEPLOY
+from qdqbench.quantize.deployment.folder import remove
+from qdqbench.quantize.deployment.write import DEPLOY
 from qdqbench.quantize.engine.profiles import require_room
-from qdqbench.quantize.recipe.schema import dump_recipe
-from qdqbench.quantize.rundir.artifacts import engine_profiles
-from qdqbench.quantize.rundir.pipeline import (
+from qdqbench.quantize.pipeline.artifacts import engine_profiles
+from qdqbench.quantize.pipeline.pipeline import (
     Stage,
     ancestors,
     finished,
@@ -27,10 +23,14 @@ from qdqbench.quantize.rundir.pipeline import (
     made_otherwise,
     run_stages,
 )
-from qdqbench.quantize.rundir.session import CONFIG, Session
+from qdqbench.quantize.pipeline.session import CONFIG, Session
+from qdqbench.quantize.recipe.schema import dump_recipe
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.results import RESULTS_FILE, Results, Timing, write_results
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.core.training_results import LogRow
+    from qdqbench.quantize.utils.training_results import LogRow
 
 BASELINE = "baseline"
 EVALUATED = (BASELINE, "ptq", "fake_quant", "onnxruntime", "engine")

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qdqbench.eval.gate.gate import issue_sentence
-from qdqbench.eval.report.formats import count_of, first, label, remarks, seconds, size
-from qdqbench.eval.runreport.verdict import delta_text, headline, part_text, remark_of, worst_first
-from qdqbench.quantize.core.results import EngineResult, Results
+from qdqbench.eval.reporting.formats import count_of, first, label, remarks, seconds, size
+from qdqbench.eval.runs.gate.gate import issue_sentence
+from qdqbench.eval.runs.report.verdict import delta_text, headline, part_text, remark_of, worst_first
+from qdqbench.quantize.utils.results import EngineResult, Results
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.eval.runs.collect import scored
 from qdqbench.eval.stages.stages import stages
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.comparison import Comparison
-from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.core.strict import Strict, read
-from qdqbench.quantize.core.training_results import Finetuning, Spread, TrainingRun, training_line
-from qdqbench.quantize.machine.environment import now
-from qdqbench.quantize.qat.stage import settings_of
+from qdqbench.quantize.pipeline.pipeline import ancestors, open_run, run_stages
+from qdqbench.quantize.pipeline.session import QAT, RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.rundir.pipeline import ancestors, open_run, run_stages
-from qdqbench.quantize.rundir.session import QAT, RunConfig, Session
-from qdqbench.quantize.train.finetune import Request, finetune
-from qdqbench.quantize.train.record import RECORD, spread
+from qdqbench.quantize.training.finetune import Request, finetune
+from qdqbench.quantize.training.qat.stage import settings_of
+from qdqbench.quantize.training.record import RECORD, spread
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.comparison import Comparison
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.system.environment import now
+from qdqbench.quantize.utils.training_results import Finetuning, Spread, TrainingRun, training_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

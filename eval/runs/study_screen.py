@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.report.formats import in_points, label, model_label, versions_text
+from qdqbench.eval.reporting.formats import in_points, label, model_label, versions_text
 from qdqbench.eval.runs.study import Study
-from qdqbench.quantize.core.training_results import Spread
+from qdqbench.quantize.utils.training_results import Spread
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -8,29 +8,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
-from qdqbench.eval.accuracy.logits import evaluate_stage
-from qdqbench.eval.accuracy.parity import compare_layers
-from qdqbench.eval.accuracy.runners import evaluating, onnxruntime_runner, placed, torch_runner
-from qdqbench.eval.verify.engine import verify_engine
-from qdqbench.eval.verify.layer_errors import layer_errors
-from qdqbench.quantize.calibrate.ptq import calibrate
-from qdqbench.quantize.calibrate.record import read_record, shifted_states, write_record
-from qdqbench.quantize.check.check import check_file, to_json
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import MissingDevice
-from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
-from qdqbench.quantize.core.progress import report_phase, track
-from qdqbench.quantize.core.results import EngineResult, Verification
+from qdqbench.eval.metrics.logits import evaluate_stage
+from qdqbench.eval.metrics.parity import compare_layers
+from qdqbench.eval.metrics.runners import evaluating, onnxruntime_runner, placed, torch_runner
+from qdqbench.eval.verification.engine import verify_engine
+from qdqbench.eval.verification.layer_errors import layer_errors
+from qdqbench.quantize.calibration.ptq import calibrate
+from qdqbench.quantize.calibration.record import read_record, shifted_states, write_record
 from qdqbench.quantize.engine.backend import available_backends, gpu_backend
 from qdqbench.quantize.engine.build import attention_count
 from qdqbench.quantize.engine.build import build as build_engine
 from qdqbench.quantize.engine.profiles import notes_on_data
+from qdqbench.quantize.engine.runtime.opened import open_runner
 from qdqbench.quantize.engine.sidecar import sidecar_path
+from qdqbench.quantize.graph.check.check import check_file, to_json
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
-from qdqbench.quantize.machine.cpu import find_cpu
-from qdqbench.quantize.machine.gpu import find_gpu
-from qdqbench.quantize.qat.stage import remove_checkpoints, train_qat
-from qdqbench.quantize.rundir.artifacts import (
+from qdqbench.quantize.pipeline.artifacts import (
     BUILD,
     ENGINE,
     FP16,
@@ -57,11 +50,18 @@ from qdqbench.quantize.rundir.artifacts import (
     read_verified,
     write_outcome,
 )
-from qdqbench.quantize.rundir.pipeline import Stage
-from qdqbench.quantize.rundir.session import Session
-from qdqbench.quantize.runtime.opened import open_runner
+from qdqbench.quantize.pipeline.pipeline import Stage
+from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks.embedded import write_embedded
 from qdqbench.quantize.tasks.sources import source_fingerprint
+from qdqbench.quantize.training.qat.stage import remove_checkpoints, train_qat
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import MissingDevice
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.progress import report_phase, track
+from qdqbench.quantize.utils.results import EngineResult, Verification
+from qdqbench.quantize.utils.system.cpu import find_cpu
+from qdqbench.quantize.utils.system.gpu import find_gpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -262,7 +262,7 @@ def check_stage(session: Session) -> list[Path]:
 
 def parity(session: Session) -> list[Path]:
     """Compare ONNX Runtime with the fake-quant model, and that with FP32, layer by layer, padded batches."""
-    from qdqbench.quantize.fakequant.native import frozen
+    from qdqbench.quantize.calibration.fakequant.native import frozen
 
     graph, model = onnx.load(graph_path(session)), session.fake_quant_model
     biases, plan = read_record(session.record_path).biases, session.plan

@@ -15,9 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from qdqbench.quantize.core.errors import MissingDevice, UserError
-from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendChoice, BackendName
-from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.caches import TimingCache, origin
 from qdqbench.quantize.engine.log import (
     BuildLog,
@@ -28,7 +25,10 @@ from qdqbench.quantize.engine.log import (
     progress_monitor,
 )
 from qdqbench.quantize.engine.profiles import Profile, add_profiles
-from qdqbench.quantize.machine.gpu import Gpu, find_gpu
+from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendName
+from qdqbench.quantize.utils.results import LayerRow
+from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 
 # Ada (L4, L40S, RTX 40): the common INT8 inference boards that RTX supports
 DEFAULT_COMPUTE_CAPABILITY = "8.9"

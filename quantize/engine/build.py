@@ -11,15 +11,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.arrays import Int8
-from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendChoice, limits_of
-from qdqbench.quantize.core.progress import report_phase
-from qdqbench.quantize.core.results import EngineResult
-from qdqbench.quantize.cpu.compiled import Compute, name_products
-from qdqbench.quantize.cpu.runtimes import compiled, first_run
 from qdqbench.quantize.engine.backend import Backend, BuiltEngine, build_engine, choose_backend
+from qdqbench.quantize.engine.cpu.compiled import Compute, name_products
+from qdqbench.quantize.engine.cpu.runtimes import compiled, first_run
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.kernels import float_residuals, one_profile
 from qdqbench.quantize.engine.layers import (
@@ -35,8 +29,14 @@ from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, attribute, module_of, prune, replace_nodes
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.graph.residuals import int8_norms
-from qdqbench.quantize.machine.cpu import cpu_hazards, find_cpu
-from qdqbench.quantize.machine.gpu import Gpu
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.arrays import Int8
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, limits_of
+from qdqbench.quantize.utils.progress import report_phase
+from qdqbench.quantize.utils.results import EngineResult
+from qdqbench.quantize.utils.system.cpu import cpu_hazards, find_cpu
+from qdqbench.quantize.utils.system.gpu import Gpu
 
 
 def build(  # noqa: PLR0913  all but the two files are keywords

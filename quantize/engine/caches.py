@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.machine.gpu import Gpu
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.system.gpu import Gpu
 
 _FORMAT = "qdqbench cache 1"
 _MAX_HEADER = 4096

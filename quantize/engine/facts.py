@@ -10,8 +10,6 @@ from pathlib import Path
 
 from onnx import TensorProto
 
-from qdqbench.quantize.check.types import walk_types
-from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.kernels import (
     count_text,
     float_residuals,
@@ -29,11 +27,13 @@ from qdqbench.quantize.engine.layers import (
     is_int8,
     name_parts,
 )
-from qdqbench.quantize.families.any_family import ANY_MERGED_QKV, ANY_QKV
+from qdqbench.quantize.graph.check.types import walk_types
 from qdqbench.quantize.graph.index import MATMULS, module_of, opset_of
 from qdqbench.quantize.graph.read import read_model, validate_names
 from qdqbench.quantize.graph.residuals import int8_norms
 from qdqbench.quantize.graph.runs import run_of
+from qdqbench.quantize.models.families.any_family import ANY_MERGED_QKV, ANY_QKV
+from qdqbench.quantize.utils.results import LayerRow
 
 _FLOATS: dict[int, str] = {
     TensorProto.FLOAT: "FP32",

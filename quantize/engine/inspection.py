@@ -4,15 +4,15 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.limits import FP16_MAX, limits_of
-from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.facts import Facts, Graph, facts_of, graph_from_table
 from qdqbench.quantize.engine.kernels import block_of_node, block_order, kernel_block, kernel_kind, short
 from qdqbench.quantize.engine.layers import Coverage, NotInt8, copy_of, coverage, name_parts, why_not
-from qdqbench.quantize.families.any_family import first_feed_forwards
 from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.models.families.any_family import first_feed_forwards
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import FP16_MAX, limits_of
+from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.results import LayerRow
 
 MAX_LAYERS_NAMED = 6
 

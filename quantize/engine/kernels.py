@@ -9,10 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
-from qdqbench.quantize.core.names import count_of
-from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.layers import base_name, copy_of, is_attention, name_parts
-from qdqbench.quantize.families.any_family import (
+from qdqbench.quantize.models.families.any_family import (
     ACTIVATION,
     ANY_EMBEDDINGS,
     ANY_HEAD,
@@ -21,6 +19,8 @@ from qdqbench.quantize.families.any_family import (
     SILENT,
     layer_of_node,
 )
+from qdqbench.quantize.utils.names import count_of
+from qdqbench.quantize.utils.results import LayerRow
 
 KernelKind = Literal[
     "gemm", "attention", "softmax", "LayerNorm", "GELU", "embeddings", "mask", "layout", "quantize",

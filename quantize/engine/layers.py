@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.files import read_bounded
-from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.cpu.compiled import ATTENTION
+from qdqbench.quantize.engine.cpu.compiled import ATTENTION
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.files import read_bounded
+from qdqbench.quantize.utils.results import LayerRow
 
 MAX_TABLE_BYTES = 16 << 20  # of a saved table; BERT-large with four profiles has 2 MiB
 MAX_TABLE_LAYERS = 20_000  # BERT-large with four profiles has 1,400 kernels

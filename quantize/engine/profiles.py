@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from qdqbench.quantize.core.arrays import Int64
-from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.arrays import Int64
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 FAR_FROM_OPT = 2.0  # factor from the opt shape at which kernels are tuned for something else
 LENGTH_STEP = 16  # INT8 tensor cores take 16 values at a time

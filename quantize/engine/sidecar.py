@@ -3,15 +3,15 @@
 import shlex
 from pathlib import Path
 
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.strict import Strict, read
-from qdqbench.quantize.cpu.compiled import Compute
 from qdqbench.quantize.engine.backend import available_backends
+from qdqbench.quantize.engine.cpu.compiled import Compute
 from qdqbench.quantize.engine.hazards import is_older
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.machine.cpu import find_cpu
-from qdqbench.quantize.machine.gpu import Gpu, find_gpu
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.system.cpu import find_cpu
+from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 
 
 class Sidecar(Strict):

@@ -15,10 +15,6 @@ from typing import TYPE_CHECKING, Literal
 
 import onnx
 
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.core.limits import BackendName
-from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.graph.index import prune
 from qdqbench.quantize.graph.layout import tokens_first
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
@@ -32,10 +28,14 @@ from qdqbench.quantize.graph.rewrites import (
 )
 from qdqbench.quantize.graph.runs import name_runs
 from qdqbench.quantize.graph.weights import drop_zero_biases, factor_scales, fold_weights
-from qdqbench.quantize.kinds.kind import LOGITS
-from qdqbench.quantize.machine.quiet import unprinted
+from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.recipe.plan import Plan, straight_linears
 from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.tasks.types.kind import LOGITS
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.limits import BackendName
+from qdqbench.quantize.utils.system.quiet import unprinted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

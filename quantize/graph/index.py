@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from qdqbench.quantize.core.arrays import Array
+from qdqbench.quantize.utils.arrays import Array
 
 MATMULS = ("MatMul", "Gemm")
 ONNX_DOMAINS = ("", "ai.onnx")

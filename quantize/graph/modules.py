@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from qdqbench.quantize.encoders.modules import ModuleInfo
-from qdqbench.quantize.families.known import family_named
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.graph.residuals import residuals
+from qdqbench.quantize.models.families.known import family_named
+from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import load_recipe
 

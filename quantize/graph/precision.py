@@ -10,10 +10,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqbench.quantize.core.errors import CheckFailed
-from qdqbench.quantize.core.limits import FP16_MAX
-from qdqbench.quantize.encoders.attention import MASK_FILL
 from qdqbench.quantize.graph.index import GraphIndex, attribute, module_of, replace_nodes, tensor_values
+from qdqbench.quantize.models.attention import MASK_FILL
+from qdqbench.quantize.utils.errors import CheckFailed
+from qdqbench.quantize.utils.limits import FP16_MAX
 
 LOWEST = np.finfo(np.float32).min
 QDQ = ("QuantizeLinear", "DequantizeLinear")

@@ -14,7 +14,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import external_data_helper, numpy_helper
 
-from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.utils.errors import UserError
 
 MAX_FILE = (1 << 31) - 1  # protobuf's own limit
 MAX_STRUCTURE = 8 << 20  # bytes outside of weights; BERT-large needs about 1 MiB

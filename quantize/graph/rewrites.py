@@ -12,10 +12,10 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.graph.index import GraphIndex, replace_nodes
 from qdqbench.quantize.graph.runs import run_of
 from qdqbench.quantize.graph.weights import input_key, weight_dq
+from qdqbench.quantize.models.families.family import Family
 
 _HEADS_AXES = (0, 2, 1, 3)  # of [B, L, H, D] in [B, H, L, D], and back
 # tanh(t) = 2 sigmoid(2t) - 1 in 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from qdqbench.quantize.families.any_family import RUN
-from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.models.families.any_family import RUN
+from qdqbench.quantize.models.families.known import family_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

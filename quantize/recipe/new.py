@@ -3,17 +3,17 @@
 import re
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.core.names import DEFAULT_RECIPE
-from qdqbench.quantize.core.strict import Strict
-from qdqbench.quantize.describe.recognise import ModuleRow, Recognised, inventory, recognise
-from qdqbench.quantize.describe.untrained import config_of, untrained
-from qdqbench.quantize.families.family import Family
-from qdqbench.quantize.families.known import BERT, known_family
+from qdqbench.quantize.models.detection.recognise import ModuleRow, Recognised, inventory, recognise
+from qdqbench.quantize.models.detection.untrained import config_of, untrained
+from qdqbench.quantize.models.families.family import Family
+from qdqbench.quantize.models.families.known import BERT, known_family
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, short_yaml
 from qdqbench.quantize.recipe.sections import Layout
 from qdqbench.quantize.recipe.shipped import shipped
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.names import DEFAULT_RECIPE
+from qdqbench.quantize.utils.schema import Strict
 
 if TYPE_CHECKING:
     from rich.console import Group

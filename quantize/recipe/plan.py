@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.core.names import count_of, name_list
-from qdqbench.quantize.encoders.modules import ModuleInfo
-from qdqbench.quantize.families.family import SMOOTHED, Family, Role
-from qdqbench.quantize.families.known import BERT, family_named
+from qdqbench.quantize.models.families.family import SMOOTHED, Family, Role
+from qdqbench.quantize.models.families.known import BERT, family_named
+from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Rule
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.names import count_of, name_list
 
 
 @dataclass(frozen=True)
@@ -226,8 +226,8 @@ def _require_splittable(names: list[str], scaling: Mapping[str, Scaling]) -> Non
     """Splitting is for second feed-forward linears in INT8, and divides their input itself."""
     if not names:
         raise UserError(
-            "calibration.outlier_channel_splitting is for the second linear of feed-forwards, and none of them "
-            "is INT8; quantize them with a rule, or drop it"
+            "calibration.outlier_channel_splitting is for the second linear of feed-forwards, and none of "
+            "them is INT8; quantize them with a rule, or drop it"
         )
     if smoothed := [name for name in names if scaling[name].smoothing != "none"]:
         raise UserError(

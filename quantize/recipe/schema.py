@@ -11,12 +11,8 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.core.names import DEFAULT_RECIPE, MAX_NAMED
-from qdqbench.quantize.core.strict import Frozen
-from qdqbench.quantize.families.family import Family
-from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.quantize.models.families.family import Family
+from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe.sections import (
     AUTO,
     FORMS,
@@ -29,6 +25,10 @@ from qdqbench.quantize.recipe.sections import (
     Rule,
 )
 from qdqbench.quantize.recipe.training import Qat
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.names import DEFAULT_RECIPE, MAX_NAMED
+from qdqbench.quantize.utils.schema import Frozen
 
 MAX_RECIPE_BYTES = 64 * 1024  # a recipe is one screen; a larger file is a mistake or an attack
 LONGEST = 200  # characters of a key or of what is wrong with it, in an error
@@ -78,8 +78,8 @@ class Recipe(Frozen):
             )
         if self.int8_attention and "softmax" in self.precision.never_quantize:
             raise ValueError(
-                "attention: int8 quantizes the softmax output, but precision.never_quantize protects softmax; "
-                "set never_quantize: [layernorm] or attention: fp16"
+                "attention: int8 quantizes the softmax output, but precision.never_quantize protects "
+                "softmax; set never_quantize: [layernorm] or attention: fp16"
             )
         fused = limits_of(self.engine.backend).int8_attention_length
         if self.int8_attention and self.export.max_length > fused:

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
-from qdqbench.quantize.core.limits import FP16_MAX, BackendChoice
-from qdqbench.quantize.core.strict import Frozen, Positive
-from qdqbench.quantize.families.family import Family, Norm, Residual, Role
-from qdqbench.quantize.families.known import FAMILIES, describe, known_family
+from qdqbench.quantize.models.families.family import Family, Norm, Residual, Role
+from qdqbench.quantize.models.families.known import FAMILIES, describe, known_family
+from qdqbench.quantize.utils.limits import FP16_MAX, BackendChoice
+from qdqbench.quantize.utils.schema import Frozen, Positive
 
 Range = tuple[Positive, Positive, Positive]
 AUTO = "auto"

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
-from qdqbench.quantize.core.strict import Frozen
-from qdqbench.quantize.families.family import Family
-from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.quantize.models.families.family import Family
+from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe
+from qdqbench.quantize.utils.schema import Frozen
 
 FIGURES_FILE = "figures.json"
 Device = Literal["gpu", "cpu"]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from qdqbench.quantize.core.strict import Frozen, Positive
+from qdqbench.quantize.utils.schema import Frozen, Positive
 
 Weight = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from qdqbench.quantize.core.arrays import Batch, Int64
-from qdqbench.quantize.kinds.encoded import Encoded, IndexedBatch, pad
 from qdqbench.quantize.tasks.rows import Sample, iter_encoded
 from qdqbench.quantize.tasks.sources import Split
 from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch, pad
+from qdqbench.quantize.utils.arrays import Batch, Int64
 
 
 def sorted_batches(

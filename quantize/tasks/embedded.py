@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.kinds.encoded import Encoded, IndexedBatch, pad
-from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.tasks import rows as data
 from qdqbench.quantize.tasks.task import EMBEDDED
+from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch, pad
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import BertForSequenceClassification, BertTokenizer

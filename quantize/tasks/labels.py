@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.sources import Split, read_split
 from qdqbench.quantize.tasks.task import GLUE, Task
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import name_list
 
 if TYPE_CHECKING:
     import datasets

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from qdqbench.quantize.core.arrays import Array, Floats, Int64
-from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.utils.arrays import Array, Floats, Int64
+from qdqbench.quantize.utils.errors import CheckFailed
 
 Gold = Any  # what the kind of a task scores against, as its `TaskKind` says; its length is that in samples
 RESAMPLES = 1000

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from qdqbench.quantize.core.arrays import Int64
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.kinds.classification import NUMBERS
-from qdqbench.quantize.kinds.encoded import Encoded, Layout, Units
-from qdqbench.quantize.kinds.tokens import class_names
 from qdqbench.quantize.tasks.labels import numbered
 from qdqbench.quantize.tasks.sources import Split, read_split
 from qdqbench.quantize.tasks.task import Task, nearest, with_classes
+from qdqbench.quantize.tasks.types.classification import NUMBERS
+from qdqbench.quantize.tasks.types.encoded import Encoded, Layout, Units
+from qdqbench.quantize.tasks.types.tokens import class_names
+from qdqbench.quantize.utils.arrays import Int64
+from qdqbench.quantize.utils.errors import UserError
 
 if TYPE_CHECKING:
     import datasets

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.machine.hub import HubError, commit_of
-from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.tasks.task import GLUE, Task
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.system.hub import HubError, commit_of
+from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:
     import datasets

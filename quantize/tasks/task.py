@@ -3,15 +3,15 @@
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.strict import Frozen
-from qdqbench.quantize.kinds.classification import CLASSIFICATION
-from qdqbench.quantize.kinds.embedding import PAIRS, TEXTS_ALONE
-from qdqbench.quantize.kinds.kind import TaskKind
-from qdqbench.quantize.kinds.questions import QUESTIONS
-from qdqbench.quantize.kinds.regression import REGRESSION
-from qdqbench.quantize.kinds.reranking import RERANKING
-from qdqbench.quantize.kinds.tokens import TOKENS
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
+from qdqbench.quantize.tasks.types.kind import TaskKind
+from qdqbench.quantize.tasks.types.questions import QUESTIONS
+from qdqbench.quantize.tasks.types.regression import REGRESSION
+from qdqbench.quantize.tasks.types.reranking import RERANKING
+from qdqbench.quantize.tasks.types.tokens import TOKENS
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.schema import Frozen
 
 SECOND = "_mm"  # ends the name of a metric on the second evaluation split: MNLI's mismatched one
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.utils.system.gpu import find_gpu
 
 from ..integration.tiny import Given, write_data, write_model
 
@@ -48,8 +48,8 @@ def sst2(tmp_path_factory) -> Given:
 def finished_run(sst2, tmp_path_factory) -> Callable[[str], Path]:
     """Folder of a whole run by its recipe, made when first asked for. Never to be written to: copy it."""
     from qdqbench.eval.runs.run import run_until
-    from qdqbench.quantize.rundir.pipeline import open_run
-    from qdqbench.quantize.rundir.session import RunConfig
+    from qdqbench.quantize.pipeline.pipeline import open_run
+    from qdqbench.quantize.pipeline.session import RunConfig
     from qdqbench.quantize.tasks.task import get_task
 
     root, made = tmp_path_factory.mktemp("runs"), {}

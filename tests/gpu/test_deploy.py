@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from qdqbench.quantize.rundir.session import Session, read_config
+from qdqbench.quantize.pipeline.session import Session, read_config
 
 
 def test_the_script_answers_as_the_engine_did(finished_run, tmp_path):

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from qdqbench.quantize.machine.gpu import find_gpu
+from qdqbench.quantize.utils.system.gpu import find_gpu
 
 from ..integration.tiny import EVAL_ROWS, call, results
 
@@ -55,8 +55,8 @@ def batch(rng, rows, length, padding=0):
 )
 def test_any_shape_of_the_profile(run, rows, length, padding):
     """Shapes at the profile's corners, odd ones, and ones shorter than its minimum, against ONNX Runtime."""
-    from qdqbench.eval.accuracy.runners import onnxruntime_runner
-    from qdqbench.quantize.runtime.opened import EngineRunner
+    from qdqbench.eval.metrics.runners import onnxruntime_runner
+    from qdqbench.quantize.engine.runtime.opened import EngineRunner
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -74,7 +74,7 @@ def test_any_shape_of_the_profile(run, rows, length, padding):
 
 def test_padding_changes_nothing(run):
     """A sentence alone, and the same sentence padded to 128 in a batch of others."""
-    from qdqbench.quantize.runtime.opened import EngineRunner
+    from qdqbench.quantize.engine.runtime.opened import EngineRunner
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -90,8 +90,8 @@ def test_padding_changes_nothing(run):
 
 
 def test_shapes_outside_of_the_profile_are_refused(run):
-    from qdqbench.quantize.core.errors import CheckFailed
-    from qdqbench.quantize.runtime.opened import EngineRunner
+    from qdqbench.quantize.engine.runtime.opened import EngineRunner
+    from qdqbench.quantize.utils.errors import CheckFailed
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -105,7 +105,7 @@ def test_shapes_outside_of_the_profile_are_refused(run):
 @pytest.fixture(scope="module")
 def engine(run):
     """The engine of a recipe, loaded once."""
-    from qdqbench.quantize.runtime.engine import Engine
+    from qdqbench.quantize.engine.runtime.engine import Engine
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -168,7 +168,7 @@ def test_kernel_times_are_of_kernels_in_the_layer_table(run, engine):
 
 
 def test_the_runtime_cache_is_kept_in_the_run_directory(run, tmp_path):
-    from qdqbench.quantize.runtime.engine import Engine
+    from qdqbench.quantize.engine.runtime.engine import Engine
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -190,11 +190,11 @@ def test_the_runtime_cache_is_kept_in_the_run_directory(run, tmp_path):
 
 def test_several_profiles(linears, tmp_path):
     """Each shape in the profile that is made for it, against ONNX Runtime, with memory for each."""
-    from qdqbench.eval.accuracy.runners import onnxruntime_runner
+    from qdqbench.eval.metrics.runners import onnxruntime_runner
     from qdqbench.quantize.engine.build import build, gemm_names
     from qdqbench.quantize.engine.profiles import Profile
-    from qdqbench.quantize.runtime.engine import Engine
-    from qdqbench.quantize.runtime.opened import EngineRunner
+    from qdqbench.quantize.engine.runtime.engine import Engine
+    from qdqbench.quantize.engine.runtime.opened import EngineRunner
 
     onnx = linears / "model.int8.onnx"
     profiles = [Profile((1, 16), (1, 32), (2, 128)), Profile((4, 16), (32, 128), (64, 128))]

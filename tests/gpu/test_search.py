@@ -3,8 +3,8 @@
 import pytest
 from typer.testing import CliRunner
 
-from qdqbench.eval.search.results import read_search
-from qdqbench.quantize.cli.app import app
+from qdqbench.cli.app import app
+from qdqbench.eval.selection.search.results import read_search
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
 
 SHAPES = {"batch": [1, 8, 8], "length": [16, 32, 64]}

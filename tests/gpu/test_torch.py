@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from qdqbench.eval.accuracy import runners
+from qdqbench.eval.metrics import runners
 from qdqbench.eval.stages import stages
-from qdqbench.quantize.calibrate.record import read_record
-from qdqbench.quantize.fakequant.quantizers import enabled_quantizers
+from qdqbench.quantize.calibration.fakequant.quantizers import enabled_quantizers
+from qdqbench.quantize.calibration.record import read_record
+from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.tasks.task import get_task
 
 

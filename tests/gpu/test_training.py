@@ -10,15 +10,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qdqbench.quantize.cli.app import app
-from qdqbench.quantize.core.results import Results
-from qdqbench.quantize.encoders.load import load_encoder
-from qdqbench.quantize.encoders.modules import inputs_of
-from qdqbench.quantize.fakequant import native
-from qdqbench.quantize.kinds.classification import CLASSIFICATION
+from qdqbench.cli.app import app
+from qdqbench.quantize.calibration.fakequant import native
+from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.load import load_encoder
+from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
-from qdqbench.quantize.rundir.session import Session, read_config
-from qdqbench.quantize.train import processes
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+from qdqbench.quantize.training import processes
+from qdqbench.quantize.utils.results import Results
 
 from ..support.families import write_model
 from ..support.tiny_bert import padded_batch

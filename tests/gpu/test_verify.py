@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from qdqbench.quantize.families.known import BERT
+from qdqbench.quantize.models.families.known import BERT
 
 from ..integration.tiny import results
 
@@ -33,7 +33,7 @@ FAULTS = {"offset": lambda bias: bias + 1.0 * np.sign(bias), "nan": lambda bias:
 def faulty(request, linears, tmp_path_factory):
     """A copy of a run whose ONNX file is wrong, with the engine of that file, verified."""
     from qdqbench.eval.stages import stages as engine_stages
-    from qdqbench.quantize.rundir.session import Session, read_config
+    from qdqbench.quantize.pipeline.session import Session, read_config
 
     target = shutil.copytree(linears, tmp_path_factory.mktemp("faulty") / request.param)
     path = target / "model.int8.onnx"
@@ -50,7 +50,7 @@ def faulty(request, linears, tmp_path_factory):
 
 
 def test_a_wrong_block_is_named(faulty):
-    from qdqbench.quantize.core.results import Verification
+    from qdqbench.quantize.utils.results import Verification
 
     found = Verification.model_validate_json((faulty.folder / "verify.json").read_text())
     assert [row.name for row in found.blocks if not row.holds] == ["layer.1"]
@@ -61,7 +61,7 @@ def test_a_wrong_block_is_named(faulty):
 @pytest.mark.parametrize("faulty", ["offset"], indirect=True)
 def test_the_gate_fails_with_the_verification(faulty):
     from qdqbench.eval.runs.collect import collect
-    from qdqbench.quantize.rundir.pipeline import finished, timing
+    from qdqbench.quantize.pipeline.pipeline import finished, timing
 
     timings = {name: timing(done, reused=True) for name, done in finished(faulty.folder).items()}
     found = collect(faulty, timings)
@@ -70,15 +70,15 @@ def test_the_gate_fails_with_the_verification(faulty):
 
 
 def test_bisecting_a_right_engine_finds_nothing(linears):
-    from qdqbench.eval.verify.bisect import bisect_run
+    from qdqbench.eval.verification.bisect import bisect_run
 
     assert bisect_run(linears).block is None
 
 
 def test_bisecting_names_the_tensor(linears):
     """The engine is built from a graph with a fault that the reference graph does not have."""
-    from qdqbench.eval.verify.bisect import bisect, run_onnxruntime
-    from qdqbench.eval.verify.engine import engine_of
+    from qdqbench.eval.verification.bisect import bisect, run_onnxruntime
+    from qdqbench.eval.verification.engine import engine_of
     from qdqbench.quantize.engine.sidecar import check_sidecar
 
     sidecar = check_sidecar(linears / "engine" / "model.int8.engine")

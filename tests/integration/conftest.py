@@ -53,7 +53,7 @@ def qdqbench(capsys) -> Callable[..., Outcome]:
 def _no_progress_lines() -> Iterator[None]:
     """A slow machine must not add lines to what a test compares; they have tests of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qdqbench.quantize.cli.progress.EVERY_S", float("inf"))
+        patch.setattr("qdqbench.cli.progress.EVERY_S", float("inf"))
         yield
 
 
@@ -100,9 +100,9 @@ def _one_profile(request) -> Iterator[None]:
 def finished_run(given, made_once) -> Path:
     """A whole run of the default recipe, never to be written to."""
     from qdqbench.eval.runs.run import run_until
+    from qdqbench.quantize.pipeline.pipeline import open_run
+    from qdqbench.quantize.pipeline.session import RunConfig
     from qdqbench.quantize.recipe.schema import load_recipe
-    from qdqbench.quantize.rundir.pipeline import open_run
-    from qdqbench.quantize.rundir.session import RunConfig
     from qdqbench.quantize.tasks.task import get_task
 
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")

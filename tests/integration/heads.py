@@ -93,10 +93,10 @@ def write_model(folder: Path, kind: str, steps: int = 120) -> Path:
     import datasets
     import torch
 
-    from qdqbench.quantize.machine.quiet import quiet
     from qdqbench.quantize.tasks.rows import encode
     from qdqbench.quantize.tasks.sources import Split
     from qdqbench.quantize.tasks.task import get_task, with_classes
+    from qdqbench.quantize.utils.system.quiet import quiet
 
     task = get_task(kind)
     task = with_classes(task, TAGS) if kind == "tokens" else task
@@ -108,7 +108,7 @@ def write_model(folder: Path, kind: str, steps: int = 120) -> Path:
     model, labels = new_model(kind), torch.from_numpy(encoded.labels)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     random = np.random.default_rng(0)
-    from qdqbench.quantize.kinds.kind import joined
+    from qdqbench.quantize.tasks.types.kind import joined
 
     for _ in range(steps):
         rows = random.integers(encoded.rows, size=32)

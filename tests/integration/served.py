@@ -4,11 +4,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from qdqbench.quantize.deployment.server.served import Served, open_served
 from qdqbench.quantize.engine.build import build
-from qdqbench.quantize.kinds.encoded import pad
-from qdqbench.quantize.rundir.artifacts import BUILD, engine_profiles, graph_path, write_outcome
-from qdqbench.quantize.rundir.session import Session, read_config
-from qdqbench.quantize.serve.served import Served, open_served
+from qdqbench.quantize.pipeline.artifacts import BUILD, engine_profiles, graph_path, write_outcome
+from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.tasks.types.encoded import pad
 
 
 def with_cpu_engine(run: Path, out: Path) -> Path:

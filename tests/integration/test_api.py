@@ -89,8 +89,8 @@ def test_the_import_is_instant_and_every_name_is_there():
         "assert not heavy, heavy\n"
         "assert dir(qdqbench) == sorted(qdqbench.__all__)\n"
         "for name in 2 * qdqbench.__all__: assert callable(getattr(qdqbench, name)), name\n"
-        "import qdqbench.quantize.cli.app\n"
-        "assert callable(qdqbench.quantize) and qdqbench.quantize.cli.app.program\n"
+        "import qdqbench.cli.app\n"
+        "assert callable(qdqbench.quantize) and qdqbench.cli.app.program\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="'qdqbench' has no attribute 'quantise'"):
@@ -99,7 +99,7 @@ def test_the_import_is_instant_and_every_name_is_there():
 
 def test_a_gate_that_fails_is_in_the_results(a_run, monkeypatch):
     from qdqbench.eval.runs import collect
-    from qdqbench.quantize.core.comparison import Gate, GateIssue
+    from qdqbench.quantize.utils.comparison import Gate, GateIssue
 
     failed = Gate(passed=False, max_drop=0.01, issues=[GateIssue(code="recipe", state="failed")])
     monkeypatch.setattr(collect, "judge_gate", lambda session, results: failed)

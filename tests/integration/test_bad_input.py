@@ -463,12 +463,12 @@ def test_check_against_an_unknown_recipe(finished_run, qdqbench):
 # Interrupted runs: each name is called in the middle of a stage.
 
 INTERRUPTED = {
-    "baseline": "qdqbench.quantize.kinds.encoded.pad",
-    "quantize": "qdqbench.quantize.calibrate.ptq.forward",
+    "baseline": "qdqbench.quantize.tasks.types.encoded.pad",
+    "quantize": "qdqbench.quantize.calibration.ptq.forward",
     "export": "qdqbench.quantize.graph.export.save",
     "check": "qdqbench.eval.stages.stages.to_json",
-    "parity": "qdqbench.eval.accuracy.parity.session_of",
-    "onnxruntime": "qdqbench.eval.accuracy.runners.session_of",
+    "parity": "qdqbench.eval.metrics.parity.session_of",
+    "onnxruntime": "qdqbench.eval.metrics.runners.session_of",
     "build": "qdqbench.quantize.engine.build.coverage",
     "report": "qdqbench.eval.runs.run.write_reports",
 }
@@ -574,7 +574,7 @@ def test_debug_shows_the_traceback(tmp_path):
 
 
 def test_unexpected_failure_is_one_sentence_too(finished_run, qdqbench, monkeypatch):
-    from qdqbench.eval.api import models
+    from qdqbench import _models as models
 
     def fail(*_, **__):
         raise ZeroDivisionError("several\nlines")

@@ -11,7 +11,7 @@ import onnx
 import pytest
 import typer
 
-from qdqbench.quantize.cli.app import app
+from qdqbench.cli.app import app
 from qdqbench.quantize.recipe.schema import load_recipe, parse_recipe, shipped_recipes
 
 from ..support.families import write_model
@@ -80,7 +80,7 @@ def test_every_command_has_help(path, qdqbench):
 def test_a_list_of_recipes_imports_nothing_heavy():
     heavy = "{'torch', 'transformers', 'datasets', 'onnxruntime', 'modelopt', 'tensorrt_rtx', 'matplotlib'}"
     code = (
-        "import sys; from qdqbench.quantize.cli.app import main\n"
+        "import sys; from qdqbench.cli.app import main\n"
         "try: main()\n"
         f"finally: sys.exit(sorted({heavy} & {{*sys.modules}}) or None)"
     )

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from qdqbench.eval.verify import bisect
+from qdqbench.eval.verification import bisect
 from qdqbench.quantize.engine import backend, sidecar
 from qdqbench.quantize.engine.layers import read_table
-from qdqbench.quantize.machine.gpu import Gpu
-from qdqbench.quantize.rundir import inspect_target
+from qdqbench.quantize.pipeline import inspect_target
+from qdqbench.quantize.utils.system.gpu import Gpu
 
 from ..support.layer_tables import bert, inspector_json
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.bench import measure
-from qdqbench.eval.search import confirm, study
-from qdqbench.eval.search.results import Ranking, read_search
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.limits import CPU_BACKENDS
+from qdqbench.eval.selection.search import confirm, study
+from qdqbench.eval.selection.search.results import Ranking, read_search
 from qdqbench.quantize.engine.sidecar import check_sidecar
-from qdqbench.quantize.machine.cpu import Cpu
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import CPU_BACKENDS
+from qdqbench.quantize.utils.system.cpu import Cpu
 
 from ..support.deployed import answers
 from .test_deploy import texts_of

@@ -7,9 +7,9 @@ import subprocess
 import numpy as np
 import pytest
 
-from qdqbench.eval.runreport.handoff import hand_off, refresh
-from qdqbench.quantize.core.results import Results
-from qdqbench.quantize.rundir.session import Session, read_config
+from qdqbench.eval.runs.report.handoff import hand_off, refresh
+from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.utils.results import Results
 
 from ..support.deployed import answers, run_script
 from ..support.records import speedup

@@ -6,8 +6,8 @@ import numpy as np
 import onnx
 import pytest
 
-from qdqbench.quantize.rundir.session import Session, read_config
-from qdqbench.quantize.triton.export import export_triton
+from qdqbench.quantize.deployment.triton.export import export_triton
+from qdqbench.quantize.pipeline.session import Session, read_config
 
 from ..support.deployed import answers
 from ..support.families import HIDDEN, write_model

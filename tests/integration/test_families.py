@@ -6,9 +6,9 @@ import onnx
 import pytest
 from transformers import AutoConfig
 
-from qdqbench.eval.verify.blocks import stitch
-from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.eval.verification.blocks import stitch
 from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 
 from ..support.families import LAYERS, write_model

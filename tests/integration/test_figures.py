@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.report.formats import size
-from qdqbench.eval.report.render import render_screen
-from qdqbench.eval.runreport.report import run_report
-from qdqbench.eval.runreport.verdict import part_text, run_verdict, worst_first
-from qdqbench.quantize.core.results import Results, read_results
+from qdqbench.eval.reporting.formats import size
+from qdqbench.eval.reporting.render import render_screen
+from qdqbench.eval.runs.report.report import run_report
+from qdqbench.eval.runs.report.verdict import part_text, run_verdict, worst_first
+from qdqbench.quantize.utils.results import Results, read_results
 
 
 class Cells(HTMLParser):

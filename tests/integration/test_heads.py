@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 import pytest
 
-from qdqbench.quantize.rundir.session import Session, read_config
-from qdqbench.quantize.triton.export import export_triton
+from qdqbench.quantize.deployment.triton.export import export_triton
+from qdqbench.quantize.pipeline.session import Session, read_config
 
 from ..support.deployed import answers, run_script
 from ..support.triton_stub import BINDINGS, Repository
@@ -43,7 +43,7 @@ def recipe(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(given, recipe, tmp_path_factory):
     """Finished run directories; of questions with windows of 32 tokens."""
-    from qdqbench.eval.api.runs import run
+    from qdqbench._runs import run
 
     folder = tmp_path_factory.mktemp("runs")
     for kind in KINDS:
@@ -107,11 +107,11 @@ def test_windows_are_as_long_as_asked(runs):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_are_judged_with_all_outputs_as_one(runs, kind):
-    from qdqbench.eval.verify.bisect import run_onnxruntime
-    from qdqbench.eval.verify.blocks import reference_blocks, stitch
-    from qdqbench.eval.verify.checks import BlockSums
-    from qdqbench.quantize.encoders.modules import inputs_of
-    from qdqbench.quantize.rundir.session import Session, read_config
+    from qdqbench.eval.verification.bisect import run_onnxruntime
+    from qdqbench.eval.verification.blocks import reference_blocks, stitch
+    from qdqbench.eval.verification.checks import BlockSums
+    from qdqbench.quantize.models.inputs import inputs_of
+    from qdqbench.quantize.pipeline.session import Session, read_config
 
     session = Session(read_config(runs[kind]), runs[kind])
     stitched = stitch(onnx.load(runs[kind] / "model.int8.onnx"), session.plan.family)

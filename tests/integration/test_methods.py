@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from qdqbench.eval.methods.results import Methods
-from qdqbench.eval.trials.results import DRAW
-from qdqbench.eval.trials.store import Trials
+from qdqbench.eval.selection.methods.results import Methods
+from qdqbench.eval.selection.trials.results import DRAW
+from qdqbench.eval.selection.trials.store import Trials
 from qdqbench.quantize.recipe.schema import load_recipe
 
 from .tiny import EVAL_ROWS, TRAIN_ROWS, listing, rows, write_split
@@ -113,7 +113,7 @@ def test_rows_are_those_of_a_run(qdqbench, sst2, recipe, tmp_path):
         assert qdqbench("run", *options, tmp_path / "b", "--until", stage).code == 0
     import numpy as np
 
-    from qdqbench.eval.accuracy.compare import compare
+    from qdqbench.eval.metrics.compare import compare
     from qdqbench.quantize.tasks.task import get_task
 
     logits = {name: np.load(tmp_path / "b" / "logits" / f"{name}.npz") for name in ("fp32", "fake_quant")}
@@ -175,8 +175,8 @@ def test_both_splits_of_mnli(qdqbench, given, recipe, tmp_path):
 
 
 def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_path, monkeypatch):
-    from qdqbench.eval.methods import measure as methods
-    from qdqbench.quantize.core.errors import CheckFailed
+    from qdqbench.eval.selection.methods import measure as methods
+    from qdqbench.quantize.utils.errors import CheckFailed
 
     honest = methods.apply_methods
 

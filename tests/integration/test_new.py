@@ -2,7 +2,7 @@
 
 import pytest
 
-from qdqbench.quantize.families import known
+from qdqbench.quantize.models.families import known
 
 from ..support.unknown import write_unknown
 from .test_families import sentences  # noqa: F401  (a fixture)

@@ -9,8 +9,8 @@ import pytest
 import typer
 import yaml
 
-from qdqbench.quantize.cli.app import app
-from qdqbench.quantize.families import known
+from qdqbench.cli.app import app
+from qdqbench.quantize.models.families import known
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.shipped import fastest, figures
 from qdqbench.quantize.recipe.shipped import start_with as start_by_device
@@ -187,7 +187,7 @@ def test_commands_without_a_model_run(tmp_path, qdqbench, monkeypatch):
                 continue
             path, _, words, target = parsed(line)
             if path == ["recipes", "from-cache"]:
-                continue  # needs a cache and a graph: tests/unit/legacy
+                continue  # needs a cache and a graph: tests/unit/engine/cache_import
             done = qdqbench(*path, *words)
             assert (done.code, done.err) == (0, ""), line
             if target:

@@ -34,7 +34,7 @@ def plain_scores(model, table):
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from qdqbench.quantize.machine.quiet import quiet
+    from qdqbench.quantize.utils.system.quiet import quiet
 
     with quiet("transformers"):
         encoder = AutoModelForSequenceClassification.from_pretrained(

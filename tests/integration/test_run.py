@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from qdqbench.eval.stages import stages as engine_stages
-from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.pipeline.artifacts import engine_profiles
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, shipped_recipes
-from qdqbench.quantize.rundir.artifacts import engine_profiles
+from qdqbench.quantize.utils.results import Results
 
 from ..support.pages import offline
 from .tiny import EVAL_ROWS, HEAD_SIZE, LAYERS, TRAIN_ROWS, listing, results, rows, write_split

@@ -11,13 +11,13 @@ from dataclasses import asdict
 
 import pytest
 
-from qdqbench.eval.search import confirm
-from qdqbench.eval.search.results import read_search
-from qdqbench.eval.search.study import list_finished
-from qdqbench.eval.search.workspace import Workspace
-from qdqbench.quantize.core.errors import CheckFailed
-from qdqbench.quantize.machine.quiet import quiet
+from qdqbench.eval.selection.search import confirm
+from qdqbench.eval.selection.search.results import read_search
+from qdqbench.eval.selection.search.study import list_finished
+from qdqbench.eval.selection.search.workspace import Workspace
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
+from qdqbench.quantize.utils.errors import CheckFailed
+from qdqbench.quantize.utils.system.quiet import quiet
 
 from .tiny import MAIN, Outcome, call_alone, environment, listing
 
@@ -104,10 +104,10 @@ def test_the_chosen_recipe_is_confirmed_on_validation(searched):
 
 
 def test_the_search_rows_are_not_those_that_calibrate(given, files):
-    from qdqbench.eval.search.space import make_space
-    from qdqbench.eval.search.workspace import Workspace
-    from qdqbench.quantize.encoders.modules import module_table
-    from qdqbench.quantize.rundir.session import RunConfig, Session
+    from qdqbench.eval.selection.search.space import make_space
+    from qdqbench.eval.selection.search.workspace import Workspace
+    from qdqbench.quantize.models.modules import module_table
+    from qdqbench.quantize.pipeline.session import RunConfig, Session
     from qdqbench.quantize.tasks.task import get_task
 
     sst2 = given("sst2")

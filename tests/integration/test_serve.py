@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs fastapi: pip install 'qdqbench[serve]'")
 
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.serve.served import open_served
+from qdqbench.quantize.deployment.server.served import open_served
+from qdqbench.quantize.utils.errors import UserError
 
 from ..support import fake_served
 from ..support.http_client import Client, finished
@@ -43,7 +43,7 @@ def fake_server(word="http://127.0.0.1:", stderr=None, **settings):
 
 
 def test_an_endpoint_answers_as_the_run_was_evaluated(finished_run, tmp_path):
-    from qdqbench.quantize.rundir.session import Session, read_config
+    from qdqbench.quantize.pipeline.session import Session, read_config
 
     ask = Asked.of(finished_run, tmp_path / "run")
     split, _ = Session(read_config(finished_run), finished_run).eval_splits["validation"]

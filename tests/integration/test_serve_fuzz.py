@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs fastapi: pip install 'qdqbench[serve]'")
 
+from qdqbench.quantize.deployment.server.app import Model, Service
+from qdqbench.quantize.deployment.server.metrics import Metrics
+from qdqbench.quantize.deployment.server.served import ModelFile, Served
+from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.serve.app import Model, Service
-from qdqbench.quantize.serve.metrics import Metrics
-from qdqbench.quantize.serve.served import ModelFile, Served
-from qdqbench.quantize.serve.settings import Settings
 from qdqbench.quantize.tasks.task import EMBED, OVER_TOKENS, RERANK, get_task, with_classes
 
 from ..support.http_client import call, finished

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from qdqbench.eval.runs.study import read_study
-from qdqbench.quantize.core.results import Results
-from qdqbench.quantize.core.training_results import Finetuning
 from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.utils.results import Results
+from qdqbench.quantize.utils.training_results import Finetuning
 
 from ..tools.tables import markdown, read_records
 from .tiny import MAIN, call_alone, write_data
@@ -75,8 +75,8 @@ def test_finished_seeds_are_kept_and_other_settings_refused(tuned, qdqbench, giv
 
 
 def test_a_seed_that_fails_is_said_at_the_end(tuned, qdqbench, given, tmp_path, monkeypatch):
-    from qdqbench.quantize.core.errors import CheckFailed
-    from qdqbench.quantize.train import finetune
+    from qdqbench.quantize.training import finetune
+    from qdqbench.quantize.utils.errors import CheckFailed
 
     def diverges(job, accelerator):
         raise CheckFailed("it diverged")
@@ -159,8 +159,8 @@ def test_labels_out_of_range(given, qdqbench, tmp_path):
 def trained(given, made_once):
     """A finished QAT run, never to be written to."""
     from qdqbench.eval.runs.run import run_until
-    from qdqbench.quantize.rundir.pipeline import open_run
-    from qdqbench.quantize.rundir.session import RunConfig
+    from qdqbench.quantize.pipeline.pipeline import open_run
+    from qdqbench.quantize.pipeline.session import RunConfig
     from qdqbench.quantize.tasks.task import get_task
 
     def train(folder):
@@ -195,8 +195,8 @@ def test_what_qat_saved_gives_the_same_answers_everywhere(trained, given):
     """Our files, ModelOpt's own form, and the logits that were evaluated."""
     import torch
 
-    from qdqbench.quantize.qat.modelopt import load_modelopt
-    from qdqbench.quantize.rundir.session import Session, read_config
+    from qdqbench.quantize.pipeline.session import Session, read_config
+    from qdqbench.quantize.training.qat.modelopt import load_modelopt
 
     session = Session(read_config(trained), trained)
     ours, theirs = session.new_qat_model(), load_modelopt(trained / "qat" / "modelopt")
@@ -220,7 +220,7 @@ class Killed(BaseException):
 
 def again(trained, tmp_path):
     """The finished run as it was before its training."""
-    from qdqbench.quantize.rundir.session import Session, read_config
+    from qdqbench.quantize.pipeline.session import Session, read_config
 
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
@@ -230,7 +230,7 @@ def again(trained, tmp_path):
 
 def test_a_killed_training_ends_with_the_same_weights_and_scales(trained, tmp_path, monkeypatch):
     from qdqbench.eval.runs.run import run_until
-    from qdqbench.quantize.train import checkpoints
+    from qdqbench.quantize.training import checkpoints
 
     save, calls = checkpoints.save_checkpoint, []
 
@@ -255,8 +255,8 @@ def test_a_killed_training_ends_with_the_same_weights_and_scales(trained, tmp_pa
 
 def test_a_training_killed_before_it_is_recorded_trains_no_step_again(trained, tmp_path, monkeypatch):
     from qdqbench.eval.runs.run import run_until
-    from qdqbench.quantize.rundir import pipeline
-    from qdqbench.quantize.train import loop
+    from qdqbench.quantize.pipeline import pipeline
+    from qdqbench.quantize.training import loop
 
     def killed(*arguments):
         raise Killed
@@ -278,9 +278,9 @@ def test_a_training_killed_before_it_is_recorded_trains_no_step_again(trained, t
 @pytest.mark.parametrize("logits", [0.0, 1.0])
 def test_what_is_trained_has_a_gradient(trained, tmp_path, logits):
     """Processes would wait for one that never comes."""
-    from qdqbench.quantize.qat import job as qat_job
     from qdqbench.quantize.recipe.training import Distill
-    from qdqbench.quantize.train.processes import new_accelerator
+    from qdqbench.quantize.training.processes import new_accelerator
+    from qdqbench.quantize.training.qat import job as qat_job
 
     session = again(trained, tmp_path)
     parts = Distill(logits=logits, hidden=1.0)
@@ -302,8 +302,8 @@ def test_what_is_trained_has_a_gradient(trained, tmp_path, logits):
 
 def test_a_checkpoint_of_another_recipe_is_refused(trained, tmp_path, monkeypatch):
     from qdqbench.eval.runs.run import run_until
-    from qdqbench.quantize.core.errors import UserError
-    from qdqbench.quantize.train import checkpoints
+    from qdqbench.quantize.training import checkpoints
+    from qdqbench.quantize.utils.errors import UserError
 
     def killed(*arguments, **options):
         raise Killed
@@ -351,7 +351,7 @@ def test_a_recipe_without_a_section(sst2, qdqbench, tmp_path):
 
 def test_processes_that_would_all_write_one_run_are_refused(trained, tmp_path, monkeypatch):
     from qdqbench.eval.runs.run import run_until
-    from qdqbench.quantize.core.errors import UserError
+    from qdqbench.quantize.utils.errors import UserError
 
     session = again(trained, tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -362,7 +362,7 @@ def test_processes_that_would_all_write_one_run_are_refused(trained, tmp_path, m
 
 def test_a_study_in_several_processes_is_refused(tmp_path):
     from qdqbench.eval.runs.study import StudyPlan, study
-    from qdqbench.quantize.core.errors import UserError
+    from qdqbench.quantize.utils.errors import UserError
 
     with pytest.raises(UserError, match="in one process, not in 2"):
         study(StudyPlan(None, [], tmp_path), SimpleNamespace(num_processes=2))

@@ -12,13 +12,13 @@ import pytest
 import yaml
 from filelock import FileLock, Timeout
 
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.cpu.runtimes import compiled
+from qdqbench.quantize.deployment.triton import export
+from qdqbench.quantize.deployment.triton.export import export_triton
+from qdqbench.quantize.engine.cpu.runtimes import compiled
 from qdqbench.quantize.engine.sidecar import read_sidecar, sidecar_path
-from qdqbench.quantize.machine.lock import LOCK
-from qdqbench.quantize.rundir.session import Session, read_config
-from qdqbench.quantize.triton import export
-from qdqbench.quantize.triton.export import export_triton
+from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.system.lock import LOCK
 
 from ..support import triton_stub
 from ..support.triton_stub import InferenceRequest, Repository, Tensor

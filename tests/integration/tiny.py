@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-MAIN = "from qdqbench.quantize.cli.app import program; program()"  # `qdqbench` as its own process
+MAIN = "from qdqbench.cli.app import program; program()"  # `qdqbench` as its own process
 
 # Every negative word against every positive one: a sentence's class is the sign of the sum of its words.
 WORDS = {
@@ -74,7 +74,7 @@ def call_alone(*arguments) -> Outcome:
 
 
 def _exit_code(arguments) -> int:
-    from qdqbench.quantize.cli.app import main
+    from qdqbench.cli.app import main
 
     before = sys.argv
     sys.argv = ["qdqbench", *map(str, arguments)]

@@ -1,6 +1,6 @@
 """Two runs side by side; every number is invented."""
 
-from qdqbench.eval.compare.results import (
+from qdqbench.eval.runs.compare.results import (
     ComparedLayer,
     ComparedRun,
     ComparedSample,

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from qdqbench.quantize.core.errors import MissingDevice
+from qdqbench.quantize.deployment.server.served import ModelFile, Served
+from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.serve.served import ModelFile, Served
-from qdqbench.quantize.serve.settings import Settings
 from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.utils.errors import MissingDevice
 
 SPECIAL = {"crash": 10, "hang": 11, "fail": 12, "nan": 13}  # words that do this to the engine
 PAD, START, END = 14, 15, 16
@@ -119,7 +119,7 @@ def fake_served(max_length=64, classes=(), **engine) -> FakeServed:
 
 def main():
     """As the docstring of this file says."""
-    from qdqbench.quantize.serve.server import serve
+    from qdqbench.quantize.deployment.server.server import serve
 
     asked = json.loads(sys.argv[1])
     served = fake_served(**asked.pop("order", {}))

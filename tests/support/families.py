@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqbench.quantize.machine.quiet import quiet
+from qdqbench.quantize.utils.system.quiet import quiet
 
 from .tiny_bert import VOCABULARY
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from qdqbench.quantize.fix.rebuild import strip
+from qdqbench.quantize.engine.repair.rebuild import strip
 
 from .tiny_layer import HIDDEN, LENGTH, healthy
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.utils.errors import UserError
 
 HOSTILE = [
     b"../../../etc/passwd",

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from qdqbench.eval.search.results import SearchTrial
-from qdqbench.quantize.core.comparison import Comparison
-from qdqbench.quantize.core.results import EngineResult
-from qdqbench.quantize.core.speedup import Speedup
+from qdqbench.eval.selection.search.results import SearchTrial
+from qdqbench.quantize.utils.comparison import Comparison
+from qdqbench.quantize.utils.results import EngineResult
+from qdqbench.quantize.utils.speedup import Speedup
 
 
 def comparison(delta: Mapping[str, float], error: float | Mapping[str, float], **changes: Any) -> Comparison:

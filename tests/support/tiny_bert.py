@@ -9,15 +9,15 @@ import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 
-from qdqbench.eval.accuracy.runners import session_of
-from qdqbench.quantize.calibrate import ptq
-from qdqbench.quantize.calibrate import record as calibration
-from qdqbench.quantize.encoders.load import load_model
-from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.eval.metrics.runners import session_of
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration import record as calibration
 from qdqbench.quantize.graph import export
-from qdqbench.quantize.machine.quiet import quiet
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.utils.system.quiet import quiet
 
 LAYERS, HIDDEN, HEADS, INTERMEDIATE = 2, 32, 2, 64
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

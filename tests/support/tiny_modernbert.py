@@ -3,8 +3,8 @@
 from typing import Any
 from unittest import mock
 
-from qdqbench.quantize.calibrate import ptq
-from qdqbench.quantize.encoders.load import prepare_model
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.models.load import prepare_model
 
 from .families import SIZES, new_model
 from .tiny_bert import Quantized, calibration_batches, plan_of, recipe_with

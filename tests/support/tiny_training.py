@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.recipe.training import Training
-from qdqbench.quantize.train.loop import HeldOut, Job, decayed
-from qdqbench.quantize.train.rows import divide
+from qdqbench.quantize.tasks.types.encoded import Encoded
+from qdqbench.quantize.training.loop import HeldOut, Job, decayed
+from qdqbench.quantize.training.rows import divide
 
 WORDS, ROWS = 20, 90
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import tiny_training as tiny
 import torch
 
-from qdqbench.quantize.train.loop import train
-from qdqbench.quantize.train.processes import new_accelerator
+from qdqbench.quantize.training.loop import train
+from qdqbench.quantize.training.processes import new_accelerator
 
 folder = Path(sys.argv[1])
 accelerator = new_accelerator("fp32")

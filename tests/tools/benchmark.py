@@ -39,14 +39,14 @@ def run(arguments: list[str], out: Path, command: str = "run") -> float:
 
 def measured_run(told: Path, arguments: list[str]) -> None:
     """One `qdqbench` command in this process; writes wall and CPU seconds of it and of its evaluations."""
-    from qdqbench.quantize.machine.process import disable_malloc_trim, relax_gc, use_passive_wait
+    from qdqbench.quantize.utils.system.process import disable_malloc_trim, relax_gc, use_passive_wait
 
     use_passive_wait()
     disable_malloc_trim()
     relax_gc()
-    from qdqbench.eval.accuracy import logits
-    from qdqbench.quantize.cli import app
-    from qdqbench.quantize.machine.process import measured
+    from qdqbench.cli import app
+    from qdqbench.eval.metrics import logits
+    from qdqbench.quantize.utils.system.process import measured
 
     plain, found = logits.predict, {}
 

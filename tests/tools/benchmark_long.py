@@ -47,12 +47,12 @@ def write_stretched(source: Path, task: str, columns: list[str], length: int, ho
 
 def measure(options: argparse.Namespace, data: Path, length: int, form: str) -> dict[str, Any]:
     """Accuracy and loss of one form on one length; the calibration rows may be of other lengths."""
-    from qdqbench.eval.accuracy.compare import compare
-    from qdqbench.eval.accuracy.runners import evaluating, placed, predict, torch_runner
-    from qdqbench.quantize.calibrate import ptq
+    from qdqbench.eval.metrics.compare import compare
+    from qdqbench.eval.metrics.runners import evaluating, placed, predict, torch_runner
+    from qdqbench.quantize.calibration import ptq
+    from qdqbench.quantize.pipeline.config import run_config
+    from qdqbench.quantize.pipeline.session import Session
     from qdqbench.quantize.recipe.schema import Recipe, load_recipe
-    from qdqbench.quantize.rundir.config import run_config
-    from qdqbench.quantize.rundir.session import Session
     from qdqbench.quantize.tasks import metrics
 
     recipe = load_recipe(options.recipe if form != "fp16" else options.without).model_dump(mode="json")

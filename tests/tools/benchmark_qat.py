@@ -3,7 +3,8 @@
     python tests/tools/benchmark_qat.py --batch 32 --length 128 --model minilm
 
 Variants: `plain`, the model before quantization; `sdpa`, the same with PyTorch's fused attention;
-`modelopt`, with ModelOpt's quantizers; `native`, with `quantize/fakequant/native.py`; `learned`, native with
+`modelopt`, with ModelOpt's quantizers; `native`, with `quantize/calibration/fakequant/native.py`; `learned`,
+with
 learned scales. Weights are random, scales come from one random batch. All live in one process and take
 turns, a block of steps each, so that every ratio is of neighbours in time. Prints a table for each
 precision: the median of the blocks' step times, the median and quartiles of the ratios to `plain`, kernels
@@ -26,14 +27,14 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
 
-from qdqbench.quantize.calibrate import ptq
-from qdqbench.quantize.encoders.load import load_model
-from qdqbench.quantize.encoders.modules import module_table
-from qdqbench.quantize.fakequant import native
-from qdqbench.quantize.machine.quiet import quiet
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration.fakequant import native
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.train.processes import matrix_products
+from qdqbench.quantize.training.processes import matrix_products
+from qdqbench.quantize.utils.system.quiet import quiet
 
 VARIANTS = ("plain", "sdpa", "modelopt", "native", "learned")
 SHAPES = {  # layers, hidden size, heads, feed-forward size

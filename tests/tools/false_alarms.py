@@ -25,13 +25,13 @@ from tests.support.families import SIZES, write_model
 from tests.support.tiny_bert import Quantized, calibrate, copied, padded_batch, tensor
 from tests.support.tiny_layer import store
 
-from qdqbench.eval.accuracy.parity import compare_layers
-from qdqbench.quantize.core.comparison import Parity
-from qdqbench.quantize.encoders.attention import MASK_FILL
-from qdqbench.quantize.fakequant.quantizers import seen_by
+from qdqbench.eval.metrics.parity import compare_layers
+from qdqbench.quantize.calibration.fakequant.quantizers import seen_by
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.index import attribute, module_of
+from qdqbench.quantize.models.attention import MASK_FILL
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
+from qdqbench.quantize.utils.comparison import Parity
 
 RECIPES = (
     "int8-linears",

@@ -28,18 +28,18 @@ from tests.support.records import engine_result
 from tests.support.tiny_layer import FORMS, healthy
 from tests.unit.diagnose.test_hostile import BASES
 
-from qdqbench.eval.accuracy.logits import read_answers
-from qdqbench.quantize.check.check import check_file, check_model, to_json
-from qdqbench.quantize.core.arrays import read_arrays
-from qdqbench.quantize.core.errors import QdqError
-from qdqbench.quantize.core.results import EngineResult
-from qdqbench.quantize.core.strict import read
-from qdqbench.quantize.diagnose.diagnose import diagnose
-from qdqbench.quantize.fix.fix import FixOptions, rewrite
+from qdqbench.eval.metrics.logits import read_answers
+from qdqbench.quantize.engine.cache_import.cache_file import read_cache_file
+from qdqbench.quantize.engine.diagnose.diagnose import diagnose
+from qdqbench.quantize.engine.repair.fix import FixOptions, rewrite
+from qdqbench.quantize.engine.trtexec.read import read_outputs, read_profile, read_times
+from qdqbench.quantize.graph.check.check import check_file, check_model, to_json
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.legacy.cache_file import read_cache_file
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.trtexec.read import read_outputs, read_profile, read_times
+from qdqbench.quantize.utils.arrays import read_arrays
+from qdqbench.quantize.utils.errors import QdqError
+from qdqbench.quantize.utils.results import EngineResult
+from qdqbench.quantize.utils.schema import read
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 20.0  # of CPU for one case

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from qdqbench.quantize.machine.cpu import find_cpu
+from qdqbench.quantize.utils.system.cpu import find_cpu
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.http_client import Client

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from qdqbench.eval.runreport.report import refresh_reports
+from qdqbench.eval.runs.report.report import refresh_reports
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "docs" / "measured-cpu"

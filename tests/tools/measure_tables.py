@@ -28,7 +28,7 @@ from qdqbench.quantize.recipe.schema import load_recipe
 
 SUMMARY_FILE = "summary.json"  # what tables.py keeps of a results file
 
-PROGRAM = (sys.executable, "-c", "from qdqbench.quantize.cli.app import program; program()")
+PROGRAM = (sys.executable, "-c", "from qdqbench.cli.app import program; program()")
 TASKS = ("sst2", "mrpc", "stsb")
 RECIPES = (
     "fp16", "int8-attention", "int8-residual", "int8-residual-fused", "int8-linears",

@@ -20,20 +20,20 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from qdqbench.eval.auto.results import Auto
+from qdqbench.cli import schemas
 from qdqbench.eval.bench.results import Bench
-from qdqbench.eval.compare.results import RunComparison
-from qdqbench.eval.methods.results import Methods
+from qdqbench.eval.runs.compare.results import RunComparison
 from qdqbench.eval.runs.study import Study
-from qdqbench.eval.search.results import Search
-from qdqbench.eval.sensitivity.results import Sensitivity
-from qdqbench.quantize.cli import schemas
-from qdqbench.quantize.core.results import Results
-from qdqbench.quantize.core.training_results import Finetuning
-from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.eval.selection.auto.results import Auto
+from qdqbench.eval.selection.methods.results import Methods
+from qdqbench.eval.selection.search.results import Search
+from qdqbench.eval.selection.sensitivity.results import Sensitivity
+from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe import shipped
 from qdqbench.quantize.recipe.schema import Recipe, family_free_recipes
 from qdqbench.quantize.tasks.task import KINDS, KNOWN
+from qdqbench.quantize.utils.results import Results
+from qdqbench.quantize.utils.training_results import Finetuning
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = "Written by `python tests/tools/pages.py`"

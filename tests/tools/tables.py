@@ -30,9 +30,8 @@ from qdqbench.eval.bench.results import (
     read_bench,
     row_of,
 )
-from qdqbench.eval.gate.gate import issue_sentence
-from qdqbench.eval.report.document import Cell
-from qdqbench.eval.report.formats import (
+from qdqbench.eval.reporting.document import Cell
+from qdqbench.eval.reporting.formats import (
     clean,
     cleaned,
     code,
@@ -45,19 +44,20 @@ from qdqbench.eval.report.formats import (
     text,
     versions_text,
 )
+from qdqbench.eval.runs.gate.gate import issue_sentence
 from qdqbench.eval.runs.study import STUDY_FILE, read_study
 from qdqbench.eval.runs.study_screen import conditions
-from qdqbench.eval.search.results import SEARCH_FILE, read_search
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.limits import CPU_BACKENDS
-from qdqbench.quantize.core.results import QAT_STAGES, RESULTS_FILE, STAGES, Results, read_results
+from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
 from qdqbench.quantize.engine.hazards import hazards
+from qdqbench.quantize.pipeline.config import adapted
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import AUTO
 from qdqbench.quantize.recipe.shipped import Accuracy, Figure, Speed
-from qdqbench.quantize.rundir.config import adapted
 from qdqbench.quantize.tasks.task import GLUE
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import CPU_BACKENDS
+from qdqbench.quantize.utils.results import QAT_STAGES, RESULTS_FILE, STAGES, Results, read_results
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {

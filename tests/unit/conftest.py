@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from qdqbench.quantize.cli import progress
+from qdqbench.cli import progress
 
 EVERY_S = progress.EVERY_S  # integration tests silence it for all that follow
 

@@ -156,14 +156,14 @@ def test_an_import_upwards_is_seen_inside_a_function_too(tmp_path):
         tmp_path, quantize__core__names="def f() -> None:\n    from qdqbench.quantize.recipe import plan\n"
     )
     assert done.returncode == 1
-    assert "qdqbench.quantize.core is not allowed to import qdqbench.quantize.recipe" in done.stdout
+    assert "qdqbench.quantize.utils is not allowed to import qdqbench.quantize.recipe" in done.stdout
 
 
 def test_a_circle_is_seen(tmp_path):
     done = linted(
         tmp_path,
-        quantize__core__names="import qdqbench.quantize.core.errors",
-        quantize__core__errors="import qdqbench.quantize.core.names",
+        quantize__core__names="import qdqbench.quantize.utils.errors",
+        quantize__core__errors="import qdqbench.quantize.utils.names",
     )
     assert done.returncode == 1
     assert "no circle between modules BROKEN" in done.stdout

@@ -93,8 +93,8 @@ def packaged(path: Path, patterns: dict[str, list[str]]) -> bool:
 
 
 def test_data_files_are_readable_as_resources() -> None:
-    assert (resources.files("qdqbench.eval.report") / "templates" / "report.html.j2").is_file()
-    assert (resources.files("qdqbench.quantize.core") / "look.css").is_file()
+    assert (resources.files("qdqbench.eval.reporting") / "templates" / "report.html.j2").is_file()
+    assert (resources.files("qdqbench.quantize.utils") / "look.css").is_file()
     assert (resources.files("qdqbench.recipes") / "bert" / "bert-int8-linears.yaml").is_file()
 
 
@@ -109,13 +109,13 @@ def test_nothing_generic_is_importable() -> None:
 
 def test_the_console_script() -> None:
     (script,) = (s for s in metadata.entry_points(group="console_scripts") if s.name == "qdqbench")
-    assert script.value == "qdqbench.quantize.cli.app:program"
+    assert script.value == "qdqbench.cli.app:program"
     assert callable(script.load())
 
 
 HELP = """
 import sys, time
-from qdqbench.quantize.cli.app import main
+from qdqbench.cli.app import main
 for words in {commands}:
     sys.argv = ["qdqbench", *words, "--help"]
     try:

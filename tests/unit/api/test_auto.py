@@ -2,9 +2,9 @@
 
 import pytest
 
-from qdqbench.eval.api import auto
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.machine.gpu import Gpu
+from qdqbench import _auto as auto
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.system.gpu import Gpu
 
 from ...support.families import write_model
 

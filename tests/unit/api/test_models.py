@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import qdqbench
-from qdqbench.quantize.encoders.load import load_model
+from qdqbench.quantize.models.load import load_model
 
 from ...support.tiny_bert import calibrate, calibration_batches, recipe_with
 

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from qdqbench.eval.api import bench as api_bench
+from qdqbench import _bench as api_bench
 from qdqbench.eval.bench import cpu, systems
 from qdqbench.eval.bench.cpu import peers
 from qdqbench.eval.bench.report import bench_report, clocks, hardware, headline_cells, ratio_rows
 from qdqbench.eval.bench.results import headline_of, row_of
 from qdqbench.eval.bench.rounds import MAX_REL_ERROR
-from qdqbench.eval.report.render import render_html, render_markdown, render_screen
-from qdqbench.quantize.machine.cpu import Cpu, find_cpu
+from qdqbench.eval.reporting.render import render_html, render_markdown, render_screen
+from qdqbench.quantize.utils.system.cpu import Cpu, find_cpu
 
 pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")
 

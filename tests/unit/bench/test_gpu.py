@@ -13,10 +13,10 @@ from qdqbench.eval.bench import gpu
 from qdqbench.eval.bench.config import Config
 from qdqbench.eval.bench.gpu import EngineSpec, GpuWork, marker, prebuild, prepare_on_gpu, start_compiles
 from qdqbench.eval.bench.systems import describe_systems
-from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.utils.errors import UserError
 
 from ...support.tiny_bert import LINEARS
 from ..cli.test_bench import some_target, split_of
@@ -96,7 +96,7 @@ class FakeBackground:
 @pytest.fixture
 def device(monkeypatch):
     """Everything of a GPU that a cell asks for; what was built, loaded and compiled."""
-    from qdqbench.quantize.rundir import artifacts
+    from qdqbench.quantize.pipeline import artifacts
 
     asked = SimpleNamespace(specs=[], models=[], compiled=[], work=GpuWork(FakeBackground()))
 

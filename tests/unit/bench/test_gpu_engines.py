@@ -6,8 +6,8 @@ import pytest
 
 from qdqbench.eval.bench import gpu
 from qdqbench.eval.bench.gpu import EngineSpec, build_engine
-from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.utils.errors import UserError
 
 from ...support.records import engine_result
 

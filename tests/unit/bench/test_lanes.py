@@ -22,7 +22,7 @@ from qdqbench.eval.bench.lanes import (
     rounded_up,
     to_device,
 )
-from qdqbench.quantize.families.known import BERT
+from qdqbench.quantize.models.families.known import BERT
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(2, 500), st.integers(1, 5), st.integers(0, 3))

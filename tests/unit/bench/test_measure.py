@@ -7,18 +7,18 @@ from contextlib import ExitStack, nullcontext
 import pytest
 
 from qdqbench.eval.bench import measure as timing
-from qdqbench.eval.search import speed
-from qdqbench.eval.search.results import SearchOptions
-from qdqbench.eval.search.space import make_space
-from qdqbench.eval.search.workspace import Workspace
-from qdqbench.quantize.calibrate import ptq
-from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
-from qdqbench.quantize.encoders.modules import module_table
-from qdqbench.quantize.machine.cpu import Cpu
-from qdqbench.quantize.machine.gpu import Gpu
+from qdqbench.eval.selection.search import speed
+from qdqbench.eval.selection.search.results import SearchOptions
+from qdqbench.eval.selection.search.space import make_space
+from qdqbench.eval.selection.search.workspace import Workspace
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.models.modules import module_table
+from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
-from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.utils.system.cpu import Cpu
+from qdqbench.quantize.utils.system.gpu import Gpu
 
 from ...support import fake_engines
 from ...support.tiny_bert import calibration_batches, write_tiny_bert
@@ -139,7 +139,7 @@ def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
 )
 def test_a_cpu_measures_where_its_runtime_is_the_backend(work, monkeypatch, compute, features, twin):
     cpu = Cpu("a CPU", 2, features)
-    monkeypatch.setattr("qdqbench.quantize.rundir.artifacts.find_cpu", lambda: cpu)
+    monkeypatch.setattr("qdqbench.quantize.pipeline.artifacts.find_cpu", lambda: cpu)
     monkeypatch.setattr(speed, "find_cpu", lambda: cpu)
     monkeypatch.setattr(speed, "find_gpu", lambda: Gpu("not used", "0.0", None))
     monkeypatch.setattr(speed, "alone_on_cpu", nullcontext)

@@ -7,10 +7,10 @@ import pytest
 
 from qdqbench.eval.bench.report import speedup_svg, write_bench_reports
 from qdqbench.eval.bench.results import Bench, write_bench
-from qdqbench.eval.report.formats import size
-from qdqbench.eval.runreport.report import missing_engines, refresh_reports
-from qdqbench.eval.runreport.verdict import run_verdict
-from qdqbench.quantize.core.results import Results, read_results
+from qdqbench.eval.reporting.formats import size
+from qdqbench.eval.runs.report.report import missing_engines, refresh_reports
+from qdqbench.eval.runs.report.verdict import run_verdict
+from qdqbench.quantize.utils.results import Results, read_results
 
 from ..runreport.test_report import sample as sample_run
 from .test_results import sample_bench

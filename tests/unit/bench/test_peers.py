@@ -5,10 +5,10 @@ import torch
 
 from qdqbench.eval.bench import peers
 from qdqbench.eval.bench.peers import TorchRun, compiled_forward, eager_forward, example, sdpa_model
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.load import load_model
-from qdqbench.quantize.fakequant.quantizers import forward
-from qdqbench.quantize.families.known import BERT
+from qdqbench.quantize.calibration.fakequant.quantizers import forward
+from qdqbench.quantize.models.families.known import BERT
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.utils.errors import UserError
 
 from ...support.tiny_bert import padded_batch
 

@@ -14,9 +14,9 @@ from qdqbench.eval.bench.prebuild import background
 from qdqbench.eval.bench.prebuild_worker import main
 from qdqbench.eval.bench.target import model_target, random_ids_task, recipe_for
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.pipeline.pipeline import open_run
+from qdqbench.quantize.pipeline.session import RunConfig
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.rundir.pipeline import open_run
-from qdqbench.quantize.rundir.session import RunConfig
 
 # what the last argument says: to answer with an error or without, to sleep, or to end
 CHILD = """

@@ -33,10 +33,10 @@ from qdqbench.eval.bench.results import (
     headline_of,
     write_bench,
 )
-from qdqbench.eval.report.document import Cell
-from qdqbench.eval.report.render import render_screen
-from qdqbench.eval.runreport.report import refresh_reports, write_reports
-from qdqbench.quantize.core.files import sha256
+from qdqbench.eval.reporting.document import Cell
+from qdqbench.eval.reporting.render import render_screen
+from qdqbench.eval.runs.report.report import refresh_reports, write_reports
+from qdqbench.quantize.utils.files import sha256
 
 from ...support.pages import HOSTILE, offline, plain
 from ...support.records import speedup

@@ -22,7 +22,7 @@ from qdqbench.eval.bench.results import (
     speedup_of,
     write_bench,
 )
-from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.utils.errors import UserError
 
 NAMES = ("int8", "fp16", "fp32", "torch-fp32", "torch-fp16", "compile-fp16")
 LABELS = (

@@ -21,7 +21,7 @@ from qdqbench.eval.bench.rounds import (
     measure_rounds,
     rotation,
 )
-from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.utils.errors import CheckFailed
 
 
 class FakeLane:

@@ -16,10 +16,10 @@ from qdqbench.eval.bench.gpu import GpuWork
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, BenchTarget, compute_speedups
 from qdqbench.eval.bench.rounds import ReadySystem
 from qdqbench.eval.bench.run import run_bench
-from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
-from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.machine.gpu import Gpu
 from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
+from qdqbench.quantize.utils.results import LayerRow
+from qdqbench.quantize.utils.system.gpu import Gpu
 
 OPTIONS = BenchOptions(
     device="gpu",

@@ -7,10 +7,10 @@ import pytest
 
 from qdqbench.eval.bench import systems as table
 from qdqbench.eval.bench.systems import TABLE, describe_systems, own_backend, why_absent
-from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.engine import backend as engine_backend
-from qdqbench.quantize.machine.cpu import Cpu
 from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.utils.errors import MissingDevice
+from qdqbench.quantize.utils.system.cpu import Cpu
 
 from ...support.tiny_bert import recipe_with
 from .test_run import OPTIONS as ON_GPU

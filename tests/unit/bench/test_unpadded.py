@@ -19,9 +19,9 @@ from qdqbench.eval.bench.unpadded import (
     packed_attention,
     unpadded_rows,
 )
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.pooling import FIELD, embedder_class
-from qdqbench.quantize.families.known import family_of
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.pooling import FIELD, embedder_class
+from qdqbench.quantize.utils.errors import UserError
 
 from ...support.families import SIZES, new_model
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import typer
 
-from qdqbench.quantize.cli import run, schemas
-from qdqbench.quantize.cli.app import app, main
-from qdqbench.quantize.core.errors import CheckFailed
-from qdqbench.quantize.core.results import Results
+from qdqbench.cli import run, schemas
+from qdqbench.cli.app import app, main
 from qdqbench.quantize.recipe.schema import shipped_recipes
+from qdqbench.quantize.utils.errors import CheckFailed
+from qdqbench.quantize.utils.results import Results
 
 from ..runs.test_stage_table import partial_results
 

@@ -11,22 +11,22 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from qdqbench.eval.api import bench as api_bench
+from qdqbench import _bench as api_bench
+from qdqbench.cli import bench as cli_bench
 from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench import target as bench_target
 from qdqbench.eval.bench.config import Config, profiles_of
 from qdqbench.eval.bench.dataset import BatchedSplit, batched_splits
 from qdqbench.eval.bench.results import BenchTarget, read_bench, row_of
 from qdqbench.eval.bench.target import check_lengths, model_target, run_target, softmax_notes
-from qdqbench.quantize.calibrate.record import read_record
-from qdqbench.quantize.cli import bench as cli_bench
-from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
-from qdqbench.quantize.core.limits import CPU_BACKENDS
+from qdqbench.quantize.calibration.record import read_record
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.families.shapes import MODEL_SHAPES
-from qdqbench.quantize.machine.cpu import find_cpu
+from qdqbench.quantize.models.families.shapes import MODEL_SHAPES
 from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.utils.limits import CPU_BACKENDS
+from qdqbench.quantize.utils.system.cpu import find_cpu
 
 from ...support.tiny_bert import INT8, recipe_with
 from ...tools.tables import markdown, read_records
@@ -304,8 +304,8 @@ def test_shapes_of_data_need_a_run(tmp_path):
 
 
 def test_a_run_that_exported_nothing_is_refused(tiny_bert, tmp_path):
-    from qdqbench.quantize.rundir.pipeline import open_run
-    from qdqbench.quantize.rundir.session import RunConfig
+    from qdqbench.quantize.pipeline.pipeline import open_run
+    from qdqbench.quantize.pipeline.session import RunConfig
     from qdqbench.quantize.tasks.task import get_task
 
     config = RunConfig(

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from qdqbench.quantize.cli import progress as display
-from qdqbench.quantize.core import progress
+from qdqbench.cli import progress as display
+from qdqbench.quantize.utils import progress
 
 
 def said(capsys):

@@ -8,8 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from qdqbench.quantize.cli.options import Subject, grouped
-from qdqbench.quantize.core.errors import UserError
+from qdqbench.cli.options import Subject, grouped
+from qdqbench.quantize.utils.errors import UserError
 
 got = []
 

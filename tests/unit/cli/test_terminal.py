@@ -1,7 +1,7 @@
 """What a command says when it stops."""
 
-from qdqbench.quantize.cli import terminal
-from qdqbench.quantize.core.strict import Strict
+from qdqbench.cli import terminal
+from qdqbench.quantize.utils.schema import Strict
 
 SENTENCE = "no recipe is called 'int-8'; `qdqbench recipes list --model my-model` lists those that there are"
 

@@ -10,7 +10,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine import build as module
 from qdqbench.quantize.engine import sidecar
@@ -23,8 +22,9 @@ from qdqbench.quantize.engine.backend import (
 from qdqbench.quantize.engine.build import build, gemm_names, require_int8
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
-from qdqbench.quantize.machine import gpu
-from qdqbench.quantize.machine.gpu import Gpu
+from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.utils.system import gpu
+from qdqbench.quantize.utils.system.gpu import Gpu
 
 LAYERS, HIDDEN, HEADS, INNER = 2, 64, 2, 128
 PROFILES = [Profile((1, 16), (8, 32), (16, 64))]

@@ -6,7 +6,7 @@ import pytest
 
 from qdqbench.quantize.engine import caches
 from qdqbench.quantize.engine.caches import TimingCache, origin, read_cache, write_cache
-from qdqbench.quantize.machine.gpu import Gpu
+from qdqbench.quantize.utils.system.gpu import Gpu
 
 HERE = origin("tensorrt", "10.16.0", Gpu("L4", "8.9", "580.1"))
 

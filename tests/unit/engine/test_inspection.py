@@ -6,8 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.facts import facts_of, graph_from_table, graph_of
 from qdqbench.quantize.engine.inspection import (
     findings,
@@ -27,6 +25,8 @@ from qdqbench.quantize.engine.kernels import (
     types_text,
 )
 from qdqbench.quantize.engine.layers import parse_inspector_json
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.results import LayerRow
 
 from ...support.layer_tables import NORM, bert, inspector_json
 

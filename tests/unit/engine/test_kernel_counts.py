@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.facts import facts_of
 from qdqbench.quantize.engine.kernels import count_text, kernel_kind, one_profile
+from qdqbench.quantize.utils.results import LayerRow
 
 from ...support.layer_tables import bert
 

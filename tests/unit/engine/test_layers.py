@@ -7,8 +7,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine import layers
 from qdqbench.quantize.engine.layers import (
     MAX_MERGED,
@@ -25,6 +23,8 @@ from qdqbench.quantize.engine.layers import (
     read_table,
     why_not,
 )
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.results import LayerRow
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SELF = "/bert/encoder/layer.0/attention/self"

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.eval.stages import stages
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.engine import backend, sidecar
 from qdqbench.quantize.engine import build as build_module
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
 from qdqbench.quantize.engine.profiles import Profile, fit, require_room
 from qdqbench.quantize.engine.sidecar import check_sidecar
-from qdqbench.quantize.machine.gpu import Gpu
+from qdqbench.quantize.pipeline import artifacts, session
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import Shapes
-from qdqbench.quantize.rundir import artifacts, session
 from qdqbench.quantize.tasks.task import GLUE
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.utils.system.gpu import Gpu
 
 HEAD = "version: 1\nname: x\n"
 TWO = "[{batch: [1, 1, 4], length: [16, 32, 128]}, {batch: [4, 32, 128], length: [16, 128, 128]}]"
@@ -234,7 +234,7 @@ class Runner:
         assert (path.name, runtime_cache.name, [*outputs]) == ("x.engine", "runtime.cache", ["logits"])
 
     def __enter__(self):
-        from qdqbench.quantize.runtime.engine import EngineMemory
+        from qdqbench.quantize.engine.runtime.engine import EngineMemory
 
         self.engine.memory = EngineMemory(2_000_000, 1_500_000, 700_000, (600_000, 700_000))
         return self

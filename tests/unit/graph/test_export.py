@@ -11,18 +11,18 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.eval.stages import stages
-from qdqbench.quantize.calibrate import ptq
-from qdqbench.quantize.check.check import check_model
-from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.encoders.attention import MASK_FILL
-from qdqbench.quantize.encoders.load import load_model, use_tanh_gelu
-from qdqbench.quantize.fakequant.quantizers import forward
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.graph import export
+from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, save, trace
 from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.models.attention import MASK_FILL
+from qdqbench.quantize.models.load import load_model, use_tanh_gelu
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.task import GLUE
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 from ...support.tiny_bert import (
     LAYERS,

@@ -10,17 +10,17 @@ import pytest
 import torch
 from onnx import helper
 
-from qdqbench.eval.accuracy.parity import compare_layers
-from qdqbench.eval.verify.bisect import bisect, run_onnxruntime
-from qdqbench.eval.verify.blocks import reference_blocks, stitch
+from qdqbench.eval.metrics.parity import compare_layers
+from qdqbench.eval.verification.bisect import bisect, run_onnxruntime
+from qdqbench.eval.verification.blocks import reference_blocks, stitch
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.kernels import kernel_kind
 from qdqbench.quantize.engine.layers import parse_log
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.families.known import BERT
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.layout import tokens_first, turned
 from qdqbench.quantize.graph.weights import fold_weights
+from qdqbench.quantize.models.families.known import BERT
 
 from ...support.tiny_bert import (
     HIDDEN,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from qdqbench.quantize.check.check import CheckReport, check_file, to_json
-from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.graph import read
+from qdqbench.quantize.graph.check.check import CheckReport, check_file, to_json
+from qdqbench.quantize.utils.errors import UserError
 
 from ...support.tiny_layer import healthy
 

@@ -16,17 +16,17 @@ from hypothesis.extra import numpy as arrays
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from qdqbench.quantize.calibrate import ptq
-from qdqbench.quantize.encoders.load import load_model, use_tanh_gelu
+from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.layers import is_int8, name_parts, parse_log
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.families.known import BERT
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.index import GraphIndex, module_of
 from qdqbench.quantize.graph.rewrites import join_heads, shorten_gelu, unjoined_note
 from qdqbench.quantize.graph.weights import fold_weights
+from qdqbench.quantize.models.families.known import BERT
+from qdqbench.quantize.models.load import load_model, use_tanh_gelu
 from qdqbench.quantize.recipe.sections import Calibration
 
 from ...support.tiny_bert import (

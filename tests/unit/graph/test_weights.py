@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqbench.eval.accuracy.parity import compare_layers
-from qdqbench.eval.accuracy.runners import session_of
-from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.eval.metrics.parity import compare_layers
+from qdqbench.eval.metrics.runners import session_of
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.index import GraphIndex, module_of, prune
 from qdqbench.quantize.graph.weights import factor_scales, fold_weights, quantize_weights
+from qdqbench.quantize.utils.errors import CheckFailed
 
 from ...support.tiny_bert import (
     INT8,
@@ -104,7 +104,7 @@ def test_codes_are_those_of_torch_and_modelopt_off_the_ties(weight: Floats, scal
 def modelopt(weight: Floats, scale: Floats) -> Floats:
     import torch
 
-    from qdqbench.quantize.fakequant.quantizers import import_modelopt
+    from qdqbench.quantize.calibration.fakequant.quantizers import import_modelopt
 
     import_modelopt()
     from modelopt.torch.quantization.config import QuantizerAttributeConfig

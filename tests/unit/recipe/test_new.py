@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import yaml
 
-from qdqbench.quantize.cli.app import main
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.describe.recognise import recognise
-from qdqbench.quantize.describe.untrained import untrained
-from qdqbench.quantize.families import known
-from qdqbench.quantize.families.family import Family
-from qdqbench.quantize.families.known import family_of
+from qdqbench.cli.app import main
+from qdqbench.quantize.models.detection.recognise import recognise
+from qdqbench.quantize.models.detection.untrained import untrained
+from qdqbench.quantize.models.families import known
+from qdqbench.quantize.models.families.family import Family
+from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.recipe.new import NewRecipe, new_recipe
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import Layout
+from qdqbench.quantize.utils.errors import UserError
 
 from ...support.tiny_bert import new_bert
 from ...support.unknown import config_for, write_config
@@ -62,7 +62,7 @@ def test_the_recipe_of_an_unknown_type_makes_it_known(tmp_path: Path) -> None:
 
 
 def test_of_two_recipes_for_a_type_each_counts_when_it_is_used(tmp_path: Path) -> None:
-    from qdqbench.quantize.rundir.session import require_fit
+    from qdqbench.quantize.pipeline.session import require_fit
 
     one = parse_recipe(new(tmp_path, "ernie").text, "one")
     data = one.model_dump(mode="json")

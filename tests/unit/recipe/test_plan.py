@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.names import MAX_NAMED, name_list
-from qdqbench.quantize.encoders.modules import ModuleInfo
+from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import Plan, Scaling, matched, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.recipe.sections import Rule
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import MAX_NAMED, name_list
 
 from ...support.tiny_bert import INT8, OF_A_LAYER, recipe_with
 

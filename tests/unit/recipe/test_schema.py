@@ -8,9 +8,8 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.families.family import Family
-from qdqbench.quantize.families.known import FAMILIES, family_of
+from qdqbench.quantize.models.families.family import Family
+from qdqbench.quantize.models.families.known import FAMILIES, family_of
 from qdqbench.quantize.recipe.schema import (
     MAX_RECIPE_BYTES,
     Recipe,
@@ -20,6 +19,7 @@ from qdqbench.quantize.recipe.schema import (
     parse_recipe,
     shipped_recipes,
 )
+from qdqbench.quantize.utils.errors import UserError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "recipe_bert_int8_linears.yaml"
 SHIPPED = list(shipped_recipes())

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from qdqbench.quantize.families.known import FAMILIES, family_of
+from qdqbench.quantize.models.families.known import FAMILIES, family_of
 from qdqbench.quantize.recipe.schema import shipped_recipes
 from qdqbench.quantize.recipe.shipped import (
     SHOWN,

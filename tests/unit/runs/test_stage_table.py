@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.gate.gate import issue_sentence, judge_stages
+from qdqbench.eval.runs.gate.gate import issue_sentence, judge_stages
 from qdqbench.eval.runs.stage_table import stage_table, stage_text
-from qdqbench.quantize.core.comparison import Gate, GateIssue, Parity, ParityRow
-from qdqbench.quantize.core.results import EngineResult, FileRow, FindingRow, Results, StageResult, Timing
-from qdqbench.quantize.core.training_results import TrainingRun
+from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity, ParityRow
+from qdqbench.quantize.utils.results import EngineResult, FileRow, FindingRow, Results, StageResult, Timing
+from qdqbench.quantize.utils.training_results import TrainingRun
 
 from ...support.records import comparison, engine_result
 

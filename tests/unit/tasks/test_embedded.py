@@ -4,11 +4,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.tasks import embedded
 from qdqbench.quantize.tasks import rows as data
 from qdqbench.quantize.tasks.embedded import ASIDES, LABEL_NOISE, MAX_WORDS, NEGATIONS, POLAR, sentences
 from qdqbench.quantize.tasks.task import check_model_fits, get_task
+from qdqbench.quantize.utils.errors import UserError
 
 TINY = embedded.Size(
     train_rows=60, validation_rows=20, layers=1, hidden=32, head_size=16, steps=3, batch_size=8

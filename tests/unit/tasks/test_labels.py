@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.tasks.labels import with_values_of
 from qdqbench.quantize.tasks.rows import load_split
 from qdqbench.quantize.tasks.task import Task, get_task
+from qdqbench.quantize.utils.errors import UserError
 
 OWN = get_task("own", text_columns=["text"], num_labels=2)
 ROWS = [('good, "really"; fine', "pos"), ("bad", "neg"), ("so\tso", "neg"), ("NA", "pos")]

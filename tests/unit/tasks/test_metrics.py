@@ -3,10 +3,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.kinds.regression import REGRESSION
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import get_task
+from qdqbench.quantize.tasks.types.regression import REGRESSION
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 BINARY = get_task("own", text_columns=["s"], num_labels=2, metrics=["f1", "accuracy", "matthews"])
 FOUR = get_task("own", text_columns=["s"], num_labels=4, metrics=["matthews", "accuracy"])

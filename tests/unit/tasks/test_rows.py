@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.tasks import batches as batching
 from qdqbench.quantize.tasks import rows as data
 from qdqbench.quantize.tasks import sources
 from qdqbench.quantize.tasks.sources import has_only_texts
 from qdqbench.quantize.tasks.task import EMBED, get_task, of_embeddings
+from qdqbench.quantize.utils.errors import UserError
 
 SST2, STSB, MNLI = get_task("sst2"), get_task("stsb"), get_task("mnli")
 TRICKY = [

@@ -1,7 +1,7 @@
 import pytest
 
-from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.tasks.task import EMBEDDED, GLUE, check_model_fits, get_task
+from qdqbench.quantize.utils.errors import UserError
 
 CLASSIFICATION = "single_label_classification"
 

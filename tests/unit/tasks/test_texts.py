@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.tasks.sources import distinct, half, read_lines
+from qdqbench.quantize.utils.errors import UserError
 
 NAMES = ("train", "validation")
 

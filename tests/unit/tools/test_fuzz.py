@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.utils.errors import UserError
 
 from ...tools import fuzz
 

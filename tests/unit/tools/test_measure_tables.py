@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from qdqbench.quantize.cli.app import app
+from qdqbench.cli.app import app
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 
 from ...tools import measure_tables

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe.schema import Recipe, shipped_recipes
 from qdqbench.quantize.recipe.shipped import shipped
 from qdqbench.quantize.tasks.task import KINDS

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from qdqbench.quantize.encoders.load import load_encoder
-from qdqbench.quantize.kinds.classification import CLASSIFICATION
+from qdqbench.quantize.models.load import load_encoder
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 
 from ...support.families import SIZES, write_model
 from ...support.tiny_bert import VOCABULARY

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from qdqbench.eval.bench.results import headline_of, row_of, write_bench
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import write_results
+from qdqbench.quantize.pipeline.config import adapted
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.rundir.config import adapted
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.results import write_results
 
 from ...tools import tables
 from ...tools.tables import BEGIN, END, differences, figures_of, insert, markdown, read_records, run_of

@@ -1,0 +1,202 @@
+"""A model in memory and the files made of it: calibrate, export, check."""
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench._runs import silent
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration.fakequant.quantizers import outputs_of
+from qdqbench.quantize.calibration.record import CalibrationRecord
+from qdqbench.quantize.engine.backend import gpu_backend
+from qdqbench.quantize.graph.check.check import CheckReport, check_file
+from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
+from qdqbench.quantize.graph.modules import recipe_modules
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.load import load_model, prepare_model, use_tanh_gelu
+from qdqbench.quantize.models.modules import module_table
+from qdqbench.quantize.pipeline.config import asked_pooling
+from qdqbench.quantize.pipeline.inspect_target import checked_graph
+from qdqbench.quantize.pipeline.session import require_fit
+from qdqbench.quantize.recipe.plan import Plan, resolve
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.tasks.batches import equal_length_batches
+from qdqbench.quantize.tasks.rows import Sample
+from qdqbench.quantize.tasks.types.embedding import PAIRS
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import DEFAULT_RECIPE
+
+if TYPE_CHECKING:
+    import pandas
+    from transformers import PreTrainedModel
+
+Samples = Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A fake-quant model with the record of its calibration."""
+
+    model: "PreTrainedModel"
+    recipe: Recipe
+    plan: Plan
+    record: CalibrationRecord
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """One row a quantizer: where it is, and its amax."""
+        return self.record.to_frame()
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An ONNX file, and what its reader should know."""
+
+    path: Path
+    notes: list[str]
+
+
+def load_embedder(
+    model: str | Path, *, revision: str | None = None, pooling: str | None = None, normalize: bool = False
+) -> "PreTrainedModel":
+    """A sentence-embedding model with pooling in its graph, for `quantize`.
+
+    Args:
+        model: folder or hub id, of sentence-transformers or of an encoder.
+        revision: of a hub model: branch, tag or commit.
+        pooling: of an encoder that does not say it itself: "mean", "cls" or "last".
+        normalize: embeddings of length 1; with `pooling`.
+
+    Raises:
+        UserError: not found or not supported, or it does not fit what the model says itself.
+    """
+    return load_model(str(model), revision, PAIRS, asked_pooling(pooling, normalize))
+
+
+def quantize(
+    model: "PreTrainedModel",
+    samples: Samples,
+    recipe: str | Path | Recipe = DEFAULT_RECIPE,
+    *,
+    progress: Callable[[int], None] = silent,
+) -> Quantized:
+    """Calibrate a model in memory (PTQ): quantizers where the recipe says, scales from the samples.
+
+    Args:
+        model: FP32 classifier, or what `load_embedder` gave; it is not changed, its copy is on the same
+            device.
+        samples: tokens to calibrate with: a list, a tokenized dataset or a data loader, whose items are one
+            sample (lists of L numbers) or a batch ([B, L] arrays or tensors) with input_ids and, where they
+            are known, attention_mask and token_type_ids. All of them are used, and more than once; padding is
+            taken out, so that no quantizer sees it.
+        recipe: shipped name, YAML file, or what `load_recipe` gave; of its calibration section split,
+            samples and seed are not used.
+        progress: called with the number of samples of each batch.
+
+    Raises:
+        UserError: an architecture that is not supported, samples that cannot be read, or a recipe that does
+            not fit.
+        CheckFailed: weights or an amax that are not finite, positive and plausible; names every layer.
+    """
+    chosen = recipe
+    if not isinstance(chosen, Recipe):
+        chosen = load_recipe(str(chosen), lambda: family_of(model.config))
+    if not chosen.quantizes:
+        raise UserError(f"recipe {chosen.name} quantizes nothing; give one with INT8 rules")
+    require_fit(chosen, type(model).__name__, model.config)
+    twin = prepare_model(copy.deepcopy(model))
+    if chosen.export.gelu == "tanh":
+        use_tanh_gelu(twin, type(model).__name__)
+    plan = resolve(chosen, module_table(twin), twin.base_model_prefix)
+    longest = plan.family.positions(twin.config)
+    batches = _Batches(samples, chosen.calibration.batch_size, longest)
+    record = ptq.calibrate(twin, plan, batches, chosen.calibration, progress)
+    record.data["source"] = "samples in memory"
+    return Quantized(twin, chosen, plan, record)
+
+
+def export(quantized: Quantized, path: str | Path) -> Exported:
+    """Write a fake-quant model as ONNX with INT8 weights, as its recipe says.
+
+    Strongly typed for GPUs, or FP32 with Q/DQ where `engine.backend` names a CPU runtime.
+
+    Raises:
+        UserError: the exporter fails.
+        CheckFailed: a weight was not quantized, a constant does not fit FP16, or the graph is not valid.
+    """
+    recipe, notes = quantized.recipe, list[str]()
+    asked = recipe.engine.backend
+    settings = ExportSettings.of(recipe, gpu_backend() if asked == "auto" else asked)
+    traced = trace(quantized.model, recipe.export.opset, outputs_of(quantized.model))
+    write_graph(traced, quantized.plan, settings, Path(path), notes)
+    return Exported(Path(path), notes)
+
+
+def check(target: str | Path, recipe: str | None = None, *, allow: Collection[str] = ()) -> CheckReport:
+    """Findings in any ONNX file: what will run in INT8, and what an engine would refuse or get wrong.
+
+    Args:
+        target: file of any origin, or a run directory, whose graph is held to its recipe.
+        recipe: hold the quantized set to this recipe, a shipped name or a YAML file.
+        allow: codes of findings to leave out, such as "quantized-residual".
+
+    Raises:
+        UserError: a file that cannot be read, a run without a graph, a recipe that does not fit it, or
+            `allow` names no code.
+    """
+    path, own = checked_graph(Path(target))
+    wanted = recipe or own
+    return check_file(path, expected_quantized=recipe_modules(path, wanted) if wanted else None, allow=allow)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """Samples as batches of equal length, made anew on each pass."""
+
+    samples: Samples
+    batch_size: int
+    longest: int  # tokens of a sample
+
+    def __post_init__(self) -> None:
+        if iter(self.samples) is self.samples:
+            raise UserError("calibration goes over its samples more than once; give a list, not an iterator")
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows = (row for given in self.samples for row in _rows(given, self.longest))
+        for _, batch in equal_length_batches(rows, self.batch_size, pad_id=0):  # of one length: no padding
+            yield batch
+
+
+def _rows(given: Mapping[str, Any], longest: int) -> Iterator[Sample]:
+    """The samples of an item, without padding.
+
+    Raises:
+        UserError: no input_ids, arrays of different shapes, or more tokens than the model has positions.
+    """
+    if "input_ids" not in given:
+        raise UserError(f"a calibration sample has {', '.join(given) or 'nothing'}, but no input_ids")
+    ids = _array(given["input_ids"])
+    mask = _array(given.get("attention_mask", np.ones_like(ids)))
+    types = _array(given.get("token_type_ids", np.zeros_like(ids)))
+    if not ids.shape == mask.shape == types.shape:
+        shapes = ", ".join(str(list(array.shape)) for array in (ids, mask, types))
+        raise UserError(
+            f"input_ids, attention_mask and token_type_ids of a calibration sample have shapes {shapes}; "
+            "give one shape"
+        )
+    for row, kept in enumerate(mask.astype(bool)):
+        if kept.sum() > longest:
+            raise UserError(
+                f"a calibration sample has {kept.sum()} tokens, but the model has {longest} positions; cut it"
+            )
+        if kept.any():
+            yield Sample(row, ids[row][kept], types[row][kept], False)
+
+
+def _array(values: Any) -> Any:
+    """Int64 [B, L] of lists, arrays or tensors on any device, [L] too."""
+    found = np.asarray(values.cpu() if hasattr(values, "cpu") else values, dtype=np.int64)
+    return np.atleast_2d(found)

@@ -1,0 +1,160 @@
+"""The command line. Everything heavy is imported inside the commands, so that help is instant."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from qdqbench.cli import bench, run, serve, train
+from qdqbench.cli.inspection import check, compare, diagnose, doctor, inspect
+from qdqbench.cli.progress import reset_clock
+from qdqbench.cli.terminal import complain
+from qdqbench.cli.tuning import auto, recipes, search, sensitivity
+from qdqbench.quantize.utils.system import process
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+STAGE_COMMANDS = {
+    "quantize": "Calibrate: write calibration.json (amax, data, lengths).",
+    "export": "Write the INT8 ONNX file and its FP32 and FP16 twins.",
+    "evaluate": "Measure accuracy of every stage.",
+}
+
+app.add_typer(recipes.recipes_app, name="recipes", rich_help_panel="Run")
+STAGES = {stage: run.stage_command(stage, text) for stage, text in STAGE_COMMANDS.items()}
+STAGES["report"] = run.report
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by what they are for, as help shows them
+    "Run": {"run": run.run, "auto": auto.auto, **STAGES, "build": run.build, "verify": run.verify},
+    "Look": {
+        "check": check.check,
+        "inspect": inspect.inspect,
+        "diagnose": diagnose.diagnose,
+        "fix": diagnose.fix,
+        "compare": compare.compare,
+        "bench": bench.bench,
+        "profile": run.profile,
+        "doctor": doctor.doctor,
+    },
+    "Choose": {
+        "sensitivity": sensitivity.sensitivity,
+        "methods": sensitivity.methods,
+        "search": search.search,
+    },
+    "Train": {"qat": run.qat, "finetune": train.finetune},
+    "Deploy": {"deploy": serve.deploy, "serve": serve.serve, "export-triton": serve.export_triton},
+    "Maintain qdqbench": {"study": train.study},
+}
+for panel, commands in COMMANDS.items():
+    for name, command in commands.items():
+        app.command(name, rich_help_panel=panel)(command)
+
+
+def _version(asked: bool) -> None:
+    """Print the version and end."""
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"qdqbench {version('qdqbench')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="With any command: the traceback of an error.")
+    ] = False,
+) -> None:
+    """Explicit Q/DQ INT8 for BERT: recipe, ONNX, TensorRT engine, proof and accuracy report."""
+
+
+def _invoke() -> None:
+    """Run the command; typer's own main exits with 2 and a box for a wrong option, with 130 for Ctrl-C."""
+    from qdqbench.quantize.utils.errors import UserError
+
+    usage_error: Any = typer.BadParameter.__mro__[1]  # click's class, which newer typers bring along
+    try:
+        command = typer.main.get_command(app)
+        with command.make_context("qdqbench", sys.argv[1:]) as context:
+            command.invoke(context)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except usage_error as error:
+        message = " ".join(error.format_message().split())
+        if not message:  # no command was given, and the help that then is shown has been printed
+            sys.exit(1)
+        where = error.ctx.command_path if error.ctx else "qdqbench"
+        raise UserError(f"{message.rstrip('.')}; see `{where} --help`") from error
+
+
+MEASURES_TORCH = ("bench",)  # commands that leave threads and memory as PyTorch does
+GOES_ON = {  # commands that go on with what an interrupted call left
+    *("run", "auto", *STAGE_COMMANDS, "build", "verify", "qat", "finetune", "study"),
+    *("sensitivity", "methods", "search"),
+}
+
+
+class _Interrupted(SystemExit):
+    """Ctrl-C or SIGTERM, after its message."""
+
+
+def program() -> None:
+    """The installed command: `main`, and the end of the process, without waiting for threads."""
+    process.open_streams()
+    process.interruption.watch()
+    if not any(name in sys.argv[1:2] for name in MEASURES_TORCH):
+        process.use_passive_wait()
+        process.disable_malloc_trim()
+        process.relax_gc()
+    try:
+        main()
+    except _Interrupted:
+        process.end_interrupted()
+    except SystemExit as stop:
+        process.exit_fast(int(str(stop.code or 0)))
+    process.exit_fast(0)
+
+
+def main() -> None:
+    """Command line in this process: errors become one sentence on stderr and an exit status."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    from qdqbench.quantize.utils.errors import QdqError
+    from qdqbench.quantize.utils.files import full_disk
+
+    reset_clock()
+    try:
+        _invoke()
+    except BrokenPipeError:  # `qdqbench ... | head`; what is still buffered has no reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except QdqError as error:
+        if debug:
+            raise
+        if process.is_main_process():  # every process of a training raises the same
+            complain(str(error))
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        goes_on = any(name in GOES_ON for name in sys.argv[1:2])
+        kept, then = ("what is finished is kept, and ", "goes on") if goes_on else ("", "starts anew")
+        if process.is_main_process():
+            complain(f"interrupted; {kept}the same command {then}")
+        raise _Interrupted(process.interruption.status) from None
+    except Exception as error:
+        if debug:
+            raise
+        if told := full_disk(error):
+            complain(str(told))
+            sys.exit(1)
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        complain(f"unexpected failure, {what}; run again with --debug for the traceback")
+        sys.exit(1)

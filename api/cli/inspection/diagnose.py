@@ -1,0 +1,209 @@
+"""The commands `diagnose` and `fix`: files of any origin. Everything heavy is imported inside."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qdqbench.cli.options import Subject, grouped
+from qdqbench.cli.progress import status
+from qdqbench.cli.terminal import Json, console, plain, print_json
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.engine.diagnose.findings import Diagnosis, Finding
+    from qdqbench.quantize.engine.repair.fix import EngineRow, FixReport
+
+_COLOURS = {"error": "red", "warning": "yellow"}
+
+
+def diagnose(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Files of one build: ONNX, build log, layer table, kernel profile, query times, engine, "
+            "cache."
+        ),
+    ],
+    load_engine: Annotated[
+        bool,
+        typer.Option(
+            "--load-engine", help="TensorRT loads the engine, a program, for its layers: your own only."
+        ),
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Why INT8 is slow, wrong or not there: files of any origin, read together, the worst finding first."""
+    from qdqbench.quantize.engine.diagnose.diagnose import diagnose as diagnosed
+
+    with status() as say:
+        say("reading")
+        found = diagnosed(files, load_engine=load_engine)
+    if json:
+        print_json(found.model_dump(mode="json") | {"errors": len(found.errors)})
+    else:
+        _print(found)
+    if found.errors:
+        raise typer.Exit(2)
+
+
+def _print(found: "Diagnosis") -> None:
+    out = console()
+    for row in found.files:
+        out.print(f"[bold]{plain(row.name)}[/] {row.kind}: {plain(row.what)}", highlight=False)
+    for text in found.joined:
+        out.print(f"read together: {plain(text)}", highlight=False)
+    told: dict[str, int] = {}  # fix -> number of the finding that told it
+    for number, each in enumerate(found.findings, 1):
+        out.print()
+        print_one(number, each, told)
+    out.print()
+    if found.findings:
+        out.print(f"Ranked: {plain(found.ranked_by)}.", highlight=False)
+    else:
+        out.print("Nothing was found.")
+
+
+def print_one(number: int, found: "Finding", told: dict[str, int]) -> None:
+    """A finding: what, its effect, why, where, and fixes that no earlier one told (fix -> its number)."""
+    from qdqbench.quantize.engine.diagnose.findings import EFFECTS
+
+    out = console()
+    effect = EFFECTS[found.effect]
+    if found.share is not None:
+        effect = f"{effect}, {found.share:.0%} of {found.basis}"
+    colour = _COLOURS[found.severity]
+    out.print(
+        f"{number}. [{colour}]{plain(found.what)}[/] [dim]({plain(effect)}; {found.code})[/]", highlight=False
+    )
+    out.print(f"   why: {plain(found.why)}", highlight=False)
+    if found.where:
+        out.print(f"   where: {plain(found.where)}", highlight=False)
+    first = {fix: told.setdefault(fix, number) for fix in found.fixes}
+    texts = [f"[bold]{plain(fix)}[/]" if seen == number else f"as {seen}" for fix, seen in first.items()]
+    for text in dict.fromkeys(texts):
+        out.print(f"   fix: {text}", highlight=False)
+
+
+@grouped
+def fix(  # noqa: PLR0913
+    onnx_file: Annotated[Path, typer.Argument(help="ONNX file of any origin.")],
+    *,
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")],
+    subject: Subject,
+    compute: Annotated[
+        str, typer.Option(help="Of what is not INT8, in a file that is all FP32: fp16, or keep.")
+    ] = "fp16",
+    weights: Annotated[
+        str,
+        typer.Option(help="Scales of weight_scales: channel, or factored, which TensorRT-RTX runs faster."),
+    ] = "channel",
+    inputs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Samples (.npz, one array an input): compared on, and calibrate what has no scale."
+        ),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Of the train split of --data, with --model and --task.")
+    ] = 128,
+    seed: Annotated[int, typer.Option(min=0, help="Of random inputs, or of the draw of samples.")] = 0,
+    limit: Annotated[
+        float, typer.Option(min=0, help="Of the relative error of outputs to the file without Q/DQ.")
+    ] = 0.1,
+    no_engine: Annotated[bool, typer.Option("--no-engine", help="Build no engine before and after.")] = False,
+    json: Json = False,
+) -> None:
+    """Rewrite what keeps INT8 from working in an ONNX file, and prove it: outputs, check, layer tables.
+
+    Samples are --inputs, or rows of --data as --model and --task say; without both they are random tokens.
+    """
+    from typing import Any, cast
+
+    from qdqbench.quantize.engine.repair.fix import COMPUTE, WEIGHTS, FixOptions
+    from qdqbench.quantize.engine.repair.fix import fix as mended
+    from qdqbench.quantize.utils.errors import CheckFailed, UserError
+
+    for name, value, known in (("--compute", compute, COMPUTE), ("--weights", weights, WEIGHTS)):
+        if value not in known:
+            raise UserError(f"{name} {value} is unknown; use {' or '.join(known)}")
+    given: Any = inputs
+    if subject.model is not None or subject.task is not None:
+        from qdqbench.quantize.engine.repair.runs import sample_feeds
+
+        if inputs is not None:
+            raise UserError("--inputs and --model both give samples; give one of them")
+        found = subject.found_task()
+        given = sample_feeds(str(subject.model), subject.revision, found, subject.data, samples, seed)
+    source = f"{samples} rows of {subject.task} in {subject.data}, seed {seed}"
+    options = FixOptions(
+        cast("Any", compute),
+        cast("Any", weights),
+        given,
+        source,
+        seed=seed,
+        limit=limit,
+        engine=not no_engine,
+    )
+    with status() as say:
+        say("mending, and building engines before and after")
+        report = mended(onnx_file, out, options)
+    if json:
+        print_json(report.model_dump(mode="json") | {"failures": report.failures})
+    else:
+        _print_fix(report)
+    if report.failures:
+        raise CheckFailed(f"{out} is written, and not all is mended: {'; '.join(report.failures[:4])}")
+
+
+def _print_fix(report: "FixReport") -> None:
+    from rich.table import Table
+
+    out = console()
+    for text in report.done or ["nothing had to be changed"]:
+        out.print(f"[green]done[/] {plain(text)}", highlight=False)
+    for text in report.left:
+        out.print(f"[red]left[/] {plain(text)}", highlight=False)
+    table = Table("", "before", "after", box=None, pad_edge=False)
+    table.add_row(
+        "GEMMs that run in INT8, by the graph",
+        str(report.int8_before),
+        f"{report.int8_after} of {report.gemms}",
+    )
+    for code in dict.fromkeys((*report.findings_before, *report.findings_after)):
+        numbers = (report.findings_before.get(code, 0), report.findings_after.get(code, 0))
+        table.add_row(f"check: {code}", *map(str, numbers))
+    first, second = report.engine_before, report.engine_after
+    if first and second:
+        table.add_row("linears in INT8 in the engine", _gemms(first), _gemms(second))
+        table.add_row("attentions fused (in INT8)", _attentions(first), _attentions(second))
+        table.add_row("kernels", *("-" if row.refused else str(row.kernels) for row in (first, second)))
+    found = report.outputs
+    own = "not run" if found.before_error is None else f"{found.before_error:.4f}"
+    limit = f"{found.after_error:.4f} (limit {found.limit:.4f})"
+    table.add_row("outputs, relative error to the file without Q/DQ", own, limit)
+    out.print(table, highlight=False)
+    if found.difference is not None:
+        other = "" if found.disagreements is None else f", another class for {found.disagreements}"
+        out.print(
+            f"after beside before: relative difference {found.difference:.4f}, largest {found.largest:.4f}"
+            f"{other} (n = {found.n}, {plain(found.inputs)}, ONNX Runtime)",
+            highlight=False,
+        )
+    for row, name in ((first, "before"), (second, "after")):
+        if row and row.refused:
+            out.print(f"engine {name}: {plain(row.refused)}", highlight=False)
+    if second and not second.refused:
+        out.print(f"engine: {plain(second.engine)}; read, not run", highlight=False)
+    elif second is None:
+        out.print(
+            "[yellow]note[/] no engine was built: pip install 'qdqbench\\[rtx]' builds without a GPU",
+            highlight=False,
+        )
+
+
+def _gemms(row: "EngineRow") -> str:
+    return "refused" if row.refused else f"{row.int8_gemms} of {row.gemms}"
+
+
+def _attentions(row: "EngineRow") -> str:
+    return "-" if row.refused else f"{row.attention_fused} of {row.attentions} ({row.attention_int8})"

@@ -1,0 +1,93 @@
+"""The command `doctor`: what this machine can do. Everything heavy is imported inside."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qdqbench.cli.terminal import Json, console, plain, print_json
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.engine.doctor.look import Doctor
+
+
+def doctor(
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="Exit with 3 where it cannot run: tensorrt, tensorrt_rtx, openvino, onnxruntime or auto."
+        ),
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Do not ask whether the hub is there.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Markdown for a bug report, without names of users or folders.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """What this machine can do: libraries, backends, known hazards, and what to install."""
+    import sys
+
+    from qdqbench.quantize.engine.backend import INSTALL
+    from qdqbench.quantize.engine.doctor.look import bug_report, look
+    from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
+
+    if backend not in (None, "auto", *INSTALL):
+        raise UserError(f"--backend {backend} is unknown; use auto, {', '.join(INSTALL)}")
+    found = look(offline=offline)
+    if json:
+        print_json(found.model_dump(mode="json"))
+    elif report:
+        sys.stdout.write(bug_report(found))
+    else:
+        console().print(doctor_table(found), highlight=False)
+    if backend is not None:
+        name = found.auto if backend == "auto" else backend
+        state = found.backends[name]  # type: ignore[index]
+        if not state.runs:
+            raise MissingDevice(f"{name} cannot run here: {state.why}")
+    if found.unmet:
+        raise CheckFailed(f"{len(found.unmet)} requirements are not met: {'; '.join(found.unmet)}")
+
+
+def doctor_table(found: "Doctor") -> Any:
+    """One screen: what there is, what each backend can do, and what to know."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from qdqbench.quantize.engine.doctor.look import gib, gpu_text, library_text, version_text
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    met = f"{len(found.packages)} required ones are there"
+    facts = [
+        ("qdqbench", version_text(found)),
+        ("Python", found.python),
+        ("system", found.platform),
+        ("CPU", f"{found.cpu}, {found.cores} cores"),
+        ("", f"INT8 and BF16: {', '.join(found.cpu_features) or 'not known'}"),
+        ("GPU", gpu_text(found.gpu)),
+        ("memory", f"{gib(found.memory_bytes)}, {gib(found.memory_free_bytes)} free"),
+        ("disk", f"{gib(found.disk_free_bytes)} free in this folder"),
+        ("hub", found.hub),
+        ("torch", library_text(found.libraries["torch"])),
+        ("packages", met if not found.unmet else f"{met}, {len(found.unmet)} do not fit"),
+    ]
+    for name, text in facts:
+        grid.add_row(name, Text(plain_text(text)))
+    backends = Table("backend", "version", "here", box=None, pad_edge=False, header_style="bold")
+    for name, state in found.backends.items():
+        own, can = found.libraries[name], "runs" if state.runs else "builds" if state.builds else "no"
+        style = {"runs": "green", "builds": "yellow", "no": "yellow"}[can]
+        told = can if state.why is None else f"{can}: {state.why}" if can != "no" else state.why
+        label = f"{name} (auto)" if name == found.auto else name
+        backends.add_row(label, own.version or "-", Text(plain_text(told), style=style))
+    lines = [Text(plain_text(text), style="red") for text in found.unmet]
+    lines += [Text.assemble(("hazard ", "yellow"), plain_text(text)) for text in found.hazards]
+    lines.append(Text("for a bug report: qdqbench doctor --report"))
+    return Group(grid, "", backends, "", *lines)
+
+
+def plain_text(text: str) -> str:
+    """Without what a terminal would obey; not markup."""
+    return plain(text).replace("\\[", "[")

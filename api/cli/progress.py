@@ -1,0 +1,386 @@
+"""What a command shows while it works: bars on a terminal; in a log file a line every half minute.
+
+All of it goes to stderr. Heavy libraries are imported inside.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from qdqbench.cli.terminal import clean
+from qdqbench.quantize.utils import progress
+from qdqbench.quantize.utils.progress import duration
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from qdqbench.eval.runs.run import StageProgress
+    from qdqbench.quantize.utils.training_results import LogRow
+
+Show = Callable[[int, "LogRow", int], None]
+REDRAWN_S = 0.25
+EVERY_S = 25.0  # between lines of a log: with `HOLD_S` and a beat never more than half a minute
+HOLD_S = 4.0  # a display waits so long for what is timed: one launch that takes longer is not moved by a line
+BEAT_S = 0.5
+LEAST_S = 2.0  # before a rate is worth something
+
+
+@dataclass
+class Eta:
+    """Steps that are done, and the time that the others will take at this pace."""
+
+    done: float = 0
+    total: float = 0  # 0: not known
+    _first: float = 0  # done when counting began: what an earlier call did says nothing of the pace
+    _since: float = field(default_factory=time.monotonic)
+    _updated: float = field(default_factory=time.monotonic)
+
+    def tell(self, done: float, total: float, *, anew: bool = False) -> None:
+        """How many steps are done, of how many."""
+        now = time.monotonic()
+        if anew or total != self.total or done < self.done:
+            self._first, self._since = done, now
+        self.done, self.total, self._updated = done, total, now
+
+    def left(self) -> float | None:
+        """Seconds; None where that is not known yet, or no more."""
+        gained, spent = self.done - self._first, self._updated - self._since
+        if gained <= 0 or spent < LEAST_S or self.done >= self.total:
+            return None
+        left = spent / gained * (self.total - self.done) - (time.monotonic() - self._updated)
+        return left if left >= 0.5 else None
+
+    @property
+    def silent_s(self) -> float:
+        """Since something was told."""
+        return time.monotonic() - self._updated
+
+
+@dataclass
+class Status:
+    """What is being done: the whole, and the phase that it is in."""
+
+    what: str = ""
+    whole: Eta = field(default_factory=Eta)
+    phase: str = ""
+    part: Eta = field(default_factory=Eta)
+
+    def begin(self, what: str) -> None:
+        """Something else begins."""
+        if what != self.what:
+            self.what = what
+            self.hear("")
+
+    def hear(self, phase: str, done: float = 0, total: float = 0) -> None:
+        """What `report_phase` reports; without a phase its name stays, and this is a step of it."""
+        anew = phase not in ("", self.phase) or not total
+        self.phase = phase if phase or not total else self.phase
+        self.part.tell(done, total, anew=anew)
+
+    def details(self) -> str:
+        """The phase with its steps, and the time that is left of it, or for how long nothing was told."""
+        parts = [self.phase] if self.phase else []
+        if self.part.total:
+            share = self.part.total == 1  # a part of the whole, not a count
+            done = f"{self.part.done:.0%}" if share else f"{self.part.done:g} of {self.part.total:g}"
+            parts.append(done)
+        left, silent = self.part.left(), self.part.silent_s
+        if silent >= EVERY_S:
+            parts.append(f"nothing new for {duration(silent)}")
+        elif left is not None:
+            parts.append(f"{duration(left)} left")
+        return ", ".join(parts)
+
+    def line(self) -> str:
+        """All of it as one line."""
+        whole = self.whole
+        parts = [f"{whole.done / whole.total:.0%}"] if whole.total else []
+        if (left := whole.left()) is not None:
+            parts.append(f"{duration(left)} left")
+        said = [", ".join(parts)] if parts else []
+        return ": ".join([*said, *(text for text in (self.what, self.details()) if text)])
+
+
+class Heartbeat:
+    """Draws again and again, though not while something is timed."""
+
+    def __init__(self, draw: Callable[[], None], every_s: float) -> None:
+        self.draw, self.every_s = draw, every_s
+        self.last, self._lock = time.monotonic(), threading.Lock()
+
+    def tick(self) -> None:
+        """Draw, if it is time to."""
+        with self._lock:
+            now, since = time.monotonic(), progress.measuring_since()
+            holding = since is not None and now - max(since, self.last) < HOLD_S
+            if now - self.last >= self.every_s and not holding:
+                self.last = now
+                self.draw()
+
+
+_last_line = [time.monotonic()]  # when this process began, or the last line of any log was written
+
+
+def reset_clock() -> None:
+    """A command begins: what it loads before it shows anything counts too."""
+    _last_line[0] = time.monotonic()
+
+
+def log_heartbeat(line: Callable[[], str]) -> Heartbeat:
+    """Lines with the time on stderr, one every `EVERY_S`; what quick commands do stays silent."""
+
+    def draw() -> None:
+        if text := line():
+            reset_clock()
+            sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+            sys.stderr.flush()
+
+    heartbeat = Heartbeat(draw, EVERY_S)
+    heartbeat.last = _last_line[0]
+    return heartbeat
+
+
+@contextmanager
+def ticking(tick: Callable[[], None], every_s: float = BEAT_S) -> Iterator[None]:
+    """Call `tick` from a thread, again and again."""
+    done = threading.Event()
+
+    def go() -> None:
+        while not done.wait(every_s):
+            with suppress(OSError, ValueError):  # nobody reads any more
+                tick()
+
+    thread = threading.Thread(target=go, name="sign of life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class Display:
+    """What is being done now: on a terminal bars, and lines below them; in a log file lines."""
+
+    def __init__(self, bars: "Progress | None", *, quiet: bool = False) -> None:
+        self.bars, self.now = bars, Status()
+        self.step, self.note = (
+            "",
+            "",
+        )  # what a terminal is shown beside the bars: what is done, what came of it
+        self.refresh: Callable[[], None] = lambda: None
+        if bars is None:
+            self.heartbeat = log_heartbeat(lambda: "" if quiet else clean(self.now.line()))
+        else:
+            self.heartbeat = Heartbeat(self._draw, REDRAWN_S)
+
+    def hear(self, phase: str, done: float = 0, total: float = 0) -> None:
+        """What `report_phase` reports."""
+        self.now.hear(phase, done, total)
+        self.heartbeat.tick()
+
+    def begin(self, what: str) -> None:
+        """Something else begins."""
+        self.now.begin(what)
+        self.heartbeat.tick()
+
+    def whole(self, done: float, total: float) -> str:
+        """How far all of it is; the time that is left, with a comma behind it."""
+        self.now.whole.tell(done, total)
+        left = self.now.whole.left()
+        return "" if left is None else f"{duration(left)} left, "
+
+    def add(self, text: str, total: float | None = None, **fields: Any) -> Any:
+        """A new bar, where there are bars."""
+        return None if self.bars is None else self.bars.add_task(clean(text), total=total, **fields)
+
+    def update(self, bar: Any, **fields: Any) -> None:
+        """What is new of a bar."""
+        if self.bars is not None:
+            texts = {name: clean(text) for name, text in fields.items() if isinstance(text, str)}
+            self.bars.update(bar, **(fields | texts))
+
+    def say(self, text: str, style: str = "") -> None:
+        """A line that stays, above the bars."""
+        if self.bars is None:
+            sys.stderr.write(f"{clean(text)}\n")
+        else:
+            from rich.text import Text
+
+            self.bars.console.print(Text(clean(text), style))
+
+    def _draw(self) -> None:
+        self.refresh()
+
+    def renderable(self) -> Any:
+        """Bars, and below them what is done now."""
+        from rich.console import Group
+        from rich.text import Text
+
+        below = (Text(clean(each), "dim", no_wrap=True, overflow="ellipsis") for each in self._below())
+        return Group(*filter(None, (self.bars,)), *below)
+
+    def _below(self) -> list[str]:
+        done = ": ".join(text for text in (self.step, self.now.details()) if text)
+        return [text for text in (done, self.note) if text]
+
+
+@contextmanager
+def _display(*columns: str | int, quiet: bool = False, stays: bool = True) -> Iterator[Display]:
+    """A display that hears what is done, until the block ends.
+
+    Args:
+        columns: of the bars: the width of the bar itself, "spinner", "elapsed", or a template of text.
+        quiet: nothing is shown, as another process of a launcher does.
+        stays: the last state is left on the terminal.
+    """
+    if quiet:
+        yield Display(None, quiet=True)
+        return
+    if not sys.stderr.isatty():
+        shown = Display(None)
+        with progress.subscribe(shown.hear), ticking(shown.heartbeat.tick):
+            yield shown
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    named = {"spinner": SpinnerColumn, "elapsed": TimeElapsedColumn}
+    made = [
+        BarColumn(bar_width=each)
+        if isinstance(each, int)
+        else named[each]()
+        if each in named
+        else TextColumn(each, markup=False)
+        for each in columns
+    ]
+    console = Console(stderr=True)
+    shown = Display(Progress(*made, console=console, auto_refresh=False))
+    with Live(
+        console=console, auto_refresh=False, get_renderable=shown.renderable, transient=not stays
+    ) as live:
+        shown.refresh = live.refresh
+        with progress.subscribe(shown.hear), ticking(shown.heartbeat.tick, REDRAWN_S):
+            yield shown
+        shown.now.hear("")  # nothing is done any more
+
+
+@contextmanager
+def status() -> Iterator[Callable[[str], None]]:
+    """One changing line, gone when it ends: what came of it is printed."""
+    with _display("spinner", "{task.description}", "elapsed", stays=False) as shown:
+        bar = shown.add("")
+
+        def say(text: str) -> None:
+            shown.update(bar, description=text)
+            shown.begin(text)
+
+        yield say
+
+
+@contextmanager
+def time_left() -> Iterator[Callable[[float, float, str], None]]:
+    """A bar with the time that is left: called with what is done, all, and what is done now."""
+    with _display(24, "{task.percentage:>3.0f}%", "elapsed", "{task.description}") as shown:
+        bar = shown.add("")
+
+        def tell(done: float, total: float, text: str) -> None:
+            left = shown.whole(done, total)
+            shown.update(bar, completed=done, total=total, description=left + text)
+            shown.begin(text)
+
+        yield tell
+
+
+@contextmanager
+def stages() -> Iterator[Callable[["StageProgress"], None]]:
+    """One bar per stage."""
+    with _display("spinner", "{task.description:<28}", 20, "elapsed") as shown:
+        bar: Any = None  # of the stage that runs
+
+        def finish() -> None:
+            if bar is not None:
+                shown.update(bar, total=1, completed=1)
+            shown.note = ""
+
+        def show(now: "StageProgress") -> None:
+            nonlocal bar
+            if now.alarm:
+                shown.say(f"✗ {now.alarm}. The run goes on; Ctrl-C ends it", "bold red")
+                return
+            if now.said:
+                shown.say(now.said)
+                return
+            name = f"stage {now.number} of {now.of}: {now.stage}"
+            if not now.total:
+                finish()
+                text, total = (f"{name} (unchanged)", 1) if now.reused else (name, None)
+                bar = shown.add(text, total)
+                shown.begin(name)
+                return
+            if now.row and now.row.loss is not None:
+                shown.note = f"loss {now.row.loss:.4g}"
+                shown.now.what = f"{name}, {shown.note}"
+            shown.update(bar, completed=now.done, total=now.total)
+            shown.hear("", now.done, now.total)
+
+        yield show
+        finish()
+
+
+@contextmanager
+def seeds(count: int, *, quiet: bool) -> Iterator[Show]:
+    """One bar per seed of a fine-tuning: called with the seed, the row of its log, and its steps."""
+    columns = "{task.description:<10}", 24, "elapsed", "{task.fields[left]}{task.fields[loss]}"
+    with _display(*columns, quiet=quiet) as shown:
+        bars: dict[int, Any] = {}
+
+        def show(seed: int, row: "LogRow", steps: int) -> None:
+            from qdqbench.quantize.utils.training_results import training_line
+
+            name = f"seed {seed}" if count > 1 else "training"
+            if seed not in bars:
+                bars[seed] = shown.add(name, steps, left="", loss="")
+                shown.now.whole = Eta()
+            shown.update(bars[seed], completed=row.step, left=shown.whole(row.step, steps))
+            if row.loss is not None:
+                shown.update(bars[seed], loss=f"loss {row.loss:.4f}")
+            if row.score is not None:
+                values = ", ".join(f"{name} {value:.4f}" for name, value in row.values.items())
+                shown.note = f"held out: {values}"
+            shown.begin(f"{name}: {training_line(row, steps)}")
+
+        yield show
+
+
+class Trials(NamedTuple):
+    """Progress of a search: what is being done, and the trials so far, all and the best."""
+
+    say: Callable[[str], None]
+    trial: Callable[[int, int, str], None]
+
+
+@contextmanager
+def trials(total: int) -> Iterator[Trials]:
+    """One bar over the trials of a search."""
+    with _display("spinner", "{task.description}", 20, "elapsed", "{task.fields[left]}") as shown:
+        head = "preparing"
+        bar = shown.add(head, total, left="")
+
+        def say(text: str) -> None:
+            shown.step = text
+            shown.begin(f"{head}: {text}")
+
+        def trial(done: int, total: int, best: str) -> None:
+            nonlocal head
+            left, name = shown.whole(done, total), f"trial {min(done + 1, total)} of {total}"
+            shown.update(bar, completed=done, description=name, left=left.removesuffix(", "))
+            head, shown.step, shown.note = f"{done} of {total} trials; {best}", "", best
+            shown.begin(head)
+
+        yield Trials(say, trial)

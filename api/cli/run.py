@@ -1,0 +1,193 @@
+"""The commands `run`, `qat`, `profile`, and one for each stage of a run."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qdqbench.cli import options, progress
+from qdqbench.cli.options import grouped
+from qdqbench.cli.terminal import Json, RunFolder, console, plain, print_json, show
+from qdqbench.quantize.utils.names import DEFAULT_RECIPE
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.pipeline.session import Session
+    from qdqbench.quantize.utils.results import Results
+
+DEFAULT_QAT = "int8-attention-qat"
+
+
+@grouped
+def run(  # noqa: PLR0913  (a command's options)
+    recipe: options.RecipeName = DEFAULT_RECIPE,
+    *,
+    subject: options.Subject,
+    out: options.RunOut = None,
+    replace: options.Replace = False,
+    max_length: options.MaxLength = None,
+    backend: options.Backend = None,
+    shapes: options.ShapesOfData = None,
+    limit: options.RunLimit = None,
+    batch_size: options.BatchSize = 32,
+    seed: options.RunSeed = 0,
+    until: Annotated[
+        str | None, typer.Option(help="Stop after this stage; the others can follow later.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """The main job: recipe and model in, engine and report out."""
+    from qdqbench._runs import start
+    from qdqbench.quantize.pipeline.ownership import run_folder
+
+    config = subject.config(
+        subject.recipe(recipe, max_length, backend, shapes), batch_size=batch_size, seed=seed, limit=limit
+    )
+    folder = run_folder("run", config, out)
+    with progress.stages() as shown:
+        found = start(config, folder, until, shown, replace=replace, say=options.note)
+    print_results(found, folder, json=json)
+
+
+@grouped
+def qat(  # noqa: PLR0913  (a command's options)
+    recipe: options.RecipeName = DEFAULT_QAT,
+    *,
+    subject: options.Subject,
+    out: options.RunOut = None,
+    replace: options.Replace = False,
+    max_length: options.MaxLength = None,
+    backend: options.Backend = None,
+    shapes: options.ShapesOfData = None,
+    limit: options.RunLimit = None,
+    batch_size: options.BatchSize = 32,
+    seed: options.RunSeed = 0,
+    json: Json = False,
+) -> None:
+    """Quantization-aware training, then on to engine and report; on one GPU or many."""
+    from qdqbench.eval.runs.run import require_inputs
+    from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
+    from qdqbench.quantize.pipeline.session import Session
+    from qdqbench.quantize.training.qat.stage import settings_of
+
+    config = subject.config(
+        subject.recipe(recipe, max_length, backend, shapes), batch_size=batch_size, seed=seed, limit=limit
+    )
+    folder = run_folder("run", config, out)
+    session = Session(config, folder)
+    settings_of(session)  # before anything is written
+    identity = identity_of("run", session)
+    ready = partial(require_inputs, session)
+    with owned_folder(folder, identity, replace=replace, ready=ready, say=options.note):
+        _train(session, json)
+
+
+def _train(session: "Session", json: bool) -> None:
+    from qdqbench.eval.runs.run import follow, run_to, run_until
+    from qdqbench.quantize.training.qat.stage import train_on_all
+    from qdqbench.quantize.utils.system.process import is_main_process
+
+    with progress.stages() as shown:
+        start = follow(session, shown)
+        train_on_all(session, lambda stage: run_to(session, stage, start))
+    if is_main_process():
+        with progress.stages() as shown:
+            results = run_until(session, None, follow(session, shown))
+        print_results(results, session.folder, json=json)
+
+
+def print_results(results: "Results", folder: Path, *, json: bool) -> None:
+    """Print the results of a run.
+
+    Raises:
+        CheckFailed: something of it does not hold.
+    """
+    from qdqbench.eval.reporting.render import render_screen
+    from qdqbench.eval.runs.gate.gate import issue_sentence
+    from qdqbench.eval.runs.report.handoff import where_to_begin
+    from qdqbench.eval.runs.report.report import run_report
+    from qdqbench.eval.runs.stage_table import stage_table
+    from qdqbench.quantize.deployment.write import DEPLOY
+    from qdqbench.quantize.utils.errors import CheckFailed
+
+    failures = "; ".join(map(issue_sentence, results.gate.failures))
+    if results.until is None:
+        begin = where_to_begin(folder, folder / DEPLOY)
+        places = {"report": str(folder / "report.html"), **({"deploy": str(begin)} if begin else {})}
+        show(
+            results,
+            json,
+            lambda each: render_screen(run_report(each)),
+            *(f"{name}: {plain(text)}" for name, text in places.items()),
+        )
+        failures = f"the gate does not hold: {failures}"
+    else:
+        judged = f"the gate is judged by [bold]qdqbench report {plain(str(folder))}[/]"
+        show(results, json, partial(stage_table, folder=folder), judged)
+    if not results.gate.passed:
+        raise CheckFailed(failures)
+
+
+def stage_command(target: str, text: str) -> Callable[..., None]:
+    """A sub-command that takes a run directory up to one stage."""
+
+    def command(folder: RunFolder, json: Json = False) -> None:
+        from qdqbench._runs import resume
+
+        with progress.stages() as shown:
+            found = resume(folder, target, shown)
+        print_results(found, folder, json=json)
+
+    command.__doc__ = text
+    return command
+
+
+verify = stage_command("verify", "Verify what the engine computes, where it runs.")
+
+
+def build(folder: RunFolder, json: Json = False) -> None:
+    """Build the engine, prove its INT8 layers, verify its outputs where it runs."""
+    from qdqbench._runs import build as build_engine
+
+    with progress.stages() as shown:
+        found = build_engine(folder, shown)
+    print_results(found, folder, json=json)
+
+
+def report(
+    folder: RunFolder,
+    fp16: Annotated[
+        bool, typer.Option("--fp16", help="Evaluate the FP16 twin too, to see INT8 beside it.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Write results.json, report.md and report.html."""
+    from qdqbench._runs import resume
+
+    for target in (["fp16"] if fp16 else []) + ["report"]:
+        with progress.stages() as shown:
+            found = resume(folder, target, shown)
+    print_results(found, folder, json=json)
+
+
+def profile(folder: RunFolder, json: Json = False) -> None:
+    """Wall time, CPU time and peak memory of each stage of a finished run."""
+    from qdqbench.quantize.utils.results import read_results
+
+    found = read_results(folder)
+    if json:
+        print_json(found.model_dump()["timings"])
+        return
+    from rich.table import Table
+
+    table = Table("stage", "wall s", "CPU s", "peak MB", "", box=None)
+    rows = found.timings.values()
+    for name, row in found.timings.items():
+        reused = "reused" if row.reused else ""
+        cpu = "-" if row.cpu_s is None else f"{row.cpu_s:.1f}"
+        table.add_row(name, f"{row.wall_s:.1f}", cpu, f"{row.peak_rss_bytes / 1e6:.0f}", reused)
+    peak = max(row.peak_rss_bytes for row in rows)
+    wall, cpu = (f"{sum(times):.1f}" for times in ([r.wall_s for r in rows], [r.cpu_s or 0 for r in rows]))
+    table.add_row("total", wall, cpu, f"{peak / 1e6:.0f}", "")
+    console().print(table)

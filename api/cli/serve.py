@@ -1,0 +1,99 @@
+"""The commands `serve` and `export-triton`. Everything heavy is imported inside."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qdqbench.cli.options import grouped
+from qdqbench.cli.progress import status
+from qdqbench.cli.terminal import Json, RunFolder, plain, say, show_json
+from qdqbench.quantize.deployment.server.settings import Settings
+
+
+@grouped
+def serve(
+    run: RunFolder,
+    settings: Settings,
+) -> None:
+    """Answer requests over HTTP with a run's engine, and compare it with FP32 on a page; for small loads."""
+    from qdqbench.quantize.utils.errors import MissingDevice
+
+    try:
+        from qdqbench.quantize.deployment.server import server
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in (
+            "fastapi",
+            "starlette",
+            "uvicorn",
+            "prometheus_client",
+        ):
+            raise
+        raise MissingDevice(
+            f"serve needs {error.name}, which is not installed; `pip install 'qdqbench[serve]'`"
+        ) from error
+    from qdqbench.quantize.deployment.server.served import open_served
+
+    served = open_served(run, fp32=not settings.no_fp32)
+
+    def announce(url: str, loopback: bool) -> None:
+        what = f"{served.task.kind.name}, {served.recipe}, {served.made_with}"
+        say(f"serving [bold]{plain(str(run))}[/] ({plain(what)}) at {url}")
+        say(f"POST {url}/v1/{served.endpoint.name}, described at {url}/docs; Ctrl-C stops")
+        if not loopback:
+            say("[yellow]warning[/] who reaches this address can ask: put a proxy with TLS before it")
+
+    server.serve(served, settings, announce)
+
+
+def deploy(
+    run: RunFolder,
+    out: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", help="Folder for copies; none: RUN/deploy.", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write what a finished run hands over: engine, graph, tokenizer, and scripts that need no qdqbench."""
+    from qdqbench.cli.schemas import HandedOver, sizes
+    from qdqbench.eval.runs.report.handoff import begin_in
+    from qdqbench.eval.runs.report.handoff import deploy as write
+
+    with status() as say_now:
+        say_now("writing")
+        made = write(run, out)
+    begin = str(begin_in(made, made))
+    if json:
+        show_json(HandedOver(folder=str(made), files=sizes(made), begin=begin))
+        return
+    say(f"deploy: {plain(begin)}")
+
+
+def export_triton(
+    run: RunFolder,
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="New folder.", show_default=False)],
+    name: Annotated[str | None, typer.Option(help="Of the model in Triton; none: the run's folder.")] = None,
+    json: Json = False,
+) -> None:
+    """Write a run as a model repository of NVIDIA Triton, with what deploys it."""
+    from dataclasses import asdict
+
+    from qdqbench.cli.schemas import TritonRepository
+    from qdqbench.quantize.deployment.triton.export import export_triton as export
+
+    with status() as say_now:
+        say_now("writing")
+        made = export(run, out, name)
+    if json:
+        show_json(TritonRepository(folder=str(out), **asdict(made)))
+        return
+    plans = {
+        "built": "its TensorRT plan is that of the run",
+        "script": f"{out / 'tensorrt' / 'build_plan.sh'} builds its TensorRT plan on your GPU",
+        "none": "without a TensorRT plan: the run's graph is for CPUs",
+    }
+    say(f"[bold]{plain(made.name)}[/] on {made.backend}; {plain(plans[made.plan])}")
+    lengths = (
+        f"{made.lengths[0]} to {made.lengths[-1]} tokens" if made.lengths[1:] else f"{made.lengths[0]} tokens"
+    )
+    say(f"batches of at most {made.max_batch}, {lengths}; how to start it: {plain(str(out / 'README.md'))}")

@@ -1,0 +1,84 @@
+"""What all commands share. Heavy libraries are imported inside."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qdqbench.quantize.utils.system.secrets import hide_credentials
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+RunFolder = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
+
+
+def clean(text: str) -> str:
+    """Text with nothing in it that a terminal would obey."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+
+
+def plain(text: str) -> str:
+    """The same, without markup."""
+    from rich.markup import escape
+
+    return escape(clean(text))
+
+
+def print_json(value: Any) -> None:
+    """Strict JSON on stdout."""
+    import json
+
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def console() -> Any:
+    """Rich console on stdout."""
+    from rich.console import Console
+
+    return Console()
+
+
+def say(text: str) -> None:
+    """A line of markup on stdout, however long."""
+    console().print(text, highlight=False, soft_wrap=True)
+
+
+def show_json(found: "BaseModel") -> None:
+    """A result as JSON on stdout."""
+    sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+
+
+def show(found: "BaseModel", json: bool, summary: Callable[[Any], Any], *lines: str) -> None:
+    """Print a result: JSON of all of it, or its summary and plain lines such as where its report is."""
+    if json:
+        show_json(found)
+        return
+    console().print(summary(found))
+    for line in lines:
+        say(plain(line))
+
+
+def complain(sentence: str) -> None:
+    """What stops a command, on stderr: one line, on a terminal broken between words but in no `command`."""
+    import re
+    import shutil
+    import textwrap
+
+    text = f"qdqbench: {clean(sentence)}"
+    if sys.stderr.isatty():
+        whole = re.sub("`[^`]*`", lambda command: command[0].replace(" ", "\0"), text)
+        width = shutil.get_terminal_size().columns
+        lines = textwrap.wrap(whole, width, break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(lines).replace("\0", " ")
+    sys.stderr.write(f"{text}\n")
+
+
+def command_line() -> str:
+    """What was typed, as a shell takes it, without the passwords in URLs."""
+    import shlex
+
+    return shlex.join(["qdqbench", *(hide_credentials(word) for word in sys.argv[1:])])

@@ -1,0 +1,182 @@
+"""The commands `recipes ...`. Everything heavy is imported inside."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qdqbench.cli import options
+from qdqbench.cli.terminal import Json, console, plain, print_json, show, show_json
+from qdqbench.quantize.utils.names import name_list
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.engine.cache_import.from_cache import FromCache
+    from qdqbench.quantize.models.families.family import Family
+    from qdqbench.quantize.recipe.new import NewRecipe
+    from qdqbench.quantize.recipe.shipped import Shipped
+
+ConfigOf = Annotated[str, typer.Option(help="Folder or hub id; its configuration is read, no weights.")]
+NewFile = Annotated[Path | None, typer.Option(help="Recipe file; none: NAME.yaml here.")]
+SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+recipes_app = typer.Typer(no_args_is_help=True, help="List, show, write, validate and document recipes.")
+
+
+@recipes_app.command("list")
+def recipes_list(
+    model: Annotated[str | None, typer.Option(help="Folder or hub id: only what fits it.")] = None,
+    json: Json = False,
+) -> None:
+    """List the shipped recipes with measured accuracy and speed, and which to start with."""
+    from qdqbench.quantize.recipe.shipped import shipped
+
+    rows = shipped(None if model is None else _family(model))
+    if json:
+        from qdqbench.cli.schemas import Recipes
+
+        shown = ([figure.model_dump(mode="json") for figure in row.figures] for row in rows)
+        show_json(
+            Recipes(recipes=[row._asdict() | {"figures": of} for row, of in zip(rows, shown, strict=True)])
+        )
+        return
+    _print_recipes(rows)
+
+
+def _family(model: str) -> "Family":
+    from qdqbench.quantize.models.families.known import family_of
+    from qdqbench.quantize.models.load import load_config
+
+    return family_of(load_config(model))
+
+
+@recipes_app.command("show")
+def recipes_show(
+    recipe: str,
+    resolved: Annotated[bool, typer.Option(help="With every default written out.")] = False,
+    json: Json = False,
+) -> None:
+    """Print a recipe as YAML."""
+    from qdqbench.cli.schemas import ShownRecipe
+    from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, shipped_recipes
+
+    loaded, source = load_recipe(recipe), Path(shipped_recipes().get(recipe, recipe))
+    if json:
+        show_json(ShownRecipe(name=loaded.name, source=str(source), recipe=loaded.model_dump(mode="json")))
+    else:
+        sys.stdout.write(dump_recipe(loaded) if resolved else source.read_text(encoding="utf-8"))
+
+
+@recipes_app.command("validate")
+def recipes_validate(recipe: list[str], json: Json = False) -> None:
+    """Check recipe files without loading a model."""
+    from qdqbench.cli.schemas import ValidRecipes
+    from qdqbench.quantize.recipe.schema import load_recipe
+
+    for name in recipe:
+        load_recipe(name)
+        if not json:
+            console().print(f"{name}: valid", highlight=False)
+    if json:
+        show_json(ValidRecipes(valid=recipe))
+
+
+@recipes_app.command("new")
+def recipes_new(
+    model: ConfigOf, revision: options.Revision = None, out: NewFile = None, json: Json = False
+) -> None:
+    """Write a recipe for a model of any type, and list what was recognised in it and what was not."""
+    from qdqbench.quantize.recipe.new import new_lines, new_recipe
+
+    _write_new(new_recipe(model, revision), out, model, json, new_lines)
+
+
+@recipes_app.command("from-cache")
+def recipes_from_cache(  # noqa: PLR0913, PLR0917  (a command's options)
+    cache: Annotated[Path, typer.Argument(help="Calibration cache of TensorRT 5 to 10.", show_default=False)],
+    model: ConfigOf,
+    onnx: Annotated[
+        Path | None, typer.Option(help="The ONNX file that was calibrated; none: names of an export here.")
+    ] = None,
+    revision: options.Revision = None,
+    out: NewFile = None,
+    json: Json = False,
+) -> None:
+    """Write a recipe whose amax are those of a calibration cache, where its tensors can be matched."""
+    from qdqbench.quantize.engine.cache_import.from_cache import recipe_from_cache
+
+    made = recipe_from_cache(cache, model, revision=revision, onnx_file=onnx)
+    _write_new(made, out, model, json, _cache_lines)
+
+
+@recipes_app.command("schema")
+def recipes_schema() -> None:
+    """Print the JSON Schema of a recipe: editors complete and check YAML with it."""
+    from qdqbench.quantize.recipe.schema import Recipe
+
+    print_json({"$schema": SCHEMA_DIALECT, **Recipe.model_json_schema()})
+
+
+def _write_new(
+    made: "NewRecipe | FromCache", out: Path | None, model: str, json: bool, lines: Callable[[Any], Any]
+) -> None:
+    """Write a new recipe, and say what it was made from.
+
+    Raises:
+        UserError: its file is there already.
+    """
+    from qdqbench.quantize.utils import files
+    from qdqbench.quantize.utils.errors import UserError
+
+    path = out or Path(f"{made.recipe}.yaml")
+    if path.exists():
+        raise UserError(f"{path} is there already; give another --out")
+    files.write_text(path, made.text)
+    told = f"wrote {path}; run it with `qdqbench run {path} --model {model} --task ...`"
+    show(made, json, lines, told)
+
+
+def _print_recipes(rows: "Sequence[Shipped]") -> None:
+    """The table, which to start with, what the figures are of, and what each recipe does."""
+    from rich.table import Table
+
+    from qdqbench.quantize.recipe import shipped
+
+    to, table = console(), Table(box=None)
+    for title in ("recipe", "on", "accuracy, worst", "speed-up"):
+        table.add_column(title, no_wrap=True)
+    for row in rows:
+        if not row.figures:
+            on = ", ".join(f"{shipped.DEVICES[device]} *" for device in row.start_on)
+            table.add_row(row.recipe, on, shipped.NOT_MEASURED, shipped.NOT_MEASURED, style="dim")
+        for number, figure in enumerate(row.figures):
+            on = f"{shipped.DEVICES[figure.device]}{' *' if figure.device in row.start_on else ''}"
+            cells = shipped.worst_text(figure), shipped.speed_text(figure)
+            table.add_row("" if number else row.recipe, on, *cells)
+    to.print(table)
+    measured = [figure for row in rows for figure in row.figures]
+    for line in (f"* {shipped.rule(shipped.start_with())}", *shipped.conditions(measured)):
+        to.print(f"\n{line}", highlight=False)
+    to.print()
+    about: dict[str, str] = {}
+    for row in rows:
+        about.setdefault(row.name, row.description)
+    for name, text in about.items():
+        to.print(f"[bold]{name}[/bold]: {text}", highlight=False)
+
+
+def _cache_lines(made: "FromCache") -> Any:
+    from rich.console import Group
+    from rich.text import Text
+
+    total = len(made.given) + len(made.calibrated)
+    lines = [
+        f"TensorRT {made.version}, {made.calibrator}: amax of {len(made.given)} of {total} INT8 linears, "
+        f"matched with {made.graph}; {made.unused} tensors of the cache are not used"
+    ]
+    reasons: dict[str, list[str]] = {}
+    for linear, why in made.calibrated.items():
+        reasons.setdefault(why, []).append(linear)
+    for why, linears in reasons.items():
+        lines.append(f"calibrated from data, because {why}: {name_list(linears, 1)}")
+    return Group(*(Text(plain(line).replace("\\[", "[")) for line in lines))

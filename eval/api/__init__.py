@@ -1,1 +1,0 @@
-"""What `qdqbench` offers to Python, and the command line calls; nothing here prints."""

@@ -1,0 +1,131 @@
+"""A stage against FP32 on the same samples."""
+
+import numpy as np
+
+from qdqbench.eval.metrics.gate import NOISE
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.metrics import Gold
+from qdqbench.quantize.tasks.task import EMBED, Task
+from qdqbench.quantize.tasks.types.embedding import NEIGHBORS
+from qdqbench.quantize.utils.arrays import Array, Float64, Floats
+from qdqbench.quantize.utils.comparison import COSINE_EDGES, Agreement, Comparison
+
+
+def divergence(task: Task, reference: Floats, answers: Floats, gold: Gold) -> Float64:
+    """How far answers are from FP32's, by sample, float64 [samples]; 0 where they say the same.
+
+    Classes: KL(FP32 || candidate) of the probabilities, in nat, of a sample with several answers their mean.
+    Regression: squared difference over the variance of FP32's outputs.
+
+    Args:
+        reference: float32 [answers, width] of FP32.
+        answers: the same of the candidate.
+        gold: as `metrics.predictions` takes it.
+
+    Raises:
+        CheckFailed: all FP32 outputs of a regression are equal.
+    """
+    return task.kind.divergence(reference.astype(np.float64), answers.astype(np.float64), gold)
+
+
+def agreement_of(reference: Floats, answers: Floats, *, seed: int) -> Agreement:
+    """Cosine and neighbours of embeddings, [texts, width] of FP32 and of a stage, with their standard errors.
+
+    The errors are those of a bootstrap over texts, whose neighbours stay as they are.
+
+    Raises:
+        CheckFailed: NaN or infinite embeddings.
+    """
+    table = metrics.predictions(EMBED, answers, reference)
+    drawn = metrics.bootstrap(EMBED, reference, [table], seed=seed, resamples=metrics.RESAMPLES)
+    distances, kept = 1 - table[:, 0], np.rint(table[:, 1] * NEIGHBORS).astype(np.int64)
+    return Agreement(
+        n=len(table),
+        values={name: EMBED.kind.metrics[name].value(table) for name in EMBED.metrics},
+        stderr={name: float(np.std(values[0], ddof=1)) for name, values in drawn.items()},
+        cosine_counts=np.bincount(
+            np.searchsorted(COSINE_EDGES, distances), minlength=len(COSINE_EDGES) + 1
+        ).tolist(),
+        neighbor_counts=np.bincount(kept, minlength=NEIGHBORS + 1).tolist(),
+    )
+
+
+def compare(
+    task: Task,
+    reference_answers: Floats,
+    answers: Floats,
+    gold: metrics.Gold,
+    *,
+    seed: int,
+) -> Comparison:
+    """Paired comparison of a stage with FP32.
+
+    Both stages answer the same samples, so their errors go together and the difference is known far better
+    than either metric; unpaired tests would call real drops noise (Dror et al. 2018, "The Hitchhiker's Guide
+    to Testing Statistical Significance in NLP"). Where samples
+    are right or wrong: exact McNemar test (McNemar 1947), the two-sided binomial test on the samples that one
+    stage alone gets right. Every metric: paired bootstrap (Efron and
+    Tibshirani 1993), both stages scored on the same resamples.
+
+    Args:
+        reference_answers: float32 [answers, width] of FP32.
+        answers: The same of the stage.
+        gold: as `metrics.predictions` takes it.
+
+    Raises:
+        CheckFailed: wrong shape, NaN or infinite answers.
+        UserError: regression labels that are all equal.
+    """
+    gold = metrics.against(task, gold, reference_answers)
+    kind, both = task.kind, (reference_answers, answers)
+    before, after = (metrics.compute(task, each, gold) for each in both)
+    delta = {name: after[name] - before[name] for name in task.metrics}
+    systems = [metrics.predictions(task, each, gold) for each in both]
+    found = metrics.bootstrap(task, gold, systems, seed=seed, resamples=metrics.RESAMPLES)
+    errors = {name: float(np.std(values[1] - values[0], ddof=1)) for name, values in found.items()}
+    right = [kind.right(kind.table(each, gold)) for each in systems] if kind.right else None
+    primary = task.metrics[0]
+    difference = answers.astype(np.float64) - reference_answers.astype(np.float64)
+    return Comparison(
+        delta=delta,
+        delta_stderr=errors,
+        n=len(gold),
+        disagreements=int((systems[0] != systems[1]).sum()) if right else None,
+        mcnemar_p=_mcnemar(*right) if right else None,
+        within_noise=abs(delta[primary]) <= NOISE * errors[primary],
+        mean_abs_logit_diff=float(np.abs(difference).mean()),
+        sqnr_db=_sqnr_db(reference_answers.astype(np.float64), difference),
+        agreement=agreement_of(reference_answers, answers, seed=seed) if kind.embeds else None,
+    )
+
+
+def compare_with_divergence(
+    task: Task, reference_answers: Floats, answers: Floats, gold: metrics.Gold, *, seed: int
+) -> tuple[Comparison, Float64]:
+    """Compare as `compare` does, with the divergence that a choice of recipe goes by.
+
+    Returns:
+        The comparison, and the divergence of each sample, float64 [samples].
+
+    Raises:
+        CheckFailed: as `compare`, or all FP32 outputs of a regression are equal.
+    """
+    comparison = compare(task, reference_answers, answers, gold, seed=seed)
+    each = divergence(task, reference_answers, answers, gold)
+    error = float(each.std(ddof=1) / np.sqrt(len(each))) if len(each) > 1 else 0.0
+    update = {"divergence": float(each.mean()), "divergence_stderr": error}
+    return comparison.model_copy(update=update), each
+
+
+def _mcnemar(before: Array, after: Array) -> float:
+    """Two-sided p of the samples that one stage alone gets right; 1 when there is none."""
+    from scipy import stats
+
+    lost, won = int((before & ~after).sum()), int((~before & after).sum())
+    return float(stats.binomtest(lost, lost + won).pvalue) if lost + won else 1.0
+
+
+def _sqnr_db(reference: Array, difference: Array) -> float | None:
+    """Signal to noise in dB; None when there is no noise, or no signal."""
+    signal, noise = float((reference**2).sum()), float((difference**2).sum())
+    return float(10 * (np.log10(signal) - np.log10(noise))) if signal and noise else None

@@ -1,0 +1,312 @@
+"""ONNX Runtime against the fake-quant model, layer by layer with the same inputs fed to both.
+
+End to end the two drift apart by rounding alone, as no two runtimes add in the same order, so a correct graph
+cannot be told from a wrong one there. With teacher forcing it can: each quantizer's input is replaced by the
+reference's, so that every layer is judged on its own. A correct layer then differs by at most one step, in
+well under one percent of its codes.
+
+A residual goes into the next LayerNorm as it is, and a probability near 1 gives a value on as it is. Where
+ModelOpt (which multiplies by 1 / scale) and ONNX (which divides) round a border value to two codes, one
+element is then off by that whole step, and its code behind the LayerNorm or the attention by more than one.
+So these tensors are replaced by the values behind their quantizers. Not so q and k: DeBERTa's position terms
+read them as they were before. Values of all other tensors that the two round to different codes are moved
+off the border, by less than a thousandth of a step.
+
+A tensor may hold one value in every token, from a bias or a shift. On a border, it makes many codes differ
+in a correct graph. So a code that differs by one counts as a fault only where the values themselves are
+farther apart than the arithmetic of the graph explains.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from qdqbench.eval.metrics.runners import session_of
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, seen_by
+from qdqbench.quantize.graph.index import GraphIndex, tensor_values
+from qdqbench.quantize.graph.layout import turned
+from qdqbench.quantize.graph.runs import use_of
+from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.tasks.types.kind import joined
+from qdqbench.quantize.utils.arrays import Array, Float32, Float64, Int32, Int64
+from qdqbench.quantize.utils.comparison import Parity, ParityRow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LIMIT_FRACTION = 0.005
+LIMIT_STEP = 1
+# exp turns the FP16 rounding of a score of 16 to 32, 2^-7, into a whole step of a probability near 1
+SOFTMAX_STEP = 2
+FP16_EPSILON = 2.0**-11  # relative rounding of one FP16 operation
+FP16_ROUNDINGS = 4  # from one quantizer to the next: product, factor, bias, and the cast
+BORDER = 2.0**-10  # steps between a border and a value that FP32 may put on either side of it
+PASSED_ON = ("residual_quantizer", "v_bmm_quantizer", "p_bmm_quantizer")
+_OTHERS = {f"{name[0]}_bmm_quantizer": name for name in ("query", "key", "value")} | {
+    "p_bmm_quantizer": "softmax",
+    "residual_quantizer": "residual",
+}
+
+
+@dataclass
+class Boundary:
+    """One quantized activation tensor: where it is cut, and the quantizers that read it."""
+
+    tensor: str  # the graph's own value, before any Cast to the Q's type
+    # full quantizer name -> scale; with `@3` where it is of run 3 of a shared layer
+    quantizers: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> str:
+        """Graph input that takes the reference's value."""
+        return f"{self.tensor}/reference"
+
+    @property
+    def fed(self) -> str:
+        """The quantizer whose value it takes, or what that makes, which all others round alike."""
+        return next(filter(_passes_on, self.quantizers), next(iter(self.quantizers)))
+
+
+def compare_layers(
+    onnx_model: onnx.ModelProto,
+    model: "PreTrainedModel",
+    batches: Iterable[dict[str, Int64]],
+) -> Parity:
+    """Teacher-forced parity of an exported graph with the fake-quant model that it came from.
+
+    Args:
+        onnx_model: graph with Q/DQ; not changed.
+        model: the calibrated fake-quant model.
+        batches: int64 [B, L] arrays; padded ones make the mask count.
+
+    Returns:
+        One row per quantized layer; attention tensors and residuals have rows of their own.
+    """
+    forced, boundaries, outputs = force(onnx_model)
+    other_way = turned(onnx_model)  # [length, batch, ...] there, and [batch, length, ...] in the reference
+    outputs_of_model = [output.name for output in onnx_model.graph.output]
+    session = session_of(forced.SerializeToString(), "the teacher-forced graph")
+    counts: dict[str, list[int]] = {name: [0, 0, 0, 0] for b in boundaries for name in b.quantizers}
+    half = any(i.data_type == TensorProto.FLOAT16 for i in onnx_model.graph.initializer)
+    epsilon = FP16_EPSILON if half else 0.0
+    errors: dict[str, list[float]] = {module: [0.0, 0.0] for module in outputs}
+    samples, padded, logits_diff = 0, False, 0.0
+    for batch in batches:
+        valid = batch["attention_mask"] != 0
+        with _recorded(model, list(counts), [*outputs, *counts]) as (inputs, made):
+            expected = forward(model, batch).float().cpu().numpy()
+        feeds = {b.reference: _turn(_fed(b, inputs, made), b.tensor in other_way) for b in boundaries}
+        names = [b.tensor for b in boundaries] + list(outputs.values()) + outputs_of_model
+        ran = session.run(names, inputs_of(model, batch) | feeds)
+        got = {name: _turn(value, name in other_way) for name, value in zip(names, ran, strict=True)}
+        for boundary in boundaries:
+            for name, scale in boundary.quantizers.items():
+                own, reference = _of_tokens(got[boundary.tensor], valid), _of_tokens(inputs[name], valid)
+                _count(counts[name], own, reference, scale, epsilon)
+        for module, tensor in outputs.items():
+            difference = np.nan_to_num(got[tensor].astype(np.float64) - made[module], nan=1e6)
+            errors[module][0] += float(np.square(difference).sum())
+            errors[module][1] += float(np.square(made[module].astype(np.float64)).sum())
+        answers = joined(got, outputs_of_model)
+        logits_diff = max(logits_diff, float(np.nan_to_num(np.abs(answers - expected), nan=1e6).max()))
+        samples += len(expected)
+        padded |= not valid.all()
+    rows = [_row(name, count, errors, half) for name, count in counts.items()]
+    return Parity(
+        n=samples,
+        padded=padded,
+        rows=rows,
+        logits_max_abs_diff=logits_diff,
+        limit_fraction=LIMIT_FRACTION,
+        limit_step=LIMIT_STEP,
+        passed=all(row.holds for row in rows),
+    )
+
+
+def _fed(boundary: Boundary, inputs: dict[str, Float32], made: dict[str, Float32]) -> Float32:
+    """Return the reference's value of a tensor, which the graph rounds to the reference's own codes."""
+    if _passes_on(boundary.fed):
+        return made[boundary.fed]
+    value = inputs[boundary.fed]
+    for name, scale in boundary.quantizers.items():
+        away = made[name] - value  # towards the code of the reference
+        near = np.abs(np.abs(away / np.float32(scale)) - 0.5) < BORDER
+        if (other := near & (_codes(value, scale) != _codes(made[name], scale))).any():
+            value = np.where(other, value + np.copysign(np.float32(BORDER * scale), away), value)
+    return value
+
+
+def _turn(value: Array, other_way: bool) -> Array:
+    """Its first two axes in the other order, where that is so."""
+    return np.ascontiguousarray(np.swapaxes(value, 0, 1)) if other_way else value
+
+
+def _of_tokens(value: Array, valid: Array) -> Array:
+    """A tensor [batch, length, ...] or [batch, heads, length, ...] without padding; any other as it is.
+
+    Padding answers nothing. Where all of it has one position, as in RoBERTa and MPNet, it is one vector over
+    and over, and a value at a border of rounding would count as often.
+    """
+    if value.ndim == 4:
+        value = np.swapaxes(value, 1, 2)
+    return value[valid] if value.shape[:2] == valid.shape else value
+
+
+def force(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Boundary], dict[str, str]]:
+    """Cut a graph at the input of every activation quantizer.
+
+    Each cut tensor becomes a graph output, and its readers get a new FP32 input instead: the Q as it is, the
+    others cast to the type that they had.
+
+    Returns:
+        The cut graph, the boundaries in graph order, and the output tensor of each quantized linear.
+    """
+    forced = onnx.ModelProto()
+    forced.CopyFrom(model)
+    index = GraphIndex(forced)
+    boundaries = _boundaries(index)
+    types = {name: value.elem_type for name, value in tensor_values(forced).items()}
+    outputs = _linear_outputs(index, boundaries)
+    replaced: dict[str, str] = {}
+    casts = []
+    for boundary in boundaries.values():
+        name = boundary.tensor
+        forced.graph.input.append(helper.make_tensor_value_info(boundary.reference, TensorProto.FLOAT, None))
+        replaced[f"{name}_fp32"] = replaced[name] = boundary.reference
+        if types[name] != TensorProto.FLOAT:
+            replaced[name] = f"{boundary.reference}_cast"
+            casts.append(helper.make_node("Cast", [boundary.reference], [replaced[name]], to=types[name]))
+    for node in forced.graph.node:
+        if node.op_type == "Cast" and node.input[0] in boundaries:
+            continue  # the graph's own cast of a cut tensor is dead now
+        for position, name in enumerate(node.input):
+            node.input[position] = replaced.get(name, name)
+    nodes = [*casts, *forced.graph.node]
+    del forced.graph.node[:]
+    forced.graph.node.extend(nodes)
+    for name in dict.fromkeys([*boundaries, *outputs.values()]):
+        forced.graph.output.append(helper.make_tensor_value_info(name, types[name], None))
+    return forced, list(boundaries.values()), outputs
+
+
+def _boundaries(index: GraphIndex) -> dict[str, Boundary]:
+    found: dict[str, Boundary] = {}
+    for node in index.graph.node:
+        if node.op_type != "QuantizeLinear" or index.constant(node.input[0]) is not None:
+            continue
+        producer = index.producers.get(node.input[0])
+        cast = producer is not None and producer.op_type == "Cast"
+        tensor = producer.input[0] if producer is not None and cast else node.input[0]
+        scale = index.constant(node.input[1])
+        assert scale is not None, f"{node.name} has no constant scale"
+        boundary = found.setdefault(tensor, Boundary(tensor))
+        boundary.quantizers[use_of(node.name)] = float(scale)
+    return found
+
+
+def _linear_outputs(index: GraphIndex, boundaries: dict[str, Boundary]) -> dict[str, str]:
+    """Last tensor that each use of a quantized linear makes (after its bias)."""
+    places = [_place(name) for b in boundaries.values() for name in b.quantizers]
+    linears = {module for module, kind in places if kind == "input_quantizer"}
+    return {
+        use_of(n.name): n.output[0]
+        for n in index.graph.node
+        if use_of(n.name) in linears and n.op_type != "Cast"
+    }
+
+
+def _place(quantizer: str) -> tuple[str, str]:
+    """Module, with the run where that is shared, and kind of a quantizer."""
+    name, at, run = quantizer.partition("@")
+    module, _, kind = name.rpartition(".")
+    return f"{module}{at}{run}", kind
+
+
+def _passes_on(quantizer: str) -> bool:
+    """Whether what a quantizer makes goes on without a linear that adds many of its elements."""
+    return _place(quantizer)[1] in PASSED_ON
+
+
+@contextmanager
+def _recorded(
+    model: "PreTrainedModel", quantizers: list[str], others: list[str]
+) -> Iterator[tuple[dict[str, Float32], dict[str, Float32]]]:
+    """Inputs of quantizers, and outputs of linears and other modules, while the block runs a model once."""
+    modules = dict(model.named_modules())
+    inputs: dict[str, Float32] = {}
+    outputs: dict[str, Float32] = {}
+
+    def before(names: Iterator[str], quantizer: Any, args: Any) -> None:
+        inputs[next(names)] = seen_by(quantizer, args[0]).detach().float().cpu().numpy()
+
+    def behind(names: Iterator[str], _: Any, __: Any, output: Any) -> None:
+        outputs[next(names)] = output.detach().float().cpu().numpy()
+
+    hooks = [
+        modules[name].register_forward_pre_hook(partial(before, iter(uses)))
+        for name, uses in _uses(quantizers).items()
+    ] + [
+        modules[name].register_forward_hook(partial(behind, iter(uses)))
+        for name, uses in _uses(others).items()
+    ]
+    try:
+        yield inputs, outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _uses(names: list[str]) -> dict[str, list[str]]:
+    """Names by module; those of a shared one are in the order of its calls."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name.partition("@")[0], []).append(name)
+    return found
+
+
+def _count(count: list[int], got: Array, reference: Float32, scale: float, epsilon: float) -> None:
+    """Add the codes of one tensor: compared, differing, largest step, and those at a border."""
+    codes = _codes(reference, scale)
+    step = np.abs(_codes(got, scale) - codes)
+    apart = np.abs(_steps(got, scale) - _steps(reference, scale))
+    # the terms of a sum may be larger than the sum, and as large as other sums of the tensor
+    magnitude = np.abs(codes) + np.abs(codes).mean()
+    explained = apart <= BORDER + FP16_ROUNDINGS * epsilon * magnitude
+    count[0] += step.size
+    count[1] += int(np.count_nonzero(step))
+    count[2] = max(count[2], int(step.max()))
+    count[3] += int(np.count_nonzero((step == 1) & explained))
+
+
+def _steps(values: Array, scale: float) -> Float64:
+    """Return values in steps; a NaN is as far away as a value can be."""
+    steps: Float64 = values.astype(np.float64) / scale
+    return np.nan_to_num(steps, nan=1e6, posinf=1e6, neginf=-1e6)
+
+
+def _codes(values: Array, scale: float) -> Int32:
+    finite = np.nan_to_num(values.astype(np.float32) / np.float32(scale), nan=1e6, posinf=1e6, neginf=-1e6)
+    codes: Int32 = np.clip(np.rint(finite), -128, 127).astype(np.int32)
+    return codes
+
+
+def _row(quantizer: str, count: list[int], errors: dict[str, list[float]], half: bool) -> ParityRow:
+    module, kind = _place(quantizer)
+    base, at, run = module.partition("@")
+    squared, power = errors.get(module, (0.0, 0.0)) if kind == "input_quantizer" else (0.0, 0.0)
+    return ParityRow(
+        name=f"{base}.{_OTHERS[kind]}{at}{run}" if kind in _OTHERS else module,
+        codes=count[0],
+        differing=count[1],
+        at_border=count[3],
+        max_step=count[2],
+        output_rel_error=float(np.sqrt(squared / power)) if power else None,
+        limit=LIMIT_FRACTION,
+        step_limit=SOFTMAX_STEP if half and kind == "p_bmm_quantizer" else LIMIT_STEP,
+    )

@@ -1,0 +1,269 @@
+"""The report document: what a command reports, which `render` turns into a page, Markdown or a screen.
+
+A report is data. State is a field (`Cell.state`, `Verdict.state`), never a word to be found in a text:
+renderers add signs and colors. In prose, what lies between backticks is code. Example:
+
+    def speed_report(result: Speed) -> Report:
+        rows = [row(each.name, f"{each.ms:.3g}", Cell(f"{each.ratio:.2f}x", "bad" if each.ratio < 1 else ""))
+                for each in result.rows]
+        return Report(
+            page=page_of(result, "speed", model_label(result.model), [result.recipe], "speed.json"),
+            verdict=Verdict("good", "INT8 is faster", headline(result)),
+            tiles=[Tile("speed", "1.84x", "over FP16 at b1 s128")],
+            warnings=result.warnings,
+            sections=[
+                Section("speed", "Speed", [
+                    "One sentence on what was measured, by `qdqbench bench`.",
+                    Table(["contestant", "ms", "speed-up"], rows, look="cards sortable", on=EVERYWHERE),
+                    Columns([[Chart(partial(latency_svg, result))], [Chart(partial(speedup_svg, result))]]),
+                    Prose("How it was measured.", "quiet"),
+                ]),
+            ],
+        )
+
+    write_report(speed_report(result), folder, "speed")            # speed.md and speed.html
+    console.print(render_screen(speed_report(result)))             # blocks whose `on` has "screen"
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from qdqbench.eval.reporting.formats import flat, label, model_label
+
+# good: holds or wins (green). bad: fails (red, ✗). unclear: cannot be told, or wants a look (amber).
+# quiet: small and soft. Empty: as it is.
+State = Literal["", "good", "bad", "unclear", "quiet"]
+Medium = Literal["page", "text", "screen"]  # HTML, Markdown, terminal
+PAGES: tuple[Medium, ...] = ("page", "text")
+EVERYWHERE: tuple[Medium, ...] = ("page", "text", "screen")
+SCREEN: tuple[Medium, ...] = ("screen",)
+PAGE: tuple[Medium, ...] = ("page",)
+TEXT: tuple[Medium, ...] = ("text",)
+
+VERSIONS = ("qdqbench", "torch", "transformers", "nvidia-modelopt", "onnxruntime")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table. A cell with a state and no text shows the sign of its state."""
+
+    text: str = ""  # lines are kept on a page
+    state: State = ""
+    note: str = ""  # quiet second line; in Markdown in parentheses
+    short: str | None = None  # in place of the text on a terminal
+    sort: float | str | None = None  # what a page sorts its column by, where the text does not begin with it
+    code: bool = False  # the text is code
+    tip: str = ""  # shown by a page when one points at the cell
+    bar: float | None = None  # drawn on a page in place of a text, from 0 to 1
+    look: str = ""  # CSS classes: text, nowrap, right, wrong-answer, INT8, ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table; the last cell of a short row takes the rest of its width."""
+
+    cells: Sequence[Cell]
+    chosen: bool = False  # highlighted
+
+
+def row(*cells: Cell | str | None, chosen: bool = False) -> Row:
+    """Return a row of cells; texts become cells without a state, None an empty one."""
+    return Row([each if isinstance(each, Cell) else Cell(each or "") for each in cells], chosen)
+
+
+def code(text: str, state: State = "") -> Cell:
+    """Return a cell whose text is code: a name of a module, file or node."""
+    return Cell(text, state, code=True)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    `look` is CSS classes: full (width), cards (a row is a card on a phone), names (long first column),
+    sortable, grid (of datatypes).
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Row]
+    title: str = ""
+    texts: Sequence[int] = (0,)  # columns of words, aligned left; -1 is the last one. The others are numbers
+    look: str = "full"
+    foot: Sequence[Row] = ()
+    filter: str = ""  # what a page can filter, which makes it scroll: "texts and answers"
+    anchor: str = ""
+    screen: Sequence[int] | None = None  # columns that fit a terminal of 80 columns; None: all
+    most: int | None = None  # rows that Markdown lists; None: all
+    on: Sequence[Medium] = PAGES
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Names and their values, without a head."""
+
+    rows: Sequence[tuple[str, str]]
+    title: str = ""  # on a terminal, and head of the first column in Markdown
+    definitions: bool = False  # values are sentences
+    on: Sequence[Medium] = PAGES
+
+
+@dataclass(frozen=True)
+class Chart:
+    """An SVG of `eval/reporting/svg.py`, drawn when a page needs it; an empty one is left out."""
+
+    draw: Callable[[], str]
+    broad: bool = False
+    on: Sequence[Medium] = PAGE
+
+
+@dataclass(frozen=True)
+class Prose:
+    """A paragraph with a state; a plain `str` is one without. Quiet ones are small."""
+
+    text: str
+    state: State = ""
+    on: Sequence[Medium] = PAGES
+
+
+@dataclass(frozen=True)
+class Bullets:
+    """A list."""
+
+    lines: Sequence[str]
+    state: State = ""
+    on: Sequence[Medium] = PAGES
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text as it is: a recipe, a command."""
+
+    text: str
+    language: str = ""
+    on: Sequence[Medium] = PAGES
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Details that a page opens on demand; in Markdown they stand open."""
+
+    title: str
+    blocks: Sequence["Block"]
+    on: Sequence[Medium] = PAGES
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Groups of blocks side by side where a page is wide enough, one below the other elsewhere."""
+
+    parts: Sequence[Sequence["Block"]]
+    look: str = "two"  # side: the first as wide as it is
+    on: Sequence[Medium] = EVERYWHERE
+
+
+Block = str | Prose | Bullets | Table | Pairs | Chart | Code | Fold | Columns
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report under its heading, with an anchor that a page's contents lead to."""
+
+    anchor: str
+    title: str
+    blocks: Sequence[Block]
+    state: State = ""  # good and bad give the heading a sign
+    on: Sequence[Medium] = EVERYWHERE  # its blocks say on what they are shown
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a report says before all else."""
+
+    state: State
+    title: str
+    sentence: str
+    failures: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One large number under the verdict."""
+
+    title: str
+    value: str
+    remark: str = ""
+    state: State = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Head and foot of a report: what it is of, when, by which command and versions."""
+
+    kind: str  # of page: run, speed, ...
+    title: str  # name of the model
+    about: Sequence[str]  # task, recipe
+    created: str  # ISO 8601, UTC
+    command: str
+    record: str  # file in the same folder that holds every number
+    environment: dict[str, Any]
+    facts: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # names and values by heading
+    recipe: dict[str, Any] | None = None
+
+    @property
+    def heading(self) -> str:
+        """Model, task and recipe in a line."""
+        return " · ".join([self.title, *self.about])
+
+    @property
+    def versions(self) -> str:
+        """What accuracy and speed depend on: qdqbench 0.5.0, torch 2.11.0."""
+        known = self.environment.get("versions", {})
+        return ", ".join(f"{name} {known[name]}" for name in VERSIONS if name in known)
+
+    @property
+    def time(self) -> str:
+        """When it was made, for people."""
+        return self.created.replace("T", " ").replace("+00:00", " UTC")
+
+    @property
+    def groups(self) -> dict[str, list[tuple[str, str]]]:
+        """All names and values that the foot lists."""
+        return self.facts | ({"Environment": flat(self.environment)} if self.environment else {})
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report: head, verdict, numbers, remarks, sections, foot."""
+
+    page: Page
+    sections: Sequence[Section]
+    verdict: Verdict | None = None
+    lead: Sequence[Block] = ()  # after the verdict
+    tiles: Sequence[Tile] = ()
+    warnings: Sequence[str] = ()
+    warnings_title: str = ""  # in place of their number
+    notes: Sequence[str] = ()
+
+
+def page_of(result: Any, kind: str, title: str, about: Sequence[str], record: str, **more: Any) -> Page:
+    """Return the page of a result with the fields `created` and `command`, and mostly `environment`."""
+    environment = getattr(result, "environment", {})
+    return Page(kind, title, about, result.created, result.command, record, environment, **more)
+
+
+def page_of_choice(result: Any, kind: str, record: str, *more: tuple[str, str]) -> Page:
+    """Return the page of a result that chooses a recipe: it has `model`, `task`, `data` and `seed` too."""
+    facts = [*flat(result.model, "model"), *flat(result.data, "data"), ("seed", str(result.seed)), *more]
+    recipe = getattr(result, "recipe", None)
+    about = [label(result.task["name"]), *([recipe["name"]] if recipe else [])]
+    return page_of(
+        result,
+        kind,
+        model_label(result.model["name"]),
+        about,
+        record,
+        facts={"Model, data and settings": facts},
+        recipe=recipe,
+    )

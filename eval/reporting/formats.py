@@ -1,0 +1,220 @@
+"""How numbers, names and text are written in reports."""
+
+import html
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qdqbench.quantize.tasks.task import SECOND
+from qdqbench.quantize.tasks.types.kind import Divergence
+from qdqbench.quantize.utils import names
+from qdqbench.quantize.utils.schema import Schema
+
+LABELS = {
+    "fp32": "FP32",
+    "ptq": "PTQ fake-quant",
+    "qat": "QAT",
+    "fake_quant": "fake-quant",
+    "onnxruntime": "ONNX Runtime",
+    "tensorrt": "TensorRT",
+    "tensorrt_rtx": "TensorRT-RTX",
+    "openvino": "OpenVINO",
+    "f1": "F1",
+    "matthews": "Matthews",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+    "mrr@10": "MRR@10",
+    "ndcg@10": "NDCG@10",
+    "cosine": "cosine to FP32",
+    "cosine_p1": "1st percentile of cosine",
+    "neighbors": "neighbours kept",
+    "cola": "CoLA",
+    "sst2": "SST-2",
+    "stsb": "STS-B",
+} | {name: name.upper() for name in ("mrpc", "qqp", "mnli", "qnli", "rte", "wnli")}
+
+DIVERGENCES: dict[Divergence, str] = {
+    "kl": "the mean KL divergence of the class probabilities from those of FP32, in nat per sample",
+    "cosine": "the mean of 1 - cosine to the embeddings of FP32",
+    "squared": "the mean squared difference of the outputs from those of FP32, over the variance of FP32's",
+}
+
+# What garbles a terminal or a page, or cannot be encoded: controls, direction overrides, lone surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def label(name: str) -> str:
+    """Return how the field writes the name of a stage, metric, task or backend."""
+    if name.endswith(SECOND):
+        return f"{label(name.removesuffix(SECOND))} (mismatched)"
+    return LABELS.get(name, name.replace("_", " "))
+
+
+def model_label(name: str) -> str:
+    """Return the last part of a model's folder or hub id, or "embedded default"."""
+    path = Path(name)
+    return "embedded default" if path.parts[-2:] == ("embedded", "model") else path.name or name
+
+
+def points(fraction: float) -> str:
+    """Return a drop of a metric in words: 0.01 is `1 point`."""
+    return f"{100 * fraction:g} point{'' if round(100 * fraction, 9) == 1 else 's'}"
+
+
+def in_points(value: float, error: float | None, sign: str = "") -> str:
+    """Return a fraction and its error, if there is one, in points: 92.55 ± 1.03."""
+    spread = "" if error is None else f" ± {100 * error:.2f}"
+    return f"{100 * value:{sign}.2f}{spread}"
+
+
+def delta_points(delta: float, error: float) -> str:
+    """Return a difference, or a drop, with its standard error in points: +0.34 ± 0.52."""
+    return in_points(delta + 0.0, error, "+")
+
+
+def versions_text(environment: dict[str, Any]) -> str:
+    """Return what accuracy depends on: torch 2.11.0, transformers 5.17.0, nvidia-modelopt 0.47.0."""
+    versions = environment["versions"]
+    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "nvidia-modelopt"))
+
+
+def size(count: float) -> str:
+    """Return bytes in decimal units with three digits: 90.9 MB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def seconds(count: float) -> str:
+    """Return seconds with the digits that matter: 0.24 s, 12.3 s, 4 min 05 s."""
+    if count >= 119.5:
+        return f"{round(count) // 60} min {round(count) % 60:02d} s"
+    return f"{count:.2f} s" if count < 9.995 else f"{count:.1f} s"
+
+
+def decibel(error: float) -> str:
+    """Return signal to noise of a relative error: 0.01 is 40.0."""
+    return f"{-20 * math.log10(error):.1f}" if error else ""
+
+
+def types(names: list[str]) -> str:
+    """Return datatypes with their number: `3 FP16, INT8`."""
+    counted = Counter(datatype(name) for name in names)
+    return ", ".join(f"{n} {name}" if n > 1 else name for name, n in counted.items())
+
+
+def inline(value: Any) -> str:
+    """Return any text as Markdown that stays text within a line or a table."""
+    line = " ".join(str(value).split())
+    return html.escape(re.sub(r"([\\`*\[\]|~])", r"\\\1", line), quote=False)
+
+
+def text(value: Any) -> str:
+    """Return any text as one line of Markdown that stays text."""
+    return re.sub(r"^([#+=-])", r"\\\1", inline(value))
+
+
+def ticked(value: Any) -> str:
+    """Return any text as HTML, in which what stands between backticks is code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(str(value)))
+
+
+def code(value: Any) -> str:
+    """Return any text as one Markdown code span, in a table too."""
+    line = " ".join(str(value).split()).replace("`", "'").replace("|", r"\|")
+    return f"`{line}`" if line else ""
+
+
+def fenced(block: str, language: str = "") -> str:
+    """Return a Markdown code block whose fence is longer than any in the text."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", block)), default=0))
+    return f"{fence}{language}\n{block.rstrip()}\n{fence}"
+
+
+def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Return nested mappings as dotted names and printable values."""
+    if isinstance(value, dict):
+        start = f"{prefix}." if prefix else ""
+        return [row for key, item in value.items() for row in flat(item, f"{start}{key}")]
+    if isinstance(value, list):
+        return [(prefix, ", ".join(str(item) for item in value))]
+    if isinstance(value, int) and value >= 100_000:
+        return [(prefix, f"{value:,}")]
+    return [(prefix, "none" if value is None else str(value))]
+
+
+def sentence(line: str) -> str:
+    """Return a line that ends in a full stop."""
+    return line if line.endswith((".", "!", "?")) else f"{line}."
+
+
+count_of = names.count_of
+
+
+def first(lines: Sequence[str], count: int, where: str) -> list[str]:
+    """Return the first lines, and a word on the rest."""
+    rest = len(lines) - count
+    return [*lines] if rest <= 0 else [*lines[:count], f"and {rest} more in {where}"]
+
+
+def yaml_text(value: Any) -> str:
+    """Return a value as YAML."""
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100))
+
+
+def clean(value: Any) -> Any:
+    """Replace such characters in every string of a JSON value."""
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [clean(item) for item in value]
+    if isinstance(value, dict):
+        return {clean(key): clean(item) for key, item in value.items()}
+    return value
+
+
+def cleaned(record: Schema) -> Schema:
+    """Return a record whose strings hold nothing that garbles a page or a terminal."""
+    return type(record).model_validate(clean(record.model_dump(mode="json")))
+
+
+DATATYPES = {
+    "int8": "INT8",
+    "uint8": "UINT8",
+    "half": "FP16",
+    "float": "FP32",
+    "bfloat16": "BF16",
+    "fp8": "FP8",
+    "int32": "INT32",
+    "int64": "INT64",
+}
+
+
+def datatype(name: str) -> str:
+    """Return the field's name of a builder's datatype: Half is FP16; unknown names stay."""
+    return DATATYPES.get(name.lower(), name)
+
+
+def number(value: float | None) -> str:
+    """Return three digits of a number; None is one that is not finite."""
+    return "not a number" if value is None else f"{value:.3g}"
+
+
+def share_text(value: float | None) -> str:
+    """Return a share in percent; None is not a number."""
+    return "not a number" if value is None else f"{value:.2%}"
+
+
+def remarks(warnings: Iterable[str], notes: Iterable[str]) -> list[Any]:
+    """Return lines of a terminal: what needs a look, then quietly what is to know."""
+    from rich.text import Text  # names are never read as markup
+
+    warned = [Text(f"warning: {line}", style="yellow") for line in warnings]
+    return [*warned, *(Text(f"note: {line}", style="dim") for line in notes)]

@@ -1,0 +1,314 @@
+"""The three renderers of a report: HTML, Markdown, and a terminal."""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.eval.reporting import formats
+from qdqbench.eval.reporting.document import (
+    Block,
+    Bullets,
+    Cell,
+    Chart,
+    Code,
+    Columns,
+    Fold,
+    Medium,
+    Page,
+    Pairs,
+    Prose,
+    Report,
+    State,
+    Table,
+    Verdict,
+    page_of,
+    page_of_choice,
+)
+from qdqbench.quantize.utils.files import LOOK, write_text
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from rich.console import Group, RenderableType
+
+__all__ = ["Page", "contents", "page_of", "page_of_choice"]
+_SECTION = re.compile(r'<section\b[^>]*\bid="([^"]+)"[^>]*>\s*<h2>(.*?)</h2>', re.DOTALL)
+_MARKUP = re.compile(r"<[^>]+>|[\u2713\u2717\u26a0]")
+
+
+def contents(body: str) -> list[tuple[str, str]]:
+    """Return anchors and headings of the sections of a page, for its table of contents."""
+    return [(anchor, _MARKUP.sub("", heading).strip()) for anchor, heading in _SECTION.findall(body)]
+
+
+TEMPLATES = Path(__file__).parent / "templates"
+Leaf = Prose | Bullets | Table | Pairs | Chart | Code | Fold  # of which the last has no blocks
+MOST_REMARKS, MOST_FAILURES = 3, 5  # of each kind, on a terminal
+SIGNS: dict[State, str] = {"good": "✓", "bad": "✗", "unclear": "?"}
+STYLES: dict[State, str] = {"good": "green", "bad": "red", "unclear": "yellow", "quiet": "dim"}
+
+
+def write_report(report: Report, folder: Path, name: str) -> list[Path]:
+    """Write `NAME.md` and `NAME.html` (one file, no external request); neither where one cannot be rendered.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    texts = {folder / f"{name}.md": render_markdown(report), folder / f"{name}.html": render_html(report)}
+    for path, content in texts.items():
+        write_text(path, content)
+    return list(texts)
+
+
+def render_html(report: Report) -> str:
+    """Return the report as one HTML page with all that it needs."""
+    return render("page.html.j2", {"report": report, "page": report.page})
+
+
+# Markdown
+
+
+def render_markdown(report: Report) -> str:
+    """Return the report as GitHub's Markdown: paragraphs, lists and tables with one blank line between."""
+    page = report.page
+    parts = [f"# {_line(page.heading)}", *_verdict_markdown(report.verdict)]
+    parts += [text for block in _leaves(report.lead, "text") for text in _markdown(block)]
+    if report.warnings:
+        title = report.warnings_title or "Warnings"
+        parts += [f"## {_line(title)}", _bullets(report.warnings)]
+    if report.notes:
+        parts += ["## Notes", _bullets(report.notes)]
+    for section in report.sections:
+        if "text" in section.on:
+            sign = f" {SIGNS[section.state]}" if section.state in ("good", "bad") else ""
+            parts.append(f"## {prose(section.title)}{sign}")
+            parts += [text for block in _leaves(section.blocks, "text") for text in _markdown(block)]
+    parts += ["## Run it again", f"Made {_line(page.created)} by", formats.fenced(page.command)]
+    if page.recipe:
+        parts += ["Recipe:", formats.fenced(formats.yaml_text(page.recipe), "yaml")]
+    parts += [_pairs(title, rows) for title, rows in page.groups.items() if rows]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _verdict_markdown(verdict: Verdict | None) -> list[str]:
+    if verdict is None:
+        return []
+    sign = f"{SIGNS[verdict.state]} " if verdict.state in SIGNS else ""
+    failures = [f"- ✗ **{prose(line)}**" for line in verdict.failures]
+    return [
+        f"**{sign}{prose(verdict.title)}.** {prose(verdict.sentence)}",
+        "\n".join([*failures, *(f"- {prose(line)}" for line in verdict.notes)]),
+    ]
+
+
+def _leaves(blocks: Sequence[Block], medium: Medium) -> Iterator[Leaf]:
+    """Yield the blocks that a medium shows, one below the other; of a fold its title and what is in it."""
+    for block in blocks:
+        if isinstance(block, str):
+            if medium != "screen":
+                yield Prose(block)
+        elif medium not in block.on:
+            continue
+        elif isinstance(block, Columns):
+            for part in block.parts:
+                yield from _leaves(part, medium)
+        elif isinstance(block, Fold):
+            yield Fold(block.title, ())
+            yield from _leaves(block.blocks, medium)
+        else:
+            yield block
+
+
+def _markdown(block: Leaf) -> Iterator[str]:
+    """Yield the paragraphs of a block."""
+    if isinstance(block, Prose):
+        yield f"**{prose(block.text)}**" if block.state in ("bad", "unclear") else prose(block.text)
+    elif isinstance(block, Bullets):
+        yield _bullets(block.lines, SIGNS["bad"] + " " if block.state == "bad" else "")
+    elif isinstance(block, Table):
+        if block.title:
+            yield f"### {prose(block.title)}"
+        yield _table_markdown(block)
+    elif isinstance(block, Pairs) and block.definitions:
+        yield "\n".join(f"- {prose(name)}: {prose(value)}" for name, value in block.rows)
+    elif isinstance(block, Pairs):
+        yield _pairs(block.title, block.rows)
+    elif isinstance(block, Code):
+        yield formats.fenced(block.text, block.language)
+    elif isinstance(block, Fold):
+        yield f"### {prose(block.title)}"
+
+
+def _bullets(lines: Sequence[str], sign: str = "") -> str:
+    return "\n".join(f"- {sign}{prose(line)}" for line in lines)
+
+
+def _pairs(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    head = [f"| {_line(title)} | |", "|---|---|"]
+    return "\n".join(head + [f"| {_line(name)} | {_line(value)} |" for name, value in rows])
+
+
+def _table_markdown(table: Table) -> str:
+    texts = text_columns(table)
+    shown = table.rows if table.most is None else table.rows[: table.most]
+    lines = [
+        _joined([_line(name) for name in table.columns]),
+        _joined(["---" if at in texts else "--:" for at in range(len(table.columns))], gap=""),
+    ]
+    for each in [*shown, *table.foot]:
+        cells = [_cell_markdown(cell) for cell in each.cells]
+        if each.chosen:
+            cells[0] += " (chosen)"
+        lines.append(_joined(cells + [""] * (len(table.columns) - len(cells))))
+    return "\n".join(lines)
+
+
+def _joined(cells: Sequence[str], gap: str = " ") -> str:
+    return "|" + "|".join(f"{gap}{cell}{gap}" if cell else gap for cell in cells) + "|"
+
+
+def _cell_markdown(cell: Cell) -> str:
+    text = formats.code(cell.text) if cell.code else formats.inline(cell.text.replace("\n", ", "))
+    if cell.state == "bad":
+        text = f"**{text} ✗**" if text else "✗"
+    elif not text and cell.state in SIGNS:
+        text = SIGNS[cell.state]
+    return f"{text} ({formats.inline(cell.note)})" if cell.note else text
+
+
+def prose(text: str) -> str:
+    """Return text as one line of Markdown, in which what lies between backticks is code."""
+    parts = re.split("`([^`]+)`", " ".join(text.split()))
+    return "".join(formats.code(part) if at % 2 else _line(part, part) for at, part in enumerate(parts))
+
+
+def _line(text: str, like: str = "") -> str:
+    """Return text that stays text in Markdown, with the blanks around it that `like` has."""
+    before, after = (" " * (part != part.strip()) for part in (like[:1], like[-1:])) if like else ("", "")
+    found = formats.text(text)
+    return f"{before}{found}{after}" if found else before
+
+
+def text_columns(table: Table) -> set[int]:
+    """Return the numbers of a table's columns of words."""
+    return {at % len(table.columns) for at in table.texts} if table.columns else set()
+
+
+# Terminal
+
+
+def render_screen(report: Report) -> "Group":
+    """Return what a terminal of 80 columns shows: the verdict, blocks for a screen, the first remarks."""
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.text import Text  # names are never read as markup
+
+    parts: list[RenderableType] = []
+    if (verdict := report.verdict) is not None:
+        body = Text(verdict.sentence)
+        for line in formats.first(verdict.failures, MOST_FAILURES, "the report"):
+            body.append(f"\n✗ {line}", style="red")
+        for line in formats.first(verdict.notes, MOST_REMARKS, "the report"):
+            body.append(f"\n{line}", style="yellow")
+        parts.append(Text(report.page.heading, style="bold"))
+        border = STYLES.get(verdict.state, "none")
+        parts.append(Panel(body, title=Text(verdict.title), border_style=border, title_align="left"))
+    blocks = [*report.lead, *(block for section in report.sections for block in section.blocks)]
+    parts += [part for block in _leaves(blocks, "screen") for part in _screen(block)]
+    for lines, name, style in ((report.warnings, "warning", "yellow"), (report.notes, "note", "dim")):
+        parts += [
+            Text(f"{name}: {line}", style=style) for line in formats.first(lines, MOST_REMARKS, "the report")
+        ]
+    return Group(*parts)
+
+
+def _screen(block: Leaf) -> "Iterator[RenderableType]":
+    """Yield what a terminal shows of a block."""
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    if isinstance(block, Prose):
+        yield Text(block.text, style=STYLES.get(block.state, ""))
+    elif isinstance(block, Code):
+        yield Text(block.text)
+    elif isinstance(block, Bullets):
+        sign = "✗ " if block.state == "bad" else ""
+        yield from (Text(f"{sign}{line}", style=STYLES.get(block.state, "")) for line in block.lines)
+    elif isinstance(block, Pairs):
+        if block.title:
+            yield Text(block.title, style="bold")
+        grid = Grid(box=None, pad_edge=False, show_header=False, padding=(0, 1))
+        for name, value in block.rows:
+            grid.add_row(Text(f"  {name}"), Text(value))
+        yield grid
+    elif isinstance(block, Table | Fold):
+        if block.title:
+            yield Text(block.title, style="bold")
+        if isinstance(block, Table):
+            yield _table_screen(block)
+
+
+def _table_screen(table: Table) -> Any:
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    kept = range(len(table.columns)) if table.screen is None else table.screen
+    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for at in kept:
+        grid.add_column(Text(table.columns[at]), overflow="fold")
+    for each in [*table.rows, *table.foot]:
+        cells = [each.cells[at] if at < len(each.cells) else Cell() for at in kept]
+        grid.add_row(*map(_cell_screen, cells), style="bold" if each.chosen else "")
+    return grid
+
+
+def _cell_screen(cell: Cell) -> Any:
+    from rich.text import Text
+
+    text = (cell.text if cell.short is None else cell.short).replace("\n", ", ")
+    if cell.state == "bad" or (not text and cell.state in SIGNS):
+        text = f"{text} {SIGNS[cell.state]}".strip()
+    return Text(text, style=STYLES.get(cell.state, ""))
+
+
+# HTML
+
+
+def render(template: str, context: dict[str, Any]) -> str:
+    """Return the text of a template of the package; an unknown variable is an error."""
+    return _templates().get_template(template).render(context)
+
+
+@cache
+def _templates() -> "Environment":
+    """Return what keeps compiled templates: compiling takes longer than rendering."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+
+    environment = Environment(
+        loader=FileSystemLoader([TEMPLATES, LOOK.parent]),
+        autoescape=select_autoescape(enabled_extensions=("html.j2",)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    names = ("label", "decibel", "size", "seconds", "types", "text", "code", "fenced", "flat", "yaml_text")
+    environment.filters |= {name: getattr(formats, name) for name in (*names, "ticked")}
+    environment.filters["contents"] = contents
+    environment.filters["text_columns"] = text_columns
+    environment.filters["kind"] = lambda block: type(block).__name__
+    environment.globals |= {"number": formats.number, "share_text": formats.share_text, "signs": SIGNS}
+    return environment
+
+
+def write(name: str, folder: Path, context: dict[str, Any]) -> list[Path]:
+    """Write `NAME.md` and `NAME.html` from templates of their own: reports that are no document yet.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    texts = {folder / f"{name}.{kind}": render(f"{name}.{kind}.j2", context) for kind in ("md", "html")}
+    for path, content in texts.items():
+        write_text(path, content)
+    return list(texts)

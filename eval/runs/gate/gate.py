@@ -1,0 +1,254 @@
+"""The gate of a run: what fails, what was not judged, and what so few samples cannot tell; its speed."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from qdqbench.eval.bench.report import stale_files
+from qdqbench.eval.bench.results import BENCH_FILE, Bench, headline_of, read_bench, row_of
+from qdqbench.eval.metrics.gate import judge, samples_to_tell
+from qdqbench.eval.runs.gate.baseline import judge_baseline
+from qdqbench.quantize.engine.build import require_int8
+from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, read_built
+from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.tasks.task import SECOND
+from qdqbench.quantize.utils.comparison import EngineSize, Gate, GateCode, GateIssue, IssueState
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.limits import INT8_RESIDUALS
+from qdqbench.quantize.utils.results import EngineResult, Results
+from qdqbench.quantize.utils.speedup import Speedup
+
+
+def judge_gate(session: Session, results: Results) -> Gate:
+    """Compare the numbers of a run with the gate of its recipe; drops as `judge` does it."""
+    asked = session.recipe.gate
+    issues = [*_judge_parts(session, results), *_judge_drops(session, results)]
+    issues += _judge_int8(session, results)
+    row = results.stages.get("engine")
+    if results.engine is not None and row is not None and row.status != "done":
+        issues.append(GateIssue(code="engine", state="not judged", stage="engine", detail=row.reason or ""))
+    gate = Gate(passed=True, max_drop=asked.max_drop, min_speedup=asked.min_speedup, issues=issues)
+    return judge_speed(gate, results.speed)
+
+
+def judge_stages(session: Session, results: Results) -> Gate:
+    """Return the gate of a run without a report: its failures but for accuracy and speed.
+
+    INT8 layers are asked for by the recipe, or by the command that builds the engine.
+    """
+    gate = session.recipe.gate
+    issues = [issue for issue in _judge_parts(session, results) if issue.state == "failed"]
+    if gate.require_int8 or results.until in ("build", "verify"):
+        for engine in filter(None, (results.engine, results.gpu_engine)):
+            issues += _judge_engine(engine)
+    return Gate(passed=not issues, max_drop=gate.max_drop, issues=issues)
+
+
+def _judge_parts(session: Session, results: Results) -> Iterator[GateIssue]:
+    """Yield what fails of check, parity and verification, and FP32 that is not above a constant answer."""
+    for row in results.findings:
+        if row.severity == "error":
+            yield GateIssue(code="check", state="failed", names=[row.code, row.node], detail=row.why)
+    if results.parity is not None and not results.parity.passed:
+        names = [row.name for row in results.parity.rows if not row.holds]
+        yield GateIssue(code="parity", state="failed", stage="onnxruntime", names=names)
+    if results.verification is not None:
+        for line in results.verification.failures:
+            yield GateIssue(code="verification", state="failed", stage="engine", detail=line)
+    fp32 = results.stages.get("fp32")
+    if fp32 is not None and (issue := judge_baseline(session, fp32)) is not None:
+        yield issue
+
+
+def judge_speed(gate: Gate, speed: list[Speedup]) -> Gate:
+    """Return the gate with its `min_speedup` judged by the run's bench: each cell must hold."""
+    issues = [issue for issue in gate.issues if issue.code != "min_speedup"]
+    if (least := gate.min_speedup) is not None:
+        issues += [
+            GateIssue(
+                code="min_speedup",
+                state="failed",
+                value=row.value,
+                limit=least,
+                config=row.config,
+                baseline=row.baseline,
+            )
+            for row in speed
+            if row.value < least
+        ]
+        if not speed:
+            issues.append(GateIssue(code="min_speedup", state="not judged", limit=least))
+    passed = not any(issue.state == "failed" for issue in issues)
+    return gate.model_copy(update={"passed": passed, "issues": issues})
+
+
+def _judge_drops(session: Session, results: Results) -> Iterator[GateIssue]:
+    """Yield drops of the primary metric that exceed `max_drop`, by stage and split, and what is open."""
+    primary, most = session.config.task.metrics[0], session.recipe.gate.max_drop
+    last = next((name for name in reversed(results.stages) if results.stages[name].vs_fp32), None)
+    for name, stage in results.stages.items():
+        if name == "ptq" or (versus := stage.vs_fp32) is None:  # QAT comes after PTQ
+            continue
+        for metric, delta in versus.delta.items():
+            if metric.removesuffix(SECOND) != primary:
+                continue
+            error, counted = versus.delta_stderr[metric], versus.disagreements is not None
+            judged = judge(-delta, error, most)
+            needed = samples_to_tell(-delta, error, most, versus.n, counted=counted)
+            states: list[IssueState] = []
+            if judged != "holds":
+                states.append("failed" if judged == "fails" else "within noise")
+            if judged != "fails" and needed is not None and name == last:
+                states.append("cannot tell")  # of what is deployed; others answered the same samples
+            for state in states:
+                yield GateIssue(
+                    code="accuracy",
+                    state=state,
+                    stage=name,
+                    metric=metric,
+                    value=-delta,
+                    stderr=error,
+                    limit=most,
+                    n=versus.n,
+                    needed=needed,
+                )
+
+
+def _judge_int8(session: Session, results: Results) -> Iterator[GateIssue]:
+    """Yield engines that do not run in INT8 what the recipe asks, or are not there to prove it."""
+    recipe = session.recipe
+    if not recipe.quantizes or recipe.gate.require_int8 is False:
+        return
+    for built in (results.engine or read_built(session.folder), results.gpu_engine):
+        if built is None:
+            continue
+        if isinstance(built, Skipped):
+            detail = f"INT8 is not proven, no engine was built: {built.skipped}"
+            yield GateIssue(code="require_int8", state="failed", detail=detail)
+            continue
+        yield from _judge_engine(built)
+
+
+def _judge_engine(engine: EngineResult) -> Iterator[GateIssue]:
+    """Yield an engine that does not run in INT8 what the recipe puts there."""
+    try:
+        require_int8(engine)
+    except CheckFailed as error:
+        names = [*engine.not_int8, *engine.not_int8_residuals]
+        yield GateIssue(code="require_int8", state="failed", names=names, detail=str(error))
+
+
+def issue_sentence(issue: GateIssue) -> str:
+    """Return what an issue of the gate says to people; an open one says what it takes."""
+    text = _SENTENCES[issue.code](issue)
+    if issue.state == "within noise":
+        return f"{text}; it holds within noise (two standard errors)"
+    if issue.state == "failed":
+        return text
+    return f"{issue.state.capitalize()}: {text}; it takes {_needs(issue)}."
+
+
+def _accuracy_sentence(issue: GateIssue) -> str:
+    if issue.state == "cannot tell":
+        return f"whether {issue.stage} loses more than {issue.limit:g} of {issue.metric}"
+    split = f" on {issue.split}" if issue.split else ""
+    return (
+        f"{issue.stage}: {issue.metric} is {issue.value:.4f} below FP32{split} "
+        f"(paired standard error {issue.stderr:.4f}), the gate allows {issue.limit:g}"
+    )
+
+
+def _baseline_sentence(issue: GateIssue) -> str:
+    constant = f"always class {issue.names[0]}" if issue.names else "any constant"
+    text = f"FP32 {issue.metric} {issue.value:.4f} against {issue.limit:.4f} of {constant}"
+    if issue.state == "failed":
+        return f"{text}: {issue.detail}"
+    return f"{text}, whether the model reads its input"
+
+
+def _speed_sentence(issue: GateIssue) -> str:
+    text = f"min_speedup {issue.limit:g}"
+    if issue.state == "not judged":
+        return text
+    if issue.value is None:
+        return f"{text} is asked, and no speed-up is known"
+    where = f" at {issue.config}" if issue.config else ""
+    return f"{text} is asked, INT8 is {issue.value:.2f}x as fast as {issue.baseline or 'its baseline'}{where}"
+
+
+_SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
+    "accuracy": _accuracy_sentence,
+    "baseline": _baseline_sentence,
+    "check": lambda issue: f"check: {' at '.join(issue.names)}: {issue.detail}",
+    "engine": lambda issue: f"the engine did not run ({issue.detail})",
+    "require_int8": lambda issue: issue.detail,
+    "min_speedup": _speed_sentence,
+    "parity": lambda issue: f"ONNX Runtime does not follow the fake-quant model in {', '.join(issue.names)}",
+    "recipe": lambda issue: f"the chosen recipe failed: {issue.detail}",
+    "verification": lambda issue: issue.detail,
+}
+
+
+def _needs(issue: GateIssue) -> str:
+    """Return what an open issue takes."""
+    if issue.code == "accuracy":
+        return f"about {issue.needed or 0:,} samples, there are {issue.n}"
+    return {
+        "baseline": "more samples, or a model that was trained on this task",
+        "engine": "copy the run to where its engine can run, and `qdqbench report RUN` there",
+        "min_speedup": "`qdqbench bench RUN` where the engine will run",
+    }[issue.code]
+
+
+def cannot_hold(recipe: Recipe) -> str:
+    """Return why the gate of a run fails here whatever is found; empty where it may hold."""
+    backend = backend_of(recipe)
+    if recipe.gate.require_int8 is False or not recipe.int8_residual or backend in INT8_RESIDUALS:
+        return ""
+    return (
+        f"the gate cannot hold here: {recipe.name} wants INT8 residuals, which no kernel of {backend} reads; "
+        f"give --backend {INT8_RESIDUALS[-1]} for an engine for GPUs, take a recipe without residual: int8, "
+        "or set gate.require_int8: false to judge accuracy alone"
+    )
+
+
+def read_speed(folder: Path) -> list[Speedup]:
+    """Return the fastest INT8 engine over the fastest in FP16, cell by cell; empty without a bench."""
+    if (bench := _bench(folder)) is None:
+        return []
+    labels = {about.name: about.label for about in bench.systems}
+    best = (headline_of(bench.systems, config) for config in bench.configs)
+    return [
+        ratio.model_copy(update={"system": labels[ratio.system], "baseline": labels[ratio.baseline]})
+        for ratio in best
+        if ratio is not None
+    ]
+
+
+def read_engine_sizes(folder: Path, backend: str | None) -> list[EngineSize]:
+    """Return sizes of the engines without INT8 that the bench built for the same profiles.
+
+    Args:
+        backend: of the run's own engine; None: it has none.
+    """
+    if backend is None or (bench := _bench(folder)) is None:
+        return []
+    found = []
+    for about in bench.systems:
+        same = about.backend.partition(" ")[0] == backend and not about.name.endswith("-exact")
+        rows = (row_of(cell, about.name) for cell in bench.configs)
+        sizes = [row.engine_bytes for row in rows if row is not None and row.engine_bytes is not None]
+        if same and sizes and about.precision != "int8":
+            found.append(EngineSize(name=about.label, precision=about.precision, bytes=sizes[0]))
+    return found
+
+
+def _bench(folder: Path) -> Bench | None:
+    """Return the bench of the files that a run has now."""
+    if not (folder / BENCH_FILE).is_file():
+        return None
+    try:
+        bench = read_bench(folder / BENCH_FILE)
+    except UserError:  # the report says so
+        return None
+    return None if stale_files(bench, folder) else bench

@@ -1,0 +1,326 @@
+"""Charts of a run: which layer runs in what, accuracy by stage, ranges, parity, lengths, embeddings."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain, cycle
+from typing import Any
+
+import numpy as np
+
+from qdqbench.eval.metrics.gate import judge
+from qdqbench.eval.reporting.formats import datatype
+from qdqbench.eval.reporting.svg import (
+    BLUE,
+    GREEN,
+    INK,
+    LIMIT_LINE,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    dress,
+    figure_of,
+    legend,
+    log_scale,
+    svg_of,
+)
+from qdqbench.quantize.engine.layers import computing_rows, is_int8
+from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.models.families.any_family import PARTS, adds_behind_attention, part_of
+from qdqbench.quantize.utils.comparison import COSINE_EDGES, Agreement
+from qdqbench.quantize.utils.results import LayerRow, Results, StageResult
+
+KIND_STYLES = {  # a kind looks the same in every chart; color is never the only difference
+    "query": (BLUE, "o"),
+    "key": (ORANGE, "s"),
+    "value": (GREEN, "^"),
+    "attention output": (PURPLE, "D"),
+    "intermediate": (SKY, "v"),
+    "output": (INK, "P"),
+}
+OTHERS = ((MUTED, "X"), (BLUE, "<"), (ORANGE, ">"), (GREEN, "*"), (PURPLE, "p"), (SKY, "h"))
+AGREEMENT_STYLES = {
+    "ptq": (PURPLE, "D"),
+    "fake_quant": (BLUE, "o"),
+    "onnxruntime": (ORANGE, "s"),
+    "engine": (GREEN, "^"),
+}
+_NAMED = {"output": "attention output", "ffn-in": "intermediate", "ffn-out": "output"}
+PART_KINDS = tuple(_NAMED.get(part, part) for part in PARTS)
+_MATMUL = re.compile(r"/(MatMul|Gemm)(_\d+)?(@\d+)?$")
+
+
+def place(module: str) -> tuple[int | None, str]:
+    """Return the encoder layer and kind of a module: `bert.encoder.layer.3.output.dense` is (3, "output").
+
+    A module outside the numbered layers has layer None and keeps its own path as kind.
+    """
+    if (match := part_of(module)) is None:
+        return None, module
+    layer, part, path = match
+    return layer, _NAMED.get(part, part) or path
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """The datatype that one module runs in, whether that is what the recipe asks for, and the kernel."""
+
+    datatype: str
+    as_asked: bool
+    note: str
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Encoder layers (rows) by kind of module (columns)."""
+
+    proven: bool  # read from the engine's layer table; else the plan
+    kinds: list[str]
+    rows: list[tuple[int, list[GridCell | None]]]
+    outside: list[tuple[str, GridCell]]  # modules outside the numbered layers
+
+    @property
+    def datatypes(self) -> dict[str, int]:
+        """Return number of modules in each datatype, for the legend."""
+        cells = [cell for _, row in self.rows for cell in row] + [cell for _, cell in self.outside]
+        return dict(sorted(Counter(cell.datatype for cell in cells if cell).items()))
+
+
+def precision_grid(results: Results) -> Grid:
+    """Return which module runs in what: from the engine's kernels, or as planned when no engine was built."""
+    cells = _plan(results) if results.engine is None else _measured(results)
+    placed: dict[int, dict[str, GridCell]] = defaultdict(dict)
+    outside = []
+    for module, cell in cells.items():
+        layer, kind = place(module)
+        if layer is None:
+            outside.append((module, cell))
+        else:
+            placed[layer][kind] = cell
+    kinds = _ordered(kind for row in placed.values() for kind in row)
+    rows = [(layer, [row.get(kind) for kind in kinds]) for layer, row in sorted(placed.items())]
+    return Grid(results.engine is not None, kinds, rows, outside)
+
+
+def _ordered(kinds: Iterable[str]) -> list[str]:
+    """Return each kind once, in the order of computation; unknown ones last, as they come."""
+    unique = list(dict.fromkeys(kinds))
+    return [kind for kind in PART_KINDS if kind in unique] + [
+        kind for kind in unique if kind not in PART_KINDS
+    ]
+
+
+def _plan(results: Results) -> dict[str, GridCell]:
+    precision = results.recipe.get("precision")
+    compute = str(precision.get("compute", "?") if isinstance(precision, dict) else "?").upper()
+    plan = dict.fromkeys(results.quantized_layers, "INT8")
+    plan |= dict.fromkeys(results.high_precision_layers, compute)
+    return {module: GridCell(name, True, f"{module}: planned, not proven") for module, name in plan.items()}
+
+
+def _measured(results: Results) -> dict[str, GridCell]:
+    """Return each linear and pair of attention products with the datatype of its kernels."""
+    assert results.engine is not None
+    asked = set(results.quantized_layers)
+    linears = [*results.quantized_layers, *results.high_precision_layers]
+    computing: dict[str, list[LayerRow]] = {module: [] for module in linears}
+    layers = results.engine.layers
+    matmuls = {node for row in layers for node in row.onnx if _MATMUL.search(node)}
+    for node, copies in computing_rows(layers, matmuls).items():
+        computing.setdefault(module_of(node), []).extend(chain.from_iterable(copies))
+    wrong = {module_of(node) for node in results.engine.not_int8}
+    cells = {}
+    for module, rows in computing.items():
+        if module not in linears and place(module)[0] is None:
+            continue
+        names = set(map(_runs_in, rows))
+        name = names.pop() if len(names) == 1 else "mixed" if names else "absent"
+        int8 = module in asked or (module not in linears and results.recipe.get("attention") == "int8")
+        kernels = ", ".join(dict.fromkeys(row.name for row in rows)) or "not in the engine's layer table"
+        as_asked = module not in wrong and (not int8 or name == "INT8")
+        cells[module] = GridCell(name, as_asked, f"{module}: {kernels}")
+    return cells
+
+
+def _runs_in(row: LayerRow) -> str:
+    """Return INT8 only where proven: a kernel may dequantize its INT8 codes and multiply in FP16."""
+    if is_int8(row):
+        return "INT8"
+    names = {datatype(name) for name in (*row.inputs, *row.outputs)} - {"INT8", "UINT8"}  # or a mask's
+    inputs = names & {datatype(name) for name in row.inputs} or names
+    return inputs.pop() if len(inputs) == 1 else "mixed" if inputs else "unknown"
+
+
+def accuracy_svg(results: Results, labels: dict[str, str]) -> str:
+    """Draw each metric by stage with one standard error, FP32's band and the gate's limit; may be empty."""
+    done = {stage: row for stage, row in results.stages.items() if row.status == "done" and row.metrics}
+    if not done:
+        return ""
+    first = results.stages.get("fp32", next(iter(done.values())))
+    metrics = list((first if first.metrics else next(iter(done.values()))).metrics)
+    figure = figure_of(0.55 + len(metrics) * (0.5 + 0.27 * len(results.stages)))
+    for index, metric in enumerate(metrics):
+        axes = figure.add_subplot(len(metrics), 1, index + 1)
+        _metric_axes(axes, results, metric, primary=index == 0)
+        axes.set_yticks(
+            range(len(results.stages)), [_short(labels.get(stage, stage)) for stage in results.stages]
+        )
+        dress(axes, _short(labels.get(metric, metric)), grid=None)
+    return svg_of(figure, "accuracy", "Accuracy by stage with one standard error")
+
+
+def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> None:
+    base = results.stages.get("fp32")
+    if base is not None and metric in base.metrics:
+        value, error = base.metrics[metric], base.stderr.get(metric, 0.0)
+        axes.axvspan(value - error, value + error, color=SKY, alpha=0.22, linewidth=0)
+        axes.axvline(value, color=BLUE, linewidth=0.8)
+    lowest = (
+        base.metrics[metric] - results.gate.max_drop if base and primary and metric in base.metrics else None
+    )
+    if lowest is not None:
+        axes.axvline(lowest, **LIMIT_LINE)
+    for position, (stage, row) in enumerate(results.stages.items()):
+        if metric not in row.metrics:
+            text = "skipped" if row.status == "skipped" else "not measured"
+            axes.text(1.02, position, text, transform=axes.get_yaxis_transform(), color=MUTED, va="center")
+            continue
+        value, error = row.metrics[metric], row.stderr.get(metric, 0.0)
+        low = lowest is not None and _fails(row, metric, results.gate.max_drop)
+        color, marker = (BLUE, "o") if row is base else (VERMILLION, "v") if low else (GREEN, "^")
+        if stage == "ptq" and not low:
+            color, marker = (ORANGE, "s")  # what QAT began with
+        axes.errorbar(value, position, xerr=error, color=color, marker=marker, markersize=5, capsize=3)
+        axes.text(1.02, position, f"{value:.4f}", transform=axes.get_yaxis_transform(), va="center")
+    axes.set_ylim(len(results.stages) - 0.4, -0.6)  # FP32 on top
+    axes.tick_params(axis="y", length=0)
+    axes.margins(x=0.08)
+    axes.locator_params(axis="x", nbins=4)  # of numbers with four decimals more would overlap
+
+
+def _fails(row: StageResult, metric: str, max_drop: float) -> bool:
+    if (versus := row.vs_fp32) is None or metric not in versus.delta:
+        return False
+    return judge(-versus.delta[metric], versus.delta_stderr.get(metric, 0.0), max_drop) == "fails"
+
+
+def ranges_svg(results: Results, measure: str) -> str:
+    """Draw activation ranges by encoder layer; `measure` is `amax` or `amax_over_rms`; may be empty."""
+    points: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in results.quantizers:
+        value = getattr(row, measure)
+        layer, kind = place(row.module)
+        if row.kind != "weight" and value is not None and layer is not None:
+            if row.kind == "residual":
+                kind = f"residual: {'attn' if adds_behind_attention(row.module) else 'ffn'}"
+            elif row.kind != "input":
+                kind = f"attention: {row.kind}"
+            points[kind][layer] = value
+    title = {"amax": "amax (largest magnitude seen)", "amax_over_rms": "amax / rms (outlier measure)"}[
+        measure
+    ]
+    return layer_chart(points, title, measure)
+
+
+def layer_chart(
+    points: dict[str, dict[int, float]],
+    title: str,
+    name: str,
+    limit: float | None = None,
+    limit_name: str = "limit",
+) -> str:
+    """Draw one line per kind over the encoder layers; kinds with the same values share a line."""
+    if not points:
+        return ""
+    shared: dict[tuple[tuple[int, float], ...], list[str]] = defaultdict(list)
+    for kind in _ordered(points):
+        shared[tuple(sorted(points[kind].items()))].append(kind)
+    figure = figure_of(2.75)
+    axes = figure.add_subplot()
+    others = cycle(OTHERS)
+    for line, kinds in shared.items():
+        layers, heights = zip(*line, strict=True)
+        color, marker = KIND_STYLES.get(kinds[0].partition(",")[0]) or next(others)
+        axes.plot(layers, heights, color=color, marker=marker, markersize=4.5, label=_short(", ".join(kinds)))
+    values = [value for line in shared for _, value in line]
+    if limit is not None:
+        axes.axhline(limit, **LIMIT_LINE, label=f"{limit_name}, {limit:g}%")
+    elif min(values) > 0 and max(values) > 50 * min(values):
+        log_scale(axes)
+    if axes.get_yscale() == "linear":
+        top = max([*values, limit or 0.0]) or 1.0
+        axes.set_ylim(-0.02 * top, 1.12 * top)  # markers at zero stay whole
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=12)
+    axes.set_xlabel("encoder layer")
+    dress(axes, title)
+    legend(figure, 3)
+    return svg_of(figure, name, f"{title}, by encoder layer")
+
+
+def lengths_svg(results: Results) -> str:
+    """Draw rows by their tokens, and the lengths that they are padded to; empty without `shapes: auto`."""
+    if (found := results.lengths) is None:
+        return ""
+    figure = figure_of(2.0)
+    axes = figure.add_subplot()
+    tokens, rows = zip(*found.histogram, strict=True)
+    axes.bar(tokens, rows, width=0.9, color=BLUE)
+    for bucket in found.buckets:
+        label = "padded to" if bucket is found.buckets[0] else "_"
+        axes.axvline(bucket.length + 0.5, **LIMIT_LINE, label=label)
+    axes.set_xlabel("tokens of a row")
+    dress(axes, "rows by length")
+    legend(figure, 3)
+    return svg_of(figure, "lengths", "Rows by length, and the lengths that they are padded to")
+
+
+def _short(name: str) -> str:
+    """Return a label that leaves room for the chart."""
+    return name if len(name) <= 32 else f"{name[:31]}…"
+
+
+def agreements(results: Results) -> dict[str, Agreement]:
+    """Return what is known of each stage of an embedding model; empty of other models."""
+    compared = {name: row.vs_fp32 for name, row in results.stages.items()}
+    return {name: row.agreement for name, row in compared.items() if row is not None and row.agreement}
+
+
+def agreement_svg(results: Results, labels: dict[str, str]) -> str:
+    """Draw texts by distance from FP32's embedding, and by how many of its neighbours stay; may be empty."""
+    if not (stages := agreements(results)):
+        return ""
+    figure = figure_of(4.6)
+    near, kept = figure.subplots(2, 1)
+    edges = np.array([COSINE_EDGES[0] / 2, *COSINE_EDGES, 2])
+    centres = np.sqrt(edges[1:] * edges[:-1])
+    for name, row in stages.items():
+        color, marker = AGREEMENT_STYLES[name]
+        look = {"color": color, "marker": marker, "markersize": 4, "label": labels.get(name, name)}
+        shares = 100 * np.array(row.cosine_counts) / row.n
+        seen = np.flatnonzero(shares)
+        shown = slice(max(seen[0] - 1, 0), seen[-1] + 2)
+        near.plot(centres[shown], shares[shown], **look)
+        kept.plot(range(len(row.neighbor_counts)), 100 * np.array(row.neighbor_counts) / row.n, **look)
+    log_scale(near, "x")
+    near.set_xlabel("1 - cosine to the embedding of FP32")
+    kept.set_xlabel("of the nearest texts by FP32, how many are still among the nearest")
+    kept.xaxis.get_major_locator().set_params(integer=True)
+    dress(near, "texts by distance from FP32, %", grid="both")
+    dress(kept, "texts by neighbours that stay, %", grid="both")
+    legend(figure, 3)
+    return svg_of(figure, "agreement", "How near the embeddings of each stage are to those of FP32")
+
+
+def parity_svg(results: Results) -> str:
+    """Draw by encoder layer the part of its own limit that each tensor uses, in percent; may be empty."""
+    if results.parity is None:
+        return ""
+    points: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in results.parity.rows:
+        layer, kind = place(row.name)
+        if layer is not None:
+            points[kind][layer] = 100 * min(row.nearest[0], 100.0)
+    return layer_chart(points, "part of its own limit that each tensor uses, %", "parity", 100, "own limit")

@@ -1,0 +1,253 @@
+"""The verdict of a run, and its figures in words that every page and screen shares."""
+
+from collections import Counter
+
+from qdqbench.eval.reporting.document import State, Verdict
+from qdqbench.eval.reporting.formats import count_of, label, sentence
+from qdqbench.eval.runs.gate.gate import issue_sentence
+from qdqbench.eval.runs.report.charts import place
+from qdqbench.quantize.models.families.any_family import RUN
+from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, GateState, Parity, ParityRow
+from qdqbench.quantize.utils.results import Results, StageResult
+from qdqbench.quantize.utils.speedup import Speedup
+from qdqbench.quantize.utils.training_results import TrainingRun
+
+STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear
+MEASURES = {"codes": "codes that differ", "step": "largest step", "output": "error of the output"}
+
+
+def run_verdict(results: Results) -> Verdict:
+    """Return what a reader must know first, made from the numbers alone.
+
+    It is good only where everything that the gate asks was judged and holds. It is bad where the gate or
+    another check fails. Its notes are what is open, what holds within noise, and what was not done.
+    """
+    gate = results.gate
+    checks = _failed_checks(results)
+    clauses = [*_int8(results), accuracy_clause(results)]
+    if results.trained:
+        clauses.append(qat_clause(results))
+    if (smaller := quantized_file(results)) is not None:
+        clauses.append(f"ONNX file {smaller[1]:.2f} of FP32")
+    clauses.append(speed_clause(results))
+    clauses.append({"passed": "gate passed", "failed": "gate FAILED"}.get(gate.state, f"gate: {gate.state}"))
+    sentence = "; ".join(clauses) + "."
+    issues = [*gate.having("cannot tell", "not judged"), *gate.having("within noise")]
+    return Verdict(
+        state="bad" if checks else STATES.get(gate.state, "unclear"),
+        title=_title(results, checks),
+        sentence=sentence[0].upper() + sentence[1:],
+        failures=[*map(issue_sentence, gate.failures), *checks]
+        or ([] if gate.passed else ["the gate gives no reason"]),
+        notes=[*map(issue_sentence, issues), *_not_done(results)],
+    )
+
+
+def _title(results: Results, checks: list[str]) -> str:
+    gate, row = results.gate, results.stages.get("engine")
+    if gate.state == "failed":
+        return "Gate failed"
+    if checks:
+        return "A check does not hold"
+    if gate.state == "cannot tell":
+        return "Nothing fails, but these samples cannot tell"
+    if gate.state == "passed":
+        return "Gate passed"
+    if results.engine is not None and row is not None and row.status != "done":
+        return "Graph passed, engine not run"
+    return "Nothing fails, but not all was judged"
+
+
+def speed_clause(results: Results) -> str:
+    """Return the cell with the least speed-up and the one with the largest, as the run's bench has them."""
+    if not results.speed:
+        return "speed unknown until `qdqbench bench RUN`"
+    ordered = sorted(results.speed, key=lambda row: row.value)
+    said = [_speed_text(row) for row in ([ordered[0], ordered[-1]] if len(ordered) > 1 else ordered)]
+    return "INT8 " + " and ".join(said)
+
+
+def _speed_text(row: Speedup) -> str:
+    if row.verdict == "inconclusive":
+        spread = f"{row.value:.2f}x, [{row.ci95_low:.2f}, {row.ci95_high:.2f}]"
+        return f"not told apart from {row.baseline} at {row.config} ({spread})"
+    if row.verdict == "slower":
+        return f"SLOWER than {row.baseline} at {row.config} ({row.value:.2f}x)"
+    return f"{row.value:.2f}x as fast as {row.baseline} at {row.config}"
+
+
+def _int8(results: Results) -> list[str]:
+    engine, planned = results.engine, len(results.quantized_layers)
+    if engine is None:
+        if not planned:
+            return ["nothing is quantized, as the recipe asks, and no engine was built"]
+        return [f"INT8 in {planned} linears of the ONNX file, not proven: no engine was built"]
+    done, asked = engine.int8_gemms, engine.expected_int8_gemms
+    what = "linears" if asked == planned else "matrix products"
+    runs = {match[0] for row in engine.layers for node in row.onnx if (match := RUN.search(node))}
+    if runs and asked:
+        what += f" ({planned} linears, whose weights are shared by {len(runs)} layers)"
+    clauses = [f"INT8 in {done} of {asked} {what}, proven from the engine's layer table"]
+    if done < asked:
+        clauses = [f"INT8 in only {done} of {asked} {what} according to the engine's layer table"]
+    if not asked:
+        clauses = [
+            "nothing runs in INT8, as the recipe asks" if not done else f"INT8 in {done} {what}, none asked"
+        ]
+    if (gpu := results.gpu_engine) is not None:
+        built = f"{label(gpu.backend)} engine for GPUs, built ahead of time"
+        clauses.append(f"INT8 in {gpu.int8_gemms} of {gpu.expected_int8_gemms} in the {built}")
+    if engine.expected_attention_int8:
+        clauses.append(
+            f"INT8 attention in {engine.attention_int8} of {engine.expected_attention_int8} layers"
+        )
+    if engine.expected_int8_residuals:
+        clauses.append(f"INT8 residuals in {engine.int8_residuals} of {engine.expected_int8_residuals}")
+    return clauses
+
+
+def last_measured(results: Results) -> tuple[str, StageResult] | None:
+    """Return the measured stage that is nearest to deployment."""
+    done = [(name, row) for name, row in results.stages.items() if row.status == "done" and row.metrics]
+    return done[-1] if done else None
+
+
+def accuracy_clause(results: Results) -> str:
+    """Return accuracy of the last scored stage against FP32."""
+    task = label(str(results.task.get("name", "task")))
+    if (last := last_measured(results)) is None:
+        return f"{task} was not scored in any stage"
+    name, row = last
+    metric = next(iter(row.metrics))
+    text = f"{task} {label(metric)} {metric_text(row, metric)} in {stage_label(results, name)}"
+    base = results.stages.get("fp32")
+    if name == "fp32":
+        return f"{text} ({row.n} samples), no other stage was scored"
+    if base is None or row.vs_fp32 is None or metric not in base.metrics:
+        return f"{text} ({row.n} samples), not compared with FP32"
+    return f"{text} against {base.metrics[metric]:.4f} in FP32 ({delta_text(row)}, {row.n} samples)"
+
+
+def qat_clause(results: Results) -> str:
+    """Return what training won back of what PTQ lost, or lost itself."""
+    stages, gain = results.stages, results.qat_vs_ptq
+    ptq, qat = stages.get("ptq"), stages.get("fake_quant")
+    if ptq is None or qat is None or ptq.vs_fp32 is None or qat.vs_fp32 is None:
+        return "PTQ and QAT were not both scored, so what training won back is not known"
+    both = f"(against FP32: PTQ {delta_text(ptq)}, QAT {delta_text(qat)})"
+    if results.training is not None and results.training.best_step == 0:
+        return f"QAT gained nothing: the weights before training were the best on the held-out rows {both}"
+    if gain is None:
+        return f"QAT and PTQ were not compared with each other {both}"
+    metric = next(iter(qat.metrics))
+    error = f" ± {gain.delta_stderr[metric]:.4f}" if metric in gain.delta_stderr else ""
+    if gain.within_noise:
+        return f"QAT changed {label(metric)} by {gain.delta[metric]:+.4f}{error}, within noise {both}"
+    verb = "won back" if gain.delta[metric] > 0 else "made it WORSE by"
+    return f"QAT {verb} {abs(gain.delta[metric]):.4f}{error} of {label(metric)} {both}"
+
+
+def _not_done(results: Results) -> list[str]:
+    notes = []
+    absent = {name: StageResult(status="skipped") for name in results.expected_stages}
+    for name, row in (absent | results.stages).items():
+        why = sentence(row.reason or "no reason was recorded")
+        if row.status == "done":
+            continue
+        if name != "engine":
+            notes.append(f"{stage_name(results, name)} was skipped: {why}")
+        elif results.engine is None:
+            notes.append(f"No engine was built: {why}")
+        else:
+            how = "ahead of time, without running it" if results.engine.ahead_of_time else "but not run"
+            notes.append(f"The engine was built {how}; its outputs are not verified: {why}")
+    if results.verification is not None and (reason := results.verification.blocks_not_checked):
+        notes.append(f"The engine's blocks are not verified, only its answers: {sentence(reason)}")
+    return notes
+
+
+def _failed_checks(results: Results) -> list[str]:
+    """Return checks that fail, whatever the gate asks."""
+    failures = []
+    errors = [row for row in results.findings if row.severity == "error"]
+    if errors:
+        codes = ", ".join(f"{code} ({n})" for code, n in Counter(row.code for row in errors).items())
+        failures.append(f"check of the ONNX file: {count_of(len(errors), 'error')}: {codes}")
+    if results.parity is not None and not results.parity.passed:
+        bad = sum(not row.holds for row in results.parity.rows)
+        failures.append(f"layer parity: {bad} of {len(results.parity.rows)} tensors are over their own limit")
+    if (engine := results.engine) is not None and results.gate.passed and engine.not_int8:
+        failures.append(f"not in INT8 in the engine: {', '.join(engine.not_int8)}")
+    if engine is not None and results.gate.passed and engine.not_int8_residuals:
+        failures.append(f"residuals not in INT8 in the engine: {', '.join(engine.not_int8_residuals)}")
+    return failures
+
+
+def quantized_file(results: Results) -> tuple[str, float, int] | None:
+    """Return name, size ratio and bytes of the run's INT8 file, or of its FP16 twin where it has none."""
+    ratios = [(row.name, row.fp32_ratio, row.bytes) for row in results.files if row.fp32_ratio is not None]
+    others = [row for row in ratios if "int8" in row[0]] or [row for row in ratios if "fp32" not in row[0]]
+    return next(iter(others), None)
+
+
+def metric_text(row: StageResult | TrainingRun, metric: str) -> str:
+    """Return a metric with its standard error; empty where it was not measured."""
+    error = f" ± {row.stderr[metric]:.4f}" if metric in row.stderr else ""
+    return f"{row.metrics[metric]:.4f}{error}" if metric in row.metrics else ""
+
+
+def headline(row: StageResult) -> str:
+    """Return every metric of a stage."""
+    return ", ".join(f"{label(metric)} {metric_text(row, metric)}" for metric in row.metrics)
+
+
+def delta_text(row: StageResult) -> str:
+    """Return the primary metric against FP32, with its paired error."""
+    assert row.vs_fp32 is not None
+    metric = next(iter(row.metrics))
+    error = row.vs_fp32.delta_stderr.get(metric)
+    return f"{row.vs_fp32.delta[metric]:+.4f}{'' if error is None else f' ± {error:.4f}'}, {noise_text(row)}"
+
+
+def noise_text(row: StageResult) -> str:
+    """Return whether the difference is within noise."""
+    return "within noise" if row.vs_fp32 is not None and row.vs_fp32.within_noise else "beyond noise"
+
+
+def stage_name(results: Results, name: str) -> str:
+    """Return the name of a stage; where QAT ran, fake-quant is its model."""
+    return "QAT fake-quant" if name == "fake_quant" and results.trained else label(name)
+
+
+def stage_label(results: Results, name: str) -> str:
+    """Return the name of a stage, with the backend of the engine."""
+    backend = f" ({label(results.engine.backend)})" if name == "engine" and results.engine else ""
+    return stage_name(results, name) + backend
+
+
+def worst_first(parity: Parity | None) -> list[ParityRow]:
+    """Return tensors by how much of their nearest limit they use."""
+    rows = parity.rows if parity else []
+    return sorted(rows, key=lambda row: -row.nearest[0])
+
+
+def part_text(row: ParityRow) -> str:
+    """Return the part of its nearest limit that a tensor uses."""
+    return f"{row.nearest[0]:.0%}"
+
+
+def nearest_text(row: ParityRow) -> str:
+    """Return what a tensor is nearest to, its figure and its limit: `codes that differ: 0.229% of 0.500%`."""
+    measure = row.nearest[1]
+    values = {
+        "codes": f"{row.share:.3%} of {row.limit:.3%}",
+        "step": f"{row.max_step} of {row.step_limit}",
+        "output": f"{row.output_rel_error or 0.0:.2g} of {MAX_OUTPUT_ERROR:g}",
+    }
+    return f"{MEASURES[measure]}: {values[measure]}"
+
+
+def remark_of(row: ParityRow) -> str:
+    """Return the same with its place: `layer 3 output, codes that differ: 0.229% of 0.500%`."""
+    layer, kind = place(row.name)
+    return f"{kind if layer is None else f'layer {layer} {kind}'}, {nearest_text(row)}"

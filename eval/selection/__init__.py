@@ -1,0 +1,1 @@
+"""Choosing a recipe: sensitivity, calibration methods, search, and `auto`."""

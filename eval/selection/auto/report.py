@@ -1,0 +1,342 @@
+"""The report of `auto`: a page, Markdown and a screen."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from qdqbench.eval.reporting import svg
+from qdqbench.eval.reporting.document import (
+    EVERYWHERE,
+    SCREEN,
+    Bullets,
+    Cell,
+    Chart,
+    Pairs,
+    Prose,
+    Report,
+    Row,
+    Section,
+    State,
+    Table,
+    Tile,
+    Verdict,
+    page_of_choice,
+    row,
+)
+from qdqbench.eval.reporting.formats import (
+    cleaned,
+    count_of,
+    delta_points,
+    flat,
+    label,
+    points,
+    seconds,
+    sentence,
+)
+from qdqbench.eval.reporting.render import write_report
+from qdqbench.eval.runs.gate.gate import issue_sentence
+from qdqbench.eval.selection.auto.results import AUTO_FILE, Auto, AutoStep, SkipReason, StepKind
+from qdqbench.eval.selection.trials.cells import noise_text
+from qdqbench.quantize.utils.comparison import Comparison
+
+TITLES: dict[StepKind, str] = {
+    "shipped": "shipped recipe",
+    "methods": "calibration methods",
+    "islands": "islands by sensitivity",
+    "search": "search",
+    "qat": "training (QAT)",
+}
+REMEDIES: dict[StepKind, str] = {"methods": "scales", "islands": "less INT8", "qat": "weights"}
+
+
+def write_auto(auto: Auto, folder: Path) -> list[Path]:
+    """Write `auto.md` and `auto.html`.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    return write_report(auto_report(auto), folder, "auto")
+
+
+def auto_report(auto: Auto) -> Report:
+    """Return what a run of `auto` shows: the choice, and what each step bought."""
+    auto = cleaned(auto)
+    passed = auto.choice.passed
+    deploy = [
+        ("recipe", auto.choice.recipe),
+        ("engine", auto.choice.engine),
+        ("run", auto.choice.run),
+        ("repeats it", auto.choice.command),
+    ]
+    known = [(name, value) for name, value in deploy if value]
+    title = "What to deploy" if passed else "The best that was found"
+    story = [(_title(step), " ".join(map(sentence, _describe_step(auto, step)))) for step in auto.steps]
+    remarks = [f"{names}: {text}" for names, text in _group_remarks(auto)]
+    return Report(
+        page_of_choice(auto, "recipe that holds", AUTO_FILE, *flat(auto.gate.model_dump(), "gate")),
+        [
+            *([Section("deploy", title, [Pairs(known)])] if known else []),
+            Section(
+                "steps",
+                "What each step bought",
+                [
+                    Prose(_criteria_text(auto), on=SCREEN),
+                    _table(auto),
+                    Bullets(remarks, "quiet", SCREEN),
+                    Pairs(known, on=SCREEN),
+                    Chart(partial(steps_svg, auto), broad=True),
+                    *(Prose(text, "quiet") for text in _explanation(auto)),
+                ],
+            ),
+            Section("story", "The story", [Pairs(story, definitions=True)]),
+        ],
+        Verdict(
+            "good" if passed else "bad",
+            "A recipe holds" if passed else "No recipe holds",
+            " ".join([headline(auto), *map(sentence, reason_lines(auto))]),
+            unmet_lines(auto),
+        ),
+        lead=[_criteria_text(auto)],
+        tiles=_tiles(auto),
+        warnings=auto.warnings,
+        notes=[sentence(note) for note in auto.notes],
+    )
+
+
+def headline(auto: Auto) -> str:
+    """Return the answer in one sentence."""
+    step = auto.chosen
+    if step is None or step.recipe is None:
+        return "No recipe."
+    speed = f", {step.speedup.value:.2f}x" if step.speedup else ""
+    figures = f"{label(auto.metric)} {_difference(step.scores)} against FP32{speed}"
+    if auto.choice.passed:
+        return f"Deploy {step.recipe.name}: {figures}."
+    return f"No recipe holds. The best that was found is {step.recipe.name}: {figures}."
+
+
+def unmet_lines(auto: Auto) -> list[str]:
+    """Return what keeps the chosen recipe from holding, or why no step finished, in sentences."""
+    if auto.chosen is not None:
+        return [issue_sentence(issue) for issue in auto.chosen.unmet]
+    reasons: dict[str, list[str]] = {}
+    for step in auto.steps:
+        if text := explain_step(auto, step):
+            reasons.setdefault(text, []).append(step.name)
+    told = "; ".join(f"{', '.join(names)}: {text}" for text, names in reasons.items())
+    return [f"no step finished: {told}"]
+
+
+def reason_lines(auto: Auto) -> list[str]:
+    """Return what the choice rests on, in sentences."""
+    step, done = auto.chosen, [each for each in auto.steps if each.run]
+    if step is None or step.run is None:
+        return []
+    if step.holds:
+        first = f"{step.name} is the first that holds, of {len(done)} that were tried"
+        lines = [first if len(done) > 1 else f"{step.name} holds"]
+    else:
+        lines = [f"None of the {len(done)} that were tried holds; {step.name} is the nearest to FP32"]
+    if (nested := step.run.nested) is not None:
+        lines.append(
+            "Evaluation data decided how many steps were taken, so its figure on them is a little too good. "
+            f"With each sample judged by the choice of the others ({nested.folds} folds) the result is "
+            f"{_difference(nested.scores)}; {nested.others:.0%} of the samples got the answers of another "
+            "step there"
+        )
+    elif step.holds:
+        lines.append("It was the first to be tried, so no evaluation data chose it")
+    return lines
+
+
+def explain_step(auto: Auto, step: AutoStep) -> str:
+    """Return why a step was skipped or failed, in words; empty where it was done."""
+    if step.failure is not None:
+        return step.failure.text
+    if step.skipped is None:
+        return ""
+    before = auto.steps[: auto.steps.index(step)]
+    left = max(auto.budget_s - sum(each.seconds for each in before), 0)
+    holding = next((each.name for each in before if each.holds), "")
+    unmet = next((issue_sentence(each.unmet[0]) for each in reversed(before) if each.unmet), "")
+    texts: dict[SkipReason, str] = {
+        "holds": f"{holding} holds the gate",
+        "no base": "no shipped recipe finished that it could start from",
+        "no remedy": f"it changes nothing about what is unmet: {unmet}",
+        "only speed": f"only speed is lacking, and {REMEDIES.get(step.kind, '')} cannot give it",
+        "budget": (
+            f"it needs about {seconds(step.estimate_s or 0)}, as the last step did, and {seconds(left)} of "
+            f"{seconds(auto.budget_s)} are left; give a larger --budget, and the same command resumes"
+        ),
+        "misfit": "its recipe does not fit",
+    }
+    return texts[step.skipped]
+
+
+def _proposal_text(step: AutoStep) -> str:
+    """Return how the recipe of a step was found."""
+    proposal = step.proposal
+    if proposal is None or step.recipe is None:
+        return ""
+    share = "" if proposal.share is None else f"{proposal.share:.0%} of the divergence of {proposal.base}"
+    on = f" on {proposal.samples} train rows"
+    if step.kind == "methods":
+        return f"Calibration: {proposal.method}, {share or 'the least divergence'}{on}"
+    if step.kind == "islands":
+        count = count_of(len(proposal.linears), "linear")
+        return f"{count} out of INT8 leave {share}{on}: {', '.join(proposal.linears)}"
+    if step.kind == "search":
+        counts = ""
+        if step.run:
+            linears = count_of(step.run.int8_linears, "linear")
+            counts = f"{linears} and {count_of(step.run.int8_attention, 'attention')} in INT8, "
+        speed = "" if proposal.speedup is None else f", {proposal.speedup:.2f}x"
+        return f"Trial {proposal.trial} of {proposal.trials}: {counts}{share}{on}{speed}"
+    if step.kind == "qat":
+        return f"{proposal.base}, trained on its train split with FP32 as teacher"
+    return step.recipe.description
+
+
+def _describe_step(auto: Auto, step: AutoStep) -> list[str]:
+    """Return how a recipe was found, what is unmet, and why a step was skipped."""
+    lines = [_proposal_text(step)]
+    if reason := explain_step(auto, step):
+        lines.append(f"{'Skipped' if step.status == 'skipped' else 'Failed'}: {reason}")
+    lines += [f"Unmet: {issue_sentence(issue)}" for issue in step.unmet]
+    if step.run is not None:
+        if step.run.not_timed:
+            lines.append(f"No speed-up: {step.run.not_timed.text}")
+        lines.append(f"Run: `{step.run.folder}`")
+    return [line for line in lines if line]
+
+
+def _group_remarks(auto: Auto) -> list[tuple[str, str]]:
+    """Return what is unmet or why a step was skipped, once for all steps that it is true of."""
+    groups: dict[str, list[str]] = {}
+    for step in auto.steps:
+        reason = explain_step(auto, step)
+        text = f"Skipped: {reason}" if step.status == "skipped" else f"Failed: {reason}"
+        if step.run:
+            text = f"Unmet: {issue_sentence(step.unmet[-1])}" if step.unmet else ""
+        if text and step is not auto.chosen:
+            groups.setdefault(text, []).append(step.name)
+    return [(", ".join(names), text) for text, names in groups.items()]
+
+
+def _criteria_text(auto: Auto) -> str:
+    gate = auto.gate
+    speed = (
+        f", a speed-up of at least {gate.min_speedup:g}x over the same backend" if gate.min_speedup else ""
+    )
+    return (
+        f"Asked: at most {points(gate.max_drop)} of {label(auto.metric)} lost, or no more than noise"
+        f"{speed}, within {seconds(auto.budget_s)}; {seconds(auto.elapsed_s)} were spent."
+    )
+
+
+def _tiles(auto: Auto) -> list[Tile]:
+    step, tiles = auto.chosen, []
+    if step is not None:
+        versus = next(iter(step.scores.values()))
+        holds = versus.within_noise or versus.drop <= auto.gate.max_drop
+        change = delta_points(-versus.drop, versus.drop_stderr)
+        title = f"{label(auto.metric)} against FP32"
+        tiles.append(Tile(title, change, f"points, {noise_text(versus)}", "" if holds else "bad"))
+        if step.speedup:
+            over = f"over {auto.source.twin}" if auto.source else ""
+            state: State = "" if step.speedup.value >= 1 else "bad"
+            tiles.append(Tile("speed", f"{step.speedup.value:.2f}x", over, state))
+    done = sum(each.status == "done" for each in auto.steps)
+    return [*tiles, Tile("steps taken", f"{done} of {len(auto.steps)}", seconds(auto.elapsed_s))]
+
+
+def _table(auto: Auto) -> Table:
+    over = f"over {auto.source.twin}" if auto.source else "speed-up"
+    columns = ["step", label(auto.metric), "against FP32", "against the step before", "ms", over, "time"]
+    return Table(
+        columns,
+        [_row(auto, step) for step in auto.steps],
+        look="full cards",
+        screen=(0, 1, 2, 5, 6),
+        on=EVERYWHERE,
+    )
+
+
+def _row(auto: Auto, step: AutoStep) -> Row:
+    spent = f"{seconds(step.seconds)} taken" if step.status != "skipped" else ""
+    estimate = "" if step.estimate_s is None else f"{seconds(step.estimate_s)} estimated"
+    time = Cell(
+        ", ".join(text for text in (estimate, spent) if text), short=seconds(step.seconds) if spent else ""
+    )
+    if step.run is None:
+        state: State = "quiet" if step.status == "skipped" else "bad"
+        return row(Cell(_title(step), short=step.name), Cell(step.status, state), "", "", "", "", time)
+    speedup = step.speedup
+    return row(
+        Cell(_title(step), "good" if step.holds else "bad", short=step.name),
+        f"{100 * auto.value(step):.2f}",
+        _change_cell(step.scores),
+        _change_cell(step.run.vs_previous),
+        f"{speedup.system_ms:.3g}" if speedup else "",
+        f"{speedup.value:.2f}x" if speedup else "",
+        time,
+        chosen=auto.choice.passed and step is auto.chosen,
+    )
+
+
+def _title(step: AutoStep) -> str:
+    return step.name if step.kind == "shipped" else TITLES[step.kind]
+
+
+def _change_cell(scores: dict[str, Comparison]) -> Cell:
+    """Return differences of the primary metric in points, by evaluation split; a terminal has the first."""
+    texts = [
+        f"{delta_points(-each.drop, each.drop_stderr)}{' ~' if each.within_noise else ''}"
+        for each in scores.values()
+    ]
+    return Cell(" / ".join(texts), short=texts[0] if texts else "")
+
+
+def _difference(scores: dict[str, Comparison]) -> str:
+    """Return the same in a sentence."""
+    return " and ".join(
+        f"{delta_points(-each.drop, each.drop_stderr)} points{' (within noise)' if each.within_noise else ''}"
+        for each in scores.values()
+    )
+
+
+def _explanation(auto: Auto) -> list[str]:
+    stages = ", ".join(dict.fromkeys(label(step.run.stage) for step in auto.steps if step.run)) or "none"
+    lines = [
+        "Differences are in points with one paired standard error; ~ marks those of at most two. They are of "
+        f"the last stage that ran: {stages}. In the chart bars are two standard errors, and the dashed line "
+        "is what was allowed. An estimate is what the last step took.",
+        f"What a step proposes is chosen on at most {auto.data['proposals']} rows of the train split that do "
+        "not calibrate; evaluation data only say whether to take the next step.",
+    ]
+    if (source := auto.source) is not None:
+        shape = f"batch {source.batch}, {source.length} tokens"
+        lines.append(f"Speed: {source.label}; {shape}, over the {source.twin} engine of the same backend.")
+    return lines
+
+
+def steps_svg(auto: Auto) -> str:
+    """Return the chart of every measured step's difference from FP32, and the drop that is allowed."""
+    done = [step for step in auto.steps if step.run]
+    if not done:
+        return ""
+    figure = svg.figure_of(0.9 + 0.3 * len(done))
+    axes: Any = figure.add_subplot()
+    axes.axvline(0.0, color=svg.MUTED, linewidth=0.8)
+    axes.axvline(-100 * auto.gate.max_drop, **svg.LIMIT_LINE)
+    for place, step in enumerate(done):
+        versus = next(iter(step.scores.values()))
+        color, marker = (svg.GREEN, "o") if step.holds else (svg.VERMILLION, "X")
+        value, error = -100 * versus.drop, 200 * versus.drop_stderr
+        axes.errorbar(value, place, xerr=error, color=color, marker=marker, markersize=6, capsize=3)
+    axes.set_yticks(range(len(done)), [f"{'✓' if step.holds else '✗'} {_title(step)}" for step in done])
+    axes.set_ylim(len(done) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    title = f"{label(auto.metric)} against FP32, points"
+    svg.dress(axes, title, grid="x")
+    return svg.svg_of(figure, "auto-steps", f"{title}, of every step that was measured")

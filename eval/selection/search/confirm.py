@@ -1,0 +1,280 @@
+"""The end of a search: choose a trial, confirm it on evaluation data, write every file."""
+
+import math
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from pathlib import Path
+
+from qdqbench.eval.bench.measure import build_and_prove, write_engine_graph
+from qdqbench.eval.metrics.gate import NOISE, judge
+from qdqbench.eval.metrics.runners import predict
+from qdqbench.eval.reporting.render import write_report
+from qdqbench.eval.selection.search.report import search_report
+from qdqbench.eval.selection.search.results import (
+    SEARCH_FILE,
+    ConfirmedRecipe,
+    DropAgreement,
+    Search,
+    SearchTrial,
+    choose_trial,
+    dominates,
+)
+from qdqbench.eval.selection.search.space import searched_name
+from qdqbench.eval.selection.search.study import Worker, list_trials
+from qdqbench.eval.selection.search.workspace import Workspace
+from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_of
+from qdqbench.quantize.engine.runtime.opened import open_runner
+from qdqbench.quantize.pipeline.artifacts import backend_of
+from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes, short_yaml
+from qdqbench.quantize.recipe.sections import GateSettings
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.arrays import Float32
+from qdqbench.quantize.utils.comparison import GateIssue
+from qdqbench.quantize.utils.limits import INT8_RESIDUALS
+from qdqbench.quantize.utils.speedup import Speedup
+from qdqbench.quantize.utils.system.environment import environment, now, versions
+
+SEARCH_RECIPE = "recipe.yaml"
+
+
+def finish_search(
+    worker: Worker, folder: Path, progress: Callable[[str], None] = lambda text: None
+) -> Search:
+    """Choose and confirm; write `search.json`, the reports and the recipe into `folder`.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    trials = list_trials(worker)
+    outcome = choose_trial(trials, worker.gate)
+    chosen = next((trial for trial in trials if trial.number == outcome.chosen), None)
+    session, evaluated = worker.work.session, worker.work.confirmations
+    found = Search(
+        created=now(),
+        command=session.config.command,
+        recipe=session.recipe.model_dump(mode="json"),
+        model=session.model_name,
+        task=session.config.task.name,
+        metric=session.config.task.metrics[0],
+        settings=worker.study.user_attrs["settings"],
+        study=worker.study.study_name,
+        objective=worker.options.objective,
+        ranking=worker.ranking,
+        source=worker.source,
+        fp32={},
+        trials=trials,
+        outcome=outcome,
+        confirmed=[],
+        agreement=None,
+        warnings=[],
+        notes=[],
+        environment=environment() | {"optuna": metadata.version("optuna"), **versions()},
+    )
+    (folder / SEARCH_RECIPE).unlink(missing_ok=True)
+    if chosen is not None and chosen.recipe is not None:
+        progress("validating FP32")
+        found.fp32 = {split: evaluated.fp32_scores(split) for split in evaluated.encoded}
+        found.confirmed = confirm_recipes(worker, chosen, chosen.recipe, progress)
+        searched = worker.work.score(worker.work.trials, chosen.recipe, chosen.origin, in_full=True)
+        found.agreement = compare_drops(searched, found.confirmed[0])
+        outcome.issues = judge_confirmed(found.confirmed[0], worker.gate, found.metric)
+        outcome.passed = not any(issue.state == "failed" for issue in outcome.issues)
+        named = chosen.recipe.model_copy(update={"name": searched_name(chosen.recipe.name)})
+        files.write_text(folder / SEARCH_RECIPE, short_yaml(named))
+    found.warnings = [*dict.fromkeys([*session.warnings, *_warn(worker, found)])]
+    found.notes = session.notes
+    files.write_text(folder / SEARCH_FILE, found.model_dump_json(indent=2) + "\n")
+    write_report(search_report(found), folder, "search")
+    return found
+
+
+def confirm_recipes(
+    worker: Worker,
+    chosen: SearchTrial,
+    best: Recipe,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[ConfirmedRecipe]:
+    """Score the chosen recipe and all that it competes with on the whole evaluation splits.
+
+    Every recipe is calibrated alone, as `qdqbench run` does it. Shipped recipes take the lengths and the
+    engine shapes of the given one, so that all are compared on the same tokens. One that fails, even the
+    chosen one, is a row with its failure.
+
+    Returns:
+        The chosen recipe first, then the given one and the shipped ones.
+    """
+    base = worker.work.session.recipe
+    rivals = rivals_of(base)
+    listed: list[tuple[Recipe, Origin]] = [(best, chosen.origin)]
+    if base not in (*rivals, best):
+        listed.append((base, "given"))
+    listed += [(_adapt(rival, base), "shipped") for rival in rivals]
+    rows: list[ConfirmedRecipe] = []
+    known: dict[str, Speedup | None] = {}
+    for recipe, origin in listed:
+        progress(f"validating {recipe.name}")
+        row = ConfirmedRecipe(name=recipe.name, recipe=recipe, origin=origin)
+        try:
+            _confirm(worker, row, recipe, known, is_chosen=not rows, progress=progress)
+        except Exception as error:  # hours of trials must not end without their report
+            row.failure = failure_of(error)
+        rows.append(row)
+    for row in rows[1:]:
+        row.dominates = row.origin == "shipped" and dominates(row, rows[0])
+    return rows
+
+
+def _confirm(  # noqa: PLR0913
+    worker: Worker,
+    row: ConfirmedRecipe,
+    recipe: Recipe,
+    known: dict[str, Speedup | None],
+    *,
+    is_chosen: bool,
+    progress: Callable[[str], None],
+) -> None:
+    work = worker.work
+    plan = work.plan(recipe)
+    scored = work.score(work.confirmations, recipe, row.origin, in_full=True)
+    row.calibration, row.failure, row.seconds = scored.calibration, scored.failure, scored.seconds
+    if row.failure is not None:
+        return
+    row.int8_share = work.int8_share(plan, worker.options.length)
+    key = _engine_key(recipe, plan)
+    if key not in known:
+        known[key] = worker.measure(recipe, plan)
+    row.scores, row.speedup = scored.scores, known[key]
+    if is_chosen and worker.source.mode == "latency":
+        progress("validating the engine")
+        row.engine = work.confirmations.compare(_answer_with_engine(work, recipe, plan))[0]
+
+
+def rivals_of(base: Recipe) -> list[Recipe]:
+    """Return shipped recipes of a family without training, for a CPU those without INT8 residuals."""
+    shipped = (load_recipe(name) for name in shipped_recipes())
+    reads_residuals = backend_of(base) in INT8_RESIDUALS
+    return [
+        recipe
+        for recipe in shipped
+        if recipe.qat is None
+        and recipe.model.family == base.model.family
+        and (reads_residuals or not recipe.int8_residual)
+    ]
+
+
+def compare_drops(searched: Trial, row: ConfirmedRecipe) -> DropAgreement | None:
+    """Return whether the drop on the search rows and the confirmed one differ by more than noise.
+
+    Args:
+        searched: the chosen recipe, calibrated in full, on the search rows.
+        row: the same on evaluation data.
+    """
+    if searched.failure is not None or row.score is None:
+        return None
+    before, after = searched.scores[DRAW], row.score
+    noise = NOISE * math.hypot(before.drop_stderr, after.drop_stderr)
+    return DropAgreement(
+        searched=before.drop,
+        searched_stderr=before.drop_stderr,
+        confirmed=after.drop,
+        confirmed_stderr=after.drop_stderr,
+        within_noise=abs(before.drop - after.drop) <= noise,
+    )
+
+
+def judge_confirmed(row: ConfirmedRecipe, gate: GateSettings, metric: str) -> list[GateIssue]:
+    """Return what keeps the gate from holding on evaluation data, or holds only within noise."""
+    if row.failure is not None:
+        return [GateIssue(code="recipe", state="failed", detail=row.failure.text)]
+    issues = []
+    for stage, splits in (("fake_quant", row.scores), ("engine", row.engine)):
+        for split, score in splits.items():
+            judged = judge(score.drop, score.drop_stderr, gate.max_drop)
+            if judged != "holds":
+                issue = GateIssue(
+                    code="accuracy",
+                    state="failed" if judged == "fails" else "within noise",
+                    stage=stage,
+                    split=split,
+                    metric=metric,
+                    value=score.drop,
+                    stderr=score.drop_stderr,
+                    limit=gate.max_drop,
+                    n=score.n,
+                )
+                issues.append(issue)
+    if gate.min_speedup is not None and (row.speedup is None or row.speedup.value < gate.min_speedup):
+        value = row.speedup.value if row.speedup else None
+        over = row.speedup.baseline if row.speedup else None
+        issues.append(
+            GateIssue(code="min_speedup", state="failed", value=value, limit=gate.min_speedup, baseline=over)
+        )
+    return issues
+
+
+def _warn(worker: Worker, found: Search) -> Iterable[str]:
+    """Yield what a reader must know before trusting a number."""
+    if worker.source.mode == "int8-share":
+        yield f"latency is {worker.source.label}"
+    if worker.work.session.recipe.calibration.bias_correction:
+        yield "trials are scored before biases are corrected; the chosen recipe is confirmed with it"
+    done, wanted = sum(trial.duplicate_of is None for trial in found.trials), worker.options.trials
+    if done < wanted and worker.options.budget_s is not None:
+        yield f"{done} of {wanted} trials fitted into {worker.options.budget_s:g} s; the same command resumes"
+    if failed := [trial for trial in found.trials if trial.failure]:
+        yield f"{len(failed)} of {len(found.trials)} trials failed; their reasons are in the table"
+    if found.chosen is not None and not found.chosen.int8_linears:
+        yield explain_no_int8(found)
+    if found.agreement is not None and not found.agreement.within_noise:
+        yield (
+            f"the searched drop ({100 * found.agreement.searched:.2f} points) and the confirmed one "
+            f"({100 * found.agreement.confirmed:.2f}) differ by more than noise"
+        )
+    for row in found.confirmed:
+        best = found.confirmed[0].score
+        if row.dominates and row.score is not None and best is not None:
+            noise = NOISE * math.hypot(row.score.drop_stderr, best.drop_stderr)
+            remark = ", in accuracy by no more than noise" if best.drop - row.score.drop <= noise else ""
+            yield f"{row.name} dominates the chosen recipe on validation{remark}"
+
+
+def explain_no_int8(found: Search) -> str:
+    """Return why nothing in INT8 was chosen, as far as trials and confirmation know."""
+    text = "the chosen recipe has nothing in INT8: "
+    tried = [trial for trial in found.trials if trial.int8_linears and trial.is_scored]
+    speeds = [row.speedup.value for row in (*tried, *found.confirmed) if row.speedup]
+    if not tried:
+        return f"{text}no recipe with INT8 was tried to its end, ask for more trials"
+    if speeds and max(speeds) <= 1:
+        return f"{text}here no recipe with INT8 is faster than {found.source.twin}"
+    faster = ", though some are faster" if speeds else ""
+    return f"{text}none of the {len(tried)} tried with INT8 satisfies the gate better{faster}"
+
+
+def _adapt(recipe: Recipe, base: Recipe) -> Recipe:
+    export = recipe.export.model_copy(update={"max_length": base.export.max_length})
+    return recipe.model_copy(update={"export": export, "engine": base.engine})
+
+
+def _engine_key(recipe: Recipe, plan: Plan) -> str:
+    """Return the same key for recipes that differ in their scales alone: their engine is the same."""
+    smoothing = sorted((name, plan.scaling_of(name).smoothing != "none") for name in plan.int8)
+    export = recipe.export.model_dump() if plan.int8 else None
+    return repr([sorted(plan.int8.items()), sorted(plan.attention), sorted(plan.fp32), smoothing, export])
+
+
+def _answer_with_engine(work: Workspace, recipe: Recipe, plan: Plan) -> dict[str, Float32]:
+    """Return the answers [answers, width] of a recipe's engine by split."""
+    session = work.session
+    folder, outputs = session.folder / "confirmed", session.config.task.kind.outputs
+    model = work.model(recipe, plan, in_full=True)
+    graph = write_engine_graph(session, model, recipe, plan, folder / "model.int8.onnx")
+    path = build_and_prove(session, graph, folder / "model.int8.engine")
+    cache = folder / "runtime.cache"
+    with open_runner(path, graph.path, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs) as runner:
+        size = min(session.config.batch_size, runner.max_batch)
+        return {
+            name: predict(runner, encoded, pad_id=session.pad_id, batch_size=size, stage="engine")
+            for name, encoded in work.confirmations.encoded.items()
+        }

@@ -1,0 +1,330 @@
+"""The report of a search: a page, Markdown and a screen."""
+
+import statistics
+from functools import partial
+
+from qdqbench.eval.reporting import svg
+from qdqbench.eval.reporting.document import (
+    EVERYWHERE,
+    PAGE,
+    PAGES,
+    SCREEN,
+    Block,
+    Cell,
+    Chart,
+    Code,
+    Prose,
+    Report,
+    Row,
+    Section,
+    Table,
+    Tile,
+    Verdict,
+    page_of,
+    row,
+)
+from qdqbench.eval.reporting.formats import cleaned, count_of, delta_points, flat, label, model_label, points
+from qdqbench.eval.runs.gate.gate import issue_sentence
+from qdqbench.eval.selection.search.results import SEARCH_FILE, ConfirmedRecipe, Ranking, Search, SearchTrial
+from qdqbench.eval.selection.trials.results import DRAW, Origin
+from qdqbench.quantize.recipe.schema import short_yaml
+from qdqbench.quantize.recipe.sections import GateSettings
+from qdqbench.quantize.utils.comparison import Comparison
+
+MARKS = (  # what a point of the plot is; shape and color differ
+    ("tried", svg.SKY, "o"),
+    ("Pareto front", svg.BLUE, "o"),
+    ("shipped recipe", svg.ORANGE, "s"),
+    ("given recipe", svg.GREEN, "^"),
+    ("chosen", svg.VERMILLION, "*"),
+)
+ORIGINS: dict[Origin, str] = {
+    "given": "given recipe",
+    "unquantized": "nothing in INT8",
+    "ranking": "ranking",
+    "tpe": "TPE",
+}
+SETTINGS = {"method": "activations", "smoothing": "smoothing", "weights_method": "weights"}
+
+
+def search_report(found: Search) -> Report:
+    """Return what a search shows: the answer, the front, the confirmation, the recipe, all trials."""
+    found = cleaned(found)
+    source, outcome = found.source, found.outcome
+    speed = f"over {source.twin}" if source.mode == "latency" else "INT8 share of multiply-adds"
+    tried = [trial for trial in found.trials if trial.is_scored]
+    failed, repeated = (
+        sum(trial.failure is not None for trial in found.trials),
+        sum(trial.duplicate_of is not None for trial in found.trials),
+    )
+    counts = f"{len(tried)} recipes tried, {repeated} repeated, {failed} failed"
+    shape = f"batch {source.batch}, {source.length} tokens"
+    about = [label(found.task), str(found.recipe["name"])]
+    facts = {"Settings": flat(found.settings), "Latency": flat(source.model_dump())}
+    recipe = short_yaml(found.chosen.recipe) if found.chosen and found.chosen.recipe else ""
+    sections = [
+        Section(
+            "front", "Accuracy against latency", [Chart(partial(draw_front, found), broad=True)], on=PAGE
+        ),
+        *([_confirmation(found, speed)] if found.confirmed else []),
+        *([Section("recipe", "The recipe", [Code(recipe, "yaml", on=PAGES)])] if recipe else []),
+        _trials(found, speed),
+    ]
+    return Report(
+        page_of(found, "search", model_label(found.model), about, SEARCH_FILE, facts=facts),
+        sections,
+        Verdict(
+            "good" if outcome.passed else "bad",
+            describe_gate(found),
+            headline(found),
+            notes=[f"Asked: {describe_rule(found)}. {counts}. Latency {source.label}; {shape}."],
+        ),
+        tiles=_tiles(found, speed, tried),
+        warnings=found.warnings,
+        notes=found.notes,
+    )
+
+
+def describe_gate(found: Search) -> str:
+    """Return whether the gate holds."""
+    return "The gate holds" if found.outcome.passed else "The gate does not hold"
+
+
+def headline(found: Search) -> str:
+    """Return the answer in one sentence."""
+    chosen, outcome = found.chosen, found.outcome
+    if chosen is None:
+        return f"No recipe holds the gate: {describe_choice(found)}."
+    if not outcome.passed:
+        problems = "; ".join(issue_sentence(issue) for issue in outcome.issues if issue.state == "failed")
+        return f"Trial {chosen.number} was chosen, and validation does not confirm it: {problems}."
+    measured = found.source.mode == "latency"
+    how = "confirmed on validation" if measured else "accuracy confirmed on validation, latency not measured"
+    return f"Trial {chosen.number}: {describe_choice(found)}; {how}."
+
+
+def describe_rule(found: Search) -> str:
+    """Return the question in words."""
+    gate = GateSettings.model_validate(found.recipe["gate"])
+    if gate.min_speedup is not None:
+        return f"at least {gate.min_speedup:g}x as fast as the {found.source.twin} engine, most accurate"
+    first = "fastest" if found.source.mode == "latency" else "largest INT8 share of multiply-adds"
+    return f"at most {points(gate.max_drop)} lost, {first}"
+
+
+def describe_choice(found: Search) -> str:
+    """Return why a trial was chosen, or why none."""
+    gate, outcome = GateSettings.model_validate(found.recipe["gate"]), found.outcome
+    asked = f"{gate.min_speedup:g}x as fast" if gate.min_speedup is not None else ""
+    lost = f"at most {points(gate.max_drop)}"
+    chosen = found.chosen
+    if chosen is None:
+        text = f"none is {asked} as the {found.source.twin} engine" if asked else f"none loses {lost}"
+        best = next((trial for trial in found.trials if trial.number == outcome.best), None)
+        if best is None:
+            return f"{text}: no trial came to an end"
+        speed = _speed(best) if best.speedup else f"{_speed(best)} of the multiply-adds in INT8"
+        drop = f"a drop of {100 * best.scores[DRAW].drop:.2f} points"
+        return f"{text}; the best was trial {best.number} with {drop} and {speed}"
+    if asked:
+        return f"the most accurate of {outcome.holding} recipes that are at least {asked}"
+    first = "fastest" if chosen.speedup else "one with the largest INT8 share"
+    text = f"the {first} of {outcome.holding} recipes that lose {lost}"
+    searched = chosen.scores[DRAW].drop
+    if searched > gate.max_drop:
+        text += f" (it lost {100 * searched:.2f}, which is within noise of that)"
+    if outcome.equal > 1:
+        text += f", and the most accurate of the {outcome.equal} within 1% of that"
+    return text
+
+
+def _tiles(found: Search, speed: str, tried: list[SearchTrial]) -> list[Tile]:
+    tiles, best = [], next(iter(found.confirmed), None)
+    if best is not None and best.score is not None:
+        title = "speed of the chosen" if best.speedup else "INT8 share of the chosen"
+        tiles.append(Tile(title, _speed(best), speed if best.speedup else "of multiply-adds"))
+        noise = "within noise" if best.score.within_noise else "beyond noise"
+        tiles.append(Tile("drop, points", _drop(best.score), f"on validation, {noise}"))
+    front = sum(trial.on_front for trial in tried)
+    return [*tiles, Tile("recipes tried", str(len(tried)), f"{front} on the front")]
+
+
+def _confirmation(found: Search, speed: str) -> Section:
+    rows = [_confirmed_row(found, each) for each in found.confirmed]
+    columns = ["recipe", label(found.metric), "drop, points", "noise", "engine drop", "ms", speed, "remark"]
+    blocks: list[Block] = [
+        Prose(_describe_agreement(found), on=EVERYWHERE),
+        Table(
+            columns,
+            rows,
+            texts=(0, -1),
+            look="full cards sortable",
+            screen=(0, 1, 2, 5, 6),
+            on=EVERYWHERE,
+        ),
+    ]
+    remarks = [f"{each.name}: {text}" for each in found.confirmed if (text := _remark(each))]
+    blocks += [Prose(text, "quiet", on=SCREEN) for text in remarks]
+    return Section("confirmed", "On validation, which no trial has seen", blocks)
+
+
+def _confirmed_row(found: Search, each: ConfirmedRecipe) -> Row:
+    is_chosen = each is found.confirmed[0]
+    if each.score is None:
+        return row(each.name, "", "", "", "", "", "", Cell(_remark(each), "bad"), chosen=is_chosen)
+    engine = next(iter(each.engine.values()), None)
+    value = next(iter(found.fp32.values())).metrics[found.metric] - each.score.drop
+    noise = " ~" if each.score.within_noise else ""
+    return row(
+        each.name,
+        f"{value:.4f}",
+        Cell(_drop(each.score), short=f"{_drop(each.score)}{noise}"),
+        "within noise" if each.score.within_noise else "",
+        _drop(engine) if engine else "",
+        f"{each.speedup.system_ms:.3g}" if each.speedup else "",
+        _speed(each),
+        Cell(_remark(each), "bad" if each.dominates else ""),
+        chosen=is_chosen,
+    )
+
+
+def _remark(each: ConfirmedRecipe) -> str:
+    """Return its failure, or its drops on the splits after the first, and whether it dominates."""
+    if each.failure is not None:
+        return each.failure.text
+    texts = []
+    for split, score in list(each.scores.items())[1:]:
+        engine = f", of the engine {_drop(each.engine[split])}" if split in each.engine else ""
+        texts.append(f"{split.removeprefix('validation_')}: drop {_drop(score)}{engine}")
+    return "; ".join(texts + ["dominates the chosen recipe"] * each.dominates)
+
+
+def _trials(found: Search, speed: str) -> Section:
+    order = sorted(
+        found.trials, key=lambda each: (not each.on_front, -each.gain if each.is_scored else 0, each.number)
+    )
+    columns = [
+        "trial", speed, "drop, points", "noise", "front", "holds", "ms", "divergence", "from", "INT8",
+        "calibration", "remark",
+    ]  # fmt: skip
+    units = ", ".join(f"{kind} of layer {layer}" for layer, kind in found.ranking.units)
+    quiet = (
+        f"Scored on {found.settings['samples']} train rows at most, none of which calibrates. ± is one "
+        "paired standard error."
+    )
+    order_text = (
+        f"Units in order of the ranking ({describe_ranking(found.ranking)}), the worst in INT8 first: "
+    )
+    return Section(
+        "trials",
+        f"All {count_of(len(order), 'trial')}, the Pareto front first",
+        [
+            Prose(quiet, "quiet"),
+            Table(
+                columns,
+                [_trial_row(found, each) for each in order],
+                texts=(8, 9, 10, 11),
+                look="full sortable",
+                filter="trials",
+            ),
+            Prose(f"{order_text}{units}.", "quiet"),
+        ],
+    )
+
+
+def _trial_row(found: Search, each: SearchTrial) -> Row:
+    settings = [f"{name} {each.params[key]}" for key, name in SETTINGS.items() if key in each.params]
+    score = each.scores.get(DRAW)
+    remark = f"same recipe as {each.duplicate_of}" if each.duplicate_of is not None else ""
+    return row(
+        str(each.number),
+        _speed(each) if score else "",
+        _drop(score) if score else "",
+        "within noise" if score and score.within_noise else "",
+        "yes" if each.on_front else "",
+        "yes" if each.holds else "",
+        f"{each.speedup.system_ms:.3g}" if each.speedup else "",
+        f"{each.divergence:.3g}" if score else "",
+        Cell(describe_origin(each), look="nowrap"),
+        Cell(f"{each.int8_linears} linears, {each.int8_attention} attentions", look="nowrap"),
+        Cell(", ".join(settings) if each.int8_linears else "nothing to calibrate", look="text"),
+        each.failure.text if each.failure else remark,
+        chosen=each.number == found.outcome.chosen,
+    )
+
+
+def describe_origin(trial: SearchTrial) -> str:
+    """Return where a trial's recipe comes from."""
+    return f"shipped {trial.shipped}" if trial.origin == "shipped" else ORIGINS[trial.origin]
+
+
+def describe_ranking(ranking: Ranking) -> str:
+    """Return where a ranking comes from."""
+    return f"file {ranking.file}" if ranking.file else f"sensitivity on {ranking.samples} train rows"
+
+
+def _drop(score: Comparison) -> str:
+    return delta_points(score.drop, score.drop_stderr)
+
+
+def _speed(each: SearchTrial | ConfirmedRecipe) -> str:
+    return f"{each.speedup.value:.2f}x" if each.speedup else f"{each.int8_share:.0%}"
+
+
+def _describe_agreement(found: Search) -> str:
+    pair = found.agreement
+    if pair is None:
+        return "Whether the search and its confirmation agree is not known."
+    return (
+        "Calibrated in full, its drop where it was searched is "
+        f"{delta_points(pair.searched, pair.searched_stderr)} points, and on validation "
+        f"{delta_points(pair.confirmed, pair.confirmed_stderr)}: they "
+        + ("agree within noise." if pair.within_noise else "differ by more than noise.")
+    )
+
+
+def draw_front(found: Search) -> str:
+    """Return the SVG of accuracy against latency of all trials; empty when none has values."""
+    done = [trial for trial in found.trials if trial.is_scored]
+    if not done:
+        return ""
+    drop = found.objective == "drop"
+    measure = "drop, points" if drop else "divergence from FP32"
+    times = [trial.speedup.baseline_ms for trial in done if trial.speedup]
+    baseline_ms = statistics.median(times) if times else None  # one scale for all hours
+
+    def point(trial: SearchTrial) -> tuple[float, float]:
+        across = baseline_ms / trial.gain if baseline_ms else 100 * (1 - trial.gain)
+        return across, 100 * trial.scores[DRAW].drop if drop else trial.divergence
+
+    shipped = {trial.duplicate_of for trial in found.trials if trial.origin == "shipped"}
+    groups: dict[str, list[tuple[float, float]]] = {name: [] for name, *_ in MARKS}
+    for trial in done:
+        mark = _mark(found, trial)
+        groups[mark].append(point(trial))
+        if trial.number in shipped and mark not in ("shipped recipe", "chosen"):
+            groups["shipped recipe"].append(point(trial))
+    figure = svg.figure_of(3.6)
+    axes = figure.add_subplot()
+    front = sorted(point(trial) for trial in done if trial.on_front)
+    axes.step(*zip(*front, strict=True), where="post", color=svg.BLUE, linewidth=1, alpha=0.6)
+    for name, color, marker in MARKS:
+        if groups[name]:
+            size = {"tried": 14, "chosen": 130}.get(name, 34)
+            axes.scatter(
+                *zip(*groups[name], strict=True), s=size, color=color, marker=marker, label=name, zorder=3
+            )
+    title = f"latency, ms, batch {found.source.batch}, {found.source.length} tokens"
+    axes.set_xlabel(title if times else "share of multiply-adds that is not in INT8, %")
+    svg.dress(axes, measure, grid="both")
+    svg.legend(figure, 3, 2)
+    against = "latency" if times else "INT8 share"
+    return svg.svg_of(figure, "search-front", f"{measure} against {against} of {len(done)} recipes")
+
+
+def _mark(found: Search, trial: SearchTrial) -> str:
+    if trial.number == found.outcome.chosen:
+        return "chosen"
+    if trial.origin in ("shipped", "given"):
+        return f"{trial.origin} recipe"
+    return "Pareto front" if trial.on_front else "tried"

@@ -1,0 +1,316 @@
+"""What a search may change in a recipe, and the way from a trial's parameters to a recipe and back.
+
+A BERT has dozens of linears and a search only dozens of trials, so the space follows a ranking of the units
+(a layer's q, k and v, its attention output, its two feed-forward linears) by what INT8 costs in each: how
+many of the worst stay out of INT8, and one or two exceptions.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qdqbench.quantize.models.families.family import ENCODER_KINDS, Family, Place
+from qdqbench.quantize.models.families.known import family_named, family_of
+from qdqbench.quantize.models.modules import ModuleInfo
+from qdqbench.quantize.recipe.plan import Plan, matched, resolve
+from qdqbench.quantize.recipe.schema import Recipe, parse_recipe, short_yaml
+from qdqbench.quantize.recipe.sections import Rule
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import limits_of
+
+Unit = tuple[int, str]  # layer and kind
+Params = dict[str, Any]
+FRAMES = ("all", "ffn")  # kinds that may be INT8; ffn: the feed-forward alone
+SEARCHED_METHODS = ("max", "percentile/99.99", "percentile/99.999", "mse", "entropy")
+SMOOTH = ("none", "gain", "0.3", "0.5", "0.65", "0.8")  # of LayerNorm outputs
+WEIGHT_METHODS = ("max", "mse")
+PLAIN = {"method": "max", "smoothing": "none", "weights_method": "max"}
+FLIPS = ("flip_1", "flip_2")
+
+
+@dataclass(frozen=True)
+class Space:
+    """The searched parts of one model, and the recipe that gives the rest."""
+
+    base: Recipe
+    modules: Mapping[str, ModuleInfo]
+    prefix: str
+    units: dict[Unit, tuple[str, ...]]  # linears of each unit; in order of the ranking, worst first
+    attention: dict[int, str]  # layers whose attention may be INT8; in order of the ranking, worst first
+    granularity: str  # channel or tensor: weight scales of the searched linears
+    fixed: tuple[Rule, ...]  # rules that every trial ends with: FP32 islands, linears outside of the encoder
+
+    @property
+    def family(self) -> Family:
+        """The family that the recipe is for."""
+        return family_named(self.base.model.family)
+
+    def ranked(self, units: Sequence[Unit], layers: Sequence[int]) -> "Space":
+        """Return the same space with its units, and the layers of its attentions, in another order."""
+        return replace(
+            self,
+            units={unit: self.units[unit] for unit in units},
+            attention={layer: self.attention[layer] for layer in layers},
+        )
+
+    def suggest(self, trial: Any) -> Params:
+        """Parameters of a new trial."""
+        count = len(self.units)
+        params: Params = {
+            "frame": trial.suggest_categorical("frame", FRAMES),
+            "keep": trial.suggest_int("keep", 0, count),
+        }
+        params |= {name: trial.suggest_int(name, 0, count) for name in FLIPS}
+        if self.attention:
+            params["attention_keep"] = trial.suggest_int("attention_keep", 0, len(self.attention))
+        params["method"] = trial.suggest_categorical("method", SEARCHED_METHODS)
+        params["smoothing"] = trial.suggest_categorical("smoothing", SMOOTH)
+        params["weights_method"] = trial.suggest_categorical("weights_method", WEIGHT_METHODS)
+        return params
+
+    def int8_units(self, params: Params) -> set[Unit]:
+        """Units in INT8: all but the first `keep` of the ranking, then the flips (1: the worst, 0: none)."""
+        units = list(self.units)
+        chosen = {u for u in units[params["keep"] :] if params["frame"] == "all" or u[1].startswith("ffn")}
+        for name in FLIPS:
+            if params[name]:
+                chosen ^= {units[params[name] - 1]}
+        return chosen
+
+    def int8_attention(self, params: Params, units: set[Unit]) -> set[int]:
+        """Layers with INT8 attention; it is fused only where the output linear is INT8 too."""
+        keep = params.get("attention_keep", len(self.attention))
+        return {layer for layer in list(self.attention)[keep:] if (layer, "output") in units}
+
+    def recipe(self, params: Params, description: str = "") -> Recipe:
+        """The recipe of a trial.
+
+        Raises:
+            UserError: the model does not take it.
+        """
+        units = self.int8_units(params)
+        return self.assemble(units, self.int8_attention(params, units), params, description)
+
+    def assemble(
+        self, units: set[Unit], attention: set[int], how: Mapping[str, Any], description: str = ""
+    ) -> Recipe:
+        """A recipe with these units and attentions in INT8, calibrated by `how`."""
+        smoothing = how["smoothing"] if how["smoothing"] in ("none", "gain") else float(how["smoothing"])
+        rules = [*self._linear_rules(units), *self._attention_rules(attention), *self.fixed]
+        keep = [name for name in ("layernorm", "softmax") if name == "layernorm" or not attention]
+        calibration = {
+            "method": how["method"],
+            "weights_method": how["weights_method"],
+            "smoothing": smoothing,
+        }
+        if not any(kind == "ffn-out" for _, kind in units):
+            calibration["outlier_channel_splitting"] = 0  # nothing is left to split
+        data = self.base.model_dump(mode="json") | {
+            "name": searched_name(self.base.name),
+            "description": description,
+            "rules": [rule.model_dump(mode="json", exclude_none=True) for rule in rules],
+            "attention": "int8" if attention and attention == self._all_layers() else "fp16",
+        }
+        data["precision"]["never_quantize"] = keep
+        data["calibration"] |= calibration
+        text = short_yaml(Recipe.model_validate(data))
+        recipe = parse_recipe(text, "the trial's recipe")
+        plan = resolve(recipe, self.modules, self.prefix)
+        wanted = {name for unit in units for name in self.units[unit]}
+        made = {name for name in plan.int8 if any(name in names for names in self.units.values())}
+        assert made == wanted, (sorted(made ^ wanted), text)
+        assert {self.family.layer_of(name) for name in plan.attention} == attention, text
+        return recipe
+
+    def _all_layers(self) -> set[int]:
+        layers = {self.family.layer_of(name) for name, i in self.modules.items() if i.kind == "Attention"}
+        return {layer for layer in layers if layer is not None}
+
+    def _linear_rules(self, units: set[Unit]) -> list[Rule]:
+        """One INT8 rule for all and FP16 rules for the exceptions, or INT8 rules where these are fewer."""
+        int8: dict[str, Any] = {"type": "Linear"} | _int8_formats(self.granularity)
+        if not units:
+            return []
+        chosen, kept = self._patterns(units), self._patterns(set(self.units) - units)
+        if set(self.units) == set(_linear_units(self.family, self.modules)) and 1 + len(kept) <= len(chosen):
+            encoder = self._place(next(iter(self.units.values()))[0]).layers
+            return [
+                Rule(match=f"{encoder}.*", **int8),
+                *(Rule(match=m, type="Linear", precision="fp16") for m in kept),
+            ]
+        return [Rule(match=match, **int8) for match in chosen]
+
+    def _patterns(self, units: set[Unit]) -> list[str]:
+        """Patterns that match exactly the linears of these units: kinds of all layers, then single ones."""
+        found, left = [], set(units)
+        for kind in ENCODER_KINDS:
+            of_kind = {unit for unit in self.units if unit[1] == kind}
+            if of_kind and of_kind <= left and len(of_kind) == len(self._all_layers()):
+                for pattern in self._unit_patterns(min(of_kind)):
+                    example = self._place(pattern)
+                    found.append(f"{example.layers}.*[0-9].{example.path}")
+                left -= of_kind
+        for layer in sorted({unit[0] for unit in left}):
+            of_layer = {unit for unit in self.units if unit[0] == layer}
+            if len(of_layer) == len(ENCODER_KINDS) and of_layer <= left:
+                found.append(f"{self._place(self.units[layer, 'output'][0]).layers}.{layer}.*")
+                left -= of_layer
+        return found + [pattern for unit in sorted(left) for pattern in self._unit_patterns(unit)]
+
+    def _unit_patterns(self, unit: Unit) -> list[str]:
+        """One pattern for the linears of a unit where it matches no other linear, else their names."""
+        around = self.units[unit][0].rpartition(".")[0]
+        inside = {n for n, i in self.modules.items() if i.kind == "Linear" and n.startswith(f"{around}.")}
+        if len(inside) > 1 and inside == set(self.units[unit]):
+            return [f"{self._short(around)}.*"]
+        return [self._short(name) for name in self.units[unit]]
+
+    def _attention_rules(self, layers: set[int]) -> list[Rule]:
+        if not layers or layers == self._all_layers():
+            return []
+        names = [self._short(self.attention[layer]) for layer in sorted(layers)]
+        return [Rule(match=name, type="Attention", precision="int8") for name in names]
+
+    def _place(self, name: str) -> Place:
+        """Where in the encoder a searched module is, without the model's prefix."""
+        place = self.family.place(self._short(name))
+        assert place is not None, name
+        return place
+
+    def _short(self, name: str) -> str:
+        return name.removeprefix(f"{self.prefix}.") if self.prefix else name
+
+    def project(self, plan: Plan, recipe: Recipe) -> Params:
+        """The parameters whose recipe is nearest to a plan."""
+        target = {unit for unit, names in self.units.items() if all(name in plan.int8 for name in names)}
+        inside = {self.family.layer_of(name) for name in plan.attention}
+        order = list(self.units)
+        best: tuple[int, Params] | None = None
+        for frame in FRAMES:
+            for keep in range(len(order) + 1):
+                params: Params = {"frame": frame, "keep": keep} | dict.fromkeys(FLIPS, 0)
+                wrong = sorted(order.index(unit) + 1 for unit in self.int8_units(params) ^ target)
+                params |= dict(zip(FLIPS, wrong, strict=False))
+                if best is None or len(wrong) < best[0]:
+                    best = len(wrong), params
+        assert best is not None
+        params = best[1]
+        if self.attention:
+            layers = list(self.attention)
+            params["attention_keep"] = min(
+                range(len(layers) + 1), key=lambda keep: len(set(layers[keep:]) ^ (inside & set(layers)))
+            )
+        section = recipe.calibration
+        params["method"] = section.method if section.method in SEARCHED_METHODS else SEARCHED_METHODS[0]
+        smoothing = str(section.smoothing)
+        params["smoothing"] = smoothing if smoothing in SMOOTH else SMOOTH[0]
+        params["weights_method"] = section.weights_method
+        return params
+
+
+def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> Space:
+    """The space around a recipe, in model order.
+
+    What the recipe computes in FP32 stays there, and linears outside of the encoder stay as they are.
+
+    Raises:
+        UserError: the recipe does not fit the model, or nothing is left to search.
+    """
+    plan = resolve(base, modules, prefix)
+    if plan.residual:
+        raise UserError(
+            f"search moves linears between FP16 and INT8, and the INT8 residuals of recipe {base.name} need "
+            "INT8 linears around them; set residual: fp16 in a copy of the recipe and search that"
+        )
+    units = _linear_units(plan.family, modules)
+    free = {u: tuple(names) for u, names in units.items() if not any(n in plan.fp32 for n in names)}
+    if not free:
+        raise UserError(f"recipe {base.name} leaves nothing to search: every encoder linear is in FP32")
+    attention, limits = {}, limits_of(base.engine.backend)
+    for name, info in modules.items():
+        layer = plan.family.layer_of(name)
+        fits = (
+            info.head_size in limits.int8_head_sizes
+            and base.export.max_length <= limits.int8_attention_length
+        )
+        if info.kind == "Attention" and layer is not None and name not in plan.fp32 and fits:
+            attention[layer] = name
+    searched = {name for names in units.values() for name in names}
+    outside = [
+        Rule(match=name, type="Linear", **_int8_formats(scales))
+        for name, scales in plan.int8.items()
+        if name not in searched
+    ]
+    islands = [rule for rule in base.rules if rule.precision == "fp32" and matched(rule, modules, prefix)]
+    formats = Counter(plan.int8[name] for name in searched if name in plan.int8)
+    granularity = formats.most_common(1)[0][0] if formats else "channel"
+    return Space(base, modules, prefix, free, attention, granularity, (*outside, *islands))
+
+
+def _linear_units(family: Family, modules: Mapping[str, ModuleInfo]) -> dict[Unit, list[str]]:
+    """Linears of the encoder by unit, in model order."""
+    units: dict[Unit, list[str]] = {}
+    for name, info in modules.items():
+        layer = family.layer_of(name)
+        if info.kind == "Linear" and layer is not None and family.kind(name) in ENCODER_KINDS:
+            units.setdefault((layer, family.kind(name)), []).append(name)
+    return units
+
+
+def _int8_formats(granularity: str) -> dict[str, Any]:
+    return {"weights": f"int8/per-{granularity}", "input": "int8/per-tensor"}
+
+
+def rank_by_cost(space: Space, cost_of: Mapping[str, float], attention_cost: Mapping[int, float]) -> Space:
+    """Order units by what INT8 costs in them for each multiply-add that it saves, worst first.
+
+    Args:
+        cost_of: linear -> divergence with only this linear in INT8.
+        attention_cost: layer -> divergence with only its attention in INT8.
+    """
+    # a feed-forward linear has four times the work of an attention output, q, k and v together three times
+    work = {"qkv": 3.0, "output": 1.0, "ffn-in": 4.0, "ffn-out": 4.0}
+    costs = {
+        unit: sum(cost_of.get(name, 0.0) for name in names) / work[unit[1]]
+        for unit, names in space.units.items()
+    }
+    units = sorted(space.units, key=lambda unit: -costs[unit])
+    layers = sorted(space.attention, key=lambda layer: -attention_cost.get(layer, 0.0))
+    return space.ranked(units, layers)
+
+
+def searched_name(name: str) -> str:
+    """Name of what is found from a recipe."""
+    return name if name.endswith("-searched") else f"{name}-searched"
+
+
+def count_multiply_adds(model: Any, modules: Mapping[str, ModuleInfo], length: int) -> dict[str, int]:
+    """Return the multiply-adds of one sequence in each linear layer and attention of the encoder.
+
+    Layers that share weights count once for every run. An attention has two products, q k and the
+    probabilities with v.
+
+    Args:
+        model: of transformers.
+        length: tokens of the sequence.
+    """
+    family, config = family_of(model.config), model.config
+    layer_of = {name: family.layer_of(name) for name in modules}
+    layers = {layer for layer in layer_of.values() if layer is not None}
+    runs = Counter(family.run_order(len(layers), config.num_hidden_layers))
+    counts = {}
+    for name, layer in layer_of.items():
+        if layer is None:
+            continue
+        if modules[name].kind == "Linear":
+            rows, columns = model.get_submodule(name).weight.shape
+            counts[name] = runs[layer] * length * rows * columns
+        elif modules[name].kind == "Attention":
+            counts[name] = runs[layer] * 2 * length**2 * config.hidden_size
+    return counts
+
+
+def int8_share(plan: Plan, counts: Mapping[str, int]) -> float:
+    """Return the share of the encoder's multiply-adds that a plan has in INT8, from 0 to 1."""
+    return sum(counts.get(name, 0) for name in (*plan.int8, *plan.attention)) / sum(counts.values())

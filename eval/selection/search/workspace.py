@@ -1,0 +1,195 @@
+"""What all trials of a search share: the model, its data, FP32's answers, calibrations, and the store."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from qdqbench.eval.metrics.runners import evaluating, placed
+from qdqbench.eval.selection.search.space import Space, count_multiply_adds, int8_share
+from qdqbench.eval.selection.trials.calibrations import widest_activation
+from qdqbench.eval.selection.trials.results import CalibrationCost, Origin, Trial, failure_of
+from qdqbench.eval.selection.trials.store import TRIALS, Trials, hash_of
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration.narrow import narrowed, without_corrections
+from qdqbench.quantize.calibration.record import CalibrationRecord, read_record, write_record
+from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.recipe.plan import Plan, resolve
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.utils.arrays import Float32
+from qdqbench.quantize.utils.errors import MissingDevice
+from qdqbench.quantize.utils.speedup import Speedup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MOST_RECORDS = 3  # calibrations in memory
+LEAST_SAMPLES = 32  # below it a drop means nothing
+Measure = Callable[[Recipe, Plan], Speedup | None]  # None where the INT8 share is compared
+
+
+def plan_key(recipe: Recipe, plan: Plan) -> str:
+    """Return the same key for recipes that make the same engine with the same scales."""
+    scaling = {name: asdict(plan.scaling_of(name)) for name in (*plan.int8, *plan.attention)}
+    calibration = recipe.calibration.model_dump(exclude={"method", "weights_method", "smoothing"})
+    parts = [
+        dict(sorted(plan.int8.items())),
+        sorted(plan.attention),
+        sorted(plan.fp32),
+        scaling,
+        calibration if scaling else None,
+        recipe.export.model_dump() if scaling else recipe.export.max_length,
+        recipe.precision.compute,
+    ]
+    return hash_of(parts)
+
+
+class DeviceTrials(Trials):
+    """Trials whose models are on the GPU while they are scored, as they are exported on the CPU."""
+
+    def answer(self, model: "PreTrainedModel", text: str) -> dict[str, Float32]:
+        """Return a model's answers, as `Trials.answer`."""
+        with evaluating(model):
+            return super().answer(model, text)
+
+
+@dataclass
+class Workspace:
+    """Recipes of one search, calibrated and scored in its folder."""
+
+    session: Session
+    space: Space
+    samples: int
+    progress: Callable[[str], None] = lambda text: None
+    identity: str = ""  # of model, data and code: calibrations of others are not reused
+    _records: dict[str, CalibrationRecord] = field(default_factory=dict)
+    _last: "tuple[tuple[str, bool], PreTrainedModel] | None" = None  # scored, then exported
+
+    @cached_property
+    def trials(self) -> Trials:
+        """Return the store of recipes that are scored on the draw."""
+        path = self.session.folder / TRIALS
+        return DeviceTrials(self.session, self.samples, path, evaluates=False, least=LEAST_SAMPLES)
+
+    @cached_property
+    def confirmations(self) -> Trials:
+        """Return the store of recipes that are scored on evaluation data."""
+        return DeviceTrials(self.session, 0, self.session.folder / "confirmed.jsonl")
+
+    def plan(self, recipe: Recipe) -> Plan:
+        """Return a recipe resolved for this model.
+
+        Raises:
+            UserError: it does not fit.
+        """
+        return resolve(recipe, self.space.modules, self.space.prefix)
+
+    def int8_share(self, plan: Plan, length: int) -> float:
+        """Return the share of the encoder's multiply-adds in INT8, for sequences of this length."""
+        return int8_share(plan, count_multiply_adds(self.session.fp32_model, self.space.modules, length))
+
+    def score(self, trials: Trials, recipe: Recipe, origin: Origin, *, in_full: bool) -> Trial:
+        """Return the scores of a recipe in one of the two stores; those that are known are not measured.
+
+        Args:
+            in_full: calibrate it alone, with its corrections of biases, as `qdqbench run` does.
+        """
+        plan = self.plan(recipe)
+        key = plan_key(recipe, plan) if in_full else f"shared {plan_key(without_corrections(recipe), plan)}"
+
+        def calibrate() -> "tuple[PreTrainedModel, CalibrationCost]":
+            start = time.perf_counter()
+            if not plan.int8:
+                return self.session.fp32_model, CalibrationCost(
+                    seconds=0.0, amax_over_rms=None, amax_over_rms_at=None
+                )
+            model, record = self._calibrate(recipe, plan, in_full=in_full)
+            name, ratio = widest_activation(record.quantizers) or (None, None)
+            seconds = time.perf_counter() - start
+            return model, CalibrationCost(seconds=seconds, amax_over_rms=ratio, amax_over_rms_at=name)
+
+        self.progress(f"scoring {recipe.name}")
+        trial = Trial(recipe=recipe, origin=origin)
+        try:
+            return trials.measure(key, trial, calibrate)
+        except MissingDevice:
+            raise
+        except Exception as error:  # out of memory: hours of trials must not end without their report
+            trial.failure = failure_of(error)
+            return trial
+
+    def model(self, recipe: Recipe, plan: Plan, *, in_full: bool = False) -> "PreTrainedModel":
+        """Return a calibrated fake-quant model; FP32 where nothing is INT8.
+
+        Raises:
+            UserError, CheckFailed: calibration fails.
+        """
+        if not plan.int8:
+            return self.session.fp32_model
+        if self._last is not None and self._last[0] == (plan_key(recipe, plan), in_full):
+            return self._last[1]
+        return self._calibrate(recipe, plan, in_full=in_full)[0]
+
+    def _calibrate(
+        self, recipe: Recipe, plan: Plan, *, in_full: bool
+    ) -> "tuple[PreTrainedModel, CalibrationRecord]":
+        self._last = None  # never two at a time
+        record = self._record(recipe, plan) if in_full else self._shared_record(recipe, plan)
+        model = self._session_of(recipe).new_int8_model()
+        ptq.restore(model, plan, record)
+        self._last = (plan_key(recipe, plan), in_full), model
+        return model, record
+
+    def _shared_record(self, recipe: Recipe, plan: Plan) -> CalibrationRecord:
+        """Return the recipe's part of a calibration that holds all candidates, or else its own.
+
+        Biases are not corrected: that depends on all that is INT8, and takes far longer than a trial.
+        """
+        recipe = without_corrections(recipe)
+        fused = self._everything(recipe, set(self.space.attention))
+        whole = self.plan(fused)
+        names = (*plan.int8, *plan.attention)
+        shared = (
+            fused.export == recipe.export
+            and all(whole.int8.get(name) == scales for name, scales in plan.int8.items())
+            and set(plan.attention) <= set(whole.attention)
+            and all(whole.scaling_of(name) == plan.scaling_of(name) for name in names)
+        )
+        if not shared:
+            return self._record(recipe, plan)
+        record = self._record(fused, whole)
+        layer_of = plan.family.layer_of
+        layers = {layer_of(name) for name in plan.int8} & set(self.space.attention)
+        if not record.smoothing.rows or {layer_of(name) for name in plan.attention} >= layers:
+            return narrowed(plan, record, record)
+        plain = self._everything(recipe, set())
+        return narrowed(plan, self._record(plain, self.plan(plain)), record)
+
+    def _everything(self, recipe: Recipe, attention: set[int]) -> Recipe:
+        """Return every linear in INT8, and these attentions, calibrated by the section of this recipe."""
+        how = recipe.calibration.model_dump(include={"method", "smoothing", "weights_method"})
+        return without_corrections(self.space.assemble(set(self.space.units), attention, how))
+
+    def _record(self, recipe: Recipe, plan: Plan) -> CalibrationRecord:
+        key = hash_of([plan_key(recipe, plan), self.identity])[:24]
+        if key in self._records:
+            return self._records[key]
+        path = self.session.folder / "calibrations" / f"{key}.json"
+        if path.is_file():
+            record = read_record(path)
+        else:
+            self.progress("calibrating")
+            session = self._session_of(recipe)
+            model = placed(session.new_int8_model())
+            record = ptq.calibrate(model, plan, session.calibration_batches(), recipe.calibration)
+            write_record(path, record)
+        while len(self._records) >= MOST_RECORDS:
+            self._records.pop(next(iter(self._records)))  # they are on disk
+        self._records[key] = record
+        return record
+
+    def _session_of(self, recipe: Recipe) -> Session:
+        """Return the session as if it had been opened with this recipe."""
+        config = self.session.config.model_copy(update={"recipe": recipe})
+        return Session(config, self.session.folder, notes=self.session.notes, warnings=self.session.warnings)

@@ -1,0 +1,286 @@
+"""The store of trials: one JSON line each, resumed where model, data, recipe and code are the same."""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from zipfile import BadZipFile
+
+import numpy as np
+
+from qdqbench.eval.metrics.compare import compare, compare_with_divergence
+from qdqbench.eval.metrics.draw import draw_samples
+from qdqbench.eval.metrics.runners import placed, predict, torch_runner
+from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Scores, Trial, failure_of
+from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.sources import Split
+from qdqbench.quantize.tasks.types.encoded import Encoded
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.arrays import Float32
+from qdqbench.quantize.utils.comparison import Comparison
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.system.environment import made_with
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Record = TypeVar("Record", bound=Trial)
+TRIALS = "trials.jsonl"
+
+
+def hash_of(value: Any) -> str:
+    """Return the SHA-256 of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class Store(Generic[Record]):
+    """A file of trials by key, appended to as they finish.
+
+    The first line holds everything that the others depend on; other settings start a new file. A last line
+    that a kill tore is dropped.
+    """
+
+    def __init__(self, path: Path, schema: type[Record], settings: Mapping[str, Any]) -> None:
+        """Read what is there.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        self.path, self.schema = path, schema
+        header = {"settings": json.loads(json.dumps(settings))}
+        first, self.trials = self._read()
+        self.is_stale = bool(first) and first != header  # what was there is lost
+        if self.is_stale:
+            self.trials = {}
+        self.resumed = len(self.trials)
+        lines = [header, *(self._line(key, trial) for key, trial in self.trials.items())]
+        files.write_text(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+
+    def add(self, key: str, trial: Record) -> Record:
+        """Append a trial; it is on the disk when this returns.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        try:
+            with self.path.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(self._line(key, trial), allow_nan=False) + "\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            raise files.cannot_write(self.path, error) from error
+        self.trials[key] = trial
+        return trial
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of all trials, those of earlier calls included."""
+        return float(sum(trial.seconds for trial in self.trials.values()))
+
+    @property
+    def resume_note(self) -> str | None:
+        """Return what a user must know before a command starts on this file."""
+        if self.is_stale:
+            return f"{self.path}: from other settings, data or code; starting from scratch"
+        return f"{self.path}: resuming after {self.resumed} finished trials" if self.resumed else None
+
+    @staticmethod
+    def _line(key: str, trial: Record) -> dict[str, Any]:
+        return {"key": key, "trial": trial.model_dump(mode="json")}
+
+    def _read(self) -> tuple[dict[str, Any], dict[str, Record]]:
+        """Return the header and the trials up to the first line that is not one."""
+        header: dict[str, Any] = {}
+        trials: dict[str, Record] = {}
+        if not self.path.is_file():
+            return header, trials
+        for text in self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+            try:
+                line = json.loads(text)
+                if not text.endswith("\n"):
+                    break
+                if header:
+                    trials[line["key"]] = self.schema.model_validate(line["trial"])
+                else:
+                    header = {"settings": line["settings"]}
+            except (ValueError, TypeError, KeyError):
+                break
+        return header, trials
+
+
+@dataclass
+class Trials:
+    """Recipes that are tried on one model and task: what they are scored on, and those that are finished.
+
+    Every trial is compared with FP32 on the draw, and on the evaluation splits where `evaluates` is set.
+    """
+
+    session: Session
+    samples: int  # of the draw, at most; 0: no draw
+    path: Path
+    evaluates: bool = True  # False: evaluation data are not read
+    least: int = 2  # samples of the draw
+    advance: Callable[[int, str], None] = lambda rows, text: None  # rows that were answered
+    reference: Callable[[], dict[str, Float32]] | None = None  # FP32's answers; None: of the session's model
+
+    @cached_property
+    def drawn(self) -> tuple[Split, Encoded]:
+        """Return the train rows that do not calibrate."""
+        return draw_samples(self.session, self.samples, least=self.least)
+
+    @property
+    def draw(self) -> Encoded:
+        """Return the tokens of the draw."""
+        return self.drawn[1]
+
+    @cached_property
+    def encoded(self) -> dict[str, Encoded]:
+        """Return the tokens of all that is scored, by split, the draw first."""
+        splits = self.session.eval_splits if self.evaluates else {}
+        draw = {DRAW: self.draw} if self.samples else {}
+        return draw | {name: encoded for name, (_, encoded) in splits.items()}
+
+    @property
+    def rows(self) -> int:
+        """Return the rows that one trial answers."""
+        return sum(encoded.rows for encoded in self.encoded.values())
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Return everything that a trial depends on but its own recipe, as JSON."""
+        session, config = self.session, self.session.config
+        splits = session.eval_splits.values() if self.evaluates else ()
+        return {
+            "model": session.model_sha256,
+            "recipe": config.recipe.model_dump(mode="json", exclude={"name", "description", "gate"}),
+            "task": config.task.model_dump(mode="json"),
+            "data": [
+                *([self.drawn[0].fingerprint] if self.samples else []),
+                *(split.fingerprint for split, _ in splits),
+            ],
+            "samples": self.samples,
+            "limit": config.limit,
+            "batch_size": config.batch_size,
+            "seed": config.seed,
+            **made_with(),
+        }
+
+    @cached_property
+    def store(self) -> Store[Trial]:
+        """Open the file of finished trials."""
+        return Store(self.path, Trial, self.settings)
+
+    @cached_property
+    def fp32(self) -> dict[str, Float32]:
+        """Return FP32's answers [answers, width] by split; kept in a file alongside the store.
+
+        Raises:
+            UserError: NaN or infinite logits, or the file cannot be written.
+        """
+        path, identity = self.path.with_suffix(".fp32.npz"), hash_of(self.settings)
+        damaged = contextlib.suppress(OSError, ValueError, KeyError, BadZipFile)  # or missing
+        with damaged, np.load(path, allow_pickle=False) as arrays:
+            if str(arrays["identity"]) == identity:
+                return {split: arrays[f"answers {split}"] for split in self.encoded}
+        try:
+            answers = self.reference() if self.reference else self.answer_fp32()
+        except CheckFailed as error:
+            raise UserError(
+                f"model {self.session.model_name} gives NaN or infinite logits in FP32, so there is nothing "
+                "to compare with; train or save it again"
+            ) from error
+        arrays = {f"answers {split}": each for split, each in answers.items()}
+        with files.atomic_path(path) as temporary, temporary.open("wb") as stream:
+            np.savez(stream, identity=np.array(identity), **arrays)
+        return answers
+
+    def answer_fp32(self) -> dict[str, Float32]:
+        """Return the answers of the session's FP32 model by split."""
+        return self.answer(placed(self.session.fp32_model), "FP32")
+
+    def fp32_scores(self, split: str) -> Scores:
+        """Return FP32's metrics on a split."""
+        task, answers = self.session.config.task, self.fp32[split]
+        gold = metrics.against(task, self.encoded[split].gold, answers)
+        return Scores(
+            metrics=metrics.compute(task, answers, gold),
+            stderr=metrics.stderr(task, answers, gold, seed=self.session.config.seed),
+            n=len(gold),
+        )
+
+    def answer(self, model: "PreTrainedModel", text: str) -> dict[str, Float32]:
+        """Return a model's answers [answers, width] by split.
+
+        Raises:
+            CheckFailed: NaN or infinite logits.
+        """
+        session = self.session
+        return {
+            split: predict(
+                torch_runner(model),
+                encoded,
+                pad_id=session.pad_id,
+                batch_size=session.config.batch_size,
+                stage=text,
+                progress=lambda rows: self.advance(rows, text),
+            )
+            for split, encoded in self.encoded.items()
+        }
+
+    def compare(self, answers: Mapping[str, Float32]) -> tuple[dict[str, Comparison], list[float]]:
+        """Compare answers with FP32's.
+
+        Args:
+            answers: [answers, width] by split.
+
+        Returns:
+            The comparisons by split, and the divergence of each sample of the draw.
+        """
+        task, seed = self.session.config.task, self.session.config.seed
+        scores: dict[str, Comparison] = {}
+        divergences: list[float] = []
+        for split, each in answers.items():
+            gold, reference = self.encoded[split].gold, self.fp32[split]
+            if split == DRAW:
+                scores[split], every = compare_with_divergence(task, reference, each, gold, seed=seed)
+                divergences = every.tolist()
+            else:
+                scores[split] = compare(task, reference, each, gold, seed=seed)
+        return scores, divergences
+
+    def measure(
+        self,
+        key: str,
+        draft: Trial,
+        calibrate: Callable[[], tuple["PreTrainedModel", CalibrationCost]],
+    ) -> Trial:
+        """Return a finished trial, or calibrate and score it now.
+
+        Failures become part of the trial; one that the user can fix is tried again by the next call.
+
+        Args:
+            key: names the trial in the store.
+            draft: the recipe and its origin.
+            calibrate: returns the fake-quant model.
+        """
+        if key in self.store.trials:
+            return self.store.trials[key]
+        self.fp32  # noqa: B018  (its seconds are not those of a trial)
+        start, trial = time.perf_counter(), draft.model_copy()
+        text = draft.recipe.calibration.method if draft.recipe else key
+        try:
+            model, trial.calibration = calibrate()
+            trial.scores, trial.divergences = self.compare(self.answer(model, text))
+        except (UserError, CheckFailed) as error:
+            trial.failure = failure_of(error)
+        trial.seconds = time.perf_counter() - start
+        if trial.failure and trial.failure.is_retryable:
+            return trial
+        return self.store.add(key, trial)

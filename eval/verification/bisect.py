@@ -1,0 +1,344 @@
+"""Find the first ONNX tensor that an engine gets wrong, and say which node, kernel and cause it points at.
+
+First every block gets the reference's own input in one stitched engine, which finds the bad block; then
+tensors inside of that block are marked as outputs, a few per engine, in the order of the graph. Marking a
+tensor makes the builder keep it and can change what it fuses: when the fault vanishes with it, that is said.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from qdqbench.eval.metrics.runners import session_of
+from qdqbench.eval.verification import blocks
+from qdqbench.eval.verification.cases import batch_of, block_cases, widest
+from qdqbench.eval.verification.causes import Deviation, likely_cause
+from qdqbench.eval.verification.checks import TensorError, compare_tensors
+from qdqbench.eval.verification.engine import engine_of
+from qdqbench.quantize.engine.sidecar import check_sidecar
+from qdqbench.quantize.graph.index import GraphIndex, tensor_values
+from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.models.families.family import Family
+from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.pipeline.artifacts import (
+    Skipped,
+    expected_gemms,
+    graph_path,
+    read_built,
+    read_verified,
+)
+from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.utils.arrays import Array
+from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.results import LayerRow
+from qdqbench.quantize.utils.schema import Strict
+from qdqbench.quantize.utils.system.gpu import find_gpu
+
+BLOCK_LIMIT = 0.1  # relative error of a block; rounding flips of a correct one reached 0.08 of its output
+INNER_LIMIT = 0.05  # of a tensor inside of a block
+JUMP = 3.0  # over the largest error of the tensors it is made from
+PER_STEP = 8  # tensors marked in one engine
+Feeds = Mapping[str, Array]
+GraphRunner = Callable[[onnx.ModelProto, Feeds], dict[str, Array]]
+
+
+class BisectResult(Strict):
+    """Where an engine goes wrong."""
+
+    blocks: dict[str, TensorError]  # output of each block for the reference's own input
+    block: str | None = None  # the first bad one; None: every block is right on its own
+    tensor: str | None = None  # the first bad tensor
+    node: str | None = None  # the ONNX node that makes it
+    operator: str | None = None
+    error: TensorError | None = None
+    before: TensorError | None = None  # the last good tensor ahead of it that was compared
+    layers: list[str] = []  # kernels of the deployed engine that name the node
+    cause: str = "none"
+    advice: str = ""
+    vanished: bool = False  # with these marks the fault is gone: it is in what the builder fuses
+    engines: int = 0  # built on the way
+    notes: list[str] = []
+
+
+def bisect(  # noqa: PLR0913
+    onnx_path: Path,
+    feeds: Feeds,
+    run_engine: GraphRunner,
+    run_reference: GraphRunner,
+    *,
+    family: Family,
+    inputs: Mapping[str, Array] | None = None,
+    limits: Mapping[str, float] | None = None,
+    suspects: Collection[str] = (),
+    layers: Sequence[LayerRow] = (),
+    per_step: int = PER_STEP,
+) -> BisectResult:
+    """Find the first tensor of a graph that `run_engine` gets wrong.
+
+    Args:
+        onnx_path: the graph that the engine was built from.
+        feeds: int64 [B, L] arrays of the graph's own inputs.
+        run_engine: runs a graph on what is on trial, and returns all its outputs by name.
+        run_reference: the same on what is trusted.
+        family: whose module names the graph has.
+        inputs: hidden state [B, L, hidden] of the reference before each block, by block name; by default
+            those that `run_reference` has.
+        limits: relative error that a block may have, by block name; LIMIT for the others and for tensors.
+        suspects: blocks that are known to be wrong, such as by a verification of more samples.
+        layers: layer table of the deployed engine.
+        per_step: tensors marked in one engine.
+
+    Raises:
+        UserError: the graph cannot be read or cut, or the engine cannot be built.
+    """
+    model = read_model(onnx_path)
+    stitched = blocks.stitch(model, family)
+    given = dict(feeds) | stitched.feeds(inputs or _own_inputs(model, stitched, feeds, run_reference))
+    allowed = dict(limits or {})
+    mask = np.asarray(feeds["attention_mask"], bool)
+    got, expected = run_engine(stitched.model, given), run_reference(stitched.model, given)
+    result = BisectResult(blocks={}, engines=1)
+    for block in stitched.blocks:
+        made, truth = got[block.output], expected[block.output]
+        limit = allowed.get(block.name, BLOCK_LIMIT)
+        result.blocks[block.name] = compare_tensors(block.output, made, truth, mask, limit)
+    bad = [name for name, row in result.blocks.items() if not row.holds or name in suspects]
+    if not bad:
+        result.notes.append(
+            "every block computes what the ONNX file says when it gets the reference's own input; a fault of "
+            "the whole engine is then in what is fused over a block's border, or already in the ONNX file: "
+            "see layer parity in the report"
+        )
+        return result
+    result.block = bad[0]
+    if len(bad) > 1:
+        result.notes.append(f"wrong on their own too: {', '.join(bad[1:])}")
+    search = _Search(stitched, given, run_engine, run_reference, mask, result)
+    search.run(per_step)
+    _explain(search, layers)
+    return result
+
+
+@dataclass
+class _Search:
+    """The search inside of one block, the result's."""
+
+    stitched: blocks.Stitched
+    feeds: Feeds
+    run_engine: GraphRunner
+    run_reference: GraphRunner
+    mask: Array
+    result: BisectResult
+
+    def __post_init__(self) -> None:
+        self.block = blocks.block_of(self.stitched, str(self.result.block))
+        self.limit = min(INNER_LIMIT, self.result.blocks[self.block.name].limit)
+        self.alone = blocks.extract(self.stitched, self.block.name)
+        self.index = GraphIndex(self.alone)
+        self.got: dict[str, Array] = {}
+        self.expected: dict[str, Array] = {}
+        self.good: list[TensorError] = []
+
+    def run(self, per_step: int) -> None:
+        """Mark tensors chunk by chunk until one is wrong; record it, or where the fault vanished."""
+        result, output = self.result, self.block.output
+        candidates = [name for name in blocks.computed_floats(self.alone) if name != output]
+        vanished: list[str] = []
+        for start in range(0, len(candidates), per_step):
+            chunk = candidates[start : start + per_step]
+            rows = self._compare(chunk)
+            wrong = next((row for row in rows if self._jumps(row)), None)
+            if wrong is not None:
+                result.error, result.tensor = wrong, wrong.tensor
+                break
+            if self._output_holds() and not vanished:
+                vanished = chunk
+        if result.tensor is None:
+            result.vanished = bool(vanished)
+            result.tensor = self._mender(vanished) if vanished else output
+            result.error = result.blocks[self.block.name]
+        if vanished:
+            result.notes.append(
+                f"the fault vanishes while {', '.join(vanished)} are outputs, which changes what the builder "
+                "fuses: a fused kernel is at fault rather than the graph"
+            )
+        above = nodes_before(self.index, str(result.tensor))
+        result.before = next((row for row in reversed(self.good) if row.tensor in above), None)
+
+    def _compare(self, chunk: Iterable[str]) -> list[TensorError]:
+        marked = blocks.extract(self.stitched, self.block.name, chunk)
+        names = {value.name for value in marked.graph.input}
+        feeds = {name: array for name, array in self.feeds.items() if name in names}
+        self.got, self.expected = self.run_engine(marked, feeds), self.run_reference(marked, feeds)
+        self.result.engines += 1
+        return [compare_tensors(t, self.got[t], self.expected[t], self.mask, self.limit) for t in chunk]
+
+    def _mender(self, chunk: list[str]) -> str:
+        """The first tensor of a chunk whose mark alone makes the fault vanish."""
+        start = self.block.input
+        own = [t for t in chunk if start is None or start in nodes_before(self.index, t)]
+        for tensor in own or chunk:
+            self._compare([tensor])
+            if self._output_holds():
+                return tensor
+        return (own or chunk)[0]
+
+    def _jumps(self, row: TensorError) -> bool:
+        """Whether a tensor is wrong and what it is made from is not; else it is kept among the good ones."""
+        above = nodes_before(self.index, row.tensor)
+        sources = [good for good in self.good if good.tensor in above]
+        error = max((good.error or 0.0 for good in sources), default=0.0)
+        systematic = max((good.systematic for good in sources), default=0.0)
+        wrong = (
+            row.error is None
+            or (row.error > row.limit and row.error > JUMP * error)
+            or (row.systematic > row.systematic_limit and row.systematic > JUMP * systematic)
+        )
+        if not wrong:
+            self.good.append(row)
+        return wrong
+
+    def _output_holds(self) -> bool:
+        output, limit = self.block.output, self.result.blocks[self.block.name].limit
+        return compare_tensors(output, self.got[output], self.expected[output], self.mask, limit).holds
+
+
+def nodes_before(index: GraphIndex, tensor: str) -> set[str]:
+    """Tensors that a tensor is computed from."""
+    found: set[str] = set()
+    waiting = [tensor]
+    while waiting:
+        node = index.producers.get(waiting.pop())
+        fresh = set(node.input) - found if node is not None else set()
+        found |= fresh
+        waiting += fresh
+    return found
+
+
+def _own_inputs(
+    model: onnx.ModelProto, stitched: blocks.Stitched, feeds: Feeds, run_reference: GraphRunner
+) -> dict[str, Array]:
+    """Hidden states between the blocks in the reference's own run of the whole graph."""
+    marked = onnx.ModelProto()
+    marked.CopyFrom(model)
+    outputs = [block.output for block in stitched.blocks[:-1]]
+    borders = [name.removesuffix(blocks.TURNED_BACK) for name in outputs]
+    values = tensor_values(model)
+    marked.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, values[name].elem_type, None) for name in borders
+    )
+    made = run_reference(marked, feeds)
+    following = [block.name for block in stitched.blocks[1:]]
+    hidden = [
+        made[border] if border == output else np.swapaxes(made[border], 0, 1)
+        for border, output in zip(borders, outputs, strict=True)
+    ]
+    return dict(zip(following, hidden, strict=True))
+
+
+def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
+    """Name the node, its kernels and the likely cause."""
+    result, index = search.result, GraphIndex(search.stitched.model)
+    tensor = str(result.tensor).removesuffix(blocks.TURNED_BACK)
+    node = index.producers[tensor]
+    result.node, result.operator = node.name, node.op_type
+    result.layers = [row.name for row in layers if node.name in row.onnx or node.name in row.name]
+    evidence = Deviation(
+        index=index,
+        node=node,
+        family=search.stitched.family,
+        got=search.got.get(str(result.tensor)),
+        expected=search.expected.get(str(result.tensor)),
+        mask=search.mask,
+        nonfinite=result.error is not None and result.error.error is None,
+    )
+    result.cause, result.advice = likely_cause(evidence)
+
+
+def bisect_lines(result: BisectResult) -> list[str]:
+    """The result in plain words, one line each."""
+    lines = [f"{name}: {_error_text(row)}" for name, row in result.blocks.items()]
+    if result.block is None:
+        return [*lines, "no block is wrong", *result.notes]
+    assert result.error is not None
+    lines += [
+        f"first bad block: {result.block}",
+        f"first bad tensor: {result.tensor} ({_error_text(result.error)})",
+        f"made by: {result.node} ({result.operator})",
+    ]
+    if result.before is not None:
+        lines.append(f"last good tensor before it: {result.before.tensor} ({_error_text(result.before)})")
+    lines.append(f"engine layers: {', '.join(result.layers) or 'none names it'}")
+    lines.append(f"likely cause: {result.cause}")
+    if result.advice:
+        lines.append(f"what to do: {result.advice}")
+    return [*lines, *result.notes, f"{result.engines} engines were built for this"]
+
+
+def _error_text(row: TensorError) -> str:
+    if row.error is None:
+        return "NaN or infinite"
+    return f"relative error {row.error:.3g}, limit {row.limit:.3g}{'' if row.holds else ', WRONG'}"
+
+
+def run_onnxruntime(model: onnx.ModelProto, feeds: Feeds) -> dict[str, Array]:
+    """All outputs of a graph in ONNX Runtime without optimizations."""
+    session = session_of(model.SerializeToString(), "the cut graph")
+    names = [value.name for value in model.graph.output]
+    wanted = {value.name for value in model.graph.input}
+    made = session.run(names, {name: array for name, array in feeds.items() if name in wanted})
+    return dict(zip(names, made, strict=True))
+
+
+def bisect_run(folder: Path) -> BisectResult:
+    """Find the first tensor that the engine of a run directory gets wrong, on this machine.
+
+    Raises:
+        MissingDevice: no GPU, or no library to run engines with.
+        UserError: no run directory, no engine in it, or one that is not for this machine.
+    """
+    session = Session(read_config(folder), folder)
+    built = read_built(folder)
+    if find_gpu() is None and (isinstance(built, Skipped) or not built.on_cpu):
+        raise MissingDevice("bisecting runs engines, and CUDA shows no GPU here; run it on the engine's GPU")
+    if isinstance(built, Skipped):
+        raise UserError(f"{folder} has no engine ({built.skipped}); build it first")
+    path = graph_path(session)
+    sidecar = check_sidecar(folder / "engine" / built.file, path)
+    gemms = expected_gemms(session)
+
+    def run_engine(model: onnx.ModelProto, feeds: Feeds) -> dict[str, Array]:
+        with engine_of(model, sidecar, gemms) as (engine, _):
+            return engine.run(feeds)
+
+    _, encoded = next(iter(session.eval_splits.values()))
+    case = block_cases(encoded.lengths, widest(sidecar.profiles), session.config.seed)[0]
+    batch = batch_of(encoded, case, session.pad_id)
+    quantized = session.recipe.quantizes
+    reference = session.fake_quant_model if quantized else session.fp32_model
+    half = session.recipe.precision.compute == "fp16" and not built.on_cpu
+    verified = read_verified(folder)
+    rows = [] if isinstance(verified, Skipped) else verified.blocks
+    with session.fp32_shifted() if quantized else nullcontext() as fp32:
+        tensors = blocks.reference_blocks(reference, fp32, batch, half=half)
+    costs = {name: _relative(t.unquantized, t.output, batch) for name, t in tensors.items()}
+    return bisect(
+        path,
+        inputs_of(reference, batch),
+        run_engine,
+        run_onnxruntime,
+        family=session.plan.family,
+        inputs={name: t.input for name, t in tensors.items() if t.input is not None},
+        limits={name: max(0.01, cost) for name, cost in costs.items()},
+        suspects={row.name for row in rows if not row.holds},
+        layers=built.layers,
+    )
+
+
+def _relative(got: Array, reference: Array, batch: Mapping[str, Array]) -> float:
+    mask = np.asarray(batch["attention_mask"], bool)
+    return compare_tensors("", got, reference, mask, 0.0).error or 0.0

@@ -1,0 +1,269 @@
+"""Cut an exported encoder at its block borders, so that each block runs on the reference's own input.
+
+A block is the embeddings, one encoder layer, or the pooler with the classifier. End to end, rounding flips
+grow from layer to layer, and a correct engine cannot be told from a wrong one; block by block it can. All
+blocks stay in one "stitched" graph, so one engine judges them, and what is inside a block (Q/DQ, what fuses
+with what) is as in the deployed graph.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from qdqbench.quantize.calibration.fakequant.quantizers import forward
+from qdqbench.quantize.graph.index import module_of, prune, replace_nodes, tensor_values
+from qdqbench.quantize.graph.layout import turn, turned
+from qdqbench.quantize.models.families.family import Family
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.runs import first_inputs, hidden_of, resumed
+from qdqbench.quantize.utils.arrays import Array, Float32, Int64
+from qdqbench.quantize.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+EMBEDDINGS, HEAD = "embeddings", "head"
+# name of a block's output that the graph has as [length, batch, hidden]; MPNet's position bias reads another
+TURNED_BACK = "/end_of_block"
+FLOATS: dict[int, Any] = {
+    TensorProto.FLOAT: np.dtype(np.float32),
+    TensorProto.FLOAT16: np.dtype(np.float16),
+}
+
+
+def block_name(number: int) -> str:
+    """The block that makes a hidden state: 0 is that behind the embeddings."""
+    return f"layer.{number - 1}" if number else EMBEDDINGS
+
+
+class Uncut(UserError):
+    """The graph or the model cannot be cut into blocks, so that these cannot be checked."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a stitched graph."""
+
+    name: str  # "embeddings", "layer.0", ..., "head"
+    input: str | None  # graph input that takes the reference's hidden state; None: the tokens
+    output: str  # graph output: hidden state [batch, length, hidden], of the head the answers
+
+
+@dataclass(frozen=True)
+class Stitched:
+    """A graph whose blocks do not depend on each other."""
+
+    model: onnx.ModelProto
+    blocks: tuple[Block, ...]  # in graph order
+    types: dict[str, np.dtype[Any]]  # of the new graph inputs
+    family: Family  # whose module names the graph has
+
+    def feeds(self, inputs: Mapping[str, Float32]) -> dict[str, Array]:
+        """Hidden states by block name as feeds of the graph, in its types."""
+        return {
+            block.input: inputs[block.name].astype(self.types[block.input])
+            for block in self.blocks
+            if block.input is not None
+        }
+
+
+@dataclass
+class BlockTensors:
+    """What the reference did in one block."""
+
+    input: Float32 | None  # [batch, length, hidden]; None for the embeddings
+    output: Float32  # hidden state, or the logits
+    unquantized: Float32  # output of the FP32 model's block for the same input
+
+
+def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
+    """Make the input of every block a graph input and its output a graph output; `model` is not changed.
+
+    Raises:
+        Uncut: the graph has no encoder layers as the exporter names them.
+    """
+    stitched = onnx.ModelProto()
+    stitched.CopyFrom(model)
+    graph = stitched.graph
+    borders = _borders(graph, family)
+    values, other_way = tensor_values(stitched), turned(stitched)
+    blocks: list[Block] = []
+    types: dict[str, np.dtype[Any]] = {}
+    replaced: dict[str, str] = {}
+    ends, before, behind = dict[str, str](), list[onnx.NodeProto](), list[onnx.NodeProto]()
+    source: str | None = None
+    for name, tensor in borders.items():
+        ends[tensor], source_before = tensor, source
+        source = replaced[tensor] = f"{tensor}/reference"
+        types[source] = FLOATS[values[tensor].elem_type]
+        if tensor in other_way:  # a block takes and gives [batch, length, hidden] all the same
+            ends[tensor], replaced[tensor] = f"{tensor}{TURNED_BACK}", f"{source}/turned"
+            before.append(turn(source, replaced[tensor], f"/cut/{name}/before"))
+            behind.append(turn(tensor, ends[tensor], f"/cut/{name}/behind"))
+        blocks.append(Block(name, source_before, ends[tensor]))
+    blocks.append(Block(HEAD, source, _joined_output(graph)))
+    for node in graph.node:
+        for position, name in enumerate(node.input):
+            node.input[position] = replaced.get(name, name)
+    replace_nodes(stitched, [*before, *graph.node, *behind])
+    free = [d.dim_param or d.dim_value for d in graph.input[0].type.tensor_type.shape.dim]
+    for tensor in borders.values():
+        shape = [*free, values[tensor].shape.dim[-1].dim_value]
+        for place, title in ((graph.input, f"{tensor}/reference"), (graph.output, ends[tensor])):
+            place.append(helper.make_tensor_value_info(title, values[tensor].elem_type, shape))
+    return Stitched(stitched, tuple(blocks), types, family)
+
+
+def _joined_output(graph: onnx.GraphProto) -> str:
+    """The graph's only output; several become one, stacked along a new last axis as `joined` does it."""
+    if len(graph.output) == 1:
+        return str(graph.output[0].name)
+    parts = [f"{value.name}/part" for value in graph.output]
+    graph.initializer.append(helper.make_tensor("answers/axis", TensorProto.INT64, [1], [-1]))
+    for value, part in zip(graph.output, parts, strict=True):
+        graph.node.append(helper.make_node("Unsqueeze", [value.name, "answers/axis"], [part], name=part))
+    graph.node.append(helper.make_node("Concat", parts, ["answers"], name="answers", axis=-1))
+    kind = graph.output[0].type.tensor_type.elem_type
+    del graph.output[:]
+    graph.output.append(helper.make_tensor_value_info("answers", kind, None))
+    return "answers"
+
+
+def _borders(graph: onnx.GraphProto, family: Family) -> dict[str, str]:
+    """Output tensor of the embeddings and of each encoder layer, by block name."""
+    found: dict[str, str] = {}
+    ends: list[str] = []
+    embedded = [f".{path}" for path in (family.embeddings_norm, family.embeddings_linear) if path]
+    # a LayerNorm may be several nodes, of which the last makes its output
+    computing = (node for node in graph.node if node.op_type != "Cast")
+    for module, nodes in groupby(computing, lambda node: module_of(node.name)):
+        place = family.place(module)
+        if place and place.path == family.layer_end:
+            ends.append(list(nodes)[-1].output[0])
+        elif f".{module}".endswith(tuple(embedded)):
+            found[EMBEDDINGS] = list(nodes)[-1].output[0]
+    # a layer with sums of its own has one behind the attention, and one at its end
+    found |= {f"layer.{number}": end for number, end in enumerate(ends if family.layer_end else ends[1::2])}
+    if EMBEDDINGS not in found or len(found) < 2:
+        raise Uncut(
+            "the graph does not name its embeddings and encoder layers, so it cannot be cut into blocks; "
+            "export it with qdqbench"
+        )
+    return found
+
+
+def block_of(stitched: Stitched, name: str) -> Block:
+    """A block by its name."""
+    return next(block for block in stitched.blocks if block.name == name)
+
+
+def extract(stitched: Stitched, name: str, marked: Iterable[str] = ()) -> onnx.ModelProto:
+    """The graph of one block alone, with tensors inside of it marked as graph outputs too."""
+    block, values = block_of(stitched, name), tensor_values(stitched.model)
+    alone = onnx.ModelProto()
+    alone.CopyFrom(stitched.model)
+    graph = alone.graph
+    wanted = dict.fromkeys([*marked, block.output])
+    del graph.output[:]
+    graph.output.extend(helper.make_tensor_value_info(t, values[t].elem_type, None) for t in wanted)
+    prune(alone)
+    read = {tensor for node in graph.node for tensor in node.input}
+    inputs = [value for value in graph.input if value.name in read]
+    del graph.input[:]
+    graph.input.extend(inputs)
+    return alone
+
+
+def computed_floats(model: onnx.ModelProto) -> list[str]:
+    """Float tensors that depend on a graph input, in topological order.
+
+    Without the copies (casts, reshapes, transposes) and the outputs of Q and DQ: an engine has no tensor of
+    its own for them, and marking them would break the pattern that makes its INT8 kernels.
+    """
+    copies = {"Cast", "Reshape", "Transpose", "Unsqueeze", "QuantizeLinear", "DequantizeLinear"}
+    values = tensor_values(model)
+    live, found = {value.name for value in model.graph.input}, []
+    for node in model.graph.node:
+        if live.isdisjoint(node.input):
+            continue
+        live.update(node.output)
+        if node.op_type not in copies:
+            found += [name for name in node.output if name and values[name].elem_type in FLOATS]
+    return found
+
+
+def reference_blocks(
+    model: "PreTrainedModel",
+    unquantized: "PreTrainedModel | None",
+    batch: dict[str, Int64],
+    *,
+    half: bool,
+) -> dict[str, BlockTensors]:
+    """Run the reference on one batch and record the input and the output of each block.
+
+    Args:
+        model: the fake-quant model (or the FP32 model where nothing is quantized), on any device.
+        unquantized: the FP32 model with the shifts of `model`, whose blocks get the same inputs; None where
+            `model` is that model.
+        batch: int64 [B, L] arrays.
+        half: round each block's input to FP16, as a graph with FP16 borders gets it, so that both sides
+            start from the same numbers.
+
+    Returns:
+        By block name: "embeddings", "layer.0", ..., "head".
+    """
+    found: dict[str, BlockTensors] = {}
+    names = family_of(model.config).runs(model)
+    twins = dict(unquantized.named_modules()) if unquantized is not None else {}
+    numbers = count()
+
+    def rounded(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_half(args[0]) if half else args[0], *args[1:])
+
+    def keep(path: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        made = hidden_of(output)
+        exact = hidden_of(twins[path](*args, **kwargs)) if twins else made
+        found[f"layer.{next(numbers)}"] = BlockTensors(_array(args[0]), _array(made), _array(exact))
+        last[:] = [made]
+
+    last: list[torch.Tensor] = []
+    with ExitStack() as hooks:
+        for path in dict.fromkeys(names):
+            module = model.get_submodule(path)
+            hooks.enter_context(module.register_forward_pre_hook(rounded))
+            hooks.enter_context(module.register_forward_hook(partial(keep, path), with_kwargs=True))
+        forward(model, batch)
+    hidden = _half(last[0]) if half else last[0]
+    (made, logits), (exact, exact_logits) = (
+        _around(each, batch, hidden) for each in (model, unquantized or model)
+    )
+    first = {EMBEDDINGS: BlockTensors(None, made, exact)}
+    return first | found | {HEAD: BlockTensors(_array(hidden), logits, exact_logits)}
+
+
+def _around(
+    model: "PreTrainedModel", batch: dict[str, Int64], hidden: "torch.Tensor"
+) -> tuple[Float32, Float32]:
+    """What a model makes of the tokens before its layers, and of a hidden state behind them."""
+    runs = len(family_of(model.config).runs(model))
+    with first_inputs(model) as embedded, resumed(model, runs, hidden):
+        logits = forward(model, batch)
+    return _array(embedded[0]), _array(logits)
+
+
+def _half(value: "torch.Tensor") -> "torch.Tensor":
+    return value.half().float()
+
+
+def _array(value: "torch.Tensor") -> Float32:
+    array: Float32 = value.detach().float().cpu().numpy()
+    return array

@@ -1,0 +1,348 @@
+"""Is what an engine computes what its recipe means? Judged block by block, and whole on real samples.
+
+Rounding flips grow from layer to layer, so the difference of the logits cannot tell a correct engine from a
+wrong one by itself. Each block therefore gets the reference's own input, and its error is held against what
+quantization itself costs in that block. A fault that is smaller than that cost shows in what an offset and a
+factor per channel explain of the error: rounding noise has no such part, a lost bias or a wrong scale is one.
+docs/graph.md has the parity of the ONNX file, this is the same question about the engine.
+
+This module judges arrays and needs no GPU; `verify_run.py` runs the engine.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qdqbench.eval.metrics import gate
+from qdqbench.eval.metrics.compare import compare
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.utils.arrays import Array, Floats, Int64
+from qdqbench.quantize.utils.results import AnswersCheck, BlockCheck, PaddingCheck, ShapeCheck, Verification
+from qdqbench.quantize.utils.schema import Strict
+
+MIN_LIMIT = 0.01  # relative error that FP16 alone may have; measured 0.004 end to end
+MIN_POSITION_LIMIT = 0.05
+NOISE_FACTOR = 3.0  # standard errors of the systematic part; positions of one sentence go together
+# Two roundings of one recipe are each as far from FP32 as quantization costs: from one another at most
+# sqrt(2) of it on average when independent, twice it at the worst. Correct engines reached 1.5 of
+# quantization's own worst position (DeBERTa v2), and 0.2 to 1.0 otherwise.
+TWO_ROUNDINGS = 2.0
+# The spread of three roundings is larger than that of two: 1.693 and 1.128 standard deviations on average
+SPREAD_FACTOR = TWO_ROUNDINGS * 1.693 / 1.128
+KS_P = 1e-3  # of all labels together
+
+
+def finite(value: float) -> float | None:
+    """JSON has no NaN: None stands for it."""
+    return float(value) if np.isfinite(value) else None
+
+
+class BlockSums:
+    """Sums over the positions of one block, from which its check is made."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.n, self.nonfinite = name, 0, 0
+        self.shapes: list[list[int]] = []
+        self.error2 = self.cost2 = self.power = 0.0
+        self.norms: list[Floats] = []  # of error, cost and reference, [3, positions]
+        self.is_head = False
+        # by channel: sums of the error, of the reference, of their product, and of the reference's square
+        self.sums: Any = np.zeros((4, 1))
+
+    def add(self, got: Floats, reference: Floats, unquantized: Floats, mask: Array) -> None:
+        """Add one batch.
+
+        Args:
+            got: the engine's output, [batch, length, channels] or [batch, channels].
+            reference: the fake-quant model's.
+            unquantized: the FP32 model's, for the same input.
+            mask: [batch, length], 0 where padded; those positions are left out.
+        """
+        kept = np.asarray(mask, bool) if got.ndim == 3 else np.ones(len(got), bool)
+        made, truth, plain = (a[kept].astype(np.float64) for a in (got, reference, unquantized))
+        bad = int((~np.isfinite(made)).sum())
+        if bad:
+            self.nonfinite += bad
+            self.shapes.append(list(mask.shape))
+        with np.errstate(invalid="ignore", over="ignore"):
+            error, cost = made - truth, plain - truth
+            self.n += len(made)
+            self.error2 += float((error**2).sum())
+            self.cost2 += float((cost**2).sum())
+            self.power += float((truth**2).sum())
+            self.norms.append(np.stack([np.linalg.norm(a, axis=1) for a in (error, cost, truth)]))
+            self.is_head = got.ndim == 2
+            self.sums = self.sums + np.stack([a.sum(0) for a in (error, truth, error * truth, truth**2)])
+
+    def systematic2(self) -> float:
+        """Square of the part of the error that a least-squares offset and factor per channel explain."""
+        error, truth, product, square = self.sums
+        spread = square - truth**2 / self.n
+        slope = product - error * truth / self.n
+        with np.errstate(invalid="ignore", over="ignore"):
+            factor = np.divide(slope, spread, out=np.zeros_like(slope), where=spread > 1e-9 * square)
+            return float((error**2 / self.n + factor * slope).sum())
+
+    def worst_position(self) -> tuple[float, float]:
+        """Return the error and the cost at their worst positions, relative to the reference there.
+
+        Logits near 0 are small differences of large terms, which rounding is relative to. Those of a head are
+        relative to the root mean square over all positions where that is larger.
+        """
+        error, cost, size = np.concatenate([np.zeros((3, 0)), *self.norms], axis=1)
+        least = np.sqrt(self.power / max(self.n, 1)) if self.is_head else 0.0
+        size = np.maximum(size, max(least, float(np.finfo(np.float32).tiny)))
+        return float(np.max(error / size, initial=0)), float(np.max(cost / size, initial=0))
+
+    def check(self) -> BlockCheck:
+        """Errors against their limits."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            power = max(self.power, float(np.finfo(np.float32).tiny))
+            error, cost = np.sqrt(self.error2 / power), np.sqrt(self.cost2 / power)
+            systematic2 = self.systematic2() / power
+            noise = np.sqrt(max(error**2 - systematic2, 0.0)) if np.isfinite(error) else 0.0
+            worst, worst_cost = self.worst_position()
+        return BlockCheck(
+            name=self.name,
+            n=self.n,
+            error=None if self.nonfinite else finite(error),
+            quantization_error=float(cost),
+            limit=max(MIN_LIMIT, float(cost)),
+            position_error=None if self.nonfinite else finite(worst),
+            position_limit=max(MIN_POSITION_LIMIT, TWO_ROUNDINGS * worst_cost),
+            systematic_error=None if self.nonfinite else finite(np.sqrt(max(systematic2, 0.0))),
+            systematic_limit=max(MIN_LIMIT, float(NOISE_FACTOR * noise * np.sqrt(2 / max(self.n, 1)))),
+            nonfinite=self.nonfinite,
+            nonfinite_shapes=self.shapes,
+        )
+
+
+@dataclass
+class QuantizationCost:
+    """What quantization itself costs in logits, fake-quant against FP32, but never under FP16's own noise."""
+
+    mean: float
+    worst: float
+
+    @classmethod
+    def of(cls, reference: Floats, fp32: Floats) -> "QuantizationCost":
+        """From answers [answers, width]; the floor is MIN_LIMIT of the logits' root mean square."""
+        difference = np.abs(reference.astype(np.float64) - fp32)
+        floor = MIN_LIMIT * float(np.sqrt(np.mean(np.square(reference.astype(np.float64)))))
+        return cls(max(float(difference.mean()), floor), max(float(difference.max()), 5 * floor))
+
+
+def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: str) -> ShapeCheck:
+    """Answers [answers, width] of one batch against the reference's."""
+    good = np.isfinite(got).all(axis=1)
+    difference = np.abs(got[good].astype(np.float64) - reference[good])
+    return ShapeCheck(
+        batch=shape[0],
+        length=shape[1],
+        what=what,
+        nonfinite=int((~good).sum()),
+        max_abs_logit_diff=float(difference.max()) if good.any() else None,
+    )
+
+
+def check_padding(answers: Floats, cost: QuantizationCost) -> PaddingCheck:
+    """The same samples in three settings: answers [3, answers, width] must agree within noise."""
+    good = np.isfinite(answers).all(axis=(0, 2))
+    spread = np.ptp(answers[:, good].astype(np.float64), axis=0)
+    return PaddingCheck(
+        n=answers.shape[1],
+        nonfinite=int((~good).sum()),
+        mean_abs_logit_diff=float(spread.mean()) if good.any() else None,
+        mean_limit=SPREAD_FACTOR * cost.mean,
+        max_abs_logit_diff=float(spread.max()) if good.any() else None,
+        max_limit=TWO_ROUNDINGS * cost.worst,
+    )
+
+
+def one_of_each(samples: Int64, seed: int) -> Int64:
+    """One answer of each sample that has any, drawn evenly; `samples` is the sample of each answer."""
+    shuffled = np.random.default_rng(seed).permutation(len(samples))
+    _, first = np.unique(samples[shuffled], return_index=True)
+    return np.asarray(shuffled[first])
+
+
+def check_answers(  # noqa: PLR0913
+    task: Task,
+    got: Floats,
+    reference: Floats,
+    fp32: Floats,
+    gold: metrics.Gold,
+    *,
+    samples: Int64,
+    cost: QuantizationCost,
+    max_drop: float,
+    seed: int,
+) -> AnswersCheck:
+    """The engine's answers to real samples against the reference's, [answers, width].
+
+    The drop of the primary metric is judged as `gate.judge` does it. `max_drop` also holds for the share of
+    answers that differ beyond those that quantization itself changes, with two standard errors too.
+    Distribution: two-sample Kolmogorov-Smirnov per label, Bonferroni over the labels, on one drawn answer of
+    each sample: the tokens of a text depend on one another, and the test takes its answers to be independent.
+    That both sides answer the same samples brings them closer, so that p is too large rather than too small.
+
+    Args:
+        samples: the sample of each answer, [answers]; `gold` is as long as there are samples.
+    """
+    from scipy import stats
+
+    metric, n = task.metrics[0], len(gold)
+    check = AnswersCheck(
+        n=n,
+        nonfinite=int((~np.isfinite(got)).any(axis=1).sum()),
+        metric=metric,
+        drop=None,
+        drop_limit=None,
+        disagreements=None,
+        disagreement_limit=None,
+        mean_abs_logit_diff=None,
+        quantization_mean_abs_logit_diff=float(np.abs(reference.astype(np.float64) - fp32).mean()),
+        mean_limit=TWO_ROUNDINGS * cost.mean,
+        ks_statistic=None,
+        ks_p=None,
+        ks_p_limit=KS_P / got.shape[1],
+    )
+    if check.nonfinite:
+        return check
+    found = compare(task, reference, got, gold, seed=seed)
+    drawn = one_of_each(samples, seed)
+    tests = [stats.ks_2samp(reference[drawn, i], got[drawn, i], method="asymp") for i in range(got.shape[1])]
+    worst = min(tests, key=lambda test: test.pvalue)
+    check.drop = -found.delta[metric]
+    check.drop_limit = gate.limit(found.delta_stderr[metric], max_drop)
+    check.mean_abs_logit_diff = found.mean_abs_logit_diff
+    check.ks_statistic, check.ks_p = float(worst.statistic), float(worst.pvalue)
+    if found.disagreements is not None:
+        said = (task.kind.predict(answers, gold) for answers in (reference, fp32))
+        own = float(np.mean(np.not_equal(*said)))
+        share = own + max_drop
+        check.disagreements = found.disagreements
+        check.disagreement_limit = n * share + 2 * float(np.sqrt(n * share * max(1 - share, 0)))
+    return check
+
+
+def verification_failures(found: Verification, run: str) -> list[str]:
+    """Every reason why an engine is wrong, one sentence each; `run` is the run directory, for the advice."""
+    advice = f"run `qdqbench inspect {run} --bisect`"
+    lines = [f"{_block_failure(row)}; {advice}" for row in found.blocks if not row.holds]
+    bad = [f"{s.what} {s.batch} x {s.length}" for s in found.shapes if s.nonfinite]
+    if bad:
+        lines.append(f"engine: NaN or infinite logits for batches of shape {', '.join(bad)}; {advice}")
+    padding, answers = found.padding, found.answers
+    if padding.nonfinite:
+        lines.append(
+            f"engine: NaN or infinite logits for {padding.nonfinite} of {padding.n} samples; {advice}"
+        )
+    elif not padding.holds:
+        lines.append(
+            f"engine: the same sample alone, padded and in a large batch differs by "
+            f"{padding.mean_abs_logit_diff:.3g} in the mean logit and {padding.max_abs_logit_diff:.3g} at "
+            f"worst (limits {padding.mean_limit:.3g} and {padding.max_limit:.3g}); {advice}"
+        )
+    if answers.nonfinite:
+        lines.append(
+            f"engine: NaN or infinite logits for {answers.nonfinite} of {answers.n} samples; {advice}"
+        )
+    elif not answers.holds:
+        lines.append(f"engine: {'; '.join(_answer_failures(answers, found.reference))}; {advice}")
+    return lines
+
+
+def _block_failure(row: BlockCheck) -> str:
+    if row.nonfinite or row.error is None:
+        shapes = ", ".join(f"{b} x {length}" for b, length in row.nonfinite_shapes)
+        return f"engine: {row.name} makes {row.nonfinite} NaN or infinite numbers in batches of {shapes}"
+    parts = [
+        f"{what} {error:.3g} is over {limit:.3g}"
+        for what, error, limit in (
+            ("relative error", row.error, row.limit),
+            ("relative error of one position", row.position_error, row.position_limit),
+            ("systematic error", row.systematic_error, row.systematic_limit),
+        )
+        if error is None or error > limit
+    ]
+    cost = f"quantization itself costs {row.quantization_error:.3g}"
+    return f"engine: {row.name} is wrong for the reference's own input: {', '.join(parts)} ({cost})"
+
+
+def _answer_failures(row: AnswersCheck, reference: str) -> Iterator[str]:
+    assert row.drop is not None
+    assert row.drop_limit is not None
+    assert row.mean_abs_logit_diff is not None
+    if row.drop > row.drop_limit:
+        limit = f"limit {row.drop_limit:.4f}"
+        yield f"{row.metric} is {row.drop:.4f} below {reference} on {row.n} samples, {limit}"
+    if row.disagreements is not None and row.disagreements > (row.disagreement_limit or 0):
+        limit = f"limit {row.disagreement_limit:.1f}"
+        yield f"{row.disagreements} of {row.n} answers differ from {reference}, {limit}"
+    if row.mean_abs_logit_diff > row.mean_limit:
+        limit = f"limit {row.mean_limit:.3g}"
+        yield f"mean logit difference from {reference} is {row.mean_abs_logit_diff:.3g}, {limit}"
+    if row.ks_p is not None and row.ks_p < row.ks_p_limit:
+        yield f"logits are distributed otherwise than those of {reference} (p {row.ks_p:.2g})"
+
+
+SYSTEMATIC_LIMIT = 0.01  # of what one offset and factor per channel explain of the error: not rounding
+
+
+class TensorError(Strict):
+    """How far a tensor is from the reference, ||engine - reference|| / ||reference||; None: not finite."""
+
+    tensor: str
+    error: float | None
+    limit: float
+    systematic: float = 0.0  # the part that one offset and factor per channel explain
+    systematic_limit: float = float("inf")
+
+    @property
+    def holds(self) -> bool:
+        """Finite and within the limit."""
+        within = self.error is not None and self.error <= self.limit
+        return within and self.systematic <= self.systematic_limit
+
+
+def compare_tensors(tensor: str, got: Array, expected: Array, mask: Array, limit: float) -> TensorError:
+    """Relative error of one tensor; padded positions of [batch, length, ...] tensors are left out."""
+    made, truth = (kept_positions(array, mask) for array in (got, expected))
+    made, truth = (values.reshape(len(values), -1) for values in (made, truth))
+    sums = BlockSums(tensor)
+    sums.add(made, truth, truth, mask)
+    found = sums.check()
+    if found.error is None or found.systematic_error is None:
+        return TensorError(tensor=tensor, error=None, limit=limit)
+    return TensorError(
+        tensor=tensor,
+        error=found.error,
+        limit=limit,
+        systematic=found.systematic_error,
+        systematic_limit=max(SYSTEMATIC_LIMIT, found.systematic_limit),
+    )
+
+
+def kept_positions(array: Array, mask: Array) -> Array:
+    """float64 values of the positions that are not padding.
+
+    Handles [B, L, ...], [L, B, ...], attention tensors [B, heads, L, ...], and anything else as a whole.
+    Scores of masked keys are left out: they are about -1e4, which would hide everything else.
+    """
+    values = array.astype(np.float64)
+    batch, length = mask.shape
+    if values.ndim >= 3 and values.shape[:2] == (batch, length):
+        return values[mask]
+    if values.ndim >= 3 and values.shape[:2] == (length, batch):
+        return values[mask.T]
+    if values.ndim == 4 and values.shape[0] == batch and values.shape[2] == length:
+        rows = np.moveaxis(values, 1, 2)
+        if values.shape[3] == length:
+            both = mask[:, :, None, None] & mask[:, None, None, :]
+            return rows[np.broadcast_to(both, rows.shape)]
+        return rows[mask]
+    return values

@@ -1,0 +1,276 @@
+"""Bias correction: give each INT8 linear the mean output that it had in FP32.
+
+Nagel et al. 2019, arXiv 1906.04721, section 4.2. Rounding and clipping shift the mean of the outputs; what is
+the same for every token can go into the bias, at no cost when the model runs. Done in the order of execution,
+so that each linear is corrected for what the layers before it, already corrected, really give it. A linear
+that runs several times with the same weights gets one correction, for the mean over all of its runs.
+
+A few tokens with huge outliers can rule a mean that is wrong for all others: a correction that does not bring
+the output of its layer nearer to FP32 is taken back.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, reduce
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off, rounded_weights
+from qdqbench.quantize.models.families.family import Family
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.runs import first_inputs, hidden_of, resumed
+from qdqbench.quantize.utils.arrays import Batch
+from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.progress import track
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer gets for one batch besides the hidden state
+TOKENS = 2**12  # what is averaged is small and paired; bounds the time, and what is held in memory
+
+
+def correct_biases(
+    model: "PreTrainedModel", linears: Iterable[str], batches: Iterable[Batch]
+) -> dict[str, list[float]]:
+    """Correct the biases of the encoder's quantized linears, in place.
+
+    Args:
+        model: calibrated fake-quant model; quantizers that are disabled stay so.
+        linears: full names of the INT8 linears; those outside of encoder layers or without bias are left.
+        batches: int64 [B, L] arrays without padding; as many as make `TOKENS` tokens are used and held.
+
+    Returns:
+        What was added to each bias, float32 values, by linear.
+    """
+    import torch
+
+    family = family_of(model.config)
+    linears = [name for name in linears if model.get_submodule(name).bias is not None]
+    if not linears:
+        return {}
+    runs = Counter(family.runs(model))
+    added: dict[str, list[float]] = {}
+    with torch.inference_mode():
+        with quantizers_off(model):
+            exact, given = _calls(model, runs, _some(batches))
+        states = exact
+        for name, times in track("bias correction", runs.items()):
+            run = partial(run_layer, model, name, times, given[name])
+            groups = _steps(name, linears, family)
+            with quantizers_off(model), mean_outputs(model, chain.from_iterable(groups)) as targets:
+                exact = run(exact)
+            with rounded_weights(model, [n for n in linears if n.startswith(f"{name}.")]):
+                corrected, states = _correct_layer(
+                    model, groups, targets, partial(run, states), exact, once=times == 1
+                )
+            added |= corrected
+    return added
+
+
+def _correct_layer(  # noqa: PLR0913
+    model: "PreTrainedModel",
+    groups: list[list[str]],
+    targets: "dict[str, torch.Tensor]",
+    run: "Callable[[], list[torch.Tensor]]",
+    exact: "list[torch.Tensor]",
+    *,
+    once: bool,
+) -> "tuple[dict[str, list[float]], list[torch.Tensor]]":
+    """Correct the groups of one layer, each for what it gets after the one before was corrected.
+
+    Args:
+        once: the layer runs once for a batch, so that what linears before a group make is known by then.
+
+    Returns:
+        What was added to each bias, and the output of the layer with it for every batch.
+    """
+    added: dict[str, list[float]] = {}
+    read_again = groups[:-1] if once else []
+    with mean_outputs(model, chain.from_iterable(groups)) as means, kept_outputs(model, read_again) as made:
+        states = run()
+    error = _error(states, exact)
+    for number, group in enumerate(groups):
+        step = {name: (targets[name] - means[name]).float().cpu().tolist() for name in group}
+        linears: dict[str, Any] = {name: model.get_submodule(name) for name in group}
+        before = {name: linear.bias.clone() for name, linear in linears.items()}  # subtracting would round
+        apply_biases(model, step)
+        with (
+            replayed(model, read_again[:number], made),
+            mean_outputs(model, chain.from_iterable(groups[number + 1 :])) as new_means,
+            kept_outputs(model, read_again[number:]) as new_made,
+        ):
+            new_states = run()
+        if (now := _error(new_states, exact)) < error:
+            added, error, means, states = added | step, now, new_means, new_states
+            made |= new_made
+        else:
+            for name, bias in before.items():
+                linears[name].bias.copy_(bias)
+    return added, states
+
+
+def _error(made: "list[torch.Tensor]", exact: "list[torch.Tensor]") -> float:
+    """Squared error of a layer's output over every batch."""
+    pairs = zip(made, exact, strict=True)
+    return sum(float((ours - theirs).double().square().sum()) for ours, theirs in pairs)
+
+
+def bias_notes(model: "PreTrainedModel", linears: Iterable[str]) -> list[str]:
+    """One sentence where INT8 linears of encoder layers have no bias that could be corrected."""
+    family = family_of(model.config)
+    found = [name for name in linears if family.layer_of(name) is not None]
+    lost = [name for name in found if model.get_submodule(name).bias is None]
+    if not lost:
+        return []
+    count = f"{len(lost)} of {len(found)}"
+    return [f"bias correction left out {count} INT8 linears, which have no bias: {name_list(lost)}"]
+
+
+def apply_biases(model: "PreTrainedModel", added: dict[str, list[float]]) -> None:
+    """Add corrections to the biases of a model, in place."""
+    import torch
+
+    for name, values in added.items():
+        bias: Any = model.get_submodule(name).bias
+        with torch.no_grad():
+            bias += torch.tensor(values, dtype=bias.dtype, device=bias.device)
+
+
+@contextmanager
+def biased(model: "PreTrainedModel", added: Iterable[dict[str, list[float]]]) -> Iterator[None]:
+    """Add to the biases of a model for a while; they are as they were afterwards, bit for bit."""
+    import torch
+
+    parts = [*added]
+    biases: list[Any] = [model.get_submodule(name).bias for name in {name for part in parts for name in part}]
+    before = [bias.detach().clone() for bias in biases]
+    try:
+        for part in parts:
+            apply_biases(model, part)
+        yield
+    finally:
+        with torch.no_grad():
+            for bias, was in zip(biases, before, strict=True):
+                bias.copy_(was)
+
+
+def run_layer(
+    model: "PreTrainedModel", name: str, times: int, given: list[Given], states: "list[torch.Tensor]"
+) -> "list[torch.Tensor]":
+    """Run a layer `times` times over every batch without gradients; return what the next layer reads."""
+    import torch
+
+    from qdqbench.quantize.calibration.fakequant.onednn import quick_linears
+
+    layer, outputs = model.get_submodule(name), [*states]
+    with torch.inference_mode(), quick_linears(model.device.type, again=True):
+        for _ in range(times):
+            for number, (args, kwargs) in enumerate(given):
+                outputs[number] = hidden_of(layer(outputs[number], *args, **kwargs))
+    return outputs
+
+
+@contextmanager
+def mean_outputs(model: "PreTrainedModel", names: Iterable[str]) -> "Iterator[dict[str, torch.Tensor]]":
+    """Average the output of linears over all tokens: float64 [N] each, filled when the block ends."""
+    sums: dict[str, list[torch.Tensor]] = {}
+    tokens: Counter[str] = Counter()
+    means: dict[str, torch.Tensor] = {}
+
+    def add(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
+        flat = output.detach().flatten(0, -2)
+        sums.setdefault(name, []).append(flat.double().sum(dim=0))
+        tokens[name] += len(flat)
+
+    with _hooks(model, names, add):
+        yield means
+    means |= {name: reduce(operator.add, parts) / tokens[name] for name, parts in sums.items()}
+
+
+@contextmanager
+def kept_outputs(
+    model: "PreTrainedModel", groups: list[list[str]]
+) -> "Iterator[dict[str, list[torch.Tensor]]]":
+    """Keep the outputs of linears while the block runs, in order, by name."""
+    outputs: dict[str, list[torch.Tensor]] = {}
+
+    def keep(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
+        outputs.setdefault(name, []).append(output.clone())
+
+    with _hooks(model, chain.from_iterable(groups), keep):
+        yield outputs
+
+
+@contextmanager
+def replayed(
+    model: "PreTrainedModel", groups: list[list[str]], outputs: "dict[str, list[torch.Tensor]]"
+) -> Iterator[None]:
+    """Let linears return kept outputs, in order, without computing them again."""
+    names = list(chain.from_iterable(groups))
+    linears: list[Any] = [model.get_submodule(name) for name in names]
+    for name, linear in zip(names, linears, strict=True):
+        linear.forward = partial(_next_output, iter(outputs[name]))
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.forward
+
+
+def _next_output(outputs: "Iterator[torch.Tensor]", _: "torch.Tensor") -> "torch.Tensor":
+    return next(outputs).clone()
+
+
+@contextmanager
+def _hooks(model: "PreTrainedModel", names: Iterable[str], hook: Callable[..., None]) -> Iterator[None]:
+    """Call `hook(name, module, inputs, output)` after each run of these modules in the block."""
+    with ExitStack() as hooks:
+        for name in names:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(hook, name)))
+        yield
+
+
+def _steps(layer: str, linears: Iterable[str], family: Family) -> list[list[str]]:
+    """Linears of a layer in the order in which they run; q, k and v run side by side."""
+    groups: dict[str, list[str]] = {}
+    for name in linears:
+        if name.startswith(f"{layer}."):
+            groups.setdefault(family.kind(name), []).append(name)
+    return list(groups.values())
+
+
+def _some(batches: Iterable[Batch]) -> Iterator[Batch]:
+    tokens = 0
+    for batch in batches:
+        yield batch
+        tokens += batch["input_ids"].size
+        if tokens >= TOKENS:
+            return
+
+
+def _calls(
+    model: "PreTrainedModel", runs: Counter[str], batches: Iterable[Batch]
+) -> "tuple[list[torch.Tensor], dict[str, list[Given]]]":
+    """What the first layer reads for every batch, and what each layer gets besides: masks, positions.
+
+    No layer runs meanwhile.
+    """
+    given: dict[str, list[Given]] = {name: [] for name in runs}
+
+    def keep(name: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given[name].append((args[1:], kwargs))
+
+    with ExitStack() as hooks:
+        states = hooks.enter_context(first_inputs(model))
+        for name in runs:
+            layer = model.get_submodule(name)
+            hooks.enter_context(layer.register_forward_pre_hook(partial(keep, name), with_kwargs=True))
+        hooks.enter_context(resumed(model, sum(runs.values()), None))
+        for batch in batches:
+            forward(model, batch)
+    # a shared layer gets the same in each of its runs
+    return states, {name: found[:: runs[name]] for name, found in given.items()}

@@ -1,0 +1,155 @@
+"""What runs on ModelOpt's private names, and the only file that knows them; its test lists them.
+
+The fake quantization of training (`native.py`) is here because it reads them at every call, and Python around
+a call takes longer than the kernels of a small layer. The range is ModelOpt's and the engine's: codes -128 to
+127 unless the quantizer asks for the narrow one, round half to even, zero point 0. The kernels compute in
+FP32 whatever the tensor's type, and give back the type that they got; so under autocast to BF16 activations
+arrive and leave as BF16. A code times its scale has more than the 8 significant bits of BF16, and moves by up
+to 2^-9 of itself: a quarter of a step at code 127, a hundredth at code 5. The matmul that reads the value
+would round it like this anyway, so FP32 in between would double the traffic and change no bit. Weights are
+quantized from their FP32 masters, before autocast rounds them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, import_modelopt
+
+import_modelopt()
+
+from modelopt.torch.quantization.calib import HistogramCalibrator  # noqa: E402
+from modelopt.torch.quantization.model_calib import _mse_quant_func  # noqa: E402
+from modelopt.torch.quantization.nn import TensorQuantizer  # noqa: E402
+
+
+def calibrator_of(quantizer: Any) -> Any:
+    """What collects the values of a quantizer while it calibrates."""
+    return quantizer._calibrator
+
+
+def set_calibrator(quantizer: Any, calibrator: Any) -> None:
+    """Let an object of ModelOpt's calibrator interface collect the values."""
+    quantizer._calibrator = calibrator
+
+
+def set_histogram(calibrator: HistogramCalibrator, counts: torch.Tensor, edges: torch.Tensor) -> None:
+    """Give a calibrator counts [bins] and edges [bins + 1] of |x| that it did not collect itself."""
+    calibrator._calib_hist, calibrator._calib_bin_edges = counts, edges
+
+
+def quantized_with(quantizer: Any, value: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """`value` as the quantizer would make it if it had this amax."""
+    return _mse_quant_func(value, amax, quantizer)  # type: ignore[no-any-return]
+
+
+def stored_amax(quantizer: Any) -> torch.Tensor:
+    """The buffer itself, without the property's questions."""
+    return quantizer._buffers["_amax"]  # type: ignore[no-any-return]
+
+
+def forget_scale(quantizer: Any) -> None:
+    """Let the scale be prepared anew."""
+    quantizer._quantizer_cache = None
+
+
+def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
+    """ModelOpt quant backend: `inputs` on the grid of the quantizer's scales, in their type; no host sync.
+
+    Against ModelOpt's arithmetic, codes are equal where value / scale is further than 2^-15 from a tie, and
+    values of equal codes to 2^-22 of themselves. NaN becomes a code, as in any engine: find it before.
+    """
+    if (learned := quantizer.__dict__.get("learned")) is not None:
+        return learned.quantized(inputs)  # type: ignore[no-any-return]
+    scale = prepared(quantizer)
+    if scale.per_channel is None or scale.zero is None:
+        return torch.fake_quantize_per_tensor_affine(inputs, scale.per_tensor, 0, scale.low, INT8_MAX)
+    return torch.fake_quantize_per_channel_affine(
+        inputs, scale.per_channel, scale.zero, scale.axis, scale.low, INT8_MAX
+    )
+
+
+def quantize_exactly(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
+    """ModelOpt's arithmetic on FP32 to the bit, without gradients; in place it is faster on a CPU."""
+    scale = prepared(quantizer)
+    values = inputs.contiguous() * scale.steps
+    return values.round_().clamp_(scale.low, INT8_MAX).div_(scale.divisors)
+
+
+@dataclass
+class _Scale:
+    """Scales of a quantizer as the kernels want them, and the amax that they were made from."""
+
+    amax: torch.Tensor
+    version: int
+    low: int
+    steps: torch.Tensor  # codes of 1, shaped as the amax; 0 where the amax is 0 to FP16, as ModelOpt has it
+    divisors: torch.Tensor  # the same, and 1 there
+    axis: int = 0
+    per_tensor: float = 0.0  # a number, so that a kernel reads nothing from memory
+    per_channel: torch.Tensor | None = None
+    zero: torch.Tensor | None = None  # FP32: the host would look at integers at every call
+
+
+def prepared(quantizer: Any) -> _Scale:
+    """The quantizer's scales; computed where its amax is another than before."""
+    scale = quantizer._quantizer_cache
+    if torch.compiler.is_compiling() and scale is not None:
+        return scale  # type: ignore[no-any-return]
+    amax = quantizer._buffers["_amax"]
+    if scale is None or scale.amax is not amax or scale.version != amax._version:
+        scale = quantizer._quantizer_cache = _prepare(quantizer)
+    return scale  # type: ignore[no-any-return]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _prepare(quantizer: Any) -> _Scale:
+    if quantizer._amax.is_inference():
+        quantizer._buffers["_amax"] = quantizer._amax.clone()
+    amax = quantizer._amax
+    scales = amax.float() / INT8_MAX
+    steps = torch.tensor(float(INT8_MAX), device=amax.device) / amax.float()
+    nothing = amax <= 2**-24
+    steps, divisors = steps.masked_fill(nothing, 0.0), steps.masked_fill(nothing, 1.0)
+    found = _Scale(amax, amax._version, lowest_code(quantizer), steps, divisors)
+    if quantizer.axis is None:
+        found.per_tensor = float(scales)
+    else:
+        found.axis, found.per_channel = int(quantizer.axis), scales.flatten()
+        found.zero = torch.zeros_like(found.per_channel)
+    return found
+
+
+def lowest_code(quantizer: Any) -> int:
+    """-128, or -127 in the narrow range."""
+    return -INT8_MAX if quantizer.narrow_range else -INT8_MAX - 1
+
+
+class ShortQuantizer(TensorQuantizer):  # type: ignore[misc]
+    """TensorQuantizer with a short way through `forward`."""
+
+    shared: Any = None  # what quantizes once for several quantizers: `native_modules.Shared`
+    exact: bool = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Fake-quantized `inputs`; ModelOpt's own way while it calibrates."""
+        if self._if_calib or not self._if_quant:
+            return super().forward(inputs)  # type: ignore[no-any-return]
+        if self.shared is not None and not self._disabled:
+            return self.shared.quantized(inputs, self)  # type: ignore[no-any-return]
+        return self.quantized(inputs)
+
+    def quantized(self, inputs: torch.Tensor) -> torch.Tensor:
+        """`inputs` times the factors of smoothing, fake-quantized unless disabled."""
+        factors = self._buffers.get("_pre_quant_scale")
+        if factors is not None and self._enable_pre_quant_scale:
+            inputs = inputs * factors
+        if self._disabled:
+            return inputs
+        return quantize_exactly(inputs, self) if self.exact else fake_quantize(inputs, self)
+
+    def _amax_setter_helper(self, value: torch.Tensor) -> None:
+        super()._amax_setter_helper(value)
+        self._quantizer_cache = None  # set through `.data`, which leaves no trace on the tensor

@@ -1,0 +1,190 @@
+"""The record of a calibration, `calibration.json`: every amax and scale, and whether they are plausible."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from qdqbench.quantize.calibration.fakequant.quantizers import QuantizerKind, quantizer_kind
+from qdqbench.quantize.calibration.fakequant.residual import QUANTIZER
+from qdqbench.quantize.recipe.plan import Plan, shifted
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.calibration_results import QuantizerRow, SoftmaxRow
+from qdqbench.quantize.utils.errors import CheckFailed
+from qdqbench.quantize.utils.frames import Tabular
+from qdqbench.quantize.utils.limits import FP16_MAX
+from qdqbench.quantize.utils.schema import Strict, read
+
+# An amax outside these bounds is a fault of the data or the weights, never a property of a working model.
+# Activations are FP16 tensors in the engine, so they end with it, and below 1e-6 it holds no seven bits.
+AMAX_BOUNDS = {"weight": (1e-8, FP16_MAX), "activation": (1e-6, FP16_MAX)}
+
+MAX_AMAX_OVER_RMS = 5000.0  # BERT outliers reach 90; a value like this leaves the other codes at zero
+
+
+class QuantizerState(Strict):
+    """One quantizer: enough to rebuild it with a bit-identical scale."""
+
+    kind: QuantizerKind
+    axis: int | None
+    amax: float | list[float]  # a list when per-channel; float32 values, exact in JSON
+    rms: float | None = None  # of an activation while calibrating
+
+
+class Smoothing(Strict):
+    """Factors that move the range of activations into weights; together they change no output.
+
+    Powers of two, so that every product with them is exact, in FP16 too.
+    """
+
+    inputs: dict[str, list[float]] = {}  # linear -> factor of each input channel, applied before its Q
+    columns: dict[str, list[float]] = {}  # linear -> factor of each weight column
+    rows: dict[str, list[float]] = {}  # linear -> factor of each weight row and bias element
+
+
+class Shift(Strict):
+    """A shift of what q, k and v of an INT8 attention read, in place of the bias of q."""
+
+    added: dict[str, list[float]]  # module -> what is added to its bias before all else, float32 values
+    rest: float  # root mean square of what the bias did to scores and the shift does not
+
+
+class ChannelSplit(Strict):
+    """Copies of outlier channels in one feed-forward; the columns that they leave are filled with zeros."""
+
+    extra: int  # channels more than the model has
+    # channel -> what divides its activation and its weight, powers of two; the product is its copies
+    outliers: dict[int, tuple[int, int]]
+
+
+class CalibrationRecord(Tabular):
+    """`calibration.json`: every amax, and the data that it came from."""
+
+    schema_version: Literal[2] = 2
+    method: str  # of the calibration section; rules may refine it
+    methods: dict[str, str] = {}  # linear or attention -> method, where it differs
+    # second linear of a feed-forward -> its copies, made after smoothing
+    splits: dict[str, ChannelSplit] = {}
+    shifts: dict[str, Shift] = {}  # by INT8 attention
+    smoothing: Smoothing = Smoothing()
+    # linear -> what centring the values of an INT8 attention added to its bias, float32 values
+    centers: dict[str, list[float]] = {}
+    biases: dict[str, list[float]] = {}  # linear -> what bias correction added, float32 values
+    softmax: list[SoftmaxRow] = []  # of INT8 attentions
+    replaced: dict[str, float] = {}  # quantizer whose amax the recipe gives -> what calibration found
+    seed: int
+    data: dict[str, Any]  # source, split, fingerprint, samples, tokens, lengths
+    notes: list[str]
+    warnings: list[str] = []
+    quantizers: dict[str, QuantizerState]
+
+    def rows(self) -> list[QuantizerRow]:
+        """The quantizers as rows of results.json."""
+        return [
+            quantizer_row(name, state, self.replaced.get(name)) for name, state in self.quantizers.items()
+        ]
+
+
+def quantizer_state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
+    """What the record holds of a quantizer; `rms` of an activation while calibrating."""
+    amax = quantizer.amax
+    values = [] if amax is None else amax.detach().float().cpu().flatten().tolist()
+    scalar = amax is not None and quantizer.axis is None
+    return QuantizerState(
+        kind=quantizer_kind(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
+    )
+
+
+def read_record(path: Path) -> CalibrationRecord:
+    """Read `calibration.json`.
+
+    Raises:
+        UserError: missing or not of this schema.
+    """
+    return read(path, CalibrationRecord, "calibration record", "quantize again")
+
+
+def write_record(path: Path, record: CalibrationRecord) -> None:
+    """Write `calibration.json` atomically."""
+    files.write_text(path, record.model_dump_json() + "\n")
+
+
+def require_plausible(states: dict[str, QuantizerState]) -> None:
+    """Hold every amax to be finite, positive and plausible.
+
+    Raises:
+        CheckFailed: names every offender with its value.
+    """
+    problems = [f"{name}: {why}" for name, state in states.items() if (why := _implausible(state))]
+    if problems:
+        raise CheckFailed(
+            f"calibration gave {len(problems)} unusable amax values ({'; '.join(problems)}); check the "
+            f"weights for NaN and the calibration data, or keep these layers in FP16 with a rule"
+        )
+
+
+def _implausible(state: QuantizerState) -> str | None:
+    values = np.atleast_1d(np.asarray(state.amax, dtype=np.float64))
+    low, high = AMAX_BOUNDS["weight" if state.kind == "weight" else "activation"]
+    if not values.size or not np.isfinite(values).all():
+        return "not finite"
+    if (values <= 0).any():
+        return f"not positive ({values.min():g})"
+    if values.min() < low or values.max() > high:
+        return f"{values.min():g} to {values.max():g}, outside {low:g} to {high:g}"
+    if state.rms and state.kind != "softmax" and values.max() / state.rms > MAX_AMAX_OVER_RMS:
+        return f"{values.max() / state.rms:.0f} times its root mean square"
+    return None
+
+
+def quantizer_row(name: str, state: QuantizerState, found: float | None = None) -> QuantizerRow:
+    """A quantizer as a row of results.json; `found` by calibration, where the recipe gives another amax."""
+    values = np.atleast_1d(np.asarray(state.amax, dtype=np.float64))
+    return QuantizerRow(
+        name=name,
+        module=name.rpartition(".")[0],
+        kind=state.kind,
+        axis=state.axis,
+        amax=float(values.max()),
+        amax_min=float(values.min()),
+        amax_over_rms=float(values.max() / state.rms) if state.rms else None,
+        amax_found=found,
+    )
+
+
+def shifted_states(record: CalibrationRecord, plan: Plan) -> dict[int, list[float]]:
+    """What shifts add to hidden states, [hidden], by their number: 0 is that behind the embeddings."""
+    makers = shifted(plan)
+    return {
+        place.number: shift.added[makers[name]]
+        for name, shift in record.shifts.items()
+        if (place := plan.family.place(name))
+    }
+
+
+def shared_quantizers(plan: Plan) -> list[tuple[str, ...]]:
+    """Full names of the quantizers that round one tensor, and so have one amax, for each INT8 residual.
+
+    The residual's comes first, then the input quantizers of its readers.
+    """
+    readers = {name: plan.family.residual_readers(name) for name in plan.residual}
+    return [(f"{name}.{QUANTIZER}", *(f"{n}.input_quantizer" for n in readers[name])) for name in readers]
+
+
+def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
+    """Hold residuals to the amax of the linears that read the same tensor.
+
+    Raises:
+        CheckFailed: names every residual that differs.
+    """
+    lost = [
+        f"{group[0]} ({', '.join(f'{states[name].amax:g}' for name in group)})"
+        for group in shared_quantizers(plan)
+        if len({states[name].amax for name in group}) > 1
+    ]
+    if lost:
+        raise CheckFailed(
+            f"an INT8 residual and the linears that read the same tensor need one amax, and these differ: "
+            f"{'; '.join(lost)}; calibrate again, or train them as one number"
+        )

@@ -1,0 +1,210 @@
+"""What INT8 costs the softmax, layer by layer and length by length, and the form of it that costs the least.
+
+With scale 1/127 probabilities under 1/254 become zero, and the longer the input, the more of the attention
+they hold. A smaller amax keeps them and clips the peaks. Two things are chosen by the error of the output of
+the attention, P v, over the calibration data; the fused kernel stays as it is, and neither costs it any time:
+
+- **The values are centred.** Rows of P sum to 1, so P (v - m) + m = P v for any m of each channel. With m the
+  mean of v over the calibration data, what P loses is lost of v - m, which is small where v is nearly the
+  same for all tokens. Exact in FP32: -m goes into the bias of the value projection, and m times its weight
+  into that of the output projection. Bias correction (Nagel et al. 2019, arXiv 1906.04721) puts back the mean
+  of the loss; this gives each row back what it lost itself.
+- **The amax** of the softmax output, per layer.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, quantizers_off
+from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.utils.arrays import Float64
+from qdqbench.quantize.utils.calibration_results import SoftmaxRow
+from qdqbench.quantize.utils.names import name_list
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+PLAIN = 1.0  # amax of probabilities; scale 1/127
+AMAXES = tuple(2 ** (-half / 2) for half in range(9))  # what `error` tries: 1 to 1/16
+LONG = 128  # tokens; `auto` chooses by the error where calibration saw more
+LENGTHS = (64, 128, 256, 384, 512)  # upper edges of the rows in the record
+CHUNK = 2**23  # probabilities that are rounded at a time
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What was chosen for the INT8 attentions of a model."""
+
+    amax: dict[str, float]  # of the softmax output, by attention
+    centers: dict[str, Float64]  # mean of v, [heads * head size], where centring it helps
+    loss: list[SoftmaxRow]  # in that form
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Sums:
+    """Of one attention and one range of lengths; tensors are float64 on the model's device."""
+
+    rows: int = 0
+    power: Any = 0.0  # of P v
+    values: Any = 0.0  # sum of v over tokens, [heads, head size]
+    tokens: int = 0
+    tries: dict[float, "_Try"] = field(default_factory=dict)  # by amax
+
+    def add(self, p: "torch.Tensor", v: "torch.Tensor") -> None:
+        """Add some inputs: probabilities [B, heads, L, L] and values [B, heads, L, head size]."""
+        exact = p @ v
+        self.rows += p.shape[0] * p.shape[1] * p.shape[2]
+        self.tokens += v.shape[0] * v.shape[2]
+        self.power = self.power + exact.square().double().sum()
+        self.values = self.values + v.double().sum((0, 2))
+        for amax, tried in self.tries.items():
+            scale = amax / INT8_MAX
+            rounded = (p / scale).round_().clamp_(max=INT8_MAX).mul_(scale)
+            lost = exact - rounded @ v
+            mass = 1 - rounded.sum(-1)
+            tried.zeroed = tried.zeroed + p[rounded == 0].double().sum()
+            tried.clipped = tried.clipped + (p - amax).clamp_(min=0).double().sum()
+            tried.rr = tried.rr + lost.square().double().sum()
+            tried.dr = tried.dr + (mass[..., None] * lost).double().sum((0, 2))
+            tried.dd = tried.dd + mass.square().double().sum((0, 2))
+
+
+@dataclass
+class _Try:
+    """Of one amax: d is what a row of P loses in all, r is what P v loses by it."""
+
+    zeroed: Any = 0.0  # mass that becomes 0
+    clipped: Any = 0.0  # mass above the amax
+    rr: Any = 0.0
+    dr: Any = 0.0  # [heads, head size]
+    dd: Any = 0.0  # [heads]
+
+    def error(self, center: "torch.Tensor | None") -> float:
+        """Sum of |r - d m|^2: what is lost of v - m."""
+        found = self.rr
+        if center is not None:
+            found = found - 2 * (center * self.dr).sum() + (center.square().sum(-1) * self.dd).sum()
+        return max(float(found), 0.0)
+
+
+def choose(
+    model: "PreTrainedModel",
+    plan: Plan,
+    run: Callable[["PreTrainedModel"], None],
+    left: Collection[str] = (),
+    *,
+    by_error: bool,
+) -> Softmax:
+    """Choose the form of every INT8 softmax from one pass over the data, without quantization.
+
+    The error that is compared is the mean of the relative squared errors over the ranges of `LENGTHS`, so
+    that short inputs count even where most are long.
+
+    Args:
+        model: with quantizers; left as it is.
+        run: passes batches without padding through the model.
+        left: attentions whose values are not centred, as nothing can be added behind their GEMM.
+        by_error: choose; else amax 1 and no centring, and their loss.
+    """
+    sums: dict[str, dict[int, _Sums]] = {name: {} for name in plan.attention}
+    if not sums:
+        return Softmax({}, {}, [])
+    with ExitStack() as hooks, quantizers_off(model):
+        for name, by_length in sums.items():
+            amaxes = AMAXES if by_error else (PLAIN,)
+            hooks.enter_context(_watched(model.get_submodule(name), by_length, amaxes))
+        run(model)
+    found = Softmax({}, {}, [])
+    to_centre = [name for name in sums if by_error and name not in left]
+    if lost := [linear for name in to_centre for linear in _without_bias(model, plan, name)]:
+        found.notes.append(
+            f"values of INT8 attentions were not centred where {name_list(lost)} have no bias to take it"
+        )
+    for name, by_length in sums.items():
+        means: list[Any] = [None]
+        if name in to_centre and not _without_bias(model, plan, name):
+            parts = list(by_length.values())
+            means.append(sum(part.values for part in parts) / sum(part.tokens for part in parts))
+        # a tie goes to the form that changes less
+        _, amax, at = min(
+            (float(np.mean([_relative(part, amax, center) for part in by_length.values()])), -amax, at)
+            for amax in next(iter(by_length.values())).tries
+            for at, center in enumerate(means)
+        )
+        found.amax[name] = -amax
+        found.loss.extend(
+            _row(name, edge, part, -amax, means[at]) for edge, part in sorted(by_length.items())
+        )
+        if at:
+            found.centers[name] = means[at].flatten().cpu().numpy()
+    return found
+
+
+def deltas_of(model: "PreTrainedModel", plan: Plan, centers: dict[str, Float64]) -> dict[str, list[float]]:
+    """What centring adds to the biases of a model, float32 values by linear."""
+    import torch
+
+    added: dict[str, list[float]] = {}
+    for name, center in centers.items():
+        value, output = (plan.family.made_by(name, role) for role in ("value", "output"))
+        weight: Any = model.get_submodule(output.linear).weight
+        moved = weight.detach().double() @ torch.from_numpy(center).to(weight.device)
+        rows = np.zeros((value.parts, len(center)), np.float32)
+        rows[value.part] = -center
+        added |= {value.linear: rows.ravel().tolist(), output.linear: moved.float().cpu().tolist()}
+    return added
+
+
+def _without_bias(model: "PreTrainedModel", plan: Plan, attention: str) -> list[str]:
+    """The linears that make v and the output of an attention, of these that have no bias."""
+    linears = [plan.family.made_by(attention, role).linear for role in ("value", "output")]
+    return [name for name in linears if getattr(model.get_submodule(name), "bias", None) is None]
+
+
+def _relative(part: _Sums, amax: float, center: "torch.Tensor | None") -> float:
+    return part.tries[amax].error(center) / max(float(part.power), 1e-30)
+
+
+def _row(name: str, length: int, part: _Sums, amax: float, center: "torch.Tensor | None") -> SoftmaxRow:
+    tried = part.tries[amax]
+    return SoftmaxRow(
+        module=name,
+        length=length,
+        amax=amax,
+        centered=center is not None,
+        zeroed=float(tried.zeroed) / part.rows,
+        clipped=float(tried.clipped) / part.rows,
+        error=float(np.sqrt(_relative(part, amax, center))),
+    )
+
+
+@contextmanager
+def _watched(module: Any, sums: dict[int, _Sums], amaxes: tuple[float, ...]) -> Iterator[None]:
+    """Add up what an attention's softmax and values are, by the length of the input."""
+    import torch
+
+    values: list[torch.Tensor] = []
+
+    def keep(_: Any, inputs: tuple[Any, ...]) -> None:
+        values[:] = [inputs[0].detach()]
+
+    def add(_: Any, inputs: tuple[Any, ...]) -> None:
+        value, weights = values.pop(), inputs[0].detach()
+        length = value.shape[-2]
+        edge = next((edge for edge in LENGTHS if length <= edge), length)
+        part = sums.setdefault(edge, _Sums(tries={amax: _Try() for amax in amaxes}))
+        some = max(1, CHUNK // weights[0].numel())
+        for p, v in zip(torch.split(weights, some), torch.split(value, some), strict=True):
+            part.add(p, v)
+
+    with (
+        module.v_bmm_quantizer.register_forward_pre_hook(keep),
+        module.p_bmm_quantizer.register_forward_pre_hook(add),
+    ):
+        yield

@@ -1,0 +1,189 @@
+"""Outlier channel splitting: copies of the few feed-forward channels whose range spoils INT8 for all others.
+
+In BERT one or two channels of a feed-forward carry a massive activation (Sun et al. 2024, arXiv 2402.17762)
+and meet a weight of like size (Yu et al. 2024, arXiv 2411.07191), so that no factor between the two helps.
+Zhao et al. 2019 (arXiv 1901.09504) split such a channel: n copies of it, each with 1/n of the product. Here n
+is a power of two, one part of which divides the activation and the other the weight. The copies are rows of
+the first linear and columns of the second; the activation is divided by a Mul before its Q. Of a gated
+feed-forward (GeGLU) the rows of a channel's gate are copied with it.
+
+Equal copies would all be rounded in the same direction, and their errors would add up to that of the channel
+before. So each copy divides its activation a little more than the one before, and its weight less (`SPREAD`);
+Zhao et al. give the halves of a weight another rounding for the same reason.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.quantize.calibration.record import ChannelSplit
+from qdqbench.quantize.calibration.smoothing import column_ranges
+from qdqbench.quantize.models.families.family import Family
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.utils.arrays import Float64, Int64
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+LIKE = 8  # a channel is an outlier against the range that this many others reach
+SPREAD = 1 / 16  # of the copies of a channel: the last divides its activation by so much more than the first
+FP16_STEPS = 1024
+
+
+def split(model: "PreTrainedModel", ranges: dict[str, Float64], extra: int) -> dict[str, ChannelSplit]:
+    """Choose the copies of feed-forwards, and make them in `model`.
+
+    Args:
+        model: with quantizers; changed in place, its answers stay the same up to rounding.
+        ranges: largest magnitude of each input, [K], of every second linear to split.
+        extra: channels that each layer gets for copies; what no outlier needs is filled with zero columns.
+    """
+    linears: dict[str, Any] = {name: model.get_submodule(name) for name in ranges}
+    found = {
+        name: choose_channels(ranges[name], column_ranges(linear.weight), extra)
+        for name, linear in linears.items()
+    }
+    apply(model, found)
+    return found
+
+
+def choose_channels(activations: Float64, weights: Float64, extra: int) -> ChannelSplit:
+    """Halve what stands out most, again and again, while its copies fit.
+
+    Args:
+        activations: largest magnitude of each channel, [K].
+        weights: of each column, [K].
+        extra: copies that there is room for.
+    """
+    by_input, by_weight = np.ones(len(activations), dtype=np.int64), np.ones(len(weights), dtype=np.int64)
+    room = extra
+    while True:
+        tops = [(_outlier(activations / by_input), by_input), (_outlier(weights / by_weight), by_weight)]
+        fitting = [
+            (ratio, channel, parts)
+            for (ratio, channel), parts in tops
+            if ratio > 1 and by_input[channel] * by_weight[channel] <= room
+        ]
+        if not fitting:
+            break
+        _, channel, parts = max(fitting, key=lambda each: each[0])
+        room -= int(by_input[channel] * by_weight[channel])
+        parts[channel] *= 2
+    outliers = np.flatnonzero(by_input * by_weight > 1).tolist()
+    return ChannelSplit(extra=extra, outliers={n: (int(by_input[n]), int(by_weight[n])) for n in outliers})
+
+
+def _outlier(ranges: Float64) -> tuple[float, int]:
+    """How far the largest channel is above the next ones, and which it is."""
+    order = np.argsort(-ranges, kind="stable")
+    largest, like = float(ranges[order[0]]), float(ranges[order[min(LIKE, len(order) - 1)]])
+    return (largest / like if like > 0 else 1.0), int(order[0])
+
+
+def apply(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> None:
+    """Make the copies in a model with quantizers, in place: weights, and factors of inputs."""
+    import torch
+    from torch import nn
+
+    family = family_of(model.config)
+    for name, found in splits.items():
+        first, second = _linears(model, name)
+        layout = layout_of(found, second.in_features)
+        index = torch.from_numpy(layout.channels).to(second.weight.device)
+        rows = torch.from_numpy(rows_of(layout.channels, second.in_features, family)).to(index.device)
+        with torch.no_grad():
+            first.weight = nn.Parameter(first.weight[rows])
+            if first.bias is not None:
+                first.bias = nn.Parameter(first.bias[rows])
+            second.weight = nn.Parameter(second.weight[:, index] * second.weight.new_tensor(layout.columns))
+        first.out_features, second.in_features = len(rows), len(index)
+        second.input_quantizer.pre_quant_scale = second.weight.new_tensor(layout.inputs)
+    family = family_of(model.config)
+    if len(splits) == len(family.layer_names(model)):
+        # so that it can be saved, and loaded again
+        setattr(model.config, family.intermediate, len(index))
+
+
+def keep_equal(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> Callable[[], None]:
+    """To be called after each step of a training: copies follow their original again, bit for bit."""
+    import torch
+
+    ties, family = [], family_of(model.config)
+    for name, found in splits.items():
+        first, second = _linears(model, name)
+        wide, device = second.in_features, second.weight.device
+        width = wide - found.extra
+        layout = layout_of(found, width)
+        index = torch.from_numpy(layout.channels[width:]).to(device)
+        copies = torch.from_numpy(rows_of(np.arange(width, wide), wide, family)).to(device)
+        own = torch.from_numpy(rows_of(layout.channels[width:], wide, family)).to(device)
+        # a power of two lies between the two, so this product has the bits of that in `apply`
+        columns = layout.columns[width:] / layout.columns[layout.channels[width:]]
+        ties.append((first, second, (copies, own), (width, index), second.weight.new_tensor(columns)))
+
+    def tie() -> None:
+        with torch.no_grad():
+            for first, second, (copies, own), (width, index), columns in ties:
+                first.weight[copies] = first.weight[own]
+                if first.bias is not None:
+                    first.bias[copies] = first.bias[own]
+                second.weight[:, width:] = second.weight[:, index] * columns
+
+    return tie
+
+
+def merge(
+    weights: "dict[str, torch.Tensor]", splits: dict[str, ChannelSplit], family: Family
+) -> "dict[str, torch.Tensor]":
+    """A state dict without copies, of which `apply` makes them again bit for bit if they were kept equal."""
+    merged = dict(weights)
+    for name, found in splits.items():
+        key = f"{name}.weight"
+        wide = weights[key].shape[1]
+        width = wide - found.extra
+        rows = rows_of(np.arange(width), wide, family)
+        columns = layout_of(found, width).columns[:width]
+        merged[key] = weights[key][:, :width] / weights[key].new_tensor(columns)  # powers of two
+        for part in ("weight", "bias"):
+            if (key := f"{family.require_beside(name, 'ffn-in')}.{part}") in weights:
+                merged[key] = weights[key][rows]
+    return merged
+
+
+def rows_of(channels: Int64, width: int, family: Family) -> Int64:
+    """Rows of the first linear that make these of `width` channels: their own, and those of their gates."""
+    return np.concatenate([channels + half * width for half in range(1 + family.gated)])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The channels of a feed-forward with copies: its own, then copies, then filling. All [K + extra]."""
+
+    channels: Int64  # which one each is; filling is the first one, with a column of zeros
+    inputs: Float64  # what multiplies the activation before its Q; fits FP16
+    columns: Float64  # what multiplies the column of the weight; powers of two for the first K
+
+
+def layout_of(found: ChannelSplit, width: int) -> Layout:
+    """What a split makes of K = `width` channels."""
+    channels, spread = list(range(width)), [0.0] * width
+    inputs, columns = np.ones(width), np.ones(width)
+    for channel, (by_input, by_weight) in found.outliers.items():
+        copies = by_input * by_weight
+        channels += [channel] * (copies - 1)
+        spread += [np.rint(SPREAD * n / copies * FP16_STEPS) / FP16_STEPS for n in range(1, copies)]
+        inputs[channel], columns[channel] = 1 / by_input, 1 / by_weight
+    filling = width + found.extra - len(channels)
+    kept = np.array([1.0] * len(channels) + [0.0] * filling)
+    less = 1 - np.array([*spread, *[0.0] * filling])
+    index = np.array([*channels, *[0] * filling], dtype=np.int64)
+    return Layout(index, inputs[index] * less, columns[index] * kept / less)
+
+
+def _linears(model: "PreTrainedModel", name: str) -> tuple[Any, Any]:
+    first = family_of(model.config).require_beside(name, "ffn-in")
+    return model.get_submodule(first), model.get_submodule(name)

@@ -1,0 +1,282 @@
+"""k and v of an INT8 attention straight from their GEMMs, and q: no kernel between for scales and biases.
+
+An engine's INT8 GEMM can scale by one scalar and round; a factor for each channel or a bias behind it is a
+kernel of its own, which reads and writes the tensor once more. Where the recipe gives key and value `weights:
+int8/per-tensor`, both go where they cost nothing:
+
+- **The bias of k** adds the same number to all scores of a row, which the softmax takes out: it is dropped.
+- **The bias of v** adds itself to every row of P v, as rows of P sum to 1: it goes, times the weight, into
+  the bias of the output projection. (With an INT8 softmax the rows sum to nearly 1.)
+- **The rows of their weights** get about equal ranges, so that one scale serves as well as one per channel:
+  factors of the rows of k are divided out in those of q, factors of the rows of v in the columns of the
+  output projection (Nagel et al. 2019, arXiv 1906.04721, section 4.1). They are powers of two.
+
+Where the recipe gives query the same:
+
+- **The bias of q** becomes a shift d of what q, k and v read, made by the bias of the LayerNorm before: W d
+  is that bias. What d does to k and v goes the way of their biases, and the output projection takes it out of
+  the residual. W is nearly singular in trained models, so d is chosen by what it costs and brings: it leaves
+  out what the keys of the calibration data do not see (ridge regression), and that rest is dropped.
+- **All three may share one scale** of weights and one of results (`export.qkv_scales: shared`): then an
+  engine makes one GEMM of them. Powers of two bring v to the range of q and k.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.quantize.calibration.record import Shift, Smoothing
+from qdqbench.quantize.calibration.smoothing import Ranges, apply
+from qdqbench.quantize.models.families.family import Role
+from qdqbench.quantize.recipe.plan import Plan, linears_of, merged, shifted, straight
+from qdqbench.quantize.utils.arrays import Float64
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import name_list
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+ROLES: tuple[Role, ...] = ("query", "key", "value")
+# mean square of an error of scores that is as bad as a shift of every channel by half its range
+RIDGE = 0.01
+LARGEST_REST = 0.1  # of scores, root mean square: more is told
+
+
+@dataclass
+class _Seen:
+    """What q, k and v of one attention read; tensors of K channels on the model's device."""
+
+    low: Any = np.inf
+    high: Any = -np.inf
+    spread: Any = 0.0  # sum over samples of the covariance of their tokens, float64 [K, K]
+    samples: int = 0
+
+    def add(self, x: "torch.Tensor") -> None:
+        """Add some inputs without padding, [B, L, K]."""
+        import torch
+
+        flat = x.detach().flatten(0, -2)
+        self.low = torch.minimum(torch.as_tensor(self.low).to(flat), flat.amin(dim=0))
+        self.high = torch.maximum(torch.as_tensor(self.high).to(flat), flat.amax(dim=0))
+        centred = (x - x.mean(dim=1, keepdim=True)).detach().flatten(0, -2)
+        self.spread = self.spread + (centred.T @ centred).double() / x.shape[1]
+        self.samples += len(x)
+
+
+@contextmanager
+def watched(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _Seen]]:
+    """What q, k and v read in each attention to be shifted, filled while calibration data go through.
+
+    Raises:
+        UserError: they read another tensor than that whose maker the family names.
+    """
+    makers = shifted(plan)
+    seen = {name: _Seen() for name in makers}
+    made: dict[str, Any] = {}
+
+    def keep(name: str, _: Any, __: Any, output: Any) -> None:
+        made[name] = output
+
+    def read(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
+        _require_same(name, makers[name], made.pop(name, None), inputs[0])
+        seen[name].add(inputs[0])
+
+    with ExitStack() as hooks:
+        for name, maker in makers.items():
+            (query,) = linears_of(plan, name, "query")
+            hooks.enter_context(model.get_submodule(maker).register_forward_hook(partial(keep, name)))
+            hooks.enter_context(model.get_submodule(query).register_forward_pre_hook(partial(read, name)))
+        yield seen
+
+
+def _require_same(attention: str, maker: str, made: "torch.Tensor | None", read: "torch.Tensor") -> None:
+    """Hold what q, k and v read to what a module made; a family of a recipe's own may name a wrong one."""
+    if made is None or made.shape != read.shape or not made.nan_to_num().equal(read.nan_to_num()):
+        raise UserError(
+            f"q, k and v of {attention} do not read what {maker} makes, so nothing can do what the bias of q "
+            "does; give their query weights: int8/per-channel, or mend model.layout of the recipe"
+        )
+
+
+def shift(
+    model: "PreTrainedModel", plan: Plan, seen: dict[str, _Seen], ranges: Ranges
+) -> tuple[dict[str, Shift], list[str]]:
+    """Choose the shifts for a model whose weights are its own yet; they change no answer.
+
+    Args:
+        ranges: those of what q, k and v read are made those of the shifted.
+
+    Returns:
+        The shifts by attention whose q has a bias, and a warning where much of what one does is left out.
+
+    Raises:
+        UserError: what has to make or take out a shift has no bias.
+    """
+    import torch
+
+    found: dict[str, Shift] = {}
+    makers = shifted(plan)
+    for name, stats in seen.items():
+        if not _needs_shift(model, plan, name, makers[name]):
+            continue
+        linears = linears_of(plan, name, *ROLES)
+        modules: list[Any] = [model.get_submodule(linear) for linear in linears]
+        weights = [module.weight.detach().double().cpu().numpy() for module in modules]
+        low, high = (edge.double().cpu().numpy() for edge in (stats.low, stats.high))
+        bias = modules[0].bias.detach().double().cpu().numpy()
+        size = int(getattr(model.get_submodule(name), plan.family.head_size))
+        spread = stats.spread.cpu().numpy() / stats.samples
+        values, rest = chosen(weights[0], weights[1], bias, size, spread, (high - low) / 2)
+        values = values.astype(np.float32).astype(np.float64)
+        added = {makers[name]: values} | {
+            linear: -weight @ values for linear, weight in zip(linears, weights, strict=True)
+        }
+        added |= dict.fromkeys(linears_of(plan, name, "output"), -values)
+        as_lists = {module: torch.from_numpy(each).float().tolist() for module, each in added.items()}
+        found[name] = Shift(added=as_lists, rest=rest)
+        largest = np.maximum(np.abs(low + values), np.abs(high + values))
+        ranges.inputs |= {linear: largest for linear in linears if linear in ranges.inputs}
+    lost = {name: made.rest for name, made in found.items() if made.rest > LARGEST_REST}
+    if not lost:
+        return found, []
+    return found, [
+        f"what the bias of q adds to the scores of {name_list(lost)} is left out in part, up to a root mean "
+        f"square of {max(lost.values()):.2f}; keep it with weights: int8/per-channel for their query"
+    ]
+
+
+def _needs_shift(model: "PreTrainedModel", plan: Plan, attention: str, maker: str) -> bool:
+    """Whether q of an attention has a bias; all that a shift goes through must have one then."""
+    through = [*linears_of(plan, attention, *ROLES, "output"), maker]
+    without = [name for name in through if getattr(model.get_submodule(name), "bias", None) is None]
+    if through[0] in without:
+        return False
+    if without:
+        raise UserError(
+            f"the bias of {through[0]} cannot go elsewhere, as {name_list(without)} have none; give their "
+            "query weights: int8/per-channel"
+        )
+    return True
+
+
+def chosen(  # noqa: PLR0913, PLR0917
+    query: Float64, key: Float64, bias: Float64, size: int, spread: Float64, half: Float64
+) -> tuple[Float64, float]:
+    """The shift d of x that does best what the bias b of q does, and what is left of that.
+
+    d is the smallest sum of the mean square of ((b - W d) k) / sqrt(D), over heads and over the differences
+    of keys k of a sample, and of `RIDGE` times the mean square of d / half.
+
+    Args:
+        query: weight [N, K]; so is `key`.
+        bias: of q, [N].
+        size: D, channels of one head.
+        spread: covariance of x over the tokens of a sample, [K, K].
+        half: half of the range of each channel of x, [K].
+
+    Returns:
+        d, [K], and the root mean square of the rest in scores.
+    """
+    by_head = key.reshape(-1, size, key.shape[1])
+    seen = by_head @ spread @ by_head.transpose(0, 2, 1) / size  # covariance of the keys, [heads, D, D]
+    weighted = (seen @ query.reshape(by_head.shape)).reshape(query.shape) * half / len(seen)
+    system = (query * half).T @ weighted + RIDGE / len(half) * np.eye(len(half))
+    values: Float64 = half * np.linalg.solve(system, weighted.T @ bias)
+    rest = (bias - query @ values).reshape(-1, size)
+    return values, float(np.sqrt(max(np.einsum("hi,hij,hj->h", rest, seen, rest).mean(), 0.0)))
+
+
+def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing) -> Smoothing:
+    """Give the weight rows of k and v about equal ranges, or those of q and k like ones, in place.
+
+    Args:
+        moved: factors that are in the weights already.
+
+    Returns:
+        All factors.
+    """
+    rows: dict[str, list[float]] = {}
+    columns: dict[str, list[float]] = {}
+    balanced, level = shifted(plan), merged(plan)
+    for name in straight(plan):
+        query, key, value, output = linears_of(plan, name, *ROLES, "output")
+        of_query, of_key, of_value = (_row_ranges(model, linear) for linear in (query, key, value))
+        if name in balanced:
+            for_key = _towards(np.sqrt(of_query * of_key), of_key)
+        else:
+            for_key = _towards(_mean(of_key), of_key)
+        goal = np.max(of_key * for_key) if name in level else _mean(of_value)
+        for_value = _towards(goal, of_value)
+        rows |= {key: for_key.tolist(), query: (1 / for_key).tolist(), value: for_value.tolist()}
+        columns[output] = (1 / for_value).tolist()
+    apply(model, Smoothing(rows=rows, columns=columns))
+    return Smoothing(
+        inputs=moved.inputs, columns=_times(moved.columns, columns), rows=_times(moved.rows, rows)
+    )
+
+
+def moved_biases(model: "PreTrainedModel", plan: Plan) -> dict[str, list[float]]:
+    """What takes the biases out of q, k and v, and v's into the output projection; float32 values."""
+    added: dict[str, list[float]] = {}
+    dropped = [linear for name in straight(plan) for linear in linears_of(plan, name, "key")]
+    dropped += [linear for name in shifted(plan) for linear in linears_of(plan, name, "query")]
+    for linear in dropped:
+        module: Any = model.get_submodule(linear)
+        if module.bias is not None:
+            added[linear] = (-module.bias.detach().float()).cpu().tolist()
+    for name in straight(plan):
+        value, output = linears_of(plan, name, "value", "output")
+        modules: dict[str, Any] = {linear: model.get_submodule(linear) for linear in (value, output)}
+        if modules[value].bias is not None and modules[output].bias is not None:
+            bias = modules[value].bias.detach()
+            moved = modules[output].weight.detach().double() @ bias.double()
+            added |= {value: (-bias.float()).cpu().tolist(), output: moved.float().cpu().tolist()}
+    return added
+
+
+def share_scales(plan: Plan, quantizers: dict[str, Any]) -> None:
+    """Give q, k and v that are merged one amax for weights and one for results, the largest."""
+    for group in of_one_scale(plan):
+        largest = max(quantizers[each].amax.max() for each in group)
+        for each in group:
+            quantizers[each].amax = largest.clone()
+
+
+def of_one_scale(plan: Plan) -> Iterator[list[str]]:
+    """Full names of quantizers that have one amax, so that an engine makes one GEMM of q, k and v."""
+    for name in merged(plan):
+        yield [f"{linear}.weight_quantizer" for linear in linears_of(plan, name, *ROLES)]
+        yield [f"{name}.{x}_bmm_quantizer" for x in "qkv"]
+
+
+def _row_ranges(model: "PreTrainedModel", linear: str) -> Float64:
+    """Largest magnitude of every row of a weight."""
+    module: Any = model.get_submodule(linear)
+    ranges: Float64 = module.weight.detach().abs().amax(dim=1).double().cpu().numpy()
+    return ranges
+
+
+def _mean(ranges: Float64) -> float:
+    """Geometric mean of what is not zero."""
+    alive = ranges[ranges > 0]
+    return float(np.exp2(np.log2(alive).mean())) if len(alive) else 1.0
+
+
+def _towards(goal: Float64 | float, ranges: Float64) -> Float64:
+    """Powers of two that bring ranges near a goal; 1 where either is zero."""
+    goals = np.broadcast_to(goal, ranges.shape)
+    alive = (ranges > 0) & (goals > 0)
+    exponents = np.log2(np.where(alive, goals, 1.0)) - np.log2(np.where(alive, ranges, 1.0))
+    factors: Float64 = np.exp2(np.clip(np.rint(exponents), -8, 8))
+    return factors
+
+
+def _times(one: dict[str, list[float]], other: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Products of factors by linear; of one alone where the other has none."""
+    both = {name: (np.array(one[name]) * other[name]).tolist() for name in one.keys() & other.keys()}
+    return one | other | both

@@ -1,0 +1,359 @@
+"""The endpoints and pages of one worker process, as an ASGI application."""
+
+import asyncio
+import contextlib
+import math
+import os
+import re
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, create_model
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from qdqbench.quantize.deployment.server.batches import HANG, Batcher, Run, Sizes, warm_up
+from qdqbench.quantize.deployment.server.endpoints import Columns, Request
+from qdqbench.quantize.deployment.server.guard import FAILED, LOG, Guard, Refused, json_bytes, refuse
+from qdqbench.quantize.deployment.server.metrics import Metrics
+from qdqbench.quantize.deployment.server.served import Served
+from qdqbench.quantize.deployment.server.settings import ModelName, Settings
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.files import LOOK
+from qdqbench.quantize.utils.schema import Strict
+
+PAGES = {  # by path: file, type
+    "/": ("index.html", "text/html"),
+    "/docs": ("docs.html", "text/html"),
+    "/app.js": ("app.js", "text/javascript"),
+    "/docs.js": ("docs.js", "text/javascript"),
+    "/look.css": (str(LOOK), "text/css"),
+    "/style.css": ("style.css", "text/css"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+REFUSALS = {
+    400: "The body is not JSON.",
+    408: "The body did not come in time.",
+    413: "Too many or too long texts, or too large a body.",
+    415: "The body has another type than JSON.",
+    422: "JSON of another form.",
+    503: "The queue is full, or there is no answer in time; Retry-After says when to come again.",
+}
+MOST_RETRY_S = 60
+SURROGATE = re.compile("[\ud800-\udfff]")
+LONG = 10_000  # numbers of an answer, whose JSON would hold up other requests
+FAREWELL_S = 0.5  # from the last answers of a worker that gives up to its end
+
+
+class Error(Strict):
+    """A refusal."""
+
+    error: str = Field(description="One sentence.")
+
+
+@dataclass(frozen=True)
+class Model:
+    """An opened model with what its warm-up measured."""
+
+    run: Run
+    sizes: Sizes
+    slowest_s: float
+
+
+def open_models(served: Served, settings: Settings) -> dict[ModelName, Model]:
+    """Open and warm up what a worker serves; errors are those of `Served.open_model` and `warm_up`."""
+    models = {}
+    for name in settings.models:
+        run = served.open_model(name)
+        models[name] = Model(run, *warm_up(run, served.sizes(name, settings.max_batch), settings.timeout))
+    return models
+
+
+class Service:
+    """One run behind HTTP; `app` is the ASGI application.
+
+    Args:
+        hosts: as of `guard.Guard`.
+        leave: ends the process.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        served: Served,
+        settings: Settings,
+        models: Mapping[ModelName, Model],
+        metrics: Metrics,
+        *,
+        hosts: Collection[str] = (),
+        leave: Callable[[], None] = lambda: os._exit(1),
+    ) -> None:
+        self.served, self.settings, self.metrics, self._leave = served, settings, metrics, leave
+        self.queued, self.given_up = 0, False  # rows, from arrival to answer
+        self.batchers = {
+            name: Batcher(
+                name,
+                model.run,
+                model.sizes,
+                pad_id=served.pad_id,
+                max_wait_s=settings.max_wait_ms / 1000,
+                # a hang is no matter of a client's patience, yet nobody waits longer than that
+                hang_s=max(HANG * model.slowest_s, settings.timeout),
+                metrics=metrics,
+                give_up=self._give_up,
+            )
+            for name, model in models.items()
+        }
+        # one thread: a tokenizer that truncates is not for several
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        inner = self._routes()
+        self.app = Guard(
+            inner,
+            settings=settings,
+            metrics=metrics,
+            hosts=hosts,
+            paths={route.path for route in inner.routes},  # type: ignore[attr-defined]
+            refuse_if_full=self._refuse_if_full,
+        )
+
+    def _routes(self) -> FastAPI:
+        served, settings = self.served, self.settings
+        app = FastAPI(
+            title=f"qdqbench serve {served.name}",
+            version=metadata.version("qdqbench"),
+            docs_url=None,  # those of FastAPI load from elsewhere
+            redoc_url=None,
+            lifespan=self._lifespan,
+            redirect_slashes=False,
+            exception_handlers=dict.fromkeys(
+                (HTTPException, RequestValidationError, Refused, Exception), self._refuse
+            ),
+        )
+
+        async def answer(request: Request) -> Response:
+            return await self._answer(request)
+
+        answer_type = served.endpoint.answer
+        answer.__annotations__["request"] = served.endpoint.request
+        answers = create_model(
+            "Answers",
+            __base__=Strict,
+            model=(ModelName, ...),
+            answers=(list[answer_type], ...),  # type: ignore[valid-type]
+        )
+        app.post(
+            f"/v1/{served.endpoint.name}",
+            response_model=answers,
+            responses={status: {"description": why, "model": Error} for status, why in REFUSALS.items()},
+            summary=f"{served.task.kind.name}: {(served.endpoint.request.__doc__ or '').rstrip('.').lower()}",
+            description=f"At most {settings.max_texts} texts of {settings.max_characters} characters and "
+            f"{settings.body_bytes} bytes, {settings.timeout:g} s; a row has {served.max_length} tokens.",
+        )(answer)
+        plain: dict[str, tuple[str, Callable[[], Response]]] = {
+            "/v1/model": ("The served run and its limits.", lambda: _json(self.describe())),
+            "/health/live": ("Answered while the process works.", lambda: _json({"live": True})),
+            "/health/ready": ("503 while requests are refused.", self._ready),
+            "/health": ("The same.", self._ready),
+            "/metrics": (
+                "Metrics for Prometheus.",
+                lambda: Response(self.metrics.text(), media_type=METRICS_TYPE),
+            ),
+            **{path: ("", _page(*file)) for path, file in PAGES.items()},
+        }
+        for path, (summary, make) in plain.items():
+            handler = _handler(make)
+            if summary:
+                app.get(path, summary=summary, response_class=Response)(handler)
+            app.add_route(path, handler, ["HEAD"] if summary else ["GET"], include_in_schema=False)
+        app.openapi()  # kept, so that no request waits for it
+        return app
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(batcher.work()) for batcher in self.batchers.values()]
+        self.metrics.workers.set(1)
+        yield
+        for task in tasks:
+            task.cancel()
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `/v1/model` says: the run and the limits."""
+        served, settings = self.served, self.settings
+        return {
+            "name": served.name,
+            "task": served.task.name,
+            "kind": served.task.kind.name,
+            "endpoint": f"/v1/{served.endpoint.name}",
+            "columns": [*served.task.text_columns],
+            "classes": [*served.classes],
+            "recipe": served.recipe,
+            "engine": served.made_with,
+            "int8": served.int8,
+            "models": [*self.batchers],
+            "max_length": served.max_length,
+            "limits": {
+                "texts": settings.max_texts,
+                "characters": settings.max_characters,
+                "body_bytes": settings.body_bytes,
+                "timeout_s": settings.timeout,
+            },
+        }
+
+    def _ready(self) -> Response:
+        """Answer with what a request of one text would meet now."""
+        full = self.queued >= self.settings.queue or self.app.full()
+        ready = not full and not self.given_up
+        return _json({"ready": ready, "full": full}, 200 if ready else 503)
+
+    def _refuse_if_full(self) -> None:
+        if self.given_up or self.queued >= self.settings.queue:
+            raise self._unavailable("the queue is full")
+
+    def _unavailable(self, why: str) -> Refused:
+        """Return a refusal with the seconds after which the waiting rows may be answered."""
+        rate = sum(batcher.rate for batcher in self.batchers.values())
+        seconds = math.ceil(self.queued / rate) if rate else 1
+        return Refused(
+            503, f"{why}; try again later", {"retry-after": str(min(max(seconds, 1), MOST_RETRY_S))}
+        )
+
+    @contextlib.contextmanager
+    def _admit(self, rows: int) -> Iterator[None]:
+        """Count rows of a request until it is answered.
+
+        Raises:
+            Refused: there is no room for them.
+        """
+        if self.given_up or self.queued + rows > self.settings.queue:
+            raise self._unavailable("the queue is full")
+        self.queued += rows
+        self.metrics.queued.set(self.queued)
+        try:
+            yield
+        finally:
+            self.queued -= rows
+            self.metrics.queued.set(self.queued)
+
+    async def _answer(self, request: Request) -> Response:
+        if request.model not in self.batchers:
+            raise Refused(422, "this server was started without the FP32 model; leave model out")
+        columns = self.served.endpoint.columns(request, self.served.task.text_columns)
+        texts = self._check_texts(columns)
+        timeout_s = self.settings.timeout
+        with contextlib.ExitStack() as admitted:
+            admitted.enter_context(self._admit(texts))
+            try:
+                return await asyncio.wait_for(self._run(request, columns, texts, admitted), timeout_s)
+            except asyncio.TimeoutError as error:
+                raise self._unavailable(f"there was no answer within {timeout_s:g} s") from error
+
+    async def _run(
+        self, request: Request, columns: Columns, texts: int, admitted: contextlib.ExitStack
+    ) -> Response:
+        loop, served = asyncio.get_running_loop(), self.served
+        if served.task.kind.windows:  # they are many for a long context: admitted before they are made
+            count = await loop.run_in_executor(self._tokenizing, served.count_rows, columns)
+            self._check_rows(count)
+            admitted.enter_context(self._admit(count - texts))
+        try:
+            rows = await loop.run_in_executor(self._tokenizing, served.encode, columns)
+        except UserError as error:
+            raise Refused(422, str(error)) from error
+        answers = await self.batchers[request.model].answer(
+            [(row.input_ids, row.token_type_ids) for row in rows]
+        )
+        found = [answer for answer in answers if answer is not None]
+        if len(found) < len(rows):
+            raise self._unavailable("the engine failed")
+        if not all(np.isfinite(answer).all() for answer in found):
+            raise Refused(500, "the engine gives NaN or infinite answers; see its run's verification")
+
+        def render() -> bytes:
+            made = served.endpoint.answers(request, [*zip(rows, found, strict=True)], served.classes)
+            return json_bytes({"model": request.model, "answers": [each.model_dump() for each in made]})
+
+        long = len(rows) > 1 or found[0].size > LONG
+        body = await asyncio.to_thread(render) if long else render()
+        return Response(body, media_type="application/json")
+
+    def _check_texts(self, columns: Columns) -> int:
+        """Return the number of texts.
+
+        Raises:
+            Refused: they are too many or too long.
+        """
+        settings, count = self.settings, len(next(iter(columns.values())))
+        if count > settings.max_texts:
+            raise Refused(413, f"{count} texts are more than the {settings.max_texts} of one request")
+        for values in columns.values():
+            for value in values:
+                text = value if isinstance(value, str) else " ".join(value)
+                if len(text) > settings.max_characters:
+                    most = settings.max_characters
+                    raise Refused(413, f"a text has {len(text)} characters, more than the {most} of one text")
+                if SURROGATE.search(text):  # JSON allows it, UTF-8 and tokenizers do not
+                    raise Refused(422, "a text has half a surrogate pair (\\ud800 to \\udfff)")
+        self._check_rows(count)
+        return count
+
+    def _check_rows(self, count: int) -> None:
+        if count > self.settings.queue:
+            most = self.settings.queue
+            raise Refused(
+                413, f"the texts make {count} rows, more than the {most} of the queue; send fewer or shorter"
+            )
+
+    def _give_up(self, reason: str) -> None:
+        """Answer all waiting requests with 503, and end the process, which the supervisor replaces."""
+        if not self.given_up:
+            self.given_up = True
+            LOG.error("a worker gives up: %s", reason)
+            asyncio.get_running_loop().call_later(FAREWELL_S, self._leave)
+        for batcher in self.batchers.values():
+            batcher.fail()
+
+    async def _refuse(self, request: Any, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            serves = f"this server has POST /v1/{self.served.endpoint.name} and the pages of /docs"
+            why = {
+                404: f"there is nothing here; {serves}",
+                405: f"this path has another method; {serves}",
+            }
+            sentence = why.get(error.status_code, str(error.detail))
+            return refuse(Refused(error.status_code, sentence, error.headers))
+        if isinstance(error, RequestValidationError):
+            first = error.errors()[0]
+            if first["type"] == "json_invalid":
+                return refuse(Refused(400, f"the body is not JSON: {_flat(str(first['ctx']['error']))}"))
+            where = ".".join(map(str, first["loc"][1:])) or "the body"
+            return refuse(Refused(422, f"{_flat(where)}: {_flat(first['msg'])}; see /docs"))
+        return refuse(error if isinstance(error, Refused) else FAILED)
+
+
+def _handler(make: Callable[[], Response]) -> Callable[..., Any]:
+    async def handle(request: HttpRequest) -> Response:
+        return make()
+
+    return handle
+
+
+def _page(file: str, kind: str) -> Callable[[], Response]:
+    data = (Path(__file__).parent / "pages" / file).read_bytes()
+    return lambda: Response(data, media_type=f"{kind}; charset=utf-8")
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(json_bytes(value), status, media_type="application/json")
+
+
+def _flat(text: str) -> str:
+    """Return a client's text, short and on one line."""
+    return re.sub(r"\s+", " ", "".join(c if c.isprintable() else " " for c in text[:200]))[:120]

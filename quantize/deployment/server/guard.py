@@ -1,0 +1,168 @@
+"""Checks before every endpoint: hosts, sizes and times of requests; headers of answers; counting."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qdqbench.quantize.deployment.server.metrics import Metrics
+from qdqbench.quantize.deployment.server.settings import Settings
+
+LOG = logging.getLogger("qdqbench.serve")
+MOST_POSTS = 256  # at once in a worker; with the largest body this bounds memory
+WITH_BODY = ("POST", "PUT", "PATCH")
+# pages load nothing from elsewhere, run no inline script, and nobody frames them
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+CLOSE = {"connection": "close"}
+
+
+class Refused(Exception):
+    """A request that gets an error status and a sentence."""
+
+    def __init__(self, status: int, sentence: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(sentence)
+        self.status, self.headers = status, dict(headers or {})
+
+
+FAILED = Refused(500, "the server failed at this request; its log says why")  # without internals
+
+
+class Guard:
+    """ASGI middleware.
+
+    Args:
+        app: the application; it gets requests whose body is complete, and raises Refused.
+        hosts: names that clients may call the server by; empty: any. A page elsewhere whose name its owner
+            points at this machine then cannot read answers.
+        paths: that metrics name; the others are "other".
+        refuse_if_full: raises Refused where a request cannot be taken now.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        app: ASGIApp,
+        *,
+        settings: Settings,
+        metrics: Metrics,
+        hosts: Collection[str],
+        paths: Collection[str],
+        refuse_if_full: Callable[[], None],
+    ) -> None:
+        self._app, self._settings, self._metrics = app, settings, metrics
+        self._hosts, self._paths, self._refuse_if_full, self.posts = hosts, paths, refuse_if_full, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), 0
+
+        async def send_counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                extra = [(key.encode(), value.encode()) for key, value in HEADERS.items()]
+                message["headers"] = [*message.get("headers", ()), *extra]
+            await send(message)
+
+        counted = scope["method"] in WITH_BODY  # health and metrics are answered under any load
+        self.posts += counted
+        try:
+            self._check_head(scope)
+            if not counted:
+                await self._app(scope, receive, send_counted)
+            elif (body := await self._read_body(receive)) is not None:
+                self._refuse_if_full()  # before it is parsed: under overload a refusal must cost little
+                await self._app(scope, _replay(body, receive), send_counted)
+        except Refused as error:
+            await refuse(error)(scope, receive, send_counted)
+        except Exception as error:
+            LOG.error("unexpected failure of a request, %s: %.300s", type(error).__name__, error)
+            if not status:
+                await refuse(FAILED)(scope, receive, send_counted)
+        finally:
+            self.posts -= counted
+            name = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.requests.labels(name, str(status)).inc()
+            self._metrics.seconds.labels(name).observe(time.perf_counter() - start)
+
+    def full(self) -> bool:
+        """Return whether the next request with a body is refused."""
+        return self.posts >= MOST_POSTS
+
+    def _check_head(self, scope: Scope) -> None:
+        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        if self._hosts and _name(headers.get("host", "")) not in self._hosts:
+            raise Refused(421, f"this server answers to {', '.join(sorted(self._hosts))} only; see --host")
+        if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1: smuggling
+            raise Refused(400, "give content-length or transfer-encoding, not both", CLOSE)
+        if scope["method"] not in WITH_BODY:
+            return
+        if self.posts > MOST_POSTS:
+            raise Refused(503, "too many requests at once; try again later", CLOSE | {"retry-after": "1"})
+        size = headers.get("content-length", "")
+        if size.isdecimal() and int(size[:20]) > self._settings.body_bytes:
+            raise self._too_large()
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refused(415, "the body must be JSON; send it with content-type: application/json", CLOSE)
+
+    def _too_large(self) -> Refused:
+        most = self._settings.body_bytes
+        return Refused(413, f"the body has more than {most} bytes; send fewer or shorter texts", CLOSE)
+
+    async def _read_body(self, receive: Receive) -> bytes | None:
+        """Return the whole body; None where the client has gone."""
+        body, end = bytearray(), time.monotonic() + self._settings.timeout
+        while True:
+            try:
+                message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
+            except asyncio.TimeoutError:
+                late = f"the body did not come within {self._settings.timeout:g} s"
+                raise Refused(408, late, CLOSE) from None
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > self._settings.body_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body that was read before."""
+    left = [body]
+
+    async def replay() -> Message:
+        return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
+
+    return replay
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return strict JSON in UTF-8."""
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def refuse(error: Refused) -> Response:
+    """Return the answer to a refused request."""
+    return Response(json_bytes({"error": str(error)}), error.status, error.headers, "application/json")
+
+
+def _name(host: str) -> str:
+    """Return a Host header without its port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and (port.isdecimal() or not port) else host).lower()

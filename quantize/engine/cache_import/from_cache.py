@@ -1,0 +1,205 @@
+"""A recipe from a calibration cache of TensorRT 10 or older, whose scales are by tensors of an ONNX graph.
+
+Which tensor a linear reads is asked of the graph that was calibrated, or, without it, of the model as it is
+exported here: exporters name tensors after modules, so that the names of two exports mostly agree.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+
+from qdqbench.quantize.engine.cache_import.cache_file import CalibrationCache, read_cache_file
+from qdqbench.quantize.graph.export import trace
+from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, GraphIndex, module_of
+from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.models.detection.untrained import config_of, untrained
+from qdqbench.quantize.models.load import prepare_model
+from qdqbench.quantize.models.modules import module_table
+from qdqbench.quantize.recipe.new import new_recipe
+from qdqbench.quantize.recipe.plan import resolve
+from qdqbench.quantize.recipe.schema import Recipe, parse_recipe, short_yaml, validated
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import FP16_MAX
+from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.schema import Strict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+OPSETS = (17, 13)  # below 17 a LayerNorm is several nodes, whose last names the tensor
+SAME_RANGE = ("Cast", "Identity", "Reshape", "Transpose", "Dropout", "Flatten", "Squeeze", "Unsqueeze")
+
+
+class FromCache(Strict):
+    """A recipe made of a cache, and how far the cache went."""
+
+    recipe: str  # its name
+    text: str  # YAML
+    version: str  # of the TensorRT that wrote the cache
+    calibrator: str
+    graph: str  # where linears were found in
+    given: dict[str, float]  # amax by quantizer, of the cache
+    tensors: dict[str, str]  # by quantizer: the tensor of the cache
+    calibrated: dict[str, str]  # linears whose amax comes from data, and why
+    unused: int  # tensors of the cache that no INT8 linear reads
+
+
+def recipe_from_cache(
+    cache: Path, model: str, *, revision: str | None = None, onnx_file: Path | None = None
+) -> FromCache:
+    """Write a recipe whose amax are those of a cache, for the linears whose inputs it names.
+
+    Args:
+        cache: calibration cache of TensorRT 5 to 10.
+        model: folder or hub id; of its files config.json alone is read.
+        revision: of a hub model.
+        onnx_file: the graph that was calibrated; None: the model is exported to compare names.
+
+    Raises:
+        UserError: a file that cannot be used, or a cache that names the input of no INT8 linear.
+    """
+    found = read_cache_file(cache)
+    made = new_recipe(model, revision)
+    base = parse_recipe(made.text, made.recipe)
+    network = prepare_model(untrained(model, config_of(model, revision)))
+    prefix = network.base_model_prefix
+    plan = resolve(_plain(base), module_table(network), prefix)
+    graph, read = _reads(found, network, plan.int8, prefix, onnx_file)
+    given, tensors, calibrated = {}, {}, {}
+    for linear in plan.int8:
+        quantizer = f"{linear}.input_quantizer"
+        why, tensor = _usable(found, read.get(linear, ()))
+        if tensor is None:
+            calibrated[linear] = why
+        else:
+            given[quantizer], tensors[quantizer] = float(f"{found.amax[tensor]:.8g}"), tensor
+    if not given:
+        why = "which names no linear of the model" if not read else f"which reads {_example(read)}"
+        raise UserError(
+            f"{cache} cannot be matched with {model}: none of its {len(found.scales)} tensors "
+            f"({name_list(list(found.scales)[:3])}, ...) is the input of an INT8 linear in {graph}, {why}; "
+            "give --onnx with the file that was calibrated, or calibrate again: `qdqbench recipes new`"
+        )
+    recipe = _with_amax(base, given, found)
+    return FromCache(
+        recipe=recipe.name,
+        text="\n".join([*_head(found, cache, graph, given, calibrated), short_yaml(recipe)]),
+        version=found.version,
+        calibrator=found.calibrator,
+        graph=graph,
+        given=given,
+        tensors=tensors,
+        calibrated=calibrated,
+        unused=len(found.scales) - len(set(tensors.values())),
+    )
+
+
+def _example(read: Mapping[str, list[str]]) -> str:
+    return repr(next(iter(read.values()))[0][:80])
+
+
+def input_tensors(model: onnx.ModelProto, linears: Collection[str], prefix: str) -> dict[str, list[str]]:
+    """Names of the tensor that each linear reads, the nearest first; further ones have the same range.
+
+    A MatMul or Gemm is a linear's by the module path in its name, or in the name of its weight or bias.
+    """
+    index, found = GraphIndex(model), {}
+    names = {linear: linear for linear in linears}
+    names |= {linear.removeprefix(f"{prefix}."): linear for linear in linears}
+    for node in model.graph.node:
+        if node.op_type in MATMULS and len(node.input) >= 2:
+            linear = next((names[name] for name in _paths(index, node) if name in names), None)
+            if linear is not None and linear not in found:
+                found[linear] = list(_same_range(index, node.input[0]))
+    return found
+
+
+def _paths(index: GraphIndex, node: onnx.NodeProto) -> Iterator[str]:
+    """Module paths that a MatMul may be of."""
+    yield module_of(node.name)
+    readers = [reader for output in node.output for reader in index.consumers.get(output, ())]
+    added = [name for reader in readers if reader.op_type == "Add" for name in reader.input]
+    stored = [*node.input[1:], *added]
+    for name in stored:
+        if name in index.initializers:
+            yield name.removesuffix(".weight").removesuffix(".bias")
+
+
+def _same_range(index: GraphIndex, name: str) -> Iterator[str]:
+    """A tensor, and those before it that only were cast or moved."""
+    for _ in range(MAX_STEPS):
+        yield name
+        node = index.producers.get(name)
+        if node is None or node.op_type not in SAME_RANGE or not node.input:
+            return
+        name = node.input[0]
+
+
+def _reads(
+    cache: CalibrationCache,
+    network: "PreTrainedModel",
+    linears: Mapping[str, str],
+    prefix: str,
+    onnx_file: Path | None,
+) -> tuple[str, dict[str, list[str]]]:
+    """Where linears were looked for, and the tensors that they read there."""
+    if onnx_file is not None:
+        return str(onnx_file), input_tensors(read_model(onnx_file), linears, prefix)
+    best: tuple[int, str, dict[str, list[str]]] = (-1, "", {})
+    for opset in OPSETS:
+        read = input_tensors(trace(network, opset), linears, prefix)
+        for short in (False, True):  # a bare encoder has no prefix in its names
+            tried = {n: [_without(t, prefix) for t in names] for n, names in read.items()} if short else read
+            hits = sum(not cache.scales.keys().isdisjoint(names) for names in tried.values())
+            if hits > best[0]:
+                best = (hits, f"an export of the model with opset {opset}", tried)
+    return best[1], best[2]
+
+
+def _without(tensor: str, prefix: str) -> str:
+    return tensor.replace(f"/{prefix}/", "/", 1)
+
+
+def _usable(cache: CalibrationCache, names: Collection[str]) -> tuple[str, str | None]:
+    """The first of these tensors that the cache has a usable scale of; else why there is none."""
+    tensor = next((name for name in names if name in cache.scales), None)
+    if tensor is None:
+        return ("the cache does not name its input" if names else "the graph does not show it"), None
+    if not 1e-6 <= cache.amax[tensor] <= FP16_MAX:
+        return f"its amax in the cache is {cache.amax[tensor]:g}", None
+    return "", tensor
+
+
+def _plain(recipe: Recipe) -> Recipe:
+    """Without what changes the range of tensors before they are quantized."""
+    data = recipe.model_dump(mode="json")
+    data["calibration"] |= {"smoothing": "none", "outlier_channel_splitting": 0}
+    return validated(data, recipe.name)
+
+
+def _with_amax(recipe: Recipe, given: dict[str, float], cache: CalibrationCache) -> Recipe:
+    data = _plain(recipe).model_dump(mode="json")
+    data["name"] = f"{recipe.name}-from-cache"
+    data["description"] = (
+        f"{recipe.name}, with {len(given)} amax of a calibration cache of TensorRT {cache.version}."
+    )
+    data["calibration"]["amax"] = given
+    return validated(data, data["name"])
+
+
+def _head(
+    cache: CalibrationCache, path: Path, graph: str, given: Collection[str], calibrated: Mapping[str, str]
+) -> list[str]:
+    """Comments at the top of the recipe."""
+    shown = "".join(c if c.isprintable() else "?" for c in path.name)[:100]
+    where = "the ONNX file given" if not graph.startswith("an export") else graph
+    total = len(given) + len(calibrated)
+    lines = [
+        f"# Written by `qdqbench recipes from-cache` from {shown}",
+        f"# (TensorRT {cache.version}, {cache.calibrator}), matched with {where}.",
+        f"# Given: the inputs of {len(given)} of {total} INT8 linears. Weights, and what is not given, are",
+        "# calibrated; `calibration.json` has what calibration found beside what is given.",
+    ]
+    return lines + [f"# calibrated: {linear}: {why}" for linear, why in calibrated.items()]

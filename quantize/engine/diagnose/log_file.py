@@ -1,0 +1,244 @@
+"""The log of a build: trtexec's, Polygraphy's, or what TensorRT's logger printed in a program of one's own.
+
+A log is read line by line and only what the rules ask for is kept, so that its size does not matter. What a
+line can say is data: SIGNS.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from qdqbench.quantize.engine.layers import MAX_TABLE_LAYERS, parse_log
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.results import LayerRow
+
+MAX_LOG_BYTES = 256 << 20  # a verbose build of BERT-large has some 100 MB
+MAX_LINE = 32_768  # characters; longer ones are cut
+MAX_TABLE_CHARACTERS = 16 << 20
+MAX_SHAPE_LINES, MAX_SHAPE_LINE = 2_000, 8_192  # those with shapes or options, which are searched further
+MAX_NAME = 200
+KEPT = 200  # names and errors of each kind
+
+# What a line says: the text that it holds, and where the name that it is about stands (None: nowhere).
+SIGNS: dict[str, tuple[str, str | None]] = {
+    "missing-scale": ("Missing scale and zero-point for tensor", r"for tensor (.{1,500}?), expect"),
+    "no-calibrator": ("Calibrator is not being used", None),
+    "implicit-deprecated": ("mplicit quantization has been deprecated", None),
+    "calibrates": ("Starting Calibration", None),
+    "layernorm-fp16": ("unning layernorm after self-attention", None),
+    "layernorm-nodes-fp16": ("Detected layernorm nodes in FP16", None),
+    "weights-overflow-fp16": ("would overflow in FP16", None),
+    "unknown-option": ("Unknown option", r"Unknown option:? ?(--\w{1,60})"),
+    "asymmetric": ("only supports symmetric quantization", None),
+    "zero-point": ("zero point for the QuantizeLinear/DequantizeLinear operator must be all zeros", None),
+    "no-importer": ("No importer registered for op", r"for op: (\w{1,80})"),
+    "no-plugin": ("Plugin not found", None),
+    "mixed-types": ("same input types", None),
+    "bad-scale": ("cale coefficient", None),
+    "no-kernel": ("Could not find any implementation for node", r"for node (.{1,500}?)(?:\. |\.?$)"),
+    "other-version": ("not compatible with this version of TensorRT", None),
+    "other-device": ("generated on an incompatible device", None),
+    "across-devices": ("engine plan file across different models of devices", None),
+    "enqueue-bound": ("bound by Enqueue Time", None),
+    "transfer-bound": ("bound by host-to-device transfers", None),
+    "unstable": ("GPU compute time is unstable", None),
+}
+_NAMES = {key: re.compile(pattern) for key, (_, pattern) in SIGNS.items() if pattern}
+_TRTEXEC = re.compile(r"&&&& (RUNNING|PASSED|FAILED) TensorRT\.trtexec(?: \[TensorRT v(\d{4,7})\])?")
+_VERSION = re.compile(r"TensorRT[- ](?:version|RTX version)?:? ?v?(\d{1,3}(?:\.\d{1,5}){1,3})\b")
+_OPTION = re.compile(r"(?<!\S)--(\w{1,60})(?:[= ]([^\s-]\S{0,2000})?)?")
+_SEVERITY = re.compile(r"\[(?:TRT\] \[)?([EFW])\]")
+_SHAPE = re.compile(r"\d[\dx+]{0,200}")
+_SIZES = r"[\[(]([\d, ]{1,80})[\])]"
+_TRIPLE = re.compile(rf" \[min={_SIZES}, opt={_SIZES}, max={_SIZES}\]")
+_MEDIAN = re.compile(
+    r"(GPU Compute Time|Enqueue Time|H2D Latency|D2H Latency|Latency): .{0,200}?median = ([\d.]{1,20}) ms"
+)
+_THROUGHPUT = re.compile(r"Throughput: ([\d.]{1,20}) qps")
+_TOOLS = (
+    ("trtexec", "TensorRT.trtexec"),
+    ("Polygraphy", "polygraphy"),
+    ("TensorRT", "[TRT]"),
+    ("TensorRT", "LayerType: "),
+)
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class LogFile:
+    """What a log says; names and messages are the first KEPT of each kind."""
+
+    tool: str  # trtexec, Polygraphy or TensorRT
+    version: str | None = None  # of TensorRT
+    options: dict[str, str] = field(default_factory=dict)  # of the command line, without dashes
+    precision: str = ""  # FP32+INT8, or Polygraphy's flags
+    device: str = ""
+    passed: bool | None = None  # trtexec's own verdict; None: it gave none
+    signs: Counter[str] = field(default_factory=Counter)  # lines by key of SIGNS
+    names: dict[str, list[str]] = field(default_factory=dict)  # what those lines name
+    errors: list[str] = field(default_factory=list)
+    profiles: list[dict[str, tuple[Shape, Shape, Shape]]] = field(default_factory=list)  # min, opt, max
+    load: dict[str, Shape] = field(default_factory=dict)  # shapes that were timed
+    medians: dict[str, float] = field(default_factory=dict)  # milliseconds, by trtexec's names
+    throughput: float | None = None  # queries a second
+    layers: list[LayerRow] = field(default_factory=list)  # where the log has the table of a DETAILED build
+
+
+def is_log(start: bytes) -> bool:
+    """Whether the first bytes of a file look like a build log: text with the marks of one of the tools."""
+    text = start.decode("utf-8", errors="replace")
+    strange = sum(not (c.isprintable() or c.isspace() or c == "\x1f") for c in text)
+    return strange <= len(text) // 50 and any(
+        mark in text for _, mark in (*_TOOLS, ("", "[I] "), ("", "[W] "))
+    )
+
+
+def read_log(path: Path) -> LogFile:
+    """Read a build log; memory is bounded whatever the file holds.
+
+    Raises:
+        UserError: it cannot be read, is too large, or holds nothing of a build.
+    """
+    found = LogFile("")
+    table: list[str] = []
+    room, searched = MAX_TABLE_CHARACTERS, 0
+    for line in _lines(path):
+        if "LayerType: " in line:
+            if len(table) < MAX_TABLE_LAYERS and room > len(line) and (row := _row(line)):
+                table.append(row)
+                room -= len(line)
+            continue
+        _take(found, line)
+        if searched < MAX_SHAPE_LINES and len(line) <= MAX_SHAPE_LINE:
+            searched += _take_shapes(found, line)
+    found.layers = parse_log(table)
+    if not (found.tool or found.layers):
+        raise UserError(
+            f"{path} is text, and no build log of trtexec, Polygraphy or TensorRT; give the whole log, or "
+            "JSON"
+        )
+    found.tool = found.tool or "TensorRT"
+    return found
+
+
+def _row(line: str) -> str:
+    """The part of a line that `parse_log` takes at its first try, which takes little time; else ''."""
+    start = line.find("Name: ")
+    _, kind, rest = line[max(start, 0) :].partition(", LayerType: ")
+    word, inputs, rest = rest.partition(", Inputs: [")
+    whole = kind and inputs and word.isidentifier() and "], Outputs: [" in rest
+    once = line.count("LayerType: ") == 1 and rest.count(", Constants: [") <= 1
+    return line[start:] if 0 <= start < 200 and whole and once else ""
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        if path.stat().st_size > MAX_LOG_BYTES:
+            raise UserError(f"{path} has over {MAX_LOG_BYTES} bytes; give the part from the build on")
+        with path.open(encoding="utf-8", errors="replace", newline=None) as stream:
+            while line := stream.readline(MAX_LINE):
+                yield line.rstrip("\n")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+
+
+def _take(found: LogFile, line: str) -> None:
+    for tool, mark in _TOOLS:
+        if mark in line and (not found.tool or found.tool == "TensorRT"):
+            found.tool = tool
+    if match := _TRTEXEC.search(line):
+        found.passed = found.passed if match[1] == "RUNNING" else match[1] == "PASSED"
+        found.version = _dotted(match[2]) or found.version
+    if not found.version and (version := _VERSION.search(line)):
+        found.version = version[1]
+    for key, (text, _) in SIGNS.items():
+        if text in line:
+            found.signs[key] += 1
+            if key in _NAMES and (name := _NAMES[key].search(line)):
+                _keep(found.names.setdefault(key, []), name[1])
+    severity = _SEVERITY.search(line[:80])
+    if severity and severity[1] in "EF":
+        _keep(found.errors, line[severity.end() :].strip().removeprefix("[TRT]").strip()[:400])
+
+
+def _take_shapes(found: LogFile, line: str) -> bool:
+    """Options, shapes and times; whether the line may have any."""
+    _, _, told = line.partition("] ")
+    if ("trtexec" in line or "polygraphy" in line) and "--" in line:
+        found.options |= {name: value or "" for name, value in _OPTION.findall(line)[:KEPT]}
+        return True
+    if "median = " in line or "Throughput: " in line:
+        found.medians |= {name: _number(ms) for name, ms in _MEDIAN.findall(line)}
+        rate = _THROUGHPUT.search(line)
+        found.throughput = _number(rate[1]) if rate else found.throughput
+        return True
+    if "Precision: " in line:
+        found.precision = line.partition("Precision: ")[2][:100].strip()
+    elif "Flags " in line and "|" in line:
+        found.precision = line.partition("|")[2].strip()[:200]
+    elif "Selected Device: " in line:
+        found.device = line.partition("Selected Device: ")[2][:100].strip()
+    elif "Input build shape" in line:
+        for name, text in _named_shapes(told):
+            sizes = [_sizes(part, "x") for part in text.split("+")]
+            if len(sizes) == 3:
+                _add_profile(found, name, (sizes[0], sizes[1], sizes[2]))
+    elif "Input inference shape" in line:
+        found.load |= {name: _sizes(text, "x") for name, text in _named_shapes(told)}
+    elif "min=" in line and "opt=" in line:
+        for match in islice(_TRIPLE.finditer(line), KEPT):
+            low, opt, high = (_sizes(text, ",") for text in match.groups())
+            before = line[max(0, match.start() - MAX_NAME) : match.start()].split()
+            _add_profile(found, before[-1].lstrip("{") if before else "", (low, opt, high))
+    else:
+        return False
+    return True
+
+
+def _named_shapes(told: str) -> Iterator[tuple[str, str]]:
+    """`input_ids=8x128`, one or several."""
+    for word in told.replace(",", " ").split()[:KEPT]:
+        name, _, text = word.rpartition("=")
+        if 0 < len(name) <= MAX_NAME and _SHAPE.fullmatch(text):
+            yield name, text
+
+
+def _add_profile(found: LogFile, name: str, sizes: tuple[Shape, Shape, Shape]) -> None:
+    """To the first profile that does not have this input; a repeated line is no other profile."""
+    if any(profile.get(name) == sizes for profile in found.profiles):
+        return
+    profile = next((each for each in found.profiles if name not in each), None)
+    if profile is None and len(found.profiles) < KEPT:
+        profile = {}
+        found.profiles.append(profile)
+    if profile is not None:
+        profile[name] = sizes
+
+
+def _keep(known: list[str], text: str) -> None:
+    if text and len(known) < KEPT and text not in known:
+        known.append(text)
+
+
+def _sizes(text: str, separator: str) -> Shape:
+    return tuple(int(part) for part in text.split(separator) if part.strip().isdecimal() and len(part) < 19)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _dotted(number: str | None) -> str | None:
+    """`8.6.1` of 8601 and `10.6.0` of 100600."""
+    if not number:
+        return None
+    value = int(number)
+    major, rest = divmod(value, 10_000 if value >= 100_000 else 1_000)
+    return f"{major}.{rest // 100}.{rest % 100}"

@@ -1,0 +1,427 @@
+"""Files of one build, each recognised by its content and read by the reader of its format."""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import onnx
+
+from qdqbench.quantize.engine.cache_import.cache_file import CalibrationCache, is_cache, read_cache_file
+from qdqbench.quantize.engine.diagnose.log_file import LogFile, is_log, read_log
+from qdqbench.quantize.engine.facts import Facts, Graph, graph_of
+from qdqbench.quantize.engine.inspection import Inspection, inspect_layers
+from qdqbench.quantize.engine.layers import computing_rows, read_table
+from qdqbench.quantize.engine.trtexec.read import Times, kernel_ms, read_profile, read_times
+from qdqbench.quantize.graph.check.check import CheckReport, Group, check_model
+from qdqbench.quantize.graph.check.codes import finding_label
+from qdqbench.quantize.graph.check.types import walk_types
+from qdqbench.quantize.graph.check.view import (
+    MOVES,
+    PRODUCTS,
+    CheckGraph,
+    is_dequantize,
+    is_quantize,
+    operator,
+)
+from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import BackendName
+from qdqbench.quantize.utils.results import LayerRow
+
+TOKENS = 128  # length that the FLOPs of attention are counted at
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """One node that multiplies matrices."""
+
+    name: str
+    weighted: bool  # by weights; else both operands are activations
+    flops: float  # for one token of a sequence of TOKENS
+
+
+@dataclass(frozen=True)
+class OnnxFile:
+    """What the rules read of a graph."""
+
+    path: Path
+    origin: str  # who quantized it and how, in a few words
+    report: CheckReport
+    products: dict[str, MatrixProduct]
+    groups: list[Group]  # one a code, in the order of `check`
+    operators: Counter[str]
+    types: Counter[str] = field(default_factory=Counter)  # what the floating-point GEMMs compute in
+
+    @property
+    def qdq(self) -> bool:
+        """Whether anything is quantized explicitly."""
+        return self.operators["QuantizeLinear"] + self.operators["DequantizeLinear"] > 0
+
+    @property
+    def integer(self) -> bool:
+        """Whether operators compute on codes themselves: ONNX Runtime's own formats."""
+        return any(row.code in ("unsupported-op", "no-plain-form") for row in self.report.findings)
+
+
+def read_onnx(path: Path) -> OnnxFile:
+    """Read and check a file.
+
+    Raises:
+        UserError: as `read_model` and `check_model` raise it.
+    """
+    model = read_model(path)
+    try:
+        report = check_model(model)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    operators = Counter(node.op_type for node in model.graph.node)
+    stopped = any(row.code in ("invalid-onnx", "opset-too-low") for row in report.findings)
+    graph = None if stopped else CheckGraph(model, walk_types(model, report.opset)[0])
+    products = {} if graph is None else _products(graph)
+    types: Counter[str] = Counter()
+    if graph is not None:
+        names = onnx.TensorProto.DataType.Name
+        found = (graph.types.get(node.output[0], 0) for node in graph.matmuls)
+        types.update(names(kind) for kind in found if kind in (1, 10, 16))
+    return OnnxFile(
+        path=path,
+        origin=_origin(model, operators),
+        report=report,
+        products=products,
+        groups=report.groups,
+        operators=operators,
+        types=types,
+    )
+
+
+def _products(graph: CheckGraph) -> dict[str, MatrixProduct]:
+    sizes: dict[str, tuple[int, int] | None] = {}
+    nodes = [node for node in graph.nodes if node.op_type in PRODUCTS and node.output]
+    for node in nodes:
+        sizes[node.output[0]] = _weight_size(graph, node)
+    widths = Counter(size[0] for size in sizes.values() if size)
+    hidden = widths.most_common(1)[0][0] if widths else 1
+    found: dict[str, MatrixProduct] = {}
+    for node in nodes:
+        size = sizes[node.output[0]]
+        name = finding_label(node)
+        if size is None:
+            found[name] = MatrixProduct(name, False, 2.0 * TOKENS * hidden)
+        else:
+            # an exporter writes Gemm for what has no length any more: it runs once a sequence
+            share = 1 / TOKENS if node.op_type in ("Gemm", "QGemm") else 1.0
+            found[name] = MatrixProduct(name, True, 2.0 * size[0] * size[1] * share)
+    return found
+
+
+def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | None:
+    """K and N of a weight; None where both operands are activations."""
+    position = PRODUCTS[node.op_type]
+    if len(node.input) <= position:
+        return None
+    name = node.input[position]
+    for _ in range(8):
+        tensor, maker = graph.index.stored(name), graph.index.producers.get(name)
+        if tensor is not None:
+            sizes = sorted(tensor.dims)
+            return (tensor.dims[-2], tensor.dims[-1]) if len(sizes) > 1 else None
+        moved = maker is not None and (operator(maker) in MOVES or is_quantize(maker) or is_dequantize(maker))
+        if maker is None or not moved or not maker.input:
+            return None
+        name = maker.input[0]
+    return None
+
+
+def _origin(model: onnx.ModelProto, operators: Counter[str]) -> str:  # noqa: PLR0911  one line a tool
+    """A guess from what each tool leaves in its files."""
+    keys = {entry.key.lower() for entry in model.metadata_props[:100]}
+    producer = f"{model.producer_name} {model.producer_version}".strip()[:80]
+    names = " ".join(node.name for node in model.graph.node[:20_000])
+    if "qdqbench.fix" in keys:
+        return "written by qdqbench fix"
+    if any("qdqbench" in key for key in keys):
+        return "written by qdqbench"
+    if operators["DynamicQuantizeLinear"] or operators["MatMulInteger"]:
+        return "dynamically quantized, as ONNX Runtime's quantize_dynamic does"
+    if any(name.startswith("QLinear") or name == "QGemm" for name in operators):
+        return "quantized in ONNX Runtime's QOperator format"
+    if not operators["QuantizeLinear"] and not operators["DequantizeLinear"]:
+        return f"not quantized ({producer or 'unknown producer'})"
+    if (
+        any("nncf" in key for key in keys)
+        or "nncf" in names.lower()
+        or "QuantizeLinear_ActivationIn" in names
+    ):
+        return "quantized by NNCF"
+    if any("modelopt" in key for key in keys) or "modelopt" in producer.lower():
+        return "quantized by ModelOpt"
+    if "onnx.quantize" in producer and not any(key.startswith("onnx.infer") for key in keys):
+        return "quantized by ModelOpt's ONNX quantizer"  # which builds on ONNX Runtime's
+    if "onnx.quantize" in producer or "_QuantizeLinear" in names or "onnx.infer" in keys:
+        return "quantized by ONNX Runtime (Q/DQ)"
+    if "_quantizer" in names:
+        return "fake-quantized in PyTorch (pytorch-quantization or ModelOpt)"
+    return f"explicit Q/DQ ({producer or 'unknown producer'})"
+
+
+_TAGS: dict[bytes, BackendName] = {b"ptrt": "tensorrt", b"ftrt": "tensorrt", b"vtrt": "tensorrt_rtx"}
+_HEADER = 64
+
+
+@dataclass(frozen=True)
+class EngineFile:
+    """What the header says."""
+
+    backend: BackendName
+    version: str | None  # None: the header does not say, as those of TensorRT 8.5 and older
+    bytes: int
+
+
+def is_engine(start: bytes) -> bool:
+    """Whether a file that starts with these bytes is a TensorRT engine."""
+    return start[:4] in _TAGS
+
+
+def read_engine(path: Path) -> EngineFile:
+    """The header of an engine.
+
+    Raises:
+        UserError: it cannot be read, or is cut short.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            header = stream.read(_HEADER)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+    if len(header) < _HEADER or not is_engine(header):
+        raise UserError(f"{path} is no whole engine: its header has {len(header)} bytes; build it again")
+    parts = [*header[24:28]]
+    known = 0 < parts[0] < 30 and any(parts)
+    return EngineFile(_TAGS[header[:4]], ".".join(map(str, parts)) if known else None, size)
+
+
+_START = 1 << 16  # bytes that decide what a file is
+# What is never read, however it is called: to open these runs code, or unpacks what somebody else packed.
+_REFUSED = {
+    b"PK\x03\x04": "a zip archive (a PyTorch checkpoint or a package); export the model to ONNX",
+    b"PK\x05\x06": "an empty zip archive; export the model to ONNX",
+    b"\x1f\x8b": "a gzip archive; unpack it",
+    b"\x80": "a pickle, which is never loaded here; export the model to ONNX",
+    b"\x89HDF": "an HDF5 file; export the model to ONNX",
+    b"\x7fELF": "a program or library; give files of a build",
+}
+_JSON_KINDS = (  # the first key that is found in the start of the file decides
+    ("layers", re.compile(r'"[Ll]ayers"\s*:')),
+    ("times", re.compile(r'"(?:startComputeMs|computeMs|latencyMs)"\s*:')),
+    ("profile", re.compile(r'"(?:averageMs|medianMs|ms)"\s*:')),
+    ("outputs", re.compile(r'"values"\s*:')),
+)
+_KINDS = {
+    "onnx": "ONNX file",
+    "log": "build log",
+    "layers": "layer table",
+    "profile": "kernel profile",
+    "times": "query times",
+    "engine": "engine",
+    "cache": "calibration cache",
+}
+
+
+@dataclass
+class Sources:
+    """What was read; at most one of each kind, as the files are of one build."""
+
+    paths: dict[str, Path] = field(default_factory=dict)  # by kind
+    onnx: OnnxFile | None = None
+    log: LogFile | None = None
+    layers: list[LayerRow] = field(default_factory=list)  # of a table, or of the log
+    profile: dict[str, float] = field(default_factory=dict)  # milliseconds by kernel
+    times: Times | None = None
+    engine: EngineFile | None = None
+    cache: CalibrationCache | None = None
+
+    def name(self, kind: str) -> str:
+        """Name of the file of a kind, or of what stands for it."""
+        path = self.paths.get(kind) or (self.paths.get("log") if kind == "layers" else None)
+        return path.name if path else ""
+
+
+def read_sources(paths: list[Path]) -> Sources:
+    """Read every file.
+
+    Raises:
+        UserError: one that is none of the formats, is damaged, or is the second of its kind.
+    """
+    found = Sources()
+    for path in paths:
+        kind = recognise(path)
+        if kind in found.paths:
+            raise UserError(
+                f"{found.paths[kind]} and {path} are both a {_KINDS[kind]}; the files of one call are read "
+                "together as one build, so diagnose these one by one"
+            )
+        found.paths[kind] = path
+        if kind == "onnx":
+            found.onnx = read_onnx(path)
+        elif kind == "log":
+            found.log = read_log(path)
+        elif kind == "layers":
+            found.layers = read_table(path)
+        elif kind == "profile":
+            found.profile = kernel_ms(read_profile(path))
+        elif kind == "times":
+            found.times = read_times(path)
+        elif kind == "engine":
+            found.engine = read_engine(path)
+        else:
+            found.cache = read_cache_file(path)
+    if found.log and not found.layers:
+        found.layers = found.log.layers
+    return found
+
+
+def kind_text(kind: str) -> str:
+    """`build log` for `log`."""
+    return _KINDS[kind]
+
+
+def recognise(path: Path) -> str:
+    """Which of the formats a file is, by its first bytes.
+
+    Raises:
+        UserError: it cannot be read, or is none of them.
+    """
+    try:
+        if not path.is_file():
+            raise UserError(f"{path} is not a file; give files of a build, such as model.onnx or build.log")
+        with path.open("rb") as stream:
+            start = stream.read(_START)
+    except (OSError, ValueError) as error:  # ValueError: no possible path
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read {path}: {why}; check the path and its permissions") from error
+    if not start:
+        raise UserError(f"{path} is empty; give files of a build, such as model.onnx or build.log")
+    for magic, what in _REFUSED.items():
+        if start.startswith(magic):
+            raise UserError(f"{path} is {what}")
+    if is_engine(start):
+        return "engine"
+    if is_cache(start):
+        return "cache"
+    if start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
+        text = start.decode("utf-8", errors="replace")
+        if not is_log(start):  # a log may start with [date]
+            return _json_kind(path, text)
+    return "log" if is_log(start) else _onnx_or_nothing(path, start)
+
+
+def _json_kind(path: Path, text: str) -> str:
+    found = [(match.start(), kind) for kind, pattern in _JSON_KINDS if (match := pattern.search(text))]
+    kind = min(found)[1] if found else ""
+    if kind == "outputs":
+        raise UserError(
+            f"{path} holds outputs of an engine, which `qdqbench verify` compares; give its layers"
+        )
+    if not kind:
+        raise UserError(
+            f"{path} is JSON and neither a layer table, a kernel profile nor query times; give what trtexec "
+            "wrote with --exportLayerInfo, --exportProfile or --exportTimes, or the inspector's JSON"
+        )
+    return kind
+
+
+def _onnx_or_nothing(path: Path, start: bytes) -> str:
+    """A protobuf message that can start a ModelProto; the reader of ONNX says what is wrong with it."""
+    text = sum(32 <= byte < 127 or byte in (9, 10, 13) for byte in start[:4096])
+    if text == len(start[:4096]):
+        raise UserError(
+            f"{path} is text, and neither a build log, JSON nor a calibration cache; give a file of a build"
+        )
+    return "onnx"
+
+
+Share = tuple[float, str]  # a part of 1, and of what
+
+
+class Evidence:
+    """The sources, and what only several of them together tell."""
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+        self.onnx = sources.onnx
+        self.log = sources.log
+        self.layers = sources.layers
+        self.other_build = ""  # why table and graph could not be joined
+
+    @cached_property
+    def graph(self) -> Graph | None:
+        """Nodes of the ONNX file."""
+        stopped = self.onnx is None or not self.onnx.products
+        return None if stopped or self.onnx is None else graph_of(self.onnx.path)
+
+    @cached_property
+    def inspection(self) -> Inspection | None:
+        """The layer table, held against the graph and the profile where they are at hand."""
+        if not self.layers:
+            return None
+        times = self.sources.profile or None
+        try:
+            joined = inspect_layers(self.layers, self.graph, times=times)
+        except UserError as error:
+            self.other_build = str(error)
+        else:
+            known = len(self.graph.linears) + len(self.graph.products) if self.graph else 0
+            if 2 * len(joined.proof.unknown) <= known:
+                return joined
+            found = known - len(joined.proof.unknown)
+            self.other_build = f"the table names {found} of {known} MatMul and Gemm nodes"
+        return inspect_layers(self.layers, times=times)
+
+    @property
+    def facts(self) -> Facts | None:
+        """What one copy of the network does in the engine."""
+        return self.inspection.facts if self.inspection else None
+
+    @cached_property
+    def joined_time(self) -> bool:
+        """Whether kernels of the profile are those of the table."""
+        time = self.inspection.time if self.inspection else None
+        return time is not None and bool(time.by_kernel)
+
+    @cached_property
+    def _kernels(self) -> dict[str, list[LayerRow]]:
+        if self.facts is None or self.inspection is None:
+            return {}
+        graph = self.inspection.graph
+        known = [*graph.linears, *graph.products, *graph.softmaxes]
+        return {name: rows[0] for name, rows in computing_rows(self.facts.rows, known).items()}
+
+    def share_of_nodes(self, nodes: Collection[str]) -> Share | None:
+        """Share of profiled time that kernels of these GEMMs take, else of FLOPs; None: unknown."""
+        rows = {row.name: row for node in nodes for row in self._kernels.get(node, ())}
+        if self.joined_time and rows:
+            return self.share_of_kernels(rows.values())
+        products = self.onnx.products if self.onnx else {}
+        total = sum(product.flops for product in products.values())
+        touched = [products[node].flops for node in dict.fromkeys(nodes) if node in products]
+        if total and touched:
+            return sum(touched) / total, "GEMM FLOPs"
+        gemms = self.inspection.gemms if self.inspection else 0
+        return (min(1.0, len({*nodes}) / gemms), "GEMMs") if gemms and nodes else None
+
+    def share_of_kernels(self, rows: Iterable[LayerRow]) -> Share | None:
+        """Share of profiled time, else of kernels."""
+        names = {row.name for row in rows}
+        time = self.inspection.time if self.inspection else None
+        if time is not None and time.total and self.joined_time:
+            return sum(time.by_kernel.get(name, 0.0) for name in names) / time.total, "profiled time"
+        kernels = len(self.facts.rows) if self.facts else 0
+        return (len(names) / kernels, "kernels") if kernels and names else None
+
+    def not_int8(self) -> list[str]:
+        """Linears that the layer table shows outside of INT8."""
+        return [] if self.inspection is None else self.inspection.proof.not_int8

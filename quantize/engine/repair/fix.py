@@ -1,0 +1,637 @@
+"""Rewrite an ONNX file of any origin into one whose INT8 GEMMs an engine runs, and say what changed."""
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from qdqbench.quantize.engine.backend import Backend, build_engine, choose_backend, gpu_backend
+from qdqbench.quantize.engine.facts import graph_of
+from qdqbench.quantize.engine.inspection import inspect_layers, named
+from qdqbench.quantize.engine.layers import parse_inspector_json, parse_log
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.repair.rebuild import Product, Scales, place, read_scales, strip
+from qdqbench.quantize.engine.repair.runs import Feeds, fitting, outputs, random_feeds, ranges, read_feeds
+from qdqbench.quantize.graph.check.check import CheckReport, check_model
+from qdqbench.quantize.graph.check.codes import finding_label
+from qdqbench.quantize.graph.check.view import MOVES, QDQ_DOMAINS, is_integer
+from qdqbench.quantize.graph.index import MAX_STEPS, GraphIndex, module_of, opset_of, prune, replace_nodes
+from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
+from qdqbench.quantize.graph.read import MAX_FILE, read_model
+from qdqbench.quantize.graph.weights import factor_scales
+from qdqbench.quantize.models.attention import MASK_FILL
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.arrays import Array
+from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.utils.limits import FP16_MAX
+from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.schema import Strict
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Inputs of one operator: where each operand (codes, scale, zero point) and the result's scale start."""
+
+    plain: str
+    operands: tuple[int, ...]
+    result: int | None  # None: the result is floating point
+    kept: tuple[str, ...] = ()  # attributes
+
+
+_FORMS = {
+    "QLinearMatMul": _Form("MatMul", (0, 3), 6),
+    "QLinearAdd": _Form("Add", (0, 3), 6),
+    "QLinearMul": _Form("Mul", (0, 3), 6),
+    "QLinearSigmoid": _Form("Sigmoid", (0,), 3),
+    "QLinearLeakyRelu": _Form("LeakyRelu", (0,), 3, ("alpha",)),
+    "QLinearSoftmax": _Form("Softmax", (0,), 3, ("axis",)),
+    "QLinearReduceMean": _Form("ReduceMean", (0,), 3, ("axes", "keepdims")),
+    "QGemm": _Form("Gemm", (0, 3), 7, ("alpha", "transA", "transB")),
+}
+
+
+def qoperator_to_qdq(model: onnx.ModelProto) -> tuple[int, list[str]]:
+    """Write integer operators as Q/DQ around plain ones, in place.
+
+    A dynamically quantized product becomes one with a DQ at its weight alone: its activation has no scale
+    before it runs.
+
+    Returns:
+        Nodes that were rewritten, and those that compute on codes and could not be.
+    """
+    index = GraphIndex(model)
+    made: dict[int, list[onnx.NodeProto]] = {}
+    left: list[str] = []
+    count = 0
+    for node in model.graph.node:
+        if node.domain not in QDQ_DOMAINS:
+            continue
+        new = None
+        if node.op_type in _FORMS:
+            new = _lifted(model, index, node, _FORMS[node.op_type])
+        elif node.op_type == "MatMulInteger":
+            new = _dynamic(model, index, node, made)
+        if new is not None:
+            made[id(node)] = new
+            count += 1
+        elif is_integer(node) and node.op_type != "DynamicQuantizeLinear":
+            left.append(finding_label(node))
+    nodes = (new for node in model.graph.node for new in made.get(id(node), [node]))
+    replace_nodes(model, list(nodes))
+    return count, left
+
+
+def _lifted(
+    model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto, form: _Form
+) -> list[onnx.NodeProto] | None:
+    inputs = [*node.input]
+    if len(inputs) <= max(form.operands, default=0) + 1:
+        return None
+    name = node.name.removesuffix("_quant") or node.output[0]
+    plain: list[str] = []
+    new = []
+    for number, start in enumerate(form.operands):
+        codes, scale, *zero = inputs[start : start + 3]
+        new.append(_dq([codes, scale, *zero], f"{name}_operand_{number}", index))
+        plain.append(new[-1].output[0])
+    if node.op_type == "QGemm" and len(inputs) > 6 and inputs[6]:
+        bias = _bias(model, index, node, name)
+        if bias is None:
+            return None
+        plain.append(bias)
+    kept = [item for item in node.attribute if item.name in form.kept]
+    quantized = form.result is not None and len(inputs) > form.result and inputs[form.result]
+    result = f"{node.output[0]}_plain" if quantized else node.output[0]
+    made = helper.make_node(form.plain, plain, [result], name=name)
+    made.attribute.extend(kept)
+    new.append(made)
+    if quantized and form.result is not None:
+        scales = [name for name in inputs[form.result : form.result + 2] if name]
+        new.append(helper.make_node("QuantizeLinear", [result, *scales], [node.output[0]], name=f"{name}_Q"))
+    return new
+
+
+def _dq(inputs: list[str], name: str, index: GraphIndex) -> onnx.NodeProto:
+    """A DQ whose scales, where it has several, are along the last axis, as for a weight [K, N]."""
+    node = helper.make_node(
+        "DequantizeLinear", [each for each in inputs if each], [f"{name}_float"], name=f"{name}_DQ"
+    )
+    scale, codes = index.constant(inputs[1]), index.stored(inputs[0])
+    if scale is not None and scale.size > 1 and codes is not None:
+        node.attribute.append(helper.make_attribute("axis", len(codes.dims) - 1))
+    return node
+
+
+def _bias(model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto, name: str) -> str | None:
+    """The INT32 bias of a QGemm as floating point; None where it is not constant."""
+    parts = [index.constant(node.input[position]) for position in (6, 1, 4)]
+    bias, first, second = parts
+    if bias is None or first is None or second is None:
+        return None
+    value = bias.astype(np.float32) * first.astype(np.float32) * second.astype(np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), f"{name}_bias_float"))
+    return f"{name}_bias_float"
+
+
+def _dynamic(
+    model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto, made: dict[int, list[onnx.NodeProto]]
+) -> list[onnx.NodeProto] | None:
+    """What `quantize_dynamic` writes: DynamicQuantizeLinear, MatMulInteger, Cast, Mul by both scales."""
+    source = index.producers.get(node.input[0])
+    cast = _only(index, node.output[0], "Cast")
+    rescale = _only(index, cast.output[0], "Mul") if cast is not None else None
+    codes = index.constant(node.input[1])
+    if (
+        source is None
+        or source.op_type != "DynamicQuantizeLinear"
+        or cast is None
+        or rescale is None
+        or codes is None
+    ):
+        return None
+    scales = index.producers.get(next((name for name in rescale.input if name != cast.output[0]), ""))
+    if scales is None or scales.op_type != "Mul":
+        return None
+    weight_scale = next((value for name in scales.input if (value := index.constant(name)) is not None), None)
+    zero = index.constant(node.input[3]) if len(node.input) > 3 and node.input[3] else None
+    if weight_scale is None:
+        return None
+    name = node.name.removesuffix("_quant") or node.output[0]
+    weight = _float_weight(codes, weight_scale, zero)
+    scale = np.atleast_1d(np.asarray(weight_scale, np.float32))
+    signed, factors = _signed(codes, zero), scale if scale.size > 1 else scale.reshape(())
+    tensors: dict[str, Array] = {f"{name}_codes": signed, f"{name}_scale": factors}
+    if signed.dtype != np.int8:  # asymmetric: rounded again, by channel
+        factors = np.maximum(np.abs(weight).max(0), np.float32(1e-12)) / np.float32(127)
+        tensors = {
+            f"{name}_codes": np.clip(np.rint(weight / factors), -127, 127).astype(np.int8),
+            f"{name}_scale": factors.astype(np.float32),
+        }
+    model.graph.initializer.extend(numpy_helper.from_array(value, key) for key, value in tensors.items())
+    dq = helper.make_node("DequantizeLinear", [*tensors], [f"{name}_weight"], name=f"{name}_weight_DQ")
+    if tensors[f"{name}_scale"].ndim:
+        dq.attribute.append(helper.make_attribute("axis", codes.ndim - 1))
+    made[id(cast)], made[id(rescale)] = [], []
+    product = helper.make_node("MatMul", [source.input[0], f"{name}_weight"], [rescale.output[0]], name=name)
+    return [dq, product]
+
+
+def _float_weight(codes: Array, scale: Array, zero: Array | None) -> Array:
+    shift = np.zeros((), np.float32) if zero is None else zero.astype(np.float32)
+    value: Array = (codes.astype(np.float32) - shift) * np.asarray(scale, np.float32)
+    return value
+
+
+def _signed(codes: Array, zero: Array | None) -> Array:
+    """INT8 codes where the zero point allows that exactly; else the codes as they are."""
+    shift = np.zeros((), np.int32) if zero is None else zero.astype(np.int32)
+    moved = codes.astype(np.int32) - shift
+    fits = moved.min(initial=0) >= -128 and moved.max(initial=0) <= 127
+    return moved.astype(np.int8) if fits else moved
+
+
+def _only(index: GraphIndex, tensor: str, operator: str) -> onnx.NodeProto | None:
+    readers = index.consumers.get(tensor, [])
+    return readers[0] if len(readers) == 1 and readers[0].op_type == operator else None
+
+
+class EngineRow(Strict):
+    """What an engine of a file runs in INT8, or why there is none."""
+
+    engine: str  # backend, version, compute capability
+    refused: str | None = None
+    gemms: int = 0  # linears that its layer table names
+    int8_gemms: int = 0
+    attentions: int = 0
+    attention_fused: int = 0
+    attention_int8: int = 0
+    kernels: int = 0
+
+
+class Outputs(Strict):
+    """Outputs of ONNX Runtime; errors are relative, ||a - b|| / ||b|| over all outputs."""
+
+    inputs: str  # where they come from
+    n: int  # samples
+    before_error: (
+        float | None
+    )  # of the file to its own values without Q/DQ; None: ONNX Runtime does not run it
+    after_error: float  # of what was written, to the same
+    difference: float | None  # of what was written to the file
+    limit: float  # of `after_error`
+    largest: float | None  # absolute difference of one output
+    disagreements: int | None  # samples with another largest output; None: outputs are no scores of classes
+
+    @property
+    def holds(self) -> bool:
+        """Within the limit; what is not a number is not."""
+        return self.after_error <= self.limit
+
+
+class FixReport(Strict):
+    """Of one file."""
+
+    file: str
+    out: str
+    done: list[str]  # sentences
+    left: list[str]  # what could not be fixed, and what to do
+    findings_before: dict[str, int]  # code of `check` -> how many
+    findings_after: dict[str, int]
+    int8_before: int  # matrix products that TensorRT would run in INT8, by the graph: 0 in a refused file
+    int8_after: int
+    gemms: int
+    outputs: Outputs
+    engine_before: EngineRow | None = None  # None: not built
+    engine_after: EngineRow | None = None
+
+    @property
+    def failures(self) -> list[str]:
+        """What does not hold."""
+        found = []
+        if not self.outputs.holds:
+            out = self.outputs
+            found.append(f"outputs are {out.after_error:.3g} off, and the limit is {out.limit:.3g}")
+        if self.engine_after and self.engine_after.refused:
+            found.append("the builder refuses what was written")
+        return found + self.left
+
+
+Compute = Literal["fp16", "keep"]
+WeightForm = Literal["channel", "factored"]
+COMPUTE, WEIGHTS = get_args(Compute), get_args(WeightForm)
+LIMIT = 0.1  # relative error of outputs to the same graph without Q/DQ
+
+
+@dataclass(frozen=True)
+class FixOptions:
+    """How a file is rewritten and proven."""
+
+    compute: Compute = "fp16"  # of what is not INT8 in a graph that is all FP32
+    weights: WeightForm = "channel"
+    inputs: Path | Mapping[str, Array] | None = (
+        None  # samples, which calibrate activations without a scale too
+    )
+    source: str = ""  # where given arrays come from
+    seed: int = 0  # of random inputs
+    limit: float = LIMIT
+    engine: bool = True  # build engines before and after
+
+
+def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
+    """Mend a file and prove it.
+
+    Raises:
+        UserError: the file cannot be read or is not valid, the inputs do not fit, or ONNX Runtime does not
+            run what comes out; nothing is written then.
+    """
+    if out.resolve() == path.resolve():
+        raise UserError(f"--out {out} is the file itself; give another name, so that both can be compared")
+    model = read_model(path)
+    before = _checked(model, path)
+    feeds, where = _feeds(model, options)
+    done: list[str] = []
+    left: list[str] = []
+    plain, work = rewrite(model, options, feeds, done, left)
+    if work.ByteSize() > MAX_FILE:
+        raise UserError(
+            f"the rewritten graph of {path} is over protobuf's limit of {MAX_FILE} bytes; give a smaller one"
+        )
+    data = work.SerializeToString(deterministic=True)
+    after = check_model(work)
+    with files.atomic_path(out) as temporary:
+        temporary.write_bytes(data)
+        compared = compare_outputs(path, plain, temporary, feeds, inputs=where, limit=options.limit)
+        builder = find_builder() if options.engine else None
+        engines = [engine_row(each, builder) if builder else None for each in (path, temporary)]
+    left += [f"{row.code} at {row.node}: {row.fix}" for row in after.errors[:20]]
+    return FixReport(
+        file=path.name,
+        out=out.name,
+        done=done,
+        left=left,
+        findings_before=dict(Counter(row.code for row in before.findings)),
+        findings_after=dict(Counter(row.code for row in after.findings)),
+        int8_before=before.counts["int8"],
+        int8_after=after.counts["int8"],
+        gemms=after.counts["gemms"],
+        outputs=compared,
+        engine_before=engines[0],
+        engine_after=engines[1],
+    )
+
+
+def _feeds(model: onnx.ModelProto, options: FixOptions) -> tuple[Feeds, str]:
+    """Inputs, and where they come from."""
+    given = options.inputs
+    if given is None:
+        return random_feeds(model, options.seed), f"random, seed {options.seed}"
+    if isinstance(given, Path):
+        return read_feeds(given, model), str(given)
+    return fitting(given, model, options.source), options.source
+
+
+def _checked(model: onnx.ModelProto, path: Path) -> CheckReport:
+    report = check_model(model)
+    stopped = [row for row in report.findings if row.code in ("invalid-onnx", "opset-too-low")]
+    if stopped:
+        raise UserError(f"{path} cannot be fixed: {stopped[0].node}: {stopped[0].why}; {stopped[0].fix}")
+    return report
+
+
+def rewrite(
+    model: onnx.ModelProto, options: FixOptions, feeds: Feeds, done: list[str], left: list[str]
+) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """The graph without Q/DQ, and the rewritten one; what was done and could not be is added to the lists."""
+    work = onnx.ModelProto()
+    work.CopyFrom(model)
+    lifted, integer = qoperator_to_qdq(work)
+    if lifted:
+        done.append(f"{lifted} operators that compute on codes are Q, DQ and the plain operator")
+    if integer:
+        left.append(f"{len(integer)} operators compute on codes ({name_list(integer)}): export them as Q/DQ")
+    scales = read_scales(work)
+    taken = strip(work)
+    plain = onnx.ModelProto()
+    plain.CopyFrom(work)
+    calibrated = _calibrate(plain, scales, feeds) if options.inputs is not None else []
+    if masks := finite_masks(work):
+        done.append(f"{len(masks)} masks that FP16 does not hold are -1e4 ({name_list(masks)})")
+    made, rounded = place(work, [*scales.products, *calibrated])
+    placed = sum(node.op_type in ("QuantizeLinear", "DequantizeLinear") for node in work.graph.node)
+    done += _sentences(scales, taken, placed, made, rounded, calibrated)
+    scaled = {product.node for product in calibrated}
+    if waiting := [product.label for product in scales.waiting if product.node not in scaled]:
+        left.append(
+            f"{len(waiting)} GEMMs have no usable scale for their input ({named(waiting)}): "
+            "they are floating point now; samples calibrate them: --inputs, or --model with --task and --data"
+        )
+    if scales.unusable:
+        left.append(
+            f"{len(scales.unusable)} scales are unusable ({name_list(scales.unusable)}): calibrate again"
+        )
+    if options.weights == "factored" and made:
+        factor_scales(work)
+        done.append("scales of weights are a scalar in the DQ and a Mul behind the MatMul")
+    if options.compute == "fp16" and _is_fp32(work):
+        to_half(work)
+        done.append("what is not INT8 computes in FP16, LayerNorms in FP32; Q/DQ have FP32 scales")
+    if opset_of(work) >= 13 and work.ir_version > 10:
+        work.ir_version = 10
+    known = {entry.key: entry.value for entry in work.metadata_props}
+    onnx.helper.set_model_props(work, known | {"qdqbench.fix": metadata.version("qdqbench")})
+    _validate(work)
+    return plain, work
+
+
+def _calibrate(plain: onnx.ModelProto, scales: Scales, feeds: Feeds) -> list[Product]:
+    """Products whose activation gets a scale from the given samples: its largest value."""
+    waiting = {product.node: product for product in scales.waiting}
+    sources = {
+        output: node.input[0] for node in plain.graph.node for output in node.output if output in waiting
+    }
+    found = ranges(plain, sources.values(), feeds) if sources else {}
+    return [
+        replace(waiting[output], amax={0: found[source]})
+        for output, source in sources.items()
+        if 0 < found[source] < float("inf")
+    ]
+
+
+def _sentences(  # noqa: PLR0913, PLR0917
+    scales: Scales, taken: int, placed: int, made: int, rounded: int, calibrated: list[Product]
+) -> list[str]:
+    """What was done to the Q/DQ, as far as anything was."""
+    told = [
+        (
+            taken,
+            f"{taken} Q and DQ taken off, {placed} put on: at the inputs of {made} GEMMs, and nowhere else",
+        ),
+        (made, "weights are INT8 codes [N, K] with a DQ alone"),
+        (rounded, f"{rounded} weights are rounded anew, with a scale an output channel"),
+        (
+            len(scales.shifted),
+            f"{len(scales.shifted)} UINT8 with zero point 128 are INT8: the same codes less 128",
+        ),
+        (
+            len(scales.widened),
+            f"{len(scales.widened)} ranges with a zero point are symmetric, with steps up to twice as wide",
+        ),
+        (
+            len(scales.completed),
+            f"{len(scales.completed)} GEMMs had Q/DQ on their activation alone: their weights have it too",
+        ),
+        (
+            len(calibrated),
+            f"{len(calibrated)} activations without a scale are calibrated on the given samples",
+        ),
+        (
+            len(scales.apart),
+            f"{len(scales.apart)} products of partly quantized attentions are floating point, to be fused",
+        ),
+    ]
+    return [text for count, text in told if count]
+
+
+def _is_fp32(model: onnx.ModelProto) -> bool:
+    kinds = {tensor.data_type for tensor in model.graph.initializer}
+    casts = {item.i for node in model.graph.node if node.op_type == "Cast" for item in node.attribute}
+    return onnx.TensorProto.FLOAT in kinds and not {10, 16}.intersection(kinds | casts)
+
+
+def _validate(model: onnx.ModelProto) -> None:
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        why = " ".join(str(error).split())[:300]
+        raise UserError(f"the rewritten graph is not valid ({why}); nothing was written") from error
+
+
+FACTOR = 1.5  # a range made symmetric has steps up to twice as wide
+PROFILE = Profile((1, 8), (8, 64), (32, 128))
+
+
+def compare_outputs(  # noqa: PLR0913  the last two are keywords
+    before: Path,
+    plain: onnx.ModelProto,
+    after: Path,
+    feeds: Mapping[str, Array],
+    *,
+    inputs: str,
+    limit: float,
+) -> Outputs:
+    """Run the file, its values without Q/DQ, and what was written, on the same inputs.
+
+    What was written may be FACTOR times as far from its values without Q/DQ as the file was, or `limit`.
+
+    Raises:
+        UserError: ONNX Runtime refuses what was written.
+    """
+    reference = outputs(plain, feeds)
+    made = outputs(after, feeds)
+    try:
+        own = outputs(before, feeds)
+    except UserError:
+        own = None
+    before_error = None if own is None else _distance(own, reference)
+    difference = None if own is None else _distance(made, own)
+    return Outputs(
+        inputs=inputs,
+        n=max((len(value) for value in feeds.values()), default=0),
+        before_error=before_error,
+        after_error=_distance(made, reference),
+        difference=difference,
+        limit=max(limit, FACTOR * (before_error or 0.0)),
+        largest=None if own is None else _largest(made, own),
+        disagreements=None if own is None else _disagreements(made, own),
+    )
+
+
+def _distance(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
+    """||one - other|| / ||other||, 1e9 where a number is missing or not finite."""
+    above = below = 0.0
+    for name, value in other.items():
+        if name not in one or one[name].shape != value.shape:
+            return 1e9
+        reference, got = value.astype(np.float64), one[name].astype(np.float64)
+        if not np.isfinite(got).all():
+            return 1e9
+        above += float(np.square(got - reference).sum())
+        below += float(np.square(reference).sum())
+    return float(np.sqrt(above / below)) if below else float(above > 0)
+
+
+def _largest(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
+    parts = (np.abs(one[name].astype(np.float64) - value).max(initial=0.0) for name, value in other.items())
+    value = max(map(float, parts), default=0.0)
+    return value if np.isfinite(value) else 1e9
+
+
+def _disagreements(one: Mapping[str, Array], other: Mapping[str, Array]) -> int | None:
+    scores = [name for name, value in other.items() if value.ndim == 2 and 1 < value.shape[1] < 1000]
+    if len(other) != 1 or not scores:
+        return None
+    name = scores[0]
+    return int((one[name].argmax(1) != other[name].argmax(1)).sum())
+
+
+def find_builder() -> Backend | None:
+    """What builds engines for GPUs here, ahead of time where there is none; None where nothing does."""
+    try:
+        return choose_backend(gpu_backend())
+    except MissingDevice:
+        return None
+
+
+def engine_row(path: Path, backend: Backend) -> EngineRow:
+    """Build an engine of a file and read from its layer table what runs in INT8."""
+    profiles = [PROFILE] if _is_dynamic(read_model(path)) else []
+    made = f"{backend.name} {backend.version}"
+    try:
+        built = build_engine(path, backend, profiles)
+    except UserError as error:
+        why = " ".join(str(error).replace(str(path), path.name).split())
+        return EngineRow(engine=made, refused=why[:600])
+    rows = (
+        parse_inspector_json(built.inspector_json) if built.inspector_json else parse_log(built.layer_lines)
+    )
+    made += f", compute capability {', '.join(built.compute_capability)}"
+    made += ", built ahead of time" if built.ahead_of_time else ""
+    if not rows:
+        return EngineRow(engine=made, refused="the builder shows no layer table")
+    judged = inspect_layers(rows, graph_of(path))
+    facts = judged.facts
+    return EngineRow(
+        engine=made,
+        gemms=judged.gemms,
+        int8_gemms=len(set(judged.proof.int8_gemms).intersection(judged.graph.linears)),
+        attentions=facts.attentions,
+        attention_fused=judged.proof.attention_fused,
+        attention_int8=judged.proof.attention_int8,
+        kernels=len(facts.rows),
+    )
+
+
+def _is_dynamic(model: onnx.ModelProto) -> bool:
+    constants = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in constants]
+    return any(
+        not entry.HasField("dim_value") for value in inputs for entry in value.type.tensor_type.shape.dim
+    )
+
+
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
+_TO_SOFTMAX = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Concat", "Neg", "Max", "Min", "And", "Clip")
+
+
+def finite_masks(model: onnx.ModelProto) -> list[str]:
+    """Replace what masks scores and does not fit FP16 by MASK_FILL, in place; exactly 0 behind a softmax too.
+
+    Returns:
+        Constants that were changed.
+    """
+    index = GraphIndex(model)
+    stored = [(tensor.name, tensor) for tensor in model.graph.initializer]
+    for node in model.graph.node:
+        if node.op_type in ("Constant", "ConstantOfShape"):
+            stored += [(node.output[0], item.t) for item in node.attribute if item.HasField("t")]
+    changed = []
+    for name, tensor in stored:
+        if tensor.data_type not in _FLOATS:
+            continue
+        value = numpy_helper.to_array(tensor)
+        low = ~(value >= -FP16_MAX) & ~np.isnan(value)
+        if low.any() and _reaches_softmax(index, name):
+            tensor.CopyFrom(
+                numpy_helper.from_array(np.where(low, value.dtype.type(MASK_FILL), value), tensor.name)
+            )
+            changed.append(name)
+    return changed
+
+
+def _reaches_softmax(index: GraphIndex, name: str) -> bool:
+    todo, seen = deque([name]), {name}
+    while todo and len(seen) < 8 * MAX_STEPS:
+        for node in index.consumers.get(todo.popleft(), ())[:MAX_STEPS]:
+            if node.op_type == "Softmax":
+                return True
+            if node.op_type in _TO_SOFTMAX and node.output and node.output[0] not in seen:
+                seen.add(node.output[0])
+                todo.append(node.output[0])
+    return False
+
+
+def to_half(model: onnx.ModelProto) -> None:
+    """Give an FP32 graph FP16 compute, in place: Q/DQ keep FP32 scales, LayerNorms compute in FP32.
+
+    Raises:
+        UserError: a constant does not fit FP16, or the types of the graph cannot be inferred.
+    """
+    try:
+        constants_to_initializers(model)
+        drop_noop_casts(model)
+        to_fp16(model, _norms(model))
+        prune(model)
+    except CheckFailed as error:
+        raise UserError(f"{error}; or keep the file in FP32 with --compute keep") from error
+    except onnx.shape_inference.InferenceError as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"the types of the graph cannot be told ({why}); keep them with --compute keep"
+        ) from error
+
+
+def _norms(model: onnx.ModelProto) -> set[str]:
+    """Modules of LayerNorms, whole or written out; their squares leave FP16 first."""
+    found = {
+        module_of(node.name)
+        for node in model.graph.node
+        if node.op_type in ("LayerNormalization", "Pow", "ReduceMean", "ReduceVariance") and node.name
+    }
+    own = {module for module in found if "norm" in module.rpartition(".")[2].lower()}
+    return own or (found - {""})

@@ -1,0 +1,426 @@
+"""Q/DQ off a graph, and on again in the form that INT8 GEMMs want: scalar on activations, weights [N, K]."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from qdqbench.quantize.graph.check.codes import finding_label
+from qdqbench.quantize.graph.check.types import walk_types
+from qdqbench.quantize.graph.check.view import (
+    MOVES,
+    Attention,
+    CheckGraph,
+    Operand,
+    is_dequantize,
+    is_quantize,
+)
+from qdqbench.quantize.graph.index import GraphIndex, attribute, opset_of, prune, replace_nodes
+from qdqbench.quantize.graph.weights import quantize_weights
+from qdqbench.quantize.utils.arrays import Array, Float32
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import limits_of
+
+_RANGES: dict[int, tuple[int, int]] = {
+    TensorProto.INT8: (-128, 127), TensorProto.UINT8: (0, 255), TensorProto.INT16: (-32768, 32767),
+    TensorProto.UINT16: (0, 65535), TensorProto.INT4: (-8, 7), TensorProto.UINT4: (0, 15),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Weight:
+    """How a weight is to be rounded; its values are those of the graph without Q/DQ."""
+
+    scale: Float32 | None  # scalar, or one an output channel; None: from its own values
+    exact: bool  # these scales give the file's own codes again
+
+
+@dataclass
+class Product:
+    """One MatMul or Gemm that is to run in INT8."""
+
+    node: str  # first output, which names it
+    label: str
+    amax: dict[int, float] = field(default_factory=dict)  # by input that is an activation
+    weights: dict[int, Weight] = field(default_factory=dict)  # by input that is a constant
+
+
+@dataclass
+class Scales:
+    """All of a graph."""
+
+    products: list[Product] = field(default_factory=list)
+    widened: list[str] = field(default_factory=list)  # ranges with a zero point, made symmetric around 0
+    shifted: list[str] = field(default_factory=list)  # UINT8 with zero point 128: the same codes less 128
+    completed: list[str] = field(default_factory=list)  # products that get the Q/DQ they lacked at the weight
+    waiting: list[Product] = field(
+        default_factory=list
+    )  # linears whose activation has no scale, or a bad one
+    apart: list[str] = field(default_factory=list)  # products of attentions that cannot be wholly INT8
+    unusable: list[str] = field(default_factory=list)  # bad scales that samples cannot replace
+
+
+def read_scales(model: onnx.ModelProto) -> Scales:
+    """Decide which products can run in INT8, and with which scales. The model is valid and is not changed."""
+    types, _ = walk_types(model, opset_of(model))
+    graph, found = CheckGraph(model, types), Scales()
+    apart = {
+        node.output[0]
+        for attention in graph.attentions
+        if not _whole(graph, attention)
+        for node in (attention.scores, attention.context)
+    }
+    for node in graph.matmuls:
+        pair = graph.operands[node.output[0]]
+        if node.output[0] not in apart:
+            product = _product(graph, node, pair, found)
+            found.products += [product] if product else []
+        elif any(operand.dq is not None for operand in pair):
+            found.apart.append(finding_label(node))
+    return found
+
+
+def _product(
+    graph: CheckGraph, node: onnx.NodeProto, pair: tuple[Operand, Operand], found: Scales
+) -> Product | None:
+    label = finding_label(node)
+    product = Product(node.output[0], label)
+    quantized, lost = False, []
+    for position, operand in enumerate(pair):
+        if operand.constant or (operand.dq is None and graph.is_constant(node.input[position])):
+            quantized = quantized or operand.dq is not None
+            product.weights[position] = _weight(graph, node, position, operand, found)
+        elif operand.dq is not None:
+            amax = _amax_of(graph, operand.dq, found)
+            if amax is None:
+                lost.append(operand.dq)
+            else:
+                product.amax[position] = amax
+    if len(product.weights) == 2 or (product.weights and 1 not in product.weights):
+        return None  # a constant times a constant, or a weight on the left: nothing that INT8 runs
+    if len(product.amax) + len(product.weights) < 2:
+        if product.weights and (quantized or lost):
+            found.waiting.append(product)
+        else:
+            found.unusable += map(finding_label, lost)
+        return None
+    if any(graph.operands[product.node][at].dq is None for at in product.weights):
+        found.completed.append(label)
+    return product
+
+
+def _amax_of(graph: CheckGraph, dq: onnx.NodeProto, found: Scales) -> float | None:
+    """Largest absolute value of a symmetric range that holds the one of a DQ."""
+    scale = graph.value(dq.input[1])
+    kind = graph.types.get(dq.input[0], 0)
+    if scale is None or kind not in _RANGES or not _is_good(scale):
+        return None
+    zero = graph.value(dq.input[2]) if len(dq.input) > 2 and dq.input[2] else None
+    low, high = _RANGES[kind]
+    step = float(np.max(scale.astype(np.float64)))
+    point = 0 if zero is None else int(zero.reshape(-1)[0])
+    if kind == TensorProto.UINT8 and point == 128:
+        found.shifted.append(finding_label(dq))
+        return step * 127
+    if kind == TensorProto.INT8 and point == 0:
+        return step * 127
+    found.widened.append(finding_label(dq))
+    return step * max(high - point, point - low)
+
+
+def _is_good(scale: np.ndarray) -> bool:
+    number = scale.astype(np.float64)
+    return bool(number.size) and bool(np.all(np.isfinite(number) & (number > 0)))
+
+
+def _weight(
+    graph: CheckGraph, node: onnx.NodeProto, position: int, operand: Operand, found: Scales
+) -> Weight:
+    """The file's own scales where they are symmetric, and by tensor or by output channel."""
+    nothing = Weight(None, False)
+    dq = operand.dq
+    if dq is None or operand.reshaped:
+        return nothing
+    scale = graph.value(dq.input[1])
+    zero = graph.value(dq.input[2]) if len(dq.input) > 2 and dq.input[2] else None
+    kind = graph.types.get(dq.input[0], 0)
+    shift = 128 if kind == TensorProto.UINT8 else 0
+    symmetric = kind in (TensorProto.INT8, TensorProto.UINT8) and bool(
+        np.all((zero if zero is not None else np.zeros(1)) == shift)
+    )
+    if scale is None or not _is_good(scale):
+        found.unusable.append(finding_label(dq))
+        return nothing
+    if not symmetric or scale.ndim > 1 or attribute(dq, "block_size"):
+        return nothing
+    if scale.size == 1:
+        return Weight(np.asarray(scale, np.float32).reshape(()), True)
+    axis = attribute(dq, "axis", 1)
+    axis += 2 if axis < 0 else 0
+    wanted = 1  # of the weight as the MatMul sees it, [K, N]
+    if node.op_type == "Gemm" and attribute(node, "transB"):
+        wanted = 0
+    for permutation in operand.permutations:
+        if permutation is not None and sorted(permutation) != [0, 1]:
+            return nothing
+        wanted = 1 - wanted if permutation is None else permutation[wanted]
+    return Weight(np.asarray(scale, np.float32), True) if wanted == axis else nothing
+
+
+def _whole(graph: CheckGraph, attention: Attention) -> bool:
+    """Whether all operands and the output of an attention have Q/DQ, and a kernel takes its heads."""
+    known = all(operand.dq is not None for operand in attention.operands.values())
+    size = graph.head_size(attention)
+    return known and attention.output_quantized and (size is None or size in limits_of().int8_head_sizes)
+
+
+def strip(model: onnx.ModelProto) -> int:
+    """Take every Q and DQ off a graph, in place: constants become the floating-point values of their codes.
+
+    Returns:
+        Q and DQ nodes that were taken off.
+
+    Raises:
+        UserError: scales that do not fit their codes.
+    """
+    index = GraphIndex(model)
+    renamed: dict[str, str] = {}
+    added: dict[str, onnx.TensorProto] = {}
+    inputs: dict[str, str] = {}  # codes that are moved before their DQ -> floating-point constant
+    count = 0
+    for node in model.graph.node:
+        if is_quantize(node):
+            renamed[node.output[0]] = node.input[0]
+        elif is_dequantize(node):
+            _, origin = index.origin(node.input[0], MOVES)
+            stored = index.stored(origin)
+            if stored is None:
+                renamed[node.output[0]] = node.input[0]
+            else:
+                name = f"{origin}_values" if origin != node.input[0] else f"{node.output[0]}_values"
+                added.setdefault(name, numpy_helper.from_array(_values(index, node, stored), name))
+                if origin == node.input[0]:
+                    renamed[node.output[0]] = name
+                else:
+                    inputs[origin] = name
+                    renamed[node.output[0]] = node.input[0]
+        else:
+            continue
+        count += 1
+    kept = [node for node in model.graph.node if not (is_quantize(node) or is_dequantize(node))]
+    for node in kept:
+        for position, name in enumerate(node.input):
+            node.input[position] = inputs.get(name, _final(renamed, name))
+    outputs = [_kept_output(kept, value.name, _final(renamed, value.name)) for value in model.graph.output]
+    kept += [node for node in outputs if node is not None]
+    model.graph.initializer.extend(added.values())
+    replace_nodes(model, kept)
+    del model.graph.value_info[:]
+    prune(model)
+    return count
+
+
+def _final(renamed: Mapping[str, str], name: str) -> str:
+    seen = set()
+    while name in renamed and name not in seen:
+        seen.add(name)
+        name = renamed[name]
+    return name
+
+
+def _kept_output(nodes: Collection[onnx.NodeProto], name: str, source: str) -> onnx.NodeProto | None:
+    """A graph output that was a Q's or DQ's keeps its name."""
+    return None if source == name else helper.make_node("Identity", [source], [name], name=f"{name}_Identity")
+
+
+def _values(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> Array:
+    """What a DQ makes of constant codes, in the type of its scale.
+
+    Raises:
+        UserError: its scales do not fit the codes.
+    """
+    try:
+        return _dequantized(index, dq, codes)
+    except (ValueError, IndexError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"scales of {finding_label(dq)} do not fit its codes ({why}); export the model again"
+        ) from error
+
+
+def _dequantized(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> Array:
+    value = numpy_helper.to_array(codes)
+    scale = index.constant(dq.input[1])
+    if scale is None:
+        scale = np.ones((), np.float32)
+    zero = index.constant(dq.input[2]) if len(dq.input) > 2 and dq.input[2] else None
+    whole = value.astype(np.float32)
+    shape = [1] * whole.ndim
+    axis, block = attribute(dq, "axis", 1), attribute(dq, "block_size")
+    if scale.ndim == 1 and scale.size > 1 and whole.ndim:
+        shape[axis] = -1
+    factor, shift = (None if each is None else each.astype(np.float32) for each in (scale, zero))
+    assert factor is not None
+    if block:
+        factor = np.repeat(factor, block, axis)[tuple(slice(size) for size in whole.shape)]
+        shift = None if shift is None else np.repeat(shift, block, axis)[tuple(slice(n) for n in whole.shape)]
+    else:
+        factor = factor.reshape(shape) if factor.size > 1 else factor.reshape(())
+        shift = None if shift is None else shift.reshape(shape) if shift.size > 1 else shift.reshape(())
+    with np.errstate(all="ignore"):  # a bad scale makes what it makes
+        real = (whole - (0 if shift is None else shift)) * factor
+    half = scale.dtype == np.float16
+    with np.errstate(all="ignore"):
+        result: Array = real.astype(np.float16 if half else np.float32)
+    return result
+
+
+def place(model: onnx.ModelProto, products: Collection[Product]) -> tuple[int, int]:
+    """Put Q/DQ on the inputs of these products, in place; scales are FP32 whatever the graph computes in.
+
+    Returns:
+        Products in INT8, and of their weights those whose codes are other ones than the file had.
+    """
+    index = GraphIndex(model)
+    wanted = {product.node: product for product in products}
+    halves = _halves(model)
+    nodes: list[onnx.NodeProto] = []
+    pairs: dict[tuple[str, float], str] = {}
+    made = rounded = 0
+    stored: dict[str, onnx.TensorProto] = {}
+    for node in model.graph.node:
+        product = wanted.get(node.output[0]) if node.output else None
+        if product is None:
+            nodes.append(node)
+            continue
+        weight = next(iter(product.weights), None)
+        value = None if weight is None else _matrix(index, node)
+        if weight is not None and value is None:
+            nodes.append(node)
+            continue
+        half = node.output[0] in halves
+        for position, amax in product.amax.items():
+            nodes += _pair(node, position, amax, half, pairs, stored)
+        if value is not None and weight is not None:
+            new, changed = _linear(node, value, product.weights[weight].scale, half, stored)
+            rounded += changed or not product.weights[weight].exact
+            nodes += new
+        else:
+            nodes.append(node)
+        made += 1
+    model.graph.initializer.extend(stored.values())
+    replace_nodes(model, nodes)
+    prune(model)
+    return made, rounded
+
+
+def _pair(  # noqa: PLR0913, PLR0917
+    node: onnx.NodeProto, position: int, amax: float, half: bool, pairs: dict[tuple[str, float], str],
+    stored: dict[str, onnx.TensorProto],
+) -> list[onnx.NodeProto]:  # fmt: skip
+    """A Q and a DQ before one input; linears that read one tensor with one scale share them."""
+    source = node.input[position]
+    if (source, amax) in pairs:
+        node.input[position] = pairs[source, amax]
+        return []
+    name = f"{source}/int8" if not any(key[0] == source for key in pairs) else f"{source}/int8_{len(pairs)}"
+    scale, zero = f"{name}/scale", f"{name}/zero_point"
+    stored[scale] = numpy_helper.from_array(np.array(amax / 127, np.float32), scale)
+    stored[zero] = numpy_helper.from_array(np.array(0, np.int8), zero)
+    new = []
+    if half:
+        new.append(_cast(source, f"{name}/fp32", TensorProto.FLOAT))
+    first = new[-1].output[0] if new else source
+    new.append(
+        helper.make_node("QuantizeLinear", [first, scale, zero], [f"{name}/q"], name=f"{name}/QuantizeLinear")
+    )
+    new.append(
+        helper.make_node(
+            "DequantizeLinear", [f"{name}/q", scale, zero], [f"{name}/dq"], name=f"{name}/DequantizeLinear"
+        )
+    )
+    if half:
+        new.append(_cast(f"{name}/dq", f"{name}/fp16", TensorProto.FLOAT16))
+    pairs[source, amax] = node.input[position] = new[-1].output[0]
+    return new
+
+
+def _linear(
+    node: onnx.NodeProto,
+    value: Float32,
+    scale: Float32 | None,
+    half: bool,
+    stored: dict[str, onnx.TensorProto],
+) -> tuple[list[onnx.NodeProto], bool]:
+    """A product with INT8 weights [N, K]; a Gemm becomes MatMul and Add. `value` is [K, N]."""
+    columns = np.ascontiguousarray(value.T)
+    fresh = scale is None
+    if scale is None or (scale.ndim and scale.size != columns.shape[0]):
+        scale = np.maximum(np.abs(columns).max(1, initial=0.0), np.float32(1e-12)) / np.float32(127)
+    codes = quantize_weights(columns, np.asarray(scale, np.float32), 0)
+    name = f"{node.name or node.output[0]}/weight"
+    arrays: dict[str, Array] = {
+        f"{name}_int8": codes,
+        f"{name}_scale": np.asarray(scale, np.float32),
+        f"{name}_zero_point": np.zeros(np.shape(scale), np.int8),
+    }
+    stored |= {key: numpy_helper.from_array(array, key) for key, array in arrays.items()}
+    dq = helper.make_node("DequantizeLinear", [*arrays], [f"{name}_dq"], name=f"{name}_DequantizeLinear")
+    if np.ndim(scale):
+        dq.attribute.append(helper.make_attribute("axis", 0))
+    new = [dq]
+    if half:
+        new.append(_cast(f"{name}_dq", f"{name}_fp16", TensorProto.FLOAT16))
+    last = new[-1].output[0]
+    new.append(helper.make_node("Transpose", [last], [f"{name}_kn"], name=f"{name}_Transpose", perm=[1, 0]))
+    bias = node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
+    product = f"{node.output[0]}_product" if bias else node.output[0]
+    new.append(helper.make_node("MatMul", [node.input[0], f"{name}_kn"], [product], name=node.name))
+    if bias:
+        new.append(helper.make_node("Add", [product, bias], [node.output[0]], name=f"{node.name}_bias"))
+    return new, fresh
+
+
+def _matrix(index: GraphIndex, node: onnx.NodeProto) -> Float32 | None:
+    """A constant second operand as [K, N], float32; None where it is none, or the Gemm scales."""
+    value = constant_behind(index, node.input[1])
+    if value is None or value.ndim != 2 or not np.isfinite(value).all():
+        return None
+    if node.op_type == "Gemm":
+        floats = {item.name: item.f for item in node.attribute if item.name in ("alpha", "beta")}
+        if any(number != 1.0 for number in floats.values()) or attribute(node, "transA"):
+            return None
+        value = value.T if attribute(node, "transB") else value
+    return value.astype(np.float32)
+
+
+def constant_behind(index: GraphIndex, name: str) -> Array | None:
+    """A constant behind Casts, Identities and Transposes."""
+    steps: list[list[int] | None] = []
+    for _ in range(8):
+        node = index.producers.get(name)
+        if node is None or node.op_type != "Transpose":
+            break
+        steps.append(next((list(item.ints) for item in node.attribute if item.name == "perm"), None))
+        name = node.input[0]
+    value = index.constant(name)
+    if value is None:
+        return None
+    for permutation in reversed(steps):
+        if permutation is not None and sorted(permutation) != [*range(value.ndim)]:
+            return None
+        value = np.transpose(value, permutation)
+    return value
+
+
+def _halves(model: onnx.ModelProto) -> set[str]:
+    """Tensors in FP16."""
+    inferred = onnx.shape_inference.infer_shapes(model).graph
+    values = [*inferred.value_info, *inferred.input, *inferred.output]
+    return {value.name for value in values if value.type.tensor_type.elem_type == TensorProto.FLOAT16}
+
+
+def _cast(source: str, target: str, to: int) -> onnx.NodeProto:
+    return helper.make_node("Cast", [source], [target], name=f"{target}/Cast", to=to)

@@ -1,0 +1,210 @@
+"""ONNX Runtime on graphs before and after: inputs, outputs, the range of a tensor."""
+
+import math
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from qdqbench.quantize.graph.index import GraphIndex
+from qdqbench.quantize.models.load import load_tokenizer
+from qdqbench.quantize.tasks.rows import iter_encoded, load_split
+from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.tasks.types.encoded import pad
+from qdqbench.quantize.utils.arrays import Array, read_arrays
+from qdqbench.quantize.utils.errors import UserError
+
+BATCH, LENGTH, ROWS = 4, 32, 16  # of random inputs
+BATCH_SECONDS = 120  # of one batch; BERT-large on one core takes 10
+MAX_VALUES = 1 << 27  # of a random input
+Feeds = Mapping[str, Array]
+
+
+def random_feeds(model: onnx.ModelProto, seed: int) -> dict[str, Array]:
+    """Inputs that a graph takes: tokens of its own tables, masks with padding at the end, normal numbers.
+
+    Raises:
+        UserError: an input whose shape or type is not known.
+    """
+    rng = np.random.default_rng(seed)
+    index = GraphIndex(model)
+    constants = {tensor.name for tensor in model.graph.initializer}
+    lengths = rng.integers(LENGTH // 2, LENGTH + 1, ROWS)
+    found: dict[str, Array] = {}
+    for value in model.graph.input:
+        if value.name in constants:
+            continue
+        tensor = value.type.tensor_type
+        if not tensor.HasField("shape") or not tensor.elem_type:
+            raise UserError(f"input {value.name!r} has no shape or type; give --inputs FILE.npz")
+        known = [entry.dim_value if entry.HasField("dim_value") else -1 for entry in tensor.shape.dim]
+        shape = [size if size > 0 else (ROWS, LENGTH)[min(axis, 1)] for axis, size in enumerate(known)]
+        kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+        if math.prod(shape) > MAX_VALUES:
+            raise UserError(
+                f"input {value.name!r} has shape {shape}, too large to be random; give --inputs FILE.npz"
+            )
+        if "mask" in value.name.lower() and len(shape) == 2:
+            filled = np.arange(shape[1]) < np.resize(lengths, shape[0])[:, None]
+            found[value.name] = filled.astype(kind)
+        elif np.issubdtype(kind, np.integer):
+            found[value.name] = rng.integers(0, _rows(index, value.name), shape).astype(kind)
+        elif kind == np.bool_:
+            found[value.name] = np.ones(shape, np.bool_)
+        else:
+            found[value.name] = rng.standard_normal(shape).astype(kind)
+    return found
+
+
+def _rows(index: GraphIndex, name: str) -> int:
+    """Rows of the table that an input looks up; 2 where it looks up none."""
+    tables = [
+        index.stored(node.input[0]) for node in index.consumers.get(name, []) if node.op_type == "Gather"
+    ]
+    sizes = [int(table.dims[0]) for table in tables if table is not None and table.dims]
+    return max(1, min(sizes, default=2))
+
+
+def read_feeds(path: Path, model: onnx.ModelProto) -> dict[str, Array]:
+    """Inputs from an .npz file, one array an input, samples along the first axis.
+
+    Raises:
+        UserError: not such a file, or without an input of the model.
+    """
+    arrays = read_arrays(path, "give arrays that numpy.savez wrote, fewer samples where they are too many")
+    return fitting(arrays, model, str(path))
+
+
+def fitting(found: Feeds, model: onnx.ModelProto, source: str) -> dict[str, Array]:
+    """Those of given inputs that a graph takes.
+
+    Raises:
+        UserError: one is missing, or they have different numbers of samples.
+    """
+    constants = {tensor.name for tensor in model.graph.initializer}
+    wanted = [value.name for value in model.graph.input if value.name not in constants]
+    if missing := [name for name in wanted if name not in found or not found[name].ndim]:
+        raise UserError(
+            f"{source} has no array for {', '.join(missing)}; it has {', '.join(found) or 'none'}"
+        )
+    if len({len(found[name]) for name in wanted}) > 1:
+        raise UserError(f"{source} has arrays with different numbers of samples; give as many of each")
+    return {name: found[name] for name in wanted}
+
+
+def outputs(model: onnx.ModelProto | Path, feeds: Feeds) -> dict[str, Array]:
+    """Outputs of ONNX Runtime on the CPU without rewrites of its own, in batches of BATCH.
+
+    Raises:
+        UserError: it refuses the graph or the inputs.
+    """
+    parts: dict[str, list[Array]] = {}
+    for batch in _run(model, feeds, None):
+        for name, value in batch.items():
+            parts.setdefault(name, []).append(value)
+    return {name: np.concatenate([np.atleast_1d(each) for each in values]) for name, values in parts.items()}
+
+
+def ranges(model: onnx.ModelProto, tensors: Collection[str], feeds: Feeds) -> dict[str, float]:
+    """Largest absolute value of each tensor of a graph over all samples, each alone and without padding."""
+    tapped = onnx.ModelProto()
+    tapped.CopyFrom(model)
+    known = {value.name for value in tapped.graph.output}
+    tapped.graph.output.extend(
+        onnx.ValueInfoProto(name=name) for name in dict.fromkeys(tensors) if name not in known
+    )
+    found = dict.fromkeys(tensors, 0.0)
+    for batch in _run(tapped, feeds, list(found), alone=True):
+        for name, value in batch.items():
+            found[name] = max(found[name], float(np.abs(value).max(initial=0.0)))
+    return found
+
+
+def _run(
+    model: onnx.ModelProto | Path, feeds: Feeds, wanted: Sequence[str] | None, *, alone: bool = False
+) -> Iterator[dict[str, Array]]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    source = str(model) if isinstance(model, Path) else model.SerializeToString()
+    try:
+        session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        names = list(wanted) if wanted is not None else [output.name for output in session.get_outputs()]
+        fixed = [
+            each.shape[0] for each in session.get_inputs() if each.shape and isinstance(each.shape[0], int)
+        ]
+        free = not any(isinstance(size, int) for each in session.get_inputs() for size in each.shape[1:2])
+        total = max((len(value) for value in feeds.values()), default=1)
+        for start in range(0, max(total, 1), step := max(1, fixed[0] if fixed else 1 if alone else BATCH)):
+            batch = {name: value[start : start + step] for name, value in feeds.items()}
+            batch = _without_padding(batch) if alone and free else batch
+            yield dict(zip(names, _run_in_time(session, names, batch), strict=True))
+    except FutureTimeout as error:
+        raise UserError(
+            f"the graph took over {BATCH_SECONDS} s for one batch and was stopped; take an endless "
+            "Loop out of it, or give shorter samples"
+        ) from error
+    except Exception as error:  # its errors are of classes of its own, which it does not export
+        why = " ".join(str(error).split())[:300]
+        raise UserError(f"ONNX Runtime refuses the graph or its inputs: {why}") from error
+
+
+def _run_in_time(session: Any, names: list[str], batch: Feeds) -> list[Array]:
+    """Run a session in a thread: Ctrl-C and BATCH_SECONDS end it at its next node, in a Loop too."""
+    import onnxruntime
+
+    options, result = onnxruntime.RunOptions(), Future[list[Array]]()
+    options.log_severity_level = 4
+
+    def work() -> None:
+        try:
+            result.set_result(session.run(names, batch, options))
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return result.result(BATCH_SECONDS)
+    finally:
+        options.terminate = True
+
+
+def _without_padding(batch: dict[str, Array]) -> dict[str, Array]:
+    """Token inputs [B, L] cut behind the last position that a mask keeps."""
+    masks = [value for name, value in batch.items() if "mask" in name.lower() and value.ndim == 2]
+    if len(masks) != 1 or not masks[0].any():
+        return batch
+    length = int(np.flatnonzero(masks[0].any(0))[-1]) + 1
+    same = masks[0].shape
+    return {name: value[:, :length] if value.shape == same else value for name, value in batch.items()}
+
+
+TOKENS = 128  # of a sample at most
+
+
+def sample_feeds(  # noqa: PLR0913, PLR0917
+    model: str, revision: str | None, task: Task, source: str, count: int, seed: int
+) -> dict[str, Array]:
+    """Token inputs int64 [count, L], padded to the longest, of a draw of the train split.
+
+    Args:
+        model: folder or hub id with a tokenizer.
+        source: as `load_split` takes it.
+
+    Raises:
+        UserError: no tokenizer or data, or a task whose samples have several rows.
+    """
+    if task.kind.texts_apart or task.kind.windows:
+        raise UserError(f"samples of task {task.name} have several rows; give --inputs FILE.npz")
+    tokenizer = load_tokenizer(model, revision, task.kind)
+    split = load_split(task, source, "train", limit=count, seed=seed, labelled=False)
+    rows = [sample[:3] for sample in iter_encoded(split, task, tokenizer, TOKENS)]
+    _, batch = pad(rows, int(tokenizer.pad_token_id or 0))
+    return {name: np.asarray(value) for name, value in batch.items()}

@@ -1,0 +1,325 @@
+"""An engine on the GPU: torch CUDA buffers, a stream of its own, one execution context per profile.
+
+Nothing runs on the default stream, where TensorRT would synchronize the whole device. Outputs are filled with
+NaN before every run that is looked at, so that an element that the engine does not write cannot pass for one.
+"""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.engine.caches import ignored, keep, origin, read_cache
+from qdqbench.quantize.engine.log import capture
+from qdqbench.quantize.engine.profiles import choose_profile, distance
+from qdqbench.quantize.engine.runtime.bound import BoundRun
+from qdqbench.quantize.engine.runtime.tensors import DEVICE, Arrays, poison, to_numpy, to_torch, torch_dtype
+from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_notes
+from qdqbench.quantize.utils.arrays import Array
+from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.utils.system.gpu import find_gpu
+
+if TYPE_CHECKING:
+    import torch
+
+Specialize = Literal["EAGER", "LAZY", "NONE"]  # members of DynamicShapesKernelSpecializationStrategy
+
+
+class RuntimeCache:
+    """Kernels that contexts of one engine compiled, kept in a file where one is given."""
+
+    def __init__(self, engine: Any, path: Path | None, here: dict[str, str]) -> None:
+        self.path, self.here, self.notes = path, here, list[str]()
+        runtime_config = engine.create_runtime_config()
+        runtime_cache = runtime_config.create_runtime_cache()
+        self._found = b""
+        if path is not None:
+            self._found, note = read_cache(path, here)
+            if self._found and not runtime_cache.deserialize(self._found):
+                self._found, note = b"", ignored(path, "the runtime refuses it")
+            self.notes += [note] if note else []
+        self._cache: Any = runtime_cache
+
+    def config(self, trt: Any, engine: Any, specialize: Specialize) -> Any:
+        """Settings of one execution context, which shares this cache.
+
+        LAZY runs fallback kernels until those of a new shape are compiled, so that the first runs of a shape
+        are slower than the rest, and a CUDA graph would keep the fallback; EAGER compiles first.
+        """
+        runtime_config = engine.create_runtime_config()
+        strategies = trt.DynamicShapesKernelSpecializationStrategy.__members__
+        runtime_config.dynamic_shapes_kernel_specialization_strategy = strategies[specialize]
+        runtime_config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # graphs are captured by torch
+        if not runtime_config.set_runtime_cache(self._cache):
+            raise UserError("tensorrt_rtx refuses its own runtime cache; reinstall it")
+        return runtime_config
+
+    def save(self) -> None:
+        """Write the cache if it changed; call it before the engine goes."""
+        runtime_cache, self._cache = self._cache, None
+        if self.path is None or runtime_cache is None:
+            return
+        self.notes += keep(self.path, self.here, runtime_cache.serialize(), self._found)
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Device memory of a loaded engine, bytes."""
+
+    engine_bytes: int  # the file
+    weights_and_code_bytes: int  # free memory before loading minus after
+    activation_bytes: int  # of one execution context: the largest of its profiles
+    activation_bytes_per_profile: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """One clause for the report."""
+        profiles = ", ".join(f"{size / 1e6:.1f}" for size in self.activation_bytes_per_profile)
+        return (
+            f"GPU memory {self.weights_and_code_bytes / 1e6:.1f} MB for weights and code, {profiles} MB for "
+            f"activations by profile; file {self.engine_bytes / 1e6:.1f} MB"
+        )
+
+
+class Engine:
+    """A deserialized engine on the GPU; close it, or use it in a `with` statement.
+
+    Args:
+        path: the engine; its sidecar must lie beside it.
+        onnx_path: the graph that it must have been built from.
+        runtime_cache: file for kernels compiled just in time (TensorRT-RTX only); engines that are
+            opened one after the other may share it.
+        specialize: when TensorRT-RTX compiles the kernels of a shape; EAGER is before its first run.
+
+    Raises:
+        UserError: the sidecar says that this engine is not for this machine, version or ONNX file.
+        MissingDevice: no CUDA build of torch, or the backend cannot load the engine.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        onnx_path: Path | None = None,
+        *,
+        runtime_cache: Path | None = None,
+        specialize: Specialize = "EAGER",
+    ) -> None:
+        sidecar = check_sidecar(path, onnx_path)
+        self.torch: Any = _cuda_torch()
+        gpu = find_gpu()
+        backend = choose_backend(sidecar.backend)  # type: ignore[arg-type]
+        trt = self._trt = backend.module
+        self.name, self.profiles, self.specialize = path.name, sidecar.profiles, specialize
+        self.notes = sidecar_notes(sidecar, gpu)
+        self._contexts: dict[int, Any] = {}
+        self._bound: weakref.WeakSet[BoundRun] = weakref.WeakSet()
+        self._jit: RuntimeCache | None = None
+        free = self.torch.cuda.mem_get_info()[0]
+        with capture(trt) as (logger, log):
+            runtime = trt.Runtime(logger)
+            engine = runtime.deserialize_cuda_engine(path.read_bytes())
+            if engine is None:
+                here = f"{backend.name} {backend.version} on {gpu.name if gpu else 'this GPU'}"
+                why = log.errors() or "it gives no reason"
+                raise MissingDevice(f"{here} cannot load {path} ({why}); use a version that supports it")
+        used = max(0, free - self.torch.cuda.mem_get_info()[0])
+        self._runtime, self._engine = runtime, engine
+        count = range(engine.num_optimization_profiles)
+        sizes = tuple(int(engine.get_device_memory_size_for_profile_v2(index)) for index in count)
+        self.memory = EngineMemory(sidecar.engine_bytes, used, max(sizes, default=0), sizes)
+        self._describe(trt, engine)
+        if backend.name == "tensorrt_rtx":
+            self._jit = RuntimeCache(engine, runtime_cache, origin(backend.name, backend.version, gpu))
+            self.notes += self._jit.notes
+        self.stream: torch.cuda.Stream = self.torch.cuda.Stream()
+
+    def _describe(self, trt: Any, engine: Any) -> None:
+        """Names, datatypes and shapes of the engine's inputs and outputs."""
+        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        modes = {name: engine.get_tensor_mode(name) for name in names}
+        self.inputs = [name for name in names if modes[name] == trt.TensorIOMode.INPUT]
+        self.outputs = [name for name in names if modes[name] == trt.TensorIOMode.OUTPUT]
+        self.dtypes = {name: torch_dtype(engine.get_tensor_dtype(name).name) for name in names}
+        self.shapes = {name: tuple(engine.get_tensor_shape(name)) for name in names}
+        self._ranges = [
+            {name: tuple(map(tuple, engine.get_tensor_profile_shape(name, index))) for name in self.inputs}
+            for index in range(engine.num_optimization_profiles)
+        ]
+
+    def choose_profile(self, batch: int, length: int) -> int:
+        """Index of the profile that holds the shape, the one whose opt is nearest.
+
+        Raises:
+            CheckFailed: none holds it.
+        """
+        return choose_profile(self.profiles, batch, length)
+
+    def run(self, feeds: Mapping[str, Array]) -> Arrays:
+        """Run once and wait.
+
+        Args:
+            feeds: every input by name; floats and integers are converted to the engine's own width.
+
+        Returns:
+            Every output by name; bfloat16 and FP8 as float32. What the engine did not write is NaN.
+
+        Raises:
+            UserError: inputs are missing, unknown or of another kind.
+            CheckFailed: no profile takes the shapes, or the engine fails.
+        """
+        tensors = to_torch(feeds, {name: self.dtypes[name] for name in self.inputs}, self.name)
+        profile = self._profile_of(tensors)
+        if profile not in self._contexts:
+            self._contexts[profile] = self.new_context(profile, self.stream)
+        context = self._contexts[profile]
+        with self.torch.cuda.stream(self.stream):
+            inputs = {name: buffer.to(DEVICE) for name, buffer in tensors.items()}
+            outputs = self.attach(context, inputs)
+            self.enqueue(context, self.stream)
+            self.stream.synchronize()
+            return {name: to_numpy(buffer) for name, buffer in outputs.items()}
+
+    def bind(self, batch: int, length: int, *, stream: Any = None, graph: bool = True) -> "BoundRun":
+        """Buffers and an execution context for one fixed shape, by default as a CUDA graph.
+
+        Each has its own activation memory (`memory.activation_bytes`).
+
+        Raises:
+            CheckFailed: no profile takes the shape, or the engine fails.
+        """
+        bound = BoundRun(self, batch, length, stream=stream, graph=graph)
+        self._bound.add(bound)
+        return bound
+
+    def kernel_times(self, feeds: Mapping[str, Array], repeats: int = 20) -> dict[str, float]:
+        """Mean milliseconds of each kernel, by the name that the layer table gives it.
+
+        Kernels run one after the other with a timer around each, so the sum is more than a run takes.
+
+        Raises:
+            CheckFailed: as `run`, or the backend reports no times.
+        """
+        tensors = to_torch(feeds, {name: self.dtypes[name] for name in self.inputs}, self.name)
+        profile = self._profile_of(tensors)
+        profiler = _profiler(self._trt)
+        context = self.new_context(profile, self.stream)
+        with self.torch.cuda.stream(self.stream):
+            inputs = {name: buffer.to(DEVICE) for name, buffer in tensors.items()}
+            outputs = self.attach(context, inputs)
+            self.enqueue(context, self.stream)  # compiles what is compiled at first use
+            self.stream.synchronize()
+            context.profiler = profiler
+            for number in range(repeats + 1):
+                self.enqueue(context, self.stream)
+                self.stream.synchronize()
+                if number == 0:
+                    profiler.total_ms.clear()  # the first one sets up the timers
+        del outputs, context
+        if not profiler.total_ms:
+            raise CheckFailed(f"{self.name} reports no kernel times, though a profiler was set")
+        # the kernels of the other profiles are reported too, with no time
+        return {name: total / repeats for name, total in profiler.total_ms.items() if total > 0}
+
+    def new_context(self, profile: int, stream: Any) -> Any:
+        """An execution context with its own activation memory, switched to a profile."""
+        engine = self._engine
+        with capture(self._trt) as (_, log):
+            if self._jit is not None:
+                runtime_config = self._jit.config(self._trt, engine, self.specialize)
+                context = engine.create_execution_context(runtime_config)
+            else:
+                context = engine.create_execution_context()
+            if context is None or not context.set_optimization_profile_async(profile, stream.cuda_stream):
+                size, why = self.memory.activation_bytes / 1e6, log.errors() or "it gives no reason"
+                raise CheckFailed(
+                    f"{self.name} has no execution context for profile {profile}, which takes {size:.1f} MB "
+                    f"of GPU memory ({why})"
+                )
+        stream.synchronize()
+        return context
+
+    def attach(self, context: Any, inputs: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
+        """Give a context its inputs, and new outputs full of NaN."""
+        for name, buffer in inputs.items():
+            if not context.set_input_shape(name, tuple(buffer.shape)):
+                raise CheckFailed(f"{self.name} does not take {name} of shape {tuple(buffer.shape)}")
+            context.set_tensor_address(name, buffer.data_ptr())
+        if unknown := context.infer_shapes():
+            raise CheckFailed(f"{self.name} cannot tell the shapes of {', '.join(unknown)}")
+        outputs = {}
+        for name in self.outputs:
+            shape = tuple(context.get_tensor_shape(name))
+            if min(shape, default=0) < 0:
+                raise CheckFailed(f"{self.name} has output {name} whose shape depends on the data: {shape}")
+            outputs[name] = poison(shape, self.dtypes[name], DEVICE)
+            context.set_tensor_address(name, outputs[name].data_ptr())
+        return outputs
+
+    def enqueue(self, context: Any, stream: Any) -> None:
+        """Enqueue one inference; an error names what the backend says."""
+        with capture(self._trt) as (_, log):
+            if not context.execute_async_v3(stream.cuda_stream):
+                raise CheckFailed(f"{self.name} fails to run ({log.errors() or 'it gives no reason'})")
+
+    def _profile_of(self, tensors: "Mapping[str, torch.Tensor]") -> int:
+        """The profile that takes the shapes of all inputs, the one whose opt is nearest."""
+        shapes = {name: tuple(buffer.shape) for name, buffer in tensors.items()}
+        costs = {}
+        for index, ranges in enumerate(self._ranges):
+            if all(_within(shapes[name], *ranges[name]) for name in self.inputs):
+                costs[index] = sum(distance(ranges[name][1], shapes[name]) for name in self.inputs)
+        if not costs:
+            listed = ", ".join(f"{name} {list(shapes[name])}" for name in self.inputs)
+            takes = " or ".join(map(str, self.profiles)) or "its fixed shapes"
+            raise CheckFailed(
+                f"no profile of {self.name} takes {listed}; it takes {takes}: change engine.shapes in the "
+                "recipe and build again"
+            )
+        return min(costs, key=lambda index: costs[index])
+
+    def close(self) -> None:
+        """Give the memory back and keep the runtime cache; bound runs end, too."""
+        for bound in list(self._bound):
+            bound.close()
+        self._contexts.clear()
+        if self._jit is not None:
+            self._jit.save()
+            self.notes += [note for note in self._jit.notes if note not in self.notes]
+        # TensorRT wants contexts gone before engines, and engines before the runtime
+        self._jit = self._engine = None
+        self._runtime = None
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _within(shape: tuple[int, ...], low: Any, _: Any, high: Any) -> bool:
+    return len(shape) == len(low) and all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
+
+
+def _cuda_torch() -> Any:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MissingDevice(
+            "engines run on torch CUDA buffers, and this torch has no CUDA; install a CUDA build"
+        )
+    return torch
+
+
+def _profiler(trt: Any) -> Any:
+    """A profiler that adds up milliseconds by layer name."""
+
+    class Profiler(trt.IProfiler):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProfiler.__init__(self)
+            self.total_ms: dict[str, float] = {}
+
+        def report_layer_time(self, layer_name: str, ms: float) -> None:
+            self.total_ms[layer_name] = self.total_ms.get(layer_name, 0.0) + ms
+
+    return Profiler()

@@ -1,0 +1,85 @@
+"""Eager attention with a finite mask, registered with transformers."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.models.families.known import family_of
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+ATTENTION = "qdq_eager"
+UNROUNDED = "unrounded_weight"  # of a linear whose weight is rounded for a while: as it was
+MASK_FILL = -1e4  # finite in FP16; exp(-1e4) is exactly 0 in FP32 and FP16
+
+
+def use_attention(model: "PreTrainedModel", implementation: str) -> None:
+    """Switch every attention of a model to `ATTENTION` or "sdpa", in place.
+
+    ModelOpt's attention changes, while it runs, what all models of `ATTENTION` run: not for models in two
+    threads. A family whose attention does not go through transformers' AttentionInterface is first made to:
+    its file in this folder says how.
+    """
+    if implementation == ATTENTION:
+        _register_attention()
+    family = family_of(model.config)
+    rewritten = family.rewritten_by
+    if family.attention is None:
+        model.config._attn_implementation = implementation  # its own goes on, with this mask
+    elif rewritten is None:
+        model.set_attn_implementation(implementation)
+    else:
+        importlib.import_module(f"{__package__}.{rewritten}").use_interface(model)
+        model.config._attn_implementation = implementation  # transformers itself would not switch it
+
+
+def _register_attention() -> None:
+    """Register eager attention with a quantizer on the softmax output and a mask that is finite in FP16.
+
+    ModelOpt puts `p_bmm_quantizer` on HF attention and then ignores INT8 there; calling it here puts the
+    softmax Q/DQ into the fake-quant model and the traced graph alike. A sliding window is in the mask alone,
+    [B, 1, L, L] then, and [B, 1, 1, L] without one.
+    """
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attention(  # noqa: PLR0913, PLR0917  (the interface of transformers)
+        module: "torch.nn.Module",
+        query: "torch.Tensor",
+        key: "torch.Tensor",
+        value: "torch.Tensor",
+        attention_mask: "torch.Tensor | None",
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **_: Any,
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        weights = torch.nn.functional.softmax(scores, dim=-1)
+        quantizer = getattr(module, "p_bmm_quantizer", None)
+        if quantizer is not None:
+            weights = quantizer(weights)
+        weights = torch.nn.functional.dropout(weights, p=dropout, training=module.training)
+        return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+    def mask(
+        *,
+        attention_mask: "torch.Tensor | None" = None,
+        dtype: "torch.dtype" = torch.float32,
+        local_size: int | None = None,
+        **sizes: Any,
+    ) -> "torch.Tensor | None":
+        seen = attention_mask if attention_mask is None else attention_mask[:, None, None, :]
+        if local_size is not None:  # to both sides
+            rows, columns = (
+                torch.arange(sizes[n], device=sizes["device"]) for n in ("q_length", "kv_length")
+            )
+            near = (rows[:, None] - columns).abs() <= local_size
+            seen = near[None, None] if seen is None else near & seen.bool()
+        return None if seen is None else (1.0 - seen.to(dtype)) * MASK_FILL
+
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, mask)

@@ -1,0 +1,535 @@
+"""The description of a family from one of its models."""
+
+import copy
+import inspect
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from qdqbench.quantize.models.detection.flow import Flow, Step, Sum, follow, module_kind
+from qdqbench.quantize.models.families.family import QKV, Family, Norm, Residual, Role
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.system.quiet import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def config_fields(model: "PreTrainedModel", layer: str, first: str, wide: int) -> dict[str, Any]:
+    """The fields of a configuration that a `Family` names.
+
+    Args:
+        model: of any device; not changed.
+        layer: one of its layers.
+        first: first linear of the layer's feed-forward.
+        wide: its outputs.
+
+    Raises:
+        UserError: the activation or the width of the feed-forward is no field of its own.
+    """
+    from transformers.activations import ACT2FN
+
+    given = model.config.to_dict()
+    before = _bare(model, layer)
+    names = (n for n, value in given.items() if isinstance(value, str) and value in ACT2FN)
+    others = ((n, "relu" if given[n] != "relu" else "silu") for n in names)
+    changed = ((n, _bare(_rebuilt(model, n, other), layer)) for n, other in others)
+    activation = next((n for n, after in changed if after and after != before), None)
+    sizes = (n for n, value in given.items() if type(value) is int and value in (wide, wide // 2))
+    width = next((n for n in sizes if _width(_rebuilt(model, n, 2 * given[n]), first) == 2 * wide), None)
+    found = {"activation": activation, "intermediate": width}
+    if lost := [what for what, name in found.items() if name is None]:
+        raise UserError(
+            f"the configuration of a {model.config.model_type!r} has no field for {' and '.join(lost)} of "
+            "its feed-forward; its family needs a description by hand"
+        )
+    numbers = (n for n, value in given.items() if value is None or type(value) in (int, float))
+    return {**found, "dropouts": tuple(n for n in numbers if "drop" in n)}
+
+
+def _rebuilt(model: "PreTrainedModel", name: str, value: Any) -> Any:
+    """The model with another value of a field; None where there is no such model."""
+    import torch
+
+    config = copy.deepcopy(model.config)
+    try:
+        setattr(config, name, value)
+        with torch.device("meta"):
+            return type(model)(config)
+    except Exception:  # whatever a configuration that makes no sense raises
+        return None
+
+
+def _bare(model: Any, layer: str) -> list[str]:
+    """Classes of the modules of a layer that have no weights, its activation among them."""
+    inner = model.get_submodule(layer).modules() if model is not None else ()
+    return [type(module).__name__ for module in inner if next(module.parameters(), None) is None]
+
+
+def _width(model: Any, linear: str) -> int:
+    return int(model.get_submodule(linear).out_features) if model is not None else 0
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A model taken apart into its layers and what is around them."""
+
+    layers: str  # full name, * for numbers
+    prefix: str  # of the base model, with a dot
+    modules: Mapping[str, Any]
+    flow: Flow
+
+    def path(self, name: str) -> tuple[str, str] | None:
+        """Layer and path inside of it; None outside of the layers."""
+        pattern = re.escape(self.layers).replace(r"\*", r"\d+")
+        found = re.match(rf"({pattern}\.\d+)(?:\.(.+))?$", name)
+        return (found[1], found[2] or "") if found else None
+
+    def pattern(self, name: str) -> str:
+        """A module's name with * for the number of its layer."""
+        place = self.path(name)
+        return f"{self.layers}.*.{place[1]}" if place else name
+
+    def linears(self) -> list[str]:
+        """Every linear by full name."""
+        from torch import nn
+
+        return [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
+
+
+def list_of_layers(attentions: Collection[str], modules: Mapping[str, Any], name: str) -> str:
+    """Full name of the list whose elements hold an attention each; * stands for a number.
+
+    Args:
+        attentions: full names of modules.
+        modules: all of the model by full name.
+        name: of the model type, for messages.
+
+    Raises:
+        UserError: there is no such list, or there are several.
+    """
+    patterns, numbers = set(), set()
+    for attention in attentions:
+        place = _list_around(attention, modules)
+        if place is None:
+            raise UserError(
+                f"the layers of a {name!r} are no modules of one list (its attention is {attention}); its "
+                "family needs a description by hand"
+            )
+        patterns.add(any_number(place[0]))
+        numbers.add(place)
+    if len(patterns) > 1 or len({number for _, number in numbers}) < len(numbers):
+        lists = ", ".join(sorted({path for path, _ in numbers}))
+        raise UserError(
+            f"the layers of a {name!r} stand in several lists ({lists}), "
+            "so that a number does not say which one is meant; its family needs a description by hand"
+        )
+    return patterns.pop()
+
+
+def any_number(name: str) -> str:
+    """A module's name with * for each number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _list_around(attention: str, modules: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The innermost list with an attention inside of an element, and the element's number."""
+    from torch import nn
+
+    parts = attention.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        path, number = ".".join(parts[:end]), parts[end]
+        if isinstance(modules[path], nn.ModuleList) and number.isdecimal() and end + 1 < len(parts):
+            return path, int(number)
+    return None
+
+
+SECOND = "a feed-forward beside the widest, or last, of its layer"
+STRANGE = "by what it reads it belongs to neither attention nor feed-forward"
+
+
+@dataclass
+class Found:
+    """What the data flow says of single modules, by full name."""
+
+    roles: dict[str, set[Role]] = field(default_factory=lambda: defaultdict(set))
+    attentions: dict[str, int] = field(default_factory=dict)  # and head size
+    products: set[str] = field(default_factory=set)  # modules whose products are those of an attention
+    seconds: set[str] = field(default_factory=set)  # linears of feed-forwards beside the one of a layer
+
+    def give(self, steps: Iterable[Step], role: Role) -> None:
+        """Steps of linears get a role."""
+        for step in steps:
+            self.roles[step.module].add(role)
+
+
+def attention_roles(flow: Flow) -> Found:
+    """Linears around each softmax: what makes its scores, what it weighs, and what reads the result."""
+    found = Found()
+    for softmax in flow.of("softmax"):
+        scores = flow.behind(softmax.reads[0], "product")
+        for score in scores:
+            queries, keys = (flow.behind(read, "linear") for read in score.reads[:2])
+            if not (queries and keys) or queries[-1].reads != keys[-1].reads:
+                continue  # a product with positions
+            context, values = _weighed(flow, softmax)
+            if context is None:
+                continue
+            one = queries == keys == values
+            found.give(queries, "query, key, value" if one else "query")
+            found.give(keys, "query, key, value" if one else "key")
+            found.give(values, "query, key, value" if one else "value")
+            found.give((s for s in flow.readers(context.number) if s.kind == "linear"), "output")
+            found.attentions[softmax.module] = score.width
+            found.products |= {score.module, context.module}
+    return found
+
+
+def _weighed(flow: Flow, softmax: Step) -> tuple[Step | None, list[Step]]:
+    """The product with the values, and the linears that make them."""
+    for step in flow.readers(softmax.number):
+        if step.kind == "product":
+            other = [read for read in step.reads if softmax.number not in read]
+            if values := [s for read in other for s in flow.behind(read, "linear")]:
+                return step, values
+    return None, []
+
+
+def feed_forward_roles(frame: Frame, found: Found) -> None:
+    """Of each layer the widest linear that reads nothing but what linears made, and those linears."""
+    pairs: dict[str, list[tuple[int, Step, list[Step]]]] = defaultdict(list)
+    for step in frame.flow.of("linear"):
+        place = frame.path(step.module)
+        first = frame.flow.behind(step.reads[0], "linear")
+        same = [s for s in first if (at := frame.path(s.module)) and place and at[0] == place[0]]
+        free = not found.roles[step.module] and not any(found.roles[s.module] for s in first)
+        if place and free and len(same) == len(step.reads[0]) > 0:
+            pairs[place[0]].append((step.width, step, same))
+    for several in pairs.values():
+        chosen = max(several, key=lambda pair: (pair[0], pair[1].number))
+        for pair in several:
+            if pair == chosen:
+                found.give([pair[1]], "ffn-out")
+                found.give(pair[2], "ffn-in")
+            else:
+                found.seconds |= {step.module for step in (pair[1], *pair[2])}
+
+
+def other_products(flow: Flow, found: Found, named: Callable[[str], str] = any_number) -> dict[str, str]:
+    """What multiplies matrices and is no linear, nor the product of a recognised attention."""
+    left = {}
+    for step in flow.steps:
+        if step.kind == "convolution":
+            left[step.module] = "a convolution; only linears become INT8"
+        elif step.kind == "own weights":
+            left[step.module] = "it multiplies by weights of its own; only linears become INT8"
+        elif step.kind == "product" and step.module not in found.products:
+            left[step.module] = "a product of two activations outside of an attention"
+    return {named(name): why for name, why in left.items()}
+
+
+def reasons(left: Mapping[str, str]) -> str:
+    """The first few for one sentence."""
+    return "; ".join(f"{name}: {why}" for name, why in [*left.items()][:4])
+
+
+def inside(frame: Frame, found: Found) -> tuple[dict[str, Role], dict[str, str]]:
+    """Role of each linear of a layer by its path; reasons for those that have none."""
+    ran = {step.module for step in frame.flow.steps}
+    roles: dict[str, set[Role]] = defaultdict(set)
+    running: dict[str, str] = {}
+    for name in frame.linears():
+        if place := frame.path(name):
+            roles[place[1]] |= found.roles[name]
+            if name in ran:
+                running[place[1]] = SECOND if name in found.seconds else STRANGE
+    linears, left = dict[str, Role](), dict[str, str]()
+    for path, several in roles.items():
+        linears[path] = next(iter(several)) if len(several) == 1 else "other"
+        if len(several) > 1:
+            left[path] = f"it is {' and '.join(sorted(several))} at once"
+        elif not several and path not in running:
+            left[path] = "it did not run on a sample"
+        elif not several:
+            left[path] = running[path]
+    return linears, {f"{frame.layers}.*.{path}": why for path, why in left.items()}
+
+
+def find_shared_weights(frame: Frame, linears: Mapping[str, Role]) -> str | None:
+    """A linear behind an attention that runs more than once for a sample; None where there is none."""
+    ran = Counter(step.module for step in frame.flow.of("linear"))
+    ends = (name for name in ran if (at := frame.path(name)) and linears.get(at[1]) == "output")
+    return next((name for name in ends if ran[name] > 1), None)
+
+
+def roles_outside(frame: Frame) -> tuple[dict[str, Role], dict[str, str]]:
+    """Role of each linear before and behind the layers; reasons for those that have none."""
+    ran = [step.module for step in frame.flow.of("linear")]
+    places = [at for at, name in enumerate(ran) if frame.path(name)]
+    roles, left = dict[str, Role](), dict[str, str]()
+    for name in frame.linears():
+        if frame.path(name):
+            continue
+        short = name.removeprefix(frame.prefix)
+        if name not in ran:
+            roles[short], left[name] = "other", "it did not run on a sample"
+        elif places[0] < ran.index(name) < places[-1]:
+            roles[short], left[name] = "other", "it runs between layers"
+        elif ran.index(name) < places[0]:
+            roles[short] = "embeddings"
+        else:
+            roles[short] = "classifier" if name == ran[-1] else "pooler"
+    return roles, left
+
+
+def replaceable(frame: Frame, found: Found) -> bool:
+    """Whether every attention can get INT8 q, k, v and softmax.
+
+    One that rotates q and k cannot here: which channels are a pair is not known, and smoothing must not part
+    them.
+    """
+    rotated = any(_rotates(frame, found, each) for each in frame.flow.sums)
+    return set(found.attentions) == frame.flow.replaceable and not rotated
+
+
+def _rotates(frame: Frame, found: Found, each: Sum) -> bool:
+    """Whether both parts of a sum are of the same query."""
+    one, two = ({s.module for s in frame.flow.behind(part, "linear")} for part in each.parts)
+    return any(found.roles[name] & {"query", QKV[-1]} for name in one & two)
+
+
+def residuals(frame: Frame, found: Found) -> Iterator[Residual]:
+    """What is added behind attention and feed-forward, where a quantizer has a place for it."""
+    wanted: dict[Role, tuple[Role, ...]] = {"output": QKV, "ffn-out": ("ffn-in",)}
+    for role, readers in wanted.items():
+        added = (each for each in reversed(frame.flow.sums) if _adds_to(frame, found, each, role))
+        if (last := next(added, None)) is None:  # that of the last layer: a first one may differ
+            continue
+        residual = last.parts[1] if _made_by(frame, found, last.parts[0], role) else last.parts[0]
+        reading = (s.module for s in frame.flow.of("linear") if s.reads[0] == residual)
+        roles = {each for name in reading for each in found.roles[name]}
+        taken = inspect.signature(frame.modules[last.module].forward).parameters
+        place = frame.path(last.module)
+        if place and len(taken) == 2 and roles & set(readers):
+            yield Residual(place[1], tuple(each for each in readers if each in roles))
+
+
+def _adds_to(frame: Frame, found: Found, each: Sum, role: Role) -> bool:
+    return any(_made_by(frame, found, part, role) for part in each.parts)
+
+
+def _made_by(frame: Frame, found: Found, part: frozenset[int], role: Role) -> bool:
+    """Whether a tensor is what one linear of a role made."""
+    steps = frame.flow.behind(part, "linear")
+    return len(part) == len(steps) == 1 and found.roles[steps[0].module] == {role}
+
+
+def norms(frame: Frame, found: Found) -> dict[str, Norm]:
+    """What each LayerNorm of a layer normalises."""
+    named: dict[str, Norm] = {}
+    for step in frame.flow.of("norm"):
+        if (place := frame.path(step.module)) is None or not step.reads:
+            continue
+        before = _roles(frame, found, frame.flow.behind(step.reads[0], "linear"), place[0])
+        after = frame.flow.readers(step.number)
+        behind = _roles(frame, found, (s for s in after if s.kind == "linear"), place[0])
+        goes_on = any(s.kind == "norm" for s in after) or step.number in frame.flow.outputs
+        if "ffn-out" in before:
+            if not any(s.module.startswith(f"{place[0]}.") for s in after):
+                named[place[1]] = "ffn"
+        elif "output" in before and "ffn-in" in behind:
+            named[place[1]] = "attention" if goes_on else "ffn input"
+        elif "output" not in before and behind & set(QKV):
+            named[place[1]] = "attention input"
+    return named
+
+
+def _roles(frame: Frame, found: Found, steps: Iterable[Step], layer: str) -> set[Role]:
+    inside = (step for step in steps if (at := frame.path(step.module)) and at[0] == layer)
+    return {role for step in inside for role in found.roles[step.module]}
+
+
+def embeddings(frame: Frame, model: "PreTrainedModel") -> str:
+    """The module of the base model that makes vectors of tokens."""
+    words: str = next(
+        name for name, module in frame.modules.items() if module is model.get_input_embeddings()
+    )
+    return words.removeprefix(frame.prefix).partition(".")[0]
+
+
+def embeddings_norm(frame: Frame, model: "PreTrainedModel") -> str:
+    """The last LayerNorm of the embeddings; empty where they have none."""
+    around = f"{frame.prefix}{embeddings(frame, model)}."
+    names = [step.module for step in frame.flow.of("norm") if step.module.startswith(around)]
+    return names[-1].removeprefix(frame.prefix) if names else ""
+
+
+def embeddings_linear(frame: Frame) -> str | None:
+    """The linear between the embeddings, their LayerNorm included, and the layers; None without one."""
+    first = next(step.number for step in frame.flow.steps if frame.path(step.module))
+    before = [s for s in frame.flow.steps if s.number < first and s.kind in {"linear", "norm"}]
+    return before[-1].module.removeprefix(frame.prefix) if before and before[-1].kind == "linear" else None
+
+
+def pooler(frame: Frame, outside: Mapping[str, Role]) -> str | None:
+    """The module of the base model that makes what the classifier reads."""
+    poolers = (name for name, role in outside.items() if role == "pooler")
+    return next((n.partition(".")[0] for n in poolers if frame.prefix + n in frame.modules), None)
+
+
+def inputs(frame: Frame) -> tuple[str, ...]:
+    """Inputs that say something: not what an embedding with a single row reads."""
+    single = [s.reads[0] for s in frame.flow.of("embedding") if frame.modules[s.module].num_embeddings == 1]
+    read = {
+        n for step in frame.flow.steps for numbers in step.reads if numbers not in single for n in numbers
+    }
+    return tuple(step.module for step in frame.flow.of("input") if step.number in read)
+
+
+def positions_follow_padding(frame: Frame, model: "PreTrainedModel") -> bool:
+    """Whether positions are counted from the tokens, past the padding."""
+    words, tokens = model.get_input_embeddings(), frozenset([0])
+    return any(
+        step.reads[0] == tokens and frame.modules[step.module] is not words
+        for step in frame.flow.of("embedding")
+    )
+
+
+def attribute(module: Any, size: int) -> str:
+    """What an attention calls its head size; of several that are equal, the one with the longest name."""
+    equal = [name for name, value in vars(module).items() if type(value) is int and value == size]
+    sizes = [name for name in equal if re.search("size|dim|head_d", name)]
+    found: str = max(sizes or [*equal, ""], key=len)
+    return found
+
+
+NEEDED: tuple[Role, ...] = ("query", "key", "value", "output", "ffn-in", "ffn-out")
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """A family described, and what of its models multiplies matrices and is not in it."""
+
+    family: Family
+    left: dict[str, str]  # module, as rules name it: why it stays in FP16 or FP32; numbers of layers are *
+    gated: bool  # the feed-forward multiplies two halves, or what two linears made
+    head_size: int
+    attention: str  # inside a layer, also where it cannot be exchanged
+
+
+def recognise(model: "PreTrainedModel") -> Recognised:
+    """Describe the family of a model that is on the CPU, with weights of its own or random ones.
+
+    Raises:
+        UserError: a model that fails on a sample, a decoder, no attention, layers that do not stand in one
+            list, or that lack a linear which every encoder has.
+    """
+    name = model.config.model_type
+    try:
+        with quiet("transformers"):
+            flow = follow(model)
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(
+            f"a {name!r} of this configuration does not run on a sample of text ({text})"
+        ) from error
+    if not flow.ahead:
+        raise UserError(
+            f"a {name!r} is a decoder, as no token sees those behind it; only encoders are supported"
+        )
+    if not flow.same:
+        raise UserError(
+            f"a {name!r} gives other logits with the attention and the mask that are used here; its family "
+            "needs a description by hand"
+        )
+    found = attention_roles(flow)
+    if not found.attentions:
+        strange = reasons(other_products(flow, found))
+        raise UserError(
+            f"no attention was recognised in a {name!r}, as no product of what two linears made goes through "
+            f"a softmax to meet what a third made{f' ({strange})' if strange else ''}"
+        )
+    modules = dict(model.named_modules())
+    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
+    frame = Frame(list_of_layers(found.attentions, modules, name), prefix, modules, flow)
+    feed_forward_roles(frame, found)
+    linears, left = inside(frame, found)
+    if shared := find_shared_weights(frame, linears):
+        raise UserError(
+            f"the layers of a {name!r} share weights: {shared} runs several times; its family needs a "
+            "description by hand"
+        )
+    has = {part for role in linears.values() for part in role.split(", ")}
+    if missing := [role for role in NEEDED if role not in has]:
+        raise UserError(
+            f"no linears of a {name!r} were recognised as {', '.join(missing)}: "
+            f"{reasons(left) or 'it has none in its layers'}; its family needs a description by hand"
+        )
+    attention, size = [*found.attentions.items()][-1]
+    layer, path = frame.path(attention) or ("", "")
+    paths = {role: f"{layer}.{place}" for place, role in linears.items()}
+    wide, read = modules[paths["ffn-in"]].out_features, modules[paths["ffn-out"]].in_features
+    outside, unplaced = roles_outside(frame)
+    family = Family(
+        name=name,
+        model_types=(name,),
+        layers=frame.layers.removeprefix(prefix),
+        linears=linears,
+        outside=outside,
+        attention=path if replaceable(frame, found) else None,
+        residuals=tuple(residuals(frame, found)),
+        norms=norms(frame, found),
+        embeddings=embeddings(frame, model),
+        embeddings_norm=embeddings_norm(frame, model),
+        embeddings_linear=embeddings_linear(frame),
+        pooler=pooler(frame, outside),
+        inputs=inputs(frame),
+        head_size=attribute(modules[attention], size),
+        positions_follow_padding=positions_follow_padding(frame, model),
+        layers_return_tuples=layer in flow.tuples,
+        **config_fields(model, layer, paths["ffn-in"], wide),
+    )
+    gated = list(linears.values()).count("ffn-in") > 1 or wide != read
+    left |= unplaced | other_products(flow, found, frame.pattern)
+    short = {each.removeprefix(prefix): why for each, why in left.items()}
+    return Recognised(family, short, gated, size, path)
+
+
+class ModuleRow(NamedTuple):
+    """Modules of one class in one place."""
+
+    module: str  # * for numbers; empty: everywhere
+    class_name: str
+    number: int
+    role: str  # empty: none that matters
+    becomes: str  # INT8, FP16, or empty where nothing is computed with weights or products
+
+
+def inventory(model: "PreTrainedModel", found: Recognised) -> list[ModuleRow]:
+    """Every module that computes, in model order; those without weights by class alone."""
+    prefix = f"{model.base_model_prefix}."
+    rows: Counter[tuple[str, str, str, str]] = Counter()
+    for name, module in model.named_modules():
+        class_name, place, role = type(module).__name__, found.family.place(name), ""
+        pattern = f"{any_number(place.layers)}.*.{place.path}" if place else name
+        pattern = pattern.removeprefix(prefix)
+        becomes = "FP16" if pattern in found.left else ""
+        if (kind := module_kind(module)) == "linear":
+            role = found.family.role(name)
+            becomes = "INT8" if place and role != "other" else "FP16"
+        elif kind == "norm":
+            role, becomes = (found.family.norms.get(place.path, "") if place else ""), "FP16"
+        elif kind or pattern in found.left:
+            role, becomes = "embeddings" if kind == "embedding" else "", "FP16"
+        elif place and place.path == found.attention:
+            role, becomes = "attention", "FP16"
+        elif [*module.children()]:
+            continue
+        else:
+            pattern = ""
+        rows[pattern, class_name, role, becomes] += 1
+    return [
+        ModuleRow(module, kind, count, role, becomes) for (module, kind, role, becomes), count in rows.items()
+    ]

@@ -1,0 +1,281 @@
+"""Encoder families as data: what a family calls its modules, and the few ways in which its models differ."""
+
+import re
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import name_list
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Role = Literal[
+    "query", "key", "value", "query, key, value", "output", "ffn-in", "ffn-out", "pooler", "classifier",
+    "embeddings", "other",
+]  # fmt: skip
+Norm = Literal["attention", "ffn", "attention input", "ffn input"]
+
+# What sensitivity and search move between precisions: q, k and v go together.
+ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
+KINDS = (*ENCODER_KINDS, "pooler", "classifier")
+QKV: tuple[Role, ...] = ("query", "key", "value", "query, key, value")
+HEADS: dict[str, Role] = {
+    "classifier": "classifier",
+    "qa_outputs": "classifier",
+    "pooling.dense": "pooler",
+}  # over tokens, any family
+SMOOTHED = (
+    "qkv",
+    "ffn-in",
+)  # what `smoothing` of the calibration section means: linears that read a LayerNorm
+
+
+class Place(NamedTuple):
+    """Where a module of the encoder is: `bert.encoder.layer`, 0 and `output.dense`."""
+
+    layers: str
+    number: int
+    path: str  # inside the layer; empty for the layer itself
+
+
+class Rows(NamedTuple):
+    """One of equal parts of the rows of a linear's weight."""
+
+    linear: str
+    part: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A tensor that a layer adds to what a linear made."""
+
+    module: str  # that adds it, inside a layer; empty: the layer itself
+    readers: tuple[Role, ...]  # linears that read the same tensor; none behind a LayerNorm of its own
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of encoders. Paths are inside a layer where nothing else is said."""
+
+    name: str  # `model.family` of a recipe
+    model_types: tuple[str, ...]  # of config.json
+    layers: str  # path of the layers inside the base model; * stands for a number
+    linears: Mapping[str, Role]
+    outside: Mapping[str, Role]  # ends of the names of linears that are in no layer
+    attention: str | None  # None: it stays as it is, in FP16
+    residuals: tuple[Residual, ...]  # that of the attention first; none where a quantizer has no place
+    norms: Mapping[str, Norm]  # what each LayerNorm of a layer normalises
+    embeddings: str  # in the base model
+    embeddings_norm: str  # in the base model
+    pooler: str | None  # in the base model
+    dropouts: tuple[str, ...]  # fields of the config, as all that follow
+    activation: str  # of the feed-forward
+    intermediate: str  # width of the feed-forward
+    inputs: tuple[str, ...]  # of `forward`, in the order of the graph's inputs
+    head_size: str = "attention_head_size"  # attribute of the attention
+    positions_follow_padding: bool = False  # the first token has position pad_token_id + 1
+    gated: bool = False  # the first feed-forward makes every channel, then the gate of every channel
+    rotary: bool = False  # q and k are rotated: channels d and d + D / 2 of each head are one pair
+    windows: bool = False  # some layers see a window alone, which padding may fill
+    terms: tuple[str, ...] = ()  # modules of products that are no linear's and not the attention's own
+    rewritten_by: str | None = None  # file of `encoders` that sends its attention through AttentionInterface
+    needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values of fields that are supported
+    given_sums: bool = False  # layers are given a module for each residual: `quantize/models/sums.py`
+    layers_return_tuples: bool = False
+    shared_layers: bool = False  # each layer is a group, whose weights run several times
+    embeddings_linear: str | None = None  # in the base model, where one stands before the layers
+
+    def place(self, name: str) -> Place | None:
+        """Where in the encoder a module is; None outside of its layers."""
+        layers = re.escape(self.layers).replace(r"\*", r"\d+")
+        found = re.match(rf"((?:.+?\.)?{layers})\.(\d+)(?:\.(.+))?$", name)
+        return Place(found[1], int(found[2]), found[3] or "") if found else None
+
+    def layer_of(self, name: str) -> int | None:
+        """Number of the encoder layer that a module is in; None outside of the encoder."""
+        place = self.place(name)
+        return place.number if place else None
+
+    def role(self, linear: str) -> Role:
+        """What a linear does.
+
+        Raises:
+            UserError: the family has no such linear.
+        """
+        if (found := self._role(linear)) is None:
+            raise UserError(_unknown([linear], self))
+        return found
+
+    def kind(self, linear: str) -> str:
+        """Role of a linear, with q, k and v as one: "qkv".
+
+        Raises:
+            UserError: the family has no such linear.
+        """
+        role = self.role(linear)
+        return "qkv" if role in QKV else role
+
+    def require_known(self, linears: Iterable[str]) -> None:
+        """Refuse linears that the family does not have, as nothing would smooth, split or judge them.
+
+        Raises:
+            UserError: names them all.
+        """
+        if lost := [name for name in linears if self._role(name) is None]:
+            raise UserError(_unknown(lost, self))
+
+    def beside(self, name: str, role: Role) -> str | None:
+        """The linear with a role in the layer that a module is in; None where the family has none."""
+        place = self.place(name)
+        path = next((path for path, found in self.linears.items() if found == role), None)
+        return f"{place.layers}.{place.number}.{path}" if place and path else None
+
+    def require_beside(self, name: str, role: Role) -> str:
+        """As `beside`, where there must be one.
+
+        Raises:
+            UserError: the family has no such linear.
+        """
+        if (found := self.beside(name, role)) is None:
+            raise UserError(f"family {self.name} has no linear of its own for {role} beside {name}")
+        return found
+
+    def made_by(self, name: str, role: Role) -> Rows:
+        """What makes q, k or v in the layer that a module is in: a linear of its own, or a part of one.
+
+        Raises:
+            UserError: the family has no such linear.
+        """
+        place = self.place(name)
+        for path, roles in ((path, found.split(", ")) for path, found in self.linears.items()):
+            if place and role in roles:
+                return Rows(f"{place.layers}.{place.number}.{path}", roles.index(role), len(roles))
+        raise UserError(f"family {self.name} has no linear that makes the {role} beside {name}")
+
+    def read_by(self, attention: str, linears: Container[str]) -> str | None:
+        """What makes the tensor that q, k, v and the residual of an attention read, and nothing else reads.
+
+        Args:
+            linears: those of the model, as not every one has a linear behind its embeddings.
+
+        Returns:
+            A LayerNorm, or the linear behind the embeddings; None where it serves several runs, where what is
+            normalised is not the residual, or where it is not known.
+        """
+        place = self.place(attention)
+        if place is None or not self.layer_end or self.shared_layers or "*" in self.layers:
+            return None
+        if place.number:
+            return f"{place.layers}.{place.number - 1}.{self.layer_end}"
+        base = place.layers.removesuffix(self.layers)
+        if self.embeddings_linear and (linear := f"{base}{self.embeddings_linear}") in linears:
+            return linear
+        return f"{base}{self.embeddings_norm}" if self.embeddings_norm else None
+
+    def splittable(self, linears: Iterable[str]) -> list[str]:
+        """Second feed-forward linears, whose outlier channels can be split."""
+        return [name for name in linears if self.kind(name) == "ffn-out"]
+
+    def residual_readers(self, module: str) -> tuple[str, ...]:
+        """Linears that read the residual that a module adds; none of a module that adds none."""
+        place = self.place(module)
+        added = [each for each in self.residuals if place and each.module == place.path]
+        found = (self.beside(module, role) for each in added for role in each.readers)
+        return tuple(name for name in found if name)
+
+    def residual_read_by(self, linear: str) -> str | None:
+        """The module whose residual a linear reads; None where that is none, or known by another linear."""
+        place = self.place(linear)
+        first = {each.readers[0]: each.module for each in self.residuals if each.readers}
+        module = first.get(self.linears[place.path]) if place and place.path in self.linears else None
+        return f"{place.layers}.{place.number}.{module}".rstrip(".") if place and module is not None else None
+
+    def behind_attention(self, module: str) -> bool:
+        """Whether a module takes what an attention made, up to the LayerNorm behind it."""
+        ends = [path for path, role in self.linears.items() if role == "output"]
+        ends += [path for path, what in self.norms.items() if what == "attention"]
+        ends += [each.module for each in self.residuals[:1] if each.module]
+        place = self.place(module)
+        return place is not None and any(f"{place.path}.".startswith(f"{end}.") for end in ends)
+
+    @property
+    def layer_end(self) -> str:
+        """The LayerNorm that a layer ends with; empty where it ends with a sum of its own."""
+        return next((path for path, what in self.norms.items() if what == "ffn"), "")
+
+    def layer_names(self, model: "PreTrainedModel") -> list[str]:
+        """The encoder layers of a model, in order."""
+        found = ((name, self.place(name)) for name, _ in model.named_modules())
+        return [name for name, place in found if place and not place.path]
+
+    def runs(self, model: "PreTrainedModel") -> list[str]:
+        """The encoder layers of a model as they run: a shared one once for each of its runs."""
+        names = self.layer_names(model)
+        runs = int(model.config.num_hidden_layers or 0) if self.shared_layers else len(names)
+        return [names[number] for number in self.run_order(len(names), runs)]
+
+    def run_order(self, layers: int, runs: int) -> list[int]:
+        """Which layer each run is of; layers that are not shared run once."""
+        return [int(run / (runs / layers)) for run in range(runs)]  # as transformers rounds it
+
+    def is_attention(self, name: str) -> bool:
+        """Whether a module computes softmax(q k) v."""
+        place = self.place(name)
+        return place is not None and place.path == self.attention
+
+    def adds_residual(self, name: str) -> bool:
+        """Whether a module adds a residual to what a linear made."""
+        place = self.place(name)
+        return place is not None and any(each.module == place.path for each in self.residuals)
+
+    def residual_classes(self, model: "PreTrainedModel") -> list[type]:
+        """Classes of a model's modules that add a residual, each once."""
+        adders = (type(module) for name, module in model.named_modules() if self.adds_residual(name))
+        return list(dict.fromkeys(adders))
+
+    def require_supported(self, config: Any, model: str) -> None:
+        """Refuse what some models of the family do and the code for it does not.
+
+        Raises:
+            UserError: names every field of the config with its value.
+        """
+        found = {name: getattr(config, name, None) for name in self.needs}
+        if lost := [f"{name} {value!r}" for name, value in found.items() if value not in self.needs[name]]:
+            wanted = ", ".join(f"{name} {values[0]!r}" for name, values in self.needs.items())
+            raise UserError(
+                f"model {model} has {', '.join(lost)} in config.json; of family {self.name} only models with "
+                f"{wanted} are supported"
+            )
+
+    def positions(self, config: Any) -> int:
+        """Most tokens that a sample can have."""
+        taken = int(config.pad_token_id) + 1 if self.positions_follow_padding else 0
+        return int(config.max_position_embeddings) - taken
+
+    def require_padding(self, config: Any, pad_id: int, model: str) -> None:
+        """Hold the padding of a tokenizer to that by which the model counts its positions.
+
+        Raises:
+            UserError: they differ.
+        """
+        if self.positions_follow_padding and pad_id != config.pad_token_id:
+            raise UserError(
+                f"the tokenizer of model {model} pads with id {pad_id}, but the model counts its positions "
+                f"by pad_token_id {config.pad_token_id} of config.json; make them agree"
+            )
+
+    def _role(self, linear: str) -> Role | None:
+        place = self.place(linear)
+        if place:
+            return self.linears.get(place.path)
+        known = {**self.outside, **HEADS}
+        ends = (role for end, role in known.items() if f".{linear}".endswith(f".{end}"))
+        return next(ends, None)
+
+
+def _unknown(linears: list[str], family: Family) -> str:
+    known = ", ".join([*family.linears, *family.outside])
+    return f"family {family.name} has no linears such as {name_list(linears)}, only {known}"

@@ -1,0 +1,265 @@
+"""The families that are supported, and which of them a model is of."""
+
+from dataclasses import replace
+from typing import Any
+
+from qdqbench.quantize.models.families.family import Family, Residual
+from qdqbench.quantize.utils.errors import UserError
+
+ALBERT = Family(
+    name="albert",
+    model_types=("albert",),
+    layers="encoder.albert_layer_groups",
+    linears={
+        "albert_layers.0.attention.query": "query",
+        "albert_layers.0.attention.key": "key",
+        "albert_layers.0.attention.value": "value",
+        "albert_layers.0.attention.dense": "output",
+        "albert_layers.0.ffn": "ffn-in",
+        "albert_layers.0.ffn_output": "ffn-out",
+    },
+    outside={
+        "embedding_hidden_mapping_in": "embeddings",
+        "albert.pooler": "pooler",
+        "classifier": "classifier",
+    },
+    attention="albert_layers.0.attention",
+    residuals=(),  # added inside of the attention, where a quantizer has no place
+    norms={
+        "albert_layers.0.attention.LayerNorm": "attention",
+        "albert_layers.0.full_layer_layer_norm": "ffn",
+    },
+    embeddings="embeddings",
+    embeddings_norm="embeddings.LayerNorm",
+    embeddings_linear="encoder.embedding_hidden_mapping_in",
+    pooler="pooler",
+    dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
+    activation="hidden_act",
+    intermediate="intermediate_size",
+    inputs=("input_ids", "attention_mask", "token_type_ids"),
+    shared_layers=True,
+)
+
+
+DISTILBERT = Family(
+    name="distilbert",
+    model_types=("distilbert",),
+    layers="transformer.layer",
+    linears={
+        "attention.q_lin": "query",
+        "attention.k_lin": "key",
+        "attention.v_lin": "value",
+        "attention.out_lin": "output",
+        "ffn.lin1": "ffn-in",
+        "ffn.lin2": "ffn-out",
+    },
+    outside={"pre_classifier": "pooler", "classifier": "classifier"},
+    attention="attention",
+    residuals=(
+        Residual("attention_sum", ("query", "key", "value")),
+        Residual("ffn_sum", ("ffn-in",)),
+    ),
+    norms={"sa_layer_norm": "attention", "output_layer_norm": "ffn"},
+    embeddings="embeddings",
+    embeddings_norm="embeddings.LayerNorm",
+    pooler=None,
+    dropouts=("dropout", "attention_dropout", "seq_classif_dropout", "qa_dropout"),
+    activation="activation",
+    intermediate="hidden_dim",
+    inputs=("input_ids", "attention_mask"),
+    given_sums=True,
+)
+
+
+MODERNBERT = Family(
+    name="modernbert",
+    model_types=("modernbert",),
+    layers="layers",
+    linears={
+        "attn.Wqkv": "query, key, value",
+        "attn.Wo": "output",
+        "mlp.Wi": "ffn-in",
+        "mlp.Wo": "ffn-out",
+    },
+    outside={"head.dense": "pooler", "classifier": "classifier"},
+    attention="attn",
+    residuals=(),  # pre-norm: what a layer adds is read by LayerNorms and by no linear
+    norms={"attn_norm": "attention input", "mlp_norm": "ffn input"},
+    embeddings="embeddings",
+    embeddings_norm="embeddings.norm",
+    pooler=None,
+    dropouts=("embedding_dropout", "attention_dropout", "mlp_dropout", "classifier_dropout"),
+    activation="hidden_activation",
+    intermediate="intermediate_size",
+    inputs=("input_ids", "attention_mask"),
+    head_size="head_dim",
+    gated=True,
+    rotary=True,
+    windows=True,
+)
+
+
+BERT = Family(
+    name="bert",
+    model_types=("bert",),
+    layers="encoder.layer",
+    linears={
+        "attention.self.query": "query",
+        "attention.self.key": "key",
+        "attention.self.value": "value",
+        "attention.output.dense": "output",
+        "intermediate.dense": "ffn-in",
+        "output.dense": "ffn-out",
+    },
+    outside={"pooler.dense": "pooler", "classifier": "classifier"},
+    attention="attention.self",
+    residuals=(
+        Residual("attention.output", ("query", "key", "value")),
+        Residual("output", ("ffn-in",)),
+    ),
+    norms={"attention.output.LayerNorm": "attention", "output.LayerNorm": "ffn"},
+    embeddings="embeddings",
+    embeddings_norm="embeddings.LayerNorm",
+    pooler="pooler",
+    dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
+    activation="hidden_act",
+    intermediate="intermediate_size",
+    inputs=("input_ids", "attention_mask", "token_type_ids"),
+)
+
+ROBERTA = replace(
+    BERT,
+    name="roberta",
+    model_types=("roberta", "xlm-roberta", "camembert"),
+    outside={"classifier.dense": "pooler", "classifier.out_proj": "classifier"},
+    pooler=None,
+    inputs=("input_ids", "attention_mask"),
+    positions_follow_padding=True,
+)
+
+ELECTRA = replace(
+    BERT,
+    name="electra",
+    model_types=("electra",),
+    outside={
+        "embeddings_project": "embeddings",
+        "classifier.dense": "pooler",
+        "classifier.out_proj": "classifier",
+    },
+    embeddings_linear="embeddings_project",  # of models whose embeddings are narrower than their layers
+    pooler=None,
+)
+
+
+MPNET = replace(
+    BERT,
+    name="mpnet",
+    model_types=("mpnet",),
+    linears={
+        "attention.attn.q": "query",
+        "attention.attn.k": "key",
+        "attention.attn.v": "value",
+        "attention.attn.o": "output",
+        "intermediate.dense": "ffn-in",
+        "output.dense": "ffn-out",
+    },
+    outside={"classifier.dense": "pooler", "classifier.out_proj": "classifier"},
+    attention="attention.attn",
+    residuals=(Residual("attention.sum", ("query", "key", "value")), BERT.residuals[1]),
+    norms={"attention.LayerNorm": "attention", "output.LayerNorm": "ffn"},
+    pooler=None,
+    dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    inputs=("input_ids", "attention_mask"),
+    positions_follow_padding=True,
+    layers_return_tuples=True,
+    rewritten_by="mpnet",
+)
+DEBERTA_V2 = replace(
+    BERT,
+    name="deberta-v2",
+    model_types=("deberta-v2",),
+    linears={
+        "attention.self.query_proj": "query",
+        "attention.self.key_proj": "key",
+        "attention.self.value_proj": "value",
+        "attention.output.dense": "output",
+        "intermediate.dense": "ffn-in",
+        "output.dense": "ffn-out",
+    },
+    outside={"embeddings.embed_proj": "embeddings", "pooler.dense": "pooler", "classifier": "classifier"},
+    pooler=None,
+    dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_dropout", "cls_dropout"),
+    inputs=("input_ids", "attention_mask"),
+    layers_return_tuples=True,
+    terms=("attention.self.c2p", "attention.self.p2c"),
+    rewritten_by="deberta",
+    # as in every published checkpoint but v2-xlarge and v2-xxlarge, which have a convolution
+    needs={
+        "relative_attention": (True,),
+        "share_att_key": (True,),
+        "type_vocab_size": (0,),
+        "conv_kernel_size": (0, None),
+    },
+)
+
+
+FAMILIES = (  # whose whole path is tested
+    BERT,
+    ROBERTA,
+    ELECTRA,
+    DISTILBERT,
+    MPNET,
+    ALBERT,
+    DEBERTA_V2,
+    MODERNBERT,
+)
+# Families that recipes with a layout describe, by model type. A recipe enters its own when it is read, and
+# again when it is held to a model: the whole program asks for the family of a model by its type alone.
+_DESCRIBED: dict[str, Family] = {}
+
+
+def family_of(of: Any, model: str = "") -> Family:
+    """The family of a model type such as "bert", or of a transformers configuration; `model` is for messages.
+
+    Raises:
+        UserError: it is not supported.
+    """
+    model_type = of if isinstance(of, str) else of.model_type
+    if found := known_family(model_type) or _DESCRIBED.get(model_type):
+        return found
+    known = ", ".join(name for family in FAMILIES for name in family.model_types)
+    raise UserError(
+        f"{f'model {model}' if model else 'the model'} is a {model_type!r}; supported here: {known} "
+        f"(config.json, key model_type); for others `qdqbench recipes new --model {model or 'DIR'}` writes a "
+        "recipe"
+    )
+
+
+def known_family(model_type: str) -> Family | None:
+    """The family of a model type that needs no description by a recipe."""
+    return next((family for family in FAMILIES if model_type in family.model_types), None)
+
+
+def describe(family: Family) -> None:
+    """Let models of this process be of a family that a recipe describes; of two the last counts."""
+    _DESCRIBED.update(dict.fromkeys(family.model_types, family))
+
+
+def family_named(name: str) -> Family:
+    """The family that a recipe names; the schema has refused all other names."""
+    return next(family for family in (*FAMILIES, *_DESCRIBED.values()) if family.name == name)
+
+
+def require_family(recipe: str, family: str, model: str, config: Any) -> Family:
+    """The family of a model, which must be the one that a recipe is for: `family` is its `model.family`.
+
+    Raises:
+        UserError: they differ.
+    """
+    found = family_of(config, model)
+    if found.name != family:
+        raise UserError(
+            f"recipe {recipe} is for model family {family!r}, but model {model} is a {config.model_type!r}; "
+            f"take a recipe of family {found.name}"
+        )
+    return found

@@ -1,0 +1,143 @@
+"""Which model it is: its files, its commit on the hub, and a sentence where it cannot be loaded."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.models.pooling import FIELD, MODULES, read_file, read_sentence_folder
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.files import read_json, sha256
+from qdqbench.quantize.utils.system.hub import HubError, commit_of
+from qdqbench.quantize.utils.system.quiet import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A loaded model's identity."""
+
+    name: str
+    sha256: str  # of config and weights, so that a changed model is never mistaken for the old one
+    architecture: str
+    num_labels: int
+    problem_type: str | None
+    label_names: list[str]
+    revision: str | None = None  # commit of a hub model
+
+
+def model_commit(name: str, revision: str | None = None) -> str | None:
+    """Commit of a hub model; None for a folder.
+
+    Raises:
+        UserError: it cannot be found out, or a folder is given with a revision.
+    """
+    if not Path(name).is_dir():
+        return commit_of(name, "model", revision)
+    if revision is not None:
+        raise UserError(f"model {name} is a folder, which has no revision {revision!r}; drop --revision")
+    return None
+
+
+def read_config(name: str, commit: str | None, inside: str = "") -> Any:
+    """Configuration of a model of any type that transformers has; `inside` is a folder of the model's.
+
+    Raises:
+        UserError: transformers has no such type.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, __version__
+
+    try:
+        return AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False, subfolder=inside)
+    except ValueError as error:  # of a hundred words
+        given, _ = PreTrainedConfig.get_config_dict(name, revision=commit, subfolder=inside)
+        if not given or given.get("model_type") in CONFIG_MAPPING:
+            raise
+        raise UserError(
+            f"model {name} is a {given.get('model_type')!r} (config.json, key model_type), which "
+            f"transformers {__version__} does not know, and code of a model's own is never run; give a model "
+            "of another type, or update transformers"
+        ) from error
+
+
+def describe_model(name: str, model: "PreTrainedModel", revision: str | None = None) -> ModelInfo:
+    """Identity of a loaded model; for a folder the hash covers its config and safetensors files."""
+    config = model.config
+    problem = config.problem_type or ("regression" if config.num_labels == 1 else None)
+    return ModelInfo(
+        name=name,
+        sha256=model_fingerprint(name, revision),
+        architecture=type(model).__name__,
+        num_labels=int(config.num_labels or 0),
+        problem_type=problem,
+        label_names=[str(name) for _, name in sorted((config.id2label or {}).items())],
+        revision=model_commit(name, revision),
+    )
+
+
+def model_fingerprint(name: str, revision: str | None = None) -> str:
+    """SHA-256 over the files that define a model: config, weights, tokenizer; of id and commit on the hub.
+
+    Raises:
+        UserError: the commit of a hub model cannot be found out.
+    """
+    folder = Path(name)
+    digest = hashlib.sha256()
+    with explained(name):
+        commit = model_commit(name, revision)
+        listed = read_json(folder / MODULES) if (folder / MODULES).is_file() else []
+        parts = {"", *(str(module.get("path", "")) for module in listed)}  # of sentence-transformers
+    if commit is not None:
+        return hashlib.sha256(f"{name}@{commit}".encode()).hexdigest()
+    for file in sorted(
+        file for part in parts if (folder / part).is_dir() for file in (folder / part).iterdir()
+    ):
+        if file.suffix in (".json", ".safetensors", ".txt"):
+            digest.update(f"{file.relative_to(folder)} {sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def says_pooling(name: str, revision: str | None = None) -> bool:
+    """Whether a model says how its tokens become an embedding; False of one that cannot be loaded."""
+    try:
+        with quiet("transformers"), explained(name):
+            commit = model_commit(name, revision)
+            if read_file(name, MODULES, commit) is not None:
+                return True
+            return FIELD in (read_file(name, "config.json", commit) or {})
+    except UserError:  # loading says why
+        return False
+
+
+def embedding_notes(name: str, revision: str | None, max_length: int) -> list[str]:
+    """What a reader must know of an embedding model that is exported for texts of `max_length` tokens."""
+    with quiet("transformers"), explained(name):
+        folder = read_sentence_folder(name, model_commit(name, revision))
+    if folder is None:
+        return []
+    notes = [*folder.notes]
+    if folder.longest is not None and folder.longest < max_length:
+        notes.append(
+            f"texts are cut at {max_length} tokens (export.max_length); sentence-transformers would cut "
+            f"those of this model at {folder.longest} (max_seq_length)"
+        )
+    return notes
+
+
+@contextmanager
+def explained(name: str, what: str = "model") -> Iterator[None]:
+    """Turn the many ways in which a load fails into one sentence."""
+    where = "the folder" if Path(name).is_dir() else "no such folder here, and as a hub id"
+    try:
+        yield
+    except HubError as error:
+        raise UserError(f"cannot load {what} {name} ({where}): {error}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"cannot load {what} {name} ({where}): {type(error).__name__}: {reason}") from error

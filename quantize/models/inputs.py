@@ -1,0 +1,32 @@
+"""What goes into an encoder: the arrays that its family takes, random ones, and their padding."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.utils.arrays import Array
+
+TOKENS, MASK = "input_ids", "attention_mask"
+
+
+def inputs_of(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays or tensors of a batch that a transformers model takes.
+
+    Raises:
+        UserError: the model's family is not supported.
+    """
+    while not hasattr(model, "config"):
+        model = model.module  # wrapped for several processes
+    taken = family_of(model.config).inputs
+    return {name: value for name, value in batch.items() if name in taken}
+
+
+def widened(batch: Mapping[str, Array], columns: int, pad_id: int) -> dict[str, Array]:
+    """Int arrays [B, L] with masked positions added behind, to [B, L + columns]."""
+    fill = {TOKENS: pad_id}  # all else is 0 there, the mask above all
+    return {
+        name: np.pad(array, ((0, 0), (0, columns)), constant_values=fill.get(name, 0))
+        for name, array in batch.items()
+    }

@@ -1,0 +1,284 @@
+"""Load a BERT-class model and its tokenizer, with an attention whose every tensor can be quantized."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from qdqbench.quantize.models.attention import ATTENTION, use_attention
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.identity import explained, model_commit, read_config
+from qdqbench.quantize.models.pooling import (
+    FIELD,
+    Pooling,
+    chosen_pooling,
+    read_sentence_folder,
+)
+from qdqbench.quantize.tasks.task import kind_of
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.types.kind import TaskKind
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.system.quiet import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TANH, SAME = "gelu_pytorch_tanh", "gelu_new"  # one function, as one operator and step by step
+
+
+def load_model(
+    name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION, pooling: Pooling | None = None
+) -> "PreTrainedModel":
+    """FP32 model with its head, in eval mode, from a folder or a hub id; never runs code from the repository.
+
+    Args:
+        name: a sentence-transformers folder, too, where the kind of task is about embeddings.
+        revision: branch, tag or commit of a hub model; None: its default branch.
+        kind: of task.
+        pooling: of an encoder that does not say itself how its tokens become an embedding.
+
+    Raises:
+        UserError: not found, no such head in the weights, an unsupported architecture, or pooling that is not
+            known, not supported or said twice.
+    """
+    with quiet("transformers"), explained(name):
+        commit = model_commit(name, revision)
+        folder = read_sentence_folder(name, commit) if kind.embeds else None
+        inside = folder.encoder if folder else ""
+        config = _supported_config(name, commit, inside)
+        if kind.embeds:
+            chosen = chosen_pooling(name, folder, getattr(config, FIELD, None), pooling)
+            setattr(config, FIELD, chosen.model_dump(mode="json"))
+        _require_head(config, name, kind)
+        model, loading = _pretrained(name, kind, commit, config, subfolder=inside)
+        lost = {*loading["missing_keys"]}
+        if folder and folder.dense:
+            from qdqbench.quantize.models.pooling import load_dense
+
+            lost -= load_dense(model, name, folder.dense, commit)
+    if lost:
+        raise UserError(
+            f"model {name} lacks weights for {name_list(sorted(lost))}: it is not fine-tuned for "
+            f"{kind.name}; fine-tune it first"
+        )
+    use_attention(model, ATTENTION)
+    _add_sums(model)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
+    """Make a classifier in memory like one of `load_model`, in place: FP32, eval mode, its attention.
+
+    Raises:
+        UserError: an unsupported architecture.
+    """
+    family_of(model.config).require_supported(model.config, type(model).__name__)
+    use_attention(model, ATTENTION)
+    _add_sums(model)
+    return cast("Any", model).float().eval()  # type: ignore[no-any-return]
+
+
+def _add_sums(model: "PreTrainedModel") -> None:
+    if family_of(model.config).given_sums:
+        from qdqbench.quantize.models.sums import add_sums
+
+        add_sums(model)
+
+
+def load_encoder(  # noqa: PLR0913
+    name: str,
+    kind: TaskKind,
+    *,
+    num_labels: int,
+    classes: Sequence[str] = (),
+    dropout: float | None = None,
+    keep_head: bool = False,
+    revision: str | None = None,
+) -> "PreTrainedModel":
+    """FP32 encoder with a classifier to fine-tune, with PyTorch's fused attention.
+
+    With ours where layers have windows: one may hold nothing but padding, and what fused kernels make of a
+    softmax over nothing, and of its gradient, differs.
+
+    Args:
+        name: folder or hub id, of an encoder or of a classifier; revision as `load_model`.
+        num_labels: of the classifier; 1 for regression.
+        classes: their names; none: as the model says, or numbers.
+        dropout: of hidden states and attention; None: as the model says.
+        keep_head: go on with the model's own classifier instead of a new one.
+
+    Raises:
+        UserError: not found, unsupported, without encoder weights, or no such classifier to keep.
+    """
+    with quiet("transformers"), explained(name):
+        commit = model_commit(name, revision)
+        config = _supported_config(name, commit)
+        known = config.num_labels
+        config.num_labels = num_labels
+        config.problem_type = kind.problem_type
+        if classes:
+            config.id2label = dict(enumerate(classes))
+            config.label2id = {name: number for number, name in enumerate(classes)}
+        if dropout is not None:
+            for field in family_of(config).dropouts:
+                if getattr(config, field, None) is not None:  # none: as another field says
+                    setattr(config, field, dropout)
+        model, loading = _pretrained(name, kind, commit, config, ignore_mismatched_sizes=True)
+    use_attention(model, ATTENTION if family_of(config).windows else "sdpa")
+    made = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    prefix = f"{model.base_model_prefix}."
+    pooler = f"{prefix}{family_of(config).pooler}."
+    if lost := sorted(key for key in made if key.startswith(prefix) and not key.startswith(pooler)):
+        raise UserError(
+            f"model {name} lacks encoder weights: {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}"
+        )
+    head = [module for key, module in model.named_children() if key != model.base_model_prefix]
+    if keep_head and any(not key.startswith(prefix) for key in made):
+        raise UserError(
+            f"model {name} has no classifier for {num_labels} labels (it says {known}) that could be kept; "
+            "drop --keep-head"
+        )
+    if not keep_head:
+        for module in head:
+            model._init_weights(module)
+    return model  # type: ignore[no-any-return]
+
+
+def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **options: Any) -> Any:
+    """A model in FP32, and what transformers tells of its weights."""
+    import torch
+    import transformers
+
+    if kind.embeds:
+        from qdqbench.quantize.models.pooling import embedder_class
+
+        made: Any = embedder_class(config.__class__)
+    else:
+        made = getattr(transformers, kind.model_class)
+    return made.from_pretrained(
+        name,
+        revision=commit,
+        config=config,
+        dtype=torch.float32,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+        **options,
+    )
+
+
+def load_config(name: str, revision: str | None = None) -> Any:
+    """Configuration of a supported model, of sentence-transformers too; arguments as `load_model`.
+
+    Raises:
+        UserError: not found, or an unsupported architecture.
+    """
+    with quiet("transformers"), explained(name):
+        commit = model_commit(name, revision)
+        folder = read_sentence_folder(name, commit)
+        return _supported_config(name, commit, folder.encoder if folder else "")
+
+
+def class_names(name: str, revision: str | None, kind: TaskKind) -> list[str]:
+    """Names of a model's classes, by their number; arguments as `load_model`.
+
+    Raises:
+        UserError: as `load_config`, or a head of another kind.
+    """
+    config = load_config(name, revision)
+    _require_head(config, name, kind)
+    return [str(label) for _, label in sorted((config.id2label or {}).items())]
+
+
+def _supported_config(name: str, commit: str | None, inside: str = "") -> Any:
+    config = read_config(name, commit, inside)
+    family_of(config, name).require_supported(config, name)
+    return config
+
+
+def _require_head(config: Any, name: str, kind: TaskKind) -> None:
+    """Refuse a head of another kind, whose weights may have the same names."""
+    made = next(iter(config.architectures or ()), "")
+    if not kind.embeds and kind_of(made) is not None and not made.endswith(kind.architecture):
+        raise UserError(
+            f"model {name} is a {made}, but the task is a {kind.name}, which needs a model "
+            f"...{kind.architecture}; give one that was fine-tuned on this task, or the --task of this model"
+        )
+
+
+def load_tokenizer(
+    name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION
+) -> "PreTrainedTokenizerBase":
+    """Fast tokenizer with a pad token; arguments as `load_model`.
+
+    Raises:
+        UserError: no tokenizer files, only a slow tokenizer, or one that cannot pad.
+    """
+    from transformers import AutoTokenizer
+
+    with quiet("transformers"), explained(name, "tokenizer"):
+        commit = model_commit(name, revision)
+        folder = read_sentence_folder(name, commit) if kind.embeds else None
+        tokenizer = AutoTokenizer.from_pretrained(
+            name,
+            revision=commit,
+            trust_remote_code=False,
+            use_fast=True,
+            subfolder=folder.encoder if folder else "",
+        )
+        if kind.names_classes and getattr(tokenizer, "add_prefix_space", True) is False:
+            # words come one by one, and to byte-level BPE a word begins with its space
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, revision=commit, trust_remote_code=False, use_fast=True, add_prefix_space=True
+            )
+    if not tokenizer.is_fast:
+        raise UserError(f"model {name} has only a slow tokenizer; save it with a tokenizer.json")
+    if tokenizer.vocab_size <= len(tokenizer.all_special_ids):
+        # transformers makes one up when there are no files, and then every word is unknown
+        raise UserError(f"model {name} has no tokenizer files; save its tokenizer beside the weights")
+    if tokenizer.pad_token_id is None:
+        raise UserError(
+            f"the tokenizer of model {name} has no pad token; name one in tokenizer_config.json, "
+            "key pad_token"
+        )
+    return tokenizer
+
+
+def tokenizer_of(
+    model: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION
+) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a supported model, held to its configuration; arguments as `load_model`.
+
+    Raises:
+        UserError: as `load_tokenizer` and `load_config`, or it pads otherwise than the model expects.
+    """
+    tokenizer, config = load_tokenizer(model, revision, kind), load_config(model, revision)
+    family_of(config).require_padding(config, tokenizer.pad_token_id, model)
+    return tokenizer
+
+
+def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
+    """Replace every GELU of the layers by its tanh form, in place.
+
+    Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2. The forms differ by 5e-4 at most, a small part of
+    an INT8 step behind a feed-forward layer.
+
+    Raises:
+        UserError: the model's activation is not GELU.
+    """
+    from transformers.activations import ACT2FN, GELUActivation, NewGELUActivation
+
+    family = family_of(model.config)
+    field = family.activation
+    activation = getattr(model.config, field)
+    if activation == TANH:
+        return
+    if activation not in ("gelu", SAME):
+        raise UserError(
+            f"export.gelu is tanh, but model {name} computes {activation!r} in its feed-forward "
+            "layers; set export.gelu to exact"
+        )
+    for path, module in model.named_modules():
+        for child, found in module.named_children():
+            if isinstance(found, (GELUActivation, NewGELUActivation)) and family.place(path):
+                setattr(module, child, ACT2FN[TANH])
+    setattr(model.config, field, TANH)

@@ -1,0 +1,54 @@
+"""Which module of a model is what: the table that recipes match."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.pooling import POOLING_CLASS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """What matching needs to know of one module."""
+
+    # Linear, LayerNorm, Embedding, Attention, Softmax (virtual, one per attention), Residual (what adds one
+    # before its LayerNorm), Pooling (from the last hidden state to a sentence embedding) or other
+    kind: str
+    head_size: int | None = None  # of an Attention
+
+
+def module_table(model: "PreTrainedModel") -> dict[str, ModuleInfo]:
+    """Every module by name with its class, as recipes match it: its class, or its place in the family.
+
+    Raises:
+        UserError: the model's family is not supported.
+    """
+    from torch import nn
+
+    family = family_of(model.config)
+    table: dict[str, ModuleInfo] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            kind = "Linear"
+        elif isinstance(module, nn.LayerNorm):
+            kind = "LayerNorm"
+        elif isinstance(module, nn.Embedding):
+            kind = "Embedding"
+        elif family.is_attention(name):
+            table[name] = ModuleInfo("Attention", head_size=int(getattr(module, family.head_size)))
+            table[f"{name}.softmax"] = ModuleInfo("Softmax")
+            continue
+        elif family.adds_residual(name):
+            kind = "Residual"
+        elif type(module).__name__ == POOLING_CLASS:
+            kind = "Pooling"
+        else:
+            kind = "other"
+        table[name] = ModuleInfo(kind)
+    return table
+
+
+TOKENS, MASK = "input_ids", "attention_mask"

@@ -1,0 +1,281 @@
+"""How the tokens of a text become its embedding: as sentence-transformers says it, or the user."""
+
+import functools
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers.utils.generic import ModelOutput
+
+from qdqbench.quantize.models.inputs import MASK, TOKENS
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.schema import Frozen
+
+MODULES = "modules.json"
+FIELD = "sentence_embedding"  # of a model's configuration: its `Pooling`
+POOLING_CLASS = "SentencePooling"  # of the module that pools
+Mode = Literal["mean", "cls", "last"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+_MODES: dict[str, Mode] = {  # of 1_Pooling/config.json: flags, in newer files names
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "mean": "mean",
+    "cls": "cls",
+    "lasttoken": "last",
+}
+ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")  # of PyTorch, behind a Dense
+_ORDER = ["Transformer", "Pooling", "Dense", "Normalize"]  # the last two may be missing
+_SUPPORTED = "a Transformer, a Pooling (mean, cls or last token), a Dense and a Normalize, in this order"
+
+
+class Dense(Frozen):
+    """A linear and its activation between pooling and normalization."""
+
+    width: int  # of the embedding
+    bias: bool
+    activation: str  # one of `ACTIVATIONS`
+
+
+class Pooling(Frozen):
+    """What comes behind the last hidden state."""
+
+    mode: Mode
+    normalize: bool = False  # to length 1
+    dense: Dense | None = None
+
+
+@dataclass(frozen=True)
+class SentenceFolder:
+    """What a sentence-transformers folder holds."""
+
+    encoder: str  # folder inside of it; empty: itself
+    pooling: Pooling
+    dense: str = ""  # folder of the Dense
+    longest: int | None = None  # tokens at which sentence-transformers cuts a text
+    notes: tuple[str, ...] = ()
+
+
+def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None:
+    """What a sentence-transformers folder or hub model says; None where it is another kind of model.
+
+    Raises:
+        UserError: it has modules, or ways of pooling, that are not supported; names them all.
+    """
+    if (listed := read_file(name, MODULES, commit)) is None:
+        return None
+    modules = {str(each["type"]).rpartition(".")[2]: str(each.get("path", "")) for each in listed}
+    there = [kind for kind in _ORDER if kind in modules]
+    if [*modules] != there or len(listed) != len(modules) or there[:2] != _ORDER[:2]:
+        found = ", ".join(str(each["type"]).rpartition(".")[2] for each in listed)
+        raise UserError(f"model {name} is made of {found} ({MODULES}); supported here: {_SUPPORTED}")
+    encoder, dense = modules["Transformer"], modules.get("Dense", "")
+    pooling = read_file(name, f"{modules['Pooling']}/config.json", commit) or {}
+    own = read_file(name, "config_sentence_transformers.json", commit) or {}
+    files = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")
+    texts: Any = next((read for file in files if (read := read_file(name, f"{encoder}/{file}", commit))), {})
+    notes = []
+    if prompts := [key for key, prompt in (own.get("prompts") or {}).items() if prompt]:
+        notes.append(
+            f"the model has prompts ({', '.join(prompts)}); none is put before a text here, so give texts "
+            "with them"
+        )
+    if texts.get("do_lower_case"):
+        notes.append("the model asks for texts in lower case; here they go to the tokenizer as they are")
+    return SentenceFolder(
+        encoder,
+        Pooling(
+            mode=_mode(name, pooling), normalize="Normalize" in modules, dense=_dense(name, dense, commit)
+        ),
+        dense,
+        texts.get("max_seq_length"),
+        tuple(notes),
+    )
+
+
+def _mode(name: str, pooling: dict[str, Any]) -> Mode:
+    named = pooling.get("pooling_mode") or []
+    asked = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
+    asked += [named] if isinstance(named, str) else named
+    if len(asked) != 1 or asked[0] not in _MODES:
+        raise UserError(
+            f"model {name} pools by {', '.join(asked) or 'nothing'}; supported here is one of mean, cls and "
+            "last token"
+        )
+    return _MODES[asked[0]]
+
+
+def _dense(name: str, folder: str, commit: str | None) -> Dense | None:
+    if not folder:
+        return None
+    settings = read_file(name, f"{folder}/config.json", commit) or {}
+    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[
+        2
+    ]
+    if activation not in ACTIVATIONS:
+        raise UserError(
+            f"model {name} has the activation {activation!r} behind its Dense ({folder}/config.json); "
+            f"supported here: {', '.join(ACTIVATIONS)}"
+        )
+    return Dense(width=settings["out_features"], bias=settings.get("bias", True), activation=activation)
+
+
+def chosen_pooling(name: str, folder: SentenceFolder | None, saved: Any, asked: Pooling | None) -> Pooling:
+    """The pooling of a model: what its folder says, what was saved with it, or what was asked for.
+
+    Args:
+        name: of the model, for errors.
+        folder: of sentence-transformers, if it is one.
+        saved: `FIELD` of its configuration, if there is one.
+        asked: by --pooling and --normalize.
+
+    Raises:
+        UserError: nobody says it, or two say different things.
+    """
+    known = folder.pooling if folder else Pooling.model_validate(saved) if saved else None
+    if known is None and asked is None:
+        raise UserError(
+            f"model {name} does not say how the tokens of a text become its embedding (it has no {MODULES}); "
+            "give --pooling mean, cls or last, and --normalize where embeddings have length 1"
+        )
+    if known and asked and (known.mode, known.normalize) != (asked.mode, asked.normalize):
+        normal = "with" if known.normalize else "without"
+        raise UserError(
+            f"model {name} says itself that it pools by {known.mode}, {normal} normalization; drop --pooling "
+            "and --normalize"
+        )
+    found = known or asked
+    assert found is not None
+    return found
+
+
+def model_file(name: str, file: str, commit: str | None) -> Path | None:
+    """A file of a folder or hub model; None where it has none."""
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        name,
+        file,
+        revision=commit,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return Path(found) if found else None
+
+
+def read_file(name: str, file: str, commit: str | None) -> Any:
+    """What a JSON file of a folder or hub model holds; None where it has none."""
+    path = model_file(name, file.lstrip("/"), commit)
+    return json.loads(path.read_text(encoding="utf-8")) if path else None
+
+
+@dataclass
+class Embedded(ModelOutput):
+    """What an embedding model gives."""
+
+    sentence_embedding: torch.Tensor | None = None  # float32 [B, width]
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+class SentencePooling(nn.Module):
+    """From the last hidden state to the embedding, as sentence-transformers defines it.
+
+    It computes in FP32 whatever the encoder does: the norm's epsilon does not exist in FP16, and it costs one
+    pass over the last hidden state.
+    """
+
+    def __init__(self, settings: Pooling, width: int) -> None:
+        super().__init__()
+        self.mode, self.normalize = settings.mode, settings.normalize
+        dense: Dense | None = settings.dense
+        self.dense = nn.Linear(width, dense.width, bias=dense.bias) if dense else None
+        self.activation: nn.Module = getattr(nn, dense.activation)() if dense else nn.Identity()
+        self.width = dense.width if dense else width
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Embedding float32 [B, width] of hidden states [B, L, H] of any floating type and a mask [B, L]."""
+        made = pooled(hidden.float(), mask, self.mode)
+        if self.dense is not None:
+            made = self.activation(self.dense(made.to(self.dense.weight.dtype))).float()
+        # as functional.normalize, whose expand_as would leave the width out of the graph
+        return made / made.norm(dim=1, keepdim=True).clamp(min=1e-12) if self.normalize else made
+
+
+def pooled(hidden: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
+    """One vector float32 [B, H] of the attended tokens [B, L, H].
+
+    The mean is a sum of parts, not a sum that is divided: it cannot overflow where the hidden states do not.
+    """
+    if mode == "cls":
+        return hidden[:, 0]
+    kept = mask.to(hidden.dtype)
+    if mode == "mean":
+        weights = kept / kept.sum(dim=1, keepdim=True).clamp(min=1e-9)
+    else:  # the last attended one, wherever the padding is
+        places = torch.arange(mask.shape[1], device=mask.device, dtype=hidden.dtype) * kept
+        weights = kept * (places == places.amax(dim=1, keepdim=True)).to(hidden.dtype)
+    return (hidden * weights[..., None]).sum(dim=1)
+
+
+@functools.cache
+def embedder_class(config: type) -> type[PreTrainedModel]:
+    """Class of the embedding models over the encoders of a configuration class.
+
+    A child of the encoder's own base class, with the encoder under the name that it has in a classifier:
+    weights, recipes and family descriptions then fit without change.
+    """
+    base = cast("Any", MODEL_MAPPING[config])
+    parent = next(found for found in base.__mro__[1:] if issubclass(found, PreTrainedModel))
+    signature = inspect.signature(base.forward)  # an embedding model takes what its encoder takes
+    unused = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(base).parameters else {}
+
+    class Embedder(parent):  # type: ignore[misc, valid-type]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            setattr(self, self.base_model_prefix, base(config, **unused))
+            self.pooling = SentencePooling(Pooling.model_validate(getattr(config, FIELD)), config.hidden_size)
+            self.post_init()
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            asked = signature.bind(self, *args, **kwargs).arguments
+            asked |= asked.pop("kwargs", {}) | {"return_dict": True}
+            del asked["self"]
+            made = getattr(self, self.base_model_prefix)(**asked)
+            mask = asked.get(MASK)
+            mask = torch.ones_like(asked[TOKENS]) if mask is None else mask
+            embedding = self.pooling(made.last_hidden_state, mask)
+            found = Embedded(sentence_embedding=embedding, hidden_states=made.hidden_states)
+            return found if kwargs.get("return_dict", self.config.return_dict) else found.to_tuple()
+
+        forward.__signature__ = signature  # type: ignore[attr-defined]  # what the exporter reads
+
+    Embedder.__name__ = Embedder.__qualname__ = base.__name__.removesuffix("Model") + "SentenceEmbedding"
+    return Embedder
+
+
+def load_dense(model: PreTrainedModel, name: str, folder: str, commit: str | None) -> set[str]:
+    """Read the weights of sentence-transformers' Dense into an embedding model; their names in it.
+
+    Raises:
+        UserError: no safetensors there, or other weights than the Dense has.
+    """
+    from safetensors.torch import load_file
+
+    if (path := model_file(name, f"{folder}/model.safetensors", commit)) is None:
+        raise UserError(
+            f"model {name} has no {folder}/model.safetensors; save it again with sentence-transformers 3 or "
+            "later"
+        )
+    dense: Any = model.get_submodule("pooling.dense")
+    weights = {key.removeprefix("linear."): value for key, value in load_file(path).items()}
+    wanted = {key: tuple(value.shape) for key, value in dense.state_dict().items()}
+    if (found := {key: tuple(value.shape) for key, value in weights.items()}) != wanted:
+        raise UserError(f"{path} holds {found}, and the model needs {wanted}; save the model again")
+    dense.load_state_dict(weights)
+    return {f"pooling.dense.{key}" for key in weights}

@@ -1,0 +1,79 @@
+"""The layers of an encoder in the order in which they run, and a model that goes on from any of them.
+
+What lies around the layers is always the model's own `forward`, so that every kind of head is computed as the
+model computes it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.models.families.known import family_of
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+@contextmanager
+def resumed(
+    model: "PreTrainedModel", start: int, hidden: "torch.Tensor | None", stop: int | None = None
+) -> Iterator[list[Any]]:
+    """Let a model go on from a hidden state in the block; what it gets as tokens is not looked at.
+
+    Args:
+        model: changed only while the block runs.
+        start: run of a layer that `hidden` is the input of, from 1 on; as many as there are: the head.
+        hidden: [B, L, hidden]; fewer tokens where all that follows reads the first ones only. None: of the
+            embeddings, which the runs before `start` then pass on.
+        stop: the run before which the layers end; the logits then mean nothing. None: all runs.
+
+    Yields:
+        Hidden states behind the last run before `stop`, one for each call of the model.
+    """
+    family = family_of(model.config)
+    names = family.runs(model)
+    stop = len(names) if stop is None else stop
+    made: list[Any] = []
+
+    def run(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        number = next(numbers) % len(names)
+        if not start <= number < stop:
+            passed = args[0] if hidden is None else hidden
+            return (passed, None) if family.layers_return_tuples else passed
+        given = args if hidden is None or number != start else (hidden, *args[1:])
+        output = own(*given, **kwargs)
+        if number == stop - 1:
+            made.append(hidden_of(output))
+        return output
+
+    numbers = count()
+    layers: list[Any] = [model.get_submodule(name) for name in dict.fromkeys(names)]
+    for layer in layers:
+        layer.forward = partial(run, layer.forward)
+    try:
+        yield made
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+@contextmanager
+def first_inputs(model: "PreTrainedModel") -> "Iterator[list[torch.Tensor]]":
+    """What the first layer reads while the block runs, [B, L, hidden], one for each call of the model."""
+    names = family_of(model.config).runs(model)
+    numbers, found = count(), []
+
+    def keep(_: Any, inputs: tuple[Any, ...]) -> None:
+        if next(numbers) % names.count(names[0]) == 0:  # of a shared layer the first run
+            found.append(inputs[0])
+
+    with model.get_submodule(names[0]).register_forward_pre_hook(keep):
+        yield found
+
+
+def hidden_of(output: Any) -> "torch.Tensor":
+    """The hidden state in what a layer returns."""
+    return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]

@@ -1,0 +1,237 @@
+"""What several stages of a run share: its graphs, profiles for its data, and what stages record."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from qdqbench.quantize.engine.backend import preferred_backend
+from qdqbench.quantize.engine.build import gemm_names
+from qdqbench.quantize.engine.cpu.compiled import Compute
+from qdqbench.quantize.engine.cpu.runtimes import compute_type
+from qdqbench.quantize.engine.profiles import Profile, spanning
+from qdqbench.quantize.engine.runtime.buckets import LARGEST_BATCH, bucket_profiles, choose_edges
+from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.tasks.batches import sorted_rows
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.arrays import Int64
+from qdqbench.quantize.utils.calibration_results import LengthBucket, Lengths
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.results import EngineResult, Verification
+from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.system.cpu import find_cpu
+
+FP32, FP16, INT8 = "model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx"
+LAYER_ERRORS = "layer_errors.json"  # of the fake-quant model against FP32
+REWRITES = "rewrites.json"  # how often each rewrite of a graph was made, by file
+GPU = "gpu"  # folder of the engine for GPUs, in a run whose own engine is for this CPU
+GPU_INT8 = f"{GPU}/{INT8}"
+BUILD, VERIFY, ENGINE = "build.json", "verify.json", "engine.json"  # outcomes of these stages
+
+
+def graph_path(session: Session) -> Path:
+    """The graph that the recipe is about."""
+    if session.recipe.quantizes:
+        return session.folder / INT8
+    half = session.recipe.precision.compute == "fp16" and backend_of(session.recipe) not in CPU_BACKENDS
+    return session.folder / (FP16 if half else FP32)
+
+
+def backend_of(recipe: Recipe) -> BackendName:
+    """The backend whose engine a run builds and runs here."""
+    return preferred_backend(recipe.engine.backend)
+
+
+def proves_for_gpu(recipe: Recipe) -> bool:
+    """Whether an engine for GPUs is built ahead of time beside the one for this CPU."""
+    return recipe.quantizes and recipe.engine.backend == "auto" and backend_of(recipe) in CPU_BACKENDS
+
+
+def checked_path(session: Session) -> Path:
+    """The graph that `check` is about: the one for GPUs where there are two."""
+    return session.folder / GPU_INT8 if proves_for_gpu(session.recipe) else graph_path(session)
+
+
+def cpu_compute(recipe: Recipe) -> Compute:
+    """How an engine for this CPU computes what is not quantized."""
+    return compute_type(backend_of(recipe), find_cpu(), recipe.precision.compute)
+
+
+def graph_bytes(session: Session) -> int:
+    """What the weights of all graphs of an export take on the disk."""
+    sizes = {name: weights.numel() for name, weights in session.fp32_model.named_parameters()}
+    whole, int8 = sum(sizes.values()), sum(sizes.get(f"{name}.weight", 0) for name in session.plan.int8)
+    total = (4 + 2) * whole  # the twins in FP32 and FP16
+    if session.recipe.quantizes:
+        total += int8 + (4 if backend_of(session.recipe) in CPU_BACKENDS else 2) * (whole - int8)
+        total += int8 + 2 * (whole - int8) if proves_for_gpu(session.recipe) else 0
+    return total
+
+
+def expected_modules(session: Session) -> set[str]:
+    """Modules whose MatMuls, or whose residual, must be in INT8."""
+    return {*session.plan.int8, *session.plan.attention, *session.plan.residual}
+
+
+def expected_gemms(session: Session) -> list[str]:
+    """ONNX MatMul and Gemm nodes that must run in INT8."""
+    modules = expected_modules(session)
+    return [name for name in gemm_names(graph_path(session)) if module_of(name) in modules]
+
+
+def engine_profiles(session: Session) -> list[Any]:
+    """Optimization profiles of the recipe; for a CPU, whose kernels take every shape, one that holds all.
+
+    With `shapes: auto` those of the evaluation data.
+    """
+    if session.recipe.auto_shapes:
+        return auto_profiles(session)
+    profiles = recipe_profiles(session.recipe)
+    return [spanning(profiles)] if backend_of(session.recipe) in CPU_BACKENDS else profiles
+
+
+def recipe_profiles(recipe: Recipe) -> list[Profile]:
+    """Optimization profiles that a recipe lists; none with `shapes: auto`."""
+    bounds = (zip(each.batch, each.length, strict=True) for each in recipe.engine.profiles)
+    return [Profile(*sizes) for sizes in bounds]
+
+
+def row_lengths(session: Session) -> Int64:
+    """Return the tokens of each row of the evaluation splits, int64 [rows]; labels are not looked at."""
+    return np.concatenate([encoded.lengths for _, encoded in session.eval_splits.values()])
+
+
+def length_edges(session: Session) -> list[int] | None:
+    """Return the lengths that the engine's batches are padded to; None: each to its own longest row.
+
+    Those are the profiles of `shapes: auto`; a CPU's kernels take every length, so that padding buys nothing.
+    """
+    if not session.recipe.auto_shapes or preferred_backend(session.recipe.engine.backend) in CPU_BACKENDS:
+        return None
+    return choose_edges(row_lengths(session), session.recipe.export.max_length)
+
+
+def auto_profiles(session: Session) -> list[Profile]:
+    """Return optimization profiles for the lengths of the evaluation data; for a CPU one for every shape."""
+    batch, longest = session.config.batch_size, session.recipe.export.max_length
+    if edges := length_edges(session):
+        return bucket_profiles(edges, longest, batch)
+    typical = int(np.median(row_lengths(session)))
+    return [Profile((1, 1), (batch, typical), (max(batch, LARGEST_BATCH), longest))]
+
+
+def found_lengths(session: Session) -> Lengths | None:
+    """Return lengths, buckets and profiles of a run with `shapes: auto` for its results; None without."""
+    if not session.recipe.auto_shapes:
+        return None
+    lengths, edges = row_lengths(session), length_edges(session)
+    values, counts = np.unique(lengths, return_counts=True)
+    tokens, longest = int(lengths.sum()), int(lengths.max())
+    ends = np.searchsorted(lengths, edges or (), sorter=np.argsort(lengths), side="right")
+    parts = np.split(np.sort(lengths), ends[:-1])
+    batches = [
+        each
+        for _, encoded in session.eval_splits.values()
+        for each in sorted_rows(encoded.lengths, session.config.batch_size, edges)
+    ]
+    return Lengths(
+        splits=list(session.eval_splits),
+        rows=len(lengths),
+        tokens=tokens,
+        shortest=int(lengths.min()),
+        median=float(np.median(lengths)),
+        p90=int(np.percentile(lengths, 90, method="higher")),
+        longest=longest,
+        histogram=[(int(value), int(count)) for value, count in zip(values, counts, strict=True)],
+        buckets=[
+            LengthBucket(length=edge, rows=len(part), tokens=int(part.sum()))
+            for edge, part in zip(edges or (), parts, strict=False)
+        ],
+        padding=1 - tokens / sum(length * len(rows) for length, rows in batches),
+        longest_padding=1 - tokens / (longest * len(lengths)),
+        profiles=list(map(str, auto_profiles(session))),
+    )
+
+
+def graph_for_tensorrt(session: Session, graph: Path) -> Path | None:
+    """The run's graph in the form for TensorRT: its own, or the one beside a graph for CPUs."""
+    if backend_of(session.recipe) not in CPU_BACKENDS:
+        return graph
+    beside = session.folder / GPU_INT8
+    return beside if beside.is_file() else None
+
+
+class Skipped(Strict):
+    """Why a stage has no result."""
+
+    skipped: str
+
+
+class EngineRun(Strict):
+    """How the engine was evaluated; its answers are logits/engine.npz."""
+
+    detail: str  # what ran, on what, with how much memory
+    memory: dict[str, Any]  # `EngineMemory`
+
+
+Result = TypeVar("Result", bound=Strict)
+
+
+def write_outcome(path: Path, outcome: Strict) -> Path:
+    """Write the outcome of a stage, and return its path."""
+    files.write_json(path, outcome.model_dump(mode="json"))
+    return path
+
+
+def read_built(folder: Path) -> EngineResult | Skipped:
+    """Return the engine of a run directory.
+
+    Raises:
+        UserError: it was not asked for yet, or the record is of another version.
+    """
+    if not (folder / BUILD).is_file():
+        raise UserError(f"{folder} has no engine yet; run `qdqbench build {folder}` first")
+    return _read_outcome(folder / BUILD, EngineResult)
+
+
+def engine_file(folder: Path, built: EngineResult) -> Path:
+    """Return the path of a run directory's engine.
+
+    Raises:
+        UserError: the record names a file elsewhere.
+    """
+    if Path(built.file).name != built.file:
+        raise UserError(
+            f"{folder / BUILD} names an engine outside of the run, {built.file!r}; run "
+            f"`qdqbench build {folder}` again"
+        )
+    return folder / "engine" / built.file
+
+
+def read_verified(folder: Path) -> Verification | Skipped:
+    """Return the verification of a run directory's engine; skipped where nobody asked.
+
+    Raises:
+        UserError: the record is of another version.
+    """
+    path = folder / VERIFY
+    return _read_outcome(path, Verification) if path.is_file() else Skipped(skipped="not asked for")
+
+
+def read_engine_run(folder: Path) -> EngineRun | Skipped:
+    """Return how the engine of a run directory was evaluated.
+
+    Raises:
+        UserError: the record is of another version.
+    """
+    return _read_outcome(folder / ENGINE, EngineRun)
+
+
+def _read_outcome(path: Path, schema: type[Result]) -> Result | Skipped:
+    value = files.read_json(path)
+    skipped = isinstance(value, dict) and "skipped" in value
+    about = "record of a stage", f"run `qdqbench build {path.parent}` again"
+    return read(path, Skipped, *about) if skipped else read(path, schema, *about)

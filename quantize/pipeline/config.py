@@ -1,0 +1,163 @@
+"""The configuration of a run from what a user asked for."""
+
+from collections.abc import Sequence
+
+from qdqbench.quantize.models.families.known import BERT, family_of
+from qdqbench.quantize.models.identity import says_pooling
+from qdqbench.quantize.models.load import class_names, load_config
+from qdqbench.quantize.models.pooling import MODES, Pooling
+from qdqbench.quantize.pipeline.session import RunConfig
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, validated
+from qdqbench.quantize.recipe.sections import AUTO
+from qdqbench.quantize.tasks.labels import with_values_of
+from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task, of_embeddings, with_classes
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+from qdqbench.quantize.utils.errors import UserError
+
+
+def find_recipe(name: str, model: str | None, revision: str | None = None) -> Recipe:
+    """A recipe by name, which may be family-free, or from a YAML file.
+
+    Args:
+        name: as of `recipe.schema.load_recipe`.
+        model: folder or hub id; None: the embedded default.
+        revision: of a hub model.
+
+    Raises:
+        UserError: no such recipe, none for the model's family, or a model that cannot be read.
+    """
+    return load_recipe(name, lambda: BERT if model is None else family_of(load_config(model, revision)))
+
+
+def adapted(
+    recipe: Recipe, *, max_length: int | None = None, backend: str | None = None, shapes: str | None = None
+) -> Recipe:
+    """A recipe for what a call asks for beside it; None: as the recipe has it.
+
+    Args:
+        recipe: not changed.
+        max_length: tokens of a sample: it is cut there, and the longest profiles end there.
+        backend: of the engine.
+        shapes: "auto": profiles follow the data.
+
+    Raises:
+        UserError: no such backend or shapes, or what the recipe asks for does not go with them.
+    """
+    data, asked = recipe.model_dump(mode="json"), []
+    if shapes is not None:
+        if shapes != AUTO:
+            raise UserError(
+                f"--shapes {shapes} is not known; give auto, or write engine.shapes into a recipe"
+            )
+        data["engine"]["shapes"] = AUTO
+        asked.append("shapes of the data")
+    if backend is not None:
+        data["engine"]["backend"] = backend
+        asked.append(f"backend {backend}")
+    if max_length is not None:
+        data["export"]["max_length"] = max_length
+        kept = data["engine"]["shapes"]
+        longest = max((each.length[2] for each in recipe.engine.profiles), default=max_length)
+        for each in [] if kept == AUTO else [kept] if isinstance(kept, dict) else kept:
+            each["length"] = [
+                max_length if size == longest else min(size, max_length) for size in each["length"]
+            ]
+        asked.append(f"{max_length} tokens")
+    return validated(data, f"recipe {recipe.name} for {', '.join(asked)}") if asked else recipe
+
+
+def find_task(  # noqa: PLR0913
+    *,
+    model: str | None,
+    task: str | None,
+    text_column: Sequence[str] | None = None,
+    label_column: str | None = None,
+    num_labels: int | None = None,
+    metric: Sequence[str] | None = None,
+) -> Task:
+    """The task that was asked for; without model and task that of the embedded default.
+
+    Raises:
+        UserError: a model without a task, a task without a model, or as `tasks.task.get_task`.
+    """
+    if (model is None) != (task is None):
+        raise UserError("--model and --task belong together; give both, or neither for the embedded default")
+    if task is None:
+        return EMBEDDED
+    return get_task(
+        task,
+        text_columns=text_column or (),
+        label_column=label_column,
+        num_labels=num_labels,
+        metrics=metric or (),
+    )
+
+
+def asked_pooling(mode: str | None, normalize: bool) -> Pooling | None:
+    """What --pooling and --normalize ask for.
+
+    Raises:
+        UserError: an unknown mode, or normalization alone.
+    """
+    if mode is None:
+        if normalize:
+            raise UserError("--normalize belongs to --pooling; give both")
+        return None
+    if mode not in MODES:
+        raise UserError(f"--pooling {mode} is not known; choose from {', '.join(MODES)}")
+    return Pooling(mode=mode, normalize=normalize)
+
+
+def run_config(  # noqa: PLR0913
+    recipe: Recipe,
+    *,
+    model: str | None = None,
+    revision: str | None = None,
+    task: str | None = None,
+    data: str = "hub",
+    text_column: Sequence[str] | None = None,
+    label_column: str | None = None,
+    num_labels: int | None = None,
+    metric: Sequence[str] | None = None,
+    pooling: str | None = None,
+    normalize: bool = False,
+    batch_size: int = 32,
+    seed: int = 0,
+    limit: int | None = None,
+    command: str = "qdqbench run",
+) -> RunConfig:
+    """What a run with these options was asked to do.
+
+    Raises:
+        UserError: as `find_task`, a revision without a model, or an embedding model and a task that cannot
+            judge it.
+    """
+    chosen = find_task(
+        model=model,
+        task=task,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+    )
+    if revision is not None and model is None:
+        raise UserError(f"--revision {revision} belongs to --model with a hub id; give that too")
+    if model is not None and chosen.kind.names_classes:
+        chosen = with_classes(chosen, class_names(model, revision, chosen.kind))
+    if model is not None and chosen.kind is CLASSIFICATION:
+        chosen = with_values_of(chosen, data, class_names(model, revision, chosen.kind))
+    asked = asked_pooling(pooling, normalize)
+    if model is not None and (asked or says_pooling(model, revision)):
+        chosen = of_embeddings(chosen, metric or ())
+    return RunConfig(
+        recipe=recipe,
+        model=model,
+        revision=revision,
+        pooling=asked,
+        task=chosen,
+        data=data,
+        limit=limit,
+        batch_size=batch_size,
+        seed=seed,
+        command=command,
+    )

@@ -1,0 +1,223 @@
+"""Find what `inspect` needs: the layer table of a run, an engine or a saved JSON; its graph and recipe."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from qdqbench.quantize.engine import backend as trt
+from qdqbench.quantize.engine import log
+from qdqbench.quantize.engine.facts import graph_of
+from qdqbench.quantize.engine.layers import parse_inspector_json, read_table
+from qdqbench.quantize.engine.runtime.cpu import CpuEngine
+from qdqbench.quantize.engine.runtime.engine import Engine
+from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar, sidecar_path
+from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.graph.modules import recipe_modules
+from qdqbench.quantize.pipeline.artifacts import BUILD, Skipped, checked_path, graph_path, read_built
+from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.limits import CPU_BACKENDS
+from qdqbench.quantize.utils.results import LayerRow
+from qdqbench.quantize.utils.schema import read
+from qdqbench.quantize.utils.system.gpu import find_gpu
+
+MEASURED = ("gpu", "cpu")  # places where kernel times are measured
+
+
+@dataclass
+class InspectTarget:
+    """A layer table and what belongs to it, as far as it was found."""
+
+    name: str
+    layers: list[LayerRow]
+    onnx: Path | None = None
+    recipe: str | None = None  # shipped name or file
+    engine: Path | None = None
+    sidecar: Sidecar | None = None
+    folder: Path | None = None  # run directory
+
+
+def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None) -> InspectTarget:
+    """Read the layer table of a run directory, an .engine file or a saved JSON.
+
+    Args:
+        onnx: the graph; None: the one that the engine was built from, where it is beside it.
+        recipe: the recipe; None: the run's.
+
+    Raises:
+        UserError: nothing to read, or files that do not belong together.
+        MissingDevice: an engine without a saved layer table, and no GPU to load it.
+    """
+    if path.is_dir():
+        found = _run(path)
+    elif path.suffix == ".engine":
+        found = _engine(path)
+    else:
+        found = InspectTarget(path.name, read_table(path))
+    found.onnx, found.recipe = onnx or found.onnx, recipe or found.recipe
+    if recipe and found.onnx is None:
+        raise UserError(f"--recipe needs the ONNX graph that {path} was made from; give --onnx FILE")
+    return found
+
+
+def checked_graph(path: Path) -> tuple[Path, str | None]:
+    """The ONNX file that `check` reads, and the recipe that it is held to: of a run directory its own.
+
+    Raises:
+        UserError: a folder that is no run directory, or has no graph yet.
+    """
+    if not path.is_dir():
+        return path, None
+    session = Session(read_config(path), path)
+    graph = checked_path(session)
+    if not graph.is_file():
+        raise UserError(f"{path} has no {graph.name} yet; `qdqbench export {path}` writes it")
+    return graph, str(path / "recipe.yaml")
+
+
+def expectations(target: InspectTarget) -> tuple[list[str] | None, int]:
+    """ONNX GEMMs, and the number of attentions, that the recipe wants in INT8; (None, 0) without one."""
+    if target.onnx is None or target.recipe is None:
+        return None, 0
+    if not load_recipe(target.recipe).quantizes:
+        return [], 0
+    graph, modules = graph_of(target.onnx), recipe_modules(target.onnx, target.recipe)
+    gemms = [name for name in (*graph.linears, *graph.products) if module_of(name) in modules]
+    return gemms, sum(module_of(name) in modules for name in graph.softmaxes)
+
+
+def measure_times(
+    target: InspectTarget, place: str, batch: int | None, length: int | None
+) -> tuple[dict[str, float], str]:
+    """Kernel times on this GPU or CPU, and the shape they were measured at.
+
+    Raises:
+        UserError: a saved JSON, which cannot run, or an engine for the other place.
+        MissingDevice: no GPU.
+        CheckFailed: no profile takes the shape, or the engine fails.
+    """
+    import numpy as np
+
+    if target.engine is None:
+        raise UserError(
+            f"{target.name} cannot run; give a run directory or an .engine file, or a saved profile"
+        )
+    on_cpu = target.sidecar is not None and target.sidecar.backend in CPU_BACKENDS
+    if on_cpu != (place == "cpu"):
+        right = "cpu" if on_cpu else "gpu"
+        raise UserError(f"the engine of {target.name} runs on a {right.upper()}; give --profile {right}")
+    if not on_cpu and find_gpu() is None:
+        raise MissingDevice("--profile gpu runs the engine, and CUDA shows no GPU here; give a saved profile")
+
+    load = partial(CpuEngine, profile=True) if on_cpu else Engine
+    with load(target.engine, target.onnx) as engine:
+        opt = engine.profiles[0].opt
+        shape = (batch or opt[0], length or opt[1])
+        feeds = {name: np.full(shape, 1 if "mask" in name else 0, dtype=np.int64) for name in engine.inputs}
+        return engine.kernel_times(feeds), f"batch {shape[0]}, {shape[1]} tokens"
+
+
+def _run(folder: Path) -> InspectTarget:
+    """A run directory, whose engine must be of its present graph."""
+    session = Session(read_config(folder), folder)
+    built = read_built(folder)
+    if isinstance(built, Skipped):
+        raise MissingDevice(f"{folder} has no engine: {built.skipped}")
+    table = folder / "layers.json"
+    engine = folder / "engine" / built.file
+    found = InspectTarget(
+        name=str(folder),
+        layers=read_table(table if table.is_file() else folder / BUILD),
+        onnx=graph_path(session),
+        recipe=str(folder / "recipe.yaml"),
+        engine=engine,
+        sidecar=_sidecar(engine),
+        folder=folder,
+    )
+    _check_graph(found)
+    return found
+
+
+def _engine(path: Path) -> InspectTarget:
+    """An engine file with its sidecar; in a run directory with its recipe."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; give a run directory, an .engine file or a saved JSON")
+    sidecar = _sidecar(path)
+    folder = path.resolve().parent.parent
+    run = folder if (folder / "run.json").is_file() else None
+    places = (path.with_name(sidecar.onnx), folder / sidecar.onnx)
+    onnx = next((place for place in places if place.is_file()), None)
+    recipe = (
+        folder / "recipe.yaml" if run and onnx == places[1] and _built_file(folder) == path.name else None
+    )
+    found = InspectTarget(
+        name=str(path),
+        layers=_engine_layers(path, sidecar),
+        onnx=onnx,
+        recipe=str(recipe) if recipe and recipe.is_file() else None,
+        engine=path,
+        sidecar=sidecar,
+        folder=run if recipe else None,
+    )
+    if onnx:
+        _check_graph(found)
+    return found
+
+
+def _engine_layers(path: Path, sidecar: Sidecar) -> list[LayerRow]:
+    """The saved table that is certainly this engine's; else the inspector's, which needs the GPU."""
+    own, folder = path.with_suffix(".layers.json"), path.resolve().parent
+    if own.is_file():
+        return read_table(own)
+    for place in (folder, folder.parent):
+        if _built_file(place) == path.name and (place / "layers.json").is_file():
+            return read_table(place / "layers.json")
+    if (folder / "layers.json").is_file() and len(list(folder.glob("*.engine"))) == 1:
+        return read_table(folder / "layers.json")
+    if sidecar.backend in CPU_BACKENDS:
+        return CpuEngine(path).kernels()
+    if find_gpu() is None:
+        raise MissingDevice(
+            f"{path} has no saved layer table ({own.name}), and reading it from the engine takes the GPU "
+            "that it is for; build it again, or inspect it there"
+        )
+    check_sidecar(path)
+    backend = trt.choose_backend(sidecar.backend)  # type: ignore[arg-type]
+    with log.capture(backend.module) as (logger, _):
+        text = trt.inspect_engine(backend.module, logger, path.read_bytes())
+    if text is None:
+        raise MissingDevice(
+            f"{backend.name} {backend.version} cannot load {path} here; build it on this machine"
+        )
+    return parse_inspector_json(text)
+
+
+def _sidecar(engine: Path) -> Sidecar:
+    path = sidecar_path(engine)
+    if not path.is_file():
+        raise UserError(
+            f"{path} does not exist, so nothing says what {engine.name} is; build the engine again"
+        )
+    return read(path, Sidecar, "engine sidecar", "build the engine again")
+
+
+def _built_file(folder: Path) -> str | None:
+    """Name of the engine that a run directory built."""
+    path = folder / BUILD
+    built = files.read_json(path) if path.is_file() else None
+    name = built.get("file") if isinstance(built, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _check_graph(target: InspectTarget) -> None:
+    """Names of another graph would prove nothing about this engine."""
+    assert target.onnx is not None
+    assert target.sidecar is not None
+    if not target.onnx.is_file():
+        raise UserError(f"{target.onnx}, which the engine was built from, does not exist; give --onnx FILE")
+    if files.sha256(target.onnx) != target.sidecar.onnx_sha256:
+        raise UserError(
+            f"{target.engine} was built from another {target.onnx.name} than the one at hand; build it again"
+        )

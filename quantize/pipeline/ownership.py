@@ -1,0 +1,340 @@
+"""Ownership of an output folder: whose run it holds, one process at a time, and its default name.
+
+A folder belongs to a kind of command, a recipe name, a model and a task. All else may change from call to
+call: an edited recipe, a model retrained in place, other data, seeds and limits are the same run, whose stale
+stages run again. A model is the same at the same place (hub: id and revision), or with the same files.
+"""
+
+import os
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
+
+from qdqbench.quantize.models.identity import model_fingerprint
+from qdqbench.quantize.pipeline.session import CONFIG, RunConfig, Session, read_config
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.system.process import is_main_process
+from qdqbench.quantize.utils.system.secrets import hide_credentials
+
+MARK = ".qdqbench.json"
+LOCK, HOLDER = ".lock", ".lock.json"  # the holder in its own file: others read it while the lock is held
+LONGEST_COMMAND = 200  # characters of the holder's command in an error
+RUNS = Path("runs")
+LONGEST_NAME = 64  # characters of a model in the name of a folder
+PLAIN = re.compile(r"model|checkpoint.*|seed-\d+")  # last parts of a path that name no model
+KINDS = {  # what a folder holds, in words, and the file of one that is finished
+    "run": ("run", "results.json"),
+    "sensitivity": ("sensitivity run", "sensitivity.json"),
+    "methods": ("table of methods", "methods.json"),
+    "search": ("search", "search.json"),
+    "auto": ("ladder", "auto.json"),
+    "finetune": ("fine-tuning", "finetune.json"),
+    "study": ("study", "study.json"),
+    "bench": ("bench", "bench.json"),
+    "compare": ("comparison", "compare.json"),
+}
+
+
+class RunIdentity(Strict):
+    """The run that a folder belongs to; `MARK` in it."""
+
+    schema_version: Literal[1] = 1
+    kind: str  # of `KINDS`
+    recipe: str | None = None  # its name; None: there are several, or none
+    model: str | None = None  # absolute path, or hub id with @REVISION; None: the embedded default
+    model_sha256: str | None = None
+    task: str | None = None
+
+    def same(self, other: "RunIdentity") -> bool:
+        """Return whether a command of one identity may resume in a folder of the other."""
+        one, two = ((each.kind, each.recipe, each.task) for each in (self, other))
+        return one == two and self._same_model(other)
+
+    def _same_model(self, other: "RunIdentity") -> bool:
+        same_files = self.model_sha256 is not None and self.model_sha256 == other.model_sha256
+        return self.model == other.model or same_files
+
+    def describe(self, other: "RunIdentity | None" = None) -> str:
+        """Name the recipe, model and task; with `other` only those that differ from it."""
+        if self.kind == "compare":
+            return "finished runs"
+        parts = []
+        if self.recipe and (other is None or self.recipe != other.recipe):
+            parts.append(f"recipe {self.recipe}")
+        if other is None or not self._same_model(other):
+            parts.append(f"model {self.model}" if self.model else "the embedded default")
+        if self.task and self.task != "embedded" and (other is None or self.task != other.task):
+            parts.append(f"task {self.task}")
+        return ", ".join(parts)
+
+
+def identity_of(kind: str, session: Session) -> RunIdentity:
+    """Return the identity of a session's folder.
+
+    Raises:
+        UserError: its model cannot be found.
+    """
+    config = session.config
+    return RunIdentity(
+        kind=kind,
+        recipe=None if kind == "auto" else config.recipe.name,
+        model=model_location(config.model, config.revision),
+        model_sha256=session.model_sha256 if config.model else None,
+        task=config.task.name,
+    )
+
+
+def training_identity(kind: str, model: str | None, revision: str | None, task: str) -> RunIdentity:
+    """Return the identity of a folder of trainings.
+
+    Raises:
+        UserError: the model cannot be found.
+    """
+    sha256 = None if model is None else model_fingerprint(model, revision)
+    return RunIdentity(kind=kind, model=model_location(model, revision), model_sha256=sha256, task=task)
+
+
+def model_location(model: str | None, revision: str | None = None) -> str | None:
+    """Return where a model is from any working directory: an absolute path, or hub id and revision."""
+    if model is None:
+        return None
+    path = Path(model)
+    return str(path.resolve()) if path.exists() else model + (f"@{revision}" if revision else "")
+
+
+def default_folder(kind: str, model: str | None, *names: str) -> Path:
+    """Return where a command writes without --out: runs/[KIND-]MODEL-..., MODEL only where given."""
+    parts = ["" if kind == "run" else kind, "" if model is None else model_name(model), *names]
+    return RUNS / "-".join(filter(None, parts))
+
+
+def run_folder(kind: str, config: RunConfig, out: str | Path | None) -> Path:
+    """Return the folder that was asked for, else runs/[KIND-]MODEL-RECIPE-TASK."""
+    if out is not None:
+        return Path(out)
+    return default_folder(kind, config.model, config.recipe.name, config.task.name)
+
+
+def model_name(model: str) -> str:
+    """Return a model's name for file names, from the last part of its path or hub id that names it."""
+    parts = [part for part in (Path(model).resolve() if Path(model).exists() else Path(model)).parts if part]
+    kept: list[str] = []
+    for part in reversed(parts):
+        if part != "model" or len(parts) == 1:
+            kept.insert(0, part)
+        if not PLAIN.fullmatch(part):
+            break
+    name = re.sub(r"[^\w.-]+", "-", "-".join(kept)).strip("-.")
+    return name[-LONGEST_NAME:].lstrip("-.") or "model"
+
+
+@contextmanager
+def owned_folder(
+    folder: Path,
+    identity: RunIdentity,
+    *,
+    replace: bool = False,
+    ready: Callable[[], object] = lambda: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[None]:
+    """Hold a folder for one run in this process; a command that fails before any result leaves it as it was.
+
+    Args:
+        replace: move what an earlier command left there to an unused FOLDER.old, whatever it belongs to.
+        ready: raises where the command cannot work; called before anything is written or moved.
+        say: called with what was moved, and where it is.
+
+    Raises:
+        UserError: the folder belongs to another run, holds other files, is in use or cannot be written; or as
+            `ready` raises.
+    """
+    if not is_main_process():
+        yield
+        return
+    _require_owner(folder, identity, replace)  # before a lock is written into a folder of somebody else
+    files.require_writable(folder)
+    with locked_folder(folder):
+        owner = _require_owner(folder, identity, replace)
+        ready()
+        if owner is not None and replace:
+            say(f"{folder}: {_describe(folder, owner)} is now in {_set_aside(folder)}")
+            owner = None
+        try:
+            files.write_json(folder / MARK, identity.model_dump(mode="json"))
+            yield
+        finally:
+            if owner is None:
+                _remove_unfinished(folder)
+
+
+@contextmanager
+def open_session(folder: str | Path) -> Iterator[Session]:
+    """Hold the folder of a run that was started, and return its session.
+
+    Raises:
+        UserError: no run directory, or another process holds it.
+    """
+    path = Path(folder)
+    read_config(path)  # before a lock is written into a folder of somebody else
+    with locked_folder(path):
+        yield Session(read_config(path), path)
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder, which is created where missing; may nest within a process.
+
+    The lock is the kernel's and ends with its process, however that ends. Of the processes of a launcher the
+    main one holds it for all.
+
+    Raises:
+        UserError: another process holds it, or the folder cannot be written.
+    """
+    if not is_main_process():
+        yield
+        return
+    created = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        empty = bool(created) or not any(folder.iterdir())
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.resolve() / LOCK, is_singleton=True)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(
+            f"{folder} is in use by {_holder(folder)}; wait until that ends, or give another --out folder"
+        ) from error
+    except OSError as error:
+        raise files.cannot_write(folder, error) from error
+    outermost = lock.lock_counter == 1
+    try:
+        if outermost:
+            files.write_json(folder / HOLDER, _this_process())
+        yield
+    finally:
+        if outermost:
+            (folder / HOLDER).unlink(missing_ok=True)
+            if empty and [*folder.iterdir()] == [folder / LOCK]:  # refused input leaves nothing there
+                (folder / LOCK).unlink()
+                with suppress(OSError):  # another process has come
+                    for each in created:
+                        each.rmdir()
+        lock.release()
+
+
+def locked_for_reading(folder: Path) -> AbstractContextManager[None]:
+    """Return `locked_folder` for a folder that is only read; one on a read-only disk needs no lock."""
+    return locked_folder(folder) if os.access(folder, os.W_OK) else nullcontext()
+
+
+def _require_owner(folder: Path, identity: RunIdentity, replace: bool) -> RunIdentity | None:
+    """Return the identity of a folder; None where it holds nothing.
+
+    Raises:
+        UserError: it may not be used for `identity`.
+    """
+    kind = KINDS[identity.kind][0]
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; give --out a folder")
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if not names - {LOCK, HOLDER}:
+        return None
+    if (owner := _read_owner(folder)) is None:
+        raise UserError(f"{folder} holds other files than a {kind}; give --out an empty or new folder")
+    if not replace and not owner.same(identity):
+        wanted = identity.describe(owner)
+        if identity.kind != owner.kind:
+            wanted = f"a {kind} of {identity.describe()}"
+        raise UserError(
+            f"{folder} holds {_describe(folder, owner)}, and asked for is {wanted}; give another --out, or "
+            f"--replace to move that to {_unused(folder)} and start over"
+        )
+    return owner
+
+
+def _read_owner(folder: Path) -> RunIdentity | None:
+    """Return the identity in a folder; of a run without a mark, such as a step of `auto`, by its settings."""
+    if (folder / MARK).is_file():
+        return read(folder / MARK, RunIdentity, "mark of a folder", "give another --out")
+    if not (folder / CONFIG).is_file():
+        return None
+    config = read_config(folder)
+    model = model_location(config.model, config.revision)
+    return RunIdentity(kind="run", recipe=config.recipe.name, model=model, task=config.task.name)
+
+
+def _describe(folder: Path, owner: RunIdentity) -> str:
+    kind, result = KINDS[owner.kind]
+    return f"a{' finished' if (folder / result).is_file() else 'n unfinished'} {kind} of {owner.describe()}"
+
+
+def _unused(folder: Path) -> Path:
+    """Return FOLDER.old, or FOLDER.old-2 and so on where that exists."""
+    place, number = folder.resolve(), 1
+    while (old := place.with_name(f"{place.name}.old{f'-{number}' if number > 1 else ''}")).exists():
+        number += 1
+    return old
+
+
+def _set_aside(folder: Path) -> Path:
+    """Move what a folder holds, but its lock, to a new folder next to it; return that.
+
+    Raises:
+        UserError: it cannot be moved, as out of a mounted folder; what is there is not touched.
+    """
+    old = _unused(folder)
+    # the mark last: a folder that was moved in part has an owner
+    paths = sorted(folder.iterdir(), key=lambda path: path.name == MARK)
+    try:
+        old.mkdir()
+        for path in paths:
+            if path.name not in (LOCK, HOLDER):
+                path.rename(old / path.name)
+    except OSError as error:
+        with suppress(OSError):
+            old.rmdir()
+        raise UserError(
+            f"cannot move what is in {folder} to {old} ({error.strerror}); give another --out folder"
+        ) from error
+    return old
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what a command that came to no result recorded of what it was asked for."""
+    paths = [path for path in folder.rglob("*") if not path.is_dir()]
+    requested = {folder / name for name in (MARK, CONFIG, "recipe.yaml", LOCK, HOLDER)}
+    if requested.issuperset(paths):
+        for path in paths:
+            if path.name not in (LOCK, HOLDER):
+                path.unlink()
+        for path in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
+            path.rmdir()
+
+
+def _this_process() -> dict[str, Any]:
+    words = [Path(sys.argv[0]).name, *(hide_credentials(word) for word in sys.argv[1:])]
+    return {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "since": datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds"),
+        "command": shlex.join(words),
+    }
+
+
+def _holder(folder: Path) -> str:
+    try:
+        holder: dict[str, Any] = files.read_json(folder / HOLDER)
+        command = " ".join(str(holder["command"]).split())
+        short = command if len(command) <= LONGEST_COMMAND else f"{command[:LONGEST_COMMAND]}..."
+        return f"process {holder['process']} on {holder['host']} since {holder['since']} (`{short}`)"
+    except (UserError, KeyError, TypeError):
+        return "another process"  # which has not written yet who it is

@@ -1,0 +1,192 @@
+"""The order of the stages, and which of them can be skipped because nothing changed."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from qdqbench.quantize.pipeline.session import CONFIG, RunConfig, Session
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.results import Timing
+from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.system.environment import made_with
+from qdqbench.quantize.utils.system.process import freeze_gc, interruption, measured
+
+STAGES_FILE = "stages.json"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step: a function from the session to the files it wrote."""
+
+    name: str
+    run: Callable[[Session], list[Path]]
+    needs: tuple[str, ...]  # stages whose outputs it reads
+    inputs: Callable[[Session], Any]  # everything else that its outputs depend on, as JSON values
+    recorded: Callable[[Session], None] = lambda session: None  # called once its outputs are in the manifest
+
+
+class Done(Strict):
+    """One finished stage in the manifest."""
+
+    key: str
+    outputs: dict[str, str]  # path inside the run directory -> sha256
+    notes: list[str]
+    warnings: list[str]
+    made_with: dict[str, Any]
+    wall_s: float
+    cpu_s: float
+    peak_rss_bytes: int
+
+
+class _Manifest(Strict):
+    schema_version: Literal[1] = 1
+    stages: dict[str, Done] = {}
+
+
+def open_run(config: RunConfig, folder: Path) -> Session:
+    """Start or resume a run directory inside a folder that this process holds, and record its configuration.
+
+    Raises:
+        UserError: the folder holds something that is not a run.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; give --out a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} holds other files than a run; give --out an empty or new folder")
+    files.write_json(folder / CONFIG, config.model_dump(mode="json"))
+    return Session(config, folder)
+
+
+def run_stages(
+    session: Session,
+    stages: Iterable[Stage],
+    announce: Callable[[str, bool], None] = lambda name, reused: None,
+) -> dict[str, Timing]:
+    """Run stages in order; one whose key and files are as it left them is reused.
+
+    Args:
+        session: in a folder that this process holds.
+        stages: in an order in which each stage's needs come first.
+        announce: called with a stage's name, and whether it is reused, before it runs.
+
+    Returns:
+        Cost of each stage; a reused one has the cost of the run that made it.
+    """
+    timings: dict[str, Timing] = {}
+    freeze_gc()
+    manifest = _read(session.folder / STAGES_FILE)
+    for stage in stages:
+        interruption.raise_if_pending()
+        key, done = _key(session, stage, manifest), manifest.stages.get(stage.name)
+        reused = done is not None and done.key == key and _intact(session.folder, done)
+        announce(stage.name, reused)
+        if done is None or not reused:
+            manifest.stages.pop(stage.name, None)
+            done = manifest.stages[stage.name] = _run_stage(session, stage, key, done)
+            files.write_json(session.folder / STAGES_FILE, manifest.model_dump(mode="json"))
+        session.notes = [*dict.fromkeys([*session.notes, *done.notes])]
+        session.warnings = [*dict.fromkeys([*session.warnings, *done.warnings])]
+        timings[stage.name] = timing(done, reused=reused)
+        stage.recorded(session)
+        interruption.raise_if_pending()
+    return timings
+
+
+def _run_stage(session: Session, stage: Stage, key: str, before: Done | None) -> Done:
+    """Run a stage, and remove the files of its run `before` that it no longer writes."""
+    noted, warned = len(session.notes), len(session.warnings)
+    with measured() as cost:
+        outputs = stage.run(session)
+    hashes = {str(path.relative_to(session.folder)): files.sha256(path) for path in outputs}
+    _remove_stale(session.folder, before, hashes)
+    return Done(
+        key=key,
+        outputs=hashes,
+        notes=session.notes[noted:],
+        warnings=session.warnings[warned:],
+        made_with=made_with(),
+        wall_s=cost.wall_s,
+        cpu_s=cost.cpu_s,
+        peak_rss_bytes=cost.peak_rss_bytes,
+    )
+
+
+def timing(done: Done, *, reused: bool) -> Timing:
+    """Cost of a finished stage."""
+    return Timing(wall_s=done.wall_s, cpu_s=done.cpu_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused)
+
+
+def finished(folder: Path) -> dict[str, Done]:
+    """What the finished stages of a run directory left, by name."""
+    return _read(folder / STAGES_FILE).stages
+
+
+def made_otherwise(folder: Path, names: Iterable[str]) -> str:
+    """Which finished stages other code or libraries made, so that they are made again; empty where none."""
+    known, here = finished(folder), made_with()
+    stale = [name for name in names if name in known and known[name].made_with != here]
+    if not stale:
+        return ""
+    was = known[stale[0]].made_with.get("versions", {})
+    moved = [
+        f"{name} {was[name]} (now {now})"
+        for name, now in here["versions"].items()
+        if was.get(name, now) != now
+    ]
+    other = ", ".join(moved) or "other code of qdqbench"
+    return f"{', '.join(stale)} made again: what is there was made with {other}"
+
+
+def forget_others(folder: Path, known: Iterable[str]) -> None:
+    """Remove the files of stages that this run does not have: an earlier recipe in the folder left them."""
+    path = folder / STAGES_FILE
+    manifest = _read(path)
+    for name in set(manifest.stages) - set(known):
+        _remove_stale(folder, manifest.stages.pop(name), {})
+        files.write_json(path, manifest.model_dump(mode="json"))
+
+
+def ancestors(stages: dict[str, Stage], targets: Iterable[str]) -> list[Stage]:
+    """The targets and all that they need, in the order of `stages`."""
+    wanted = set(targets)
+    for name in reversed(stages):
+        if name in wanted:
+            wanted.update(stages[name].needs)
+    return [stage for name, stage in stages.items() if name in wanted]
+
+
+def _key(session: Session, stage: Stage, manifest: _Manifest) -> str:
+    """Hash of everything that a stage's outputs depend on."""
+    needs = {name: manifest.stages[name].outputs for name in stage.needs if name in manifest.stages}
+    known = {
+        "stage": stage.name,
+        **made_with(),
+        "needs": needs,
+        "inputs": stage.inputs(session),
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _intact(folder: Path, done: Done) -> bool:
+    return all(
+        (folder / n).is_file() and files.sha256(folder / n) == digest for n, digest in done.outputs.items()
+    )
+
+
+def _remove_stale(folder: Path, before: Done | None, now: dict[str, str]) -> None:
+    """Files of an earlier recipe in this folder would be taken for this one's."""
+    for name in set(before.outputs if before else ()) - set(now):
+        if (folder / name).resolve().is_relative_to(folder.resolve()):  # whatever the manifest says
+            (folder / name).unlink(missing_ok=True)
+
+
+def _read(path: Path) -> _Manifest:
+    """No manifest, or an unreadable one, means that nothing can be reused."""
+    try:
+        return read(path, _Manifest, "list of stages", "run them again")
+    except UserError:
+        return _Manifest()

@@ -1,0 +1,273 @@
+"""One run: its configuration and folder, and the models and data that its stages share, loaded lazily."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration.bias import biased
+from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
+from qdqbench.quantize.models.families.known import require_family
+from qdqbench.quantize.models.identity import embedding_notes, model_fingerprint
+from qdqbench.quantize.models.load import class_names, load_model, tokenizer_of, use_tanh_gelu
+from qdqbench.quantize.models.modules import module_table
+from qdqbench.quantize.models.pooling import Pooling
+from qdqbench.quantize.recipe.plan import Plan, resolve
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.tasks.batches import CalibrationBatches
+from qdqbench.quantize.tasks.rows import encode, load_split, require_order
+from qdqbench.quantize.tasks.sources import Split, has_only_texts
+from qdqbench.quantize.tasks.task import Task, check_model_fits
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.types.encoded import Encoded
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.progress import report_phase
+from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.training_results import LogRow
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+CONFIG = "run.json"
+QAT = "qat"  # folder of the trained model
+
+
+class RunConfig(Strict):
+    """What a run was asked to do; `run.json` in the run directory."""
+
+    schema_version: Literal[1] = 1
+    recipe: Recipe
+    model: str | None  # folder or hub id; None: the embedded default
+    task: Task
+    revision: str | None = None  # of a hub model: branch, tag or commit; None: its default branch
+    pooling: Pooling | None = None  # of a plain encoder that is measured as an embedding model
+    data: str  # "hub", "hub:OWNER/NAME", either with "@REVISION", or a folder
+    limit: int | None = None  # evaluate on this many samples only
+    batch_size: int = 32
+    seed: int = 0
+    command: str = "qdqbench run"
+
+
+def read_config(folder: Path) -> RunConfig:
+    """Configuration of an existing run directory.
+
+    Raises:
+        UserError: no run directory, or one of another version.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UserError(
+            f"{folder} is no run directory (it has no {CONFIG}); start one with `qdqbench run --out {folder}`"
+        )
+    again = f"run the command that started it again with --out {folder}, which keeps its finished stages"
+    return read(path, RunConfig, "run configuration", again)
+
+
+def require_fit(recipe: Recipe, model: str, config: Any) -> None:
+    """Hold a recipe to a model's configuration; `model` names it in errors.
+
+    Raises:
+        UserError: another family, or too few positions.
+    """
+    recipe.model.describe()  # another recipe may have described this type since
+    longest = require_family(recipe.name, recipe.model.family, model, config).positions(config)
+    if recipe.export.max_length > longest:
+        raise UserError(
+            f"export.max_length is {recipe.export.max_length}, but model {model} has "
+            f"{longest} positions; lower export.max_length and engine.shapes.length"
+        )
+
+
+def require_teachable(recipe: Recipe, task: Task) -> None:
+    """Refuse to learn from labels that teach nothing.
+
+    Raises:
+        UserError: QAT with labels, of a task whose kind has no loss on them.
+    """
+    if recipe.qat and recipe.qat.distill.labels and task.kind.loss is None:
+        raise UserError(
+            f"qat.distill.labels is {recipe.qat.distill.labels:g}, but embeddings learn from those of FP32 "
+            "alone; set it to 0"
+        )
+
+
+@dataclass
+class Session:
+    """A run in progress."""
+
+    config: RunConfig
+    folder: Path
+    progress: Callable[[float, float], None] = lambda done, total: None  # of the current stage
+    notes: list[str] = field(default_factory=list)  # how data were read, what was calibrated
+    warnings: list[str] = field(default_factory=list)  # what a reader of the report must know
+    report: Callable[[LogRow, int], None] = lambda row, steps: None  # a line of the training log
+    say: Callable[[str], None] = lambda text: None  # told what is to know before a run goes on
+    alarm: Callable[[str], None] = lambda text: None  # told what makes the rest of a run worth nothing
+    accelerator: "Accelerator | None" = None  # of several processes; None: made when it is needed
+    before_training: Callable[[], None] = lambda: None  # the other processes wait for this
+
+    @property
+    def recipe(self) -> Recipe:
+        """The resolved recipe."""
+        return self.config.recipe
+
+    @property
+    def model_name(self) -> str:
+        """Folder or hub id of the model; of the embedded default it is inside the run directory."""
+        return self.config.model or str(self.folder / "embedded" / "model")
+
+    @property
+    def data_source(self) -> str:
+        """Where splits come from."""
+        return self.config.data if self.config.model else str(self.folder / "embedded" / "data")
+
+    @functools.cached_property
+    def model_sha256(self) -> str:
+        """Hash of the model's files; of id and commit for a hub model."""
+        return model_fingerprint(self.model_name, self.config.revision)
+
+    @functools.cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The model's fast tokenizer."""
+        return tokenizer_of(self.model_name, self.config.revision, self.config.task.kind)
+
+    @property
+    def pad_id(self) -> int:
+        """Token id of padding."""
+        return int(self.tokenizer.pad_token_id)
+
+    def new_model(self) -> "PreTrainedModel":
+        """A fresh FP32 model, checked against the task."""
+        asked = self.config
+        report_phase("loading the model")
+        model = load_model(self.model_name, asked.revision, asked.task.kind, asked.pooling)
+        config = model.config
+        require_teachable(self.recipe, asked.task)
+        if asked.task.kind.embeds:
+            said = embedding_notes(self.model_name, asked.revision, self.recipe.export.max_length)
+            self.warnings += [line for line in said if line not in self.warnings]
+        require_fit(self.recipe, self.model_name, config)
+        check_model_fits(
+            self.config.task, model_labels=int(config.num_labels or 0), problem_type=config.problem_type
+        )
+        return model
+
+    def new_int8_model(self) -> "PreTrainedModel":
+        """A fresh FP32 model with the activation that the recipe's INT8 graph computes."""
+        model = self.new_model()
+        if self.recipe.export.gelu == "tanh":
+            use_tanh_gelu(model, self.model_name)
+        return model
+
+    @functools.cached_property
+    def fp32_model(self) -> "PreTrainedModel":
+        """The FP32 model, shared by the stages that do not change it."""
+        return self.new_model()
+
+    @contextmanager
+    def fp32_shifted(self) -> Iterator["PreTrainedModel"]:
+        """The FP32 model with the shifts of calibration: it answers as before, with INT8's hidden states."""
+        with biased(self.fp32_model, [shift.added for shift in self.ptq_record.shifts.values()]):
+            yield self.fp32_model
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The recipe resolved for this model."""
+        model = self.fp32_model
+        return resolve(self.recipe, module_table(model), model.base_model_prefix)
+
+    def new_ptq_model(self) -> "PreTrainedModel":
+        """The calibrated fake-quant model, rebuilt from calibration.json."""
+        model = self.new_int8_model()
+        ptq.restore(model, self.plan, self.ptq_record)
+        return model
+
+    def new_qat_model(self) -> "PreTrainedModel":
+        """The trained fake-quant model, rebuilt from the files of the QAT stage."""
+        name = str(self.folder / QAT / "model")
+        report_phase("loading the model")
+        model = load_model(name, kind=self.config.task.kind)
+        if self.recipe.export.gelu == "tanh":
+            use_tanh_gelu(model, name)
+        ptq.restore(model, self.plan, read_record(self.record_path))
+        return model
+
+    @property
+    def ptq_record(self) -> CalibrationRecord:
+        """What calibration found, before QAT."""
+        return read_record(self.folder / "calibration.json")
+
+    @property
+    def record_path(self) -> Path:
+        """The calibration record of the graph that is exported."""
+        return self.folder / QAT / "calibration.json" if self.recipe.qat else self.folder / "calibration.json"
+
+    @functools.cached_property
+    def fake_quant_model(self) -> "PreTrainedModel":
+        """The fake-quant model that is exported: after QAT where the recipe has it, else after PTQ."""
+        return self.new_qat_model() if self.recipe.qat else self.new_ptq_model()
+
+    def split(self, name: str, *, limit: int | None, seed: int | None = None, labelled: bool = True) -> Split:
+        """A split of the run's data, and its notes."""
+        split = load_split(
+            self.config.task, self.data_source, name, limit=limit, seed=seed, labelled=labelled
+        )
+        self.notes += [note for note in split.notes if note not in self.notes]
+        self.warnings += [line for line in split.warnings if line not in self.warnings]
+        return split
+
+    def calibration_batches(self) -> CalibrationBatches:
+        """The draw of the recipe's calibration section."""
+        settings = self.recipe.calibration
+        task = self.config.task
+        texts = has_only_texts(task, self.data_source, settings.split)
+        labelled = not (task.kind.calibrates_unlabelled or texts)
+        split = self.split(settings.split, limit=settings.samples, seed=settings.seed, labelled=labelled)
+        return CalibrationBatches(
+            split,
+            self.config.task,
+            self.tokenizer,
+            self.recipe.export.max_length,
+            settings.batch_size,
+            self.pad_id,
+        )
+
+    def require_inputs(self, *, calibrates: bool = True, evaluates: bool = True) -> None:
+        """Find out what is wrong with model, recipe or data before anything is written.
+
+        Raises:
+            UserError: they cannot be loaded, or do not fit each other.
+        """
+        if self.config.model is None:
+            return
+        self.plan  # noqa: B018
+        if calibrates and self.recipe.quantizes:
+            known = [*self.notes], [*self.warnings]
+            self.calibration_batches()
+            self.notes, self.warnings = known  # what there is to note is noted by the stage that calibrates
+        if evaluates:
+            self.eval_splits  # noqa: B018
+
+    @functools.cached_property
+    def eval_splits(self) -> dict[str, tuple[Split, Encoded]]:
+        """Evaluation splits with their tokens (MNLI has two)."""
+        task, found = self.config.task, {}
+        for name in task.eval_splits:
+            report_phase(f"reading {name}")
+            split = self.split(name, limit=self.config.limit)
+            if task.kind is CLASSIFICATION:
+                require_order(split, task, class_names(self.model_name, self.config.revision, task.kind))
+            encoded = encode(split, task, self.tokenizer, self.recipe.export.max_length)
+            found[name] = split, encoded
+            self.warnings += [line for line in encoded.warnings if line not in self.warnings]
+        return found
+
+    @property
+    def gold(self) -> dict[str, Any]:
+        """What each evaluation split is scored against, as the kind of task has it."""
+        return {name: encoded.gold for name, (_, encoded) in self.eval_splits.items()}

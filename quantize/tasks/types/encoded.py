@@ -1,0 +1,149 @@
+"""A split as tokens: its rows, which of their tokens give answers, and to which samples rows belong."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qdqbench.quantize.utils.arrays import Array, Batch, Int64
+
+IndexedBatch = tuple[Int64, Batch]
+
+
+class Units(NamedTuple):
+    """The tokens of one row that give answers, and what each of them is about, as its kind says."""
+
+    positions: Int64  # [answers]
+    about: Int64  # [answers] or [answers, 2]
+
+
+class Layout(NamedTuple):
+    """How the samples of a split became rows."""
+
+    samples: Int64  # of each row, ascending
+    units: list[Units]  # of each row; empty where a row has one answer
+
+
+class Targets(NamedTuple):
+    """What a kind makes of the labels of a split."""
+
+    labels: Array  # to learn from, of each answer
+    gold: Any = None  # what samples are scored against; None: the labels
+    warnings: tuple[str, ...] = ()  # what a reader of the report must know
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A whole split as tokens, without padding."""
+
+    input_ids: list[Int64]  # of each row
+    token_type_ids: list[Int64]
+    labels: Array  # to learn from, [answers] or [answers, ...]
+    truncated: int  # rows that lost tokens
+    positions: list[Int64] | None = None  # of each row: its tokens that give answers; None: one answer a row
+    samples: Int64 | None = None  # of each row, each first seen in ascending order; None: each row is one
+    scored: Any = None  # what samples are scored against; None: the labels
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.input_ids)
+
+    @property
+    def gold(self) -> Any:
+        """What samples are scored against; its length is the number of samples."""
+        return self.labels if self.scored is None else self.scored
+
+    @property
+    def lengths(self) -> Int64:
+        """Tokens of each row, [rows]."""
+        return np.array([len(ids) for ids in self.input_ids], dtype=np.int64)
+
+    @property
+    def longest(self) -> Int64:
+        """Tokens of the longest row of each sample, [samples]."""
+        found = np.zeros(len(self.gold), dtype=np.int64)
+        np.maximum.at(found, np.arange(self.rows) if self.samples is None else self.samples, self.lengths)
+        return found
+
+    @cached_property
+    def answers(self) -> Int64:
+        """Number of answers of each row, [rows]."""
+        if self.positions is None:
+            return np.ones(self.rows, dtype=np.int64)
+        return np.array([len(kept) for kept in self.positions], dtype=np.int64)
+
+    @property
+    def sample_of_answers(self) -> Int64:
+        """The sample of each answer, [answers]."""
+        return np.repeat(np.arange(self.rows) if self.samples is None else self.samples, self.answers)
+
+    @cached_property
+    def _ends(self) -> Int64:
+        return np.cumsum(self.answers)
+
+    def batch(self, rows: Iterable[int], pad_id: int) -> IndexedBatch:
+        """Rows, int64 [B], and their tokens, padded to the longest of them, int64 [B, L]."""
+        return pad([(row, self.input_ids[row], self.token_type_ids[row]) for row in rows], pad_id)
+
+    def kept(self, rows: Int64, made: Any) -> Any:
+        """The answers [answers, width] of rows in what a model made of them, [B, width] or [B, L, width].
+
+        Both are a tensor or an array.
+        """
+        if self.positions is None:
+            return made
+        places = np.repeat(np.arange(len(rows)), self.answers[rows])
+        return made[places, np.concatenate([self.positions[row] for row in rows])]
+
+    def answers_of(self, rows: Int64) -> Int64:
+        """Where the answers of some rows stand among those of all, row after row."""
+        if self.positions is None:
+            return np.asarray(rows)
+        ends, counts = self._ends[rows], self.answers[rows]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.asarray(np.repeat(ends - counts, counts) + within)
+
+    def places(self, rows: Int64) -> tuple[Int64, Int64]:
+        """`answers_of` some rows, and the number of answers of each of them."""
+        return self.answers_of(rows), self.answers[rows]
+
+    def rows_of(self, samples: Int64) -> Int64:
+        """Rows of some samples, sample after sample."""
+        if self.samples is None:
+            return samples
+        first, last = (np.searchsorted(self.samples, samples, side) for side in ("left", "right"))
+        return np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)]).astype(np.int64)
+
+    def part(self, samples: Int64) -> "Encoded":
+        """Some samples as a split of their own, in their order."""
+        rows = self.rows_of(samples)
+        return Encoded(
+            [self.input_ids[row] for row in rows],
+            [self.token_type_ids[row] for row in rows],
+            self.labels[self.answers_of(rows)],
+            truncated=0,
+            positions=None if self.positions is None else [self.positions[row] for row in rows],
+            samples=None
+            if self.samples is None
+            else np.repeat(np.arange(len(samples)), np.bincount(self.samples)[samples]),
+            scored=None if self.scored is None else self.scored[samples],
+        )
+
+
+def pad(samples: list[tuple[int, Int64, Int64]], pad_id: int) -> IndexedBatch:
+    """One batch of (row, input_ids, token_type_ids), padded to the longest row."""
+    shape = len(samples), max(len(ids) for _, ids, _ in samples)
+    batch = {
+        "input_ids": np.full(shape, pad_id, dtype=np.int64),
+        "attention_mask": np.zeros(shape, dtype=np.int64),
+        "token_type_ids": np.zeros(shape, dtype=np.int64),
+    }
+    for row, (_, ids, types) in enumerate(samples):
+        batch["input_ids"][row, : len(ids)] = ids
+        batch["attention_mask"][row, : len(ids)] = 1
+        batch["token_type_ids"][row, : len(ids)] = types
+    return np.array([index for index, _, _ in samples], dtype=np.int64), batch

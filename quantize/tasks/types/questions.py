@@ -1,0 +1,248 @@
+"""Extractive question answering: the first and the last token of the answer in a context."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.quantize.tasks.types.classification import TEXTS, kl
+from qdqbench.quantize.tasks.types.encoded import Layout, Targets, Units
+from qdqbench.quantize.tasks.types.kind import SAME, Described, TaskKind, mean_over_rows
+from qdqbench.quantize.tasks.types.scores import of_sums, ratio
+from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
+
+if TYPE_CHECKING:
+    import datasets
+    import torch
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalized(text: str) -> str:
+    """Lower case, without punctuation, the articles a, an and the, and doubled spaces."""
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(answer: str, right: Sequence[str]) -> float:
+    """1 where an answer is one of the right ones, or none where there is none, else 0."""
+    return float(normalized(answer) in _known(right))
+
+
+def f1(answer: str, right: Sequence[str]) -> float:
+    """The largest F1 of an answer's words with a right one's; as `exact_match` where either has none."""
+    return max(_overlap(normalized(answer).split(), known.split()) for known in _known(right))
+
+
+def _known(right: Sequence[str]) -> list[str]:
+    return [text for text in map(normalized, right) if text] or [""]
+
+
+def _overlap(made: list[str], known: list[str]) -> float:
+    if not made or not known:
+        return float(made == known)
+    same = sum((Counter(made) & Counter(known)).values())
+    return 2 * same / (len(made) + len(known))
+
+
+# as transformers' examples/pytorch/question-answering/utils_qa.py has them
+BEST = 20  # starts, and ends, of a window that are combined
+LONGEST = 30  # tokens of an answer
+NO_ANSWER = 0  # position of the token that stands for none: the first
+PADDING = -1e9  # a logit that no probability is left of
+EXACT, F1, COUNT = range(3)  # columns of a table
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Questions with their contexts and answers, and the windows that a context is read in."""
+
+    contexts: list[str]  # of each sample
+    answers: list[list[str]]  # of each sample, all that are right; none where the context has no answer
+    windows: list[list[Int64]]  # of each sample: where in the context each token is [tokens, 2], or -1
+    unanswerable: bool  # some questions of the split have no answer, so that none is an answer
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    def __getitem__(self, samples: Int64) -> "Questions":
+        contexts, answers = [self.contexts[i] for i in samples], [self.answers[i] for i in samples]
+        return Questions(contexts, answers, [self.windows[i] for i in samples], self.unanswerable)
+
+    @property
+    def tokens(self) -> Int64:
+        """Tokens of each window of each sample, [windows]."""
+        return np.array([len(spans) for windows in self.windows for spans in windows], dtype=np.int64)
+
+    def by_window(self, values: Array) -> list[Array]:
+        """Values of tokens, [answers, ...], as one array a window."""
+        return np.split(values, np.cumsum(self.tokens)[:-1])
+
+
+def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
+    context, uneven, lost = task.text_columns[1], 0, 0
+    for row in dataset.select_columns([context, task.label_column]):
+        texts, starts = (row[task.label_column][name] for name in ("text", "answer_start"))
+        if len(texts) != len(starts):
+            uneven += 1
+        elif any(row[context][at : at + len(text)] != text for text, at in zip(texts, starts, strict=True)):
+            lost += 1
+    if uneven:
+        return f"have as many answer_start as text in all but {uneven} of {len(dataset)} rows; correct them"
+    if lost:
+        return (
+            f"are not at their answer_start in column {context!r} in {lost} of {len(dataset)} rows; count "
+            "characters from 0, and give the text as it stands in the context"
+        )
+    return ""
+
+
+def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+    rows = dataset.select_columns([*task.text_columns, task.label_column])[:]
+    answers = rows[task.label_column]
+    windows: list[list[Int64]] = [[] for _ in answers]
+    labels = []
+    for sample, (_, spans) in zip(layout.samples, layout.units, strict=True):
+        windows[sample].append(spans)
+        labels.append(_mark(spans, answers[sample]))
+    texts = [list(each["text"]) for each in answers]
+    gold = Questions(list(rows[task.text_columns[1]]), texts, windows, not all(texts))
+    return Targets(np.concatenate(labels), gold)
+
+
+def _mark(spans: Int64, answers: Any) -> Floats:
+    """1 at first and last token of the first answer, [tokens, 2]; at `NO_ANSWER` where it is not whole."""
+    marks = np.zeros((len(spans), 2), dtype=np.float32)
+    first = last = NO_ANSWER
+    if answers["text"]:
+        start = answers["answer_start"][0]
+        end = start + len(answers["text"][0])
+        inside = np.flatnonzero(spans[:, 0] >= 0)
+        if len(inside) and spans[inside[0], 0] <= start and end <= spans[inside[-1], 1]:
+            first = inside[np.flatnonzero(spans[inside, 0] <= start)[-1]]
+            last = inside[np.flatnonzero(spans[inside, 1] >= end)[0]]
+    marks[first, 0] = marks[last, 1] = 1
+    return marks
+
+
+def _units(encoding: Any) -> Units:
+    """Every token, and where in the context it stands."""
+    spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    outside = np.array([sequence != 1 for sequence in encoding.sequence_ids], dtype=bool)
+    spans[outside] = -1
+    return Units(np.arange(len(spans)), spans)
+
+
+def _predict(logits: Floats, gold: Questions) -> Array:
+    """The text of the best span of each question, as in transformers' examples; empty: no answer."""
+    scores, found = iter(gold.by_window(logits)), []
+    for context, windows in zip(gold.contexts, gold.windows, strict=True):
+        best, text, none = -np.inf, "", np.inf
+        for spans in windows:
+            window = next(scores)
+            none = min(none, float(window[NO_ANSWER].sum()))
+            score, first, last = _best_span(window, spans)
+            if score > best:
+                best, text = score, context[spans[first, 0] : spans[last, 1]]
+        found.append("" if gold.unanswerable and none > best else text)
+    return np.array(found, dtype=str)
+
+
+def _best_span(logits: Floats, spans: Int64) -> tuple[float, int, int]:
+    """Score, first and last token of the best answer in a window; -inf where it has no context."""
+    inside = np.flatnonzero(spans[:, 0] >= 0)
+    starts, ends = (inside[np.argsort(-logits[inside, side], kind="stable")[:BEST]] for side in (0, 1))
+    long = ends[None] - starts[:, None] + 1
+    scores = np.where(
+        (long >= 1) & (long <= LONGEST), logits[starts, 0][:, None] + logits[ends, 1][None], -np.inf
+    )
+    if not scores.size:
+        return -np.inf, NO_ANSWER, NO_ANSWER
+    row, column = np.unravel_index(int(scores.argmax()), scores.shape)
+    return float(scores[row, column]), int(starts[row]), int(ends[column])
+
+
+def _table(predicted: Array, gold: Questions) -> Array:
+    pairs = [*zip(predicted.tolist(), gold.answers, strict=True)]
+    return np.array(
+        [(exact_match(text, right), f1(text, right), 1) for text, right in pairs], dtype=np.float64
+    )
+
+
+def _divergence(reference: Float64, logits: Float64, gold: Questions) -> Float64:
+    """Mean over windows of the mean of both ends' KL over the tokens, in nat."""
+    pairs = zip(gold.by_window(reference), gold.by_window(logits), strict=True)
+    each = np.array([kl(before.T, after.T).mean() for before, after in pairs])
+    samples = np.repeat(np.arange(len(gold)), [len(windows) for windows in gold.windows])
+    return np.asarray(np.bincount(samples, each) / np.bincount(samples))
+
+
+def _log_probabilities(logits: "torch.Tensor", answers: "torch.Tensor") -> "torch.Tensor":
+    """Over the tokens of each window, [windows, tokens, 2]."""
+    import torch
+    from torch.nn import functional
+    from torch.nn.utils.rnn import pad_sequence
+
+    rows = torch.split(logits.float(), answers.tolist())
+    windows = pad_sequence([*rows], batch_first=True, padding_value=PADDING)
+    return functional.log_softmax(windows, dim=1)
+
+
+def _loss(logits: "torch.Tensor", labels: "torch.Tensor", answers: "torch.Tensor") -> "torch.Tensor":
+    """Cross entropy over the tokens of a window, mean of both ends (Devlin et al. 2018, section 4.2)."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    marks = pad_sequence([*torch.split(labels, answers.tolist())], batch_first=True)
+    return -(marks * _log_probabilities(logits, answers)).sum() / 2
+
+
+def _distance(
+    logits: "torch.Tensor", teacher: "torch.Tensor", temperature: float, answers: "torch.Tensor"
+) -> "torch.Tensor":
+    """KL(teacher || student) T^2 over the tokens of a window, mean of both ends."""
+    from torch.nn import functional
+
+    student, target = (_log_probabilities(each / temperature, answers) for each in (logits, teacher))
+    return functional.kl_div(student, target, reduction="sum", log_target=True) * temperature**2 / 2
+
+
+QUESTIONS = TaskKind(
+    name="question answering",
+    model_class="AutoModelForQuestionAnswering",
+    architecture="ForQuestionAnswering",
+    problem_type=None,
+    outputs={"start_logits": ("batch", "length"), "end_logits": ("batch", "length")},
+    head="a start and an end for each token",
+    text_type=TEXTS,
+    text_values="texts",
+    label_type=r"struct<(?=.*\btext: (large_)?list<)(?=.*\banswer_start: (large_)?list<\w+: u?int).*>",
+    label_values="objects with the lists text and answer_start",
+    label_problem=_label_problem,
+    targets=_targets,
+    metrics={
+        "f1": of_sums(lambda sums: ratio(sums[:, F1], sums[:, COUNT])),
+        "exact_match": of_sums(lambda sums: ratio(sums[:, EXACT], sums[:, COUNT])),
+    },
+    default_metrics=("f1", "exact_match"),
+    predict=_predict,
+    table=_table,
+    right=lambda table: np.asarray(table[:, EXACT] == 1),
+    divergence_name="kl",
+    divergence=_divergence,
+    loss=_loss,
+    distance=_distance,
+    distance_unit=lambda answers: 1.0,  # nat
+    mean_loss=mean_over_rows(_loss),
+    constant=lambda logits, labels: bool(np.ptp(logits, axis=0).max() <= SAME),
+    width=2,
+    expected=lambda gold: int(gold.tokens.sum()),
+    units=_units,
+    text_columns=(2, 2),
+    windows=True,
+    label_texts=lambda gold, names: [" / ".join(dict.fromkeys(each)) or "no answer" for each in gold.answers],
+    calibrates_unlabelled=True,
+)

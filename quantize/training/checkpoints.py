@@ -1,0 +1,200 @@
+"""Training checkpoints: written whole or not at all, proven by hash, and bound to one run.
+
+Accelerate writes and reads the state itself; what it rotates would lose the best checkpoint, and damage or
+another run's state would be loaded without a word.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.schema import Strict, read
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+CHECKPOINT_FILE = "checkpoint.json"
+WEIGHTS = "model.safetensors"
+KEPT = 2  # the last, and the one before it in case the last is damaged; their best are kept as well
+
+
+class _Manifest(Strict):
+    schema_version: Literal[1] = 1
+    identity: dict[str, Any]  # what the run is of, as JSON values
+    state: dict[str, Any]  # of the training loop
+    files: dict[str, str]  # name -> sha256
+
+    @property
+    def best_step(self) -> int:
+        """Whose weights the run would end with."""
+        return int(self.state["best_step"])
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint of this run."""
+
+    folder: Path
+    state: dict[str, Any]
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    accelerator: "Accelerator",
+    *,
+    identity: dict[str, Any],
+    state: dict[str, Any],
+) -> None:
+    """Write a checkpoint from all processes; the others go, but for the one before and the best of both.
+
+    Args:
+        accelerator: holds model, optimizer and scheduler.
+        identity: what a resumed run must share.
+        state: of the training loop, with `best_step`, whose checkpoint is kept as well.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    final = at(folder, step)
+    temporary = folder / f".{final.name}.tmp"
+
+    def prepare() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def finish() -> None:
+        hashes = {path.name: files.sha256(path) for path in sorted(temporary.iterdir())}
+        written = _Manifest(identity=identity, state=state, files=hashes)
+        files.write_json(temporary / CHECKPOINT_FILE, written.model_dump(mode="json"))
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        # later ones were passed over as damaged
+        kept = [path for path in _all(folder) if path.name <= final.name][:KEPT]
+        known = filter(None, map(_manifest, kept))
+        for other in set(_all(folder)) - {*kept, *(at(folder, each.best_step) for each in known)}:
+            shutil.rmtree(other)
+
+    main = accelerator.is_main_process
+    _together(accelerator, folder, prepare if main else None)
+    _together(accelerator, folder, lambda: accelerator.save_state(str(temporary)))
+    _together(accelerator, folder, finish if main else None)
+
+
+def at(folder: Path, step: int) -> Path:
+    """Folder of the checkpoint of a step."""
+    return folder / f"step-{step:08d}"
+
+
+def find(folder: Path, identity: dict[str, Any], notes: list[str]) -> Checkpoint | None:
+    """The last whole checkpoint of a run, if any.
+
+    Args:
+        identity: of the run that wants to go on.
+        notes: gets a line for each damaged checkpoint that is passed over.
+
+    Raises:
+        UserError: a checkpoint of another run (recipe, model, data, processes, arithmetic).
+    """
+    for found in _all(folder):
+        manifest = _manifest(found)
+        if manifest is not None:
+            _require_same(found, manifest.identity, identity)
+        bad = _damaged(found)
+        if manifest is not None and not bad:
+            best = at(folder, manifest.best_step)
+            bad = [f"{best.name}/{name}" for name in _damaged(best)]  # the run would end without weights
+            if not bad:
+                return Checkpoint(found, manifest.state)
+        notes.append(f"checkpoint {found.name} is damaged ({', '.join(bad)}); it is passed over")
+    if _all(folder):
+        notes.append("no whole checkpoint was left; the training began again")
+    return None
+
+
+def require_whole(folder: Path) -> None:
+    """Check a checkpoint that will be read once more.
+
+    Raises:
+        UserError: it is gone or damaged.
+    """
+    if bad := _damaged(folder):
+        raise UserError(
+            f"{folder} is damaged ({', '.join(bad)}); run the same command again, which goes on from an "
+            "older checkpoint"
+        )
+
+
+def _require_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    differing = [
+        f"{key} (there {_short(there.get(key))}, here {_short(here.get(key))})"
+        for key in {**there, **here}
+        if there.get(key) != here.get(key)
+    ]
+    if differing:
+        raise UserError(
+            f"{folder} is a checkpoint of another run: it differs in {', '.join(differing)}; go on with "
+            "what it was started with, or give another --out, or remove it to begin again"
+        )
+
+
+def _all(folder: Path) -> list[Path]:
+    """Checkpoints, the last first."""
+    return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
+
+
+def _manifest(folder: Path) -> _Manifest | None:
+    """What a checkpoint says of itself; None where that cannot be read."""
+    try:
+        return read(folder / CHECKPOINT_FILE, _Manifest, "checkpoint", "go on from another")
+    except UserError:
+        return None
+
+
+def _damaged(folder: Path) -> list[str]:
+    """Files of a checkpoint that are not as they were written."""
+    manifest = _manifest(folder)
+    if manifest is None:
+        return [CHECKPOINT_FILE]
+    return [
+        name
+        for name, digest in manifest.files.items()
+        if Path(name).name != name or not (folder / name).is_file() or files.sha256(folder / name) != digest
+    ]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 24 else f"{text[:12]}..."
+
+
+def _together(accelerator: "Accelerator", folder: Path, work: Callable[[], Any] | None) -> None:
+    """Do the work of this process and wait for the others; all stop when one cannot write."""
+    from accelerate.utils import gather_object
+
+    problem = ""
+    try:
+        if work is not None:
+            work()
+    except Exception as error:  # OSError, and what torch and safetensors make of it
+        problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    for text in filter(None, gather_object([problem])):
+        raise UserError(
+            f"checkpoints cannot be written into {folder} ({text}); make room or choose another --out"
+        )
+
+
+def load_best(checkpoint: Path, model: Any) -> None:
+    """Give a model the weights of a checkpoint, in place.
+
+    Raises:
+        UserError: as `require_whole`.
+    """
+    from safetensors.torch import load_model
+
+    require_whole(checkpoint)
+    load_model(model, checkpoint / WEIGHTS)

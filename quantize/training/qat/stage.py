@@ -1,0 +1,208 @@
+"""Quantization-aware training: the PTQ model goes on learning from its FP32 original, with Q/DQ in place.
+
+Placement and first scales are those of PTQ (`calibration.json`). The teacher is the FP32 model (Hinton et al.
+2015, arXiv 1503.02531); its answers are computed once. What comes out is an ordinary Hugging Face folder, and
+a calibration record: together they rebuild the trained fake-quant model bit for bit.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.calibration.fakequant.quantizers import enabled_quantizers
+from qdqbench.quantize.calibration.record import (
+    CalibrationRecord,
+    quantizer_state,
+    read_record,
+    require_plausible,
+    write_record,
+)
+from qdqbench.quantize.calibration.smoothing import take_back
+from qdqbench.quantize.calibration.splitting import merge
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.pipeline.session import QAT, Session
+from qdqbench.quantize.recipe.training import Qat
+from qdqbench.quantize.training.loop import train
+from qdqbench.quantize.training.processes import group, launched, leave, new_accelerator
+from qdqbench.quantize.training.qat.modelopt import save_modelopt
+from qdqbench.quantize.training.record import CHECKPOINTS, RECORD, blank_run, finished
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.system.environment import made_with
+from qdqbench.quantize.utils.system.process import is_main_process
+from qdqbench.quantize.utils.system.quiet import quiet
+from qdqbench.quantize.utils.training_results import TrainingRun
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+
+def train_qat(session: Session) -> list[Path]:
+    """The stage: train, and write `qat/`."""
+    if session.accelerator is None and launched() > 1:
+        raise UserError(
+            f"{launched()} processes would each go through this run; under a launcher use `-m qdqbench qat`"
+        )
+    session.before_training()
+    return train_quantized(session, session.accelerator or new_accelerator(settings_of(session).precision))
+
+
+def settings_of(session: Session) -> Qat:
+    """The recipe's QAT section.
+
+    Raises:
+        UserError: it has none.
+    """
+    settings = session.recipe.qat
+    if settings is None:
+        raise UserError(
+            f"recipe {session.recipe.name} has no qat section; add one such as `qat: {{epochs: 3}}`, or take "
+            "a shipped recipe whose name ends in -qat"
+        )
+    if not session.recipe.quantizes:
+        raise UserError(f"recipe {session.recipe.name} quantizes nothing, so its qat section has no object")
+    return settings
+
+
+def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
+    """Take a run up to its training, and train on all processes that a launcher started.
+
+    The main process does PTQ alone, before the processes meet: ModelOpt's calibration would wait for the
+    others. They wait where the process group is made, and end when there is nothing to train.
+
+    Args:
+        lead: runs the stages up to the named one; called in the main process.
+    """
+    from accelerate.utils import broadcast_object_list
+
+    if is_main_process():
+        lead("ptq")
+    with group():
+        accelerator = new_accelerator(settings_of(session).precision)
+        if not is_main_process():
+            if broadcast_object_list([None])[0]:
+                train_quantized(session, accelerator)
+            return
+        told = False
+
+        def tell() -> None:
+            nonlocal told
+            told = True
+            broadcast_object_list([True])
+
+        session.accelerator, session.before_training = accelerator, tell
+        try:
+            lead("qat")
+        finally:
+            session.accelerator, session.before_training = None, lambda: None
+            if not told:
+                broadcast_object_list([False])
+
+
+def train_quantized(session: Session, accelerator: "Accelerator") -> list[Path]:
+    """Train on every process; the main one writes the files.
+
+    Raises:
+        UserError: a checkpoint of another run.
+        CheckFailed: the training diverged, or what was written does not rebuild the model.
+    """
+    from qdqbench.quantize.calibration.fakequant import native
+    from qdqbench.quantize.training.qat.job import new_job, prepare_student, training_data
+
+    settings = settings_of(session)
+    record = read_record(session.folder / "calibration.json")
+    data, fingerprint = training_data(session, settings)
+    model = prepare_student(session, settings)
+    job = new_job(session, settings, accelerator, model, data)
+    job.identity = _identity(session, settings, record, fingerprint)
+    run = blank_run(settings, data, accelerator)
+    run.parameters = sum(p.numel() for p in model.parameters())
+    outcome = train(job, accelerator)
+    leave()  # what follows is done by the main process alone
+    native.settle(model)
+    native.use_modelopt(model)
+    run = finished(run, outcome).model_copy(update={"folder": "model", "notes": job.notes})
+    session.notes += job.notes
+    return write_trained(session, model.cpu(), record, run) if accelerator.is_main_process else []
+
+
+def _identity(session: Session, settings: Qat, record: CalibrationRecord, fingerprint: str) -> dict[str, Any]:
+    """What makes two runs the same; JSON values."""
+    recipe = session.recipe
+    placed = [rule.model_dump(mode="json") for rule in recipe.rules], recipe.attention, recipe.export.gelu
+    return {
+        "job": "qat",
+        **made_with(),
+        "model": session.model_sha256,
+        "task": session.config.task.model_dump(mode="json"),
+        "data": fingerprint,
+        "max_length": recipe.export.max_length,
+        "recipe": hashlib.sha256(str(placed).encode()).hexdigest(),
+        "calibration": hashlib.sha256(record.model_dump_json().encode()).hexdigest(),
+        **settings.model_dump(mode="json"),
+    }
+
+
+def write_trained(
+    session: Session, model: "PreTrainedModel", record: CalibrationRecord, run: TrainingRun
+) -> list[Path]:
+    """Write model, record and training log, and prove that they rebuild the trained model."""
+    folder = session.folder / QAT
+    trained = trained_record(model, record)
+    with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
+        _save_plain(session, model, trained, temporary)
+    write_record(folder / "calibration.json", trained)
+    with files.atomic_folder(folder / "modelopt") as temporary, quiet("transformers"):
+        save_modelopt(model, temporary)
+    require_rebuilt(session, model)
+    files.write_text(folder / RECORD, run.model_dump_json(indent=2) + "\n")
+    written = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in written if CHECKPOINTS not in path.relative_to(folder).parts)
+
+
+def remove_checkpoints(session: Session) -> None:
+    """Once the stage is recorded: killed before, it goes on from the last one and trains no step again."""
+    shutil.rmtree(session.folder / QAT / CHECKPOINTS, ignore_errors=True)
+
+
+def trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> CalibrationRecord:
+    """The calibration record with the final amax; what was added to biases is in the trained ones.
+
+    Raises:
+        CheckFailed: an amax that is no longer plausible.
+    """
+    states = {
+        name: quantizer_state(name, quantizer, record.quantizers[name].rms)
+        for name, quantizer in enabled_quantizers(model).items()
+    }
+    require_plausible(states)
+    return record.model_copy(update={"quantizers": states, "shifts": {}, "centers": {}, "biases": {}})
+
+
+def _save_plain(session: Session, model: "PreTrainedModel", record: CalibrationRecord, folder: Path) -> None:
+    """An ordinary Hugging Face folder: no quantizers, no smoothing factors in the weights, no copies."""
+    plain = session.new_model()
+    weights = merge(take_back(model, record.smoothing), record.splits, family_of(model.config))
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+    plain.save_pretrained(folder)
+    session.tokenizer.save_pretrained(folder)
+
+
+def require_rebuilt(session: Session, model: "PreTrainedModel") -> None:
+    """Rebuild the model from its files, and compare every weight and scale bit for bit.
+
+    Raises:
+        CheckFailed: names what differs.
+    """
+    import torch
+
+    rebuilt = session.new_qat_model().state_dict()
+    differing = [name for name, value in model.state_dict().items() if not torch.equal(value, rebuilt[name])]
+    if differing:
+        raise CheckFailed(
+            f"{session.folder / QAT} does not rebuild the trained model: {name_list(differing)} differ"
+        )

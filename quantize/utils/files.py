@@ -1,0 +1,249 @@
+"""Files that are whole or absent: written to a temporary name beside the target, then renamed."""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from qdqbench.quantize.utils.errors import QdqError, UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REFUSED = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
+SAID = re.compile(r"no space left|os error 28|disk is full|disk quota exceeded", re.IGNORECASE)
+MAX_JSON = 32 << 20  # bytes; the largest results.json has 0.5 MB
+NOTHING_LEFT = 1 << 16  # bytes: libraries in C++ fail in words of their own on a disk as full as that
+
+
+def cannot_write(path: Path, error: OSError, needed: int | None = None, written: int = 0) -> UserError:
+    """The sentence on a file that cannot be written; of a full disk with what is needed, and free where.
+
+    Args:
+        needed: bytes, where they are known.
+        written: bytes of it, which go again.
+    """
+    if error.errno not in FULL:
+        return UserError(f"cannot write {path}: {error.strerror}; choose another --out folder")
+    where = _there(path)
+    while not where.is_mount() and where != where.parent:
+        where = where.parent
+    free = f"{_megabytes(free_bytes(path) + written)} is free on {where}"
+    if error.errno == errno.EDQUOT:
+        free = f"the quota on {where} is used up"
+    need = f"needs {_megabytes(needed)}, and" if needed else "needs more:"
+    return UserError(
+        f"cannot write {path}: {(error.strerror or 'no space left on device').lower()}; it {need} {free}; "
+        "make room there, or choose another --out folder"
+    )
+
+
+def require_room(folder: Path, needed: int, what: str) -> None:
+    """Find out that a disk is too small before the work.
+
+    Args:
+        needed: bytes that `what` writes into the folder.
+
+    Raises:
+        UserError: it is.
+    """
+    if needed > free_bytes(folder):
+        raise cannot_write(folder / what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed)
+
+
+def free_bytes(path: Path) -> int:
+    """What may be written where `path` is, or will be."""
+    return shutil.disk_usage(_there(path)).free
+
+
+def unwritable(error: Exception, folder: Path) -> OSError | None:
+    """What kept a file from being written into `folder`, where that is what an exception says."""
+    if isinstance(error, OSError):
+        named = error.filename2 or error.filename  # of a copy the second is written
+        elsewhere = named is not None and not str(named).startswith(str(folder.parent))
+        return error if error.errno in REFUSED and not elsewhere else None
+    full = SAID.search(str(error)) or free_bytes(folder) < NOTHING_LEFT
+    if isinstance(error, QdqError) or not full:
+        return None
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_disk(error: Exception) -> UserError | None:
+    """The sentence on a disk that got full while something else than a result was written, as in TMPDIR."""
+    if not (isinstance(error, OSError) and error.errno in FULL) and not SAID.search(str(error)):
+        return None
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    # shutil.copyfile names the file that it reads first, and the one that it writes second
+    if named := getattr(error, "filename2", None) or getattr(error, "filename", None):
+        return cannot_write(Path(str(named)), full)
+    place = min((Path(tempfile.gettempdir()), Path.cwd()), key=free_bytes)
+    if free_bytes(place) < NOTHING_LEFT:
+        return cannot_write(place / "a temporary file", full)
+    return UserError("cannot write the output: no space left on device; make room where the output goes")
+
+
+def _there(path: Path) -> Path:
+    """The folder of `path` that exists."""
+    found = path.resolve()
+    while not found.is_dir() and found != found.parent:
+        found = found.parent
+    return found
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
+REPLACED = "replaced"  # name of an old folder until the new one is in its place
+LOOK = Path(__file__).parent / "look.css"  # colours and letters of all pages
+
+
+@contextmanager
+def _beside(path: Path, needed: int | None = None) -> Iterator[Path]:
+    """Yield the name of `path` in a private folder beside it, which goes with the block."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        private = tempfile.TemporaryDirectory(
+            prefix=f".{path.name}.", suffix=".tmp", dir=path.parent, ignore_cleanup_errors=True
+        )
+    except OSError as error:
+        raise cannot_write(path, error, needed) from error
+    with private as name:
+        folder = Path(name)
+        try:
+            yield folder / path.name
+        except Exception as error:
+            if why := unwritable(error, folder):
+                written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+                raise cannot_write(path, why, needed, written) from error
+            raise
+
+
+@contextmanager
+def atomic_path(path: Path, needed: int | None = None) -> Iterator[Path]:
+    """Yield a temporary path, which replaces `path` on success and is deleted on failure.
+
+    Args:
+        needed: bytes, where they are known.
+
+    Raises:
+        UserError: it cannot be written: no room, no permission.
+    """
+    with _beside(path, needed) as temporary:
+        yield temporary
+        temporary.replace(path)
+
+
+@contextmanager
+def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
+    """As `atomic_path`, for a folder, which is there and empty.
+
+    Args:
+        replace: what is at `path` goes; else only an empty folder does.
+
+    Raises:
+        UserError: as `atomic_path`, or the folder is not empty and may not be replaced.
+    """
+    with _beside(path) as temporary:
+        temporary.mkdir()
+        yield temporary
+        if replace and path.exists():  # goes with the private folder, and is never half gone
+            path.rename(temporary.with_name(REPLACED))
+        try:
+            temporary.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise UserError(
+                f"{path} got files of somebody else meanwhile; give an empty or new folder"
+            ) from error
+
+
+def require_writable(folder: Path) -> None:
+    """Find out that a folder cannot be written before hours of work; nothing is left behind.
+
+    Raises:
+        UserError: it cannot.
+    """
+    parent = folder
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    try:
+        with tempfile.TemporaryDirectory(prefix=".qdqbench-", dir=parent):
+            pass
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` to `path` atomically."""
+    with atomic_path(path, len(data)) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 `text` to `path` atomically; it is on the disk when this returns."""
+    data = text.encode()
+    with atomic_path(path, len(data)) as temporary, temporary.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())  # else a power loss leaves an empty file
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as strict, indented JSON (NaN and infinity are errors) to `path` atomically."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path, again: str = "delete it and run the stage again") -> Any:
+    """Read a JSON file of at most MAX_JSON bytes.
+
+    Args:
+        again: how to get a good one, in errors.
+
+    Raises:
+        UserError: the file is missing, no regular file, too large, unreadable, or not JSON.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist; run the stage that writes it first")
+    text = read_bounded(path, MAX_JSON, "a JSON file of qdqbench", "the file that the stage wrote")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or a number of any length
+        raise UserError(f"{path} is not valid JSON ({error}); {again}") from error
+
+
+def read_bounded(path: Path, most: int, what: str, give: str) -> str:
+    """Text of a file from anywhere, of at most so many bytes.
+
+    Args:
+        what: it should be, and `give` what to give instead, in errors.
+
+    Raises:
+        UserError: missing, no regular file, too large, or not text.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a pipe would wait for its writer
+            raise UserError(f"{path} is no regular file; give {give}")
+        with path.open("rb") as stream:  # a file may grow, and those of /proc have no size
+            data = stream.read(most + 1)
+        if len(data) > most:
+            raise UserError(f"{path} is too large: {what} has at most {most} bytes; give {give}")
+        return data.decode("utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not text, or no possible path
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"cannot read {path} ({why}); give {give}") from error
+
+
+def sha256(path: Path) -> str:
+    """Hex SHA-256 of a file, read in 1 MiB blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

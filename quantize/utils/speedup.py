@@ -1,0 +1,27 @@
+"""The one schema for a ratio of two latencies, as every results file has it."""
+
+from typing import Literal
+
+from qdqbench.quantize.utils.schema import Strict
+
+SpeedVerdict = Literal["faster", "slower", "inconclusive"]
+
+
+class Speedup(Strict):
+    """How many times as fast a system is as its baseline, timed in turns in the same rounds."""
+
+    system: str
+    baseline: str
+    config: str  # what both ran, such as "b32 s128"
+    value: float  # baseline_ms / system_ms; below 1: slower
+    ci95_low: float | None  # 95% by bootstrap over rounds; null with fewer than three rounds
+    ci95_high: float | None
+    system_ms: float  # median over rounds of the rounds' median latencies
+    baseline_ms: float
+
+    @property
+    def verdict(self) -> SpeedVerdict:
+        """Return what the value and its interval say; inconclusive where the interval contains 1."""
+        if self.ci95_low is not None and self.ci95_high is not None and self.ci95_low <= 1 <= self.ci95_high:
+            return "inconclusive"
+        return "slower" if self.value < 1 else "faster"

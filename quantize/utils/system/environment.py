@@ -1,0 +1,98 @@
+"""Where and with what a result was made: hardware, versions, commit, code."""
+
+import functools
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from qdqbench.quantize.utils.system.cpu import find_cpu
+from qdqbench.quantize.utils.system.gpu import find_gpu
+
+PACKAGES = (
+    "qdqbench",
+    "torch",
+    "transformers",
+    "nvidia-modelopt",
+    "onnx",
+    "onnxruntime",
+    "datasets",
+    "tensorrt",
+    "tensorrt-rtx-cu13",
+    "numpy",
+    "scipy",
+)
+# versions that outputs depend on
+VERSIONED = ("qdqbench", "torch", "transformers", "nvidia-modelopt", "onnx", "onnxruntime")
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware and the code's git hash: what a number is worth nothing without."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    cpu, gpu = find_cpu(), find_gpu()
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": cpu.name,
+        "cores": cpu.cores,
+        "gpu": gpu.name if gpu else "none",
+        "driver": gpu.driver if gpu else None,
+        "git": _commit(Path(__file__).resolve().parents[2]),
+        "versions": versions,
+    }
+
+
+def _commit(package: Path) -> str | None:
+    """Commit of the checkout that runs, with "-dirty" where its files were changed since.
+
+    None for an installed package, wherever it lies: the repository around it says nothing of it.
+    """
+    try:
+        if Path(_git(package, "rev-parse", "--show-toplevel")) != package:
+            return None
+        if 'name = "qdqbench"' not in (package / "pyproject.toml").read_text(encoding="utf-8"):
+            return None
+        return _git(package, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)  # noqa: S603
+    return done.stdout.strip()
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601 to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def made_with() -> dict[str, Any]:
+    """Code and library versions, as JSON: part of the identity of all that is reused or resumed."""
+    return {"versions": versions(), "code": _code_hash()}
+
+
+def versions() -> dict[str, str]:
+    """Installed versions that outputs depend on."""
+    return {name: importlib.metadata.version(name) for name in VERSIONED}
+
+
+@functools.lru_cache
+def _code_hash() -> str:
+    """SHA-256 over this package's source."""
+    digest = hashlib.sha256()
+    for package in ("qdqbench.quantize", "qdqbench.eval"):
+        root = Path(str(resources.files(package)))
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()

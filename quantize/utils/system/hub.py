@@ -1,0 +1,66 @@
+"""Which commit of a hub repository is meant, so that a newer one is never taken for what was measured."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Literal
+
+from qdqbench.quantize.utils.errors import UserError
+
+RepoKind = Literal["model", "dataset"]
+TIMEOUT_S = 20.0
+
+
+class HubError(UserError):
+    """A repository or its commit cannot be found; the caller says what it is for."""
+
+
+@functools.lru_cache
+def commit_of(repository: str, kind: RepoKind, revision: str | None = None) -> str:
+    """Commit of a repository: as the hub says, or of the local cache where the hub cannot be reached.
+
+    Within one process it stays the same, whatever happens on the hub.
+
+    Args:
+        repository: OWNER/NAME.
+        kind: of the repository.
+        revision: branch, tag or commit; None: the default branch.
+
+    Raises:
+        HubError: no such repository or revision, or the hub is out of reach and the cache does not tell.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
+        return revision
+    try:
+        found = HfApi().repo_info(repository, repo_type=kind, revision=revision, timeout=TIMEOUT_S).sha
+    except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise HubError(f"no such {kind} on the hub: {_reason(error)}") from error
+    except Exception as error:  # without a connection: OSError, ValueError, or a class of its own
+        found = _cached(repository, kind, revision)
+        if found is None:
+            raise HubError(
+                f"the hub cannot be reached ({_reason(error)}), and its cache does not tell which commit "
+                "is meant; give a folder, the 40 digits of a commit as revision, or the connection"
+            ) from error
+    assert found is not None
+    return found
+
+
+def _cached(repository: str, kind: RepoKind, revision: str | None) -> str | None:
+    """Commit by the refs in the hub's cache, or the only one that is there."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type=kind)
+    ref = folder / "refs" / (revision or "main")
+    if ref.is_file():
+        return ref.read_text(encoding="ascii").strip()
+    there = [path.name for path in (folder / "snapshots").glob("*")]
+    return there[0] if len(there) == 1 and revision is None else None
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(": ")

@@ -1,0 +1,196 @@
+"""How this process uses the machine: how threads wait, what memory is kept, what it costs, and how it ends.
+
+An OpenMP thread that is done spins until the others are, which is quick where every core is free. Where
+another process is busy, one of them has no core, and the others spin away the time that it needs: several
+times the CPU time for the same work. Threads that sleep cost a wake-up of some microseconds.
+
+glibc gives large arrays back to the kernel when they are freed, and gets new pages, filled with zeros, for
+the next ones. Models and graphs are copied and freed all the time, and each of these pages is a fault.
+"""
+
+import atexit
+import ctypes
+import gc
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from qdqbench.quantize.utils.system.cpu import quota
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+KEPT_BYTES = 2**28
+GRACE_S = 3.0  # until a child is killed
+AGAIN_S = 0.05  # until a signal that Python dropped comes again
+NEW_OBJECTS = 100_000  # before Python looks for cycles among them; it comes with 700
+IMPORTED = 10 * NEW_OBJECTS  # the same until stages run: of imports nothing is garbage
+MEMORY_INTERVAL_S = 0.05  # every 10 ms it took 2.6 % of a core
+
+
+def open_streams() -> None:
+    """Open /dev/null for each standard stream that is closed: the next file would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+def use_passive_wait(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let OpenMP threads of this process and its children sleep while they wait; what is set already stays.
+
+    They are as many as the library chooses, one for each core, but no more than a container may use at once.
+    Call it before torch is imported: libraries read these variables once. Not for what measures PyTorch.
+    """
+    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if (most := quota()) is not None:
+        environ.setdefault("OMP_NUM_THREADS", str(most))
+
+
+def disable_malloc_trim() -> None:
+    """Let glibc keep freed memory for the next arrays; the peak stays the same. Not with another libc."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        for parameter in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+            libc.mallopt(parameter, KEPT_BYTES)
+
+
+def relax_gc() -> None:
+    """Let Python look for cycles seldom: a million objects of imports would be looked at again and again."""
+    gc.set_threshold(IMPORTED, *gc.get_threshold()[1:])
+
+
+def freeze_gc() -> None:
+    """After `relax_gc`, once the imports are done: never look at the objects of now again."""
+    if gc.get_threshold()[0] == IMPORTED:
+        gc.freeze()
+        gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
+
+
+def is_main_process() -> bool:
+    """Return whether this is the first process of its launcher; true where there is no other."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@dataclass
+class Usage:
+    """Cost of a block, filled when it ends."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0  # of all threads, and of processes that ended in the block
+    peak_rss_bytes: int = 0
+
+
+@contextmanager
+def measured() -> Iterator[Usage]:
+    """Measure a block: wall and CPU seconds, and the largest resident set of this process, every 50 ms."""
+    import psutil
+
+    process, cost, done = psutil.Process(), Usage(), threading.Event()
+
+    def sample() -> None:
+        while not done.wait(MEMORY_INTERVAL_S):
+            cost.peak_rss_bytes = max(cost.peak_rss_bytes, process.memory_info().rss)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    start, cpu = time.perf_counter(), _cpu_s()
+    thread.start()
+    try:
+        yield cost
+    finally:
+        done.set()
+        thread.join()
+        cost.wall_s, cost.cpu_s = time.perf_counter() - start, _cpu_s() - cpu
+        cost.peak_rss_bytes = max(cost.peak_rss_bytes, process.memory_info().rss)
+
+
+def _cpu_s() -> float:
+    """Return user and system seconds of this process so far, and of its children that have ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+class Interruption:
+    """Ctrl-C and SIGTERM that hold though a library swallows the exception, as imports do."""
+
+    def __init__(self) -> None:
+        self.number, self._pending = signal.SIGINT, False
+
+    @property
+    def status(self) -> int:
+        """Exit status after the latest signal, as of a shell."""
+        return 128 + self.number
+
+    def watch(self) -> None:
+        """Remember the signals from now on; in the main thread, unless one is ignored or taken."""
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self.receive)
+            sys.unraisablehook = self._repeat
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self.receive)
+
+    def receive(self, number: int, frame: Any) -> None:
+        """Handle a signal."""
+        self.number, self._pending = signal.Signals(number), True
+        raise KeyboardInterrupt
+
+    def raise_if_pending(self) -> None:
+        """Stop here if a signal came before.
+
+        Raises:
+            KeyboardInterrupt: it did.
+        """
+        if self._pending:
+            self._pending = False
+            raise KeyboardInterrupt
+
+    def _repeat(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        """Send a signal again: Python drops and prints what is raised while an object is destroyed."""
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            main = threading.main_thread().ident
+            timer = threading.Timer(AGAIN_S, signal.pthread_kill, (main, self.number))
+            timer.daemon = True
+            timer.start()
+        else:
+            sys.__unraisablehook__(unraisable)
+
+
+interruption = Interruption()  # of this process
+
+
+def end_interrupted() -> None:
+    """End the process after a signal: its children first, then what Python does at its end."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    _end_children()
+    exit_fast(interruption.status)
+
+
+def _end_children() -> None:
+    """End what this process has started, and what that has; kill those that do not end in time."""
+    import psutil
+
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with suppress(psutil.Error):
+            child.terminate()
+    for child in psutil.wait_procs(children, timeout=GRACE_S)[1]:
+        with suppress(psutil.Error):
+            child.kill()
+
+
+def exit_fast(status: int) -> None:
+    """End the process with this status and what Python does at its end, without destructors of libraries.
+
+    To free each object of torch and of models takes seconds, and some destructors fail: CONTRIBUTING.md.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):  # `qdqbench ... | head`: what is still buffered has no reader
+            stream.flush()
+    os._exit(status)

@@ -1,0 +1,482 @@
+"""Fake quantization for training: the same codes as ModelOpt, a clipped gradient, and scales that learn."""
+
+import copy
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch.profiler import ProfilerActivity, profile
+
+from qdqbench.eval.metrics import runners
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration.fakequant import learned_scales, native, quantizers
+from qdqbench.quantize.calibration.fakequant import modelopt as private
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.utils.errors import UserError
+
+from ...support.tiny_bert import (
+    ATTENTIONS,
+    LINEARS,
+    Quantized,
+    calibrate,
+    calibration_batches,
+    padded_batch,
+    recipe_with,
+)
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "linears": {},
+    "per-tensor": {"name": "bert-int8-linears-per-tensor"},
+    "smoothing": {"calibration": {"smoothing": 0.5}},
+    "attention": {"name": "bert-int8-attention"},
+    "residual": {"name": "bert-int8-attention", "residual": "int8", "calibration": {"smoothing": 0.5}},
+}
+TIE = 2.0**-15  # of a quotient from a tie, where codes may differ by one
+ROUNDING = 2.0**-22
+axes = pytest.mark.parametrize("axis", [None, 0], ids=["tensor", "channel"])
+values = hnp.arrays(
+    np.float32,
+    st.tuples(st.integers(1, 4), st.integers(1, 16)),
+    elements=st.floats(-3, 3, width=32, allow_subnormal=False),
+)
+# one value that is FP32's smallest normal number: the gradient of its scale is smaller than FP32 holds
+SMALLEST = np.zeros((4, 13), np.float32)
+SMALLEST[1, 11] = np.finfo(np.float32).tiny
+ranges = st.floats(-20, 16).map(lambda exponent: float(np.float32(2**exponent)))
+
+
+@pytest.fixture(params=RECIPES)
+def fake_quant(tiny_bert: Path, request: Any) -> Quantized:
+    return fresh(tiny_bert, request.param)
+
+
+def fresh(folder: Path, name: str) -> Quantized:
+    return calibrate(folder, recipe_with(**{"name": "bert-int8-linears", **RECIPES[name]}))
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in padded_batch().items()}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**inputs()).logits  # type: ignore[no-any-return]
+
+
+def train(model: Any, steps: int = 2, rate: float = 1e-2) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(**inputs()).logits.square().sum().backward()
+        optimizer.step()
+        native.keep_positive(model)
+
+
+def quantizer_of(amax: Any, axis: int | None, **attributes: Any) -> Any:
+    """A ModelOpt quantizer."""
+    from modelopt.torch.quantization.config import QuantizerAttributeConfig
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    quantizer = TensorQuantizer(QuantizerAttributeConfig(num_bits=8, axis=axis, **attributes))
+    quantizer.amax = torch.as_tensor(amax, dtype=torch.float32)
+    return quantizer
+
+
+def case(x: Any, amax: float, axis: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of up to three times the range, and an amax for each row or for all."""
+    rows = amax * np.linspace(1, 2, len(x), dtype=np.float32)[:, None]
+    chosen = rows.astype(np.float32) if axis == 0 else np.float32(amax)
+    return torch.from_numpy(x * np.float32(amax)), torch.from_numpy(np.asarray(chosen))
+
+
+@axes
+@pytest.mark.parametrize("narrow", [False, True])
+@settings(deadline=None)
+@given(x=values, amax=ranges)
+def test_codes_are_those_of_modelopt(x: Any, amax: float, axis: int | None, narrow: bool) -> None:
+    x, bound = case(x, amax, axis)
+    quantizer = quantizer_of(bound, axis, narrow_range=narrow)
+    theirs, ours = quantizer(x).double(), private.fake_quantize(x, quantizer).double()
+    step = bound.double() / 127
+    quotient = (x.double() / step).clamp(-127 if narrow else -128, 127)
+    near_tie = (quotient - quotient.floor() - 0.5).abs() <= TIE
+    different = (ours - theirs).abs()
+    assert (different <= torch.where(near_tie, 1.001 * step, ROUNDING * theirs.abs())).all()
+    assert ((ours - quotient * step).abs() <= (0.5 + TIE) * step * (1 + 2.0**-20)).all()
+
+
+@axes
+@settings(deadline=None)
+@given(x=values, amax=ranges)
+def test_gradient_is_straight_through_inside_and_zero_outside(x: Any, amax: float, axis: int | None) -> None:
+    x, bound = case(x, amax, axis)
+    incoming = torch.linspace(-2, 2, x.numel()).reshape(x.shape) + 0.1
+    found = []
+    for run in (quantizer_of(bound, axis, pass_through_bwd=False), None):
+        leaf = x.clone().requires_grad_()
+        quantizer = quantizer_of(bound, axis)
+        (private.fake_quantize(leaf, quantizer) if run is None else run(leaf)).backward(incoming)
+        found.append(leaf.grad)
+    theirs, ours = found
+    inside, step = x.abs() <= bound, bound / 127
+    assert torch.equal(ours[inside], theirs[inside])
+    assert torch.equal(ours[inside], incoming[inside])
+    assert (ours[(x > 127.6 * step) | (x < -128.6 * step)] == 0).all()
+
+
+@axes
+@settings(deadline=None)
+@given(x=values, amax=ranges)
+def test_bf16_is_rounded_once_from_fp32(x: Any, amax: float, axis: int | None) -> None:
+    x, bound = case(x, amax, axis)
+    quantizer, half = quantizer_of(bound, axis), x.bfloat16()
+    ours = private.fake_quantize(half, quantizer)
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours, private.fake_quantize(half.float(), quantizer).bfloat16())
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(2.0**-30, 2.0**17, width=32), min_size=1, max_size=20))
+def test_weight_scales_are_rounded_as_calibration_does(scales: list[float]) -> None:
+    quantizer = quantizer_of(torch.tensor(scales)[:, None] * 127, 0)
+    ours = learned_scales.rounded_up((quantizer.amax / 127).flatten())
+    quantizers.round_weight_scales({"x.weight_quantizer": quantizer})
+    assert torch.equal(ours * 127, quantizer.amax.flatten())
+    assert torch.equal(quantizer.amax.flatten() / 127, ours)
+
+
+@axes
+@pytest.mark.parametrize("rounded", [False, True])
+@settings(deadline=None)
+@given(x=values, amax=st.floats(2.0**-7, 2.0**7, width=32), ratio=st.floats(0.25, 1.5, width=32))
+@example(x=SMALLEST, amax=0.125, ratio=1.0)
+def test_learned_gradient_is_that_of_lsq(
+    x: Any, amax: float, ratio: float, axis: int | None, rounded: bool
+) -> None:
+    x, bound = case(x, amax, axis)
+    quantizer = quantizer_of(bound, axis)
+    parameter = torch.nn.Parameter(torch.full((len(x),) if axis == 0 else (), ratio))
+    item = learned_scales.Learned(parameter, quantizer, rounded, -128, axis, x.shape[1])
+    scale, _ = learned_scales.Table([item]).current(item)
+    incoming = torch.linspace(-2, 2, x.numel()).reshape(x.shape) + 0.1
+    leaf = x.clone().requires_grad_()
+    item.quantized(leaf).backward(incoming)
+    # equation 3 of the paper, in FP64, and the chain rule to the ratio
+    wide = (scale if axis is None else scale[:, None]).double()
+    quotient = x.double() * (1 / wide.float()).double()
+    code = quotient.round()
+    inside = (code >= -128) & (code <= 127)
+    slope = torch.where(inside, code - x.double() / wide, code.clamp(-128, 127))
+    terms = incoming.double() * slope * wide
+    wanted = (terms.sum() if axis is None else terms.sum(1)) / ratio / (x.shape[1] * 127) ** 0.5
+    assert parameter.grad is not None
+    error = (parameter.grad.double() - wanted).abs()
+    unsure = ((quotient - quotient.floor() - 0.5).abs() < TIE).any()  # a tie: another code, another slope
+    limit = 1e-5 * terms.abs().sum() / ratio + 1e-6 * (incoming.double() * x).abs().sum() / ratio
+    limit += torch.finfo(torch.float32).tiny  # the gradient is FP32
+    assert unsure or (error <= limit).all()
+    assert leaf.grad is not None
+    assert unsure or torch.equal(leaf.grad, incoming * inside)
+
+
+def test_learned_gradient_is_that_of_torch() -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    quantizer = quantizer_of(1.7, None)
+    ratio = torch.nn.Parameter(torch.tensor(0.8))
+    item = learned_scales.Learned(ratio, quantizer, False, -128, None, 32)
+    scale, _ = learned_scales.Table([item]).current(item)
+    item.quantized(x).square().sum().backward()
+    leaf, other = scale.clone().reshape(1).requires_grad_(), x.detach().clone().requires_grad_()
+    theirs = torch._fake_quantize_learnable_per_tensor_affine(
+        other, leaf, torch.zeros(1), -128, 127, (32 * 127) ** -0.5
+    )
+    theirs.square().sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(x.grad, other.grad)  # type: ignore[arg-type]
+    torch.testing.assert_close(ratio.grad, (leaf.grad * scale / ratio).reshape(()), rtol=1e-4, atol=0)
+
+
+def test_same_model_and_undone(fake_quant: Quantized) -> None:
+    model, expected = fake_quant.model, logits(fake_quant.model)
+    before = {name: (type(m), {**m.__dict__}) for name, m in model.named_modules()}
+    native.use_native(model)
+    ours = logits(model)
+    assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
+    with torch.inference_mode():
+        assert torch.equal(model(**inputs()).logits, ours)
+    with ptq.smoothing.quantizers_off(model):
+        off = logits(model)
+    native.use_native(model)  # twice is once
+    assert torch.equal(logits(model), ours)
+    native.use_modelopt(model)
+    assert torch.equal(logits(model), expected)
+    with ptq.smoothing.quantizers_off(model):
+        torch.testing.assert_close(logits(model), off)
+    for name, module in model.named_modules():
+        kind, values = before[name]
+        assert type(module) is kind
+        assert module.__dict__.keys() == values.keys()
+        assert getattr(module, "backend", None) is None
+
+
+def test_evaluated_on_a_gpu_by_torch_s_kernels_and_put_back(
+    fake_quant: Quantized, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, expected = fake_quant.model, logits(fake_quant.model)
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    monkeypatch.setattr(runners, "gpu", lambda: torch.device("cpu"))  # stands for one
+    with runners.evaluating(model) as placed:
+        ours = torch.from_numpy(runners.torch_runner(placed)(padded_batch()))
+        assert {q.backend for q in quantizers.enabled_quantizers(placed).values()} == {native.BACKEND}
+    assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert torch.equal(logits(model), expected)
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+
+
+def test_evaluated_on_a_cpu_as_modelopt_does_to_the_bit(fake_quant: Quantized) -> None:
+    model = fake_quant.model
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    batches = [*calibration_batches(), padded_batch()]
+    run = runners.torch_runner(model)
+    expected = [run(batch) for batch in batches]
+    with runners.evaluating(model):
+        for batch, wanted in zip(batches, expected, strict=True):
+            np.testing.assert_array_equal(run(batch), wanted)
+    np.testing.assert_array_equal(run(batches[0]), expected[0])
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_scale_that_is_zero_to_fp16_gives_zeros_as_modelopt_has_it() -> None:
+    quantizer = quantizer_of([[2e-8], [1.0]], axis=0)
+    values = torch.tensor([[1e-8, 2e-8], [0.3, -2.0]])
+    with torch.inference_mode():
+        expected = quantizer(values)
+        assert torch.equal(private.quantize_exactly(values, quantizer), expected)
+    assert not expected[0].any()
+
+
+def test_every_weight_gets_a_gradient(fake_quant: Quantized) -> None:
+    model = fake_quant.model
+    native.use_native(model)
+    with torch.inference_mode():
+        model(**inputs())  # scales made here serve for training too
+    ratios = native.learn_amax(model)
+    with torch.inference_mode():
+        model(**inputs())
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**inputs()).logits.float().square().sum().backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+    assert all((ratio.grad != 0).any() for ratio in ratios)
+
+
+def test_quantizers_of_one_tensor_quantize_it_once(fake_quant: Quantized) -> None:
+    model = fake_quant.model
+    native.use_native(model)
+    layer = ATTENTIONS[0].removesuffix(".attention.self")
+    names = [f"{ATTENTIONS[0]}.{part}.input_quantizer" for part in ("query", "key", "value")]
+    groups = [names + [f"{layer}.attention.output.residual_quantizer"] * bool(fake_quant.plan.residual)]
+    if fake_quant.plan.residual:
+        groups.append([f"{layer}.intermediate.dense.input_quantizer", f"{layer}.output.residual_quantizer"])
+    seen: dict[str, list[torch.Tensor]] = {}
+    for name in itertools.chain(*groups):
+        model.get_submodule(name).register_forward_hook(
+            lambda _, __, out, name=name: seen.setdefault(name, []).append(out)
+        )
+    model(**inputs())
+    model(**inputs())
+    for group in groups:
+        for first, second in zip(seen[group[0]], seen[group[-1]], strict=True):
+            assert first is second
+    assert seen[names[0]][0] is not seen[names[0]][1]
+    shared = model.get_submodule(names[0]).shared
+    assert shared.last.inputs is None  # nothing is held
+    assert shared.last.output is None
+
+
+def test_a_shared_tensor_is_quantized_again_when_anything_changed(tiny_bert: Path) -> None:
+    model = fresh(tiny_bert, "linears").model
+    native.learn_amax(model)
+    query, key = (model.get_submodule(name).input_quantizer for name in LINEARS[:2])
+    x = torch.linspace(-5, 5, 320).reshape(1, 10, 32)
+    first = query(x)
+    assert key(x) is first
+    assert query(x) is not first
+    with torch.no_grad():
+        assert key(x).requires_grad is False
+        native.learned(model)[0].mul_(0.5)
+    narrower = key(x)
+    assert narrower.abs().max() < 0.6 * first.abs().max()
+    x.mul_(0.01)
+    assert query(x).abs().max() < 0.1
+
+
+def test_new_scales_are_noticed(tiny_bert: Path) -> None:
+    model = fresh(tiny_bert, "linears").model
+    expected = logits(model)
+    native.use_native(model)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    for quantizer in quantizers.enabled_quantizers(model).values():
+        quantizer.amax = quantizer.amax * 0.5
+    halved = logits(model)
+    assert not torch.allclose(halved, expected, rtol=1e-3)
+    model.load_state_dict(start)
+    assert torch.allclose(logits(model), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_scales_are_made_once_and_without_a_host_sync(tiny_bert: Path) -> None:
+    model = fresh(tiny_bert, "attention").model
+    native.use_native(model)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        model(**inputs()).logits.sum().backward()
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    assert not {"aten::item", "aten::_local_scalar_dense"} & counts.keys()
+    assert counts["aten::fake_quantize_per_channel_affine"] == len(LINEARS)
+    # query, key and value share one of the three
+    assert counts["aten::fake_quantize_per_tensor_affine"] == len(LINEARS) - 4 + 4 * len(ATTENTIONS)
+
+
+def test_learning_starts_where_calibration_ended(fake_quant: Quantized) -> None:
+    model = fake_quant.model
+    native.use_native(model)
+    expected = logits(model)
+    ratios = native.learn_amax(model)
+    assert torch.equal(logits(model), expected)
+    assert [id(p) for p in native.learned(model)] == [id(p) for p in ratios]
+    assert {id(p) for p in ratios} <= {id(p) for p in model.parameters()}
+    softmax = sum("p_bmm" in name for name in fake_quant.record.quantizers)
+    saved = (2 + bool(fake_quant.plan.residual)) * 2 + 2 * bool(fake_quant.plan.residual)
+    assert len(ratios) == len(fake_quant.record.quantizers) - softmax - saved
+    assert sum(name.endswith(native.PARAMETER) for name in model.state_dict()) == len(ratios)
+
+
+def test_settled_scales_are_those_of_training(tiny_bert: Path, fake_quant: Quantized) -> None:
+    model, plan, record = fake_quant
+    keys = model.state_dict().keys()
+    native.learn_amax(model)
+    train(model)
+    trained = logits(model)
+    native.settle(model)
+    native.use_native(model)
+    assert torch.equal(logits(model), trained)
+    native.use_modelopt(model)
+    assert model.state_dict().keys() == keys
+    assert not model._forward_pre_hooks
+    restored = restored_from_json(tiny_bert, plan, record, model)
+    for name, quantizer in quantizers.enabled_quantizers(model).items():
+        assert torch.equal(restored[name].amax, quantizer.amax)
+        assert quantizer.amax.dtype == torch.float32
+        if name.endswith("weight_quantizer"):
+            mantissa, _ = torch.frexp(quantizer.amax / 127)
+            assert torch.equal(mantissa * 2**11, (mantissa * 2**11).round())
+        if name.endswith("p_bmm_quantizer"):
+            assert quantizer.amax == 1
+    for attention in ATTENTIONS:
+        scales = {float(restored[f"{attention}.{n}.input_quantizer"].amax) for n in ("query", "key", "value")}
+        assert len(scales) == 1
+        assert scales != {record.quantizers[f"{attention}.query.input_quantizer"].amax}
+
+
+def restored_from_json(folder: Path, plan: Plan, record: Any, model: Any) -> dict[str, Any]:
+    """Quantizers of a model that was rebuilt from the JSON of `model`'s scales."""
+    states = {
+        name: record.quantizers[name].model_copy(
+            update={"amax": q.amax.flatten().tolist() if q.axis is not None else q.amax.item()}
+        )
+        for name, q in quantizers.enabled_quantizers(model).items()
+    }
+    text = record.model_copy(update={"quantizers": states}).model_dump_json()
+    twin = load_model(str(folder))
+    ptq.restore(twin, plan, type(record).model_validate_json(text))
+    return quantizers.enabled_quantizers(twin)
+
+
+def test_a_copy_learns_alone(tiny_bert: Path) -> None:
+    model = fresh(tiny_bert, "linears").model
+    native.learn_amax(model)
+    expected = logits(model)
+    twin = copy.deepcopy(model)
+    train(twin)
+    assert torch.equal(logits(model), expected)
+    assert not torch.equal(logits(twin), expected)
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(logits(twin), expected)
+
+
+@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}], ids=str)
+def test_a_step_of_the_optimizer_is_noticed(tiny_bert: Path, kind: dict[str, bool]) -> None:
+    """A fused one leaves no trace on the parameters."""
+    model = fresh(tiny_bert, "linears").model
+    ratios = native.learn_amax(model)
+    model(**inputs()).logits.square().sum().backward()
+    torch.optim.AdamW(ratios, lr=0.1, **kind).step()
+    ours = logits(model)
+    native.settle(model)
+    torch.testing.assert_close(ours, logits(model), rtol=1e-4, atol=1e-5)
+
+
+def test_only_named_scales_learn_with_those_that_must_equal_them(tiny_bert: Path) -> None:
+    model = fresh(tiny_bert, "attention").model
+    names = [f"{LINEARS[2]}.input_quantizer", f"{LINEARS[5]}.weight_quantizer"]
+    ratios = native.learn_amax(model, names)
+    assert [ratio.shape for ratio in ratios] == [(), (32,)]
+    train(model, rate=0.1)
+    before = {name: q.amax.clone() for name, q in quantizers.enabled_quantizers(model).items()}
+    native.settle(model)
+    after = quantizers.enabled_quantizers(model)
+    changed = {name for name, value in before.items() if not torch.equal(after[name].amax, value)}
+    assert changed == {f"{name}.input_quantizer" for name in LINEARS[:3]} | {names[1]}
+
+
+@pytest.mark.parametrize(
+    "name", [f"{ATTENTIONS[0]}.p_bmm_quantizer", "classifier.input_quantizer", "nothing"]
+)
+def test_a_name_that_cannot_learn_is_one_sentence(tiny_bert: Path, name: str) -> None:
+    model = fresh(tiny_bert, "attention").model
+    with pytest.raises(UserError, match=f"^no scale to learn at {name}; name quantizers that"):
+        native.learn_amax(model, [name])
+
+
+def test_ratios_stay_positive_and_are_not_lost(tiny_bert: Path) -> None:
+    model = fresh(tiny_bert, "linears").model
+    native.keep_positive(model)  # nothing to do
+    ratios = native.learn_amax(model)
+    with torch.no_grad():
+        ratios[0].fill_(-3.0)
+        ratios[1][0] = 0.0
+    native.keep_positive(model)
+    assert ratios[0] == ratios[1][0] == learned_scales.LOWEST_RATIO
+    assert (ratios[1][1:] == 1).all()
+    with pytest.raises(RuntimeError, match="settle"):
+        native.use_modelopt(model)
+    native.settle(model)
+    assert (logits(model).isfinite()).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
+@pytest.mark.parametrize("learn", [False, True])
+def test_compiled_layers_compute_the_same(tiny_bert: Path, learn: bool) -> None:
+    """In one graph: nothing in it needs Python."""
+    model = fresh(tiny_bert, "linears").model
+    native.use_native(model)
+    if learn:
+        native.learn_amax(model)
+    layer = model.bert.encoder.layer[0].attention
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    run: Callable[..., Any] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    results = []
+    for compute in (layer, run):
+        layer.zero_grad()
+        output = compute(x)[0]
+        output.square().sum().backward()
+        results.append([output.detach(), *(p.grad.clone() for p in layer.parameters())])
+    torch._dynamo.reset()
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)

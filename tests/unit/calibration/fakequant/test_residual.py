@@ -1,0 +1,485 @@
+"""INT8 residuals: they round as the linears that read the same tensor, all the way to the engine."""
+
+import importlib.util
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from qdqbench.eval.metrics.parity import compare_layers
+from qdqbench.eval.selection.search.space import make_space
+from qdqbench.eval.selection.sensitivity.candidates import choices
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration import record as record_module
+from qdqbench.quantize.calibration.fakequant import quantizers
+from qdqbench.quantize.engine.build import build, require_int8
+from qdqbench.quantize.engine.facts import graph_of
+from qdqbench.quantize.engine.inspection import inspect_layers
+from qdqbench.quantize.engine.kernels import float_residuals
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.graph import export
+from qdqbench.quantize.graph.check.check import check_model
+from qdqbench.quantize.graph.index import GraphIndex, prune
+from qdqbench.quantize.graph.precision import QDQ
+from qdqbench.quantize.graph.residuals import int8_norms
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.models.modules import module_table
+from qdqbench.quantize.recipe.plan import Plan, resolve
+from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.results import LayerRow
+
+from ...support.tiny_bert import (
+    INT8,
+    LAYERS,
+    LINEARS,
+    Quantized,
+    calibrate,
+    copied,
+    padded_batch,
+    plan_of,
+    quantized,
+    recipe_with,
+    run_onnx,
+)
+from ...support.tiny_modernbert import new_modernbert
+
+ADDERS = [f"bert.encoder.layer.{n}.{name}" for n in range(LAYERS) for name in ("attention.output", "output")]
+READERS = {
+    "bert.encoder.layer.0.attention.output": ["query", "key", "value"],
+    "bert.encoder.layer.0.output": ["intermediate.dense"],
+}
+NORMS = sorted(f"/{name.replace('.', '/')}/LayerNorm/LayerNormalization" for name in ADDERS)
+NORMS = [name.replace("layer/", "layer.") for name in NORMS]
+BATCHES = [padded_batch((9, 4, 16)), padded_batch((12, 12, 3, 7), seed=1)]
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothed": {"calibration": {"smoothing": 1.0, "bias_correction": True}},
+    "attention": {"base": "bert-int8-attention", "calibration": {"method": "percentile/99.9"}},
+}
+
+
+def recipe_of(way: str, **changes: Any) -> Recipe:
+    values = {"residual": "int8"} | WAYS[way] | changes
+    return recipe_with(values.pop("base", "bert-int8-linears"), **values)
+
+
+@pytest.fixture(scope="module")
+def made(tiny_bert: Path) -> dict[str, Quantized]:
+    return {way: calibrate(tiny_bert, recipe_of(way)) for way in WAYS}
+
+
+@pytest.fixture(scope="module")
+def graphs(made: dict[str, Quantized]) -> dict[tuple[str, str], onnx.ModelProto]:
+    """Finished graphs by way and compute precision; copy one to change it."""
+    found = {}
+    for way, (model, plan, _) in made.items():
+        traced = export.trace(model, 20)
+        for compute in ("fp32", "fp16"):
+            settings = export.ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
+            found[way, compute] = export.finish_graph(traced, plan, settings)
+    return found
+
+
+def expected(plan: Plan) -> set[str]:
+    return {*plan.int8, *plan.attention, *plan.residual}
+
+
+def codes_of(findings: list[Any]) -> dict[str, str]:
+    return {row.node: row.code for row in findings}
+
+
+def unquantized(graph: onnx.ModelProto, module: str) -> onnx.ModelProto:
+    """The graph whose residual of one module is added as it was before its Q."""
+    broken = copied(graph)
+    index = GraphIndex(broken)
+    dq = next(n for n in broken.graph.node if n.op_type == "DequantizeLinear" and _of(n, module))
+    source = index.producers[dq.input[0]].input[0]
+    for node in index.consumers[dq.output[0]]:
+        node.input[list(node.input).index(dq.output[0])] = source
+    prune(broken)
+    return broken
+
+
+def rescaled(
+    graph: onnx.ModelProto, module: str, factor: float, kinds: tuple[str, ...] = QDQ
+) -> onnx.ModelProto:
+    """The graph whose residual of one module has a scale of its own."""
+    broken = copied(graph)
+    index = GraphIndex(broken)
+    for node in broken.graph.node:
+        if node.op_type in kinds and _of(node, module):
+            scale = np.asarray(index.constant(node.input[1]) * np.float32(factor))  # type: ignore[operator]
+            broken.graph.initializer.append(numpy_helper.from_array(scale, f"{node.name}/own"))
+            node.input[1] = f"{node.name}/own"
+    return broken
+
+
+def _of(node: onnx.NodeProto, module: str) -> bool:
+    return node.name.startswith(f"/{module.replace('.', '/').replace('layer/', 'layer.')}/residual_quantizer")
+
+
+# recipe and plan
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "residual: int8, precision: {never_quantize: [softmax]}",
+            "add layernorm to precision.never_quantize",
+        ),
+        ("residual: int8, rules: []", "needs INT8 linears that read the same tensors"),
+        ("residual: yes", "residual: Input should be 'fp16' or 'int8'"),
+        (
+            "rules: [{match: '*', type: Residual, method: mse}]",
+            "calibrated as the linears that read the same",
+        ),
+        (
+            "rules: [{match: '*', type: Residual, weights: int8/per-tensor, input: int8/per-tensor}]",
+            "only Linear",
+        ),
+    ],
+)
+def test_recipes_that_make_no_sense(text: str, why: str) -> None:
+    rules = (
+        ""
+        if "rules" in text
+        else "rules: [{match: '*', weights: int8/per-channel, input: int8/per-tensor}], "
+    )
+    with pytest.raises(UserError, match=why):
+        parse_recipe(f"{{version: 1, name: x, {rules}{text}}}", "x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, []),
+        ({"residual": "int8"}, ADDERS),
+        ({"rules": [{"match": "*.0.output", "type": "Residual", "precision": "int8"}]}, ADDERS[1:2]),
+        ({"residual": "int8", "rules": [{"match": "*.0.*", "precision": "fp16"}]}, ADDERS[2:]),
+        (
+            {"residual": "int8", "rules": [{"match": "encoder.layer.1.output", "precision": "fp32"}]},
+            ADDERS[:3],
+        ),
+    ],
+)
+def test_which_residuals_are_int8(tiny_bert: Path, changes: dict[str, Any], wanted: list[str]) -> None:
+    rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *changes.pop("rules", [])]
+    plan = plan_of(recipe_with(rules=rules, **changes), load_model(str(tiny_bert)))
+    assert list(plan.residual) == wanted
+    assert all(plan.scaling[name] == plan.scaling[reader] for name in wanted for reader in _readers(name))
+
+
+def _readers(name: str) -> list[str]:
+    layer = name.removesuffix(".attention.output").removesuffix(".output")
+    inside = "attention.self." if name.endswith(".attention.output") else ""
+    ends = READERS[name.replace(".1.", ".0.")]
+    return [f"{layer}.{inside}{end}" for end in ends]
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        ({"match": "*.0.attention.self.key", "precision": "fp16"}, "layer.0.attention.self.key to be INT8"),
+        ({"match": "*.1.intermediate.dense", "precision": "fp16"}, "layer.1.intermediate.dense to be INT8"),
+        ({"match": "*.value", "method": "mse"}, "layer.0.attention.output, .*1.attention.output to have one"),
+        (
+            {"match": "*.0.*.query", "smoothing": 0.5},
+            "residual of bert.encoder.layer.0.attention.output to have",
+        ),
+    ],
+)
+def test_the_readers_of_an_int8_residual(tiny_bert: Path, rule: dict[str, Any], why: str) -> None:
+    rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, rule]
+    with pytest.raises(UserError, match=f"residual: int8 needs .*{why}.*type Residual"):
+        plan_of(recipe_with(rules=rules, residual="int8"), load_model(str(tiny_bert)))
+
+
+def test_a_model_without_known_residuals(tiny_bert: Path) -> None:
+    model = load_model(str(tiny_bert))
+    table = {name: info for name, info in module_table(model).items() if info.kind != "Residual"}
+    with pytest.raises(UserError, match="family bert has no place for a quantizer"):
+        resolve(recipe_of("plain"), table, "bert")
+
+
+def test_a_stream_that_no_linear_reads() -> None:
+    model = new_modernbert()
+    recipe = recipe_with("modernbert-int8-linears", residual="int8")
+    with pytest.raises(UserError, match="family modernbert normalises first: no linear reads"):
+        resolve(recipe, module_table(model), model.base_model_prefix)
+
+
+@pytest.mark.parametrize("start", [choices, make_space])
+def test_what_moves_single_linears_refuses_int8_residuals(tiny_bert: Path, start: Any) -> None:
+    model = load_model(str(tiny_bert))
+    with pytest.raises(UserError, match="set residual: fp16 in a copy of the recipe"):
+        start(recipe_of("plain"), module_table(model), "bert")
+
+
+# fake-quant
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_residual_is_rounded_as_its_readers_round_the_same_tensor(
+    made: dict[str, Quantized], way: str
+) -> None:
+    model, plan, record = made[way]
+    assert list(plan.residual) == ADDERS
+    found = set(quantizers.enabled_quantizers(model))
+    assert {n for n in found if n.endswith("residual_quantizer")} == {
+        f"{n}.residual_quantizer" for n in ADDERS
+    }
+    for name in ADDERS:
+        state = record.quantizers[f"{name}.residual_quantizer"]
+        assert (state.kind, state.axis) == ("residual", None)
+        for reader in _readers(name):
+            own = model.get_submodule(f"{name}.residual_quantizer")
+            other = model.get_submodule(f"{reader}.input_quantizer")
+            assert state.amax == record.quantizers[f"{reader}.input_quantizer"].amax
+            assert (own.pre_quant_scale is None) == (other.pre_quant_scale is None) == (way != "smoothed")
+            if own.pre_quant_scale is not None:
+                assert own.pre_quant_scale.equal(other.pre_quant_scale)
+                assert own.pre_quant_scale.unique().numel() > 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_layernorm_adds_is_rounded(made: dict[str, Quantized], way: str) -> None:
+    model = made[way].model
+    for name in ADDERS:
+        module, seen = model.get_submodule(name), {}
+        hooks = [
+            module.dense.register_forward_hook(lambda _, __, out, to=seen: to.update(dense=out)),
+            module.register_forward_pre_hook(lambda _, args, to=seen: to.update(plain=args[1])),
+            module.LayerNorm.register_forward_pre_hook(lambda _, args, to=seen: to.update(sum=args[0])),
+        ]
+        quantizers.forward(model, BATCHES[0])
+        for hook in hooks:
+            hook.remove()
+        quantizer = module.residual_quantizer
+        factors = 1 if quantizer.pre_quant_scale is None else quantizer.pre_quant_scale
+        scale = quantizer.amax / 127
+        wanted = (seen["plain"] * factors / scale).round().clamp(-128, 127) * scale / factors
+        added = seen["sum"] - seen["dense"]
+        assert (added - wanted).abs().max() < 1e-5
+        assert (added - seen["plain"]).abs().max() > 1e-3  # so the rounding shows
+
+
+def test_smoothing_changes_nothing_without_rounding(tiny_bert: Path, made: dict[str, Quantized]) -> None:
+    from qdqbench.quantize.calibration.fakequant.quantizers import quantizers_off
+
+    plain = load_model(str(tiny_bert))
+    model = load_model(str(tiny_bert))
+    record = made["smoothed"].record.model_copy(update={"biases": {}})
+    ptq.restore(model, made["smoothed"].plan, record)
+    with quantizers_off(model):
+        assert quantizers.forward(model, BATCHES[0]).equal(quantizers.forward(plain, BATCHES[0]))
+
+
+def test_restored_bit_for_bit_and_without_traces_in_other_models(
+    tiny_bert: Path, made: dict[str, Quantized]
+) -> None:
+    for way, (model, plan, record) in made.items():
+        again = load_model(str(tiny_bert))
+        ptq.restore(again, plan, record)
+        assert quantizers.forward(again, BATCHES[1]).equal(quantizers.forward(model, BATCHES[1])), way
+    plain = calibrate(tiny_bert, recipe_with()).model
+    assert not [name for name, _ in plain.named_modules() if "residual" in name]
+
+
+def test_a_record_whose_scales_went_apart_is_refused(tiny_bert: Path, made: dict[str, Quantized]) -> None:
+    _, plan, record = made["plain"]
+    broken = record.model_copy(deep=True)
+    broken.quantizers[f"{LINEARS[1]}.input_quantizer"].amax *= 1.5  # type: ignore[operator]
+    with pytest.raises(CheckFailed, match=r"need one amax.*layer\.0\.attention\.output\.residual_quantizer"):
+        ptq.restore(load_model(str(tiny_bert)), plan, broken)
+
+
+def test_groups_of_quantizers_that_share_an_amax(made: dict[str, Quantized]) -> None:
+    groups = record_module.shared_quantizers(made["plain"].plan)
+    assert len(groups) == len(ADDERS)
+    assert groups[1] == (
+        "bert.encoder.layer.0.output.residual_quantizer",
+        "bert.encoder.layer.0.intermediate.dense.input_quantizer",
+    )
+
+
+# graph, check and parity
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_graph_and_its_check(made: dict[str, Quantized], graphs: Any, way: str, compute: str) -> None:
+    model, plan, _ = made[way]
+    graph = graphs[way, compute]
+    report = check_model(graph, expected_quantized=expected(plan))
+    assert report.findings == []
+    assert sorted(report.residual_quantized) == sorted(int8_norms(graph)) == NORMS
+    index = GraphIndex(graph)
+    for name in ADDERS:
+        mine = [n for n in graph.graph.node if n.op_type == "QuantizeLinear" and _of(n, name)]
+        assert len(mine) == 1
+        same = [
+            n
+            for n in index.consumers[mine[0].input[0]]
+            if n.op_type == "QuantizeLinear"
+            and index.constant(n.input[1]) == index.constant(mine[0].input[1])
+        ]
+        assert len(same) == 1 + len(_readers(name))
+    for batch in BATCHES:
+        wanted = quantizers.forward(model, batch).numpy()
+        tolerance = 0.02 if compute == "fp32" else 0.2  # a border value may be rounded to two codes
+        np.testing.assert_allclose(run_onnx(graph, batch), wanted, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_check_finds_what_the_residual_lacks(made: dict[str, Quantized], graphs: Any, way: str) -> None:
+    plan, graph = made[way].plan, graphs[way, "fp16"]
+    add = "/bert/encoder/layer.1/attention/output/Add"
+    broken = unquantized(graph, ADDERS[2])
+    assert codes_of(check_model(broken, expected_quantized=expected(plan)).findings) == {
+        add: "recipe-missing"
+    }
+    own = rescaled(graph, ADDERS[2], 1.25)
+    assert codes_of(check_model(own, expected_quantized=expected(plan)).findings) == {add: "split-residual"}
+    fewer = expected(plan) - {ADDERS[2]}
+    assert codes_of(check_model(graph, expected_quantized=fewer).findings) == {add: "recipe-surplus"}
+    stray = check_model(graph).findings
+    assert {row.code for row in stray} == {"quantized-residual"}
+    assert len(stray) == len(ADDERS)
+    lost = check_model(graph, expected_quantized={*expected(plan), "bert.encoder.layer.7.output"}).findings
+    assert codes_of(lost) == {"bert.encoder.layer.7.output": "recipe-missing"}
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_parity(made: dict[str, Quantized], graphs: Any, way: str, compute: str) -> None:
+    model, graph = made[way].model, graphs[way, compute]
+    parity = compare_layers(graph, model, BATCHES)
+    assert [row.name for row in parity.rows if not row.holds] == []
+    assert {row.name for row in parity.rows} >= {f"{name}.residual" for name in ADDERS}
+    assert parity.logits_max_abs_diff < 0.05
+    following = "bert.encoder.layer.1.attention.output.residual"  # what the LayerNorm behind it makes
+    for broken in (unquantized(graph, ADDERS[1]), rescaled(graph, ADDERS[1], 1.25)):
+        bad = [row.name for row in compare_layers(broken, model, BATCHES).rows if not row.holds]
+        assert following in bad
+        assert all(".layer.1.attention" in name for name in bad)
+
+
+def test_a_border_value_is_no_fault_of_the_graph(made: dict[str, Quantized], graphs: Any) -> None:
+    """ModelOpt and ONNX may round it to two codes; a LayerNorm shows that step, and no linear averages it.
+
+    Here the Q alone has another scale, so that values near a border change their code, and codes do not.
+    """
+    graph = rescaled(graphs["plain", "fp32"], ADDERS[1], 1.003, ("QuantizeLinear",))
+    assert compare_layers(graph, made["plain"].model, BATCHES).passed
+
+
+# engine
+
+
+def row(*inputs: str, norm: str = NORMS[0], kind: str = "kgen", copy: int = 0) -> LayerRow:
+    return LayerRow(
+        name=f"__myl_AddMeanSub_myl{copy}_1",
+        kind=kind,
+        onnx=["/x/Add", norm],
+        inputs=list(inputs),
+        constants=["Half"],
+        outputs=["Int8"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "lost"),
+    [
+        ([row("Half", "Int8")], []),
+        ([row("Int8", "Float")], []),
+        ([row("Half", "Half")], NORMS[:1]),
+        ([row("Half", "Float")], NORMS[:1]),
+        ([], NORMS[:1]),
+        ([row("Half", "Int8", norm=NORMS[1])], NORMS[:1]),
+        ([row("Half", "Int8"), row("Half", "Half", copy=1)], NORMS[:1]),  # one of two profiles
+        ([row("Half"), row("Half", "Int8")], []),  # the statistics in a kernel of their own
+        ([row("Int8", kind="gemm")], NORMS[:1]),  # that is what it multiplies
+        ([row("Int8", "Int8", kind="gemm")], []),
+    ],
+)
+def test_which_kernels_read_a_residual_as_int8(rows: list[LayerRow], lost: list[str]) -> None:
+    assert float_residuals(rows, NORMS[:1]) == lost
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Any:
+    if importlib.util.find_spec("tensorrt_rtx") is None:
+        pytest.skip("tensorrt_rtx is not installed")
+
+    def run(graph: onnx.ModelProto, plan: Plan) -> Any:
+        path = tmp_path / "x.onnx"
+        export.save(graph, path, "x")
+        names = [f"/{name.replace('.', '/').replace('layer/', 'layer.')}/MatMul" for name in plan.int8]
+        return path, build(
+            path,
+            tmp_path / "x.engine",
+            backend="tensorrt_rtx",
+            profiles=[Profile((1, 16), (2, 16), (4, 32))],
+            expected_gemms=names,
+            expected_attention=len(plan.attention),
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_engine_reads_residuals_as_int8(
+    made: dict[str, Quantized], graphs: Any, built: Any, way: str
+) -> None:
+    _, result = built(copied(graphs[way, "fp16"]), made[way].plan)
+    assert (result.int8_residuals, result.expected_int8_residuals) == (len(ADDERS), len(ADDERS))
+    assert result.not_int8_residuals == []
+    require_int8(result)
+    between = [r for r in result.layers if {*NORMS[:-1]} & {*r.onnx} and "Int8" in r.inputs]
+    assert len(between) == len(ADDERS) - 1
+    assert all(r.outputs == ["Int8"] for r in between)  # nothing else leaves the LayerNorm
+
+
+def test_an_engine_with_float_residuals_fails_its_proof(
+    made: dict[str, Quantized], graphs: Any, built: Any
+) -> None:
+    plan = made["plain"].plan
+    path, result = built(rescaled(graphs["plain", "fp16"], ADDERS[2], 1.25), plan)
+    lost = ["/bert/encoder/layer.1/attention/output/LayerNorm/LayerNormalization"]
+    assert (result.int8_residuals, result.not_int8_residuals) == (len(ADDERS) - 1, lost)
+    with pytest.raises(CheckFailed, match="1 of 4 LayerNorms do not read their INT8 residual as INT8"):
+        require_int8(result)
+    with pytest.raises(
+        CheckFailed, match="as INT8, which no runtime for CPUs does; on a CPU take a recipe w"
+    ):
+        require_int8(result.model_copy(update={"backend": "openvino"}))
+    judged = inspect_layers(result.layers, graph_of(path), expected=[])
+    assert judged.facts.float_residuals == lost
+    assert any("1 of 4 LayerNorms do not read" in line for line in judged.failures)
+
+
+def test_a_graph_without_int8_residuals_expects_none(tiny_bert: Path, made: dict[str, Quantized]) -> None:
+    model, plan, _ = quantized(tiny_bert)
+    settings = export.ExportSettings(20, "fp16", "factored")
+    graph = export.finish_graph(export.trace(model, 20), plan, settings)
+    assert int8_norms(graph) == []
+    missing = check_model(graph, expected_quantized=expected(made["plain"].plan)).findings
+    assert sorted(row.node for row in missing) == sorted(
+        f"/{name.replace('.', '/').replace('layer/', 'layer.')}/Add" for name in ADDERS
+    )
+
+
+def test_a_chain_without_end_is_not_followed() -> None:
+    names = [f"x{n}" for n in range(200)]
+    nodes = [helper.make_node("Cast", [a], [b], to=1) for a, b in itertools.pairwise(names)]
+    nodes += [
+        helper.make_node("Add", [names[-1], names[-1]], ["sum"]),
+        helper.make_node("LayerNormalization", ["sum", "gain"], ["out"], name="norm"),
+    ]
+    assert int8_norms(helper.make_model(helper.make_graph(nodes, "g", [], []))) == []

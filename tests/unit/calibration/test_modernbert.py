@@ -1,0 +1,159 @@
+"""Merged q, k and v, rotary positions and a gated feed-forward: what is exact for BERT is exact there too."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from qdqbench.quantize.calibration import bias, ptq, splitting
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
+from qdqbench.quantize.calibration.narrow import narrowed
+from qdqbench.quantize.models.families.known import MODERNBERT
+from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.load import prepare_model
+
+from ...support.tiny_bert import (
+    calibration_batches,
+    exported_of,
+    padded_batch,
+    plan_of,
+    recipe_with,
+    run_onnx,
+)
+from ...support.tiny_modernbert import new_modernbert, quantized
+
+FIRST, SECOND = "model.layers.1.mlp.Wi", "model.layers.1.mlp.Wo"
+WQKV, WO = "model.layers.1.attn.Wqkv", "model.layers.1.attn.Wo"
+CHANNEL, WIDTH, EXTRA = 7, 64, 32
+BATCHES = [padded_batch((20, 9), seed=3), padded_batch((12, 5), seed=4)]
+
+
+def answers(model: Any) -> torch.Tensor:
+    return torch.cat([forward(model, batch) for batch in BATCHES])
+
+
+def outlying() -> Any:
+    """A channel of each feed-forward has a large gate that meets a large weight."""
+    model = new_modernbert()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.Wi.weight[WIDTH + CHANNEL] *= 30
+            layer.mlp.Wo.weight[:, CHANNEL] *= 10
+    return model
+
+
+def test_factors_change_no_answer_and_follow_the_heads() -> None:
+    model: Any = new_modernbert()
+    with torch.no_grad():
+        model.get_submodule(WQKV).weight[3] *= 16
+    before = answers(prepare_model(model))
+    model, _, record = quantized(model, attention=True, smoothing=0.5)
+    with quantizers_off(model):
+        torch.testing.assert_close(answers(model), before, rtol=1e-4, atol=1e-5)
+    smoothing = record.smoothing
+    # the first layer reads the embeddings' LayerNorm through an Identity
+    assert {f"model.layers.{n}.attn.Wqkv" for n in range(4)} < {*smoothing.inputs}
+    query, key, value = np.reshape(smoothing.rows[WQKV], (3, 2, 2, 8))  # part, head, half, pair
+    assert np.array_equal(query * key, np.ones_like(query))
+    assert np.array_equal(query[:, 0], query[:, 1])  # of a pair that is rotated together
+    assert query[0, 0, 3] <= 0.5
+    assert (value == 1).all()
+
+
+def test_an_output_projection_is_smoothed_by_the_rows_of_v() -> None:
+    before = answers(prepare_model(new_modernbert()))
+    model = prepare_model(new_modernbert())
+    every = {"match": "layers.*", "type": "Linear", "weights": "int8/per-channel", "input": "int8/per-tensor"}
+    recipe = recipe_with("modernbert-int8-linears", rules=[every, {"match": "*.attn.Wo", "smoothing": 0.5}])
+    record = ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+    with quantizers_off(model):
+        torch.testing.assert_close(answers(model), before, rtol=1e-4, atol=1e-5)
+    query, key, value = np.reshape(record.smoothing.rows[WQKV], (3, 32))
+    assert (query == 1).all()
+    assert (key == 1).all()
+    assert np.array_equal(1 / value, record.smoothing.columns[WO])
+
+
+def test_a_split_copies_a_channel_with_its_gate() -> None:
+    before = answers(prepare_model(outlying()))
+    model, plan, record = quantized(outlying(), outlier_channel_splitting=EXTRA)
+    assert CHANNEL in record.splits[SECOND].outliers
+    assert model.get_submodule(FIRST).out_features == 2 * (WIDTH + EXTRA)
+    assert model.config.intermediate_size == model.get_submodule(SECOND).in_features == WIDTH + EXTRA
+    with quantizers_off(model):
+        torch.testing.assert_close(answers(model), before, rtol=1e-3, atol=1e-4)
+    whole = quantized(outlying()).record.quantizers[f"{SECOND}.input_quantizer"].amax
+    assert record.quantizers[f"{SECOND}.input_quantizer"].amax < 0.6 * whole
+    again = prepare_model(outlying())
+    ptq.restore(again, plan, record)
+    assert torch.equal(answers(again), answers(model))
+    graph = run_onnx(exported_of(model, plan, "factored"), inputs_of(model, BATCHES[0]))
+    np.testing.assert_allclose(graph, forward(model, BATCHES[0]), atol=0.3 * float(before.abs().max()))
+
+
+def test_copies_follow_their_original_in_training_and_merge_again() -> None:
+    model, plan, record = quantized(outlying(), outlier_channel_splitting=EXTRA)
+    tie = splitting.keep_equal(model, record.splits)
+    with torch.no_grad():
+        for name in (FIRST, SECOND):
+            weight = model.get_submodule(name).weight
+            weight.mul_(1 + 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    tie()
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    merged = splitting.merge(trained, record.splits, MODERNBERT)
+    assert merged[f"{FIRST}.weight"].shape == (2 * WIDTH, 32)
+    other = prepare_model(outlying())
+    ptq.insert_quantizers(other, plan)
+    other.load_state_dict({name: merged[name] for name in other.state_dict() if name in merged}, strict=False)
+    splitting.apply(other, record.splits)
+    for name in (FIRST, SECOND):
+        assert torch.equal(other.get_submodule(name).weight, model.get_submodule(name).weight)
+
+
+def test_a_record_is_narrowed_to_rows_without_copies() -> None:
+    plain = quantized(outlying(), outlier_channel_splitting=EXTRA)
+    fused = quantized(outlying(), attention=True, outlier_channel_splitting=EXTRA)
+    int8 = {name: how for name, how in plain.plan.int8.items() if name != SECOND}
+    part = replace(plain.plan, int8=int8)
+    record = narrowed(part, plain.record, fused.record)
+    amax = record.quantizers[f"{FIRST}.weight_quantizer"].amax
+    assert isinstance(amax, list)
+    wanted = quantized(outlying()).record.quantizers[f"{FIRST}.weight_quantizer"].amax
+    assert amax == wanted
+
+
+def test_bias_correction_says_what_has_no_bias() -> None:
+    record = quantized(new_modernbert(), bias_correction=True).record
+    assert record.biases == {}
+    assert record.notes[-1].startswith("bias correction left out 16 of 16 INT8 linears, which have no bias: ")
+
+
+def test_layers_run_one_by_one_with_the_mask_and_positions_of_each() -> None:
+    model = prepare_model(new_modernbert(biases=True))
+    layers = MODERNBERT.layer_names(model)
+    with torch.inference_mode():
+        states, given = bias._calls(model, dict.fromkeys(layers, 1), BATCHES)
+        for name in layers:
+            states = bias.run_layer(model, name, 1, given[name], states)
+        for state, batch in zip(states, BATCHES, strict=True):
+            whole = model.model(**{k: torch.from_numpy(v) for k, v in inputs_of(model, batch).items()})
+            assert torch.equal(model.model.final_norm(state), whole.last_hidden_state)
+    assert quantized(new_modernbert(biases=True), bias_correction=True).record.biases
+
+
+def test_values_are_centred_in_their_rows_where_there_are_biases() -> None:
+    before = answers(prepare_model(new_modernbert(biases=True)))
+    model, _, record = quantized(new_modernbert(biases=True), attention=True, softmax_scale="min-error")
+    assert WQKV in record.centers
+    query, key, value = np.reshape(record.centers[WQKV], (3, 32))
+    assert (query == 0).all()
+    assert (key == 0).all()
+    assert (value != 0).any()
+    with quantizers_off(model):
+        torch.testing.assert_close(answers(model), before, rtol=1e-4, atol=1e-4)
+    left = quantized(new_modernbert(), attention=True, softmax_scale="min-error").record
+    assert left.centers == {}
+    assert left.notes[0].startswith(
+        "values of INT8 attentions were not centred where model.layers.0.attn.Wqkv"
+    )

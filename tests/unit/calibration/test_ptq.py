@@ -1,0 +1,470 @@
+"""Calibration: every amax by hand, its record, and what is not a usable amax."""
+
+import copy
+import gc
+import json
+import math
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from qdqbench.quantize.calibration import ptq, softmax
+from qdqbench.quantize.calibration import record as calibration
+from qdqbench.quantize.calibration.fakequant import quantizers
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.sections import Calibration
+from qdqbench.quantize.tasks.batches import equal_length_batches
+from qdqbench.quantize.tasks.rows import Sample
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+
+from ...support.tiny_bert import (
+    ATTENTIONS,
+    INT8,
+    LINEARS,
+    Batch,
+    calibrate,
+    calibration_batches,
+    padded_batch,
+    plan_of,
+    quantized,
+    recipe_with,
+)
+
+LENGTHS = (9, 4, 16, 4, 9, 11)
+
+
+def largest_inputs(model: Any, batch: Batch, *, padding: bool = False) -> dict[str, float]:
+    """Largest magnitude that enters each encoder linear, by hooks; over unpadded positions by default."""
+    import torch
+
+    seen = torch.from_numpy(batch["attention_mask"]).bool()
+    found: dict[str, float] = {}
+
+    def hook(name: str) -> Any:
+        def keep(_: Any, inputs: tuple[Any, ...]) -> None:
+            found[name] = float((inputs[0] if padding else inputs[0][seen]).abs().max())
+
+        return keep
+
+    modules = dict(model.named_modules())
+    handles = [modules[name].register_forward_pre_hook(hook(name)) for name in LINEARS]
+    quantizers.forward(model, batch)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def rounded_up(amax: npt.NDArray[np.float32]) -> list[float]:
+    """127 times the next scale at or above amax / 127 that FP16's 11 bits hold."""
+    scales = []
+    for value in (amax / np.float32(127)).astype(np.float64):
+        unit = 2.0 ** (math.floor(math.log2(value)) - 10)
+        scales.append(math.ceil(value / unit) * unit)
+    assert all(low <= 127 * s <= low * (1 + 2**-9) for low, s in zip(amax.tolist(), scales, strict=True))
+    return [127 * scale for scale in scales]
+
+
+def test_input_amax_is_the_largest_over_unpadded_tokens(tiny_bert: Path) -> None:
+    batch = padded_batch(LENGTHS)
+    samples = [
+        Sample(row, batch["input_ids"][row, :length], batch["token_type_ids"][row, :length], False)
+        for row, length in enumerate(LENGTHS)
+    ]
+    batches = (made for _, made in equal_length_batches(samples, 2, pad_id=0))
+    model, untouched = load_model(str(tiny_bert)), load_model(str(tiny_bert))
+    record = ptq.calibrate(model, plan_of(recipe_with(), model), batches, Calibration())
+    amax = {n: record.quantizers[f"{n}.input_quantizer"].amax for n in LINEARS}
+    assert amax == pytest.approx(largest_inputs(untouched, batch), rel=1e-5)
+    padded = largest_inputs(untouched, batch, padding=True)
+    assert any(padded[name] > 1.01 * amax[name] for name in LINEARS)  # so the padding would have shown
+    assert record.data["samples"] == len(LENGTHS)
+    assert record.data["tokens"] == sum(LENGTHS)
+    assert record.data["lengths"] == {
+        "min": 4,
+        "p50": 9,
+        "p90": 11,
+        "p99": 11,
+        "max": 16,
+        "mean": sum(LENGTHS) / 6,
+    }
+
+
+def test_weight_amax_per_channel_and_per_tensor(tiny_bert: Path) -> None:
+    weights = dict(load_model(str(tiny_bert)).named_parameters())
+    channel, per_tensor = (
+        quantized(tiny_bert, name).record.quantizers
+        for name in ("bert-int8-linears", "bert-int8-linears-per-tensor")
+    )
+    for name in LINEARS:
+        magnitudes = weights[f"{name}.weight"].detach().abs()
+        state = channel[f"{name}.weight_quantizer"]
+        assert (state.kind, state.axis) == ("weight", 0)
+        assert state.amax == rounded_up(magnitudes.amax(dim=1).numpy())
+        state = per_tensor[f"{name}.weight_quantizer"]
+        assert state.axis is None
+        assert [state.amax] == rounded_up(magnitudes.max().reshape(1).numpy())
+
+
+def test_exactly_the_planned_quantizers(tiny_bert: Path) -> None:
+    model, plan, record = calibrate(tiny_bert, recipe_with(rules=[{"match": "*"} | INT8]))
+    linears = [*LINEARS, "bert.pooler.dense", "classifier"]
+    wanted = {f"{name}.{kind}_quantizer" for name in linears for kind in ("weight", "input")}
+    assert set(record.quantizers) == set(quantizers.enabled_quantizers(model)) == wanted
+    assert not any("LayerNorm" in name for name in quantizers.enabled_quantizers(model))
+    assert plan.attention == ()
+
+
+def test_int8_attention(tiny_bert: Path) -> None:
+    record = quantized(tiny_bert, "bert-int8-attention").record
+    model = load_model(str(tiny_bert))
+    largest: dict[str, float] = {}
+    for name in ATTENTIONS:
+        for part in ("query", "key", "value"):
+
+            def keep(_: Any, __: Any, out: Any, key: str = f"{name}.{part[0]}_bmm_quantizer") -> None:
+                largest[key] = max(largest.get(key, 0.0), float(out.abs().max()))
+
+            getattr(model.get_submodule(name), part).register_forward_hook(keep)
+    for batch in calibration_batches():
+        quantizers.forward(model, batch)
+    found = {
+        n: s.amax
+        for n, s in record.quantizers.items()
+        if n.endswith(("q_bmm_quantizer", "k_bmm_quantizer", "v_bmm_quantizer"))
+    }
+    assert found == pytest.approx(largest, rel=1e-6)
+    for name in ATTENTIONS:
+        softmax = record.quantizers[f"{name}.p_bmm_quantizer"]
+        assert (softmax.kind, softmax.axis, softmax.amax) == ("softmax", None, 1.0)
+    assert len(record.quantizers) == 2 * len(LINEARS) + 4 * len(ATTENTIONS)
+
+
+@pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention"])
+def test_restored_from_the_file_bit_for_bit(tiny_bert: Path, tmp_path: Path, name: str) -> None:
+    import torch
+
+    model, plan, record = quantized(tiny_bert, name)
+    calibration.write_record(tmp_path / "calibration.json", record)
+    twin = load_model(str(tiny_bert))
+    ptq.restore(twin, plan, calibration.read_record(tmp_path / "calibration.json"))
+    mine, other = quantizers.enabled_quantizers(model), quantizers.enabled_quantizers(twin)
+    assert list(mine) == list(other)
+    assert all(torch.equal(mine[n].amax, other[n].amax) for n in mine)
+    assert {n: q.amax.shape for n, q in mine.items()} == {n: q.amax.shape for n, q in other.items()}
+    batch = padded_batch()
+    assert torch.equal(quantizers.forward(model, batch), quantizers.forward(twin, batch))
+    assert not torch.equal(
+        quantizers.forward(model, batch), quantizers.forward(load_model(str(tiny_bert)), batch)
+    )
+
+
+ATTENTION: dict[str, Any] = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
+EVERY = {"match": "encoder.layer.*"} | INT8
+WAYS: dict[str, dict[str, Any]] = {
+    "percentile": {"calibration": {"method": "percentile/99.9"}} | ATTENTION,
+    "mse": {"calibration": {"method": "mse", "weights_method": "mse"}} | ATTENTION,
+    "entropy": {"rules": [EVERY, {"match": "encoder.layer.0.output.dense", "method": "entropy"}]},
+    "smoothing": {"calibration": {"smoothing": 0.65}} | ATTENTION,
+    "softmax": {"calibration": {"softmax_scale": "min-error", "bias_correction": True}} | ATTENTION,
+    "gain": {"calibration": {"smoothing": "gain"}},
+    "value": {"rules": [EVERY, {"match": "*.attention.output.dense", "smoothing": 0.5}]},
+    "biases": {"calibration": {"bias_correction": True}},
+    "everything": {
+        "calibration": {"method": "percentile/99", "smoothing": 0.5, "bias_correction": True},
+        "rules": [
+            EVERY,
+            {"match": "encoder.layer.1.*", "method": "mse", "weights_method": "mse"},
+            {"match": "*.output.dense", "smoothing": 0.6},
+        ],
+    }
+    | ATTENTION,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_of_calibrating_is_restored_bit_for_bit(tiny_bert: Path, tmp_path: Path, way: str) -> None:
+    import torch
+
+    model, plan, record = calibrate(tiny_bert, recipe_with(**WAYS[way]))
+    calibration.write_record(tmp_path / "calibration.json", record)
+    twin, read = load_model(str(tiny_bert)), calibration.read_record(tmp_path / "calibration.json")
+    assert read == record
+    ptq.restore(twin, plan, read)
+    mine, other = quantizers.enabled_quantizers(model), quantizers.enabled_quantizers(twin)
+    assert list(mine) == list(other)
+    assert all(torch.equal(mine[n].amax, other[n].amax) for n in mine)
+    assert set(record.smoothing.inputs) == {
+        name.removesuffix(".input_quantizer") for name in mine if mine[name].pre_quant_scale is not None
+    }
+    state, restored = model.state_dict(), twin.state_dict()
+    assert list(state) == list(restored)
+    assert [name for name in state if not torch.equal(state[name], restored[name])] == []
+    for batch in (padded_batch(), padded_batch((12, 5), seed=4)):
+        assert torch.equal(quantizers.forward(model, batch), quantizers.forward(twin, batch))
+
+
+def test_how_it_was_calibrated_is_recorded(tiny_bert: Path) -> None:
+    record = calibrate(tiny_bert, recipe_with(**WAYS["everything"])).record
+    assert record.method == "percentile/99"
+    second = [name for name in (*LINEARS, *ATTENTIONS) if "layer.1." in name]
+    assert record.methods == dict.fromkeys(second, "mse")
+    plain = quantized(tiny_bert).record
+    assert (plain.methods, plain.smoothing, plain.biases) == ({}, calibration.Smoothing(), {})
+
+
+def test_smoothing_and_correction_pass_over_the_same_data(tiny_bert: Path) -> None:
+    class Counted(list[Batch]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[Batch]:
+            self.passes += 1
+            return super().__iter__()
+
+    passes = []
+    for way in ("entropy", "gain", "smoothing", "everything"):
+        model, batches, seen = load_model(str(tiny_bert)), Counted(calibration_batches()), []
+        recipe = recipe_with(**WAYS[way])
+        record = ptq.calibrate(model, plan_of(recipe, model), batches, recipe.calibration, seen.append)
+        passes.append(batches.passes)
+        assert record.data["samples"] == 24  # each sample counts once
+        assert sum(seen) == 24 * {"entropy": 1, "gain": 2}.get(way, 3)
+    assert passes == [1, 2, 4, 5]  # INT8 attention: its softmax, whose form depends on the lengths
+
+
+def test_amax_and_rms_are_of_what_is_rounded(tiny_bert: Path) -> None:
+    """Behind the factors of smoothing."""
+    record = calibrate(tiny_bert, recipe_with(calibration={"smoothing": 0.65})).record
+    model, values = load_model(str(tiny_bert)), []
+    factors = np.array(record.smoothing.inputs[LINEARS[0]], dtype=np.float32)
+    model.get_submodule(LINEARS[0]).register_forward_pre_hook(
+        lambda _, inputs: values.append((inputs[0].numpy() * factors).ravel())
+    )
+    for batch in calibration_batches():
+        quantizers.forward(model, batch)
+    rounded, state = np.concatenate(values), record.quantizers[f"{LINEARS[0]}.input_quantizer"]
+    assert state.amax == pytest.approx(np.abs(rounded).max(), rel=1e-6)
+    assert state.rms == pytest.approx(math.sqrt(float(np.square(rounded.astype(np.float64)).mean())))
+
+
+def test_a_smoothed_record_of_another_model(tiny_bert: Path) -> None:
+    record = calibrate(tiny_bert, recipe_with(**WAYS["everything"])).record.model_copy(deep=True)
+    for named in (record.smoothing.inputs, record.biases, record.quantizers):
+        for name in [n for n in named if "layer.1." in n]:
+            named[name.replace("layer.1.", "layer.7.")] = named.pop(name)  # type: ignore[attr-defined]
+    model = load_model(str(tiny_bert))
+    with pytest.raises(UserError, match="is of another recipe or model"):
+        ptq.restore(model, plan_of(recipe_with(**WAYS["everything"]), model), record)
+
+
+def test_a_record_of_an_older_version(tiny_bert: Path, tmp_path: Path) -> None:
+    fields = quantized(tiny_bert).record.model_dump(mode="json", exclude={"methods", "smoothing", "biases"})
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(fields | {"schema_version": 1}))
+    said = r"calibration\.json is no calibration record of this version of qdqbench \(.*\); quantize again$"
+    with pytest.raises(UserError, match=said):
+        calibration.read_record(path)
+
+
+codes = hnp.arrays(np.int8, hnp.array_shapes(min_dims=2, max_dims=3, min_side=1, max_side=9))
+scales = st.floats(2.0**-60, 2.0**20, width=32)
+
+
+class TestMaximumOfCodes:
+    """max(x) = max(q) * scale for scale > 0: a softmax may take its maximum on INT8 data."""
+
+    @settings(deadline=None)
+    @given(q=codes, scale=scales | st.just(float(np.float32(1 / 127))))
+    def test_on_codes_and_on_values(self, q: npt.NDArray[np.int8], scale: float) -> None:
+        values = q.astype(np.float32) * np.float32(scale)
+        assert np.array_equal(values.max(axis=-1), q.max(axis=-1).astype(np.float32) * np.float32(scale))
+        assert np.array_equal(values.argmax(axis=-1), q.argmax(axis=-1))
+
+    @settings(deadline=None)
+    @given(q=codes.filter(lambda q: (q.max(axis=-1) > q.min(axis=-1)).any()), scale=scales)
+    def test_it_takes_a_positive_scale(self, q: npt.NDArray[np.int8], scale: float) -> None:
+        values = q.astype(np.float32) * -np.float32(scale)
+        wrong = q.max(axis=-1).astype(np.float32) * -np.float32(scale)
+        assert not np.array_equal(values.max(axis=-1), wrong)
+        assert np.array_equal(values.max(axis=-1), q.min(axis=-1).astype(np.float32) * -np.float32(scale))
+
+    @settings(deadline=None)
+    @given(
+        rows=hnp.arrays(
+            np.float32,
+            st.tuples(st.integers(1, 4), st.integers(1, 12)),
+            elements=st.floats(-40, 40, width=32),
+        )
+    )
+    def test_on_the_quantizer_of_the_softmax(self, rows: npt.NDArray[np.float32]) -> None:
+        import torch
+
+        probabilities = torch.softmax(torch.from_numpy(rows), dim=-1)
+        scale = np.float32(softmax.PLAIN) / np.float32(quantizers.INT8_MAX)
+        q = np.rint(probabilities.numpy() / scale).astype(np.int8)
+        rounded = q.astype(np.float32) * scale
+        assert np.array_equal(rounded.max(axis=-1), q.max(axis=-1).astype(np.float32) * scale)
+        of_largest = np.rint(probabilities.numpy().max(axis=-1) / scale).astype(np.int8)
+        assert np.array_equal(of_largest, q.max(axis=-1))
+
+
+def test_a_record_of_another_recipe(tiny_bert: Path) -> None:
+    model = load_model(str(tiny_bert))
+    plan = plan_of(recipe_with("bert-int8-ffn"), model)
+    with pytest.raises(UserError, match="is of another recipe or model"):
+        ptq.restore(model, plan, quantized(tiny_bert).record)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [("{", "not valid JSON "), ("[]", "no "), ('{"schema_version": 2}', "no "), ("{}", "no ")],
+)
+def test_a_record_that_is_none(tmp_path: Path, content: str, told: str) -> None:
+    (tmp_path / "c.json").write_text(content)
+    with pytest.raises(UserError, match=rf"c\.json is {told}"):
+        calibration.read_record(tmp_path / "c.json")
+
+
+def test_rows_of_the_results(tiny_bert: Path) -> None:
+    record = quantized(tiny_bert).record
+    rows = {row.name: row for row in record.rows()}
+    assert list(rows) == list(record.quantizers)
+    weight = rows[f"{LINEARS[0]}.weight_quantizer"]
+    amax = record.quantizers[weight.name].amax
+    assert isinstance(amax, list)
+    assert (weight.module, weight.amax, weight.amax_min) == (LINEARS[0], max(amax), min(amax))
+    assert weight.amax_over_rms is None
+    assert all(row.amax_over_rms > 1 for row in rows.values() if row.kind == "input" and row.amax_over_rms)
+
+
+def test_rms_is_of_all_that_was_seen(tiny_bert: Path) -> None:
+    record = quantized(tiny_bert).record
+    model, values = load_model(str(tiny_bert)), []
+    query = model.get_submodule(LINEARS[0])
+    query.register_forward_pre_hook(lambda _, inputs: values.append(inputs[0].double().flatten().numpy()))
+    for batch in calibration_batches():
+        quantizers.forward(model, batch)
+    rms = math.sqrt(float(np.square(np.concatenate(values)).mean()))
+    assert record.quantizers[f"{LINEARS[0]}.input_quantizer"].rms == pytest.approx(rms)
+
+
+class TestUnusable:
+    """Each one names every layer that it hits."""
+
+    def fail(self, model: Any, plan: Plan | None = None) -> str:
+        with pytest.raises(CheckFailed) as error:
+            ptq.calibrate(model, plan or plan_of(recipe_with(), model), calibration_batches(), Calibration())
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_weights_that_are_not_finite(self, tiny_bert: Path, value: float) -> None:
+        model = load_model(str(tiny_bert))
+        for name in (LINEARS[-1], LINEARS[-2]):
+            model.get_submodule(name).weight.data[3, 3] = value
+        message = self.fail(model)
+        assert f"NaN or infinity in {LINEARS[-2]}.weight, {LINEARS[-1]}.weight;" in message
+
+    def test_activations_that_are_not_finite(self, tiny_bert: Path) -> None:
+        model = load_model(str(tiny_bert))
+        for name in (LINEARS[4], LINEARS[5]):  # finite weights whose product is not
+            model.get_submodule(name).weight.data.fill_(3e38)
+        assert f"met NaN or infinity at {LINEARS[5]}.input_quantizer;" in self.fail(model)
+
+    def test_an_input_that_is_always_zero(self, tiny_bert: Path) -> None:
+        model = load_model(str(tiny_bert))
+        value = model.get_submodule(LINEARS[2])  # layer 0: the attention of zeros is zero
+        value.weight.data.mul_(1e-30)
+        value.bias.data.zero_()
+        dead = model.get_submodule(LINEARS[4])
+        dead.weight.data.zero_()
+        dead.bias.data.zero_()
+        message = self.fail(model)
+        assert f"{LINEARS[5]}.input_quantizer: not positive (0)" in message
+        assert f"{LINEARS[4]}.weight_quantizer: not positive (0)" in message
+        assert f"{LINEARS[2]}.weight_quantizer: " in message
+        assert f"{LINEARS[3]}.input_quantizer: " in message
+        assert "4 unusable amax values" in message
+
+    def test_an_input_beyond_fp16(self, tiny_bert: Path) -> None:
+        model = load_model(str(tiny_bert))
+        model.bert.encoder.layer[0].attention.output.LayerNorm.weight.data.mul_(1e6)
+        assert f"{LINEARS[4]}.input_quantizer: " in (message := self.fail(model))
+        assert "outside 1e-06 to 65504" in message
+
+    def test_an_implausible_outlier(self) -> None:
+        good = calibration.QuantizerState(kind="input", axis=None, amax=90.0, rms=1.0)
+        calibration.require_plausible({"good": good})
+        bad = good.model_copy(update={"amax": 6000.0})
+        with pytest.raises(
+            CheckFailed, match=r"2 unusable .*a: 6000 times its root mean square; b: 6000 times"
+        ):
+            calibration.require_plausible({"a": bad, "good": good, "b": bad})
+        calibration.require_plausible({"softmax": bad.model_copy(update={"kind": "softmax"})})
+
+    def test_a_quantizer_that_saw_nothing(self) -> None:
+        state = calibration.QuantizerState(kind="input", axis=None, amax=[])
+        with pytest.raises(CheckFailed, match="x: not finite"):
+            calibration.require_plausible({"x": state})
+
+    @pytest.mark.parametrize("batches", [[], iter(())])
+    def test_no_batches(self, tiny_bert: Path, batches: Any) -> None:
+        model = load_model(str(tiny_bert))
+        with pytest.raises(UserError, match="calibration saw no samples of split 'train'"):
+            ptq.calibrate(model, plan_of(recipe_with(), model), batches, Calibration())
+
+    def test_a_plan_of_another_model(self, tiny_bert: Path) -> None:
+        model = load_model(str(tiny_bert))
+        plan = Plan(int8={LINEARS[0]: "channel", "bert.encoder.layer.7.output.dense": "channel"})
+        assert "missing bert.encoder.layer.7.output.dense.input_quantizer" in self.fail(model, plan)
+
+
+def test_dead_channels_are_revived_and_noted(tiny_bert: Path) -> None:
+    import torch
+
+    model = load_model(str(tiny_bert))
+    query = model.get_submodule(LINEARS[0])
+    query.weight.data[4:7] = 0
+    before = copy.deepcopy(model)
+    record = ptq.calibrate(model, plan_of(recipe_with(), model), calibration_batches(), Calibration())
+    name = f"{LINEARS[0]}.weight_quantizer"
+    assert record.notes == [f"{name}: 3 output channels are all zero"]
+    magnitudes = before.get_submodule(LINEARS[0]).weight.detach().abs().amax(dim=1)
+    magnitudes[4:7] = magnitudes.max()
+    assert record.quantizers[name].amax == rounded_up(magnitudes.numpy())
+    assert torch.equal(query.weight_quantizer(query.weight)[4:7], torch.zeros(3, 32))
+
+
+def test_batches_are_taken_one_at_a_time(tiny_bert: Path) -> None:
+    held: list[int] = []
+    seen: list[int] = []
+    living: list[weakref.ref[Any]] = []
+
+    def batches() -> Iterator[Batch]:
+        for seed in range(12):
+            assert sum(seen) == 4 * seed  # all earlier ones are through the model
+            gc.collect()
+            held.append(sum(reference() is not None for reference in living))
+            batch = padded_batch((8,) * 4, seed)
+            living.extend(weakref.ref(array) for array in batch.values())
+            yield batch
+
+    model = load_model(str(tiny_bert))
+    ptq.calibrate(model, plan_of(recipe_with(), model), batches(), Calibration(), seen.append)
+    assert len(held) == 12
+    assert max(held) <= 3  # the arrays of the latest batch
+
+
+def test_settings_are_recorded(tiny_bert: Path) -> None:
+    model = load_model(str(tiny_bert))
+    settings = Calibration(seed=7)
+    record = ptq.calibrate(model, plan_of(recipe_with(), model), calibration_batches(), settings)
+    assert (record.method, record.seed, record.data["samples"]) == ("max", 7, 24)

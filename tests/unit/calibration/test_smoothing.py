@@ -1,0 +1,357 @@
+"""Exact scale migration: nothing changes until something is quantized, and then the outliers are gone."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from qdqbench.quantize.calibration import ptq, smoothing
+from qdqbench.quantize.calibration.fakequant import quantizers as quantizers_module
+from qdqbench.quantize.calibration.record import Smoothing
+from qdqbench.quantize.calibration.smoothing import LARGEST_FACTOR
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+
+from ...support.tiny_bert import (
+    ATTENTIONS,
+    INT8,
+    LINEARS,
+    Batch,
+    calibration_batches,
+    padded_batch,
+    plan_of,
+    recipe_with,
+)
+
+QKV, OUTPUT, FFN_IN, FFN_OUT = LINEARS[:3], LINEARS[3], LINEARS[4], LINEARS[5]
+EVERY = {"match": "encoder.layer.*"} | INT8
+OUTPUTS = {"match": "*.attention.output.dense"}
+CHANNEL = 5
+OUTLIER = 64.0
+
+
+def batches() -> list[Batch]:
+    return [*calibration_batches(), padded_batch((9, 9), seed=3)]
+
+
+def smoothed(model: Any, *rules: dict[str, Any], smooth: float | str = "none", **changes: Any) -> Smoothing:
+    """Insert quantizers and smooth; `model` is changed."""
+    recipe = recipe_with(rules=[EVERY, *rules], calibration={"smoothing": smooth}, **changes)
+    plan = plan_of(recipe, model)
+    ptq.insert_quantizers(model, plan)
+
+    def run(inner: Any) -> None:
+        for batch in calibration_batches():
+            quantizers_module.forward(inner, batch)
+
+    return smoothing.smooth(model, plan, smoothing.measure_ranges(model, plan, run))
+
+
+def with_outlier(folder: Path) -> Any:
+    """A channel of each first LayerNorm that is far out, and that hardly matters to what reads it."""
+    model = load_model(str(folder))
+    for layer in model.bert.encoder.layer:
+        norm = layer.attention.output.LayerNorm
+        norm.weight.data[CHANNEL] *= OUTLIER
+        norm.bias.data[CHANNEL] *= OUTLIER
+        layer.intermediate.dense.weight.data[:, CHANNEL] /= OUTLIER
+        layer.output.LayerNorm.weight.data[CHANNEL] /= OUTLIER
+    return model
+
+
+ALL_INT8: dict[str, Any] = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3, 0.5, 0.65, 0.8, 1.0, "gain"])
+@pytest.mark.parametrize(
+    ("rules", "changes"),
+    [
+        ([], {}),
+        ([OUTPUTS | {"smoothing": 0.5}], {}),
+        ([OUTPUTS | {"smoothing": 0.8}, {"match": "*.output.dense", "smoothing": 0.6}], ALL_INT8),
+    ],
+    ids=["norms", "value", "all"],
+)
+def test_no_output_changes_by_a_bit(
+    tiny_bert: Path, smooth: float | str, rules: list[dict[str, Any]], changes: dict[str, Any]
+) -> None:
+    model, untouched = with_outlier(tiny_bert), with_outlier(tiny_bert)
+    found = smoothed(model, *rules, smoothing=smooth, **changes)
+    assert set(found.inputs) >= {*QKV, FFN_IN}
+    assert (OUTPUT in found.columns) == bool(rules)
+    assert (QKV[0] in found.rows) == bool(changes)
+    with quantizers_module.quantizers_off(model):
+        for batch in batches():
+            assert torch.equal(
+                quantizers_module.forward(model, batch), quantizers_module.forward(untouched, batch)
+            )
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), untouched.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("smoothing", [0.3, 0.8, "gain"])
+def test_factors(tiny_bert: Path, smooth: float | str) -> None:
+    model = with_outlier(tiny_bert)
+    found = smoothed(model, OUTPUTS | {"smoothing": 0.5}, smoothing=smooth, **ALL_INT8)
+    for group in (found.inputs, found.columns, found.rows):
+        for factors in group.values():
+            exponents = np.log2(factors)
+            assert np.array_equal(exponents, np.rint(exponents))
+            assert np.abs(exponents).max() <= math.log2(LARGEST_FACTOR)
+            assert abs(exponents.mean()) <= 0.5
+    for name, factors in found.inputs.items():
+        assert np.array_equal(1 / np.array(factors), found.columns[name])
+    for layer, attention in enumerate(ATTENTIONS):
+        query, key, value = (f"{attention}.{part}" for part in ("query", "key", "value"))
+        assert found.inputs[query] == found.inputs[key] == found.inputs[value]
+        assert np.array_equal(1 / np.array(found.rows[query]), found.rows[key])
+        output = f"bert.encoder.layer.{layer}.attention.output.dense"
+        assert np.array_equal(1 / np.array(found.rows[value]), found.columns[output])
+        assert output not in found.inputs
+    assert not {FFN_OUT} & {*found.inputs, *found.columns, *found.rows}
+
+
+def test_inputs_follow_the_formula(tiny_bert: Path) -> None:
+    """Equation 4 of the paper, over columns of q, k and v together."""
+    untouched, model = load_model(str(tiny_bert)), load_model(str(tiny_bert))
+    seen: list[torch.Tensor] = []
+    untouched.get_submodule(QKV[0]).register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0].abs().flatten(0, 1).amax(dim=0))
+    )
+    for batch in calibration_batches():
+        quantizers_module.forward(untouched, batch)
+    columns = [untouched.get_submodule(name).weight.detach().abs().amax(dim=0) for name in QKV]
+    ranges, weights = torch.stack(seen).amax(dim=0), torch.stack(columns).amax(dim=0)
+    exponents = torch.log2(ranges.double() ** 0.7 / weights.double() ** 0.3)
+    wanted = torch.exp2(torch.round(exponents - exponents.mean()))
+    assert smoothed(model, smoothing=0.7).columns[QKV[0]] == wanted.tolist()
+
+
+def test_the_gain_is_that_of_the_layernorm_before(tiny_bert: Path) -> None:
+    model = with_outlier(tiny_bert)
+    norm = model.bert.encoder.layer[0].attention.output.LayerNorm.weight.detach().abs().log2()
+    found = smoothed(model, smoothing="gain").columns[FFN_IN]
+    assert np.log2(found).tolist() == torch.round(norm - norm.mean()).tolist()
+    assert np.argmax(found) == CHANNEL
+
+
+def test_q_and_k_get_one_range(tiny_bert: Path) -> None:
+    model = load_model(str(tiny_bert))
+    query, key = (model.get_submodule(f"{ATTENTIONS[0]}.{part}") for part in ("query", "key"))
+    query.weight.data[3] *= 16
+    query.bias.data[3] *= 16
+    ratios: dict[str, torch.Tensor] = {}
+
+    def measure() -> torch.Tensor:
+        largest: dict[str, torch.Tensor] = {}
+        hooks = [
+            module.register_forward_hook(
+                lambda _, __, out, name=name: largest.update({name: out.abs().flatten(0, 1).amax(dim=0)})
+            )
+            for name, module in (("query", query), ("key", key))
+        ]
+        with quantizers_module.quantizers_off(model):
+            quantizers_module.forward(model, calibration_batches()[2])
+        for hook in hooks:
+            hook.remove()
+        return (largest["query"] / largest["key"]).log2()
+
+    ratios["before"] = measure()
+    found = smoothed(model, smoothing=0.5, **ALL_INT8)
+    ratios["after"] = measure()
+    assert found.rows[f"{ATTENTIONS[0]}.query"][3] <= 0.5
+    assert ratios["after"].std() < 0.6 * ratios["before"].std()
+
+
+def test_dead_channels_are_left_alone(tiny_bert: Path) -> None:
+    model = load_model(str(tiny_bert))
+    norm = model.bert.encoder.layer[0].attention.output.LayerNorm
+    norm.weight.data[[2, 7]] = 0
+    norm.bias.data[[2, 7]] = 0
+    model.get_submodule(f"{ATTENTIONS[0]}.value").weight.data[4] = 0
+    model.get_submodule(f"{ATTENTIONS[0]}.value").bias.data[4] = 0
+    model.get_submodule(f"{ATTENTIONS[1]}.query").weight.data[6] = 0
+    model.get_submodule(f"{ATTENTIONS[1]}.query").bias.data[6] = 0
+    for name in LINEARS[6:9]:
+        model.get_submodule(name).weight.data[:, 9] = 0
+    found = smoothed(model, OUTPUTS | {"smoothing": 0.5}, smoothing=0.5, **ALL_INT8)
+    assert [found.inputs[FFN_IN][channel] for channel in (2, 7)] == [1.0, 1.0]
+    assert found.rows[f"{ATTENTIONS[0]}.value"][4] == 1.0
+    assert found.columns[OUTPUT][4] == 1.0
+    assert found.rows[f"{ATTENTIONS[1]}.query"][6] == 1.0
+    assert found.inputs[LINEARS[6]][9] == 1.0
+    gain = smoothed(load_dead_norm(tiny_bert), smoothing="gain")
+    assert gain.columns[FFN_IN][2] == 1.0
+    assert all(np.isfinite(factors).all() for factors in gain.columns.values())
+
+
+def load_dead_norm(folder: Path) -> Any:
+    model = load_model(str(folder))
+    model.bert.encoder.layer[0].attention.output.LayerNorm.weight.data[2] = 0
+    return model
+
+
+@settings(deadline=None)
+@given(
+    raw=hnp.arrays(
+        np.float64, st.integers(1, 40), elements=st.floats(2.0**-60, 2.0**60) | st.sampled_from([0.0])
+    )
+)
+def test_powers_of_two(raw: Any) -> None:
+    scales = smoothing._power_of_two(raw)
+    exponents = np.log2(scales)
+    assert np.array_equal(exponents, np.rint(exponents))
+    assert (scales >= 1 / LARGEST_FACTOR).all()
+    assert (scales <= LARGEST_FACTOR).all()
+    assert (scales[raw == 0] == 1).all()
+    # the order of the channels stays
+    alive = raw > 0
+    assert (np.diff(exponents[alive][np.argsort(raw[alive])]) >= 0).all()
+
+
+@pytest.mark.parametrize("rule", [{"match": "*.output.dense"}, {"match": "encoder.layer.*"}])
+def test_gain_without_a_layernorm_is_one_sentence(tiny_bert: Path, rule: dict[str, Any]) -> None:
+    model = load_model(str(tiny_bert))
+    with pytest.raises(
+        UserError,
+        match=r"^smoothing: gain needs a LayerNorm before the linear, which .* do not have; give an",
+    ) as error:
+        smoothed(model, rule | {"smoothing": "gain"})
+    for layer in range(2):
+        assert f"bert.encoder.layer.{layer}.output.dense" in str(error.value)
+        assert f"bert.encoder.layer.{layer}.attention.output.dense" in str(error.value)
+        assert "intermediate" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_linears_of_other_alphas_do_not_share(tiny_bert: Path) -> None:
+    found = smoothed(load_model(str(tiny_bert)), {"match": "*.query", "smoothing": 0.9}, smoothing=0.4)
+    query, key, value = (found.inputs[name] for name in QKV)
+    assert key == value != query
+
+
+def test_one_linear_alone(tiny_bert: Path) -> None:
+    found = smoothed(
+        load_model(str(tiny_bert)), {"match": "encoder.layer.0.intermediate.dense", "smoothing": 0.5}
+    )
+    assert [*found.inputs] == [*found.columns] == [FFN_IN]
+    assert found.rows == {}
+
+
+def logit_error(folder: Path, make: Callable[[Path], Any], smooth: float | str) -> tuple[float, float]:
+    """Relative logit error of the fake-quant model, and the largest amax over rms before the feed-forward."""
+    model, exact = make(folder), make(folder)
+    recipe = recipe_with(rules=[EVERY], calibration={"smoothing": smooth})
+    record = ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+    states = [state for name, state in record.quantizers.items() if "intermediate.dense.input" in name]
+    ratios = [state.amax / state.rms for state in states if isinstance(state.amax, float) and state.rms]
+    assert len(ratios) == 2
+    pairs = [
+        (quantizers_module.forward(model, batch), quantizers_module.forward(exact, batch))
+        for batch in batches()
+    ]
+    error = sum(float((ours - theirs).square().sum()) for ours, theirs in pairs)
+    return error / sum(float(theirs.square().sum()) for _, theirs in pairs), max(ratios)
+
+
+@pytest.mark.parametrize("smoothing", [0.5, 0.65, "gain"])
+def test_an_outlier_channel_no_longer_hurts(tiny_bert: Path, smooth: float | str) -> None:
+    plain, spread = logit_error(tiny_bert, with_outlier, "none")
+    better, narrow = logit_error(tiny_bert, with_outlier, smooth)
+    assert narrow < 0.7 * spread
+    assert better < 0.25 * plain
+
+
+powers = st.integers(-8, 8).map(lambda exponent: 2.0**exponent)
+weights = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(
+    lambda value: value == 0 or 2.0**-100 < abs(value) < 2.0**100
+)
+
+
+@settings(deadline=None)
+@given(data=st.data(), rows=st.integers(1, 5), columns=st.integers(1, 5), bias=st.booleans())
+def test_factors_come_out_of_trained_weights_bit_for_bit(
+    data: Any, rows: int, columns: int, bias: bool
+) -> None:
+    model: Any = torch.nn.ModuleDict({"a": torch.nn.Linear(columns, rows, bias=bias), "b": torch.nn.ReLU()})
+    trained = {
+        name: torch.from_numpy(data.draw(hnp.arrays(np.float32, tuple(value.shape), elements=weights)))
+        for name, value in model.state_dict().items()
+    }
+    model.load_state_dict(trained)
+    draw = {"rows": rows, "columns": columns}
+    chosen = data.draw(st.sets(st.sampled_from([*draw])))
+    factors = {side: {"a": data.draw(st.lists(powers, min_size=n, max_size=n))} for side, n in draw.items()}
+    found = Smoothing(**{side: factors[side] for side in chosen})
+    plain = smoothing.take_back(model, found)
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+    if "rows" in chosen and bias:
+        assert torch.equal(plain["a.bias"] * torch.tensor(factors["rows"]["a"]), trained["a.bias"])
+    model.load_state_dict(plain)
+    smoothing.apply(model, found)
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+
+
+def test_a_trained_model_is_rebuilt_from_plain_weights(tiny_bert: Path) -> None:
+    model = with_outlier(tiny_bert)
+    rules = [EVERY, OUTPUTS | {"smoothing": 0.5}]
+    recipe = recipe_with(
+        rules=rules, calibration={"smoothing": 0.5, "bias_correction": True}, residual="int8", **ALL_INT8
+    )
+    plan = plan_of(recipe, model)
+    record = ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)
+    assert record.biases
+    assert record.smoothing.inputs
+    assert record.smoothing.rows
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(1 + 0.01 * torch.randn(value.shape, generator=generator))
+    plain = load_model(str(tiny_bert))
+    plain.load_state_dict(smoothing.take_back(model, record.smoothing))
+    with quantizers_module.quantizers_off(model):
+        assert torch.equal(
+            quantizers_module.forward(model, padded_batch()), quantizers_module.forward(plain, padded_batch())
+        )
+    ptq.restore(plain, plan, record.model_copy(update={"biases": {}}))
+    ours, theirs = model.state_dict(), plain.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert torch.equal(
+        quantizers_module.forward(model, padded_batch()), quantizers_module.forward(plain, padded_batch())
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), 2.0**-149])
+def test_factors_that_cannot_come_out_are_named(value: float) -> None:
+    model: Any = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2)})
+    with torch.no_grad():
+        model["a"].weight[0, 0] = value
+    with pytest.raises(CheckFailed, match=r"^the smoothing factors cannot be taken out of a\.weight \("):
+        smoothing.take_back(model, Smoothing(columns={"a": [4.0, 1.0]}))
+
+
+def test_off_and_on_again(tiny_bert: Path) -> None:
+    model = load_model(str(tiny_bert))
+    recipe = recipe_with("bert-int8-attention")
+    ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+    quantizers = quantizers_module.enabled_quantizers(model)
+    quantizers[f"{QKV[0]}.input_quantizer"].disable()  # stays so
+    before = quantizers_module.forward(model, padded_batch())
+
+    def fail() -> None:
+        assert quantizers_module.enabled_quantizers(model) == {}
+        exact = quantizers_module.forward(load_model(str(tiny_bert)), padded_batch())
+        assert torch.equal(quantizers_module.forward(model, padded_batch()), exact)
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"), quantizers_module.quantizers_off(model):
+        fail()
+    assert set(quantizers) - set(quantizers_module.enabled_quantizers(model)) == {f"{QKV[0]}.input_quantizer"}
+    assert torch.equal(quantizers_module.forward(model, padded_batch()), before)

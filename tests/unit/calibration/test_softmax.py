@@ -1,0 +1,142 @@
+"""INT8 softmax: what rounding loses of the attention's output, and the form that loses least of it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qdqbench.quantize.calibration import ptq, softmax
+from qdqbench.quantize.calibration.fakequant import quantizers
+from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX
+from qdqbench.quantize.calibration.narrow import narrowed
+from qdqbench.quantize.calibration.record import CalibrationRecord
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.sections import Calibration
+
+from ...support.families import write_model
+from ...support.tiny_bert import ATTENTIONS, INT8, LINEARS, padded_batch, plan_of, recipe_with
+
+RECIPE = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
+RULES = [{"match": "encoder.layer.*"} | INT8]
+LONG_BATCHES = [padded_batch((length,) * 4, seed=length) for length in (12, 120)]
+
+
+def calibrated(folder: Path, how: str, model: Any = None) -> tuple[Any, Plan, CalibrationRecord]:
+    model = model or load_model(str(folder))
+    recipe = recipe_with(rules=RULES, calibration={"softmax_scale": how}, **RECIPE)
+    plan = plan_of(recipe, model)
+    return model, plan, ptq.calibrate(model, plan, LONG_BATCHES, recipe.calibration)
+
+
+def summed(p: torch.Tensor, v: torch.Tensor, *amaxes: float) -> softmax._Sums:
+    part = softmax._Sums(tries={amax: softmax._Try() for amax in amaxes})
+    part.add(p, v)
+    return part
+
+
+@given(
+    seed=st.integers(0, 999),
+    amax=st.sampled_from(softmax.AMAXES),
+    sharp=st.floats(0.1, 8),
+    shift=st.floats(-3, 3),
+)
+@settings(max_examples=40)
+def test_the_error_is_that_of_centred_values_by_hand(
+    seed: int, amax: float, sharp: float, shift: float
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    p = torch.softmax(sharp * torch.randn(2, 3, 40, 40, generator=random), dim=-1)
+    v = torch.randn(2, 3, 40, 4, generator=random) + shift
+    scale = amax / INT8_MAX
+    rounded = torch.fake_quantize_per_tensor_affine(p, scale, 0, -128, 127)
+    part = summed(p, v, amax)
+    for center in (None, torch.randn(3, 4, generator=random).double()):
+        m = torch.zeros(()) if center is None else center[None, :, None, :].float()
+        direct = (rounded @ (v - m) + m - p @ v).double().square().sum()
+        assert part.tries[amax].error(center) == pytest.approx(float(direct), rel=1e-3, abs=1e-6)
+    tried = part.tries[amax]
+    assert float(tried.clipped) == pytest.approx(float((p - amax).clamp(min=0).sum()), rel=1e-4, abs=1e-6)
+    assert float(tried.zeroed) == pytest.approx(float(p[p < scale / 2].sum()), rel=0.05, abs=1e-2)
+
+
+@given(length=st.integers(255, 400), value=st.floats(-4, 4).filter(lambda x: abs(x) > 0.1))
+@settings(max_examples=10)
+def test_even_attention_is_all_lost_and_all_in_the_centre(length: int, value: float) -> None:
+    p = torch.full((1, 1, length, length), 1 / length)
+    part = summed(p, torch.full((1, 1, length, 2), value), 1.0)
+    mean = part.values / part.tokens
+    assert softmax._row("a", 512, part, 1.0, None).zeroed == pytest.approx(1, rel=1e-4)
+    assert softmax._row("a", 512, part, 1.0, None).error == pytest.approx(1, rel=1e-4)
+    assert softmax._row("a", 512, part, 1.0, mean).error < 0.01
+
+
+def test_centring_changes_no_answer_and_lowers_the_error(tiny_bert: Path) -> None:
+    batch = padded_batch((120, 90))
+    plain = quantizers.forward(load_model(str(tiny_bert)), batch)
+    of_max, of_error = (calibrated(tiny_bert, how) for how in ("max", "error"))
+    model, _, record = of_error
+    assert record.centers
+    with quantizers.quantizers_off(model):
+        torch.testing.assert_close(quantizers.forward(model, batch), plain, rtol=1e-4, atol=1e-4)
+    for name in ATTENTIONS:
+        before, after = ([r for r in found.softmax if r.module == name] for found in (of_max[2], record))
+        assert [row.length for row in before] == [row.length for row in after] == [64, 128]
+        assert np.mean([row.error**2 for row in after]) < np.mean([row.error**2 for row in before])
+        assert all(row.clipped == 0 and not row.centered for row in before)
+    assert {record.quantizers[f"{name}.p_bmm_quantizer"].amax for name in ATTENTIONS} <= set(
+        np.float32(softmax.AMAXES).tolist()
+    )
+
+
+@pytest.mark.parametrize("model_type", ["distilbert", "albert", "mpnet", "deberta-v2", "modernbert"])
+def test_the_attention_of_any_family_is_measured(model_type: str, tmp_path: Path) -> None:
+    recipe = load_recipe(f"{model_type}-int8-attention")
+    recipe = recipe.model_copy(update={"calibration": Calibration(softmax_scale="min-error")})
+    folder, batch = str(write_model(tmp_path, model_type)), padded_batch((40, 12))
+    plain, model = quantizers.forward(load_model(folder), batch), load_model(folder)
+    plan = plan_of(recipe, model)
+    record = ptq.calibrate(model, plan, [padded_batch((60,) * 4)], recipe.calibration)
+    assert {row.module for row in record.softmax} == set(plan.attention)
+    assert all(0 < row.error < 1 for row in record.softmax)
+    if model_type == "modernbert":  # its linears have no bias
+        assert not record.centers
+    with quantizers.quantizers_off(model):
+        torch.testing.assert_close(quantizers.forward(model, batch), plain, rtol=1e-3, atol=1e-3)
+
+
+def test_auto_chooses_where_calibration_saw_long_inputs_only(
+    tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = calibrated(tiny_bert, "auto")[2]
+    assert short == calibrated(tiny_bert, "max")[2]
+    assert not short.centers
+    assert short.quantizers[f"{ATTENTIONS[0]}.p_bmm_quantizer"].amax == softmax.PLAIN
+    monkeypatch.setattr(softmax, "LONG", 100)
+    assert calibrated(tiny_bert, "auto")[2] == calibrated(tiny_bert, "error")[2]
+
+
+def test_without_a_bias_the_values_stay_where_they_are(tiny_bert: Path) -> None:
+    model: Any = load_model(str(tiny_bert))
+    model.get_submodule(LINEARS[2]).bias = None
+    record = calibrated(tiny_bert, "error", model)[2]
+    assert set(record.centers) == {LINEARS[8], LINEARS[9]}
+    assert {(row.module, row.centered) for row in record.softmax} == {
+        (ATTENTIONS[0], False),
+        (ATTENTIONS[1], True),
+    }
+
+
+def test_a_part_of_a_calibration_keeps_what_its_scales_were_measured_with(tiny_bert: Path) -> None:
+    _, plan, record = calibrated(tiny_bert, "error")
+    part = Plan(int8=plan.int8, attention=(ATTENTIONS[1],), scaling=plan.scaling)
+    alone = narrowed(part, record, record)
+    assert alone.centers == record.centers  # the inputs of the output projections are centred too
+    assert {row.module for row in alone.softmax} == {ATTENTIONS[1]}
+    plain = calibrated(tiny_bert, "max")[2]
+    assert set(narrowed(part, plain, record).centers) == {LINEARS[8], LINEARS[9]}

@@ -1,0 +1,274 @@
+"""k, v and q straight from their GEMMs: the same model, with nothing left to do behind them."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration.bias import apply_biases
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
+from qdqbench.quantize.calibration.record import CalibrationRecord, Smoothing
+from qdqbench.quantize.calibration.smoothing import Ranges
+from qdqbench.quantize.calibration.straight import (
+    LARGEST_REST,
+    RIDGE,
+    chosen,
+    equalize,
+    moved_biases,
+    shift,
+    watched,
+)
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.recipe.plan import merged, shifted, straight, straight_linears
+from qdqbench.quantize.utils.errors import UserError
+
+from ...support.tiny_bert import (
+    ATTENTIONS,
+    INT8,
+    LINEARS,
+    calibrate,
+    calibration_batches,
+    one_scale,
+    padded_batch,
+    plan_of,
+    recipe_with,
+)
+
+EVERY = {"match": "encoder.layer.*", "type": "Linear"} | INT8
+STRAIGHT = one_scale("key", "value")
+(QUERY,) = one_scale("query")
+NORMS = ["bert.embeddings.LayerNorm", "bert.encoder.layer.0.output.LayerNorm"]  # what they read
+QUERIES = {name for name in LINEARS if name.endswith("query")}
+KEYS_AND_VALUES = {name for name in LINEARS if name.endswith(("key", "value"))}
+
+
+def recipe(*rules: dict[str, Any], qkv: str = "separate", **calibration: Any) -> Any:
+    export = {"opset": 20, "max_length": 128, "qkv_scales": qkv}
+    return recipe_with("bert-int8-attention", rules=[EVERY, *rules], calibration=calibration, export=export)
+
+
+@pytest.fixture
+def model(tiny_bert: Path) -> Any:
+    """Rows of k and v of very different ranges."""
+    model = load_model(str(tiny_bert))
+    with torch.no_grad():
+        for layer in model.bert.encoder.layer:
+            for linear in (layer.attention.self.key, layer.attention.self.value):
+                linear.weight[::3] *= 8
+                linear.weight[5] = 0
+    return model
+
+
+def test_it_is_for_key_and_value_with_one_scale_in_an_int8_attention(model: Any) -> None:
+    assert straight(plan_of(recipe(*STRAIGHT), model)) == ATTENTIONS
+    assert straight_linears(plan_of(recipe(*STRAIGHT), model)) == KEYS_AND_VALUES
+    assert straight(plan_of(recipe(), model)) == []
+    assert straight(plan_of(recipe(STRAIGHT[0]), model)) == []
+    without = recipe_with("bert-int8-linears", rules=[EVERY, *STRAIGHT])
+    assert straight(plan_of(without, model)) == []
+
+
+def test_a_query_with_one_scale_comes_straight_too(model: Any) -> None:
+    plan = plan_of(recipe(*STRAIGHT, QUERY), model)
+    assert shifted(plan) == dict(zip(ATTENTIONS, NORMS, strict=True))
+    assert straight_linears(plan) == KEYS_AND_VALUES | QUERIES
+    assert merged(plan) == []
+    assert merged(plan_of(recipe(*STRAIGHT, QUERY, qkv_scales="shared"), model)) == ATTENTIONS
+    for rules in (STRAIGHT, [QUERY], [QUERY, STRAIGHT[0]]):
+        plan = plan_of(recipe(*rules, qkv_scales="shared"), model)
+        assert (shifted(plan), merged(plan)) == ({}, [])
+
+
+def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model: Any) -> None:
+    with torch.no_grad():
+        for name in QUERIES:
+            model.get_submodule(name).bias.normal_(generator=torch.Generator().manual_seed(0))
+    plan, batch = plan_of(recipe(*STRAIGHT, QUERY), model), padded_batch()
+    before = forward(model, batch)
+    with watched(model, plan) as seen:
+        for each in calibration_batches():
+            forward(model, each)
+    ranges = Ranges({name: np.zeros(1) for name in QUERIES}, {})
+    shifts, notes = shift(model, plan, seen, ranges)
+    assert (list(shifts), notes) == (ATTENTIONS, [])
+    without = copy.deepcopy(model)
+    for each in shifts.values():
+        assert each.rest < LARGEST_REST
+        apply_biases(model, each.added)
+    torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
+    for name in QUERIES:
+        assert ranges.inputs[name].shape == (model.config.hidden_size,)
+        without.get_submodule(name).bias.data.zero_()
+    apply_biases(model, moved_biases(model, plan))
+    assert not any(model.get_submodule(name).bias.any() for name in KEYS_AND_VALUES | QUERIES)
+    lost, rest = (float((forward(each, batch) - before).abs().max()) for each in (without, model))
+    assert rest < 0.1 * lost
+
+
+def test_what_a_shift_cannot_do_is_a_warning_of_the_record(model: Any, tmp_path: Path) -> None:
+    with torch.no_grad():
+        for name in QUERIES:
+            linear = model.get_submodule(name)
+            linear.weight.mul_(0.01)
+            linear.bias.fill_(100.0)
+    model.save_pretrained(tmp_path)
+    record = calibrate(tmp_path, recipe(*STRAIGHT, QUERY)).record
+    (warning,) = record.warnings
+    assert "what the bias of q adds" in warning
+    assert warning not in record.notes
+
+
+def test_what_a_shift_cannot_do_is_said(model: Any) -> None:
+    """Weights of q that see nothing: no shift of their input replaces their bias."""
+    with torch.no_grad():
+        for name in QUERIES:
+            linear = model.get_submodule(name)
+            linear.weight.zero_()
+            linear.bias.fill_(100.0)
+    plan = plan_of(recipe(*STRAIGHT, QUERY), model)
+    with watched(model, plan) as seen:
+        for each in calibration_batches():
+            forward(model, each)
+    shifts, (warning,) = shift(model, plan, seen, Ranges({}, {}))
+    assert all(name in warning for name in ATTENTIONS)
+    assert "int8/per-channel for their query" in warning
+    assert not any(any(shifts[name].added[norm]) for name, norm in shifted(plan).items())
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000), st.floats(1e-3, 1e3))
+def test_no_shift_near_the_chosen_one_is_better(seed: int, scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    width, size = 12, 4
+    query, key = rng.standard_normal((2, width, width))
+    bias, half = scale * rng.standard_normal(width), rng.uniform(0.1, 10, width)
+    x = rng.standard_normal((40, width)) * half
+    x -= x.mean(axis=0)
+
+    def cost(shift: Any) -> float:
+        scores = [
+            x @ key[at : at + size].T @ (bias - query @ shift)[at : at + size] / np.sqrt(size)
+            for at in range(0, width, size)
+        ]
+        return float(np.square(scores).mean() + RIDGE * np.square(shift / half).mean())
+
+    found, rest = chosen(query, key, bias, size, x.T @ x / len(x), half)
+    best = cost(found)
+    assert best <= cost(np.zeros(width)) * (1 + 1e-9)
+    assert rest**2 == pytest.approx(best - RIDGE * np.square(found / half).mean(), abs=1e-9 * cost(0 * half))
+    for _ in range(5):
+        assert best <= cost(found * (1 + 0.01 * rng.standard_normal(width))) * (1 + 1e-9)
+
+
+def test_values_of_a_straight_attention_are_not_centred(tiny_bert: Path) -> None:
+    """Its amax is the best of what is there, without a centre that nothing could take out again."""
+    made = calibrate(tiny_bert, recipe(*STRAIGHT, softmax_scale="min-error"))
+    assert {(row.module, row.centered) for row in made.record.softmax} == {(n, False) for n in ATTENTIONS}
+    outputs = {name for name in LINEARS if name.endswith("attention.output.dense")}
+    assert set(made.record.centers) == KEYS_AND_VALUES | outputs
+
+
+def test_given_ranges_of_what_is_moved_are_refused(tiny_bert: Path) -> None:
+    for also, refused in (([], "output.dense.input"), ([QUERY], "self.query.input"), ([], "self.q_bmm")):
+        amax = {f"encoder.layer.0.attention.{refused}_quantizer": 1.0}
+        with pytest.raises(UserError, match=f"{refused}_quantizer is given another range"):
+            calibrate(tiny_bert, recipe(*STRAIGHT, *also, amax=amax))
+    amax = {"encoder.layer.0.attention.self.query.input_quantizer": 1.0}  # nothing moves it without a shift
+    made = calibrate(tiny_bert, recipe(*STRAIGHT, amax=amax))
+    assert made.record.quantizers[f"bert.{next(iter(amax))}"].amax == 1.0
+
+
+def test_merged_ones_share_their_scales(tiny_bert: Path) -> None:
+    made = calibrate(tiny_bert, recipe(*STRAIGHT, QUERY, qkv_scales="shared"))
+    states = made.record.quantizers
+    for name in ATTENTIONS:
+        assert len({states[f"{name}.{x}_bmm_quantizer"].amax for x in "qkv"}) == 1  # type: ignore[arg-type]
+        weights = [f"{name}.{part}.weight_quantizer" for part in ("query", "key", "value")]
+        assert len({states[weight].amax for weight in weights}) == 1  # type: ignore[arg-type]
+
+
+def test_the_model_stays_the_same(model: Any) -> None:
+    plan = plan_of(recipe(*STRAIGHT), model)
+    batch = padded_batch()
+    before = forward(model, batch)
+    moved = equalize(model, plan, Smoothing())
+    np.testing.assert_array_equal(forward(model, batch), before)  # powers of two
+    apply_biases(model, moved_biases(model, plan))
+    for name in KEYS_AND_VALUES:
+        assert not model.get_submodule(name).bias.any()
+    torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
+    assert set(moved.rows) == {name for name in LINEARS if name.endswith(("query", "key", "value"))}
+    assert set(moved.columns) == {name for name in LINEARS if name.endswith("attention.output.dense")}
+
+
+def test_rows_of_q_and_k_become_alike(model: Any) -> None:
+    """Where q has one scale too; the value of a merged one gets the range of both."""
+    equalize(model, plan_of(recipe(*STRAIGHT, QUERY, qkv_scales="shared"), model), Smoothing())
+    for layer in model.bert.encoder.layer:
+        attention = layer.attention.self
+        query, key, value = (
+            getattr(attention, part).weight.detach().abs().amax(1) for part in ("query", "key", "value")
+        )
+        alive = (query > 0) & (key > 0)
+        assert ((query / key)[alive].log2().abs() <= 1).all()
+        assert float(value.max() / key.max()) == pytest.approx(1, abs=0.5)
+
+
+def test_rows_get_about_one_range(model: Any) -> None:
+    def spread() -> float:
+        weights = [model.get_submodule(name).weight.detach().abs().amax(1) for name in KEYS_AND_VALUES]
+        return max(float(rows[rows > 0].max() / rows[rows > 0].min()) for rows in weights)
+
+    assert spread() > 8
+    equalize(model, plan_of(recipe(*STRAIGHT), model), Smoothing())
+    assert spread() <= 2
+
+
+def test_factors_that_are_there_already_are_multiplied(model: Any) -> None:
+    name = LINEARS[0]
+    rows = [2.0] * len(model.get_submodule(name).weight)
+    plan = plan_of(recipe(*STRAIGHT), model)
+    alone = equalize(copy.deepcopy(model), plan, Smoothing())
+    moved = equalize(model, plan, Smoothing(rows={name: rows}))
+    assert moved.rows[name] == [2 * factor for factor in alone.rows[name]]
+
+
+@pytest.mark.parametrize("also", [[], [QUERY]])
+def test_calibration_keeps_the_biases_out_and_restores_bit_for_bit(
+    tiny_bert: Path, also: list[dict[str, Any]]
+) -> None:
+    asked = recipe(*STRAIGHT, *also, smoothing=0.65, bias_correction=True, softmax_scale="min-error")
+    made = calibrate(tiny_bert, asked)
+    assert straight(made.plan) == ATTENTIONS
+    assert list(made.record.shifts) == (ATTENTIONS if also else [])
+    for name in straight_linears(made.plan):
+        assert not made.model.get_submodule(name).bias.any(), name
+        assert name not in made.record.biases
+    again = load_model(str(tiny_bert))
+    ptq.restore(again, made.plan, CalibrationRecord.model_validate_json(made.record.model_dump_json()))
+    for (name, ours), theirs in zip(
+        made.model.state_dict().items(), again.state_dict().values(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+    with quantizers_off(again):
+        exact, plain = forward(again, padded_batch()), forward(load_model(str(tiny_bert)), padded_batch())
+    assert float((exact - plain).abs().max()) < 0.2 * float(plain.abs().max())  # bias correction alone
+
+
+def test_codes_of_k_and_v_are_as_good_as_with_scales_per_channel(model: Any, tmp_path: Path) -> None:
+    """Error of the attention's output in one layer, relative to that with a scale for each channel."""
+    model.save_pretrained(tmp_path)
+    errors = {}
+    for what, rules in (("channel", []), ("tensor", STRAIGHT)):
+        found = load_model(str(tmp_path))
+        plan = plan_of(recipe(*rules), found)
+        ptq.calibrate(found, plan, calibration_batches(), recipe(*rules).calibration)
+        truth = forward(load_model(str(tmp_path)), padded_batch((16, 16)))
+        errors[what] = float((forward(found, padded_batch((16, 16))) - truth).square().mean())
+    assert errors["tensor"] < 3 * errors["channel"]

@@ -1,0 +1,114 @@
+"""Batches: of similar length, in shapes that the warm-up met, with each answer for its row."""
+
+import asyncio
+import time
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qdqbench.quantize.deployment.server.batches import Batcher, choose_shape, list_rows, pad_to_shape
+from qdqbench.quantize.deployment.server.metrics import Metrics
+
+from ...support.fake_served import PAD, Engine
+from ...support.http_client import finished
+
+SIZES = [(16, 32), (64, 12), (128, 1)]
+
+
+def test_batches_have_powers_of_two_of_rows_and_the_most_of_their_bucket():
+    assert list_rows(32) == [1, 2, 4, 8, 16, 32]
+    assert list_rows(12) == [1, 2, 4, 8, 12]
+    assert list_rows(1) == [1]
+
+
+@given(st.sampled_from(SIZES), st.data())
+def test_every_batch_gets_the_smallest_shape_that_was_warmed_up(size, data):
+    length = data.draw(st.integers(1, size[0]))
+    longest, most = next(size for size in SIZES if length <= size[0])
+    rows = data.draw(st.integers(1, most))
+    shape = choose_shape(SIZES, rows, length)
+    assert shape[1] == longest
+    assert shape[0] in list_rows(most)
+    assert shape[0] < 2 * rows or shape[0] == most
+    ids = np.arange(1, 1 + rows * length).reshape(rows, length)
+    made = pad_to_shape({"input_ids": ids, "attention_mask": np.ones_like(ids)}, shape, pad_id=0)
+    assert made["input_ids"].shape == shape
+    assert (made["input_ids"][:rows, :length] == ids).all()
+    assert (made["attention_mask"][:rows, length:] == 0).all()
+    assert (made["attention_mask"].sum(1) == length).all()  # copies of rows are whole, none is empty
+
+
+class Recorded(Engine):
+    """An engine that keeps the shapes of its batches."""
+
+    def __call__(self, batch):
+        shapes.append(batch["input_ids"].shape)
+        return super().__call__(batch)
+
+
+shapes = []
+
+
+def work(main, sizes=((16, 4), (64, 2)), max_wait_s=0.0, **engine):
+    """The shapes that a batcher runs while a coroutine uses it."""
+
+    async def whole():
+        options = {"pad_id": PAD, "max_wait_s": max_wait_s, "hang_s": 9.0, "metrics": Metrics()}
+        batcher = Batcher("engine", Recorded(**engine), sizes, give_up=print, **options)
+        working = asyncio.create_task(batcher.work())
+        await main(batcher)
+        working.cancel()
+
+    shapes.clear()
+    finished(whole())
+    return [*shapes]
+
+
+def row(number, length):
+    ids = np.full(length, 15)
+    ids[: len(str(number))] = [int(digit) for digit in str(number)]
+    return ids, np.zeros_like(ids)
+
+
+async def answered(batcher, *rows):
+    return [float(answer[0]) for answer in await batcher.answer([row(*each) for each in rows])]
+
+
+def test_batches_have_rows_of_similar_length_and_answers_are_those_of_their_rows():
+    async def main(batcher):
+        lengths = (5, 40, 7, 16, 3, 64, 2, 17)
+        assert await answered(batcher, *enumerate(lengths, 11)) == [*range(11, 19)]
+        found = await asyncio.gather(*(answered(batcher, (number, 8 + number % 50)) for number in range(300)))
+        assert found == [[number] for number in range(300)]
+
+    first = work(main)[:4]
+    assert first[:2] == [(4, 16), (2, 64)]  # the bucket whose first row waits longest
+    assert sorted(first[2:]) == [(1, 64), (2, 16)] or sorted(first[2:]) == [(1, 16), (1, 64)]
+
+
+def test_a_row_waits_for_others_only_so_long_and_a_full_batch_not_at_all():
+    async def main(batcher):
+        start = time.monotonic()
+        first = asyncio.create_task(answered(batcher, (1, 5)))
+        await asyncio.sleep(0.01)
+        assert await answered(batcher, (2, 6)) == [2]
+        assert await first == [1]
+        assert time.monotonic() - start < 0.2
+        assert await answered(batcher, (3, 7)) == [3]
+        assert time.monotonic() - start > 0.2
+
+    assert work(main, sizes=[(16, 2)], max_wait_s=0.2) == [(2, 16), (1, 16)]
+
+
+def test_rows_that_nobody_awaits_any_longer_are_not_run():
+    async def main(batcher):
+        busy = asyncio.create_task(answered(batcher, (1, 5)))
+        await asyncio.sleep(0.02)
+        late = asyncio.create_task(answered(batcher, (2, 5), (3, 5)))
+        await asyncio.sleep(0.02)
+        late.cancel()
+        assert await answered(batcher, (4, 5)) == [4]
+        assert await busy == [1]
+
+    assert work(main, per_batch=0.1) == [(1, 16), (1, 16)]

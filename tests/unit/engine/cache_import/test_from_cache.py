@@ -1,0 +1,192 @@
+"""Recipes from calibration caches: what a cache gives, what it cannot, and that a run takes it."""
+
+import struct
+
+import numpy as np
+import onnx
+import pytest
+
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.engine.cache_import.from_cache import input_tensors, recipe_from_cache
+from qdqbench.quantize.graph.export import trace
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.recipe.schema import parse_recipe
+from qdqbench.quantize.utils.errors import UserError
+
+from ...support.fuzz import hold_to_one_sentence
+from ...support.tiny_bert import (
+    LINEARS,
+    calibrate,
+    calibration_batches,
+    copied,
+    plan_of,
+    quantized,
+    recipe_with,
+    write_tiny_bert,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def graph(folder):
+    """As TensorRT 8 got it: FP32 and opset 13."""
+    return trace(load_model(str(folder)), 13)
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """Amax that calibration finds for each input."""
+    states = quantized(folder).record.quantizers
+    return {name: states[f"{name}.input_quantizer"].amax for name in LINEARS}
+
+
+def write_cache(path, graph, amax, *, without=()):
+    """What TensorRT's calibrator writes: scales by tensor, of more tensors than linears read."""
+    lines = {"input_ids": 1 / 127, "logits": 0.02}
+    for linear, names in input_tensors(graph, LINEARS, "bert").items():
+        if linear not in without:
+            lines[names[0]] = amax[linear] / 127
+    text = "".join(f"{name}: {struct.pack('>f', scale).hex()}\n" for name, scale in lines.items())
+    path.write_text(f"TRT-8601-EntropyCalibration2\n{text}")
+    return path
+
+
+def test_amax_of_a_cache_become_those_of_the_run(folder, graph, found, tmp_path):
+    amax = {name: value * (0.4 if "layer.1.output" in name else 0.9) for name, value in found.items()}
+    made = recipe_from_cache(write_cache(tmp_path / "c", graph, amax), str(folder))
+    assert len(made.given) == len(LINEARS)
+    assert made.calibrated == {}
+    assert made.unused == 2
+    recipe = parse_recipe(made.text, made.recipe)
+    recipe = recipe.model_copy(
+        update={"calibration": recipe.calibration.model_copy(update={"bias_correction": False})}
+    )
+    record = calibrate(folder, recipe).record
+    for name in LINEARS:
+        quantizer = f"{name}.input_quantizer"
+        assert record.quantizers[quantizer].amax == pytest.approx(amax[name], rel=1e-6)
+        assert record.replaced[quantizer] == pytest.approx(found[name], rel=1e-6)
+    rows = {row.name: row for row in record.rows()}
+    assert rows[f"{LINEARS[0]}.input_quantizer"].amax_found == pytest.approx(found[LINEARS[0]], rel=1e-6)
+    assert rows[f"{LINEARS[0]}.weight_quantizer"].amax_found is None
+    note = next(text for text in record.notes if "given by the recipe" in text)
+    assert "0.40 to 0.90 times" in note
+    (warning,) = record.warnings
+    assert "are off by more than a factor 2: bert.encoder.layer.1.output.dense" in warning
+    model = load_model(str(folder))
+    ptq.restore(model, plan_of(recipe, model), record)  # as later stages do
+    quantizer = model.get_submodule(f"{LINEARS[-1]}.input_quantizer")
+    assert float(quantizer.amax) == pytest.approx(amax[LINEARS[-1]], rel=1e-6)
+
+
+def renamed(graph):
+    """As exporters before modules were written into names: numbers, but for weights and biases."""
+    twin, names = copied(graph), {}
+    stored = {each.name for each in twin.graph.initializer}
+    kept = stored | {each.name for each in (*twin.graph.input, *twin.graph.output)}
+    for number, node in enumerate(twin.graph.node):
+        node.name = f"{node.op_type}_{number}"
+        for place, name in enumerate(node.output):
+            if name not in kept:
+                node.output[place] = names[name] = str(1000 + len(names))
+        for place, name in enumerate(node.input):
+            node.input[place] = names.get(name, name)
+    del twin.graph.value_info[:]
+    return twin
+
+
+def test_a_graph_with_numbers_for_names_is_matched_by_its_biases(folder, graph, found, tmp_path):
+    old = renamed(graph)
+    onnx.save(old, tmp_path / "old.onnx")
+    cache = write_cache(tmp_path / "c", old, found)
+    with pytest.raises(UserError, match=r"none of its 10 tensors .* give --onnx"):
+        recipe_from_cache(cache, str(folder))
+    made = recipe_from_cache(cache, str(folder), onnx_file=tmp_path / "old.onnx")
+    assert {*made.given} == {f"{name}.input_quantizer" for name in LINEARS}
+    assert all(tensor.isdecimal() for tensor in made.tensors.values())
+
+
+def test_a_bare_encoder_has_no_prefix_in_its_names(folder, graph, found, tmp_path):
+    text = write_cache(tmp_path / "c", graph, found).read_text()
+    (tmp_path / "c").write_text(text.replace("/bert/", "/"))
+    assert len(recipe_from_cache(tmp_path / "c", str(folder)).given) == len(LINEARS)
+
+
+def test_what_a_cache_lacks_is_calibrated_and_named(folder, graph, found, tmp_path):
+    lost, zero = LINEARS[3], LINEARS[5]
+    cache = write_cache(tmp_path / "c", graph, found | {zero: 0.0}, without=(lost,))
+    made = recipe_from_cache(cache, str(folder))
+    assert made.calibrated == {
+        lost: "the cache does not name its input",
+        zero: "its amax in the cache is 0",
+    }
+    assert f"# calibrated: {lost}: the cache" in made.text
+    assert parse_recipe(made.text, "it").calibration.amax == made.given
+
+
+def test_a_cache_of_another_network_is_refused(folder, tmp_path):
+    (tmp_path / "c").write_text("TRT-8601-EntropyCalibration2\nconv1: 3c010a14\nconv2: 3c010a14\n")
+    with pytest.raises(UserError, match=r"cannot be matched .* \(conv1, conv2, ...\)"):
+        recipe_from_cache(tmp_path / "c", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("amax", "changes", "said"),
+    [
+        (
+            {"bert.encoder.layer.0.output.dense.input_quantiser": 1.0},
+            {},
+            "near: .*output.dense.input_quantizer",
+        ),
+        ({"encoder.layer.0.output.dense.weight_quantizer": 1.0}, {}, "no quantizer of an INT8 activation"),
+        (
+            {"encoder.layer.0.attention.self.query.input_quantizer": 1.0},
+            {"match": "encoder.layer.0.attention.self.query", "smoothing": 0.5},
+            "is smoothed",
+        ),
+    ],
+)
+def test_given_amax_that_cannot_be_used_are_refused(folder, amax, changes, said):
+    recipe = recipe_with(calibration={"amax": amax})
+    if changes:
+        rules = [*recipe.model_dump(mode="json")["rules"], changes]
+        recipe = recipe_with(calibration={"amax": amax}, rules=rules)
+    model = load_model(str(folder))
+    with pytest.raises(UserError, match=said):
+        ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+
+
+@pytest.mark.parametrize("changes", [{"smoothing": 0.5}, {"outlier_channel_splitting": 32}])
+def test_a_recipe_that_changes_the_tensors_cannot_give_their_amax(changes):
+    with pytest.raises(ValueError, match="set smoothing to none and outlier_channel_splitting to 0"):
+        recipe_with(calibration={"amax": {"x.input_quantizer": 1.0}, **changes})
+
+
+@pytest.mark.long
+def test_ten_thousand_broken_caches_end_in_one_sentence(graph, found, tmp_path):
+    from qdqbench.quantize.engine.cache_import.cache_file import read_cache_file
+
+    sample = write_cache(tmp_path / "good", graph, found).read_bytes()
+    hold_to_one_sentence(read_cache_file, [sample], tmp_path / "broken")
+
+
+def test_a_maximum_of_int8_codes_is_that_of_the_values():
+    """What `use_int8_scale_max` of NVIDIA's plugin rests on: quantization is monotone, for any scale > 0."""
+    rng = np.random.default_rng(0)
+    for scale in (1e-4, 0.037, 1.0, 8.0):
+        values = rng.normal(size=(64, 128)).astype(np.float32) * 40 * scale
+        codes = np.clip(np.rint(values / scale), -128, 127).astype(np.int8)
+        assert (codes.max(axis=1) == np.clip(np.rint(values.max(axis=1) / scale), -128, 127)).all()
+        ordered = np.take_along_axis(codes, values.argsort(axis=1), axis=1).astype(int)
+        assert (np.diff(ordered, axis=1) >= 0).all()
+        # and so softmax of the dequantized scores, with the maximum taken on codes before they are scaled
+        late = np.exp((codes - codes.max(axis=1, keepdims=True).astype(int)) * np.float64(scale))
+        dequantized = codes * np.float64(scale)
+        early = np.exp(dequantized - dequantized.max(axis=1, keepdims=True))
+        np.testing.assert_allclose(late, early, rtol=1e-12)
+    negative = np.rint(values / -scale)  # a scale below zero turns the order round
+    assert (negative.max(axis=1) != np.rint(values.max(axis=1) / -scale)).all()

@@ -1,0 +1,182 @@
+"""What CPU runtimes compile: the same answers, INT8 where it was asked, and engines that load again."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from qdqbench.eval.metrics.runners import session_of
+from qdqbench.quantize.engine.build import build, gemm_names
+from qdqbench.quantize.engine.cpu import onnxruntime as ort
+from qdqbench.quantize.engine.cpu.compiled import name_products
+from qdqbench.quantize.engine.cpu.runtimes import compiled, compute_type, first_run
+from qdqbench.quantize.engine.layers import is_int8
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.graph.export import FORMS, ExportSettings, finish_graph, trace
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.results import LayerRow
+from qdqbench.quantize.utils.system.cpu import Cpu
+
+from ...support.tiny_bert import quantized, recipe_with, traced
+
+BACKENDS = ("openvino", "onnxruntime")
+PROFILE = Profile((1, 16), (2, 16), (4, 32))
+
+
+@pytest.fixture(autouse=True)
+def _installed():
+    pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")
+
+
+@pytest.fixture(scope="module")
+def graphs(tiny_bert, tmp_path_factory) -> dict[str, Path]:
+    """The graph of INT8 linears in the form of each backend, and in that of TensorRT-RTX."""
+    folder, recipe = tmp_path_factory.mktemp("graphs"), recipe_with("bert-int8-linears")
+    made = {}
+    for backend in FORMS:
+        settings = ExportSettings.of(recipe, backend)
+        made[backend] = folder / f"{backend}.onnx"
+        onnx.save(finish_graph(traced(tiny_bert), quantized(tiny_bert).plan, settings), made[backend])
+    return made
+
+
+def linears(path: Path) -> list[str]:
+    return [name for name in gemm_names(path) if "/layer." in name and "/self/MatMul" not in name]
+
+
+def feeds(model, rows: int = 2, length: int = 16) -> dict:
+    random = np.random.default_rng(0)
+    ids = random.integers(5, 20, (rows, length))
+    given = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+    given["attention_mask"][1, 9:] = 0
+    return {name: given[name] for name in model.inputs}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_linear_is_proven_and_answers_are_those_of_the_graph(backend, graphs, tmp_path):
+    path, engine = graphs[backend], tmp_path / "x.engine"
+    found = build(
+        path,
+        engine,
+        backend=backend,
+        profiles=[PROFILE],
+        expected_gemms=linears(path),
+        expected_attention=0,
+    )
+    assert (found.int8_gemms, found.not_int8) == (12, [])
+    loaded = compiled(backend, engine.read_bytes(), blob=True, compute="fp32")
+    exact = session_of(path.read_bytes(), "graph").run(None, feeds(loaded))[0]
+    made = loaded.run(feeds(loaded))["logits"]
+    # a code may be rounded to its neighbour
+    assert np.abs(made - exact).max() < 0.05 * np.abs(exact).max()
+    again = loaded.run(feeds(loaded))["logits"]
+    assert (made == again).all()
+
+
+def test_a_graph_for_another_backend_is_caught(graphs, tmp_path):
+    """FP16 compute: ONNX Runtime runs it, and every linear in floating point."""
+    path = graphs["tensorrt_rtx"]
+    found = build(
+        path,
+        tmp_path / "x.engine",
+        backend="onnxruntime",
+        profiles=[PROFILE],
+        expected_gemms=linears(path),
+        expected_attention=0,
+    )
+    assert (found.int8_gemms, len(found.not_int8)) == (0, 12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp32_products_are_named_and_are_not_int8(backend, tiny_bert, tmp_path):
+    path = tmp_path / "fp32.onnx"
+    twin = ExportSettings.of(recipe_with("bert-int8-linears"), backend, "fp32")
+    plan = quantized(tiny_bert).plan
+    onnx.save(finish_graph(trace(load_model(str(tiny_bert)), 20), plan, twin), path)
+    model = compiled(backend, path.read_bytes(), blob=False, compute="fp32")
+    first_run(model, (2, 16))
+    rows = [kernel.row for kernel in model.kernels()]
+    name_products(rows, onnx.load(path).graph)
+    products = [row for row in rows if row.kind in ("gemm", "attention")]
+    assert {*gemm_names(path)} <= {name for row in products for name in row.onnx}
+    assert not any(map(is_int8, products))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kernels_have_times_and_datatypes(backend, graphs):
+    model = compiled(backend, graphs[backend].read_bytes(), blob=False, compute="fp32", profile=True)
+    model.run(feeds(model))
+    model.run(feeds(model))
+    kernels = model.kernels()
+    gemms = [kernel for kernel in kernels if kernel.row.kind == "gemm" and "Int8" in kernel.row.constants]
+    assert len(gemms) == 12
+    assert {*gemms[0].row.inputs} <= {"Int8", "UInt8"}
+    assert sum(kernel.ms for kernel in kernels) > 0
+    assert all(kernel.row.kernel for kernel in gemms)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_no_graph_and_no_engine_is_refused(backend):
+    with pytest.raises(UserError, match="refuses this graph"):
+        compiled(backend, b"no graph", blob=False, compute="fp32")
+    with pytest.raises(MissingDevice, match="cannot load this engine here"):
+        compiled(backend, b"no engine", blob=True, compute="fp32")
+
+
+def test_a_profile_of_one_length_fixes_the_graph(graphs):
+    model = compiled(
+        "openvino", graphs["openvino"].read_bytes(), blob=False, compute="fp32", fixed=(None, 16)
+    )
+    assert {takes.shape for takes in model.inputs.values()} == {(None, 16)}
+    with pytest.raises(RuntimeError):
+        model.run(feeds(model, length=32))
+
+
+@pytest.mark.parametrize(
+    ("backend", "features", "precision", "compute"),
+    [
+        ("openvino", ("avx512_bf16",), "fp16", "bf16"),
+        ("openvino", ("amx_bf16",), "fp32", "fp32"),
+        ("openvino", ("avx2",), "fp16", "fp32"),
+        ("onnxruntime", ("avx512_bf16",), "fp16", "fp32"),
+    ],
+)
+def test_half_precision_is_bf16_where_the_cpu_has_it(backend, features, precision, compute):
+    assert compute_type(backend, Cpu("a CPU", 2, features), precision) == compute
+
+
+def test_weights_are_uint8_where_sums_would_saturate(graphs, monkeypatch):
+    monkeypatch.setattr(ort, "find_cpu", lambda: Cpu("old", 2, ("avx2",)))
+    model = compiled("onnxruntime", graphs["onnxruntime"].read_bytes(), blob=False, compute="fp32")
+    model.run(feeds(model))
+    rows = [kernel.row for kernel in model.kernels() if kernel.row.kernel == "MatMulIntegerToFloat"]
+    assert {row.constants[0] for row in rows} == {"UInt8"}
+
+
+def test_a_product_without_a_name_goes_to_what_it_feeds():
+    helper = onnx.helper
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["a", "b"], ["c"], name="/self/MatMul"),
+            helper.make_node("Mul", ["c", "s"], ["d"], name="/self/Mul"),
+            helper.make_node("Softmax", ["d"], ["p"], name="/self/Softmax"),
+            helper.make_node("MatMul", ["p", "v"], ["o"], name="/self/MatMul_1"),
+            helper.make_node("MatMul", ["o", "w"], ["x"], name="/dense/MatMul"),
+        ],
+        "g",
+        [],
+        [],
+    )
+
+    def row(name: str, kind: str, nodes: list[str]) -> LayerRow:
+        return LayerRow(name=name, kind=kind, onnx=nodes, inputs=[], constants=[], outputs=[], kernel="k")
+
+    rows = [
+        row("attention", "attention", ["/self/Softmax", "/self/MatMul_1"]),
+        row("elsewhere", "Eltwise", ["/self/Mul"]),
+    ]
+    name_products(rows, graph)
+    assert rows[0].onnx == ["/self/Softmax", "/self/MatMul_1", "/self/MatMul"]
+    assert rows[1].onnx == ["/self/Mul"]

@@ -1,0 +1,26 @@
+"""Several inferences at once share the threads and answer as one does."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from qdqbench.quantize.engine.cpu.runtimes import compiled
+
+from ...support.tiny_bert import exported, padded_batch
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
+def test_streams_answer_at_once_as_one_does(backend, threads, tiny_bert):
+    pytest.importorskip(backend)
+    data = exported(tiny_bert, compute="fp32").SerializeToString()
+    batches = [padded_batch(seed=seed) for seed in range(2)]
+    single = compiled(backend, data, blob=False, compute="fp32", threads=1)
+    expected = [single.run(batch)["logits"] for batch in batches]
+    model = compiled(backend, data, blob=False, compute="fp32", threads=threads, streams=2)
+    assert len(model.lanes()) == 2
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda run, batch: run(batch)["logits"], model.lanes(), batches))
+    for answer, wanted in zip(made, expected, strict=True):
+        assert np.allclose(answer, wanted, atol=1e-4)

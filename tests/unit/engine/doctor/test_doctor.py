@@ -1,0 +1,131 @@
+"""What `doctor` says of made-up libraries and GPUs, and of this machine."""
+
+import getpass
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from qdqbench.cli.app import main
+from qdqbench.quantize.engine.doctor import look as looked
+from qdqbench.quantize.engine.doctor.look import Probed, anonymous, bug_report, look, probe, state_of, unmet
+from qdqbench.quantize.utils.limits import CPU_BACKENDS
+from qdqbench.quantize.utils.system.gpu import Gpu
+
+L4, H100 = Gpu("NVIDIA L4", "8.9", "580.1"), Gpu("NVIDIA H100", "9.0", "580.1")
+CUDA = Probed("2.13.0", cuda="13.0", devices=1)
+CPU_ONLY = Probed("2.13.0+cpu")
+
+
+def test_libraries_that_work_lack_break_or_crash(tmp_path, monkeypatch):
+    made = {
+        "works": "__version__ = '3.1-4-abc'; print('a banner')",
+        "broken": "raise ImportError('libfoo.so: cannot open ' + __file__)",
+        "crashes": "import os; os.abort()",
+        "needs": "import nothing_such",
+    }
+    for name, text in made.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = probe([*made, "absent"])
+    assert found["works"] == Probed("3.1-4")
+    assert "libfoo.so" in found["broken"].error
+    assert str(tmp_path) not in found["broken"].error
+    assert "signal 6" in found["crashes"].error
+    assert "nothing_such" in found["needs"].error
+    assert found["absent"] == Probed(None)
+
+
+def test_a_library_that_hangs_is_told(tmp_path, monkeypatch):
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert "did not import" in probe(["hangs"], timeout_s=0.5)["hangs"].error
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "torch", "gpu", "can"),
+    [
+        ("openvino", Probed("2026.4"), CPU_ONLY, None, (True, True, None)),
+        ("onnxruntime", Probed(None), CPU_ONLY, None, (False, False, "pip install onnxruntime")),
+        ("tensorrt", Probed(None, "libcuda"), CUDA, L4, (False, False, "does not import (libcuda)")),
+        ("tensorrt", Probed("10.16.0"), CUDA, None, (False, False, "tensorrt_rtx from 1.6")),
+        ("tensorrt", Probed("10.16.0"), CUDA, L4, (True, True, None)),
+        ("tensorrt", Probed("10.16.0"), CPU_ONLY, L4, (False, True, "CUDA build of torch")),
+        ("tensorrt", Probed("10.16.0"), Probed(None), L4, (False, True, "torch does not import")),
+        ("tensorrt_rtx", Probed("1.7.1"), CPU_ONLY, None, (False, True, "ahead of time")),
+        ("tensorrt_rtx", Probed("1.4.0"), CPU_ONLY, None, (False, False, "builds no engine")),
+        ("tensorrt_rtx", Probed("1.7.1"), CUDA, H100, (False, False, "refuses")),
+        ("tensorrt_rtx", Probed("1.6.1"), CUDA, H100, (True, True, None)),
+    ],
+)
+def test_what_a_backend_can_do(name, own, torch, gpu, can):
+    state, (runs, builds, why) = state_of(name, own, torch, gpu), can
+    assert (state.runs, state.builds) == (runs, builds)
+    assert why is None if state.why is None else why in state.why
+
+
+def test_requirements_that_do_not_hold_are_named(monkeypatch):
+    kept = {name: version for name, version in looked.installed().items() if name != "seqeval"}
+    monkeypatch.setattr(looked, "installed", lambda: kept | {"numpy": "1.0"})
+    said = unmet()
+    assert any("seqeval is not installed: pip install 'seqeval>=" in text for text in said)
+    assert any("numpy is 1.0" in text for text in said)
+
+
+def test_a_report_names_no_user_and_no_folder():
+    home = Path.home()
+    text = anonymous(f"{home}/x /home/ann/s /Users/bob/y C:\\Users\\eve\\z \x1b[31m {sys.prefix}/lib")
+    for name in (f"{home}/", "ann", "bob", "eve", "\x1b", sys.prefix):
+        assert name not in text
+
+
+@pytest.fixture(scope="module")
+def here():
+    return look(offline=True)
+
+
+def test_this_machine(here):
+    assert here.libraries["torch"].version
+    assert here.hub == "not asked"
+    assert not here.unmet
+    assert here.backends["onnxruntime"].runs
+    assert here.auto in here.backends
+    text = bug_report(here)
+    assert "onnxruntime" in text
+    assert str(Path.cwd()) not in text
+    assert getpass.getuser() == "root" or getpass.getuser() not in text
+
+
+def run(monkeypatch, capsys, here, *arguments):
+    monkeypatch.setattr(looked, "look", lambda *, offline: here)
+    monkeypatch.setattr(sys, "argv", ["qdqbench", "doctor", *arguments])
+    monkeypatch.setenv("COLUMNS", "80")
+    try:
+        main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    return code, *capsys.readouterr()
+
+
+def test_the_command(monkeypatch, capsys, here):
+    code, out, _ = run(monkeypatch, capsys, here)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert "doctor --report" in out
+    code, out, _ = run(monkeypatch, capsys, here, "--json", "--backend", "onnxruntime")
+    assert code == 0
+    assert json.loads(out)["backends"]["onnxruntime"] == {"runs": True, "builds": True, "why": None}
+    missing = here.model_copy(deep=True)
+    for name in (*CPU_BACKENDS, "tensorrt"):
+        missing.backends[name].runs, missing.backends[name].why = False, "it is not installed"
+    for asked in ("tensorrt", "onnxruntime"):
+        code, _, err = run(monkeypatch, capsys, missing, "--backend", asked)
+        assert (code, err) == (3, f"qdqbench: {asked} cannot run here: it is not installed\n")
+    missing.unmet = ["numpy is 1.0: pip install numpy"]
+    assert run(monkeypatch, capsys, missing)[0] == 2
+    code, _, err = run(monkeypatch, capsys, here, "--backend", "cuda")
+    assert code == 1
+    assert "unknown" in err

@@ -1,0 +1,316 @@
+"""`fix` on every broken layer of `check`, and on what ONNX Runtime's quantizers write."""
+
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from onnxruntime.quantization import QuantFormat, QuantType
+
+from qdqbench.quantize.engine.diagnose.rules_graph import of_group
+from qdqbench.quantize.engine.repair import runs
+from qdqbench.quantize.engine.repair.fix import _FORMS, FixOptions, fix, rewrite
+from qdqbench.quantize.engine.repair.rebuild import strip
+from qdqbench.quantize.engine.repair.runs import outputs, ranges
+from qdqbench.quantize.graph.check.check import check_file, check_model
+from qdqbench.quantize.graph.check.view import PLAIN_FORMS
+from qdqbench.quantize.utils.errors import UserError
+
+from ...support.broken_layers import CASES, IDS, Case
+from ...support.foreign_layer import float_layer, samples, write_dynamic, write_static
+from ...support.tiny_layer import healthy, stored
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+# What no rewrite can know: a bad scale's range, a mix's right type, a constant's lost value.
+HOPELESS = {
+    "mixed-types", "nan-constant", "invalid-onnx", "not-checked", "opset-too-low", "no-plain-form",
+    "onnxruntime-operators",
+}  # fmt: skip
+SAID = {"bad-scale", "dynamic-scale"}
+
+
+def mended(model: onnx.ModelProto, **options):
+    done: list[str] = []
+    left: list[str] = []
+    _, work = rewrite(model, FixOptions(**options), {}, done, left)
+    return work, done, left
+
+
+def feeds():
+    return {name: np.concatenate([each[name] for each in samples()]) for name in ("x", "mask")}
+
+
+def inputs_file(tmp_path):
+    np.savez(tmp_path / "samples.npz", **feeds())
+    return tmp_path / "samples.npz"
+
+
+# a weight whose scale is bad has lost its values, and that of an activation its range alone
+MENDED = {
+    name: case
+    for case, name in zip(CASES, IDS, strict=True)
+    if case.code not in HOPELESS and not (case.code == "bad-scale" and case.form == "fp32")
+}
+
+
+@pytest.mark.parametrize("case", MENDED.values(), ids=MENDED)
+def test_a_broken_layer_is_clean_afterwards(case: Case):
+    work, done, left = mended(case.broken())
+    report = check_model(work)
+    assert report.findings == []
+    assert done
+    # only attentions that cannot be whole, and inputs that have no scale, lose their INT8
+    if case.code in SAID:
+        assert len(left) == 1
+    elif not left and case.code not in ("partial-attention", "attention-head-size"):
+        assert len(report.quantized) >= 5
+
+
+def offered(model: onnx.ModelProto) -> set[str]:
+    """Codes of findings for which `qdqbench fix` is named."""
+    report = check_model(model)
+    found = [of_group(report, group, Path("m.onnx")) for group in report.groups]
+    return {each.code for each in found if any(text.startswith("qdqbench fix") for text in each.fixes)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_what_fix_is_offered_for_it_mends(case: Case):
+    if codes := offered(case.broken()):
+        assert not codes & {row.code for row in check_model(mended(case.broken())[0]).findings}
+
+
+@pytest.mark.parametrize("options", [None, {}, {"quant_format": QuantFormat.QOperator}])
+def test_what_fix_is_offered_for_in_files_of_onnxruntime_it_mends(tmp_path, options):
+    path = (
+        write_dynamic(tmp_path, "q.onnx") if options is None else write_static(tmp_path, "q.onnx", **options)
+    )
+    model = onnx.load(path)
+    codes = offered(model)
+    assert codes == {row.code for row in check_model(model).findings}
+    assert not codes & {row.code for row in check_model(mended(model)[0]).findings}
+
+
+def test_plain_forms_are_those_that_check_knows():
+    assert {*_FORMS} == {*PLAIN_FORMS}
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.code in ("mixed-types", "invalid-onnx")][:3],
+                         ids=lambda case: case.code)  # fmt: skip
+def test_what_cannot_be_mended_is_an_error_and_nothing_is_written(case, tmp_path):
+    onnx.save(case.broken(), tmp_path / "broken.onnx")
+    with pytest.raises(UserError):
+        fix(tmp_path / "broken.onnx", tmp_path / "out.onnx", FixOptions(engine=False))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.onnx"]
+
+
+def test_codes_and_scales_of_a_good_file_stay():
+    model = healthy("fp16")
+    work, _, left = mended(model)
+    assert left == []
+    before = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    after = {t.name: onnx.numpy_helper.to_array(t) for t in work.graph.initializer}
+    codes, scale = after["/layer/query/MatMul/weight_int8"], after["/layer/query/MatMul/weight_scale"]
+    assert np.array_equal(codes.T, before["/layer/query.weight"])  # [N, K] now
+    assert np.array_equal(scale, before["/layer/query.weight_scale"])
+    assert {t.name for t in work.graph.initializer if t.data_type == onnx.TensorProto.INT8} >= {
+        f"/layer/{name}/MatMul/weight_int8" for name in ("query", "key", "value", "output")
+    }
+
+
+def test_a_zero_point_of_128_changes_no_value(tmp_path):
+    """UINT8 codes less 128 are the INT8 codes: outputs are those of the INT8 file."""
+    plain = healthy("fp32", int8_attention=False)
+    shifted = healthy("fp32", int8_attention=False)
+    for name in [t.name for t in shifted.graph.initializer if t.name.endswith("input.zero_point")]:
+        stored(name, 128, np.uint8)(shifted)
+    work, done, left = mended(shifted, compute="keep")
+    assert any("same codes less 128" in text for text in done)
+    assert left == []
+    assert check_model(work).errors == []
+    both = [outputs(model, samples()[0]) for model in (plain, work)]
+    for name, value in both[0].items():
+        assert np.allclose(both[1][name], value, atol=1e-5)
+
+
+def test_onnxruntimes_default_file_becomes_int8(tmp_path):
+    """Zero points, LayerNorm and softmax in INT8, weights [K, N]: refused before, and not after."""
+    path = write_static(tmp_path, "static.onnx")
+    assert {row.code for row in check_file(path).errors} >= {"non-zero-zero-point", "quantized-layernorm"}
+    report = fix(path, tmp_path / "out.onnx", FixOptions(inputs=inputs_file(tmp_path)))
+    assert report.findings_after == {}
+    assert report.failures == []
+    assert report.int8_after == report.gemms - 0
+    assert report.outputs.n == 4
+    assert report.outputs.holds
+    if report.engine_after is not None:  # TensorRT-RTX is installed
+        assert report.engine_before.refused
+        assert report.engine_after.refused is None
+        assert report.engine_after.int8_gemms >= 4
+
+
+@pytest.mark.parametrize("options", [
+    {"activation_type": QuantType.QUInt8, "per_channel": True},
+    {"quant_format": QuantFormat.QOperator, "activation_type": QuantType.QUInt8},
+], ids=["uint8", "qoperator"])  # fmt: skip
+def test_other_formats_of_onnxruntime_become_int8(tmp_path, options):
+    path = write_static(tmp_path, "static.onnx", **options)
+    before = check_file(path)
+    assert before.quantized == []
+    report = fix(path, tmp_path / "out.onnx", FixOptions(inputs=inputs_file(tmp_path), engine=False))
+    assert report.findings_after == {}
+    assert report.int8_after >= 6
+    assert report.outputs.holds
+
+
+def test_dynamic_quantization_needs_samples_and_says_so(tmp_path):
+    path = write_dynamic(tmp_path, "dynamic.onnx")
+    alone = fix(path, tmp_path / "alone.onnx", FixOptions(engine=False))
+    assert alone.int8_after == 0
+    assert "--inputs" in alone.left[0]
+    assert alone.outputs.after_error < 0.01  # floating point, with the values of the codes
+    given = fix(path, tmp_path / "given.onnx", FixOptions(inputs=inputs_file(tmp_path), engine=False))
+    assert given.left == []
+    assert given.int8_after >= 4
+    assert given.outputs.holds
+
+
+def test_samples_replace_scales_that_are_bad(tmp_path):
+    model = healthy("fp32", int8_attention=False)
+    stored("/layer/query/input.scale", 0.0)(model)
+    onnx.save(model, tmp_path / "bad.onnx")
+    options = FixOptions(inputs=inputs_file(tmp_path), engine=False, limit=1.0)
+    report = fix(tmp_path / "bad.onnx", tmp_path / "out.onnx", options)
+    assert report.left == []
+    assert report.findings_after == {}
+    assert report.int8_after == 4
+
+
+def test_outputs_that_are_off_are_a_failure(tmp_path):
+    path = write_static(tmp_path, "static.onnx")
+    out = FixOptions(inputs=inputs_file(tmp_path), engine=False)
+    report = fix(path, tmp_path / "out.onnx", out)
+    broken = report.outputs.model_copy(update={"after_error": 2 * report.outputs.limit + 1})
+    assert report.model_copy(update={"outputs": broken}).failures
+
+
+def test_stripped_weights_are_the_values_of_their_codes():
+    model = healthy("fp32", int8_attention=False)
+    before = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    strip(model)
+    after = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    assert not any(n.op_type in ("QuantizeLinear", "DequantizeLinear") for n in model.graph.node)
+    values = before["/layer/query.weight"] * before["/layer/query.weight_scale"]
+    assert np.allclose(after["/layer/query/weight/DQ.out_values"], values, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "told"),
+    [
+        ({"x": np.zeros((2, 4, 32), np.float32)}, "no array for mask"),
+        (
+            {"x": np.zeros((2, 4, 32), np.float32), "mask": np.zeros((1, 1, 1, 4), np.float32)},
+            "different numbers",
+        ),
+        ({"x": np.zeros((1, 9), np.float32), "mask": np.zeros((1, 1, 1, 4), np.float32)}, "refuses"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(tmp_path, arrays, told):
+    onnx.save(float_layer(), tmp_path / "model.onnx")
+    np.savez(tmp_path / "samples.npz", **arrays)
+    with pytest.raises(UserError, match=told):
+        fix(
+            tmp_path / "model.onnx",
+            tmp_path / "o.onnx",
+            FixOptions(inputs=tmp_path / "samples.npz", engine=False),
+        )
+
+
+def test_pickled_inputs_are_never_loaded(tmp_path):
+    onnx.save(float_layer(), tmp_path / "model.onnx")
+    np.savez(tmp_path / "samples.npz", x=np.array([{"a": 1}], dtype=object), mask=np.zeros(1))
+    with pytest.raises(UserError, match="cannot read"):
+        fix(
+            tmp_path / "model.onnx",
+            tmp_path / "o.onnx",
+            FixOptions(inputs=tmp_path / "samples.npz", engine=False),
+        )
+
+
+def test_the_file_itself_is_not_overwritten(tmp_path):
+    onnx.save(float_layer(), tmp_path / "model.onnx")
+    with pytest.raises(UserError, match="the file itself"):
+        fix(tmp_path / "model.onnx", tmp_path / "model.onnx", FixOptions())
+
+
+def test_calibration_sees_no_padding():
+    """The largest value of a tensor is that of the tokens that a mask keeps."""
+    ids = onnx.helper.make_tensor_value_info("ids", onnx.TensorProto.INT64, ["batch", "length"])
+    mask = onnx.helper.make_tensor_value_info("attention_mask", onnx.TensorProto.INT64, ["batch", "length"])
+    nodes = [
+        onnx.helper.make_node("Cast", ["ids"], ["values"], to=onnx.TensorProto.FLOAT),
+        onnx.helper.make_node("Cast", ["attention_mask"], ["out"], to=onnx.TensorProto.FLOAT),
+    ]
+    out = onnx.helper.make_tensor_value_info("out", onnx.TensorProto.FLOAT, None)
+    graph = onnx.helper.make_graph(nodes, "g", [ids, mask], [out])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    tokens = np.array([[1, 2, 99, 99], [3, 4, 5, 99]])
+    kept = np.array([[1, 1, 0, 0], [1, 1, 1, 0]])
+    assert ranges(model, ["values"], {"ids": tokens, "attention_mask": kept}) == {"values": 5.0}
+
+
+def endless() -> onnx.ModelProto:
+    """A Loop of 2^62 rounds."""
+    value = partial(helper.make_tensor_value_info, elem_type=TensorProto.FLOAT, shape=[1])
+    flag = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "on")]
+    count = helper.make_tensor_value_info("round", TensorProto.INT64, [])
+    body = [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Identity", ["a"], ["b"])]
+    inner = helper.make_graph(body, "body", [count, flag[0], value("a")], [flag[1], value("b")])
+    rounds = onnx.numpy_helper.from_array(np.array(1 << 62), "rounds")
+    loop = helper.make_node("Loop", ["rounds", "", "x"], ["y"], body=inner)
+    graph = helper.make_graph([loop], "endless", [value("x")], [value("y")], [rounds])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def test_an_endless_loop_ends_and_leaves_nothing(tmp_path, monkeypatch):
+    onnx.save(endless(), tmp_path / "loop.onnx")
+    monkeypatch.setattr(runs, "BATCH_SECONDS", 0.5)
+    with pytest.raises(UserError, match=r"took over 0\.5 s for one batch"):
+        fix(tmp_path / "loop.onnx", tmp_path / "out.onnx", FixOptions(engine=False))
+    assert [path.name for path in tmp_path.iterdir()] == ["loop.onnx"]
+
+
+def test_ctrl_c_ends_an_endless_loop():
+    threads = threading.active_count()
+    threading.Timer(0.5, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        outputs(endless(), {"x": np.ones(1, np.float32)})
+    deadline = time.monotonic() + 20
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= threads
+
+
+def test_an_input_too_large_for_any_machine_is_one_sentence():
+    model = endless()
+    for size in (1 << 32, 1 << 32):
+        model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = size
+    with pytest.raises(UserError, match="too large to be random"):
+        runs.random_feeds(model, 0)
+
+
+@pytest.mark.parametrize("domain", ["", "com.microsoft", "other"])
+@pytest.mark.parametrize("operator", ["LayerNormalization", "DynamicQuantizeLinear", "MatMul", *PLAIN_FORMS])
+def test_nodes_without_inputs_or_outputs_are_a_finding(operator, domain):
+    for inputs, made in (([], ["y"]), (["x"], []), ([], [])):
+        model = healthy()
+        model.graph.node.append(helper.make_node(operator, inputs, made, domain=domain))
+        model.opset_import.append(helper.make_opsetid("other", 1))
+        codes = {row.code for row in check_model(model).findings}
+        assert codes & {"invalid-onnx", "onnxruntime-operators", "not-checked"}
+        if "invalid-onnx" not in codes:
+            rewrite(model, FixOptions(), {}, [], [])

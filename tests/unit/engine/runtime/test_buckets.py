@@ -1,0 +1,62 @@
+"""Length buckets: the edges are the best there are, and profiles take every length."""
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qdqbench.quantize.engine.profiles import LENGTH_STEP, fit, notes_on_data
+from qdqbench.quantize.engine.runtime import buckets
+from qdqbench.quantize.engine.runtime.buckets import LEAST_SAVING, STEP, bucket_profiles, choose_edges
+
+LENGTHS = st.lists(st.integers(1, 75), min_size=1, max_size=40)
+
+
+def padded(lengths, edges):
+    """Tokens where every row is padded to the first edge that holds it."""
+    return sum(min(edge for edge in edges if edge >= length) for length in lengths)
+
+
+def best(lengths, count, longest):
+    """The fewest tokens with at most so many edges, by trying all."""
+    *inner, last = sorted({min(-(-length // STEP) * STEP, longest) for length in lengths})
+    sets = (tried for more in range(count) for tried in combinations(inner, more))
+    return min(padded(lengths, [*tried, last]) for tried in sets)
+
+
+@given(LENGTHS, st.integers(1, 5), st.sampled_from([75, 80, 128]))
+def test_no_other_edges_pad_less(lengths, most, longest):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "LEAST_SAVING", 0.0)
+        edges = choose_edges(np.array(lengths), longest, most)
+    assert edges == sorted(set(edges))
+    assert len(edges) <= most
+    assert all(edge % STEP == 0 or edge == longest for edge in edges)
+    assert padded(lengths, edges) == best(lengths, most, longest)
+
+
+@given(LENGTHS)
+def test_each_bucket_more_saves_enough(lengths):
+    edges = choose_edges(np.array(lengths), 128)
+    costs = [best(lengths, count, 128) for count in range(1, len(edges) + 2)]
+    assert padded(lengths, edges) == costs[len(edges) - 1]
+    for fewer, more in pairwise(costs[: len(edges)]):
+        assert more <= (1 - LEAST_SAVING) * fewer
+    assert len(edges) == buckets.MOST or costs[-1] > (1 - LEAST_SAVING) * costs[-2]
+
+
+@given(LENGTHS, st.sampled_from([75, 128]), st.integers(1, 300))
+def test_every_row_runs_at_its_edge_which_is_what_kernels_are_chosen_for(lengths, longest, batch):
+    edges = choose_edges(np.array(lengths), longest)
+    profiles = bucket_profiles(edges, longest, batch)
+    for length in range(1, longest + 1):
+        index, _, to = fit(profiles, batch, length, LENGTH_STEP)
+        if length <= edges[-1]:
+            assert to == edges[index] == min(edge for edge in edges if edge >= length)
+            assert profiles[index].opt == (batch, to)
+        else:
+            assert length <= to <= longest
+    notes = notes_on_data(profiles, np.array(lengths), batch)
+    assert not any("length" in note.partition("(")[0] for note in notes)

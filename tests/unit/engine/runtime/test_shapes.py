@@ -1,0 +1,128 @@
+"""Which profile takes a shape, what a batch is padded to, and whether the profiles fit the data."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qdqbench.quantize.engine.profiles import Profile, choose_profile, concrete, fit, notes_on_data
+from qdqbench.quantize.utils.errors import CheckFailed
+
+ONE = Profile((1, 16), (32, 128), (128, 128))
+SMALL, LARGE = Profile((1, 16), (1, 32), (8, 128)), Profile((8, 16), (64, 128), (128, 128))
+
+
+@st.composite
+def bounds(draw):
+    axes = [sorted(draw(st.lists(st.integers(1, 200), min_size=3, max_size=3))) for _ in range(2)]
+    return Profile(*zip(*axes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "index"),
+    [(1, 16, 0), (8, 128, 1), (8, 20, 0), (9, 16, 1), (128, 128, 1), (7, 128, 0)],
+)
+def test_the_nearest_opt_of_those_that_hold_the_shape(batch, length, index):
+    assert choose_profile([SMALL, LARGE], batch, length) == index
+
+
+@pytest.mark.parametrize("size", [(129, 16), (1, 129), (1, 15)])
+def test_no_profile_holds_it(size):
+    with pytest.raises(CheckFailed, match=r"no profile .* it takes .*8, 64, 128.*engine.shapes"):
+        choose_profile([SMALL, LARGE], *size)
+
+
+@pytest.mark.parametrize(
+    ("size", "step", "found"),
+    [
+        ((5, 33), 1, (0, 5, 33)),
+        ((5, 33), 16, (0, 5, 48)),
+        ((5, 3), 16, (0, 5, 16)),
+        ((128, 127), 16, (0, 128, 128)),
+    ],
+)
+def test_padding_to_one_profile(size, step, found):
+    assert fit([ONE], *size, step) == found
+
+
+def test_a_gap_between_profiles_is_padded_over():
+    single, many = Profile((1, 16), (1, 64), (1, 100)), Profile((8, 16), (32, 128), (64, 128))
+    assert fit([single, many], 3, 20, 16) == (1, 8, 32)
+    assert fit([single, many], 1, 97, 16) == (0, 1, 100)  # not beyond the profile
+    assert fit([single, many], 1, 101, 16) == (1, 8, 112)
+    with pytest.raises(CheckFailed, match=r"takes batch 65, length 16; it takes .*build again"):
+        fit([single, many], 65, 16)
+
+
+@given(
+    st.lists(bounds(), min_size=1, max_size=3), st.integers(1, 200), st.integers(1, 200), st.integers(1, 32)
+)
+def test_a_fitted_shape_is_held_and_not_smaller(profiles, batch, length, step):
+    if not any(batch <= p.max[0] and length <= p.max[1] for p in profiles):
+        with pytest.raises(CheckFailed):
+            fit(profiles, batch, length, step)
+        return
+    index, rows, columns = fit(profiles, batch, length, step)
+    low, high = profiles[index].min, profiles[index].max
+    assert max(batch, low[0]) == rows <= high[0]
+    assert max(length, low[1]) <= columns <= high[1]
+    assert columns in (high[1], low[1]) or columns % step == 0
+    assert choose_profile(profiles, rows, columns) in range(len(profiles))
+
+
+@pytest.mark.parametrize(
+    ("shape", "made"),
+    [
+        ((-1, -1), (2, 5)),
+        ((-1, -1, 64), (2, 5, 64)),
+        ((-1, 1, 1, -1), (2, 1, 1, 5)),
+        ((-1, 1, -1, -1), (2, 1, 5, 5)),
+        ((1, -1), (1, 5)),
+        ((4, 8), (4, 8)),
+    ],
+)
+def test_dynamic_axes_are_batch_and_length(shape, made):
+    assert concrete(shape, (2, 5)) == made
+
+
+@pytest.mark.parametrize(
+    ("profiles", "lengths", "batch", "parts"),
+    [
+        ([ONE], [100] * 320, 32, None),
+        ([ONE], [60] * 320, 32, None),  # run at 64, a factor of 2
+        (
+            [ONE],
+            [20] * 320,
+            32,
+            ["length 32 where it is tuned for 128", "--shapes auto"],
+        ),
+        ([ONE], [100] * 320, 8, ["batch 8 where it is tuned for 32", "{batch: [1, 8, 128], length"]),
+        ([ONE], [100] * 320, 500, ["batch 128 where it is tuned for 32"]),
+        ([ONE], [100] * 10, 500, ["batch 10 where"]),
+        # a tenth of the batches is long, and the 90th percentile sees them
+        ([ONE], [20] * 288 + [120] * 64, 32, None),
+        ([ONE], [20] * 1000 + [120] * 32, 32, ["length 32 where", "the longest has 120 tokens"]),
+        ([SMALL, LARGE], [128] * 320, 64, None),
+        ([SMALL, LARGE], [30] * 320, 1, None),
+        ([SMALL, LARGE], [30] * 320, 64, ["length 32", "in place of that profile"]),
+        ([ONE], [], 32, None),
+        ([ONE], [500] * 32, 32, None),  # running it says that no profile takes it
+    ],
+)
+def test_data_far_from_opt_is_noted_with_figures_and_better_shapes(profiles, lengths, batch, parts):
+    notes = notes_on_data(profiles, np.array(lengths, dtype=np.int64), batch)
+    assert len(notes) == (parts is not None)
+    assert all(part in notes[0] for part in parts or ())
+
+
+@given(bounds(), st.lists(st.integers(1, 200), min_size=1, max_size=50), st.integers(1, 60))
+def test_the_shapes_of_the_note_draw_no_further_note(profile, lengths, batch):
+    notes = notes_on_data([profile], np.array(lengths, dtype=np.int64), batch)
+    if notes:
+        inside = notes[0].partition("engine.shapes {batch: [")[2].partition("}")[0]
+        first, second = inside.split("], length: [")
+        low, opt, high = zip(
+            *([int(n) for n in part.rstrip("]").split(", ")] for part in (first, second)), strict=True
+        )
+        assert (low, high) == (profile.min, profile.max)
+        assert notes_on_data([Profile(low, opt, high)], np.array(lengths), batch) == []

@@ -1,0 +1,436 @@
+"""`check` on a tiny BERT layer: clean when healthy, and each broken one names its node alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.engine.repair.fix import engine_row
+from qdqbench.quantize.graph.check.check import CheckReport, check_model, to_json
+from qdqbench.quantize.graph.check.codes import CODES
+from qdqbench.quantize.utils.errors import UserError
+
+from ...support.broken_layers import (
+    CASES,
+    IDS,
+    Case,
+    float_weight,
+    mask_in_fp32,
+    quantized_gemm,
+    rightly_transposed_weight,
+)
+from ...support.tiny_layer import (
+    CONTEXT,
+    FORMS,
+    HIDDEN,
+    LENGTH,
+    LINEARS,
+    QUERY,
+    SOFTMAX,
+    WEIGHT,
+    Edit,
+    at_opset,
+    give,
+    healthy,
+    insert,
+    make,
+    node,
+    set_axis,
+    skip_qdq,
+    store,
+    stored,
+    unquantized,
+)
+
+ORDER = "slow-weight-order"
+
+
+def checked(model: onnx.ModelProto, allow: tuple[str, ...] = (), **options: Any) -> CheckReport:
+    """The report without the order of weights: the tiny layer has them [K, N], and tests of its own below."""
+    return check_model(model, allow=(*allow, ORDER), **options)
+
+
+def found(report: CheckReport) -> list[tuple[str, str]]:
+    return [(row.code, row.node) for row in report.findings]
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_broken_model_names_the_node_and_nothing_else(case: Case) -> None:
+    report = checked(case.broken())
+
+    assert found(report) == [(case.code, case.node)]
+    severity, _, fix = CODES[case.code]
+    fp32_mask = case.code == "constant-overflows-fp16" and case.form == "fp32"
+    assert report.findings[0].severity == ("warning" if fp32_mask else severity)
+    assert report.findings[0].fix == fix
+    assert checked(case.broken(), allow=(case.code,)).findings == []
+
+
+def test_every_code_has_a_broken_model() -> None:
+    below = {"no-qdq", "recipe-missing", "recipe-surplus", ORDER}
+    assert {case.code for case in CASES} | below == set(CODES)
+
+
+def test_the_parser_agrees() -> None:
+    """What TensorRT refuses at once, and what it takes without a word, is as the rules say."""
+    trt = pytest.importorskip("tensorrt_rtx")
+    logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
+    builder = trt.Builder(logger)
+
+    def refused(model: onnx.ModelProto) -> bool:
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        return not trt.OnnxParser(network, logger).parse(model.SerializeToString())
+
+    assert not any(refused(healthy(form)) for form in FORMS)
+    assert [case.code for case in CASES if refused(case.broken()) != case.refused] == []
+
+
+# No other rule was applied after these, and UINT8 with zero point 0 is read as if it were INT8.
+NOT_COUNTED = [name for name in IDS if name.endswith(("opset-too-low", "invalid-onnx", "uint8"))]
+
+
+def in_int8(report: CheckReport) -> int | None:
+    """Linears of the layer that `check` counts as INT8; None: it says that no engine is built."""
+    rows = [row for row in report.gemms if row.node in LINEARS]
+    return None if report.refusals else sum(row.state == "INT8" for row in rows)
+
+
+@pytest.mark.parametrize(("name", "case"), [*zip(IDS, CASES, strict=True)], ids=IDS)
+def test_what_is_counted_is_what_the_engine_ran(name: str, case: Case) -> None:
+    report = checked(case.broken())
+
+    if name in NOT_COUNTED:  # less, never more
+        assert (in_int8(report) or 0) <= (case.int8 or 0)
+    else:
+        assert in_int8(report) == case.int8
+    assert report.counts["int8"] == (0 if report.refusals else sum(r.state == "INT8" for r in report.gemms))
+    assert sum(report.counts[key] for key in ("refused", "not_int8", "floating_point")) == sum(
+        row.state != "INT8" for row in report.gemms
+    )
+
+
+@pytest.mark.long
+def test_the_engine_agrees(tmp_path: Path) -> None:
+    """`Case.int8` is what layer tables of TensorRT-RTX say."""
+    pytest.importorskip("tensorrt_rtx")
+    builder = choose_backend("tensorrt_rtx")
+    path, other = tmp_path / "model.onnx", []
+    for name, case in zip(IDS, CASES, strict=True):
+        onnx.save(case.broken(), path)
+        row = engine_row(path, builder)
+        if (None if row.refused else row.int8_gemms) != case.int8:
+            other.append((name, row))
+    assert other == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("int8_attention", [True, False])
+def test_the_healthy_model_is_clean(form: str, int8_attention: bool) -> None:
+    model = healthy(form, int8_attention=int8_attention)
+    before = model.SerializeToString(deterministic=True)
+
+    report = checked(model)
+
+    attention = ["/layer/self/MatMul", CONTEXT]
+    assert report.findings == []
+    assert sorted(report.quantized) == sorted(LINEARS + attention * int8_attention)
+    assert report.not_quantized == attention * (not int8_attention) + ["/classifier/Gemm"]
+    assert report.attention_quantized == [SOFTMAX] * int8_attention
+    assert report.attention_not_quantized == [SOFTMAX] * (not int8_attention)
+    assert (report.opset, report.ir_version) == (20, 10)
+    assert model.SerializeToString(deterministic=True) == before
+
+
+def two_casts(model: onnx.ModelProto) -> None:
+    for number, kind in enumerate((TensorProto.FLOAT, TensorProto.FLOAT16)):
+        insert(model, QUERY, 0, make("Cast", f"/cast{number}", to=kind))
+
+
+def scalar_factor(model: onnx.ModelProto) -> None:
+    insert(model, QUERY, 0, make("Mul", "/mul", give(model, "factor", 0.5, np.float16)))
+    insert(model, QUERY, 0, make("Div", "/div", give(model, "divisor", [[2]], np.float16)))
+
+
+def moved(model: onnx.ModelProto) -> None:
+    shape = give(model, "flat", [LENGTH, HIDDEN], np.int64)
+    insert(model, QUERY, 0, make("Reshape", "/flat", shape), make("Identity", "/same"))
+
+
+def right_gemm(model: onnx.ModelProto) -> None:
+    quantized_gemm(model, axis=0)
+
+
+def large_in_fp32_island(model: onnx.ModelProto) -> None:
+    """A mask of -3.4e38 that softmax reads in FP32, in a model that is FP16 elsewhere."""
+    mask_in_fp32(model)
+    for name in ("/mask/Cast_1", "/layer/self/p/Cast"):
+        node(model, name).attribute[0].i = TensorProto.FLOAT
+    insert(model, "/layer/self/Add", 0, make("Cast", "/scores", to=TensorProto.FLOAT))
+
+
+@pytest.mark.parametrize(
+    ("form", "edit"),
+    [
+        ("fp16", two_casts),
+        ("fp16", scalar_factor),
+        ("fp16", moved),
+        ("fp16", rightly_transposed_weight),
+        ("fp32", right_gemm),
+        ("fp32", lambda model: set_axis(model, WEIGHT, -1)),
+        ("factored", large_in_fp32_island),
+        ("fp16", at_opset(23)),
+    ],
+)
+def test_what_the_engine_takes_in_int8_is_clean(form: str, edit: Edit) -> None:
+    model = healthy(form)
+    edit(model)
+
+    report = checked(model)
+
+    assert report.findings == []
+    assert QUERY in report.quantized
+
+
+def test_uint8_is_not_counted_as_quantized() -> None:
+    model = healthy()
+    store(model, "/layer/query/input.zero_point", 0, np.uint8)
+
+    assert QUERY in checked(model).not_quantized
+
+
+def in_nk(model: onnx.ModelProto, *modules: str) -> onnx.ModelProto:
+    """Weights as `fold_weights` stores them: codes [N, K], scales along axis 0, a Transpose behind the DQ."""
+    for name in modules:
+        dq = node(model, f"/layer/{name}/weight/DQ")
+        codes = next(t for t in model.graph.initializer if t.name == f"/layer/{name}.weight")
+        store(model, codes.name, numpy_helper.to_array(codes).T)
+        if dq.attribute:
+            set_axis(model, dq.name, 0)
+        insert(model, f"/layer/{name}/MatMul", 1, make("Transpose", f"/layer/{name}/t", perm=[1, 0]))
+    return model
+
+
+ALL = ("query", "key", "value", "output")
+
+
+def orders(model: onnx.ModelProto) -> list[tuple[str, str]]:
+    return [(row.node, row.why.partition(" stored [K, N]")[0]) for row in check_model(model).findings]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_stored_k_n_are_one_warning(form: str) -> None:
+    report = check_model(healthy(form))
+
+    assert [(row.severity, row.code, row.node) for row in report.findings] == [("warning", ORDER, QUERY)]
+    assert report.findings[0].fix == CODES[ORDER][2]
+    assert "all 4 INT8 weights are stored [K, N]" in report.findings[0].why
+    assert set(LINEARS) <= set(report.quantized)  # a warning, as they are in INT8
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_stored_n_k_are_clean(form: str) -> None:
+    report = check_model(in_nk(healthy(form), *ALL))
+
+    assert report.findings == []
+    assert set(LINEARS) <= set(report.quantized)
+
+
+def test_the_weights_that_are_stored_k_n_are_named() -> None:
+    two, one = in_nk(healthy(), "query", "output"), in_nk(healthy(), *ALL[:3])
+
+    names = "/layer/key/MatMul, /layer/value/MatMul"
+    assert orders(two) == [("/layer/key/MatMul", f"2 of 4 INT8 weights ({names}) are")]
+    assert orders(one) == [("/layer/output/MatMul", "its INT8 weight is")]
+
+
+def gemm_without_trans_b(model: onnx.ModelProto) -> None:
+    """The classifier in INT8, its weight [32, 3]."""
+    right_gemm(model)
+    store(model, "classifier.weight", np.ones((HIDDEN, 3)))
+    set_axis(model, "/classifier/weight/DQ", 1)
+    del node(model, "/classifier/Gemm").attribute[:]
+
+
+def two_transposes(model: onnx.ModelProto) -> None:
+    insert(model, QUERY, 1, make("Transpose", "/t1", perm=[1, 0]), make("Transpose", "/t2"))
+
+
+@pytest.mark.parametrize(
+    ("form", "edit", "where"),
+    [
+        ("fp32", float_weight, QUERY),  # a builder folds Q and DQ of FP32 into codes of the same order
+        ("fp32", gemm_without_trans_b, "/classifier/Gemm"),
+        ("factored", two_transposes, QUERY),
+    ],
+)
+def test_other_forms_of_a_weight_stored_k_n(form: str, edit: Edit, where: str) -> None:
+    model = healthy(form)
+    edit(model)
+    in_nk(model, *(name for name in ALL if f"/layer/{name}/MatMul" != where))
+
+    assert (ORDER, where) in found(check_model(model))
+    assert {row.code for row in check_model(model).findings} <= {ORDER, "float-weight"}
+
+
+def single_output(model: onnx.ModelProto) -> None:
+    """One output channel: [K, 1] and [1, K] are the same bytes."""
+    gemm_without_trans_b(model)
+    store(model, "classifier.weight", np.ones((HIDDEN, 1)))
+    for name, value in {"classifier.s": 0.01, "classifier.z": 0, "classifier.bias": 0}.items():
+        store(model, name, [value])
+    model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 1
+
+
+def reshaped(model: onnx.ModelProto) -> None:
+    shape = give(model, "square", [HIDDEN, HIDDEN], np.int64)
+    insert(model, QUERY, 1, make("Reshape", "/square", shape))
+
+
+def float_weight_n_k(model: onnx.ModelProto) -> None:
+    """As ModelOpt's exporter has it: FP32 [N, K] -> Q -> DQ -> Transpose."""
+    float_weight(model)
+    in_nk(model, "query")
+    set_axis(model, "/layer/query/weight/Q", 0)
+
+
+@pytest.mark.parametrize(
+    ("form", "edit", "others"),
+    [
+        ("fp32", right_gemm, ALL),  # [N, K] and transB
+        ("fp32", single_output, ALL),
+        ("fp32", float_weight_n_k, ALL[1:]),
+        ("factored", reshaped, ALL[1:]),  # nothing is claimed where the axes cannot be followed
+        ("factored", unquantized("/layer/query/input"), ALL[1:]),  # not in INT8 at all
+        ("factored", stored("/layer/query/input.zero_point", 0, np.uint8), ALL[1:]),
+    ],
+)
+def test_what_is_not_a_slow_order(form: str, edit: Edit, others: tuple[str, ...]) -> None:
+    model = healthy(form)
+    in_nk(model, *others)
+    edit(model)
+
+    assert ORDER not in {row.code for row in check_model(model).findings}
+
+
+@pytest.mark.parametrize("perm", [[], [0], [5, 7], [0, 0], [1, 0, 2], [-9, 3]])
+@pytest.mark.parametrize("form", ["fp16", "factored"])
+def test_a_transpose_that_does_not_fit_its_weight(form: str, perm: list[int]) -> None:
+    model = healthy(form)
+    transpose = make("Transpose", "/t")
+    transpose.attribute.append(helper.make_attribute("perm", perm, attr_type=onnx.AttributeProto.INTS))
+    insert(model, QUERY, 1, transpose)
+
+    assert found(checked(model)) == [("wrong-weight-axis", WEIGHT)] * (form == "fp16")
+
+
+MODULES = {"layer.query", "layer.key", "layer.value", "layer.output", "layer.self"}
+
+
+def test_the_recipe_holds() -> None:
+    assert checked(healthy(), expected_quantized=MODULES).findings == []
+    plain = healthy(int8_attention=False)
+    assert checked(plain, expected_quantized=MODULES - {"layer.self"}).findings == []
+
+
+def test_a_module_that_the_recipe_wants_and_the_file_lacks() -> None:
+    report = checked(healthy(), expected_quantized=MODULES | {"classifier", "layer.kee"})
+
+    assert found(report) == [("recipe-missing", "/classifier/Gemm"), ("recipe-missing", "layer.kee")]
+    assert "layer.key" in report.findings[1].why
+
+
+def test_attention_that_the_recipe_wants_and_the_file_lacks() -> None:
+    report = checked(healthy(int8_attention=False), expected_quantized=MODULES)
+
+    assert found(report) == [("recipe-missing", "/layer/self/MatMul"), ("recipe-missing", CONTEXT)]
+
+
+def test_a_module_that_the_recipe_keeps_in_floating_point() -> None:
+    report = checked(healthy(), expected_quantized=MODULES - {"layer.key"})
+
+    assert found(report) == [("recipe-surplus", "/layer/key/MatMul")]
+
+
+def test_a_recipe_that_quantizes_nothing() -> None:
+    report = checked(healthy(int8_attention=False), expected_quantized=())
+
+    assert found(report) == [("recipe-surplus", name) for name in LINEARS]
+
+
+def without_qdq() -> onnx.ModelProto:
+    model = healthy(int8_attention=False)
+    for name in ("query", "key", "value", "output"):
+        skip_qdq(model, f"/layer/{name}/input")
+        node(model, f"/layer/{name}/MatMul").input[1] = give(
+            model, f"{name}.float", np.ones((HIDDEN, HIDDEN)), np.float16
+        )
+    kept = [n for n in model.graph.node if "/input/" not in n.name and "/weight/" not in n.name]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    return model
+
+
+def test_a_twin_without_qdq() -> None:
+    assert checked(without_qdq()).findings == []
+    assert checked(without_qdq(), expected_quantized=()).findings == []
+    assert found(checked(without_qdq(), expected_quantized=MODULES)) == [("no-qdq", "tiny")]
+
+
+def test_errors_come_before_warnings() -> None:
+    model = healthy("fp32")
+    store(model, "fill", -3.4e38)
+    float_weight(model)
+    store(model, "/layer/output/input.zero_point", 1)
+
+    report = checked(model)
+
+    assert [row.severity for row in report.findings] == ["error", "warning", "warning"]
+    assert [row.code for row in report.errors] == ["non-zero-zero-point"]
+
+
+def test_a_node_without_a_name_is_called_by_its_output() -> None:
+    model = healthy()
+    node(model, QUERY).name = ""
+    skip_qdq(model, "/layer/query/input")
+
+    assert found(checked(model)) == [("half-quantized", f"MatMul (output '{QUERY}.out')")]
+
+
+def test_the_report_is_json() -> None:
+    model = healthy()
+    skip_qdq(model, "/layer/query/input")
+    report = checked(model)
+
+    told = json.loads(json.dumps(to_json(report)))
+    assert told.pop("counts") == report.counts
+    assert CheckReport.model_validate(told) == report
+
+
+def test_a_code_that_does_not_exist() -> None:
+    with pytest.raises(UserError, match="half-quantised; did you mean half-quantized"):
+        checked(healthy(), allow=("half-quantised",))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda model: model.graph.initializer[0].dims.__setitem__(0, 31),
+        lambda model: model.graph.initializer[0].dims.__setitem__(0, -1),
+        lambda model: model.graph.initializer[0].dims.__setitem__(0, 1 << 40),
+        lambda model: setattr(model.graph.initializer[0], "data_type", 0),
+        lambda model: setattr(model.graph.initializer[0], "data_location", TensorProto.EXTERNAL),
+        lambda model: model.ClearField("graph"),
+        lambda model: model.ClearField("opset_import"),
+    ],
+)
+def test_a_model_that_cannot_be_read(edit: Edit) -> None:
+    model = healthy()
+    edit(model)
+
+    with pytest.raises(UserError):
+        checked(model)

@@ -1,0 +1,130 @@
+"""Answers, classes and words of a change, against what can be counted by hand."""
+
+import csv
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qdqbench.eval.metrics.effects.answers import FILE, Beside, changed_answers, classes_of
+from qdqbench.quantize.tasks.task import EMBED, TOKEN_TASK, get_task, with_classes
+from qdqbench.quantize.tasks.types.tokens import Tagged
+
+SST2 = get_task("sst2")
+LOGITS = {"sure no": [3, 0], "no": [1, 0], "yes": [0, 1]}
+
+
+def beside(task, before, after, gold, names):
+    return Beside(
+        task, "engine", "validation", *(np.array(x, dtype=np.float32) for x in (before, after)), gold, names
+    )
+
+
+@pytest.fixture
+def sentences():
+    """Lost, won, same, lost and farther."""
+    before = [LOGITS[each] for each in ("no", "yes", "no", "sure no")]
+    after = [LOGITS[each] for each in ("yes", "no", "sure no", "yes")]
+    return beside(SST2, before, after, np.array([0, 0, 1, 0]), ["negative", "positive"])
+
+
+@pytest.fixture
+def texts():
+    return datasets.Dataset.from_dict(
+        {"sentence": ["a\nb", "<b>won</b>", "same", "=lost"], "label": [0, 0, 1, 0]}
+    )
+
+
+def test_lost_answers_come_first_the_farthest_of_them_on_top(sentences, texts, tmp_path):
+    found = changed_answers(sentences, texts, tmp_path)
+    assert (found.n, found.found, found.answers_are) == (4, 3, "class")
+    assert found.counts == {"right to wrong": 2, "wrong to right": 1}
+    assert [row.sample for row in found.rows] == [3, 0, 1]
+    first = found.rows[0]
+    assert (first.text, first.label, first.fp32, first.answer) == (
+        "=lost",
+        "negative",
+        "negative",
+        "positive",
+    )
+    assert first.fp32_margin == pytest.approx(np.tanh(1.5))
+    assert first.margin == pytest.approx(np.tanh(0.5))
+    assert first.distance > found.rows[1].distance > 0
+    assert found.rows[1].text == "a b"
+
+
+def test_the_page_gets_some_and_the_file_gets_all(sentences, texts, tmp_path):
+    found = changed_answers(sentences, texts, tmp_path, kept=1)
+    assert (found.found, len(found.rows), found.file) == (3, 1, FILE)
+    with (tmp_path / FILE).open(encoding="utf-8", newline="") as stream:
+        rows = [*csv.DictReader(stream)]
+    assert [int(row["sample"]) for row in rows] == [3, 0, 1]
+    assert rows[2]["text"] == "<b>won</b>"
+
+
+def test_scores_are_sorted_by_how_far_they_moved(tmp_path):
+    task = get_task("stsb")
+    both = beside(task, [[1], [2], [4]], [[1], [3], [4.5]], np.array([1.0, 2.5, 4.0], dtype=np.float32), [])
+    data = datasets.Dataset.from_dict(
+        {"sentence1": ["a", "b", "c"], "sentence2": ["x", "y", "z"], "label": [0.0] * 3}
+    )
+    found = changed_answers(both, data, tmp_path)
+    assert found.counts == {"nearer or farther": 2}
+    assert [(row.text, row.label, row.fp32, row.answer, row.fp32_margin) for row in found.rows] == [
+        ("b | y", "2.5", "2", "3", None),
+        ("c | z", "4", "4", "4.5", None),
+    ]
+
+
+def test_texts_without_labels_have_none(tmp_path):
+    made = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+    moved = made.copy()
+    moved[3] = -moved[3]
+    both = beside(EMBED, made, moved, made, [])
+    found = changed_answers(both, datasets.Dataset.from_dict({"text": [*map(str, range(12))]}), tmp_path)
+    assert (found.rows[0].sample, found.rows[0].label) == (3, None)
+    assert classes_of(both) is None
+
+
+def test_confusion_counts_labels_by_answers(sentences):
+    found = classes_of(sentences)
+    assert (found.fp32, found.confusion) == ([[2, 1], [1, 0]], [[1, 2], [1, 0]])
+    negative, positive = found.rows
+    assert (negative.name, negative.n, negative.lost, negative.won) == ("negative", 3, 2, 1)
+    assert (negative.fp32, negative.recall, negative.delta) == pytest.approx((2 / 3, 1 / 3, -1 / 3))
+    assert (positive.n, positive.delta, positive.delta_stderr) == (1, 0, 0)
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.integers(1, 20))
+def test_the_error_of_a_class_is_that_of_paired_samples(lost, won, same):
+    before = [LOGITS["no"]] * lost + [LOGITS["yes"]] * won + [LOGITS["no"]] * same
+    after = [LOGITS["yes"]] * lost + [LOGITS["no"]] * won + [LOGITS["no"]] * same
+    n = lost + won + same
+    row = classes_of(beside(SST2, before, after, np.zeros(n, dtype=np.int64), ["no", "yes"])).rows[0]
+    step = np.repeat([-1, 1, 0], [lost, won, same])
+    assert row.delta_stderr == pytest.approx(step.std() / np.sqrt(n))
+
+
+def test_a_class_without_samples_has_no_recall(sentences):
+    both = beside(SST2, sentences.fp32, sentences.made, np.zeros(4, dtype=np.int64), sentences.names)
+    row = classes_of(both).rows[1]
+    assert (row.n, row.fp32, row.recall, row.delta) == (0, None, None, None)
+
+
+def test_words_of_one_sentence_go_together(tmp_path):
+    names = ["O", "B-PER"]
+    task = with_classes(TOKEN_TASK, names)
+    gold = Tagged(np.array([0, 1, 1, 0]), np.array([3, 1]), tuple(names))
+    before = np.eye(2)[[0, 1, 1, 0]]
+    after = np.eye(2)[[0, 0, 0, 0]]
+    both = beside(task, before, after, gold, names)
+    data = datasets.Dataset.from_dict({"tokens": [["a", "b", "c"], ["d"]], "ner_tags": [[0, 1, 1], [0]]})
+    found = changed_answers(both, data, tmp_path)
+    assert [(row.text, row.label, row.fp32, row.answer) for row in found.rows] == [
+        ("a b c", "O B-PER B-PER", "O B-PER B-PER", "O O O")
+    ]
+    classes = classes_of(both)
+    assert (classes.unit, classes.fp32, classes.confusion) == ("words", [[2, 0], [0, 2]], [[2, 0], [2, 0]])
+    assert classes.rows[1].lost == 2

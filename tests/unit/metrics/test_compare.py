@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qdqbench.eval.metrics.compare import compare
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.task import get_task
+from qdqbench.quantize.tasks.types.regression import REGRESSION
+from qdqbench.quantize.utils.errors import CheckFailed
+
+SST2, MRPC, STSB = get_task("sst2"), get_task("mrpc"), get_task("stsb")
+
+
+def answers(right, labels):
+    """Logits that are right where `right` is."""
+    return np.eye(2, dtype=np.float32)[np.where(right, labels, 1 - labels)]
+
+
+def case(n, lost, won, both_wrong=0, seed=0):
+    """Logits of FP32 and of a stage that loses and wins some samples, and the labels."""
+    labels = np.random.default_rng(seed).integers(2, size=n)
+    before, after = np.ones(n, dtype=bool), np.ones(n, dtype=bool)
+    after[:lost] = False
+    before[lost : lost + won] = False
+    before[lost + won : lost + won + both_wrong] = after[lost + won : lost + won + both_wrong] = False
+    return answers(before, labels), answers(after, labels), labels
+
+
+def scored(n, noise, seed=0):
+    generator = np.random.default_rng(seed)
+    labels = generator.uniform(0, 5, n).astype(np.float32)
+    reference = (labels + generator.normal(0, 1, n)).astype(np.float32)[:, None]
+    return reference, reference + generator.normal(0, noise, (n, 1)).astype(np.float32), labels
+
+
+@pytest.mark.parametrize("task", [SST2, MRPC, STSB], ids=lambda task: task.name)
+def test_equal_logits(task):
+    logits, _, labels = scored(50, 0) if task.kind is REGRESSION else case(50, 3, 4)
+    found = compare(task, logits, logits.copy(), labels, seed=0)
+    zeros = dict.fromkeys(task.metrics, 0.0)
+    assert (found.delta, found.delta_stderr) == (zeros, zeros)
+    assert found.within_noise
+    assert (found.mean_abs_logit_diff, found.sqnr_db) == (0, None)
+    assert (found.disagreements, found.mcnemar_p) == ((None, None) if task.kind is REGRESSION else (0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "p"),
+    [(1, 0, 1.0), (5, 0, 2 / 2**5), (0, 5, 2 / 2**5), (3, 1, 10 / 2**4), (4, 4, 1.0), (10, 2, 158 / 2**12)],
+)
+def test_mcnemar_is_exact(lost, won, p):
+    found = compare(SST2, *case(100, lost, won, both_wrong=7), seed=0)
+    assert found.mcnemar_p == pytest.approx(p)
+    assert found.disagreements == lost + won
+    assert found.delta["accuracy"] == pytest.approx((won - lost) / 100)
+
+
+@settings(deadline=None, max_examples=25)
+@given(lost=st.integers(0, 60), won=st.integers(0, 60), wrong=st.integers(0, 100))
+def test_paired_error_of_accuracy(lost, won, wrong):
+    """A sample adds -1, 0 or 1 to the difference, so its variance is known in closed form."""
+    n = 400
+    found = compare(SST2, *case(n, lost, won, wrong), seed=1)
+    expected = np.sqrt((lost + won) / n - ((won - lost) / n) ** 2) / np.sqrt(n)
+    assert found.delta_stderr["accuracy"] == pytest.approx(expected, rel=0.12)  # 1000 draws: 2.2 % each
+
+
+@pytest.mark.parametrize(
+    ("task", "data"),
+    [(MRPC, case(300, 12, 6, both_wrong=40)), (STSB, scored(200, 0.3))],
+    ids=["mrpc", "stsb"],
+)
+def test_paired_errors_are_those_of_resampled_pairs(task, data):
+    reference, logits, labels = data
+    found = compare(task, reference, logits, labels, seed=1)
+    rows = np.random.default_rng(2).integers(len(labels), size=(250, len(labels)))
+    deltas = []
+    for row in rows:
+        before = metrics.compute(task, reference[row], labels[row])
+        after = metrics.compute(task, logits[row], labels[row])
+        deltas.append([after[name] - before[name] for name in task.metrics])
+    assert list(found.delta_stderr.values()) == pytest.approx(np.std(deltas, axis=0), rel=0.16)
+    unpaired = metrics.stderr(task, logits, labels, seed=1)
+    assert all(found.delta_stderr[name] < unpaired[name] for name in task.metrics)
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "within"), [(6, 4, True), (30, 2, False), (2, 30, False), (3, 0, True)]
+)
+def test_within_noise_is_two_paired_errors_of_the_primary_metric(lost, won, within):
+    assert compare(SST2, *case(500, lost, won), seed=0).within_noise is within
+
+
+def test_one_seed_one_answer():
+    first = compare(STSB, *scored(100, 0.3), seed=0)
+    assert compare(STSB, *scored(100, 0.3), seed=0) == first
+    assert compare(STSB, *scored(100, 0.3), seed=1).delta_stderr != first.delta_stderr
+
+
+def test_logit_distance():
+    reference = np.array([[3.0, 4.0], [0.0, 5.0]], dtype=np.float32)
+    found = compare(SST2, reference, reference + np.float32(0.5), np.array([0, 1]), seed=0)
+    assert found.mean_abs_logit_diff == pytest.approx(0.5)
+    assert found.sqnr_db == pytest.approx(10 * np.log10(50 / 1))
+    assert compare(SST2, reference * 0, reference, np.array([0, 1]), seed=0).sqnr_db is None
+
+
+def test_constant_stage_is_compared_and_not_refused():
+    reference, _, labels = scored(100, 0)
+    found = compare(STSB, reference, np.ones_like(reference), labels, seed=0)
+    assert found.delta["pearson"] == pytest.approx(-metrics.compute(STSB, reference, labels)["pearson"])
+    assert not found.within_noise
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_broken_logits_of_either_stage(which):
+    reference, logits, labels = case(10, 1, 1)
+    (reference, logits)[which][4] = np.nan
+    with pytest.raises(CheckFailed, match="1 of 10"):
+        compare(SST2, reference, logits, labels, seed=0)
+    with pytest.raises(CheckFailed, match="shape"):
+        compare(SST2, case(10, 1, 1)[0], case(9, 1, 1)[1], labels, seed=0)

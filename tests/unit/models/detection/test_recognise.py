@@ -1,0 +1,206 @@
+"""What is recognised in models of types that are known, and of types that are not."""
+
+import logging
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from qdqbench.quantize.models.detection.recognise import Recognised, inventory, recognise
+from qdqbench.quantize.models.detection.untrained import untrained
+from qdqbench.quantize.models.families.known import BERT, FAMILIES
+from qdqbench.quantize.utils.errors import UserError
+
+from ...support.families import SIZES
+from ...support.unknown import config_for
+
+KNOWN = [each for family in FAMILIES if not family.shared_layers for each in family.model_types]
+
+
+def recognised(model_type: str) -> Recognised:
+    return recognise(untrained("tiny", config_for(model_type)))
+
+
+def linears_of(model: Any) -> list[str]:
+    from torch import nn
+
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+@pytest.mark.parametrize("model_type", KNOWN)
+def test_a_known_family_is_recognised_as_it_is_described(model_type: str) -> None:
+    """Names say nothing to the one, and all to the other."""
+    from transformers import AutoConfig
+
+    from ...support.families import SIZES
+
+    described = next(family for family in FAMILIES if model_type in family.model_types)
+    config = AutoConfig.for_model(model_type, vocab_size=80, **SIZES[model_type])
+    model = untrained("tiny", config)
+    found = recognise(model)
+    names = linears_of(model)
+    assert {n: found.family.role(n) for n in names} == {n: described.role(n) for n in names}
+    assert found.left == {}
+    assert found.attention == described.attention
+    for name in ("layers", "norms", "embeddings", "embeddings_norm", "embeddings_linear", "pooler"):
+        assert getattr(found.family, name) == getattr(described, name), name
+    for name in ("activation", "intermediate", "head_size", "layers_return_tuples"):
+        assert getattr(found.family, name) == getattr(described, name), name
+    assert found.family.positions_follow_padding == described.positions_follow_padding
+    assert set(found.family.dropouts) >= {*config.to_dict()}.intersection(described.dropouts)
+    assert set(found.family.inputs) >= set(described.inputs)
+    assert found.gated == described.gated
+
+
+SAME = ["ernie", "megatron-bert", "data2vec-text", "xlm-roberta-xl", "roberta-prelayernorm", "roformer"]
+SAME += ["rembert", "bert-generation", "layoutlm"]
+
+
+@pytest.mark.parametrize("model_type", SAME)
+def test_layers_that_are_like_those_of_bert(model_type: str) -> None:
+    found = recognised(model_type)
+    assert found.family.linears == BERT.linears
+    assert found.left == {}
+    own = model_type in ("megatron-bert", "roformer", "rembert")
+    assert found.family.attention == (None if own else BERT.attention)
+    before = model_type in ("megatron-bert", "xlm-roberta-xl", "roberta-prelayernorm")
+    assert set(found.family.norms.values()) == (
+        {"attention input", "ffn input"} if before else {"attention", "ffn"}
+    )
+    assert len(found.family.residuals) == (0 if before else 2)
+    counted = model_type in ("data2vec-text", "xlm-roberta-xl", "roberta-prelayernorm")
+    assert found.family.positions_follow_padding == counted
+    assert found.family.head_size == "attention_head_size"
+    assert (found.head_size, found.gated) == (16, False)
+
+
+def test_a_gated_feed_forward_of_two_linears() -> None:
+    found = recognised("nomic_bert")
+    ends = {path.rpartition(".")[2]: role for path, role in found.family.linears.items()}
+    roles = ["ffn-in", "ffn-in", "ffn-out", "query", "key", "value", "output"]
+    names = ["gate_proj", "up_proj", "down_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
+    assert ends == dict(zip(names, roles, strict=True))
+    assert found.gated
+    assert found.family.attention is None  # it rotates q and k
+
+
+SECOND = "a feed-forward beside the widest, or last, of its layer"
+STRANGE = "by what it reads it belongs to neither attention nor feed-forward"
+CONVOLUTION = "a convolution; only linears become INT8"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "left"),
+    [
+        (
+            "mobilebert",
+            {
+                "output.bottleneck.dense": STRANGE,
+                "bottleneck.input.dense": STRANGE,
+                "bottleneck.attention.dense": STRANGE,
+                "ffn.0.intermediate.dense": SECOND,
+                "ffn.0.output.dense": SECOND,
+            },
+        ),
+        (
+            "xmod",
+            {
+                f"output.adapter_modules.{language}.{linear}": SECOND
+                for language in ("en_XX", "de_DE")
+                for linear in ("dense1", "dense2")
+            },
+        ),
+        (
+            "convbert",
+            {
+                "attention.self.conv_kernel_layer": STRANGE,
+                "attention.self.conv_out_layer": STRANGE,
+                "attention.self.key_conv_attn_layer.depthwise": CONVOLUTION,
+                "attention.self.key_conv_attn_layer.pointwise": CONVOLUTION,
+            },
+        ),
+        ("nystromformer", {"attention.self.conv": CONVOLUTION}),
+    ],
+)
+def test_what_is_not_recognised_is_named_with_a_reason(model_type: str, left: dict[str, str]) -> None:
+    model = untrained("tiny", config_for(model_type))
+    found = recognise(model)
+    assert {name.removeprefix("encoder.layer.*."): why for name, why in found.left.items()} == left
+    others = {path for path, role in found.family.linears.items() if role == "other"}
+    assert others == {path for path, why in left.items() if why != CONVOLUTION}
+    assert {path: role for path, role in found.family.linears.items() if role != "other"} == BERT.linears
+    rows = inventory(model, found)
+    assert {row.module for row in rows if row.module in found.left} == set(found.left)
+    assert not [row for row in rows if row.module in found.left and row.becomes != "FP16"]
+    assert sum(row.number for row in rows if row.becomes == "INT8") == 2 * len(BERT.linears)
+    assert sum(row.number for row in rows if row.class_name == "Linear") == len(linears_of(model))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("gpt2", r"a 'gpt2' is a decoder, as no token sees those behind it"),
+        ("t5", r"model tiny is a 't5', an encoder with a decoder"),
+        ("squeezebert", r"no attention .* 'squeezebert', .*\.\*\.attention\.query: a convolution"),
+        ("fnet", r"no attention was recognised in a 'fnet'"),
+        ("funnel", r"layers of a 'funnel' stand in several lists \(funnel\.encoder\.blocks\.0, "),
+        (
+            "longformer",
+            r"no linears of a 'longformer' were recognised as query: .*query: it is key and query",
+        ),
+        ("esm", r"the configuration of a 'esm' has no field for activation of its feed-forward"),
+    ],
+)
+def test_what_cannot_be_described(model_type: str, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        recognised(model_type)
+
+
+def test_libraries_are_silent_while_a_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(model: object) -> None:
+        raise RuntimeError(f"level {logging.getLogger('transformers').level}")
+
+    monkeypatch.setattr("qdqbench.quantize.models.detection.recognise.follow", seen)
+    with pytest.raises(UserError, match=rf"level {logging.ERROR}\)"):
+        recognised("ernie")
+
+
+def test_weights_that_are_shared_between_layers() -> None:
+    config = AutoConfig.for_model("albert", **(SIZES["albert"] | {"num_hidden_groups": 1}))
+    with pytest.raises(UserError, match=r"layers of a 'albert' share weights: albert\..*dense runs several"):
+        recognise(untrained("tiny", config))
+
+
+def test_a_model_that_fails_on_a_sample() -> None:
+    config = config_for("nystromformer")
+    config.segment_means_seq_len, config.num_landmarks = 64, 8
+    with pytest.raises(UserError, match=r"a 'nystromformer' of this .* not run on a sample .*\(RuntimeError"):
+        recognise(untrained("tiny", config))
+
+
+def test_no_hooks_are_left_behind() -> None:
+    """PyTorch warns of global hooks whenever a compiled module runs; warnings are errors."""
+    import torch
+
+    recognised("ernie")
+    torch.compile(torch.nn.Identity(), backend="eager")(torch.ones(1))
+
+
+class TestAnotherAttention:
+    """A model whose logits change with the attention and the mask of this program is refused."""
+
+    def test_fewer_heads_of_keys(self) -> None:
+        sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = AutoConfig.for_model(
+            "eurobert", vocab_size=60, intermediate_size=64, num_key_value_heads=2, pad_token_id=0,
+            bos_token_id=1, eos_token_id=2, mask_token_id=3, **sizes,
+        )  # fmt: skip
+        with pytest.raises(UserError, match="4 heads of queries and 2 of keys"):
+            recognise(untrained("tiny", config))
+
+    def test_other_logits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from qdqbench.quantize.models import attention
+
+        monkeypatch.setattr(attention, "MASK_FILL", 0.0)
+        with pytest.raises(UserError, match="gives other logits with the attention and the mask"):
+            recognised("ernie")

@@ -1,0 +1,194 @@
+"""Weights that run several times (ALBERT): calibrated over all runs, stored once, and judged run by run."""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import pytest
+
+from qdqbench.eval.metrics.parity import compare_layers
+from qdqbench.eval.selection.search.space import count_multiply_adds, int8_share, make_space
+from qdqbench.eval.verification.bisect import run_onnxruntime
+from qdqbench.eval.verification.blocks import reference_blocks, stitch
+from qdqbench.eval.verification.checks import BlockSums
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration.fakequant.quantizers import forward
+from qdqbench.quantize.calibration.record import CalibrationRecord
+from qdqbench.quantize.engine.build import attention_count
+from qdqbench.quantize.engine.kernels import block_of_node, kernel_operator, short
+from qdqbench.quantize.graph import export
+from qdqbench.quantize.graph.check.check import check_model
+from qdqbench.quantize.graph.index import GraphIndex, module_of
+from qdqbench.quantize.graph.runs import run_of
+from qdqbench.quantize.models.families.any_family import part_of
+from qdqbench.quantize.models.families.known import ALBERT
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.models.modules import module_table
+from qdqbench.quantize.recipe.plan import Plan, resolve
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+
+from ...support.families import INTERMEDIATE, LAYERS, write_model
+from ...support.tiny_bert import calibration_batches, padded_batch
+
+GROUPS, RUNS = LAYERS, 2 * LAYERS
+LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.0"
+FFN = [f"{LAYER.format(group)}.ffn" for group in range(GROUPS)]
+BATCHES = [padded_batch((9, 4, 16)), padded_batch((12, 12, 3, 7), seed=1)]
+
+
+class Made(NamedTuple):
+    folder: str
+    recipe: Recipe
+    model: Any
+    plan: Plan
+    record: CalibrationRecord
+    graph: onnx.ModelProto
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = str(write_model(tmp_path_factory.mktemp("albert") / "model", "albert"))
+    recipe, model = load_recipe("albert-int8-attention"), load_model(folder)
+    settings = recipe.calibration.model_copy(update={"outlier_channel_splitting": 8})
+    plan = resolve(recipe, module_table(model), "albert")
+    record = ptq.calibrate(model, plan, calibration_batches(), settings)
+    graph = export.finish_graph(export.trace(model, 20), plan, export.ExportSettings(20, "fp16", "factored"))
+    return Made(folder, recipe, model, plan, record, graph)
+
+
+def products(graph: onnx.ModelProto) -> list[str]:
+    return [node.name for node in graph.graph.node if node.op_type in ("MatMul", "Gemm")]
+
+
+def test_every_run_has_nodes_of_its_own_that_say_which(made: Made) -> None:
+    names = [node.name for node in made.graph.graph.node]
+    assert len(set(names)) == len(names)
+    runs = [run_of(name) for name in products(made.graph) if module_of(name) in FFN]
+    assert runs == [f"@{run}" for run in range(RUNS)]
+    per_run = Counter(map(run_of, products(made.graph)))
+    assert per_run == {f"@{run}": 8 for run in range(RUNS)} | {"": 3}
+    assert attention_count(products(made.graph), made.plan.attention) == RUNS
+
+
+def test_weights_are_stored_once(made: Made) -> None:
+    initializers = made.graph.graph.initializer
+    index = GraphIndex(made.graph)
+    codes = Counter(i.name for i in initializers if i.data_type == onnx.TensorProto.INT8 and len(i.dims) == 2)
+    assert len(codes) == len(made.plan.int8)
+    assert set(codes.values()) == {1}
+    readers = Counter(len(index.consumers[name]) for name in codes)
+    assert readers == {RUNS // GROUPS: len(made.plan.int8)}
+    twin = export.finish_graph(
+        export.trace(load_model(made.folder), 20),
+        Plan(family=ALBERT),
+        export.ExportSettings(20, "fp16", "factored"),
+    )
+    wide = [i for i in twin.graph.initializer if sorted(i.dims) == [32, INTERMEDIATE]]
+    assert len(wide) == 2 * GROUPS
+
+
+def test_one_amax_is_that_of_all_runs(made: Made) -> None:
+    plain = load_model(made.folder)
+    plan = resolve(made.recipe, module_table(plain), "albert")
+    settings = made.recipe.calibration.model_copy(
+        update={"smoothing": "none", "outlier_channel_splitting": 0, "bias_correction": False}
+    )
+    for name in plan.scaling:
+        plan.scaling[name] = type(plan.scaling[name])()
+    seen: dict[str, list[float]] = {name: [] for name in FFN}
+    watched = load_model(made.folder)
+    for name in FFN:
+        watched.get_submodule(name).register_forward_pre_hook(
+            lambda _, inputs, name=name: seen[name].append(float(inputs[0].abs().max()))
+        )
+    for batch in calibration_batches():
+        forward(watched, batch)
+    record = ptq.calibrate(plain, plan, calibration_batches(), settings)
+    for name in FFN:
+        assert len(seen[name]) == RUNS // GROUPS * len(calibration_batches())
+        assert record.quantizers[f"{name}.input_quantizer"].amax == pytest.approx(max(seen[name]))
+    assert any("share the weights" in note for note in record.notes)
+
+
+def test_smoothing_splitting_and_bias_correction_are_done(made: Made) -> None:
+    record = made.record
+    assert {name.rpartition(".")[2] for name in record.smoothing.inputs} == {"query", "key", "value", "ffn"}
+    assert set(record.splits) == {f"{LAYER.format(group)}.ffn_output" for group in range(GROUPS)}
+    assert record.biases
+    assert set(record.biases) <= set(made.plan.int8)
+    again = load_model(made.folder)
+    ptq.restore(again, made.plan, record)
+    np.testing.assert_array_equal(forward(again, BATCHES[0]), forward(made.model, BATCHES[0]))
+
+
+def test_every_run_has_a_parity_of_its_own(made: Made) -> None:
+    parity = compare_layers(made.graph, made.model, BATCHES)
+    assert parity.passed
+    found = {row.name for row in parity.rows}
+    assert {f"{name}@{2 * group + run}" for group, name in enumerate(FFN) for run in range(2)} <= found
+    assert len(parity.rows) == RUNS * (len(ALBERT.linears) + 4)
+    assert part_of(f"{FFN[1]}@3") == (3, "ffn-in", "albert_layers.0.ffn")
+
+
+def test_a_fault_in_one_run_is_found_there(made: Made) -> None:
+    broken = onnx.ModelProto()
+    broken.CopyFrom(made.graph)
+    index = GraphIndex(broken)
+    node = next(n for n in broken.graph.node if n.name.endswith("/ffn_output/Add@2"))
+    bias = next(name for name in node.input if index.constant(name) is not None)
+    value = np.array(index.constant(bias))
+    value[3] += 2
+    broken.graph.initializer.append(onnx.numpy_helper.from_array(value, "shifted"))
+    node.input[list(node.input).index(bias)] = "shifted"
+    assert failing(made, made.graph) == []
+    assert failing(made, broken) == ["layer.2"]
+
+
+def failing(made: Made, graph: onnx.ModelProto) -> list[str]:
+    stitched = stitch(graph, ALBERT)
+    names = ["embeddings", *(f"layer.{run}" for run in range(RUNS)), "head"]
+    assert [block.name for block in stitched.blocks] == names
+    sums = {name: BlockSums(name) for name in names}
+    for batch in BATCHES:
+        reference = reference_blocks(made.model, load_model(made.folder), batch, half=True)
+        feeds = stitched.feeds({n: t.input for n, t in reference.items() if t.input is not None})
+        got = run_onnxruntime(stitched.model, batch | feeds)
+        for block in stitched.blocks:
+            t = reference[block.name]
+            sums[block.name].add(got[block.output], t.output, t.unquantized, batch["attention_mask"])
+    return [name for name, each in sums.items() if not each.check().holds]
+
+
+def test_check_knows_the_runs(made: Made) -> None:
+    wanted = {*made.plan.int8, *made.plan.attention}
+    report = check_model(made.graph, expected_quantized=wanted)
+    assert report.findings == []
+    assert len(report.quantized) == 8 * RUNS
+    assert len(report.attention_quantized) == RUNS
+
+
+def test_kernels_are_told_by_run() -> None:
+    node = "/albert/encoder/albert_layer_groups.1/albert_layers.0/attention/query/MatMul@3"
+    assert block_of_node(node) == "layer.3"
+    assert kernel_operator(node) == "MatMul"
+    assert short(node) == "layer.3 attention query"
+
+
+def test_a_search_moves_weights_and_its_int8_share_counts_runs(made: Made) -> None:
+    model = load_model(made.folder)
+    space = make_space(load_recipe("albert-int8-linears"), module_table(model), "albert")
+    # group 0 makes the first two of four runs: an attention output has a twelfth of a layer's linears
+    found = space.assemble(
+        {(0, "output")}, set(), {"smoothing": "none", "method": "max", "weights_method": "max"}
+    )
+    plan = resolve(found, space.modules, "albert")  # `assemble` holds the plan to these units
+    counts = {
+        name: count
+        for name, count in count_multiply_adds(model, space.modules, 8).items()
+        if space.modules[name].kind == "Linear"
+    }
+    hidden, inner = model.config.hidden_size, model.config.intermediate_size
+    layer = 4 * hidden**2 + 2 * hidden * inner
+    assert sum(counts.values()) == RUNS * 8 * layer
+    assert int8_share(plan, counts) == 2 * hidden**2 / (RUNS * layer)

@@ -1,0 +1,306 @@
+"""Loading a classifier: our attention is transformers' own, and what cannot be loaded is one sentence."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qdqbench.quantize.calibration.fakequant.quantizers import forward
+from qdqbench.quantize.models.identity import describe_model, model_fingerprint
+from qdqbench.quantize.models.load import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    prepare_model,
+    tokenizer_of,
+    use_tanh_gelu,
+)
+from qdqbench.quantize.models.modules import module_table
+from qdqbench.quantize.pipeline.session import require_fit
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.system.quiet import quiet
+
+from ...support.families import write_model
+from ...support.tiny_bert import (
+    ATTENTIONS,
+    LAYERS,
+    LINEARS,
+    VOCABULARY,
+    new_bert,
+    padded_batch,
+    write_tiny_bert,
+)
+from ...support.tiny_modernbert import new_modernbert
+
+
+@pytest.fixture
+def folder(tiny_bert: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(tiny_bert, tmp_path / "model"))
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def failure(load: Callable[[str], Any], folder: Path | str) -> str:
+    with pytest.raises(UserError) as error:
+        load(str(folder))
+    message = str(error.value)
+    assert str(folder) in message
+    assert "\n" not in message
+    assert "Traceback" not in message
+    return message
+
+
+@pytest.mark.parametrize("lengths", [(9, 4, 16), (7, 7), (1, 128), (3,)])
+def test_the_attention_is_that_of_transformers(tiny_bert: Path, lengths: tuple[int, ...]) -> None:
+    import torch
+    from transformers import BertForSequenceClassification
+
+    with quiet("transformers"):
+        theirs = BertForSequenceClassification.from_pretrained(tiny_bert, attn_implementation="eager").eval()
+    batch = padded_batch(lengths)
+    ours = load_model(str(tiny_bert))
+    inputs = {name: torch.from_numpy(array) for name, array in batch.items()}
+    with torch.inference_mode():
+        mine, other = (model(**inputs, output_hidden_states=True) for model in (ours, theirs))
+    torch.testing.assert_close(mine.logits, other.logits, atol=1e-6, rtol=0)
+    seen = batch["attention_mask"] == 1
+    for a, b in zip(mine.hidden_states, other.hidden_states, strict=True):
+        np.testing.assert_allclose(a.numpy()[seen], b.numpy()[seen], atol=5e-6, rtol=0)
+
+
+def test_padding_changes_nothing(tiny_bert: Path) -> None:
+    model = load_model(str(tiny_bert))
+    batch = padded_batch((9, 4, 16))
+    together = forward(model, batch)
+    for row, length in enumerate((9, 4, 16)):
+        alone = forward(model, {name: array[row : row + 1, :length] for name, array in batch.items()})
+        np.testing.assert_allclose(together[row], alone[0], atol=1e-6, rtol=0)
+
+
+def test_the_model_is_fp32_and_does_not_train(tiny_bert: Path) -> None:
+    import torch
+
+    model = load_model(str(tiny_bert))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not any(module.training for module in model.modules())
+
+
+def test_half_weights_become_fp32(tmp_path: Path) -> None:
+    import torch
+
+    model = load_model(str(write_tiny_bert(tmp_path, new_bert().half())))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_the_module_table(tiny_bert: Path) -> None:
+    table = module_table(load_model(str(tiny_bert)))
+
+    def names(kind: str) -> list[str]:
+        return [name for name, info in table.items() if info.kind == kind]
+
+    assert names("Linear") == [*LINEARS, "bert.pooler.dense", "classifier"]
+    assert names("Attention") == ATTENTIONS
+    assert [table[name].head_size for name in ATTENTIONS] == [16, 16]
+    assert names("Softmax") == [f"{name}.softmax" for name in ATTENTIONS]
+    assert len(names("LayerNorm")) == 5
+    assert len(names("Embedding")) == 3
+    assert table["bert.encoder.layer.0"].kind == "other"
+
+
+def test_description(tiny_bert: Path) -> None:
+    info = describe_model(str(tiny_bert), load_model(str(tiny_bert)))
+    assert (info.architecture, info.num_labels, info.problem_type) == (
+        "BertForSequenceClassification",
+        3,
+        None,
+    )
+    assert info.label_names == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert info.sha256 == model_fingerprint(str(tiny_bert))
+
+
+def test_one_output_is_a_regression(tmp_path: Path) -> None:
+    write_tiny_bert(tmp_path, new_bert(labels=1))
+    assert describe_model(str(tmp_path), load_model(str(tmp_path))).problem_type == "regression"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_the_fingerprint_covers(folder: Path, name: str) -> None:
+    before = model_fingerprint(str(folder))
+    assert model_fingerprint(str(folder)) == before
+    with (folder / name).open("ab") as stream:
+        stream.write(b" ")
+    assert model_fingerprint(str(folder)) != before
+
+
+def test_the_tokenizer(tiny_bert: Path) -> None:
+    tokenizer: Any = load_tokenizer(str(tiny_bert))
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer("ab. c")["input_ids"])
+    assert tokens == ["[CLS]", "a", "##b", ".", "c", "[SEP]"]
+    assert len(tokenizer) == len(VOCABULARY)
+
+
+class TestTanhGelu:
+    def test_every_layer_computes_the_tanh_form(self, tiny_bert: Path) -> None:
+        import torch
+
+        model = load_model(str(tiny_bert))
+        use_tanh_gelu(model, "tiny")
+        x = torch.linspace(-6, 6, 1001)
+        wanted = torch.nn.functional.gelu(x, approximate="tanh")
+        assert (wanted - torch.nn.functional.gelu(x)).abs().max() > 4e-4
+        for layer in model.bert.encoder.layer:
+            torch.testing.assert_close(layer.intermediate.intermediate_act_fn(x), wanted)
+
+    def test_only_the_activations_change(self, tiny_bert: Path) -> None:
+        exact, model = load_model(str(tiny_bert)), load_model(str(tiny_bert))
+        use_tanh_gelu(model, "tiny")
+        changed = [
+            name
+            for (name, ours), (_, theirs) in zip(model.named_modules(), exact.named_modules(), strict=True)
+            if type(ours) is not type(theirs)
+        ]
+        assert changed == [
+            f"bert.encoder.layer.{layer}.intermediate.intermediate_act_fn" for layer in range(LAYERS)
+        ]
+        assert module_table(model) == module_table(exact)  # so a recipe's plan is the same
+        batch = padded_batch()
+        difference = (forward(model, batch) - forward(exact, batch)).abs().max()
+        assert 0 < difference < 0.01
+        again = forward(model, batch)
+        use_tanh_gelu(model, "tiny")
+        np.testing.assert_array_equal(forward(model, batch), again)
+
+    def test_the_gelu_of_a_head_stays(self) -> None:
+        model = prepare_model(new_modernbert())
+        use_tanh_gelu(model, "tiny")
+        found = {
+            name: type(module).__name__ for name, module in model.named_modules() if name.endswith(".act")
+        }
+        assert found.pop("head.act") == "GELUActivation"
+        assert {*found.values()} == {"GELUTanh"}
+
+    def test_the_tanh_form_in_steps_becomes_one_operator(self, folder: Path) -> None:
+        edit_json(folder / "config.json", hidden_act="gelu_new")
+        model = load_model(str(folder))
+        before = forward(model, padded_batch())
+        use_tanh_gelu(model, "tiny")
+        np.testing.assert_allclose(forward(model, padded_batch()), before, atol=1e-5)
+        assert model.config.hidden_act == "gelu_pytorch_tanh"
+        assert not any(type(module).__name__ == "NewGELUActivation" for module in model.modules())
+
+    @pytest.mark.parametrize("activation", ["relu", "silu"])
+    def test_another_activation_is_refused(self, folder: Path, activation: str) -> None:
+        edit_json(folder / "config.json", hidden_act=activation)
+        model = load_model(str(folder))
+        before = forward(model, padded_batch())
+        with pytest.raises(
+            UserError, match=rf"model mine computes '{activation}' in its .*; set export\.gelu to exact"
+        ):
+            use_tanh_gelu(model, "mine")
+        np.testing.assert_array_equal(forward(model, padded_batch()), before)
+
+
+class TestRefused:
+    def test_another_architecture(self, folder: Path) -> None:
+        edit_json(folder / "config.json", model_type="mobilebert")
+        message = failure(load_model, folder)
+        assert "is a 'mobilebert'; supported here: bert, " in message
+        assert "(config.json, key model_type)" in message
+
+    @pytest.mark.parametrize("model_type", ["nonesuch", None])
+    def test_an_unknown_architecture(self, folder: Path, model_type: str | None) -> None:
+        edit_json(folder / "config.json", model_type=model_type, auto_map={"AutoConfig": "evil.C"})
+        message = failure(load_model, folder)
+        assert f"is a {model_type!r} (config.json, key model_type), which transformers" in message
+        assert "update transformers" in message
+
+    @pytest.mark.parametrize("load", [load_model, load_tokenizer])
+    def test_a_missing_folder(self, load: Callable[[str], Any], tmp_path: Path) -> None:
+        assert "no such folder here" in failure(load, tmp_path / "nowhere" / "at" / "all")
+
+    def test_an_empty_folder(self, tmp_path: Path) -> None:
+        assert "cannot load model" in failure(load_model, tmp_path)
+
+    def test_no_classifier_head(self, folder: Path) -> None:
+        with quiet("transformers"):
+            new_bert().bert.save_pretrained(folder)
+        message = failure(load_model, folder)
+        assert "lacks weights for classifier.bias, classifier.weight: it is not fine-tuned" in message
+
+    def test_another_number_of_labels(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config["id2label"] = {str(i): str(i) for i in range(5)}
+        config["label2id"] = {str(i): i for i in range(5)}
+        (folder / "config.json").write_text(json.dumps(config))
+        assert "cannot load model" in failure(load_model, folder)
+
+    @pytest.mark.parametrize("keep", [0, 7, 1000, -1])
+    def test_truncated_weights(self, folder: Path, keep: int) -> None:
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:keep])
+        assert "cannot load model" in failure(load_model, folder)
+
+    def test_no_weights(self, folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        assert "cannot load model" in failure(load_model, folder)
+
+    def test_pickled_weights_are_never_read(self, folder: Path) -> None:
+        import torch
+
+        (folder / "model.safetensors").unlink()
+        torch.save(new_bert().state_dict(), folder / "pytorch_model.bin")
+        assert "safetensors" in failure(load_model, folder)
+
+    def test_broken_config(self, folder: Path) -> None:
+        (folder / "config.json").write_text("{")
+        assert "cannot load model" in failure(load_model, folder)
+
+    def test_no_tokenizer(self, folder: Path) -> None:
+        for path in folder.glob("*token*"):
+            path.unlink()
+        assert "tokenizer" in failure(load_tokenizer, folder)
+
+    def test_a_broken_tokenizer(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{")
+        assert "cannot load tokenizer" in failure(load_tokenizer, folder)
+
+    def test_a_tokenizer_that_cannot_pad(self, folder: Path) -> None:
+        edit_json(folder / "tokenizer_config.json", pad_token=None)
+        assert "has no pad token; name one in tokenizer_config.json" in failure(load_tokenizer, folder)
+
+    def test_padding_that_is_not_what_positions_are_counted_by(self, tmp_path: Path) -> None:
+        write_model(tmp_path, "roberta")
+        tokenizer_of(str(tmp_path))
+        edit_json(tmp_path / "config.json", pad_token_id=0)
+        assert "pads with id 1, but the model counts its positions by pad_token_id 0" in failure(
+            tokenizer_of, tmp_path
+        )
+
+    def test_positions_behind_the_padding_are_fewer(self, tmp_path: Path) -> None:
+        config = load_config(str(write_model(tmp_path, "camembert")))
+        recipe = load_recipe("roberta-int8-linears")
+        require_fit(recipe, "mine", config)
+        config.max_position_embeddings -= 1
+        with pytest.raises(UserError, match="max_length is 128, but model mine has 127 positions"):
+            require_fit(recipe, "mine", config)
+
+
+def test_code_in_the_repository_never_runs(folder: Path) -> None:
+    marker = folder / "ran"
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass C: pass\n")
+    auto = dict.fromkeys(("AutoConfig", "AutoModelForSequenceClassification"), "evil.C")
+    edit_json(folder / "config.json", auto_map=auto)
+    edit_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.C", "evil.C"]})
+    load_model(str(folder))
+    load_tokenizer(str(folder))
+    edit_json(folder / "config.json", model_type="evil")
+    failure(load_model, folder)
+    assert not marker.exists()

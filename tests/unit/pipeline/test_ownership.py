@@ -1,0 +1,272 @@
+"""No run is lost under another one: the owner of a folder, its lock, its default name, and --replace."""
+
+import errno
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from qdqbench.quantize.pipeline.ownership import (
+    HOLDER,
+    MARK,
+    RunIdentity,
+    default_folder,
+    locked_folder,
+    locked_for_reading,
+    model_name,
+    owned_folder,
+)
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
+
+RUN = RunIdentity(kind="run", recipe="bert-int8-linears", model="/m/one", model_sha256="1", task="sst2")
+
+
+def begun(folder: Path, identity: RunIdentity = RUN, *names: str) -> None:
+    """A folder in which a command left these files."""
+    with owned_folder(folder, identity):
+        for name in ("results.json", *names):
+            files.write_text(folder / name, "1234")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"recipe": "bert-fp16"}, "asked for is recipe bert-fp16"),
+        ({"model": "/n/one", "model_sha256": "2"}, "asked for is model /n/one"),
+        ({"task": "cola"}, "asked for is task cola"),
+        ({"model": None, "model_sha256": None, "task": "embedded"}, "asked for is the embedded default"),
+        ({"kind": "methods"}, "asked for is a table of methods of recipe bert-int8-linears, model /m/one"),
+    ],
+)
+def test_another_recipe_model_task_or_command_is_refused(
+    tmp_path: Path, change: dict[str, str], told: str
+) -> None:
+    folder = tmp_path / "run"
+    begun(folder)
+    with pytest.raises(UserError) as caught, owned_folder(folder, RUN.model_copy(update=change)):
+        pass
+    said = str(caught.value)
+    assert "holds a finished run of recipe bert-int8-linears, model /m/one, task sst2, and" in said
+    assert re.search(
+        rf"{told}.*; give another --out, or --replace to move that to .*run\.old and start over$", said
+    )
+    assert (folder / "results.json").read_text() == "1234"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"model": "/moved/one"}, {"model_sha256": "trained on"}],
+    ids=["the same", "model moved", "model trained on in its place"],
+)
+def test_the_same_goes_on(tmp_path: Path, change: dict[str, str]) -> None:
+    begun(tmp_path / "run")
+    with owned_folder(tmp_path / "run", RUN.model_copy(update=change)):
+        assert (tmp_path / "run" / "results.json").is_file()
+
+
+def everything(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_replace_moves_everything_aside_and_deletes_nothing(tmp_path: Path) -> None:
+    folder, other, told = tmp_path / "run", RUN.model_copy(update={"recipe": "bert-fp16"}), list[str]()
+    begun(folder, RUN, "logits/fp32.npz", "work/thesis/chapter1.tex", "report.docx", "notes.tmp/todo.txt")
+    (tmp_path / "run.old").mkdir()
+    (folder / "link").symlink_to(tmp_path / "run.old")
+    before = {name: text for name, text in everything(folder).items() if name != ".lock"}
+    with owned_folder(folder, other, replace=True, say=told.append):
+        assert sorted(path.name for path in folder.iterdir()) == [".lock", HOLDER, MARK]
+    old = tmp_path / "run.old-2"
+    assert everything(old) == before
+    assert (old / "link").is_symlink()
+    assert told == [
+        f"{folder}: a finished run of recipe bert-int8-linears, model /m/one, task sst2 is now in {old}"
+    ]
+
+
+def test_what_cannot_be_moved_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mounted(path: Path, target: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    folder = tmp_path / "run"
+    begun(folder)
+    monkeypatch.setattr(Path, "rename", mounted)
+    with (
+        pytest.raises(UserError, match=r"cannot move what is in .*Invalid cross-device link.*another --out"),
+        owned_folder(folder, RUN, replace=True),
+    ):
+        pass
+    assert (folder / "results.json").is_file()
+    assert not (tmp_path / "run.old").exists()
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_nothing_is_removed_before_what_is_asked_can_be_done(tmp_path: Path, replace: bool) -> None:
+    folder = tmp_path / "run"
+    begun(folder)
+
+    def ready() -> None:
+        raise UserError("no such data")
+
+    with (
+        pytest.raises(UserError, match="no such data"),
+        owned_folder(folder, RUN, replace=replace, ready=ready),
+    ):
+        (folder / "results.json").unlink()
+    assert (folder / "results.json").is_file()
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_folder_of_somebody_else_is_never_touched(tmp_path: Path, replace: bool) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with (
+        pytest.raises(UserError, match="holds other files than a run"),
+        owned_folder(tmp_path, RUN, replace=replace),
+    ):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_comes_to_nothing_leaves_nothing(tmp_path: Path, there: bool) -> None:
+    folder = tmp_path / "runs" / "deep" / "run"
+    if there:
+        folder.mkdir(parents=True)
+
+    def fails() -> None:
+        with owned_folder(folder, RUN):
+            files.write_text(folder / "run.json", "what was asked")
+            (folder / "work").mkdir()
+            raise UserError("mistyped")
+
+    with pytest.raises(UserError, match="mistyped"):
+        fails()
+    assert [*tmp_path.rglob("*")] == ([folder.parent.parent, folder.parent, folder] if there else [])
+
+
+def test_what_was_begun_stays(tmp_path: Path) -> None:
+    def fails() -> None:
+        with owned_folder(tmp_path / "run", RUN):
+            files.write_text(tmp_path / "run" / "stages.json", "{}")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fails()
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", MARK, "stages.json"}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("textattack/bert-base-uncased-SST-2", "bert-base-uncased-SST-2"),
+        ("runs/finetune-minilm-mrpc/seed-0/model", "finetune-minilm-mrpc-seed-0"),
+        ("trained/checkpoint-500", "trained-checkpoint-500"),
+        ("model", "model"),
+        ("a b/c:d", "c-d"),
+    ],
+)
+def test_names_of_models(model: str, name: str) -> None:
+    assert model_name(model) == name
+
+
+def test_default_folders_carry_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_folder("run", "x/m", "r", "t") == Path("runs/m-r-t")
+    assert default_folder("methods", "x/m", "r", "t") == Path("runs/methods-m-r-t")
+    assert default_folder("run", None, "r", "embedded") == Path("runs/r-embedded")
+    here = tmp_path / "my model"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert default_folder("finetune", ".", "t") == Path("runs/finetune-my-model-t")
+
+
+CODE = """
+import sys
+from pathlib import Path
+from qdqbench.quantize.pipeline.ownership import locked_folder
+with locked_folder(Path(sys.argv[1])):
+    print("in", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def another(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process that holds a folder."""
+    command = [sys.executable, "-c", CODE, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_the_second_process_says_who_is_there_and_a_killed_one_blocks_nobody(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with another(folder) as process:
+        with pytest.raises(UserError) as caught, locked_folder(folder):
+            pass
+        said = str(caught.value)
+        assert re.fullmatch(
+            rf"{folder} is in use by process {process.pid} on {socket.gethostname()} since "
+            rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00 \(`-c {folder}`\); wait until that ends, or give "
+            r"another --out folder",
+            said,
+        )
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert (folder / HOLDER).is_file()  # it had no time to tidy up
+        with locked_folder(folder):
+            pass
+
+
+def test_one_process_may_hold_it_twice(tmp_path: Path) -> None:
+    with locked_folder(tmp_path):
+        with locked_folder(tmp_path):
+            pass
+        assert (tmp_path / HOLDER).is_file()
+    assert not (tmp_path / HOLDER).exists()
+
+
+def test_a_folder_that_got_no_file_goes_again_unless_it_was_there(tmp_path: Path) -> None:
+    new, old, used = (tmp_path / name for name in ("new", "old", "used"))
+    old.mkdir()
+    for folder in (new, old, used):
+        with locked_folder(folder):
+            if folder == used:
+                (folder / "file").touch()
+    assert (new.exists(), old.exists(), (used / "file").exists()) == (False, True, True)
+    with locked_folder(new):
+        assert new.is_dir()
+
+
+def test_processes_of_one_launcher_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with another(tmp_path):
+        monkeypatch.setenv("RANK", "1")
+        with locked_folder(tmp_path):
+            pass
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write .*--out"), locked_folder(tmp_path / "file"):
+        pass
+
+
+def test_a_folder_that_is_only_read_is_locked_where_it_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with locked_for_reading(tmp_path):
+        assert (tmp_path / HOLDER).is_file()
+    assert [*tmp_path.iterdir()] == []
+    monkeypatch.setattr("qdqbench.quantize.pipeline.ownership.os.access", lambda path, mode: False)
+    with locked_for_reading(tmp_path):  # a read-only disk
+        assert [*tmp_path.iterdir()] == []

@@ -1,0 +1,275 @@
+"""Stages: what is reused, what runs again, and what an interruption leaves."""
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qdqbench.quantize.pipeline.pipeline import (
+    STAGES_FILE,
+    Stage,
+    ancestors,
+    forget_others,
+    made_otherwise,
+    open_run,
+    run_stages,
+)
+from qdqbench.quantize.pipeline.session import CONFIG, RunConfig, Session, read_config
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.tasks.task import GLUE
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.system.process import interruption
+
+
+def config(**changes: Any) -> RunConfig:
+    values = {"recipe": load_recipe("bert-fp16"), "model": "m", "task": GLUE["sst2"], "data": "d"}
+    return RunConfig(**values | changes)
+
+
+class Line:
+    """Three stages a -> b -> c that write what they read; their inputs are plain values to change."""
+
+    def __init__(self, folder: Path) -> None:
+        self.session = open_run(config(), folder)
+        self.inputs: dict[str, Any] = {"a": 1, "b": 1, "c": 1}
+        self.ran: list[str] = []
+        self.fail_in: str | None = None
+        self.stages = [
+            Stage("a", self.writer("a"), (), lambda _: self.inputs["a"]),
+            Stage("b", self.writer("b", "a"), ("a",), lambda _: self.inputs["b"]),
+            Stage("c", self.writer("c", "b"), ("b",), lambda _: self.inputs["c"]),
+        ]
+
+    def path(self, name: str) -> Path:
+        return self.session.folder / f"{name}.txt"
+
+    def writer(self, name: str, source: str | None = None) -> Callable[[Session], list[Path]]:
+        def run(session: Session) -> list[Path]:
+            self.ran.append(name)
+            session.notes.append(f"note of {name}")
+            session.warnings.append(f"warning of {name}")
+            text = f"{name}{self.inputs[name]}" + (self.path(source).read_text() if source else "")
+            with files.atomic_path(self.path(name)) as temporary:
+                temporary.write_text(text[:1])
+                if self.fail_in == name:
+                    raise KeyboardInterrupt
+                temporary.write_text(text)
+            return [self.path(name)]
+
+        return run
+
+    def run(self, *names: str) -> list[str]:
+        """Names of the stages that ran."""
+        self.ran.clear()
+        self.session = Session(self.session.config, self.session.folder)
+        self.timings = run_stages(self.session, [s for s in self.stages if not names or s.name in names])
+        return list(self.ran)
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Line:
+    line = Line(tmp_path / "run")
+    assert line.run() == ["a", "b", "c"]
+    return line
+
+
+def test_nothing_runs_when_nothing_changed(line: Line) -> None:
+    first = {name: timing.wall_s for name, timing in line.timings.items()}
+    assert not any(timing.reused for timing in line.timings.values())
+    assert line.run() == []
+    assert all(timing.reused for timing in line.timings.values())
+    assert {name: timing.wall_s for name, timing in line.timings.items()} == first
+    assert line.session.notes == ["note of a", "note of b", "note of c"]
+    assert line.session.warnings == ["warning of a", "warning of b", "warning of c"]
+
+
+def test_what_other_code_made_is_told_before_it_is_made_again(line: Line) -> None:
+    folder, path = line.session.folder, line.session.folder / "stages.json"
+    assert made_otherwise(folder, ["a", "b", "c"]) == ""
+    known = json.loads(path.read_text())
+    known["stages"]["a"]["made_with"]["code"] = "another"
+    known["stages"]["c"]["made_with"]["code"] = "another"
+    path.write_text(json.dumps(known))
+    assert made_otherwise(folder, ["a", "b", "c", "d"]) == (
+        "a, c made again: what is there was made with other code of qdqbench"
+    )
+    known["stages"]["a"]["made_with"]["versions"]["torch"] = "1.0"
+    path.write_text(json.dumps(known))
+    assert "a, c made again: what is there was made with torch 1.0 (now " in made_otherwise(
+        folder, ["a", "c"]
+    )
+
+
+@pytest.mark.parametrize(("changed", "runs"), [("a", ["a", "b", "c"]), ("b", ["b", "c"]), ("c", ["c"])])
+def test_a_changed_input_runs_the_stage_and_what_reads_it(line: Line, changed: str, runs: list[str]) -> None:
+    line.inputs[changed] = 2
+    assert line.run() == runs
+    assert line.run() == []
+
+
+def test_the_same_output_stops_the_wave(line: Line) -> None:
+    line.stages[0] = Stage("a", line.stages[0].run, (), lambda _: "another input, the same output")
+    assert line.run() == ["a"]
+
+
+@pytest.mark.parametrize(
+    "damage", [os.unlink, lambda path: path.write_text("tampered")], ids=["deleted", "tampered"]
+)
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_a_damaged_output_is_made_again(line: Line, name: str, damage: Callable[[Path], object]) -> None:
+    before = {n: line.path(n).read_text() for n in "abc"}
+    damage(line.path(name))
+    assert line.run() == [name]
+    assert {n: line.path(n).read_text() for n in "abc"} == before
+
+
+def test_an_output_that_is_now_a_folder(line: Line) -> None:
+    line.path("c").unlink()
+    line.path("c").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        line.run()
+
+
+def test_outputs_that_are_no_longer_made_are_removed(line: Line) -> None:
+    other = line.session.folder / "new" / "c.txt"
+
+    def moved(_: Session) -> list[Path]:
+        files.write_text(other, "x")
+        return [other]
+
+    line.stages[2] = Stage("c", moved, ("b",), lambda _: "elsewhere")
+    line.run()
+    assert other.is_file()
+    assert not line.path("c").exists()
+
+
+def test_an_interrupted_stage_leaves_nothing_half_written(line: Line) -> None:
+    line.inputs["b"] = 2
+    before = line.path("b").read_text()
+    line.fail_in = "b"
+    with pytest.raises(KeyboardInterrupt):
+        line.run()
+    assert line.path("b").read_text() == before
+    assert {p.name for p in line.session.folder.iterdir()} == {
+        CONFIG,
+        STAGES_FILE,
+        "a.txt",
+        "b.txt",
+        "c.txt",
+    }
+    line.fail_in = None
+    assert line.run() == ["b", "c"]
+    assert line.path("c").read_text() == "c1b2a1"
+
+
+def test_ctrl_c_that_a_library_swallows_ends_the_run_after_the_stage(line: Line) -> None:
+    stage = line.stages[1]
+
+    def swallowing(session: Session) -> list[Path]:
+        with contextlib.suppress(KeyboardInterrupt):
+            interruption.receive(2, None)
+        return stage.run(session)
+
+    line.inputs["b"] = 2
+    line.stages[1] = dataclasses.replace(stage, run=swallowing)
+    with pytest.raises(KeyboardInterrupt):
+        line.run()
+    assert line.ran == ["b"]
+    line.stages[1] = stage
+    assert line.run() == ["c"]
+
+
+def test_finished_stages_of_an_interrupted_run_are_kept(tmp_path: Path) -> None:
+    line = Line(tmp_path / "run")
+    line.fail_in = "c"
+    with pytest.raises(KeyboardInterrupt):
+        line.run()
+    line.fail_in = None
+    assert line.run() == ["c"]
+
+
+def test_another_version_of_a_library_runs_all(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qdqbench.quantize.utils.system.environment.versions", lambda: {"torch": "0"})
+    assert line.run() == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 2}', '{"stages": {"a": {}}}', "\x00"])
+def test_an_unreadable_manifest_runs_all(line: Line, content: str) -> None:
+    (line.session.folder / STAGES_FILE).write_text(content)
+    assert line.run() == ["a", "b", "c"]
+    assert line.run() == []
+
+
+def test_the_manifest_never_deletes_outside_the_run(line: Line, tmp_path: Path) -> None:
+    outside = tmp_path / "precious.txt"
+    outside.write_text("x")
+    path = line.session.folder / STAGES_FILE
+    manifest = json.loads(path.read_text())
+    manifest["stages"]["c"]["outputs"] |= {"../precious.txt": "0", str(outside): "0"}
+    path.write_text(json.dumps(manifest))
+    assert line.run() == ["c"]
+    assert outside.is_file()
+
+
+def test_announced_before_it_runs(line: Line) -> None:
+    line.inputs["b"] = 2
+    told: list[tuple[str, bool]] = []
+    run_stages(line.session, line.stages, lambda name, reused: told.append((name, reused)))
+    assert told == [("a", True), ("b", False), ("c", False)]
+
+
+def test_ancestors() -> None:
+    needs = {"data": (), "a": ("data",), "b": ("a",), "c": ("data",), "d": ("b", "c"), "e": ()}
+    stages = {name: Stage(name, lambda _: [], need, lambda _: 0) for name, need in needs.items()}
+    assert [s.name for s in ancestors(stages, ["b"])] == ["data", "a", "b"]
+    assert [s.name for s in ancestors(stages, ["d"])] == ["data", "a", "b", "c", "d"]
+    assert [s.name for s in ancestors(stages, [])] == []
+    assert [s.name for s in ancestors(stages, list(stages))] == list(stages)
+
+
+class TestOpening:
+    def test_a_new_folder(self, tmp_path: Path) -> None:
+        session = open_run(config(limit=5), tmp_path / "deep" / "run")
+        assert read_config(session.folder) == session.config == config(limit=5)
+
+    def test_an_existing_run_is_taken_up_with_the_new_configuration(self, tmp_path: Path) -> None:
+        open_run(config(), tmp_path)
+        open_run(config(limit=5), tmp_path)
+        assert read_config(tmp_path).limit == 5
+
+    def test_a_foreign_folder_is_refused_and_untouched(self, tmp_path: Path) -> None:
+        (tmp_path / "thesis.tex").write_text("x")
+        with pytest.raises(
+            UserError, match="holds other files than a run; give --out an empty or new folder"
+        ):
+            open_run(config(), tmp_path)
+        assert os.listdir(tmp_path) == ["thesis.tex"]
+
+    def test_a_file_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "f").write_text("x")
+        with pytest.raises(UserError, match="is a file; give --out a folder"):
+            open_run(config(), tmp_path / "f")
+
+    def test_a_folder_that_is_no_run(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match=r"is no run directory \(it has no run\.json\)"):
+            read_config(tmp_path)
+
+    @pytest.mark.parametrize("content", ['{"schema_version": 2}', "[]"])
+    def test_a_run_of_another_version(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / CONFIG).write_text(content)
+        with pytest.raises(UserError, match="is no run configuration of this version of qdqbench"):
+            read_config(tmp_path)
+
+
+def test_files_of_stages_that_this_run_does_not_have_are_removed(tmp_path: Path) -> None:
+    line = Line(tmp_path)
+    run_stages(line.session, line.stages)
+    forget_others(tmp_path, ["a", "b"])
+    assert [line.path(name).exists() for name in "abc"] == [True, True, False]
+    assert set(json.loads((tmp_path / STAGES_FILE).read_text())["stages"]) == {"a", "b"}

@@ -1,0 +1,116 @@
+"""What every command prints as a table is whole in a terminal of 80 columns: no cut word, no lost cell."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from qdqbench.eval.bench.report import bench_report
+from qdqbench.eval.bench.results import Bench, read_bench
+from qdqbench.eval.reporting.render import render_screen
+from qdqbench.eval.runs.compare.report import comparison_report
+from qdqbench.eval.runs.report.report import run_report
+from qdqbench.eval.runs.report.training import finetuning_report
+from qdqbench.eval.runs.study import Study
+from qdqbench.eval.runs.study_screen import study_summary
+from qdqbench.eval.selection.auto.report import auto_report, write_auto
+from qdqbench.eval.selection.methods.report import methods_report, write_methods
+from qdqbench.eval.selection.search.report import search_report
+from qdqbench.eval.selection.sensitivity.report import sensitivity_report, write_sensitivity
+
+from ...support.compared import sample_comparison
+from ..auto.test_report import sample as sample_auto
+from ..bench.test_results import sample_bench
+from ..methods.test_measure import table
+from ..runreport.test_report import mnli
+from ..runreport.test_report import sample as sample_run
+from ..runreport.test_training_report import failed_run, finetuning, run_of
+from ..search.test_results import sample_search
+from ..sensitivity.test_report import sample as sample_sensitivity
+
+MEASURED = Path(__file__).parents[3] / "docs" / "measured"
+FRAME = re.compile(r"[─-╿]")  # of panels
+
+
+def many_shapes() -> Bench:
+    """Twelve shapes."""
+    bench = sample_bench()
+    cells = [
+        cell.model_copy(update={"length": cell.length // part})
+        for part in (1, 2, 4, 8)
+        for cell in bench.configs
+    ]
+    return bench.model_copy(update={"configs": cells})
+
+
+def measured_study() -> Study:
+    """A study whose rows are not kept."""
+    fields = json.loads((MEASURED / "mrpc-qat" / "summary.json").read_text(encoding="utf-8"))
+    del fields["kind"]
+    return Study(**fields, data="glue", seeds=[0, 1, 2], rows=[])
+
+
+SHOWN: dict[str, Callable[[], Any]] = {
+    "run": lambda: render_screen(run_report(sample_run())),
+    "run of two splits": lambda: render_screen(run_report(mnli())),
+    "sensitivity": lambda: render_screen(sensitivity_report(sample_sensitivity())),
+    "auto": lambda: render_screen(auto_report(sample_auto())),
+    "search": lambda: render_screen(search_report(sample_search())),
+    "methods": lambda: render_screen(methods_report(table())),
+    "methods, two splits": lambda: render_screen(
+        methods_report(table(splits=("validation_matched", "validation_mismatched")))
+    ),
+    "bench": lambda: render_screen(bench_report(sample_bench())),
+    "bench of many shapes": lambda: render_screen(bench_report(many_shapes())),
+    "bench, measured": lambda: render_screen(
+        bench_report(read_bench(MEASURED / "base-recipes" / "bench.json"))
+    ),
+    "finetune": lambda: render_screen(finetuning_report(finetuning([run_of(0), run_of(1), failed_run(2)]))),
+    "study": lambda: study_summary(measured_study()),
+    "compare": lambda: render_screen(comparison_report(sample_comparison())),
+}
+
+
+def printed(shown: Any, width: int) -> str:
+    stream = StringIO()
+    Console(file=stream, width=width).print(shown)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_80_columns_hold_every_word_of_it(name: str) -> None:
+    shown = SHOWN[name]()
+    narrow, wide = (FRAME.sub(" ", printed(shown, width)) for width in (80, 400))
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "…" not in narrow
+    assert Counter(wide.split()) - Counter(narrow.split()) == Counter()
+
+
+@pytest.mark.parametrize(
+    ("found", "summary", "write"),
+    [
+        (sample_auto(), lambda each: render_screen(auto_report(each)), write_auto),
+        (table(), lambda each: render_screen(methods_report(each)), write_methods),
+        (sample_sensitivity(), lambda each: render_screen(sensitivity_report(each)), write_sensitivity),
+    ],
+    ids=["auto", "methods", "sensitivity"],
+)
+def test_what_is_only_to_know_is_no_warning(
+    found: Any, summary: Callable[[Any], Any], write: Callable[[Any, Path], Any], tmp_path: Path
+) -> None:
+    with (stream := StringIO()):
+        Console(file=stream, width=80).print(summary(found))
+        shown = stream.getvalue()
+    assert 0 < shown.index("\nwarning: a warning") < shown.index("\nnote: a note")
+    pages = {path.suffix: path.read_text() for path in write(found, tmp_path)}
+    warned = pages[".html"].partition('id="warnings"')[2].partition("</section>")[0]
+    assert "a warning" in warned
+    assert "a note" not in warned
+    assert "a note" in pages[".html"].lower()
+    assert "a warning" in pages[".md"]

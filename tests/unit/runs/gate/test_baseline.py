@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+
+from qdqbench.eval.runs.gate.baseline import Baseline, find_baseline, find_label_order, reads_its_input
+from qdqbench.quantize.tasks.task import get_task
+
+
+def test_the_best_constant_answer_by_the_metric_of_the_task():
+    labels = np.array([1] * 7 + [0] * 3)
+    logits = np.zeros((10, 2), dtype=np.float32)
+    assert find_baseline(get_task("sst2"), logits, labels) == Baseline(1, 0.7)
+    found = find_baseline(get_task("mrpc"), logits, labels)  # F1 of class 1
+    assert found.answer == 1
+    assert found.value == pytest.approx(2 * 7 / (7 + 10))
+    scores = np.arange(10, dtype=np.float32)
+    assert find_baseline(get_task("stsb"), logits[:, :1], scores) == Baseline(None, 0.0)
+
+
+@pytest.mark.parametrize(("value", "reads"), [(0.1, False), (0.52, None), (0.9, True)])
+def test_inverted_labels_are_below_and_random_weights_at_the_majority(value, reads):
+    assert reads_its_input(value, 0.017, Baseline(1, 0.51)) is reads
+
+
+RIGHT = np.array([0, 1, 2] * 40)
+
+
+@pytest.mark.parametrize(
+    ("order", "values", "said"),
+    [
+        ([1, 2, 0], (), "the model's 0 is the data's 1, 1 is the data's 2, 2 is the data's 0, which makes"),
+        ([1, 0, 2], (), "0 is the data's 1, 1 is the data's 0, which makes accuracy 1.0000; number column"),
+        (
+            [1, 0, 2],
+            ("bad", "good", "so-so"),
+            """; write `id2label`: {"0": "good", "1": "bad", "2": "so-so"} into the model's config.json""",
+        ),
+        ([2, 1, 0], ("1", "2", "3"), "; number column 'label' of the data as the model does"),
+    ],
+)
+def test_labels_in_another_order_are_told_with_the_order(order, values, said):
+    """`order[i]` is what the data call the model's class i."""
+    task = get_task("mnli").model_copy(update={"name": "own", "values": values})
+    logits = np.eye(3, dtype=np.float32)[np.argsort(order)[RIGHT]]
+    assert said in find_label_order(task, logits, RIGHT, Baseline(0, 1 / 3), 0.04)
+
+
+def test_no_order_mends_a_model_that_does_not_know_the_task():
+    guessed = np.random.default_rng(0).integers(0, 3, len(RIGHT))
+    task = get_task("mnli")
+    assert find_label_order(task, np.eye(3, dtype=np.float32)[guessed], RIGHT, Baseline(0, 1 / 3), 0.04) == ""
+    one = get_task("stsb")
+    assert (
+        find_label_order(
+            one, -RIGHT[:, None].astype(np.float32), RIGHT.astype(np.float32), Baseline(None, 0.0), 0.1
+        )
+        == ""
+    )

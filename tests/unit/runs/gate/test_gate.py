@@ -1,0 +1,191 @@
+"""One meaning of `max_drop`: what one command lets pass, no other fails."""
+
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qdqbench.eval.metrics.gate import MOST_SAMPLES, judge, limit, samples_to_tell
+from qdqbench.eval.runs.gate.gate import cannot_hold, issue_sentence, judge_gate, judge_speed
+from qdqbench.eval.selection.search.confirm import judge_confirmed
+from qdqbench.eval.selection.search.results import ConfirmedRecipe
+from qdqbench.eval.selection.sensitivity.choice import choose_point
+from qdqbench.eval.selection.sensitivity.results import CurvePoint
+from qdqbench.quantize.recipe.schema import GateSettings as Asked
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.tasks.task import GLUE
+from qdqbench.quantize.utils.comparison import Comparison, Gate
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.results import AnswersCheck, StageResult
+
+from ...support import records
+
+
+def comparison(**drops: tuple[float, float]) -> Comparison:
+    """Of a drop and its standard error by metric."""
+    deltas = {name: -drop for name, (drop, _) in drops.items()}
+    return records.comparison(deltas, {name: error for name, (_, error) in drops.items()}, n=277)
+
+
+def run_gate(task: str, max_drop: float, **stages: Comparison) -> Gate:
+    """The gate of a run whose stages have these differences from FP32, and nothing else to fail by."""
+    recipe = SimpleNamespace(gate=Asked(max_drop=max_drop, require_int8=False), quantizes=True)
+    session: Any = SimpleNamespace(config=SimpleNamespace(task=GLUE[task]), recipe=recipe)
+    nothing: dict[str, Any] = {
+        "findings": [],
+        "parity": None,
+        "verification": None,
+        "engine": None,
+        "speed": [],
+    }
+    rows = {"fp32": StageResult(status="done")}
+    rows |= {name: StageResult(status="done", vs_fp32=versus) for name, versus in stages.items()}
+    results: Any = SimpleNamespace(**nothing, stages=rows)
+    return judge_gate(session, results)
+
+
+def confirmation(max_drop: float, **stages: Comparison) -> list[str]:
+    """States of the same differences where a search confirms its choice."""
+    engine = {"validation": stages["engine"]} if "engine" in stages else {}
+    scores = {"validation": stages["fake_quant"]}
+    row = ConfirmedRecipe(name="found", recipe=None, origin="tpe", scores=scores, engine=engine)
+    return [issue.state for issue in judge_confirmed(row, Asked(max_drop=max_drop), "accuracy")]
+
+
+def test_what_a_search_confirms_a_run_does_not_fail() -> None:
+    """Seen on a held-out task: the search confirmed both drops as noise, and `run` then failed the second."""
+    stages = {
+        "engine": comparison(accuracy=(0.0084, 0.0112)),
+        "fake_quant": comparison(accuracy=(0.0115, 0.0113)),
+    }
+    assert confirmation(0.01, **stages) == ["within noise"]
+    gate = run_gate("rte", 0.01, **stages)
+    assert gate.passed
+    assert gate.failures == []
+    assert [issue.state for issue in gate.issues] == ["within noise", "cannot tell"]
+    assert issue_sentence(gate.issues[0]) == (
+        "fake_quant: accuracy is 0.0115 below FP32 (paired standard error 0.0113), the gate allows 0.01; it "
+        "holds within noise (two standard errors)"
+    )
+
+
+def test_noise_of_a_drop_counts_from_max_drop() -> None:
+    assert judge(0.01, 0.0, 0.01) == "holds"
+    assert judge(0.0299, 0.01, 0.01) == "holds within noise"  # beyond noise from 0, but not from max_drop
+    assert judge(0.0301, 0.01, 0.01) == "fails"
+    assert judge(0.0101, 0.0, 0.01) == "fails"
+    assert judge(-0.5, 0.1, 0.0) == "holds"
+
+
+@given(
+    drop=st.floats(-0.2, 0.2),
+    error=st.floats(0, 0.05),
+    max_drop=st.sampled_from([0.0, 0.003, 0.01, 0.1]),
+)
+def test_every_command_judges_alike(drop: float, error: float, max_drop: float) -> None:
+    expected = judge(drop, error, max_drop) != "fails"
+    versus = comparison(accuracy=(drop, error))
+    assert run_gate("sst2", max_drop, fake_quant=versus).passed == expected
+    assert ("failed" not in confirmation(max_drop, fake_quant=versus)) == expected
+    trial = records.search_trial(0, 0.1, 1.0, drop, error)
+    assert (not trial.violation(Asked(max_drop=max_drop))) == expected
+    everything = _point(0, 1.0, 1.0, 0.0)
+    assert choose_point([everything, _point(1, 0.1, drop, error)], max_drop)[1] == expected
+    assert _answers(drop, limit(error, max_drop)).holds == expected
+
+
+def _point(kept: int, divergence: float, drop: float, error: float) -> CurvePoint:
+    spread = {"divergence": divergence, "divergence_stderr": 0.0}
+    compared = records.comparison({"accuracy": -drop}, error, **spread)
+    return CurvePoint(kept=kept, linears=["a"] * kept, attention=[], comparison=compared)
+
+
+def _answers(drop: float, drop_limit: float) -> AnswersCheck:
+    """An engine's answers with nothing wrong but, perhaps, their drop."""
+    return AnswersCheck(
+        n=256,
+        nonfinite=0,
+        metric="accuracy",
+        drop=drop,
+        drop_limit=drop_limit,
+        disagreements=None,
+        disagreement_limit=None,
+        mean_abs_logit_diff=0.0,
+        quantization_mean_abs_logit_diff=0.1,
+        mean_limit=0.2,
+        ks_statistic=0.0,
+        ks_p=1.0,
+        ks_p_limit=0.001,
+    )
+
+
+@pytest.mark.parametrize("stage", ["fake_quant", "onnxruntime", "engine"])
+def test_every_stage_and_split_is_judged_but_ptq_before_training(stage: str) -> None:
+    bad = comparison(accuracy=(0.0, 0.001), accuracy_mm=(0.05, 0.001))
+    found = run_gate("mnli", 0.01, ptq=bad, **{stage: bad}).failures
+    assert [(issue.code, issue.stage, issue.metric) for issue in found] == [
+        ("accuracy", stage, "accuracy_mm")
+    ]
+
+
+def test_metrics_beside_the_primary_one_are_not_judged() -> None:
+    assert run_gate("mrpc", 0.01, fake_quant=comparison(f1=(0.0, 0.0), accuracy=(0.3, 0.0))).passed
+
+
+def test_twenty_samples_cannot_tell_a_drop_of_a_point_though_none_differs() -> None:
+    assert samples_to_tell(0.0, 0.0, 0.01, 20, counted=True) == 347
+    assert samples_to_tell(0.0, 0.0, 0.01, 872, counted=True) is None
+    assert samples_to_tell(0.0, 0.0, 0.01, 20, counted=False) is None  # a correlation that did not change
+
+
+@given(
+    drop=st.floats(-0.2, 0.2),
+    error=st.floats(0, 0.05),
+    max_drop=st.sampled_from([0.003, 0.01, 0.1]),
+    n=st.integers(2, 10_000),
+)
+def test_as_many_samples_as_it_asks_for_can_tell(drop: float, error: float, max_drop: float, n: int) -> None:
+    needed = samples_to_tell(drop, error, max_drop, n, counted=False)
+    shrunk = error if needed is None else error * (n / needed) ** 0.5
+    assert needed is None or needed > n
+    # at the edge itself rounding decides, and nothing asks for more than that many samples
+    at_the_edge = 2 * shrunk == pytest.approx(drop - max_drop, abs=1e-8) or needed == MOST_SAMPLES
+    assert at_the_edge or judge(drop, shrunk, max_drop) != "holds within noise"
+
+
+@pytest.mark.parametrize(("drop", "error"), [(0.002, 0.006), (0.0115, 0.0113)])
+def test_a_drop_that_these_samples_cannot_tell_is_open(drop: float, error: float) -> None:
+    gate = run_gate("sst2", 0.01, fake_quant=comparison(accuracy=(drop, error)))
+    assert (gate.passed, gate.state) == (True, "cannot tell")
+    issue = gate.having("cannot tell")[0]
+    assert (issue.code, issue.n) == ("accuracy", 277)
+    assert "samples, there are 277." in issue_sentence(issue)
+
+
+def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell() -> None:
+    asked = Gate(passed=True, max_drop=0.01, min_speedup=1.2)
+    before = judge_speed(asked, [])
+    assert before.state == "not judged"
+    assert "it takes `qdqbench bench RUN`" in issue_sentence(before.issues[0])
+    fast = records.speedup(1.4, 1.3, 1.5)
+    slow = fast.model_copy(update={"config": "b1 s128", "value": 0.74})
+    after = judge_speed(before, [fast, slow])
+    assert (after.state, after.issues) == ("failed", after.failures)
+    assert [*map(issue_sentence, after.failures)] == [
+        "min_speedup 1.2 is asked, INT8 is 0.74x as fast as FP16 engine at b1 s128"
+    ]
+    assert judge_speed(after, [fast]).state == "passed"  # measured again
+
+
+@pytest.mark.parametrize("backend", get_args(BackendName))
+def test_a_gate_that_cannot_hold_is_known_before_anything_is_computed(backend: BackendName) -> None:
+    recipe = load_recipe("bert-int8-residual")
+    there = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"backend": backend})})
+    assert bool(cannot_hold(there)) == (backend in CPU_BACKENDS)
+    if backend in CPU_BACKENDS:
+        assert f"no kernel of {backend} reads" in cannot_hold(there)
+    assert cannot_hold(there.model_copy(update={"residual": "fp16"})) == ""
+    accuracy_alone = there.gate.model_copy(update={"require_int8": False})
+    assert cannot_hold(there.model_copy(update={"gate": accuracy_alone})) == ""

@@ -1,0 +1,229 @@
+"""The report says what quantization changed, with the figures of its results and nothing made up."""
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from qdqbench.eval.bench.results import (
+    Bench,
+    BenchConfig,
+    BenchRow,
+    BenchSettings,
+    BenchSystem,
+    BenchTarget,
+)
+from qdqbench.eval.reporting.document import Columns, Report, Table
+from qdqbench.eval.reporting.formats import cleaned
+from qdqbench.eval.reporting.render import render_html, render_markdown
+from qdqbench.eval.runs.report import effects
+from qdqbench.eval.runs.report.report import run_report
+from qdqbench.quantize.utils.comparison import (
+    ChangedAnswer,
+    ChangedAnswers,
+    Classes,
+    ClassRow,
+    LayerError,
+    LayerErrors,
+    ModelChange,
+)
+
+from ...support.pages import HOSTILE, Page
+from ...support.records import speedup
+from .test_report import measured, one_line, sample, written
+
+MODULE = "bert.encoder.layer.{}.output.dense"
+
+
+def answer(number, change="right to wrong", **fields):
+    words = {"text": f"text {number}", "label": "good", "fp32": "good", "answer": "bad"}
+    known = {"fp32_margin": 0.25, "margin": 0.125, "change": change, "distance": 0.5}
+    return ChangedAnswer(sample=number, **(words | known | fields))
+
+
+def changed(rows, found=None, **counts):
+    return ChangedAnswers(
+        stage="onnxruntime",
+        split="validation",
+        answers_are="class",
+        n=872,
+        found=len(rows) if found is None else found,
+        counts=counts or {"right to wrong": len(rows)},
+        rows=rows,
+        file="changed.csv",
+    )
+
+
+def confusion(names=("bad", "good")):
+    rows = [
+        ClassRow(name=name, n=10, fp32=0.9, recall=0.8, delta=-0.1, delta_stderr=0.05, lost=1, won=0)
+        for name in names
+    ]
+    made = [[8 if a == b else 2 for b in range(len(names))] for a in range(len(names))]
+    base = [[9 if a == b else 1 for b in range(len(names))] for a in range(len(names))]
+    return Classes(stage="onnxruntime", unit="samples", rows=rows, fp32=base, confusion=made)
+
+
+def errors():
+    linears = [
+        LayerError(name=MODULE.format(n), what="linear", alone=0.01 * (n + 1), accumulated=None)
+        for n in range(4)
+    ]
+    blocks = [
+        LayerError(name=f"layer.{n}", what="block", alone=0.02, accumulated=0.02 * (n + 1)) for n in range(4)
+    ]
+    return LayerErrors(n=16, rows=[*linears, *blocks])
+
+
+def full(text="text", **fields):
+    rows = [answer(3, text=text, fp32=text), answer(5, "wrong to right", text=None)]
+    given = {
+        "changed": changed(rows, **{"right to wrong": 1, "wrong to right": 1}),
+        "classes": confusion((text, "good")),
+        "layer_errors": errors(),
+        "model_changes": [ModelChange(what="tanh GELU", count=6, said=f"GELU {text}")],
+    }
+    return sample(**(given | fields))
+
+
+def sections(results):
+    """Markdown and HTML of these sections alone."""
+    results = cleaned(results)
+    both = [*effects.effect_sections(results, "answers"), *effects.effect_sections(results, "layers")]
+    report = Report(run_report(results).page, both)
+    return render_markdown(report), render_html(report)
+
+
+def test_the_sections_hold_what_results_hold(tmp_path):
+    markdown, html = written(full(), tmp_path)
+    text = one_line(Page(html).text)
+    said = (
+        "Of 872 samples of validation 2 (0.2%) have another answer in ONNX Runtime than in FP32: 1 right to"
+    )
+    for shown in (text, markdown):
+        assert said in shown
+        assert "-0.1000 ± 0.0500" in shown
+        assert "16 samples" in shown
+        assert "GELU text" in shown
+    assert "All 8 linears and blocks" in text
+    assert f"Largest alone: {MODULE.format(3)} 4.0%" in text
+    assert "not found" in text
+    assert "not found" in markdown
+    assert effects.EVALUATE_FP16 in text
+
+
+@pytest.mark.parametrize("part", ["changed", "classes", "layer_errors", "model_changes"])
+def test_what_a_run_has_not_is_not_shown(part):
+    _, html = sections(full(**{part: [] if part == "model_changes" else None}))
+    anchor = {
+        "changed": "changed",
+        "classes": "classes",
+        "layer_errors": "errors",
+        "model_changes": "besides",
+    }
+    assert f'id="{anchor[part]}"' not in html
+    assert sum(f'id="{name}"' in html for name in anchor.values()) == 3
+
+
+def test_texts_of_users_stay_text():
+    markdown, html = sections(full(HOSTILE))
+    assert "<script>alert" not in html
+    assert "<script>alert" not in re.sub(r"`[^`\n]*`", "code", markdown)
+    rows = [line for line in markdown.splitlines() if line.startswith("| 3 |")]
+    assert len(re.findall(r"(?<!\\)\|", rows[0])) == 10
+
+
+def test_columns_that_no_sample_fills_are_left_out():
+    row = answer(1, "nearer or farther", label=None, margin=None, fp32_margin=None)
+    _, html = sections(sample(changed=changed([row], **{"nearer or farther": 1})))
+    heads = re.search(r'id="changed-answers".*?</thead>', html, re.DOTALL)[0]
+    assert re.findall(r"<th [^>]*>(.*?)</th>", heads) == [
+        "sample",
+        "text",
+        "class, FP32",
+        "class, ONNX Runtime",
+        "distance",
+    ]
+    assert "1 (0.1%) moved in ONNX Runtime, against FP32." in html
+
+
+def test_a_list_that_was_cut_says_so():
+    results = sample(changed=changed([answer(n) for n in range(3)], found=90, **{"right to wrong": 90}))
+    said = effects.changed_text(results, results.changed)
+    assert said.endswith("The first 3 of 90 are listed, all are in changed.csv.")
+    none = changed([])
+    assert effects.changed_text(results, none).endswith("each has the answer of FP32 in ONNX Runtime.")
+
+
+def confusions(results):
+    blocks = effects.effect_sections(results, "answers")[0].blocks
+    parts = [part for block in blocks if isinstance(block, Columns) for part in block.parts]
+    return [block for part in parts for block in part if isinstance(block, Table)]
+
+
+def test_confusion_of_many_classes_is_no_table():
+    few, many = (sample(classes=confusion(tuple(map(str, range(n))))) for n in (12, 13))
+    assert [table.title for table in confusions(few)] == ["FP32", "ONNX Runtime"]
+    assert confusions(many) == []
+
+
+def test_fp16_stands_beside_fp32_or_the_command_for_it_does(tmp_path):
+    half = measured({"accuracy": 0.8945}, -0.0023)
+    versus = measured({"accuracy": 0.8956}, 0.0011).vs_fp32
+    markdown, html = written(sample(fp16=half, vs_fp16=versus), tmp_path)
+    for shown in (one_line(Page(html).text), markdown):
+        assert effects.EVALUATE_FP16 not in shown
+        assert "ONNX Runtime against FP16" in shown
+        assert "+0.0011 ± 0.0021, within noise" in shown
+        assert "0.8945 ± 0.0103" in shown
+
+
+def bench(times):
+    rows = [
+        BenchRow(system=name, status="done", launches=9, median_ms=time, sequences_per_s=1.0)
+        for name, time in times.items()
+    ]
+    precisions = {name: name.rpartition("-")[2] for name in times}
+    cell = {"kind": "fixed", "batch": 1, "length": 16, "sequences": 1, "shapes": 1, "real_tokens": 16}
+    return Bench.model_construct(
+        systems=[
+            BenchSystem.model_construct(name=name, label=name, precision=precisions[name], backend="b")
+            for name in times
+        ],
+        configs=[BenchConfig.model_construct(**cell, rows=rows)],
+        settings=BenchSettings.model_construct(dataset=None),
+        target=BenchTarget.model_construct(name="m"),
+    )
+
+
+SPEED = [speedup(1.5, baseline="FP16", config="b1 s16")]
+
+
+def tradeoff(results, measured_speed):
+    """Rows, note and chart of latency against accuracy."""
+    [[[table, note], [chart]]] = [block.parts for block in effects.tradeoff_blocks(results, measured_speed)]
+    return [[cell.text for cell in row.cells] for row in table.rows], note.text, chart.draw()
+
+
+def test_latency_stands_against_accuracy_where_both_are_known():
+    times = {"int8": 1.0, "fp16": 1.5, "torch-fp32": 9.0, "fp32": 3.0}
+    rows, note, _ = tradeoff(sample(speed=SPEED), bench(times))
+    assert rows == [["INT8", "1", "0.8956 ± 0.0103"], ["FP32", "3", "0.8968 ± 0.0103"]]
+    assert "FP16 (1.5 ms) is not shown" in note
+    half = measured({"accuracy": 0.8945}, -0.0023)
+    rows, note, svg = tradeoff(sample(speed=SPEED, fp16=half), bench(times))
+    assert [row[0] for row in rows] == ["INT8", "FP16", "FP32"]
+    assert "not shown" not in note
+    assert all(f">{name}</text>" in svg for name in ("INT8", "FP16", "FP32"))
+
+
+def test_no_chart_of_one_point_or_without_a_speed_of_these_files():
+    assert effects.tradeoff_blocks(sample(speed=SPEED), bench({"int8": 1.0})) == []
+    assert effects.tradeoff_blocks(sample(), bench({"int8": 1.0, "fp32": 2.0})) == []
+    assert effects.tradeoff_blocks(sample(speed=SPEED), None) == []
+
+
+def test_worst_linears_come_in_order():
+    worst = effects.worst_linears(cleaned(full()))
+    assert all(float(a[:-1]) >= float(b[:-1]) for (_, a), (_, b) in pairwise(worst))
+    assert len(worst) == 3

@@ -1,0 +1,788 @@
+"""The reports say what the numbers say, whatever stages ran and whatever the names hold."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from qdqbench.eval.reporting import formats
+from qdqbench.eval.reporting import svg as plots
+from qdqbench.eval.reporting.document import Tile
+from qdqbench.eval.reporting.render import prose, render_screen
+from qdqbench.eval.runs.gate.gate import issue_sentence
+from qdqbench.eval.runs.report import charts, report
+from qdqbench.eval.runs.report import verdict as wording
+from qdqbench.quantize.utils.calibration_results import QuantizerRow, SoftmaxRow
+from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity, ParityRow
+from qdqbench.quantize.utils.results import (
+    BlockCheck,
+    EngineResult,
+    FileRow,
+    FindingRow,
+    LayerRow,
+    Results,
+    StageResult,
+    Timing,
+    Verification,
+)
+
+from ...support.pages import HOSTILE, Page, offline, plain
+from ...support.records import comparison, engine_result, speedup
+
+LINEARS = (
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "intermediate.dense",
+    "output.dense",
+)
+
+GARBLED = f"{HOSTILE} \ud800"  # cannot be encoded
+
+
+def kernels(layer: int, prefix: str) -> list[LayerRow]:
+    """Kernels of one layer as TensorRT-RTX writes them: each GEMM, then a kernel that scales its result."""
+    base = f"/{prefix.replace('.', '/')}/layer.{layer}"
+
+    def row(name: str, kind: str, nodes: list[str], inputs: str, outputs: str) -> LayerRow:
+        return LayerRow(
+            name=name,
+            kind=kind,
+            onnx=[f"{base}/{node}" for node in nodes],
+            inputs=inputs.split(),
+            constants=["Int8", "Float", "Float"] if kind == "gemm" else ["Half", "Float"],
+            outputs=outputs.split(),
+        )
+
+    qkv = [f"attention/self/{name}/MatMul" for name in ("query", "key", "value")]
+    rows = [row("+".join(f"{base}/{node}" for node in qkv) + "_myl0_1", "gemm", qkv, "Int8", "Float")]
+    rows += [row("__myl_MulCastAddReshTran_myl0_4", "kgen", [node], "Float", "Half") for node in qkv]
+    products = ["attention/self/MatMul_1", "attention/self/Softmax", "attention/self/MatMul"]
+    rows.append(row("_gemm_mha_v2_myl0_2", "kgen", products, "Half Half Half Half", "Int8"))
+    for node in ("attention/output/dense/MatMul", "intermediate/dense/MatMul", "output/dense/MatMul"):
+        rows.append(row(f"{base}/{node}_myl0_3", "gemm", [node], "Int8", "Float"))
+        rows.append(row("__myl_MulCastAddReshAddCast_myl0_5", "kgen", [node], "Half Float", "Half Int8"))
+    return rows
+
+
+def engine(layers: int, prefix: str) -> EngineResult:
+    table = [row for layer in range(layers) for row in kernels(layer, prefix)]
+    for node in ("/bert/pooler/dense/Gemm", "/classifier/Gemm"):
+        table.append(
+            LayerRow(
+                name="__myl_FcAddTanh_myl0_6",
+                kind="runtime_fusion",
+                onnx=[node],
+                inputs=["Half"],
+                constants=["Half"],
+                outputs=["Half"],
+            )
+        )
+    return engine_result(6 * layers, attention_fused=layers, layers=table)
+
+
+def measured(metrics: dict[str, float], delta: float | None, within_noise: bool = True) -> StageResult:
+    """A scored stage; `delta` is its distance from FP32."""
+    versus = delta is not None and comparison(
+        dict.fromkeys(metrics, delta), 0.0021, within_noise=within_noise
+    )
+    return StageResult(
+        status="done",
+        metrics=metrics,
+        stderr=dict.fromkeys(metrics, 0.0103),
+        n=872,
+        vs_fp32=versus or None,
+        detail="torch 2.13, CPU",
+    )
+
+
+def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Results:
+    """A run of MiniLM on SST-2 without a GPU, with every section filled."""
+    modules = [f"{prefix}.layer.{layer}.{name}" for layer in range(layers) for name in LINEARS]
+    quantizers = []
+    for index, module in enumerate(modules):
+        layer, name = divmod(index, 6)
+        shared = 0 if name < 3 else name  # query, key and value read the same tensor
+        for kind in ("input", "weight"):
+            quantizers.append(
+                QuantizerRow(
+                    name=f"{module}.{kind}_quantizer",
+                    module=module,
+                    kind=kind,
+                    axis=0 if kind == "weight" else None,
+                    amax=0.4 + 0.01 * index
+                    if kind == "weight"
+                    else 3.2 + 1.7 * shared + 0.6 * ((layer * 5) % 4),
+                    amax_min=0.05 if kind == "weight" else 3.2,
+                    amax_over_rms=None
+                    if kind == "weight"
+                    else 14 + (60 / (1 + layer) if name == 4 else 3 * shared),
+                )
+            )
+    rows = [
+        ParityRow(
+            name=module,
+            codes=1_048_576,
+            differing=(index * 997) % 2400,
+            max_step=1,
+            output_rel_error=0.0004 + 0.00001 * index,
+        )
+        for index, module in enumerate(modules)
+    ]
+    skipped = "no GPU on this machine; copy the engine to one and run qdqbench evaluate there"
+    fields: dict[str, Any] = {
+        "created": "2026-07-01T12:00:00Z",
+        "command": "qdqbench run bert-int8-linears --model minilm-l6-sst2 --task sst2 --data glue --out run",
+        "recipe": {
+            "version": 1,
+            "name": "bert-int8-linears",
+            "precision": {"compute": "fp16", "never_quantize": ["layernorm", "softmax"]},
+            "rules": [{"match": "encoder.layer.*", "type": "Linear", "weights": "int8/per-channel"}],
+            "attention": "fp16",
+        },
+        "model": {"name": "minilm-l6-sst2", "sha256": "9f" * 32, "parameters": 22_713_986},
+        "task": {"name": "sst2", "metrics": ["accuracy"], "labels": ["negative", "positive"]},
+        "data": {"source": "glue", "calibration": {"split": "train", "n": 512}, "evaluation": {"n": 872}},
+        "seed": 0,
+        "quantized_layers": modules,
+        "high_precision_layers": ["bert.pooler.dense", "classifier"],
+        "quantizers": quantizers,
+        "files": [
+            FileRow(name="model.fp32.onnx", bytes=90_900_000, fp32_ratio=1.0),
+            FileRow(name="model.fp16.onnx", bytes=45_500_000, fp32_ratio=0.5006),
+            FileRow(name="model.int8.onnx", bytes=35_200_000, fp32_ratio=0.3872),
+        ],
+        "findings": [
+            FindingRow(
+                severity="warning",
+                code="fp16-near-limit",
+                node="/bert/embeddings/Add",
+                why="a constant uses more than half of the FP16 range",
+                fix="keep the node in FP32",
+            )
+        ],
+        "parity": Parity(
+            n=64,
+            padded=True,
+            rows=rows,
+            logits_max_abs_diff=0.0031,
+            limit_fraction=0.005,
+            limit_step=1,
+            passed=True,
+        ),
+        "stages": {
+            "fp32": measured({"accuracy": 0.8968}, None),
+            "fake_quant": measured({"accuracy": 0.8979}, 0.0011),
+            "onnxruntime": measured({"accuracy": 0.8956}, -0.0012),
+            "engine": StageResult(status="skipped", reason=skipped),
+        },
+        "engine": engine(layers, prefix),
+        "gate": Gate(passed=True, max_drop=0.01),
+        "timings": {
+            "baseline": Timing(wall_s=13.2, peak_rss_bytes=1_310_000_000, reused=False),
+            "calibrate": Timing(wall_s=8.4, peak_rss_bytes=1_720_000_000, reused=False),
+            "export": Timing(wall_s=9.6, peak_rss_bytes=2_050_000_000, reused=False),
+            "build": Timing(wall_s=3.1, peak_rss_bytes=2_110_000_000, reused=True),
+            "evaluate": Timing(wall_s=25.7, peak_rss_bytes=2_310_000_000, reused=False),
+        },
+        "warnings": ["the engine was built ahead of time and not run: its outputs are not verified"],
+        "environment": {
+            "versions": {"torch": "2.13.0", "nvidia-modelopt": "0.47.0", "tensorrt-rtx": "1.7.1.116"},
+            "hardware": {"cpu": "x86_64, 2 cores", "gpu": None, "memory_bytes": 8_000_000_000},
+            "git": "c588e23",
+        },
+    }
+    return Results.model_validate(fields | changes)
+
+
+def mnli() -> Results:
+    base = {"accuracy": 0.8421, "accuracy_mm": 0.8466}
+    int8 = {"accuracy": 0.8387, "accuracy_mm": 0.8441}
+    stages = {"fp32": measured(base, None), "onnxruntime": measured(int8, -0.0034, within_noise=False)}
+    return sample(task={"name": "mnli"}, stages=stages)
+
+
+def regression() -> Results:
+    stages = {
+        "fp32": measured({"pearson": 0.8662, "spearman": 0.8639}, None),
+        "onnxruntime": measured({"pearson": 0.8588, "spearman": 0.8579}, -0.0074, within_noise=False),
+    }
+    versus = stages["onnxruntime"].vs_fp32
+    assert versus is not None
+    versus.disagreements = versus.mcnemar_p = versus.sqnr_db = None
+    return sample(task={"name": "stsb"}, stages=stages)
+
+
+def failed() -> Results:
+    built = engine(6, "bert.encoder")
+    node = "/bert/encoder/layer.2/intermediate/dense/MatMul"
+    for row in built.layers:
+        if node in row.onnx and row.kind == "gemm":
+            row.kind, row.name, row.outputs = "runtime_fusion", "__myl_CastMulFcMul_myl0_3", ["Half"]
+    built.int8_gemms, built.not_int8 = 35, [node]
+    drop = GateIssue(
+        code="accuracy",
+        state="failed",
+        stage="onnxruntime",
+        metric="accuracy",
+        value=0.031,
+        stderr=0.01,
+        limit=0.01,
+    )
+    lost = GateIssue(code="require_int8", state="failed", names=[node], detail=f"not in INT8: {node}")
+    stages = sample().stages | {"onnxruntime": measured({"accuracy": 0.8658}, -0.031, within_noise=False)}
+    return sample(stages=stages, engine=built, gate=Gate(passed=False, max_drop=0.01, issues=[drop, lost]))
+
+
+def without_engine() -> Results:
+    stages = sample().stages | {
+        "engine": StageResult(status="skipped", reason="tensorrt_rtx is not installed")
+    }
+    return sample(stages=stages, engine=None)
+
+
+def bare() -> Results:
+    """Nothing but FP32: the rest did not run."""
+    skipped = {name: StageResult(status="skipped", reason="--only fp32") for name in ("fake_quant", "engine")}
+    return sample(
+        stages={"fp32": measured({"accuracy": 0.8968}, None)} | skipped,
+        recipe={},
+        quantized_layers=[],
+        quantizers=[],
+        files=[],
+        findings=[],
+        parity=None,
+        engine=None,
+        timings={},
+        warnings=[],
+        environment={},
+    )
+
+
+def unscored() -> Results:
+    return sample(
+        stages={name: StageResult(status="skipped", reason="no labels") for name in ("fp32", "engine")}
+    )
+
+
+def long_names() -> Results:
+    return sample(24, "a_wrapper_with_a_very_long_name.and_another_module_inside_it.xlm_roberta.encoder")
+
+
+def hostile() -> Results:
+    """Every string of the file is an attack."""
+
+    def poison(value: Any, key: str = "") -> Any:
+        if isinstance(value, str):
+            return value if key in {"status", "kind", "severity"} else GARBLED
+        if isinstance(value, dict):
+            return {name: poison(item, name) for name, item in value.items()}
+        return [poison(item, key) for item in value] if isinstance(value, list) else value
+
+    fields = poison(sample().model_dump())
+    fields["stages"][GARBLED] = fields["stages"]["onnxruntime"]
+    for stage in fields["stages"].values():
+        stage["metrics"] = dict.fromkeys([GARBLED] if stage["metrics"] else [], 0.9)
+        if stage["vs_fp32"]:
+            stage["vs_fp32"]["delta"] = {GARBLED: 0.1}
+    return Results.model_validate(
+        fields | {"environment": {GARBLED: GARBLED}, "timings": {GARBLED: fields["timings"]["build"]}}
+    )
+
+
+CASES = {
+    "minilm": sample,
+    "mnli": mnli,
+    "regression": regression,
+    "failed": failed,
+    "without_engine": without_engine,
+    "bare": bare,
+    "unscored": unscored,
+    "long_names": long_names,
+    "hostile": hostile,
+}
+
+
+Rendered = Callable[[str], tuple[str, str]]
+
+
+def written(results: Results, folder: Path) -> tuple[str, str]:
+    """Markdown and HTML of a run."""
+    report.write_reports(results, folder)
+    return tuple((folder / f"report.{kind}").read_text(encoding="utf-8") for kind in ("md", "html"))  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    """Markdown and HTML of a case, made once: drawing takes most of the time of this file."""
+
+    @cache
+    def render(case: str) -> tuple[str, str]:
+        return written(CASES[case](), tmp_path_factory.mktemp(case))
+
+    return render
+
+
+def terminal(results: Results, width: int = 100) -> str:
+    stream = StringIO()
+    Console(file=stream, width=width, force_terminal=True, color_system=None).print(
+        render_screen(report.run_report(results))
+    )
+    return stream.getvalue()
+
+
+def one_line(text: str) -> str:
+    """Without the backticks, which a page turns into code."""
+    return " ".join(text.replace("`", "").split())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_files_are_whole_and_run_nothing(case: str, rendered: Rendered) -> None:
+    markdown, html = rendered(case)
+    offline(html)
+    assert len(plain(markdown)) >= 4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_verdict_leads_both_reports_and_the_terminal(case: str, rendered: Rendered) -> None:
+    results = CASES[case]()
+    markdown, html = rendered(case)
+    said = wording.run_verdict(formats.cleaned(results))
+    text = one_line(Page(html).text)
+    assert one_line(said.sentence) in text
+    assert text.index(one_line(said.sentence)) < text.index("Accuracy by stage")
+    assert prose(said.sentence) in markdown.partition("## ")[0]
+    assert said.title in terminal(results)
+    for line in [*said.failures, *said.notes, *results.warnings]:
+        assert one_line(formats.clean(line)) in text
+        assert prose(formats.clean(line)) in markdown
+
+
+def test_the_verdict_of_a_run_without_a_gpu() -> None:
+    said = wording.run_verdict(sample())
+    assert said.sentence == (
+        "INT8 in 36 of 36 linears, proven from the engine's layer table; SST-2 accuracy 0.8956 ± 0.0103 in "
+        "ONNX Runtime against 0.8968 in FP32 (-0.0012 ± 0.0021, within noise, 872 samples); "
+        "ONNX file 0.39 of FP32; speed unknown until `qdqbench bench RUN`; gate passed."
+    )
+    assert (said.state, said.title, said.failures) == ("good", "Gate passed", [])
+    assert said.notes == [
+        "The engine was built ahead of time, without running it; its outputs are not verified: no GPU on "
+        "this machine; copy the engine to one and run qdqbench evaluate there."
+    ]
+
+
+def test_the_verdict_cites_the_engine_when_it_ran() -> None:
+    stages = sample().stages | {"engine": measured({"accuracy": 0.8945}, -0.0023)}
+    said = wording.run_verdict(sample(stages=stages))
+    assert "SST-2 accuracy 0.8945 ± 0.0103 in engine (TensorRT-RTX) against 0.8968 in FP32" in said.sentence
+    assert said.notes == []
+
+
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [
+        (
+            "mnli",
+            "MNLI accuracy 0.8387 ± 0.0103 in ONNX Runtime against 0.8421 in FP32 (-0.0034 ± 0.0021, beyond",
+        ),
+        ("regression", "STS-B Pearson 0.8588 ± 0.0103 in ONNX Runtime against 0.8662 in FP32"),
+        ("without_engine", "INT8 in 36 linears of the ONNX file, not proven: no engine was built; SST-2"),
+        (
+            "bare",
+            "Nothing is quantized, as the recipe asks, and no engine was built; SST-2 accuracy 0.8968 ±",
+        ),
+        (
+            "bare",
+            "in FP32 (872 samples), no other stage was scored; speed unknown until `qdqbench bench RUN`",
+        ),
+        ("unscored", "SST-2 was not scored in any stage"),
+        (
+            "failed",
+            "INT8 in only 35 of 36 linears according to the engine's layer table; SST-2 accuracy 0.8658",
+        ),
+        ("failed", "gate FAILED."),
+    ],
+)
+def test_the_verdict_is_honest(case: str, part: str) -> None:
+    assert part in wording.run_verdict(CASES[case]()).sentence
+
+
+def test_a_stage_that_is_not_listed_is_not_passed_over() -> None:
+    assert wording.run_verdict(mnli()).notes == [
+        "fake-quant was skipped: no reason was recorded.",
+        "The engine was built ahead of time, without running it; its outputs are not verified: no reason was "
+        "recorded.",
+    ]
+
+
+def test_int8_attention_is_part_of_the_verdict() -> None:
+    built = engine(6, "bert.encoder").model_copy(update={"attention_int8": 5, "expected_attention_int8": 6})
+    assert "INT8 attention in 5 of 6 layers" in wording.run_verdict(sample(engine=built)).sentence
+
+
+def test_the_loss_of_an_int8_softmax_stands_in_both_reports(tmp_path: Path) -> None:
+    row = {"module": "layer.0.self", "zeroed": 0.331, "clipped": 0.012, "error": 0.254}
+    rows = [
+        SoftmaxRow(length=384, amax=0.5, centered=True, **row),
+        SoftmaxRow(length=64, amax=1, centered=False, **row),
+    ]
+    markdown, page = written(sample(softmax=rows), tmp_path)
+    assert "| `layer.0.self` | 384 | 0.5 | centred | 33.1 % | 1.2 % | 25.4 % |" in markdown
+    assert "| `layer.0.self` | 64 | 1 | | 33.1 % | 1.2 % | 25.4 % |" in markdown
+    assert '<td class="num">384</td><td class="num">0.5</td><td>centred</td>' in page
+    markdown, page = written(sample(), tmp_path)
+    assert "INT8 softmax" not in markdown + page
+
+
+def test_int8_residuals_are_part_of_the_verdict() -> None:
+    built = engine(6, "bert.encoder").model_copy(update={"int8_residuals": 11, "expected_int8_residuals": 12})
+    assert "; INT8 residuals in 11 of 12;" in wording.run_verdict(sample(engine=built)).sentence
+
+
+def test_a_recipe_without_int8_is_not_called_unproven() -> None:
+    built = engine(6, "bert.encoder").model_copy(update={"int8_gemms": 0, "expected_int8_gemms": 0})
+    said = wording.run_verdict(sample(engine=built, quantized_layers=[]))
+    assert said.sentence.startswith("Nothing runs in INT8, as the recipe asks; SST-2")
+
+
+def test_a_failed_gate_names_every_reason_everywhere(rendered: Rendered) -> None:
+    results = failed()
+    markdown, html = rendered("failed")
+    assert 'class="verdict is-bad"' in html
+    assert len(results.gate.failures) == 2
+    for reason in map(issue_sentence, results.gate.failures):
+        assert reason in one_line(Page(html).text)
+        assert reason in markdown
+        assert reason in one_line(terminal(results).replace("│", ""))
+
+
+def test_a_gate_that_holds_within_noise_says_so_everywhere(tmp_path: Path) -> None:
+    note = (
+        "engine: accuracy is 0.0115 below FP32 (paired standard error 0.0113), the gate allows 0.01; it holds"
+    )
+    drop = GateIssue(
+        code="accuracy",
+        state="within noise",
+        stage="engine",
+        metric="accuracy",
+        value=0.0115,
+        stderr=0.0113,
+        limit=0.01,
+        n=872,
+        needed=9000,
+    )
+    unclear = drop.model_copy(update={"state": "cannot tell"})
+    results = sample(gate=Gate(passed=True, max_drop=0.01, issues=[drop, unclear]))
+    said = wording.run_verdict(results)
+    assert (said.state, said.title) == ("unclear", "Nothing fails, but these samples cannot tell")
+    assert said.sentence.endswith("; gate: cannot tell.")
+    markdown, html = written(results, tmp_path)
+    assert note in markdown
+    assert note in one_line(Page(html).text)
+    assert note in one_line(terminal(results).replace("│", ""))
+    assert 'class="verdict is-unclear"' in html
+    assert "It takes" not in html
+    assert "it takes about 9,000 samples" in one_line(Page(html).text)
+
+
+def test_an_engine_that_never_ran_is_not_a_passed_gate() -> None:
+    unclear = GateIssue(code="engine", state="not judged", stage="engine", detail="no GPU")
+    said = wording.run_verdict(sample(gate=Gate(passed=True, max_drop=0.01, issues=[unclear])))
+    assert (said.state, said.title) == ("unclear", "Graph passed, engine not run")
+
+
+@pytest.mark.parametrize(
+    ("value", "clause", "tile"),
+    [
+        (1.31, "INT8 1.31x as fast as FP16 engine at b32 s128", True),
+        (0.74, "INT8 SLOWER than FP16 engine at b32 s128 (0.74x)", False),
+    ],
+)
+def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause: str, tile: bool) -> None:
+    row = speedup(value)
+    results = sample(speed=[row])
+    assert clause in wording.run_verdict(results).sentence
+    state = "" if tile else "bad"
+    assert report._speed_tile(results) == Tile(
+        "speed", f"{value:.2f}x", "over FP16 engine at b32 s128", state
+    )
+    assert "speed unknown" in wording.run_verdict(sample()).sentence
+    unclear = row.model_copy(update={"ci95_low": 0.7, "ci95_high": 1.4})
+    said = f"INT8 not told apart from FP16 engine at b32 s128 ({value:.2f}x, [0.70, 1.40])"
+    results = sample(speed=[unclear])
+    assert said in wording.run_verdict(results).sentence
+    remark = "not told apart from FP16 engine at b32 s128"
+    assert report._speed_tile(results) == Tile("speed", f"{value:.2f}x", remark, "unclear")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"findings": [FindingRow(severity="error", code="uint8", node="/a/b", why="w", fix="f")] * 2},
+            "check of the ONNX file: 2 errors: uint8 (2)",
+        ),
+        (
+            {
+                "parity": Parity(
+                    n=4,
+                    padded=False,
+                    rows=[
+                        ParityRow(name="a.0.b", codes=100, differing=1, max_step=1, output_rel_error=None),
+                        ParityRow(name="a.1.b", codes=1000, differing=1, max_step=2, output_rel_error=None),
+                        ParityRow(name="a.2.b", codes=1000, differing=5, max_step=1, output_rel_error=None),
+                    ],
+                    logits_max_abs_diff=0.5,
+                    limit_fraction=0.005,
+                    limit_step=1,
+                    passed=False,
+                )
+            },
+            "layer parity: 2 of 3 tensors are over their own limit",
+        ),
+        (
+            {
+                "engine": engine(6, "bert.encoder").model_copy(
+                    update={"not_int8": ["/x/MatMul"], "int8_gemms": 35}
+                )
+            },
+            "not in INT8 in the engine: /x/MatMul",
+        ),
+    ],
+)
+def test_a_failed_check_beside_a_passed_gate_is_red(
+    change: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    said = wording.run_verdict(sample(**change))
+    assert (said.state, said.title, said.failures) == (
+        "bad",
+        "A check does not hold",
+        [reason],
+    )
+    assert 'class="verdict is-bad"' in written(sample(**change), tmp_path)[1]
+
+
+def test_the_grid_reads_the_kernel_that_multiplies() -> None:
+    grid = charts.precision_grid(failed())
+    assert grid.proven
+    assert grid.kinds == ["query", "key", "value", "attention", "attention output", "intermediate", "output"]
+    assert [layer for layer, _ in grid.rows] == list(range(6))
+    for layer, cells in grid.rows:
+        found = {
+            kind: (cell.datatype, cell.as_asked) for kind, cell in zip(grid.kinds, cells, strict=True) if cell
+        }
+        expected = dict.fromkeys(grid.kinds, ("INT8", True)) | {"attention": ("FP16", True)}
+        assert found == expected | ({"intermediate": ("FP16", False)} if layer == 2 else {})
+    assert sum(grid.datatypes.values()) == 6 * 7 + 2
+    assert [(module, cell.datatype) for module, cell in grid.outside] == [
+        ("bert.pooler.dense", "FP16"),
+        ("classifier", "FP16"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "datatype", "as_asked"),
+    [
+        (["Int8", "Int8", "Int8", "Half"], "INT8", True),
+        (["Half", "Half", "Half", "Half"], "FP16", False),
+        (["Int8", "Half", "Half", "Half"], "FP16", False),
+    ],
+)
+def test_the_grid_shows_attention_against_the_recipe(
+    inputs: list[str], datatype: str, as_asked: bool
+) -> None:
+    results = sample(recipe={"attention": "int8"})
+    assert results.engine is not None
+    for row in results.engine.layers:
+        if "_gemm_mha" in row.name:
+            row.inputs = inputs
+    grid = charts.precision_grid(results)
+    column = [cells[grid.kinds.index("attention")] for _, cells in grid.rows]
+    assert {(cell.datatype, cell.as_asked) for cell in column if cell} == {(datatype, as_asked)}
+
+
+def test_the_grid_admits_a_layer_that_the_engine_does_not_list() -> None:
+    results = sample()
+    assert results.engine is not None
+    results.engine.layers = [
+        row for row in results.engine.layers if not any("layer.3" in node for node in row.onnx)
+    ]
+    cells = dict(charts.precision_grid(results).rows)[3]
+    assert {(cell.datatype, cell.as_asked) for cell in cells if cell} == {("absent", False)}
+
+
+def test_without_an_engine_the_grid_is_a_plan(rendered: Rendered) -> None:
+    grid = charts.precision_grid(without_engine())
+    assert not grid.proven
+    assert grid.datatypes == {"FP16": 2, "INT8": 36}
+    markdown, html = rendered("without_engine")
+    assert "Planned, not proven" in html
+    assert "Planned, not proven" in markdown
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        ("bert.encoder.layer.11.attention.output.dense", (11, "attention output")),
+        ("roberta.encoder.layer.0.output.dense", (0, "output")),
+        ("distilbert.transformer.layer.4.ffn.lin1", (4, "intermediate")),
+        ("deberta.encoder.layer.2.attention.self.query_proj", (2, "query")),
+        ("model.layers.21.attn.Wqkv", (21, "query, key, value")),
+        ("blocks.3.unknown", (3, "unknown")),
+        ("classifier", (None, "classifier")),
+    ],
+)
+def test_modules_are_placed_in_every_family(module: str, expected: tuple[int | None, str]) -> None:
+    assert charts.place(module) == expected
+
+
+def test_reports_are_two_files_and_the_same_on_every_run(rendered: Rendered, tmp_path: Path) -> None:
+    paths = report.write_reports(sample(), tmp_path)
+    assert paths == [tmp_path / "report.md", tmp_path / "report.html"]
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+    assert tuple(path.read_text(encoding="utf-8") for path in paths) == rendered("minilm")
+
+
+def test_charts_carry_no_date_and_no_metadata() -> None:
+    for svg in (
+        charts.accuracy_svg(sample(), {}),
+        charts.parity_svg(sample()),
+        charts.ranges_svg(sample(), "amax"),
+    ):
+        assert "<metadata" not in svg
+        assert "dc:date" not in svg
+        assert plots.INK not in svg
+
+
+def test_the_accuracy_chart_holds_every_stage_and_metric() -> None:
+    svg = charts.accuracy_svg(mnli(), formats.LABELS | {"accuracy_mm": "accuracy (mismatched)"})
+    for text in ("FP32", "ONNX Runtime", "accuracy (mismatched)", "0.8421", "0.8387", "0.8466", "0.8441"):
+        assert f">{text}</text>" in svg
+    assert ">skipped</text>" in charts.accuracy_svg(sample(), {})
+    assert charts.accuracy_svg(unscored(), {}) == ""
+
+
+def test_blocks_that_hold_are_not_marked_for_what_else_failed() -> None:
+    block = BlockCheck(
+        name="layer.0",
+        n=1,
+        error=0.1,
+        quantization_error=0.2,
+        limit=0.2,
+        position_error=0.1,
+        position_limit=0.2,
+        systematic_error=0.0,
+        systematic_limit=0.1,
+        nonfinite=0,
+        nonfinite_shapes=[],
+    )
+    results = sample()
+    for error, shown in ((0.1, ("1 / 1", "")), (0.3, ("0 / 1", "bad"))):
+        blocks = [block.model_copy(update={"error": error})]
+        results.verification = Verification.model_construct(
+            reference="fake_quant", blocks=blocks, blocks_not_checked=None, passed=False
+        )
+        (tile,) = (row for row in report._tiles(results) if row.title == "engine blocks")
+        assert (tile.value, tile.state) == shown
+
+
+@pytest.mark.parametrize("error", [0.0004, 0.0021, 0.0032, 0.0091, 0.03])
+def test_numbers_below_the_accuracy_chart_stand_apart(error: float) -> None:
+    results = sample()
+    for row in results.stages.values():
+        row.metrics, row.stderr = dict.fromkeys(row.metrics, 0.9391), dict.fromkeys(row.metrics, error)
+    svg = charts.accuracy_svg(results, formats.LABELS)
+    ticks = re.findall(r'xtick_.*?<text [^>]* x="([\d.]+)"[^>]*>([^<]+)</text>', svg, re.DOTALL)
+    middles = [(float(x), len(number) * plots.TEXT * 0.64 / 2) for x, number in ticks]  # DejaVu Sans
+    assert len(middles) >= 2
+    for (left, half), (right, other) in pairwise(middles):
+        assert right - left > half + other or right < left  # the next metric's
+
+
+def test_inputs_that_share_a_tensor_share_a_line() -> None:
+    svg = charts.ranges_svg(sample(), "amax")
+    assert ">query, key, value</text>" in svg
+    assert ">attention output</text>" in svg
+    assert charts.ranges_svg(bare(), "amax") == ""
+    assert charts.parity_svg(bare()) == ""
+    assert ">own limit, 100%</text>" in charts.parity_svg(sample())
+
+
+@given(st.text())
+def test_markdown_text_is_one_line_without_open_pipes_or_tags(value: str) -> None:
+    for written_text in (formats.text(value), formats.code(value)):
+        assert not {"\n", "\r"} & set(written_text)
+        assert not re.search(r"(?<!\\)\|", written_text)
+    assert not {"<", ">"} & set(formats.text(value))
+
+
+@given(st.text(alphabet="`~a\n", max_size=30))
+def test_no_text_closes_its_fence(value: str) -> None:
+    fence, *body, last = formats.fenced(value).split("\n")
+    assert fence == last
+    assert all(fence not in line for line in body)
+
+
+def test_the_terminal_shows_one_screen_and_reads_no_markup() -> None:
+    results = sample(warnings=[f"warning number {index}" for index in range(30)])
+    shown = terminal(results)
+    assert len(shown.splitlines()) <= 24
+    assert "and 27 more in the report" in shown
+    assert "\x1b" not in terminal(hostile())
+    assert "[red]" in terminal(hostile(), width=4000)
+
+
+def test_notes_are_no_warnings(tmp_path: Path) -> None:
+    """What was made of the data on a clean run is said quietly, everywhere."""
+    note = "mine.csv has semicolons between its fields"
+    results = sample(notes=[note], warnings=[])
+    shown = terminal(results)
+    assert f"note: {note}" in shown
+    markdown, html = written(results, tmp_path)
+    assert note in markdown.partition("## Notes")[2].partition("## Accuracy by stage")[0]
+    assert note in html
+    assert "warning" not in shown
+    assert "## Warnings" not in markdown
+    assert 'class="warnings"' not in html
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "expected"),
+    [
+        (formats.size, 512, "512 B"),
+        (formats.size, 35_200_000, "35.2 MB"),
+        (formats.size, 999_700, "1 MB"),
+        (formats.size, 2_310_000_000, "2.31 GB"),
+        (formats.seconds, 0.2399, "0.24 s"),
+        (formats.seconds, 61.04, "61.0 s"),
+        (formats.seconds, 245.2, "4 min 05 s"),
+        (formats.types, ["Half", "Int8", "Half"], "2 FP16, INT8"),
+        (formats.label, "accuracy_mm", "accuracy (mismatched)"),
+        (formats.label, "my_task", "my task"),
+    ],
+)
+def test_numbers_have_sensible_digits_and_units(function: Any, value: Any, expected: str) -> None:
+    assert function(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("/models/minilm-sst2", "minilm-sst2"),
+        ("owner/minilm", "minilm"),
+        ("runs/a/embedded/model", "embedded default"),
+        ("model", "model"),
+    ],
+)
+def test_a_model_is_called_by_its_last_part(name, expected):
+    assert formats.model_label(name) == expected

@@ -1,0 +1,482 @@
+"""Reports of training: fine-tuning over seeds, and QAT in the report of a run."""
+
+import json
+import math
+import re
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from qdqbench.eval.reporting import formats
+from qdqbench.eval.reporting.document import Block, Chart, Columns, Pairs, Table
+from qdqbench.eval.reporting.render import prose, render_screen
+from qdqbench.eval.runs.report import training
+from qdqbench.eval.runs.report import verdict as wording
+from qdqbench.quantize.utils.comparison import Comparison
+from qdqbench.quantize.utils.results import QAT_STAGES, STAGES, Results
+from qdqbench.quantize.utils.training_results import Finetuning, LogRow, Spread, TrainingRun
+
+from ...support.pages import Page, offline, plain
+from .test_report import GARBLED, measured, one_line, terminal, written
+from .test_report import sample as sample_run
+
+DISTANCE = "held-out distance from FP32's answers"
+REASON = (
+    "training diverged: after step 230 the model gives the same answer whatever the input, for 2 evaluations "
+    "in a row; lower learning_rate (now 0.0005) or raise warmup_ratio"
+)
+
+
+def log_of(seed: int, steps: int = 460, evaluations: int = 10, first: bool = False) -> list[LogRow]:
+    """Loss every 10 steps, and evaluations with the metrics of MRPC."""
+    draw = np.random.default_rng(seed)
+    due = {round(steps * (number + 1) / evaluations) for number in range(evaluations)}
+    rows = []
+    for step in sorted({0, *range(10, steps + 1, 10), *due}):
+        part = step / steps
+        if step:
+            loss = 0.12 + 0.55 * math.exp(-3 * part) + 0.03 * draw.standard_normal()
+            rate = 5e-5 * (1 - part)
+            rows.append(LogRow(step=step, epoch=4 * part, loss=loss, learning_rate=rate, gradient_norm=2.1))
+        if step in due or (first and step == 0):
+            f1 = 0.82 + 0.06 * (1 - math.exp(-4 * part)) + 0.008 * draw.standard_normal()
+            values = {"loss": 0.35 + 0.2 * (part - 0.5) ** 2, "f1": f1, "accuracy": f1 - 0.04}
+            if first:  # QAT is judged by its distance from FP32
+                values = {"distance": 0.9 - f1, **values}
+            score = -values["distance"] if first else f1
+            rows.append(LogRow(step=step, epoch=4 * part, score=score, values=values))
+    return rows
+
+
+def run_of(seed: int, **changes: Any) -> TrainingRun:
+    log = changes.pop("log", None) or log_of(seed)
+    judged = [row for row in log if row.score is not None]
+    fields: dict[str, Any] = {
+        "seed": seed,
+        "status": "done",
+        "folder": f"seed-{seed}/model",
+        "settings": {"epochs": 4, "learning_rate": 5e-5, "batch_size": 32, "patience": None, "seed": seed},
+        "precision": "bf16",
+        "device": "NVIDIA H200",
+        "processes": 1,
+        "rows": 3301,
+        "held_out": 367,
+        "steps": 460,
+        "planned_steps": 460,
+        "best_step": max(judged, key=lambda row: row.score or -9).step if judged else 0,
+        "seconds": 19.4 + seed,
+        "samples_per_s": 758.3,
+        "parameters": 22_713_986,
+        "log": log,
+        "metrics": {"f1": 0.861 + 0.004 * seed, "accuracy": 0.811 + 0.003 * seed},
+        "stderr": {"f1": 0.0155, "accuracy": 0.0192},
+        "n": 408,
+    }
+    return TrainingRun.model_validate(fields | changes)
+
+
+def failed_run(seed: int, **changes: Any) -> TrainingRun:
+    blank = {"status": "failed", "reason": REASON, "log": [], "metrics": {}, "stderr": {}, "n": 0}
+    blank |= {"folder": None, "steps": 0, "best_step": 0, "seconds": 0.0, "samples_per_s": None}
+    return run_of(seed).model_copy(update=blank | changes)
+
+
+def finetuning(runs: list[TrainingRun], **changes: Any) -> Finetuning:
+    done = [run for run in runs if run.status == "done"]
+    spread = {}
+    for name in done[0].metrics if done else ():
+        found = [run.metrics[name] for run in done]
+        sd = float(np.std(found, ddof=1)) if len(found) > 1 else None
+        spread[name] = Spread(mean=float(np.mean(found)), sd=sd, n=len(found))
+    fields: dict[str, Any] = {
+        "created": "2026-07-01T12:00:00+00:00",
+        "command": "qdqbench finetune --model encoder --task mrpc --data glue --seeds 5 --out made",
+        "base": {"name": "minilm-l6", "sha256": "9f" * 32},
+        "task": {"name": "mrpc", "metrics": ["f1", "accuracy"], "labels": ["different", "same"]},
+        "data": "glue/mrpc/train 3668 rows",
+        "runs": runs,
+        "spread": spread,
+        "best_seed": done[-1].seed if done else None,
+        "warnings": [f"seed {run.seed} failed: {run.reason}" for run in runs if run.status == "failed"],
+        "environment": {"gpu": "NVIDIA H200", "versions": {"torch": "2.13.0", "accelerate": "1.14.0"}},
+    }
+    return Finetuning.model_validate(fields | changes)
+
+
+def comparison(delta: float, error: float, within_noise: bool, metric: str = "accuracy") -> Comparison:
+    versus = measured({metric: 0.9}, delta, within_noise).vs_fp32
+    assert versus is not None
+    versus.delta_stderr = {metric: error}
+    return versus
+
+
+def qat_run(gain: float = 0.0147, within: bool = False, ptq: float = -0.017, **changes: Any) -> Results:
+    """A run of the sample recipe with QAT."""
+    stages = {
+        "fp32": measured({"accuracy": 0.8968}, None),
+        "ptq": measured({"accuracy": 0.8968 + ptq}, ptq, abs(ptq) <= 0.0042),
+        "fake_quant": measured({"accuracy": 0.8968 + ptq + gain}, ptq + gain, abs(ptq + gain) <= 0.0042),
+        "onnxruntime": measured({"accuracy": 0.8956}, -0.0012),
+        "engine": measured({"accuracy": 0.8945}, -0.0023),
+    }
+    settings = {
+        "epochs": 3,
+        "learning_rate": 2e-5,
+        "amax": "learned",
+        "distill": {"logits": 1.0, "hidden": 0.0},
+    }
+    training = run_of(0, log=log_of(3, first=True), metrics={}, stderr={}, n=0, settings=settings)
+    fields = {"stages": stages, "training": training, "qat_vs_ptq": comparison(gain, 0.0042, within)}
+    return sample_run(**(fields | changes))
+
+
+def poisoned(
+    value: Any, kept: frozenset[str] = frozenset({"status", "kind", "severity"}), key: str = ""
+) -> Any:
+    """Every string of a JSON value is an attack."""
+    if isinstance(value, str):
+        return value if key in kept else GARBLED
+    if isinstance(value, dict):
+        return {name: poisoned(item, kept, name) for name, item in value.items()}
+    return [poisoned(item, kept, key) for item in value] if isinstance(value, list) else value
+
+
+def hostile() -> Finetuning:
+    result = finetuning([run_of(0, notes=["resumed"]), failed_run(1)])
+    for run in result.runs:
+        run.metrics = {GARBLED: 0.9} if run.metrics else {}
+        for row in run.log:
+            row.values = {GARBLED: row.score} if row.score is not None else {}
+    result.spread = {GARBLED: Spread(mean=0.9, sd=None, n=1)}
+    fields = poisoned(result.model_dump())
+    fields["task"]["metrics"] = [GARBLED]
+    return Finetuning.model_validate(fields)
+
+
+CASES = {
+    "five seeds": lambda: finetuning([run_of(seed) for seed in range(4)] + [failed_run(4)]),
+    "one seed": lambda: finetuning([run_of(7)]),
+    "all failed": lambda: finetuning([failed_run(0), failed_run(1, reason=None)]),
+    "no log": lambda: finetuning([run_of(0).model_copy(update={"log": []})]),
+    "twenty seeds": lambda: finetuning([run_of(seed, log=log_of(seed, 20, 1)) for seed in range(20)]),
+    "nothing": lambda: finetuning([]),
+    "not numbers": lambda: finetuning(
+        [
+            failed_run(
+                0, log=[LogRow(step=10, epoch=0.1, loss=math.nan), LogRow(step=10, epoch=0.1, score=math.inf)]
+            ),
+            run_of(1),
+        ]
+    ),
+    "hostile": hostile,
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Finetuning, Path]:
+    folder = tmp_path_factory.mktemp("finetune")
+    result = CASES[request.param]()
+    training.write_finetuning(result, folder)
+    return result, folder
+
+
+def shown(result: Finetuning, width: int = 110) -> str:
+    stream = StringIO()
+    console = Console(file=stream, width=width, force_terminal=True, color_system=None)
+    console.print(render_screen(training.finetuning_report(result)))
+    return stream.getvalue()
+
+
+def test_both_files_are_whole_and_run_nothing(made: tuple[Finetuning, Path]) -> None:
+    _, folder = made
+    assert sorted(path.name for path in folder.iterdir()) == ["finetune.html", "finetune.md"]
+    offline((folder / "finetune.html").read_text(encoding="utf-8"))
+    plain((folder / "finetune.md").read_text(encoding="utf-8"))
+
+
+def test_the_verdict_leads_and_every_seed_is_there(made: tuple[Finetuning, Path]) -> None:
+    result, folder = made
+    said = training.training_headline(formats.cleaned(result))
+    text = one_line(Page((folder / "finetune.html").read_text(encoding="utf-8")).text)
+    markdown = (folder / "finetune.md").read_text(encoding="utf-8")
+    assert one_line(said) in text
+    assert text.index(one_line(said)) < text.index("Seeds")
+    assert prose(said) in markdown.partition("## Seeds")[0]
+    for run in result.runs:
+        if run.status == "failed":
+            assert one_line(formats.clean(run.reason or "no reason was recorded")) in text
+    for word in ("nan", "inf", "None"):
+        assert not re.search(rf"(?<!\w){word}(?!\w)", markdown), word
+    assert "\x1b" not in markdown + shown(result)
+
+
+def test_markdown_tables_are_whole(made: tuple[Finetuning, Path]) -> None:
+    tables = re.findall(r"(?m)(?:^\|.*\n)+", (made[1] / "finetune.md").read_text(encoding="utf-8"))
+    assert len(tables) >= 4
+    for table in tables:
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+        assert len(widths) == 1, table[:300]
+
+
+def test_the_headline_has_mean_spread_best_and_failures() -> None:
+    runs = [run_of(0), run_of(1), failed_run(2, reason="the training loss became NaN.")]
+    assert training.training_headline(finetuning(runs)) == (
+        "MRPC F1 0.8630 on average over 2 seeds, standard deviation 0.0028 (408 validation samples); best on "
+        "its held-out rows: seed 1, 0.8650 ± 0.0155 on validation; 1 of 3 seeds FAILED: seed 2 (the training "
+        "loss became NaN)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "status"),
+    [
+        ("one seed", "MRPC F1 0.8890 ± 0.0155 (one seed, so no spread; 408 validation samples).", "good"),
+        ("all failed", "No seed of 2 was trained to its end: seed 0 (training diverged:", "bad"),
+        ("all failed", "seed 1 (no reason was recorded).", "bad"),
+        ("five seeds", "1 of 5 seeds FAILED: seed 4 (training diverged", "unclear"),
+    ],
+)
+def test_the_headline_is_honest(case: str, part: str, status: str) -> None:
+    verdict = training.finetuning_report(CASES[case]()).verdict
+    assert verdict is not None
+    assert part in verdict.sentence
+    assert verdict.state == status
+
+
+def test_a_failure_is_told_once_and_other_warnings_stay() -> None:
+    result = finetuning([run_of(0), failed_run(1)])
+    result.warnings.append("--limit 64: a part of the train split only")
+    assert training.finetuning_report(result).warnings == ["--limit 64: a part of the train split only"]
+    assert "warning: --limit 64" in shown(result)
+
+
+def test_the_row_of_a_seed() -> None:
+    run = run_of(0, stopped="no gain in 3 evaluations", steps=276, processes=2, samples_per_s=1402.5)
+    table = seeds_table(finetuning([run]))
+    cells = [cell.text for cell in table.rows[0].cells]
+    row = dict(zip(table.columns, cells, strict=True))
+    score = next(row.score for row in run.log if row.step == run.best_step and row.score is not None)
+    assert row == {
+        "seed": "0",
+        "F1": "0.8610 ± 0.0155",
+        "accuracy": "0.8110 ± 0.0192",
+        "samples": "408",
+        "held-out F1": f"{score:.4f}",
+        "steps": "276 of 460",
+        "best step": str(run.best_step),
+        "samples/s": "1,402",
+        "time": "19.4 s",
+        "trained on": "2 x NVIDIA H200, BF16",
+        "stopped": "no gain in 3 evaluations",
+    }
+    assert table.foot == []
+    [mean] = seeds_table(finetuning([run, run_of(1)])).foot
+    assert [cell.text for cell in mean.cells] == ["mean", "0.8630 sd 0.0028", "0.8125 sd 0.0021", ""]
+
+
+def test_the_terminal_fits_one_screen_and_reads_no_markup() -> None:
+    text = shown(CASES["five seeds"]())
+    assert len(text.splitlines()) <= 24
+    assert "4 seeds" in text
+    assert "[red]" in shown(hostile(), width=4000)
+
+
+def seeds_table(result: Finetuning) -> Table:
+    block = training.finetuning_report(result).sections[0].blocks[0]
+    assert isinstance(block, Table)
+    return block
+
+
+def columns_of(blocks: list[Block]) -> list[Columns]:
+    return [block for block in blocks if isinstance(block, Columns)]
+
+
+def charts_of(runs: list[TrainingRun]) -> list[str]:
+    parts = [part for block in columns_of(training.curve_blocks(runs)) for part in block.parts]
+    drawn = [each.draw() for part in parts for each in part if isinstance(each, Chart)]
+    return [svg for svg in drawn if svg]
+
+
+def facts_of(run: TrainingRun | None) -> dict[str, str]:
+    pairs = columns_of(training.training_blocks(run))[-1].parts[0][0]
+    assert isinstance(pairs, Pairs)
+    return dict(pairs.rows)
+
+
+def texts(svg: str) -> list[str]:
+    return re.findall(r">([^<>\n]+)</text>", svg)
+
+
+def test_charts_show_loss_and_every_held_out_measure() -> None:
+    charts = charts_of([run_of(0), run_of(1)])
+    titles = [re.search(r'aria-label="([^"]+)"', chart)[1] for chart in charts]  # type: ignore[index]
+    assert titles == [
+        "training loss by step",
+        "held-out F1 (chooses the weights) by step",
+        "held-out loss by step",
+        "held-out accuracy by step",
+    ]
+    for chart in charts:
+        assert {"seed 0", "seed 1", "weights kept"} <= set(texts(chart))
+    ids = re.findall(r'id="([^"]+)"', "".join(charts))
+    assert len(ids) == len(set(ids))
+    assert charts == charts_of([run_of(0), run_of(1)])
+
+
+def test_the_chart_of_a_qat_shows_where_it_began() -> None:
+    charts = charts_of([run_of(0, log=log_of(0, first=True))])
+    assert "before training (PTQ)" not in texts(charts[0])
+    assert "before training (PTQ)" in texts(charts[1])
+    assert "seed 0" not in texts(charts[1])
+
+
+def test_a_failed_seed_is_drawn_as_far_as_it_came_without_a_star() -> None:
+    charts = charts_of([run_of(0), failed_run(1, log=log_of(1))])
+    assert "seed 1, failed" in texts(charts[0])
+    assert "weights kept" not in texts(charts_of([failed_run(1, log=log_of(1))])[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "score", "name"),
+    [
+        ({"loss": 0.4, "f1": 0.9}, 0.9, "f1"),
+        ({"divergence": 0.25, "f1": 0.9}, -0.25, "divergence"),
+        ({"loss": 0.4}, 0.7, "score"),
+        ({}, 0.7, "score"),
+    ],
+)
+def test_the_score_is_named_after_the_measure_that_it_is(
+    values: dict[str, float], score: float, name: str
+) -> None:
+    row = LogRow(step=5, epoch=1, score=score, values=values)
+    run = run_of(0, log=[row])
+    assert training.score_name([run]) == name
+    assert training.points_of(run, name) == [(5, values.get(name, score))]
+    assert facts_of(run)[f"held-out {training.labelled_measure(name)}"] == f"{values.get(name, score):.4f}"
+
+
+def test_a_log_without_a_number_gives_no_chart() -> None:
+    assert charts_of([]) == []
+    row = LogRow(step=1, epoch=1, loss=math.nan, score=None)
+    assert charts_of([run_of(0, log=[row])]) == []
+
+
+# QAT in the report of a run
+
+
+@pytest.mark.parametrize(
+    ("results", "clause"),
+    [
+        (
+            qat_run(),
+            "QAT won back 0.0147 ± 0.0042 of accuracy (against FP32: PTQ -0.0170 ± 0.0021, beyond noise, QAT "
+            "-0.0023 ± 0.0021, within noise)",
+        ),
+        (
+            qat_run(gain=-0.011, ptq=-0.001),
+            "QAT made it WORSE by 0.0110 ± 0.0042 of accuracy (against FP32: PTQ -0.0010 ± 0.0021, within "
+            "noise, QAT -0.0120 ± 0.0021, beyond noise)",
+        ),
+        (
+            qat_run(gain=-0.002, within=True, ptq=-0.001),
+            "QAT changed accuracy by -0.0020 ± 0.0042, within noise (against FP32: PTQ -0.0010",
+        ),
+        (
+            qat_run(gain=0.0, within=True, training=run_of(0).model_copy(update={"best_step": 0})),
+            "QAT gained nothing: the weights before training were the best on the held-out rows (against "
+            "FP32: PTQ -0.0170",
+        ),
+        (qat_run(qat_vs_ptq=None), "QAT and PTQ were not compared with each other (against FP32: PTQ"),
+        (qat_run(stages=sample_run().stages), "PTQ and QAT were not both scored"),
+    ],
+)
+def test_the_verdict_says_what_training_won_back(results: Results, clause: str) -> None:
+    said = wording.run_verdict(results)
+    assert wording.qat_clause(results).startswith(clause)
+    assert f"; {clause}" in said.sentence
+    assert clause in one_line(terminal(results, width=1000))
+
+
+def test_a_run_with_qat_shows_both_models_everywhere(tmp_path: Path) -> None:
+    results = qat_run()
+    markdown, html = written(results, tmp_path)
+    text = one_line(Page(html).text)
+    shown_text = terminal(results, width=160)
+    for place in (markdown, text, shown_text):
+        assert place.index("FP32") < place.index("PTQ fake-quant") < place.index("QAT fake-quant")
+    table = markdown.partition("## Accuracy")[2].partition("##")[0]
+    stages = [
+        line.split("|")[1].strip().partition(" (torch")[0]
+        for line in table.splitlines()
+        if re.match(r"\| .*0\.8", line)
+    ]
+    assert stages == ["FP32", "PTQ fake-quant", "QAT fake-quant", "ONNX Runtime", "engine (TensorRT-RTX)"]
+    chart = set(texts(html))
+    assert {"PTQ fake-quant", "QAT fake-quant", "training loss", "before training (PTQ)"} <= chart
+    assert "accuracy, QAT against PTQ" in text
+    assert "distill.logits" in text
+    assert DISTANCE in text
+    page = Page(html)
+    assert len(page.ids) == len(set(page.ids))
+    assert not page.open
+
+
+def test_a_missing_ptq_stage_is_missed_only_with_qat() -> None:
+    without = qat_run(stages=sample_run().stages)
+    assert "PTQ fake-quant was skipped: no reason was recorded." in wording.run_verdict(without).notes
+    assert not any("PTQ" in line for line in wording.run_verdict(sample_run()).notes)
+    assert (sample_run().expected_stages, without.expected_stages) == (STAGES, QAT_STAGES)
+
+
+def test_a_run_without_qat_does_not_speak_of_it(tmp_path: Path) -> None:
+    for text in (*written(sample_run(), tmp_path), terminal(sample_run())):
+        assert not re.search(r"PTQ|QAT fake|uantization-aware", text)
+
+
+def test_what_the_section_says_of_a_training() -> None:
+    facts = facts_of(qat_run().training)
+    assert facts["steps"] == "460 of 460"
+    assert facts["stopped"] == "after the last step"
+    assert re.fullmatch(r"0\.0\d{3}, before training 0\.0\d{3}", facts[DISTANCE])
+    assert facts["trained on"] == "NVIDIA H200, BF16"
+    assert facts["rows"] == "3,301, and 367 held out"
+    assert training.training_blocks(None) == []
+
+
+def test_training_that_gained_nothing_says_so() -> None:
+    run = run_of(0, log=log_of(0, first=True)).model_copy(update={"best_step": 0, "stopped": "no gain"})
+    facts = facts_of(run)
+    assert facts["weights kept"] == "of step 0: the weights before training, so it gained nothing"
+    assert "before training" not in facts[DISTANCE]
+
+
+def test_hostile_strings_of_a_qat_stay_text(tmp_path: Path) -> None:
+    results = qat_run()
+    assert results.training is not None
+    fields = results.model_dump()
+    fields["training"] = poisoned(fields["training"]) | {
+        "notes": [GARBLED],
+        "settings": {GARBLED: GARBLED},
+    }
+    for row in fields["training"]["log"]:
+        row["values"] = {GARBLED: 0.5} if row["score"] is not None else {}
+    markdown, html = written(Results.model_validate(fields), tmp_path)
+    offline(html)
+    plain(markdown)
+
+
+def test_a_training_without_a_log_still_has_its_section(tmp_path: Path) -> None:
+    run = run_of(0).model_copy(update={"log": [], "samples_per_s": None})
+    markdown, html = written(qat_run(training=run), tmp_path)
+    assert "No step was logged" in html
+    assert "| held-out score | not measured |" in markdown
+
+
+def test_results_with_a_training_survive_json() -> None:
+    results = qat_run()
+    again = Results.model_validate_json(json.dumps(results.model_dump(mode="json"), allow_nan=False))
+    assert again == results

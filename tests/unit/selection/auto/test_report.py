@@ -1,0 +1,222 @@
+"""What a report of `auto` shows, of made-up steps."""
+
+import pytest
+
+from qdqbench.eval.reporting.render import render_screen
+from qdqbench.eval.selection.auto.report import auto_report, explain_step, unmet_lines, write_auto
+from qdqbench.eval.selection.auto.results import (
+    Auto,
+    AutoChoice,
+    AutoStep,
+    Criteria,
+    NestedFolds,
+    Proposal,
+    StepRun,
+)
+from qdqbench.eval.selection.search.results import Source
+from qdqbench.eval.selection.trials.results import Failure
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.utils.comparison import GateIssue
+
+from ...support.pages import HOSTILE, offline, plain
+from ...support.records import comparison, speedup
+
+LATE = "it needs about 71.5 s, as the last step did, and"
+
+
+def versus(delta, error):
+    return {"validation": comparison({"matthews": delta}, error)}
+
+
+def drop(value):
+    return GateIssue(
+        code="accuracy",
+        state="failed",
+        stage="engine",
+        metric="matthews",
+        value=value,
+        stderr=0.006,
+        limit=0.005,
+    )
+
+
+def done(name, kind, delta, previous=None, *, nested=None, issues=()):
+    recipe = load_recipe("bert-int8-linears").model_copy(update={"name": name})
+    source = Source(mode="latency", cpu="a CPU", backend="openvino", version="1", batch=32, length=128)
+    run = StepRun(
+        folder=f"{name}/run",
+        recipe_file=f"{name}/run.yaml",
+        engine=f"{name}/run/engine/model.engine",
+        int8_linears=36,
+        int8_attention=0,
+        stage="engine",
+        previous=previous,
+        vs_previous=versus(0.02, 0.004) if previous else {},
+        source=source,
+        not_timed=None,
+        issues=issues,
+        nested=nested,
+    )
+    return AutoStep(
+        recipe=recipe,
+        origin="shipped" if kind == "shipped" else "calibration",
+        scores=versus(delta, 0.006),
+        speedup=speedup(1.4, 1.3, 1.5, ms=1.5),
+        name=name,
+        kind=kind,
+        status="done",
+        proposal=Proposal(base="bert-int8-linears", samples=512, share=0.4, method="percentile/99.99"),
+        estimate_s=60.0,
+        seconds=71.5,
+        run=run,
+    )
+
+
+def skipped(name):
+    return AutoStep(
+        recipe=None, origin="qat", name=name, kind=name, status="skipped", skipped="budget", estimate_s=71.5
+    )
+
+
+def sample(name="a-model", *, passed=True):
+    nested = NestedFolds(folds=5, scores=versus(-0.004, 0.007), others=0.2, unmet=[])
+    second = (
+        done("methods", "methods", -0.002, "bert-int8-linears", nested=nested)
+        if passed
+        else done("methods", "methods", -0.02, "bert-int8-linears", issues=[drop(0.02)])
+    )
+    failed = AutoStep(
+        recipe=None,
+        origin="tpe",
+        name="search",
+        kind="search",
+        status="failed",
+        failure=Failure(code="check", text=name),
+        estimate_s=20.0,
+        seconds=3.0,
+    )
+    steps = [
+        done("bert-int8-linears", "shipped", -0.029, issues=[drop(0.029)]),
+        second,
+        skipped("islands"),
+        failed,
+        skipped("qat"),
+    ]
+    return Auto(
+        created="2026-01-01T00:00:00+00:00",
+        command=f"qdqbench auto {name}",
+        folder="runs/a",
+        model={"name": name, "sha256": "0" * 64},
+        task={"name": "cola", "metrics": ["matthews"]},
+        data={"source": name, "evaluation": {"validation": 1043}, "proposals": 512, "limit": None},
+        seed=0,
+        gate=Criteria(max_drop=0.005),
+        metric="matthews",
+        fp32={"matthews": 0.42},
+        budget_s=160.0,
+        elapsed_s=146.0,
+        steps=steps,
+        choice=AutoChoice(
+            passed=passed,
+            step="methods",
+            recipe="runs/a/best.yaml",
+            engine="runs/a/methods/run/engine/model.engine",
+            run="runs/a/methods/run",
+            command="qdqbench run runs/a/best.yaml --model a-model --task cola",
+        ),
+        warnings=[f"a warning {name}"],
+        notes=[f"a note {name}"],
+        environment={"git": None},
+    )
+
+
+def pages(folder, **how):
+    write_auto(sample(**how), folder)
+    return [(folder / f"auto.{kind}").read_text() for kind in ("html", "md")]
+
+
+def test_the_report_tells_the_story(tmp_path):
+    for text in pages(tmp_path):
+        said = text.replace("\\", "")
+        for each in (
+            "Deploy methods: Matthews -0.20 ± 0.60 points (within noise) against FP32, 1.40x.",
+            "by the choice of the others (5 folds) the result is -0.40 ± 0.70 points (within",
+            "engine: matthews is 0.0290 below FP32",
+            "percentile/99.99, 40% of the divergence of bert-int8-linears on 512 train rows",
+            "+2.00 ± 0.40",
+            "60.0 s estimated, 71.5 s taken",
+            f"Skipped: {LATE} 17.0 s of 2 min 40 s are left",
+            "runs/a/methods/run/engine/model.engine",
+            "qdqbench run runs/a/best.yaml",
+        ):
+            assert each in said, each
+
+
+def test_none_that_holds_is_said_with_what_the_best_lacks(tmp_path):
+    for text in pages(tmp_path, passed=False):
+        said = text.replace("\\", "")
+        assert "No recipe holds. The best that was found is methods" in said
+        assert "matthews is 0.0200 below FP32 (paired standard error 0.0060)" in said
+
+
+def test_the_page_is_whole_and_names_of_others_are_only_text(tmp_path, capsys):
+    from rich.console import Console
+
+    page, markdown = pages(tmp_path, name=HOSTILE)
+    assert offline(page).tags.count("svg") == 1
+    assert plain(markdown)
+    Console(width=80).print(render_screen(auto_report(sample(HOSTILE))))
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "[red]" in shown
+
+
+def test_the_terminal_fits_80_columns_and_tells_a_reason_once(capsys):
+    from rich.console import Console
+
+    Console(width=80).print(render_screen(auto_report(sample())))
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert f"islands: Skipped: {LATE}" in " ".join(shown.split())
+    assert "…" not in shown
+
+
+def test_the_file_is_read_back(tmp_path):
+    (tmp_path / "auto.json").write_text(sample().model_dump_json())
+    assert Auto.model_validate_json((tmp_path / "auto.json").read_text()) == sample()
+    table = sample().to_frame().set_index("step")
+    assert table.loc["methods", "delta"] == -0.002
+    assert list(table.status) == ["done", "done", "skipped", "failed", "skipped"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("holds", "methods holds the gate"),
+        ("no base", "no shipped recipe finished"),
+        ("no remedy", "it changes nothing about what is unmet: engine: matthews is 0.0290 below"),
+        ("only speed", "only speed is lacking, and weights cannot give it"),
+    ],
+)
+def test_reasons_in_words(reason, words):
+    auto = sample()
+    auto.steps[-1].skipped = reason
+    assert words in explain_step(auto, auto.steps[-1])
+
+
+def test_no_finished_step_names_each_reason_once():
+    auto = sample()
+    auto.choice = AutoChoice(passed=False, step=None)
+    auto.steps = [
+        AutoStep(
+            recipe=None,
+            origin="shipped",
+            name=name,
+            kind="shipped",
+            status="failed",
+            failure=Failure(code="check", text="FP32 is wrong"),
+        )
+        for name in ("one", "two")
+    ]
+    assert unmet_lines(auto) == ["no step finished: one, two: FP32 is wrong"]
+    assert auto_report(auto).verdict.failures == unmet_lines(auto)

@@ -1,0 +1,219 @@
+"""Calibration methods side by side: the rows, one pass for all methods, and the table."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qdqbench.eval.reporting.document import Table
+from qdqbench.eval.selection.methods.measure import (
+    METHODS,
+    list_cases,
+    list_sections,
+    write_calibrated_recipe,
+)
+from qdqbench.eval.selection.methods.report import methods_report, write_methods
+from qdqbench.eval.selection.methods.results import MethodRow, Methods
+from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Failure, Scores, Trial
+from qdqbench.quantize.pipeline.session import RunConfig, Session
+from qdqbench.quantize.recipe.schema import load_recipe, parse_recipe
+from qdqbench.quantize.recipe.sections import Calibration
+from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.utils.comparison import Comparison
+from qdqbench.quantize.utils.errors import UserError
+
+from ...support import records
+from ...support.pages import HOSTILE, offline, plain
+from ...support.tiny_bert import recipe_with
+
+OWN = Calibration()
+
+
+# Rows.
+
+
+def differing(section: Calibration, own: Calibration) -> set[str]:
+    return {name for name, value in section if value != getattr(own, name)}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        OWN,
+        Calibration(method="percentile/99.95", weights_method="mse", smoothing=0.5, bias_correction=True),
+        Calibration(smoothing="gain", method="entropy"),
+        Calibration(smoothing=0.65),
+    ],
+)
+def test_default_rows_change_one_thing_beside_the_grid(own: Calibration) -> None:
+    found = list_sections(own, (), ())
+    assert found[0] == own
+    assert len(found) == len({section.model_dump_json() for section in found})
+    single = [section for section in found if len(differing(section, own)) == 1]
+    changed = {next(iter(differing(section, own))) for section in single}
+    assert changed == {
+        "method",
+        "smoothing",
+        "weights_method",
+        "bias_correction",
+        "outlier_channel_splitting",
+    }
+    assert {section.method for section in found} == {*METHODS, own.method}
+    assert {"none", own.smoothing, "gain"} <= {section.smoothing for section in found}
+    assert all(differing(section, own) <= {"method", "smoothing"} or section in single for section in found)
+    assert 10 <= len(found) <= 18
+
+
+def test_named_methods_and_smoothings_make_the_grid() -> None:
+    found = list_sections(OWN, ("max", "mse"), ("none", "0.4", "gain"))
+    assert {(section.method, section.smoothing) for section in found} == {
+        (method, smoothing) for method in ("max", "mse") for smoothing in ("none", 0.4, "gain")
+    }
+    assert all(differing(section, OWN) <= {"method", "smoothing"} for section in found)
+
+
+def test_the_recipe_stays_when_it_is_not_named() -> None:
+    assert list_sections(OWN, ("entropy",), ("0.4",))[0] == OWN
+
+
+@pytest.mark.parametrize(
+    ("methods", "smooths", "named"),
+    [
+        (["average"], [], "average"),
+        (["percentile/30"], [], "percentile/30"),
+        ([], ["much"], "much"),
+        ([], ["1.5"], "1.5"),
+        ([], ["nan"], "nan"),
+    ],
+)
+def test_what_is_no_method_is_named(methods: list[str], smooths: list[str], named: str) -> None:
+    with pytest.raises(UserError, match=re.escape(named)) as caught:
+        list_sections(OWN, methods, smooths)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
+def test_the_recipe_written_holds_the_section(name: str) -> None:
+    section = Calibration(
+        method="percentile/99.99", smoothing=0.5, weights_method="mse", bias_correction=True
+    )
+    recipe, text = write_calibrated_recipe(load_recipe(name), section)
+    again = parse_recipe(text, "recipe.yaml")
+    assert again.calibration == section
+    assert again.name == f"{name}-calibrated"
+    assert again.rules == load_recipe(name).rules
+    assert write_calibrated_recipe(recipe, section)[0].name == again.name  # not twice
+
+
+# The table.
+
+
+def comparison(delta: float, **changes: Any) -> Comparison:
+    return records.comparison({"f1": delta}, 0.004, **changes)
+
+
+def row(
+    method: str,
+    value: float,
+    *,
+    best: bool = False,
+    given: bool = False,
+    failed: bool = False,
+    smoothing: float | str = "none",
+    splits: tuple[str, ...] = ("validation",),
+) -> MethodRow:
+    recipe = load_recipe("bert-int8-linears")
+    section = recipe.calibration.model_copy(update={"method": method, "smoothing": smoothing})
+    trial = Trial(
+        recipe=recipe.model_copy(update={"calibration": section}),
+        origin="given" if given else "calibration",
+    )
+    if failed:
+        trial.failure = Failure(code="check", text=HOSTILE)
+        return MethodRow(trial=trial)
+    place = "bert.encoder.layer.0.output.dense.input_quantizer"
+    trial.calibration = CalibrationCost(seconds=12.34, amax_over_rms=44.4, amax_over_rms_at=place)
+    sqnr = None if best else 21.5
+    trial.scores = {
+        DRAW: comparison(0.0, divergence=value, divergence_stderr=value / 10, sqnr_db=sqnr),
+        **{split: comparison(-0.02 if best else -0.001) for split in splits},
+    }
+    above = value - 0.001
+    return MethodRow(trial=trial, best=best, above_best=above, above_best_stderr=0.0002, ties=value < 0.0014)
+
+
+def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> Methods:
+    return Methods(
+        created="2026-01-01T00:00:00+00:00",
+        command=f"qdqbench methods {name}",
+        recipe=load_recipe("bert-int8-linears").model_dump(mode="json"),
+        model={"name": name, "sha256": "0"},
+        task={"name": "mrpc"},
+        data={"split": "train", "samples": 256, "calibration": 512, "rows": 3668},
+        seed=0,
+        batch_size=32,
+        metric="f1",
+        divergence="kl",
+        fp32={split: Scores(metrics={"f1": 0.855}, stderr={"f1": 0.01}, n=400) for split in splits},
+        rows=[
+            row("max", 0.005, given=True, splits=splits),
+            row("mse", 0.0013, splits=splits),
+            row("entropy", 0.001, best=True, smoothing=0.65, splits=splits),
+            row("percentile/99.9", 0.0, failed=True),
+        ],
+        recipe_name="bert-int8-linears-calibrated",
+        warnings=[f"a warning {name}"],
+        notes=[f"a note {name}"],
+        timings={"total_s": 100.0},
+        environment={},
+    )
+
+
+def test_words_and_figures_of_the_table() -> None:
+    report = methods_report(table())
+    assert report.verdict is not None
+    (grid,) = [block for block in report.sections[0].blocks if isinstance(block, Table)]
+    cells = [dict(zip(grid.columns, each.cells, strict=False)) for each in grid.rows]
+    assert [each["method"].note for each in cells] == ["the recipe", "=", "best", ""]
+    given, _, best, failed = cells
+    assert given["of the recipe's"].text == "100%"
+    assert (best["of the recipe's"].text, best["SQNR"].text) == ("20%", "equal")
+    assert given["F1 against FP32"].short == "-0.0010 ± 0.0040 ~"
+    assert best["F1 against FP32"].short is None
+    assert (failed["divergence"].state, failed["divergence"].short) == ("bad", "failed")
+    assert "entropy, smooth 0.65" in report.verdict.sentence
+    assert "-0.0200 ± 0.0040" in report.verdict.sentence
+
+
+def test_each_validation_split_has_its_columns() -> None:
+    report = methods_report(table(splits=("validation_matched", "validation_mismatched")))
+    (grid,) = [block for block in report.sections[0].blocks if isinstance(block, Table)]
+    shown = [name for name in grid.columns if "F1" in name]
+    assert shown == [
+        "F1 (matched)",
+        "F1 (matched) against FP32",
+        "F1 (mismatched)",
+        "F1 (mismatched) against FP32",
+    ]
+    assert grid.screen is not None
+    assert [grid.columns[at] for at in grid.screen] == ["method", "divergence", *shown[1::2]]
+
+
+def test_files_hold_hostile_names(tmp_path: Path) -> None:
+    found = table(name=HOSTILE)
+    paths = write_methods(found, tmp_path)
+    assert [path.name for path in paths] == ["methods.json", "methods.md", "methods.html"]
+    assert Methods.model_validate_json(paths[0].read_text()) == found
+    assert offline(paths[2].read_text()).tags.count("svg") == 2
+    assert plain(paths[1].read_text())
+
+
+@pytest.mark.parametrize("match", ["encoder.layer.*", "encoder.layer.*.self.*"])
+def test_splitting_is_a_row_where_there_is_something_to_split(tiny_bert: Path, match: str) -> None:
+    rules = [{"match": match, "type": "Linear", "weights": "int8/per-channel", "input": "int8/per-tensor"}]
+    task = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
+    config = RunConfig(recipe=recipe_with(rules=rules), model=str(tiny_bert), task=task, data="none")
+    cases = list_cases(Session(config, tiny_bert), (), ())
+    split = {case.section.outlier_channel_splitting for case in cases}
+    assert split == ({0, 64} if match == "encoder.layer.*" else {0})

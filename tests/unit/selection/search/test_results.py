@@ -1,0 +1,338 @@
+"""Choosing a recipe, the front, domination, confirmation, and reports."""
+
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from qdqbench.eval.reporting.render import render_screen, write_report
+from qdqbench.eval.runs.gate.gate import issue_sentence
+from qdqbench.eval.selection.search import confirm
+from qdqbench.eval.selection.search.confirm import compare_drops, explain_no_int8, judge_confirmed, rivals_of
+from qdqbench.eval.selection.search.report import (
+    describe_choice,
+    describe_rule,
+    draw_front,
+    headline,
+    search_report,
+)
+from qdqbench.eval.selection.search.results import (
+    ConfirmedRecipe,
+    Ranking,
+    Search,
+    SearchOutcome,
+    SearchTrial,
+    Source,
+    choose_trial,
+    dominates,
+    mark_trials,
+    read_search,
+)
+from qdqbench.eval.selection.trials.results import Failure, Scores
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.sections import GateSettings
+from qdqbench.quantize.utils.errors import UserError
+
+from ...support import records
+from ...support.pages import offline, plain
+
+GATE = GateSettings(max_drop=0.003)
+LINEARS = load_recipe("bert-int8-linears")
+
+
+def trial_of(number, drop, divergence, ms, **changes):
+    error = changes.pop("error", 0.0001)
+    return records.search_trial(number, divergence, 2 / ms, drop, error, recipe=LINEARS, **changes)
+
+
+def failed_trial(number, text="no"):
+    return SearchTrial(number=number, recipe=None, origin="tpe", failure=Failure(code="check", text=text))
+
+
+def confirmed(name, drop, ms, error=0.001, **changes):
+    fields = {"name": name, "recipe": LINEARS, "origin": "shipped", "speedup": records.speedup(2 / ms, ms=ms)}
+    fields["scores"] = {"validation": records.comparison({"accuracy": -drop}, error)}
+    return ConfirmedRecipe.model_validate(fields | changes)
+
+
+def chosen_by(trials, gate=GATE):
+    mark_trials(trials, gate, "divergence")
+    return choose_trial(trials, gate)
+
+
+def test_the_fastest_that_holds_is_chosen():
+    trials = [trial_of(0, 0.001, 0.1, 1.5), trial_of(1, 0.002, 0.2, 1.2), trial_of(2, 0.02, 0.5, 1.0)]
+    assert chosen_by(trials) == SearchOutcome(chosen=1, holding=2)
+
+
+def test_what_only_a_failing_trial_beats_is_chosen():
+    trials = [trial_of(0, 0.0, 0.0, 2.0), trial_of(1, 0.006, 0.010, 1.0), trial_of(2, 0.001, 0.012, 1.05)]
+    assert chosen_by(trials).chosen == 2
+    assert [trial.on_front for trial in trials] == [True, True, False]
+
+
+def test_milliseconds_of_another_hour_do_not_decide():
+    trials = [trial_of(0, 0.001, 0.1, 1.00), trial_of(1, 0.001, 0.1, 1.05)]
+    trials[1].speedup.system_ms = 0.97
+    assert chosen_by(trials).chosen == 0
+    assert [trial.on_front for trial in trials] == [True, False]
+
+
+def test_equal_latency_goes_to_the_most_accurate():
+    trials = [trial_of(0, 0.001, 0.3, 1.000), trial_of(1, 0.001, 0.1, 1.005), trial_of(2, 0.0, 0.01, 1.2)]
+    assert chosen_by(trials) == SearchOutcome(chosen=1, holding=3, equal=2)
+
+
+def test_a_drop_within_noise_holds():
+    assert chosen_by([trial_of(0, 0.004, 0.1, 1.0, error=0.003)]).chosen == 0
+
+
+def test_the_most_accurate_that_is_fast_enough():
+    speeds = {0: 1.3, 1: 1.41, 2: 1.9}
+    trials = [trial_of(n, 0.1, 0.1 * n, 2.0 / s) for n, s in speeds.items()]
+    assert chosen_by(trials, GateSettings(max_drop=0.0, min_speedup=1.4)).chosen == 1
+
+
+@pytest.mark.parametrize(
+    ("gate", "best"), [(GateSettings(max_drop=0.0001), 1), (GateSettings(min_speedup=9.0), 0)]
+)
+def test_nothing_holds_and_the_nearest_is_known(gate, best):
+    trials = [trial_of(0, 0.05, 0.1, 1.0), trial_of(1, 0.04, 0.2, 1.1)]
+    assert chosen_by(trials, gate) == SearchOutcome(best=best)
+    assert chosen_by([], gate) == SearchOutcome()
+
+
+def test_without_latencies_the_largest_int8_share_is_chosen():
+    shares = {0: (0.0, 0.2), 1: (0.0, 0.7), 2: (0.1, 0.9)}
+    trials = [
+        trial_of(n, drop, 0.1 * n, 1.0, speedup=None, int8_share=share) for n, (drop, share) in shares.items()
+    ]
+    assert chosen_by(trials).chosen == 1
+    assert [trial.on_front for trial in trials] == [True] * 3
+
+
+@pytest.mark.parametrize("objective", ["divergence", "drop"])
+def test_the_front_holds_what_nothing_beats(objective):
+    trials = [
+        trial_of(0, 0.00, 0.0, 2.0),
+        trial_of(1, 0.01, 0.1, 1.0),
+        trial_of(2, 0.02, 0.2, 1.5),  # beaten by 1
+        trial_of(3, 0.01, 0.1, 1.0, duplicate_of=1),
+        failed_trial(4),
+    ]
+    mark_trials(trials, GATE, objective)
+    assert [trial.number for trial in trials if trial.on_front] == [0, 1]
+    assert [trial.number for trial in trials if trial.holds] == [0]
+
+
+@pytest.mark.parametrize(
+    ("gain", "ms", "expected"),
+    [
+        (0.0, 1.0, False),
+        (0.01, 1.0, True),
+        (0.0, 0.9, True),
+        (0.01, 1.1, False),
+        (-0.01, 0.9, False),
+        (0.0, 0.995, False),  # within 1%
+        (0.01, 1.005, True),
+    ],
+)
+def test_domination_is_at_least_as_good_in_both_and_better_in_one(gain, ms, expected):
+    assert dominates(confirmed("a", 0.1 - gain, ms), confirmed("chosen", 0.1, 1.0)) is expected
+
+
+def test_agreement_allows_for_both_errors():
+    searched = trial_of(0, 0.0, 0.1, 1.0, error=0.003)
+    assert compare_drops(searched, confirmed("x", 0.006, 1.0)).within_noise
+    assert not compare_drops(searched, confirmed("x", 0.0064, 1.0)).within_noise
+    assert compare_drops(failed_trial(0), confirmed("x", 0.0, 1.0)) is None
+
+
+@pytest.mark.parametrize(("backend", "residuals"), [("tensorrt_rtx", True), ("onnxruntime", False)])
+def test_rivals_are_of_the_family_and_can_run_there(backend, residuals):
+    engine = LINEARS.engine.model_copy(update={"backend": backend})
+    found = rivals_of(LINEARS.model_copy(update={"engine": engine}))
+    assert {each.model.family for each in found} == {"bert"}
+    assert not any(each.qat for each in found)
+    assert any(each.int8_residual for each in found) == residuals
+
+
+def test_confirmation_holds_or_says_why():
+    gate = GateSettings(max_drop=0.003, min_speedup=1.5)
+    assert judge_confirmed(confirmed("x", 0.002, 1.0), gate, "accuracy") == []
+    drop, slow = judge_confirmed(confirmed("x", 0.01, 1.9), gate, "accuracy")
+    assert (drop.code, drop.state, drop.stage, drop.value) == ("accuracy", "failed", "fake_quant", 0.01)
+    assert (slow.code, slow.state, slow.value) == ("min_speedup", "failed", pytest.approx(2 / 1.9))
+    row = confirmed("x", 0.004, 1.0, error=0.002)
+    row.engine["validation"] = records.comparison({"accuracy": -0.02}, 0.001)
+    issues = judge_confirmed(row, gate, "accuracy")
+    assert [(each.stage, each.state) for each in issues] == [
+        ("fake_quant", "within noise"),
+        ("engine", "failed"),
+    ]
+
+
+def test_a_chosen_recipe_that_fails_is_a_failure_with_its_reason(tmp_path):
+    failure = Failure(code="check", text="2 layers are not in INT8")
+    row = ConfirmedRecipe(name="found", recipe=LINEARS, origin="tpe", failure=failure)
+    (issue,) = judge_confirmed(row, GateSettings(), "accuracy")
+    assert issue_sentence(issue) == "the chosen recipe failed: 2 layers are not in INT8"
+    found = sample_search(confirmed=[row], agreement=None, outcome=SearchOutcome(chosen=1, issues=[issue]))
+    for path in write_report(search_report(found), tmp_path, "search"):
+        assert "2 layers are not in INT8" in path.read_text()
+    assert "validation does not confirm it" in headline(found)
+
+
+@pytest.mark.parametrize(
+    ("gate", "mode", "text"),
+    [
+        ({"max_drop": 0.003}, "latency", "at most 0.3 points lost, fastest"),
+        ({"max_drop": 0.01}, "int8-share", "at most 1 point lost, largest INT8 share of multiply-adds"),
+        ({"min_speedup": 1.4}, "latency", "at least 1.4x as fast as the BF16 engine, most accurate"),
+    ],
+)
+def test_rules_in_words(gate, mode, text):
+    source = Source(mode=mode, backend="b", version="v", batch=1, length=1, twin="BF16")
+    recipe = LINEARS.model_copy(update={"gate": GateSettings(**gate)})
+    assert describe_rule(sample_search(source=source, recipe=recipe.model_dump(mode="json"))) == text
+
+
+def test_choices_in_words():
+    trials = [trial_of(0, 0.004, 0.1, 1.0, error=0.003), trial_of(1, 0.004, 0.2, 1.0, error=0.003)]
+    recipe = LINEARS.model_copy(update={"gate": GATE}).model_dump(mode="json")
+    found = sample_search(trials=trials, outcome=chosen_by(trials), recipe=recipe)
+    assert describe_choice(found) == (
+        "the fastest of 2 recipes that lose at most 0.3 points (it lost 0.40, which is within noise of "
+        "that), and the most accurate of the 2 within 1% of that"
+    )
+    fast = LINEARS.model_copy(update={"gate": GateSettings(min_speedup=9.0)}).model_dump(mode="json")
+    none = sample_search(trials=trials, outcome=SearchOutcome(best=1), recipe=fast)
+    assert describe_choice(none) == (
+        "none is 9x as fast as the FP16 engine; the best was trial 1 with a drop of 0.40 points and 2.00x"
+    )
+    assert "no trial came to an end" in describe_choice(sample_search(outcome=SearchOutcome()))
+
+
+def test_reports_name_the_baseline(tmp_path):
+    source = sample_search().source.model_copy(update={"cpu": "c", "twin": "BF16"})
+    versions = dict.fromkeys(("torch", "transformers", "nvidia-modelopt"), "1")
+    found = sample_search(source=source, environment={"versions": versions})
+    for path in write_report(search_report(found), tmp_path, "search"):
+        text = path.read_text()
+        assert "over BF16" in text
+        assert "over FP16" not in text
+
+
+def sample_search(**changes):
+    trials = [
+        trial_of(0, 0.001, 0.1, 1.5, origin="given"),
+        trial_of(1, 0.002, 0.2, 1.2),
+        trial_of(2, 0.002, 0.2, 1.3, origin="shipped", shipped="bert-int8-ffn"),
+        failed_trial(3, "out of <memory> | bar"),
+    ]
+    outcome = chosen_by(trials)
+    outcome.passed = True
+    values = {
+        "created": "2026-01-01T00:00:00+00:00",
+        "command": "qdqbench search",
+        "recipe": LINEARS.model_dump(mode="json"),
+        "model": "folder/my-model",
+        "task": "sst2",
+        "metric": "accuracy",
+        "settings": {"samples": 1024},
+        "study": "x",
+        "objective": "divergence",
+        "ranking": Ranking(units=[(0, "qkv"), (1, "ffn-in")], attention=[1, 0], file="x.json"),
+        "source": Source(mode="latency", gpu="g", backend="b", version="v", batch=32, length=128),
+        "fp32": {"validation": Scores(metrics={"accuracy": 0.9}, stderr={"accuracy": 0.01}, n=872)},
+        "trials": trials,
+        "outcome": outcome,
+        "confirmed": [
+            confirmed("found", 0.0, 1.2, origin="tpe"),
+            confirmed("bert-int8-ffn", -0.01, 1.1, dominates=True),
+        ],
+        "agreement": compare_drops(trials[1], confirmed("found", 0.0, 1.2)),
+        "warnings": ["4 trials are few"],
+        "notes": [],
+        "environment": {"gpu": "none"},
+    }
+    return Search.model_validate(values | changes)
+
+
+NOTHING = {"outcome": SearchOutcome(), "confirmed": [], "agreement": None}
+
+
+@pytest.mark.parametrize("changes", [{}, NOTHING, NOTHING | {"trials": []}])
+def test_reports_name_the_device_and_stay_offline(tmp_path, changes):
+    found = sample_search(**changes)
+    markdown, page = paths = write_report(search_report(found), tmp_path, "search")
+    plain(markdown.read_text())
+    offline(page.read_text())
+    for path in paths:
+        text = path.read_text()
+        assert "measured on g, b v" in text.replace("\\", "")
+        assert "<memory>" not in text.replace("\\<memory>", "") or path.suffix == ".md"
+    if found.trials:
+        assert "shipped recipe" in draw_front(found)
+
+
+def test_without_latencies_reports_compare_the_int8_share(tmp_path, capsys):
+    found = sample_search(source=Source(mode="int8-share", batch=32, length=128))
+    for number, each in enumerate([*found.trials, *found.confirmed]):
+        each.speedup, each.int8_share = None, number / 10
+    for path in write_report(search_report(found), tmp_path, "search"):
+        assert "INT8 share of multiply-adds" in path.read_text()
+        assert "over FP16" not in path.read_text()
+    assert "latency not measured" in headline(found)
+    assert "not in INT8, %" in draw_front(found)
+    Console(width=80).print(render_screen(search_report(found)))
+    assert "INT8 share" in capsys.readouterr().out
+
+
+def test_search_json_is_read_back(tmp_path):
+    path = tmp_path / "search.json"
+    found = sample_search()
+    path.write_text(found.model_dump_json())
+    assert read_search(path) == found
+    path.write_text("{}")
+    with pytest.raises(UserError, match="no search of this version"):
+        read_search(path)
+
+
+def test_a_recipe_that_cannot_be_confirmed_is_a_row_with_its_reason(monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setattr(confirm, "_confirm", broken)
+    worker = SimpleNamespace(work=SimpleNamespace(session=SimpleNamespace(recipe=LINEARS)))
+    rows = confirm.confirm_recipes(worker, trial_of(3, 0.0, 0.1, 1.0), LINEARS)
+    assert len(rows) > 2
+    assert {row.failure.text for row in rows} == {"RuntimeError: the GPU is gone"}
+
+
+@pytest.mark.parametrize(
+    ("tried", "confirmed_ms", "expected"),
+    [
+        (None, 1.0, "no recipe with INT8 was tried"),
+        (4.0, 3.0, "no recipe with INT8 is faster than FP16"),
+        (1.5, 3.0, "none of the 1 tried with INT8"),
+        (4.0, 1.0, "none of the 1 tried with INT8"),
+    ],
+)
+def test_why_nothing_in_int8_was_chosen_is_what_was_measured(tried, confirmed_ms, expected):
+    high = trial_of(1, 0.0, 0.0, 2.0, int8_linears=0)
+    trials = [high] if tried is None else [high, trial_of(2, 0.0, 0.1, tried)]
+    found = sample_search(trials=trials, confirmed=[confirmed("bert-int8-ffn", 0.0, confirmed_ms)])
+    assert expected in explain_no_int8(found)
+
+
+def test_both_splits_of_mnli_are_shown(tmp_path):
+    row = confirmed("found", 0.0, 1.0)
+    row.scores = {
+        split: records.comparison({"accuracy": -drop}, 0.001)
+        for split, drop in {"validation_matched": 0.01, "validation_mismatched": 0.05}.items()
+    }
+    found = sample_search(confirmed=[row])
+    for path in write_report(search_report(found), tmp_path, "search"):
+        assert "mismatched: drop" in path.read_text()
+        assert "5.00" in path.read_text()

@@ -1,0 +1,256 @@
+"""Divergence, candidates, the choice of a recipe and its YAML, and the file that a killed run leaves."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy import special
+
+from qdqbench.eval.metrics.compare import compare_with_divergence, divergence
+from qdqbench.eval.selection.sensitivity.candidates import Choices, choices
+from qdqbench.eval.selection.sensitivity.choice import (
+    attention_of,
+    choose_point,
+    kept_counts,
+    measure_curve,
+    write_up,
+)
+from qdqbench.eval.selection.sensitivity.results import CurvePoint
+from qdqbench.quantize.models.families.family import KINDS
+from qdqbench.quantize.models.modules import ModuleInfo
+from qdqbench.quantize.recipe.plan import resolve
+from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
+from qdqbench.quantize.tasks.task import GLUE
+from qdqbench.quantize.utils.comparison import Comparison
+from qdqbench.quantize.utils.errors import CheckFailed
+
+from ...support import records, tiny_bert
+
+LAYERS = 3
+OUTPUTS = [f"bert.encoder.layer.{layer}.attention.output.dense" for layer in range(LAYERS)]
+FFN = [f"bert.encoder.layer.{layer}.output.dense" for layer in range(LAYERS)]
+
+
+def modules(head_size: int = 16) -> dict[str, ModuleInfo]:
+    """What `module_table` gives for a BERT classifier."""
+    found = {"bert.embeddings.word_embeddings": ModuleInfo("Embedding")}
+    for layer in range(LAYERS):
+        here = f"bert.encoder.layer.{layer}"
+        found[f"{here}.attention.self"] = ModuleInfo("Attention", head_size)
+        found |= {f"{here}.{name}": ModuleInfo("Linear") for name in tiny_bert.OF_A_LAYER}
+        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
+            found[f"{here}.{name}"] = ModuleInfo("LayerNorm")
+    return found | {"bert.pooler.dense": ModuleInfo("Linear"), "classifier": ModuleInfo("Linear")}
+
+
+def found_for(recipe: Recipe, head_size: int = 16) -> Choices:
+    return choices(recipe, modules(head_size), "bert")
+
+
+def compared(amount: float = 0.0, drop: float = 0.0, error: float = 0.001) -> Comparison:
+    return records.comparison({"accuracy": -drop}, error, divergence=amount, divergence_stderr=0.0)
+
+
+def point(kept: int, amount: float, drop: float) -> CurvePoint:
+    linears = [f"linear {n}" for n in range(kept)]
+    return CurvePoint(kept=kept, linears=linears, attention=[], comparison=compared(amount, drop))
+
+
+logits = arrays(np.float32, (5, 3), elements=st.floats(-50, 50, width=32))
+
+
+@given(before=logits, after=logits)
+def test_divergence_of_classes_is_kl(before: Any, after: Any) -> None:
+    found = divergence(GLUE["mnli"], before, after, None)
+    p, q = (special.softmax(x.astype(np.float64), axis=1) for x in (before, after))
+    np.testing.assert_allclose(found, special.kl_div(p, q).sum(axis=1), rtol=1e-6, atol=1e-9)
+    assert (divergence(GLUE["mnli"], before, before, None) == 0).all()
+    assert (found >= 0).all()
+
+
+def test_divergence_of_regression_is_relative() -> None:
+    before = np.array([[1.0], [3.0], [5.0]], np.float32)
+    found = divergence(GLUE["stsb"], before, before + 2, None)
+    np.testing.assert_allclose(found, [1.5, 1.5, 1.5])  # 4 over a variance of 8/3
+    np.testing.assert_allclose(divergence(GLUE["stsb"], 10 * before, 10 * (before + 2), None), found)
+
+
+def test_regression_needs_outputs_that_differ() -> None:
+    with pytest.raises(CheckFailed, match="same output"):
+        divergence(GLUE["stsb"], np.ones((3, 1), np.float32), np.zeros((3, 1), np.float32), None)
+
+
+def test_judge_says_what_was_lost() -> None:
+    """Eight samples, one answer lost: an accuracy of 7/8."""
+    labels = np.array([0, 1] * 4)
+    before = np.where(labels[:, None] == [0, 1], 1.0, -1.0).astype(np.float32)
+    after = before.copy()
+    after[0] = after[0][::-1]
+    found, _ = compare_with_divergence(GLUE["sst2"], before, after, labels, seed=0)
+    assert (found.drop, found.disagreements) == (0.125, 1)
+    kl = 2 / (1 + math.exp(-2)) - 2 / (1 + math.exp(2))  # (p - q) times the difference of the logits
+    assert found.divergence == pytest.approx(kl / 8)
+    assert found.divergence_stderr == pytest.approx(kl / 8)  # one of eight
+    same, _ = compare_with_divergence(GLUE["sst2"], before, before, labels, seed=0)
+    assert (same.divergence, same.drop, same.sqnr_db, same.within_noise) == (0, 0, None, True)
+
+
+def test_candidates_of_the_default_recipe() -> None:
+    found = found_for(tiny_bert.recipe_with())
+    by_group: dict[str, list[str]] = {}
+    for candidate in found.candidates:
+        by_group.setdefault(candidate.group, []).append(candidate.name)
+    assert len(by_group["linear"]) == 6 * LAYERS + 2
+    assert by_group["attention"] == [f"encoder.layer.{n}.attention.self" for n in range(LAYERS)]
+    assert by_group["block"] == [f"encoder.layer.{n}" for n in range(LAYERS)]
+    assert by_group["kind"] == [*KINDS, "attention", "LayerNorm input", "embeddings"]
+    assert found.everything == {
+        name for name, about in modules().items() if about.kind == "Linear" and "encoder" in name
+    }
+    assert {c.name for c in found.candidates if c.diagnostic} == {"LayerNorm input", "embeddings"}
+    assert any("pooler, classifier, attention" in note for note in found.notes)
+    kinds = {c.name: c for c in found.candidates if c.group == "kind"}
+    assert len(kinds["qkv"].modules) == 3 * LAYERS
+    assert len(kinds["LayerNorm input"].modules) == 2 * LAYERS
+
+
+def test_everything_follows_the_recipe() -> None:
+    rules = [{"match": "*", **tiny_bert.INT8}]
+    assert "classifier" in found_for(tiny_bert.recipe_with(rules=rules)).everything
+    recipe = tiny_bert.recipe_with("bert-int8-attention")
+    assert "bert.encoder.layer.1.attention.self" in found_for(recipe).everything
+    block = next(c for c in found_for(recipe).candidates if c.name == "encoder.layer.1")
+    assert len(block.units) == 7
+
+
+def test_linears_without_a_rule_are_per_channel() -> None:
+    recipe = tiny_bert.recipe_with("bert-int8-ffn", calibration={"smoothing": "gain", "method": "mse"},
+                                   rules=[
+        {"match": "*.intermediate.dense", "weights": "int8/per-tensor", "input": "int8/per-tensor"}
+    ])  # fmt: skip
+    found = found_for(recipe)
+    assert found.plan.int8["bert.encoder.layer.0.intermediate.dense"] == "tensor"
+    assert found.plan.int8[OUTPUTS[0]] == "channel"
+    assert found.plan.scaling_of(OUTPUTS[0]).method == "mse"
+    assert found.plan.scaling_of(OUTPUTS[0]).smoothing == "none"  # no LayerNorm before it
+    assert found.plan.scaling_of("bert.encoder.layer.0.attention.self.key").smoothing == "gain"
+    assert found.plan.scaling_of("classifier").smoothing == "none"
+    assert any(f"{5 * LAYERS} linears of the encoder are not INT8" in note for note in found.notes)
+
+
+def test_candidates_are_calibrated_as_the_recipe_that_has_them_would() -> None:
+    rules = [{"match": "encoder.layer.0.*", "type": "Linear", **tiny_bert.INT8}]
+    calibration = {"smoothing": 0.65, "outlier_channel_splitting": 32}
+    part = tiny_bert.recipe_with(rules=rules, calibration=calibration)
+    whole = tiny_bert.recipe_with(calibration=calibration)
+    found, wanted = found_for(part), resolve(whole, modules(), "bert")
+    for name in wanted.int8:
+        assert found.plan.scaling_of(name) == wanted.scaling_of(name), name
+
+
+def test_attention_that_cannot_be_fused_is_no_candidate() -> None:
+    found = found_for(tiny_bert.recipe_with(), head_size=24)
+    assert not [c for c in found.candidates if c.kind == "attention"]
+    assert any("head sizes" in note for note in found.notes)
+
+
+@given(linears=st.integers(1, 200), first=st.integers(0, 200))
+def test_curve_finds_the_smallest_that_holds(linears: int, first: int) -> None:
+    """Any number of linears, the condition true from `first` on."""
+    measured: list[int] = []
+
+    def measure(kept: int) -> CurvePoint:
+        measured.append(kept)
+        good = kept >= first
+        return point(kept, 0.1 if good and kept else 1.0, 0.0 if good else 0.5)
+
+    curve = measure_curve(linears, measure, 0.01)
+    chosen, reached = choose_point(curve, 0.01)
+    assert len(measured) == len(set(measured)) <= 2 * linears.bit_length() + 1
+    assert [p.kept for p in curve] == sorted(measured)
+    assert set(kept_counts(linears)) <= set(measured)
+    assert max(measured) < max(linears, 1)
+    assert reached == (first <= max(kept_counts(linears)))
+    if reached:
+        assert chosen.kept == first
+
+
+@pytest.mark.parametrize(
+    ("at_zero", "expected"),
+    [
+        (0.002, 0),  # two standard errors
+        (-0.5, 0),  # better than FP32
+        (0.003, 2),  # below the gate and no noise: half of the divergence must go
+    ],
+)
+def test_nothing_is_kept_where_the_drop_is_noise(at_zero: float, expected: int) -> None:
+    curve = [point(0, 1.0, at_zero), point(1, 0.6, 0.0), point(2, 0.5, 0.0)]
+    assert choose_point(curve, 0.01)[0].kept == expected
+
+
+def test_a_drop_over_the_gate_is_not_accepted() -> None:
+    curve = [point(0, 1.0, 0.1), point(1, 0.1, 0.1), point(2, 0.3, 0.1)]
+    chosen, reached = choose_point(curve, 0.01)
+    assert (chosen.kept, reached) == (1, False)
+
+
+def kept_point(linears: list[str], found: Choices) -> CurvePoint:
+    attention = attention_of(linears, found)
+    return CurvePoint(kept=len(linears), linears=linears, attention=attention, comparison=compared())
+
+
+@pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention", "bert-int8-ffn", "bert-fp16"])
+@pytest.mark.parametrize("kept", [[], [OUTPUTS[1]], [FFN[0], OUTPUTS[0], OUTPUTS[2]], [*OUTPUTS, *FFN]])
+def test_written_recipe_resolves_to_what_was_measured(name: str, kept: list[str]) -> None:
+    recipe = tiny_bert.recipe_with(name)
+    found = found_for(recipe)
+    at = kept_point(kept, found)
+    written, text = write_up(recipe, at, found, modules(), "bert")
+    plan = resolve(parse_recipe(text, "test"), modules(), "bert")
+    assert {*plan.int8, *plan.attention} == found.everything - {*at.linears, *at.attention}
+    assert written.name == f"{name}-sensitivity"
+    assert written.calibration == recipe.calibration
+    assert [written.gate, written.export, written.engine] == [recipe.gate, recipe.export, recipe.engine]
+    names = [rule["match"] for rule in yaml.safe_load(text).get("rules", []) if "precision" in rule]
+    assert len(names) == len(at.linears) + len(at.attention)
+    assert not [each for each in names if each.startswith("bert.")]
+    # again: the name does not grow
+    again, _ = write_up(written, kept_point(kept, found_for(written)), found_for(written), modules(), "bert")
+    assert again.name == written.name
+
+
+def test_a_recipe_without_anything_to_split_does_not_ask_for_it() -> None:
+    recipe = tiny_bert.recipe_with(calibration={"outlier_channel_splitting": 32})
+    found = found_for(recipe)
+    point = kept_point(FFN, found)
+    written, _ = write_up(recipe, point, found, modules(), "bert")
+    assert written.calibration.outlier_channel_splitting == 0
+    point = kept_point(FFN[:1], found)
+    assert write_up(recipe, point, found, modules(), "bert")[0].calibration.outlier_channel_splitting == 32
+
+
+def test_attention_leaves_int8_with_its_output() -> None:
+    found = found_for(tiny_bert.recipe_with("bert-int8-attention"))
+    assert attention_of([OUTPUTS[1], FFN[0]], found) == ["bert.encoder.layer.1.attention.self"]
+    assert attention_of([OUTPUTS[1]], found_for(tiny_bert.recipe_with())) == []
+
+
+def test_calibration_of_kept_linears_is_dropped() -> None:
+    """A rule on how to calibrate what is no longer INT8 would be refused."""
+    rules = [
+        {"match": "*", "type": "Linear", **tiny_bert.INT8},
+        {"match": "encoder.layer.0.output.dense", **tiny_bert.INT8, "method": "mse"},
+        {"match": "encoder.layer.1.output.dense", "smoothing": 0.5},
+        {"match": "encoder.layer.*.output.dense", "weights_method": "mse"},
+    ]
+    recipe = tiny_bert.recipe_with(rules=rules)
+    found = found_for(recipe)
+    written, _ = write_up(recipe, kept_point(FFN[:2], found), found, modules(), "bert")
+    assert [rule.method for rule in written.rules].count("mse") == 0
+    assert [rule.smoothing for rule in written.rules].count(0.5) == 0
+    assert [rule.weights_method for rule in written.rules].count("mse") == 1

@@ -1,0 +1,167 @@
+"""Question answering: windows, spans, answers, and SQuAD's scores."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.rows import encode, load_split
+from qdqbench.quantize.tasks.task import get_task
+from qdqbench.quantize.tasks.types.questions import LONGEST, QUESTIONS, Questions, exact_match, f1, normalized
+from qdqbench.quantize.utils.errors import UserError
+
+from ...integration import heads
+from ...integration.tiny import tokenizer
+
+QA = get_task("qa")
+
+
+@pytest.mark.parametrize(
+    ("said", "right", "exact", "overlap"),
+    [  # the first four: the examples of the cards of `squad` and `squad_v2` of evaluate
+        ("1976", ["1976"], 1, 1),
+        ("1999", ["1976"], 0, 0),
+        ("Beyonce", ["Beyoncé and Bruno Mars"], 0, 0),
+        ("climate change", ["climate change"], 1, 1),
+        ("The  Norman, people!", ["norman people", "Normans"], 1, 1),
+        ("the Duke of Normandy", ["Duke Richard of Normandy"], 0, 6 / 7),
+        ("", [], 1, 1),
+        ("something", [], 0, 0),
+        ("", ["1976"], 0, 0),
+        ("the", ["a"], 1, 1),
+    ],
+)
+def test_scores_are_those_of_squad(said, right, exact, overlap):
+    assert (exact_match(said, right), f1(said, right)) == (exact, pytest.approx(overlap))
+
+
+def test_normalized_answers():
+    assert normalized("An  apple -- a Day, the Doctor's") == "apple day doctors"
+
+
+def encoded_of(tmp_path, table, max_length=24):
+    heads.write_table(tmp_path / "train.jsonl", table)
+    return encode(load_split(QA, str(tmp_path), "train"), QA, tokenizer(), max_length)
+
+
+def test_windows_cover_the_context_and_hold_the_answer(tmp_path):
+    table = heads.asked(20, 0)
+    encoded = encoded_of(tmp_path, table)
+    gold = encoded.gold
+    assert (len(gold), encoded.rows, encoded.truncated) == (20, len(encoded.samples), 0)
+    assert encoded.rows > 30
+    assert encoded.lengths.max() <= 24
+    seen = [set() for _ in range(20)]
+    marks = np.split(encoded.labels, np.cumsum(encoded.answers)[:-1])
+    answered = set()
+    spans = [spans for windows in gold.windows for spans in windows]
+    for sample, window, mark in zip(encoded.samples, spans, marks, strict=True):
+        assert mark.sum(axis=0).tolist() == [1, 1]
+        first, last = mark.argmax(axis=0)
+        seen[sample].update(span for start, end in window[window[:, 0] >= 0] for span in range(start, end))
+        if first:
+            answered.add(int(sample))
+            text = gold.contexts[sample][window[first, 0] : window[last, 1]]
+            assert text == gold.answers[sample][0]
+    assert answered == set(range(20))
+    for sample, context in enumerate(gold.contexts):
+        assert seen[sample] == {at for at, letter in enumerate(context) if letter != " "}
+    # a model that is sure of these marks gets everything right
+    found = metrics.compute(QA, 10 * encoded.labels + 0, gold)
+    assert found == {"f1": 1.0, "exact_match": 1.0}
+    part = encoded.part(np.array([7, 3]))
+    assert part.gold.answers == [gold.answers[7], gold.answers[3]]
+    assert metrics.compute(QA, 10 * part.labels, part.gold)["exact_match"] == 1
+
+
+def one_window(length, *, unanswerable=False):
+    """A context of single letters, behind a first token and two of the question."""
+    spans = np.array([[-1, -1]] * 3 + [[2 * i, 2 * i + 1] for i in range(length)] + [[-1, -1]])
+    return Questions([" ".join("x" * length)], [["x"]], [[spans]], unanswerable)
+
+
+@given(st.integers(1, 60), st.integers(0, 2**16))
+def test_the_best_span_is_that_of_all_pairs(length, seed):
+    gold = one_window(length)
+    logits = np.random.default_rng(seed).normal(size=(length + 4, 2)).astype(np.float32)
+    scores = {
+        (i, j): logits[3 + i, 0] + logits[3 + j, 1]
+        for i in np.argsort(-logits[3:-1, 0])[:20]
+        for j in np.argsort(-logits[3:-1, 1])[:20]
+        if 0 <= j - i < LONGEST
+    }
+    (text,) = QUESTIONS.predict(logits, gold)
+    first, last = max(scores, key=scores.__getitem__) if scores else (0, -1)
+    assert len(text) == 2 * (last - first + 1) - (last >= first)
+
+
+def test_none_is_an_answer_only_where_questions_may_have_none():
+    logits = np.zeros((8, 2), dtype=np.float32)
+    logits[0] = 5  # the first token
+    logits[4] = 1
+    assert QUESTIONS.predict(logits, one_window(4)).tolist() == ["x"]
+    assert QUESTIONS.predict(logits, one_window(4, unanswerable=True)).tolist() == [""]
+    logits[4] = 6
+    assert QUESTIONS.predict(logits, one_window(4, unanswerable=True)).tolist() == ["x"]
+
+
+def test_a_question_without_answer_is_learned_at_the_first_token(tmp_path):
+    table = heads.asked(4, 1, longest=8)
+    table["answers"][2] = {"text": [], "answer_start": []}
+    encoded = encoded_of(tmp_path, table)
+    assert encoded.gold.unanswerable
+    marks = np.split(encoded.labels, np.cumsum(encoded.answers)[:-1])
+    assert [mark[0].tolist() for mark in marks] == [[0, 0], [0, 0], [1, 1], [0, 0]]
+    assert metrics.compute(QA, 10 * encoded.labels, encoded.gold)["exact_match"] == 1
+
+
+def test_losses_are_over_the_tokens_of_a_window():
+    random = np.random.default_rng(0)
+    windows = [random.normal(size=(length, 2)).astype(np.float32) for length in (4, 7)]
+    marks = [np.zeros_like(window) for window in windows]
+    marks[0][1, 0] = marks[0][2, 1] = marks[1][0] = 1
+    logs = [window - np.log(np.exp(window).sum(axis=0)) for window in windows]
+    expected = -sum((mark * log).sum() for mark, log in zip(marks, logs, strict=True)) / 2
+    counts = np.array([4, 7])
+    logits, labels = np.concatenate(windows), np.concatenate(marks)
+    tensors = [torch.from_numpy(each) for each in (logits, labels, counts)]
+    assert QUESTIONS.loss(*tensors).item() == pytest.approx(expected, rel=1e-5)
+    assert QUESTIONS.mean_loss(logits, labels, counts) == pytest.approx(expected / 2, rel=1e-5)
+    teacher = random.normal(size=logits.shape).astype(np.float32)
+    distance = QUESTIONS.distance(tensors[0], torch.from_numpy(teacher), 1.0, tensors[2]).item()
+    gold = Questions(["", ""], [[""], [""]], [[windows[0]], [windows[1]]], False)
+    apart = QUESTIONS.divergence(teacher.astype(np.float64), logits.astype(np.float64), gold)
+    assert apart.sum() == pytest.approx(distance, rel=1e-4)
+    assert QUESTIONS.divergence(teacher * 1.0, teacher * 1.0, gold).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answers": ["good"]}, "are string; map them to objects with the lists text and answer_start"),
+        ({"answers": [{"text": ["it"], "answer_start": [1]}]}, "not at their answer_start .* in 1 of 1 rows"),
+        ({"answers": [{"text": ["a", "b"], "answer_start": [0]}]}, "in all but 1 of 1 rows"),
+        ({"question": ["is " * 20]}, "1 texts in column 'question' have more than 12 tokens"),
+        ({"context": [None]}, r"'context' of .* (holds null|has 1 empty)"),
+    ],
+)
+def test_rows_that_do_not_fit_are_one_sentence(tmp_path, change, message):
+    table = {
+        "question": ["what is it"],
+        "context": ["a good film"],
+        "answers": [{"text": [], "answer_start": []}],
+    }
+    if "question" in change:
+        table["answers"] = [{"text": ["good"], "answer_start": [2]}]
+    with pytest.raises(UserError, match=message):
+        encoded_of(tmp_path, table | change)
+
+
+def test_tasks_over_tokens_have_their_columns_and_classes():
+    with pytest.raises(UserError, match="give 2 text columns, all different"):
+        get_task("squad", text_columns=["context"])
+    with pytest.raises(UserError, match="takes its classes from the model; drop --num-labels"):
+        get_task("tokens", num_labels=3)
+    assert get_task("qa", text_columns=["q", "c"], label_column="a").label_column == "a"

@@ -1,0 +1,148 @@
+"""Re-ranking: passages of a query stand together, and what a query scores is what others say it does."""
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.rows import encode, load_split, whole
+from qdqbench.quantize.tasks.task import RERANK, check_model_fits, get_task
+from qdqbench.quantize.tasks.types.encoded import Layout
+from qdqbench.quantize.tasks.types.reranking import RERANKING
+from qdqbench.quantize.utils.errors import UserError
+
+from ...support.families import new_tokenizer
+
+ROWS = [  # of one query not together
+    ("a cat", "c", 0.0), ("the dog", "d e", 1.0), ("a cat", "c a t", 1.0), ("the dog", "x", 0.0),
+    ("a cat", "t", 0.5), ("one owl", "o", 0.0), ("one owl", "w l", 0.0),
+]  # fmt: skip
+
+
+def rows(table=ROWS):
+    columns = zip(*table, strict=True)
+    return datasets.Dataset.from_dict(dict(zip(("query", "passage", "label"), columns, strict=True)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows().to_parquet(tmp_path / "train.parquet")
+    return tmp_path
+
+
+def test_known_values():
+    gold = np.array([[0, 1, 0.5], [1, 0, np.nan]])
+    found = metrics.compute(RERANK, np.array([[3], [2], [1], [5], [6]], dtype=np.float32), gold)
+    ideal = 1 + 0.5 / np.log2(3)
+    gain = 1 / np.log2(3) + 0.5 / 2
+    assert list(found) == ["mrr@10", "ndcg@10", "average_precision"]
+    assert found["mrr@10"] == pytest.approx((1 / 2 + 1 / 2) / 2)
+    assert found["ndcg@10"] == pytest.approx((gain / ideal + 1 / np.log2(3)) / 2)
+    assert found["average_precision"] == pytest.approx(((1 / 2 + 2 / 3) / 2 + 1 / 2) / 2)
+
+
+@given(seed=st.integers(0, 2**16), passages=st.integers(2, 15))
+def test_values_are_those_of_scikit_learn(seed, passages):
+    from sklearn.metrics import average_precision_score, ndcg_score
+
+    random = np.random.default_rng(seed)
+    scores, gold = random.normal(size=(1, passages)), random.integers(0, 2, (1, passages)).astype(float)
+    gold[0, 0] = 1
+    found = metrics.compute(RERANK, scores.reshape(-1, 1).astype(np.float32), gold)
+    assert found["ndcg@10"] == pytest.approx(ndcg_score(gold, scores, k=10))
+    assert found["average_precision"] == pytest.approx(average_precision_score(gold[0], scores[0]))
+    rank = 1 + min(np.flatnonzero(gold[0][np.argsort(-scores[0])]))
+    assert found["mrr@10"] == pytest.approx(1 / rank if rank <= 10 else 0)
+
+
+def test_equal_scores_count_in_the_worst_order_and_a_query_with_nothing_to_find_as_0():
+    same = metrics.compute(RERANK, np.ones((5, 1), dtype=np.float32), np.array([[1, 0, 0], [0, 0, np.nan]]))
+    assert same["mrr@10"] == pytest.approx((1 / 3 + 0) / 2)
+
+
+def test_the_standard_error_is_that_of_queries():
+    random = np.random.default_rng(0)
+    gold = random.integers(0, 2, (400, 5)).astype(float)
+    answers = random.normal(size=(2000, 1)).astype(np.float32)
+    found = metrics.stderr(RERANK, answers, gold, seed=0)
+    values = RERANKING.table(RERANKING.predict(answers, gold), gold)
+    wanted = values.std(axis=0, ddof=1) / np.sqrt(400)
+    assert [*found.values()] == pytest.approx(list(wanted), rel=0.1)
+
+
+def test_passages_of_a_query_stand_together_and_are_not_cut(folder):
+    split = load_split(RERANK, str(folder), "train")
+    assert split.dataset["query"][:] == ["a cat"] * 3 + ["the dog"] * 2 + ["one owl"] * 2
+    assert split.dataset["passage"][:3] == ["c", "c a t", "t"]
+    cut = load_split(RERANK, str(folder), "train", limit=4)
+    assert len(cut.dataset) == 5
+    assert "the first 5 of 7 rows" in " ".join(cut.notes)
+    drawn = load_split(RERANK, str(folder), "train", seed=1)
+    smaller = load_split(RERANK, str(folder), "train", seed=1, limit=1)
+    assert drawn.dataset[: len(smaller.dataset)] == smaller.dataset[:]
+    assert whole(drawn.dataset, RERANK, 1) == len(smaller.dataset) > 1
+
+
+def test_rows_of_a_split_are_samples_of_queries(folder):
+    encoded = encode(load_split(RERANK, str(folder), "train"), RERANK, new_tokenizer(0), 16)
+    assert encoded.samples is not None
+    assert encoded.samples.tolist() == [0, 0, 0, 1, 1, 2, 2]
+    np.testing.assert_array_equal(encoded.gold, [[0, 1, 0.5], [1, 0, np.nan], [0, 0, np.nan]])
+    assert encoded.labels.tolist() == [0, 1, 0.5, 1, 0, 0, 0]
+    assert encoded.warnings == ("1 of 3 queries have no relevant passage and count as 0 in every metric",)
+    part = encoded.part(np.array([2, 0]))
+    assert part.labels.tolist() == [0, 0, 0, 1, 0.5]
+    assert RERANKING.expected(part.gold) == 5
+
+
+@given(seed=st.integers(0, 2**16))
+def test_what_training_and_evaluation_measure_is_the_same(seed):
+    random = np.random.default_rng(seed)
+    logits, labels = random.normal(0, 2, (6, 1)).astype(np.float32), random.random(6).astype(np.float32)
+    each = np.ones(6, dtype=np.int64)
+    loss = RERANKING.loss(torch.from_numpy(logits), torch.from_numpy(labels), torch.from_numpy(each)).item()
+    assert RERANKING.mean_loss(logits, labels, each) == pytest.approx(loss / 6, rel=1e-4)
+    reference = random.normal(size=(6, 1))
+    gold = np.array([[1, 0, np.nan, np.nan], [1, 0, 0, 0.5]])
+    apart = RERANKING.divergence(reference, logits.astype(np.float64), gold)
+    squares = (logits - reference)[:, 0] ** 2 / reference.var()
+    assert apart == pytest.approx([squares[:2].mean(), squares[2:].mean()])
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        ([("q", "p", 3.0), ("q", "r", 0.0)], "go from 0 to 3, but relevance is from 0 to 1; divide grades"),
+        ([("q", "p", float("nan")), ("q", "r", 0.0)], "are not finite"),
+        ([("q", "p", 0.0), ("q", "r", 0.0)], "are all 0, so there is nothing to find"),
+        ([*ROWS, ("lonely", "p", 1.0)], "1 of 4 queries, which have one passage only .*'lonely'"),
+    ],
+)
+def test_labels_that_rank_nothing_are_refused(table, told, tmp_path):
+    rows(table).to_parquet(tmp_path / "validation.parquet")
+    with pytest.raises(UserError, match=told):
+        load_split(RERANK, str(tmp_path), "validation")
+
+
+def test_the_task_takes_a_pair_and_one_score():
+    own = get_task("rerank", text_columns=["question", "text"], label_column="grade", num_labels=1)
+    assert (own.kind, own.text_columns, own.metrics) == (
+        RERANKING, ("question", "text"), RERANKING.default_metrics,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="has 2 labels, but re-ranking takes one score"):
+        get_task("rerank", num_labels=2)
+    with pytest.raises(UserError, match=r"text columns text and .*give 2 text columns, all different"):
+        get_task("rerank", text_columns=["text"])
+    check_model_fits(RERANK, model_labels=1, problem_type=None)
+    with pytest.raises(UserError, match=r"classification with 2 outputs, but task 'rerank' needs one score"):
+        check_model_fits(RERANK, model_labels=2, problem_type=None)
+
+
+def test_targets_follow_the_layout():
+    made = RERANKING.targets(rows([("q", "p", 1.0), ("q", "r", 0.0)]), RERANK, Layout(np.array([0, 0]), []))
+    assert made.gold.tolist() == [[1, 0]]

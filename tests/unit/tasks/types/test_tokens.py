@@ -1,0 +1,154 @@
+"""Token classification: words find their tags by name and by first token; entities are seqeval's."""
+
+from dataclasses import replace
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from seqeval import metrics as seqeval
+
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.rows import encode, load_split, with_classes_of
+from qdqbench.quantize.tasks.task import get_task, with_classes
+from qdqbench.quantize.tasks.types.tokens import TOKENS, Tagged
+from qdqbench.quantize.utils.errors import UserError
+
+from ...integration import heads
+from ...integration.tiny import tokenizer
+
+IOB2 = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+TASK = with_classes(get_task("tokens"), IOB2)
+SENTENCES = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=8), min_size=1, max_size=6)
+
+
+def gold(sentences):
+    return Tagged(np.concatenate(sentences), np.array([len(tags) for tags in sentences]), IOB2)
+
+
+@given(SENTENCES, st.integers(0, 2**16))
+def test_scores_are_those_of_seqeval(sentences, seed):
+    truth = gold([np.array(tags) for tags in sentences])
+    made = np.random.default_rng(seed).integers(0, 5, len(truth.tags))
+    made = np.where(np.random.default_rng(seed + 1).random(len(made)) < 0.7, truth.tags, made)
+    logits = np.eye(5, dtype=np.float32)[made]
+    found = metrics.compute(TASK, logits, truth)
+    names = [[IOB2[tag] for tag in tags] for tags in sentences]
+    said = [[IOB2[tag] for tag in tags] for tags in truth.by_sentence(made)]
+    with np.errstate(all="ignore"):
+        expected = {
+            "f1": seqeval.f1_score(names, said, zero_division=0),
+            "precision": seqeval.precision_score(names, said, zero_division=0),
+            "recall": seqeval.recall_score(names, said, zero_division=0),
+            "accuracy": seqeval.accuracy_score(names, said),
+        }
+    assert found == pytest.approx(expected)
+
+
+def test_what_is_resampled_is_a_sentence():
+    """Errors of a sentence go together: fewer, longer ones make a larger standard error."""
+    random = np.random.default_rng(0)
+    tags = random.integers(1, 5, 2000)
+    wrong = np.repeat(random.random(100) < 0.5, 20)
+    logits = np.eye(5, dtype=np.float32)[np.where(wrong, 0, tags)]
+    errors = [
+        metrics.stderr(TASK, logits, Tagged(tags, np.full(2000 // long, long), IOB2), seed=0)["accuracy"]
+        for long in (1, 20)
+    ]
+    assert errors[1] == pytest.approx(np.sqrt(wrong.mean() * (1 - wrong.mean()) / 100), rel=0.1)
+    assert errors[1] > 3 * errors[0]
+
+
+def test_a_part_keeps_whole_sentences():
+    whole = gold([np.array([0, 1]), np.array([2, 2, 3]), np.array([4])])
+    part = whole[np.array([2, 0])]
+    assert (part.tags.tolist(), part.words.tolist(), len(part)) == ([4, 0, 1], [1, 2], 2)
+
+
+def test_losses_of_a_sentence_are_means_over_its_words():
+    import torch
+
+    random = np.random.default_rng(0)
+    logits, labels = random.normal(size=(5, 3)).astype(np.float32), np.array([0, 1, 2, 1, 0])
+    counts = np.array([2, 0, 3])
+    each = -np.log(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))[np.arange(5), labels]
+    expected = each[:2].mean() + each[2:].mean()
+    given_ = [torch.from_numpy(x) for x in (logits, labels, counts)]
+    assert TOKENS.loss(*given_).item() == pytest.approx(expected, rel=1e-5)
+    assert TOKENS.mean_loss(logits, labels, counts) == pytest.approx(expected / 3, rel=1e-5)
+    teacher = random.normal(size=(5, 3)).astype(np.float32)
+    distance = TOKENS.distance(given_[0], torch.from_numpy(teacher), 1.0, given_[2]).item()
+    truth = Tagged(labels, counts, ("O", "B-X", "I-X"))
+    apart = TOKENS.divergence(teacher.astype(np.float64), logits.astype(np.float64), truth)
+    assert apart.sum() == pytest.approx(distance, rel=1e-4)
+
+
+def split_of(tmp_path, table, task=None):
+    heads.write_table(tmp_path / "train.jsonl", table)
+    return load_split(task or with_classes(get_task("tokens"), heads.TAGS), str(tmp_path), "train")
+
+
+def test_words_are_told_by_their_first_token_and_what_is_cut_is_counted(tmp_path):
+    words = ["good", "dulldull", "fine", "is", "awful"]  # the second is one unknown token
+    table = {"tokens": [words, ["a"]], "ner_tags": [["B-GOOD", "B-BAD", "I-GOOD", "O", "B-BAD"], ["O"]]}
+    task = with_classes(get_task("tokens"), heads.TAGS)
+    encoded = encode(split_of(tmp_path, table), task, tokenizer(), 6)
+    assert [each.tolist() for each in encoded.positions] == [[1, 2, 3, 4], [1]]
+    assert encoded.labels.tolist() == [1, 3, 2, 0, 0]
+    assert "1 of 6 words are not scored" in encoded.warnings[0]
+    other = with_classes(task, heads.TAGS[::-1])  # a model with its classes in another order
+    assert encode(split_of(tmp_path, table), other, tokenizer(), 6).labels.tolist() == [3, 1, 2, 4, 4]
+
+
+def test_numbers_with_names_are_matched_by_name_and_without_by_order(tmp_path):
+    tags = datasets.Sequence(datasets.ClassLabel(names=["B-BAD", "O"]))
+    features = datasets.Features({"tokens": datasets.Sequence(datasets.Value("string")), "ner_tags": tags})
+    rows = datasets.Dataset.from_dict({"tokens": [["a", "dull"]], "ner_tags": [[1, 0]]}, features=features)
+    rows.to_parquet(tmp_path / "train.parquet")
+    task = with_classes(get_task("tokens"), heads.TAGS)
+    assert encode(load_split(task, str(tmp_path), "train"), task, tokenizer(), 8).labels.tolist() == [0, 3]
+    assert with_classes_of(get_task("tokens"), str(tmp_path)).classes == ("B-BAD", "O")
+    (tmp_path / "train.parquet").unlink()
+    encoded = encode(split_of(tmp_path, {"tokens": [["a"]], "ner_tags": [[3]]}, task), task, tokenizer(), 8)
+    assert (encoded.labels.tolist(), "without names" in encoded.warnings[0]) == ([3], True)
+    with pytest.raises(UserError, match="numbers without names; write the tags as texts"):
+        with_classes_of(get_task("tokens"), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"tokens": ["a b"], "ner_tags": [["O"]]}, "'tokens' of .* holds string, not lists of words"),
+        ({"tokens": [["a"]], "ner_tags": ["O"]}, "are string; map them to lists with a tag for each word"),
+        ({"tokens": [["a"]], "tags": [["O"]]}, r"no column ner_tags .*--label-column"),
+        ({"tokens": [["a", "b"]], "ner_tags": [["O"]]}, "not as many as the words in 1 of 1 rows"),
+        ({"tokens": [["a", "b"]], "ner_tags": [["O", None]]}, "missing for 1 words"),
+        ({"tokens": [["a", "b"]], "ner_tags": [[0, 5]]}, "from 0 to 5, but there are tags 0 to 4"),
+        ({"tokens": [["a"]], "ner_tags": [["B-ORG"]]}, "not those of the model: it does not know B-ORG"),
+    ],
+)
+def test_tags_that_do_not_fit_are_one_sentence(tmp_path, table, message):
+    with pytest.raises(UserError, match=message):
+        split_of(tmp_path, table)
+
+
+def test_a_model_without_names_of_classes(tmp_path):
+    task = with_classes(get_task("tokens", metrics=["accuracy"]), ["LABEL_0", "LABEL_1"])
+    with pytest.raises(UserError, match="does not name its classes; give one whose config"):
+        split_of(tmp_path, {"tokens": [["a"]], "ner_tags": [["O"]]}, task)
+
+
+def test_tags_that_are_no_entities_are_scored_by_word():
+    truth = replace(gold([np.array([0, 1, 2])]), classes=("NOUN", "VERB", "X", "Y", "Z"))
+    logits = np.eye(5, dtype=np.float32)[[0, 1, 1]]
+    by_word = get_task("tokens", metrics=["accuracy"]).model_copy(update={"num_labels": 5})
+    assert metrics.compute(by_word, logits, truth) == {"accuracy": pytest.approx(2 / 3)}
+
+
+@pytest.mark.parametrize("names", [("NOUN", "VERB"), ("LABEL_0", "LABEL_1")])
+def test_entities_need_tags_that_tell_them(tmp_path, names):
+    table = {"tokens": [["a"]], "ner_tags": [[0]]}
+    with pytest.raises(UserError, match=rf"no IOB2 tags .* but {names[0]}, {names[1]}.*--metric accuracy"):
+        split_of(tmp_path, table, with_classes(get_task("tokens"), names))
+    assert split_of(tmp_path, table, with_classes(get_task("tokens", metrics=["accuracy"]), names)).rows == 1

@@ -1,0 +1,438 @@
+"""The training loop: what changes nothing, what stops it, and what a killed run goes on from."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qdqbench.quantize.recipe.training import Distill, Training
+from qdqbench.quantize.tasks.task import get_task
+from qdqbench.quantize.training import checkpoints, finetune, processes
+from qdqbench.quantize.training.judge import collapsed
+from qdqbench.quantize.training.loop import train
+from qdqbench.quantize.training.processes import new_accelerator
+from qdqbench.quantize.training.rows import divide, epoch_batches, evaluation_steps, shares, total_steps
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+
+from ...support import tiny_training as tiny
+
+HERE = Path(__file__).parents[2] / "support"
+
+
+class Killed(BaseException):
+    """Stands for a signal."""
+
+
+@pytest.fixture
+def accelerator():
+    return new_accelerator("fp32")
+
+
+def killed_after(job, evaluations, accelerator):
+    """Run a job until an evaluation past the given number begins."""
+    judge, seen = job.judge, []
+
+    def counted(model):
+        if len(seen) == evaluations:
+            raise Killed
+        seen.append(None)
+        return judge(model)
+
+    job.judge = counted
+    with pytest.raises(Killed):
+        train(job, accelerator)
+
+
+def test_it_learns_and_keeps_the_best_weights(tmp_path, accelerator):
+    job = tiny.job(tmp_path)
+    outcome = train(job, accelerator)
+    judged = {row.step: row.score for row in outcome.log if row.score is not None}
+    assert outcome.steps == total_steps(job.data, job.settings) == 18
+    assert set(judged) == evaluation_steps(18, 4)
+    assert outcome.best_score == max(judged.values()) > -0.4  # ln 2 is what a constant answer gets
+    assert judged[outcome.best_step] == outcome.best_score
+    assert job.judge(job.model).score == pytest.approx(outcome.best_score, abs=1e-6)
+    assert outcome.samples == 3 * len(job.data.rows)
+
+
+def test_the_weights_before_training_can_be_the_best(tmp_path, accelerator):
+    job = tiny.job(tmp_path, learning_rate=0.9, max_grad_norm=1e9, epochs=1)
+    job.judge_first = True
+    before = tiny.weights(job).clone()
+    judge, first = job.judge, []
+
+    def worse_each_time(model):
+        first.append(None)
+        return judge(model).__class__(-len(first), {}, False)
+
+    job.judge = worse_each_time
+    assert train(job, accelerator).best_step == 0
+    assert torch.equal(tiny.weights(job), before)
+
+
+@pytest.mark.parametrize("evaluations", [1, 3])
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, accelerator, evaluations):
+    whole = tiny.job(tmp_path / "whole", dropout=0.3)
+    train(whole, accelerator)
+    killed_after(tiny.job(tmp_path / "killed", dropout=0.3), evaluations, accelerator)
+    torch.manual_seed(99)  # the state of the new process is another one
+    resumed = tiny.job(tmp_path / "killed", dropout=0.3)
+    outcome = train(resumed, accelerator)
+    assert any("resumed after step" in note for note in resumed.notes)
+    assert outcome.steps == 18
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
+
+
+def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(tmp_path, accelerator):
+    whole = tiny.job(tmp_path / "whole", dropout=0.3)
+    train(whole, accelerator)
+    killed_after(tiny.job(tmp_path / "killed", dropout=0.3), 3, accelerator)
+    last = sorted((tmp_path / "killed").glob("step-*"))[-1]
+    optimizer = last / "optimizer.bin"
+    optimizer.write_bytes(optimizer.read_bytes()[:-10])
+    resumed = tiny.job(tmp_path / "killed", dropout=0.3)
+    train(resumed, accelerator)
+    assert any(f"{last.name} is damaged (optimizer.bin)" in note for note in resumed.notes)
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
+
+
+def scored(job, *scores):
+    """The job with the scores of its next evaluations given."""
+    judge, left = job.judge, list(scores)
+    job.judge = lambda model: dataclasses.replace(judge(model), score=left.pop(0))
+    return job
+
+
+def test_the_checkpoint_before_a_damaged_one_has_its_best_too(tmp_path, accelerator):
+    whole = scored(tiny.job(tmp_path / "whole"), -0.5, -1.0, -0.1, -2.0)
+    best = train(whole, accelerator).best_step
+    killed_after(scored(tiny.job(tmp_path / "killed"), -0.5, -1.0, -0.1), 3, accelerator)
+    found = sorted((tmp_path / "killed").glob("step-*"))
+    assert len(found) == 3  # the last, which is the best, the one before, and the best of that time
+    (found[-1] / checkpoints.WEIGHTS).unlink()
+    resumed = scored(tiny.job(tmp_path / "killed"), -0.1, -2.0)
+    assert train(resumed, accelerator).best_step == best
+    assert any(f"{found[-1].name} is damaged (model.safetensors)" in note for note in resumed.notes)
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_checkpoint_without_its_best_is_passed_over(tmp_path, accelerator, gone):
+    killed_after(scored(tiny.job(tmp_path), -0.5, -1.0), 2, accelerator)
+    best, last = sorted(tmp_path.glob("step-*"))
+    if gone:
+        shutil.rmtree(best)
+    else:
+        (best / checkpoints.WEIGHTS).write_bytes(b"")
+    resumed = tiny.job(tmp_path)
+    assert train(resumed, accelerator).steps == 18
+    lost = checkpoints.CHECKPOINT_FILE if gone else checkpoints.WEIGHTS
+    assert any(f"{last.name} is damaged ({best.name}/{lost})" in note for note in resumed.notes)
+    assert resumed.notes[-1] == "no whole checkpoint was left; the training began again"
+
+
+def test_a_training_that_begins_again_removes_what_was_passed_over(tmp_path, accelerator):
+    killed_after(tiny.job(tmp_path), 3, accelerator)
+    for path in tmp_path.glob(f"step-*/{checkpoints.CHECKPOINT_FILE}"):
+        path.write_text("{")
+    killed_after(tiny.job(tmp_path), 1, accelerator)
+    assert [path.name for path in tmp_path.glob("step-*")] == [checkpoints.at(tmp_path, 4).name]
+
+
+def test_a_checkpoint_without_its_manifest_is_passed_over(tmp_path, accelerator):
+    killed_after(tiny.job(tmp_path), 2, accelerator)
+    last = sorted(tmp_path.glob("step-*"))[-1]
+    (last / checkpoints.CHECKPOINT_FILE).write_text("{")
+    resumed = tiny.job(tmp_path)
+    train(resumed, accelerator)
+    assert any(last.name in note for note in resumed.notes)
+
+
+@pytest.mark.parametrize(("key", "value"), [("model", "another"), ("learning_rate", 0.01)])
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, accelerator, key, value):
+    killed_after(tiny.job(tmp_path), 2, accelerator)
+    other = tiny.job(tmp_path)
+    other.identity[key] = value
+    with pytest.raises(UserError, match=f"checkpoint of another run: it differs in {key} "):
+        train(other, accelerator)
+
+
+@pytest.mark.parametrize(
+    ("key", "there", "here"), [("processes", 2, 1), ("arithmetic", "bf16", "fp32"), ("device", "npu", None)]
+)
+def test_a_checkpoint_of_other_hardware_is_refused(tmp_path, accelerator, key, there, here):
+    killed_after(tiny.job(tmp_path, precision="fp32"), 2, accelerator)
+    for path in tmp_path.glob(f"step-*/{checkpoints.CHECKPOINT_FILE}"):
+        stored = json.loads(path.read_text())
+        stored["identity"][key] = there
+        path.write_text(json.dumps(stored))
+    here = here or accelerator.device.type
+    with pytest.raises(UserError, match=rf"differs in {key} \(there {there}, here {here}\)"):
+        train(tiny.job(tmp_path, precision="fp32"), accelerator)
+
+
+def test_accumulation_changes_rounding_only(tmp_path, accelerator):
+    results = []
+    for parts in (1, 3):
+        job = tiny.job(tmp_path / str(parts), gradient_accumulation_steps=parts)
+        train(job, accelerator)
+        results.append(tiny.weights(job))
+    assert torch.allclose(*results, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("value", "slope", "what"),
+    [(float("nan"), 1.0, "the training loss"), (0.0, float("inf"), "the gradient of the training loss")],
+)
+def test_nan_stops_the_run_and_says_where(value, slope, what, tmp_path, accelerator):
+    job = tiny.job(tmp_path)
+    plain, calls = job.loss, []
+
+    def breaks(model, rows, batch):
+        calls.append(None)
+        loss = plain(model, rows, batch)
+        if len(calls) == 7:
+            loss.register_hook(lambda gradient: gradient * slope)
+            loss = loss + value
+        return loss
+
+    job.loss = breaks
+    with pytest.raises(CheckFailed, match=f"^{what} became NaN or infinite at step 7; lower"):
+        train(job, accelerator)
+
+
+def test_attention_is_not_trained_by_cudnn(tmp_path, accelerator):
+    job = tiny.job(tmp_path)
+    plain, seen = job.loss, []
+
+    def looks(model, rows, batch):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return plain(model, rows, batch)
+
+    job.loss = looks
+    train(job, accelerator)
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # PyTorch's default, again
+    assert not any(seen)
+
+
+def test_a_model_that_answers_the_same_stops_the_run(tmp_path, accelerator):
+    job = tiny.job(tmp_path, collapsed=lambda number: number >= 1)
+    job.judge_first = True
+    with pytest.raises(CheckFailed, match=r"diverged: after step 9 .* lower learning_rate \(now 0.05\)"):
+        train(job, accelerator)
+
+
+def test_the_model_before_training_may_answer_the_same(tmp_path, accelerator):
+    job = tiny.job(tmp_path, collapsed=lambda number: number < 2)  # at step 0 and once more
+    job.judge_first = True
+    train(job, accelerator)
+
+
+def far(folder, *scores):
+    job = scored(tiny.job(folder), *scores)
+    job.judge_first, job.far = True, 0.1
+    return job
+
+
+def test_a_model_far_from_its_teacher_stops_the_run(tmp_path, accelerator):
+    with pytest.raises(CheckFailed, match=r"held-out rows grew from 0.02 to 0.4 after step 9; lower"):
+        train(far(tmp_path, -0.02, -0.3, -0.4), accelerator)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        (-1e-5, -0.09, -0.09, -0.09, -0.09),  # far from where it began, which is no distance
+        (-0.05, -0.4, -0.4, -0.4, -0.4),  # 8 times as far
+        (-0.02, -0.3, -0.1, -0.3, -0.1),  # and back
+    ],
+)
+def test_a_model_that_is_not_far_goes_on(tmp_path, accelerator, scores):
+    outcome = train(far(tmp_path, *scores), accelerator)
+    assert (outcome.steps, outcome.best_step) == (18, 0)
+
+
+def test_a_resumed_run_knows_how_far_it_was(tmp_path, accelerator):
+    killed_after(far(tmp_path, -0.02, -0.3), 2, accelerator)
+    with pytest.raises(CheckFailed, match=r"grew from 0.02 to 0.4"):
+        train(far(tmp_path, -0.4), accelerator)
+
+
+def test_answers_that_do_not_depend_on_the_input():
+    classes, scores = get_task("sst2"), get_task("stsb")
+    labels, draw = np.array([1, 1, 1, 1, 0]), np.random.default_rng(0)
+    one_class = np.array([[0.0, 3.0]], np.float32) + draw.normal(0, 0.1, (5, 2)).astype(np.float32)
+    assert not collapsed(classes, one_class, labels)
+    same = np.tile(one_class[:1], (5, 1))
+    assert collapsed(classes, same, labels)
+    assert collapsed(classes, same + np.arange(5, dtype=np.float32)[:, None], labels)  # equal probabilities
+    assert not collapsed(classes, same, np.ones(5, np.int64))
+    assert collapsed(scores, same[:, :1], np.arange(5.0))
+    assert not collapsed(scores, one_class[:, :1], np.arange(5.0))
+
+
+def test_a_new_head_may_answer_the_same_for_half_of_the_steps(tmp_path, accelerator):
+    train(tiny.job(tmp_path, collapsed=lambda number: number < 2), accelerator)
+
+
+def test_patience_ends_the_run(tmp_path, accelerator):
+    job = tiny.job(tmp_path, num_evals=6, patience=2)
+    judge, seen = job.judge, []
+
+    def falling(model):
+        seen.append(None)
+        return judge(model).__class__(-len(seen), {}, False)
+
+    job.judge = falling
+    outcome = train(job, accelerator)
+    assert (outcome.steps, outcome.best_step, outcome.stopped) == (9, 3, "no gain in 2 evaluations")
+
+
+def test_checkpoints_that_cannot_be_written(tmp_path, accelerator):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="checkpoints cannot be written"):
+        train(tiny.job(tmp_path / "file"), accelerator)
+
+
+def test_two_processes_do_what_one_does(tmp_path, accelerator):
+    one = tiny.job(tmp_path / "one")
+    train(one, accelerator)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    done = subprocess.run(
+        [*command, str(HERE / "two_processes.py"), str(tmp_path / "two")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [torch.load(tmp_path / "two" / f"weights-{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert torch.equal(*found)
+    assert torch.allclose(found[0], tiny.weights(one), atol=2e-5)
+
+
+@given(
+    rows=st.integers(1, 200),
+    world=st.integers(1, 5),
+    accumulate=st.integers(1, 4),
+)
+def test_shares_are_the_batch(rows, world, accumulate):
+    batch = np.arange(rows) * 3
+    parts = [shares(batch, rank, world, accumulate) for rank in range(world)]
+    assert all(part and all(len(rows) for rows in part) for part in parts)
+    assert all(len(part) <= accumulate for part in parts)
+    together = np.concatenate([rows for part in parts for rows in part])
+    assert set(together) == set(batch)
+    assert len(together) == max(rows, world)
+
+
+@given(seed=st.integers(0, 2**31), epoch=st.integers(0, 50), size=st.integers(1, 100))
+def test_every_epoch_sees_every_row_once(seed, epoch, size):
+    data = divide(tiny.sentences(), 0, 0.2, seed)
+    batches = epoch_batches(data, size, seed, epoch)
+    assert sorted(np.concatenate(batches)) == sorted(data.rows)
+    assert all(len(batch) <= size for batch in batches)
+    again = epoch_batches(data, size, seed, epoch)
+    assert all(np.array_equal(a, b) for a, b in zip(batches, again, strict=True))
+    assert not set(data.rows) & set(data.held_out)
+    assert len(data.rows) + len(data.held_out) == tiny.ROWS
+
+
+def test_epochs_differ():
+    data = divide(tiny.sentences(), 0, 0.2, 0)
+    first, second = (np.concatenate(epoch_batches(data, 16, 0, epoch)) for epoch in (0, 1))
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize(("most", "steps"), [(None, 15), (4, 4), (100, 15)])
+def test_max_steps_end_the_epochs_early(most, steps):
+    data = divide(tiny.sentences(), 0, 0.2, 0)
+    assert total_steps(data, Training(epochs=3, batch_size=16, max_steps=most)) == steps
+
+
+def test_emulated_bf16_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert processes.precision_here("auto") == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("error", "launched", "ended"),
+    [
+        (None, 2, ["left"]),
+        (UserError("x"), 2, ["left"]),
+        (RuntimeError("alone"), 2, ["exit 1"]),
+        (RuntimeError("alone"), 1, ["left"]),
+    ],
+)
+def test_a_process_that_fails_alone_waits_for_none(monkeypatch, capsys, error, launched, ended):
+    seen = []
+
+    def leave_at_once(code):
+        seen.append(f"exit {code}")
+        raise SystemExit
+
+    monkeypatch.setenv("WORLD_SIZE", str(launched))
+    monkeypatch.setattr(processes, "leave", lambda: seen.append("left"))
+    monkeypatch.setattr(processes.os, "_exit", leave_at_once)
+    with pytest.raises((UserError, RuntimeError, SystemExit)) if error else nullcontext(), processes.group():
+        if error:
+            raise error
+    assert seen == ended
+    said = "process 0 failed and stops the training, RuntimeError: alone\n"
+    assert capsys.readouterr().err.endswith(said) == (ended == ["exit 1"])
+
+
+def test_mnli_counts_the_samples_of_its_first_split(monkeypatch):
+    monkeypatch.setattr(
+        finetune,
+        "predict_rows",
+        lambda a, m, kind, each, pad: np.eye(3, dtype=np.float32)[np.arange(len(each.gold)) % 3],
+    )
+    splits = {
+        name: SimpleNamespace(gold=np.arange(count) % 3) for name, count in (("matched", 60), ("mm", 90))
+    }
+    data = SimpleNamespace(evaluation=splits, pad_id=0)
+    found = finetune._validate(SimpleNamespace(task=get_task("mnli")), data, None, None)
+    assert found["n"] == 60
+    assert set(found["metrics"]) == {"accuracy", "accuracy_mm"}
+
+
+def test_too_few_rows_to_hold_out():
+    with pytest.raises(UserError, match="90 samples, of which 1 would be held out"):
+        divide(tiny.sentences(), 0, 0.01, 0)
+
+
+@given(steps=st.integers(1, 500), evaluations=st.integers(1, 600))
+def test_the_last_step_is_always_judged(steps, evaluations):
+    due = evaluation_steps(steps, evaluations)
+    assert max(due) == steps
+    assert min(due) >= 1
+    assert len(due) == min(steps, evaluations)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"epochs": 0}, {"learning_rate": 0}, {"holdout": 0}, {"lr_scheduler_type": "step"}, {"epoch": 3}],
+)
+def test_settings_out_of_range(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Training(**wrong)
+
+
+def test_a_distillation_without_parts():
+    with pytest.raises(ValueError, match="nothing to learn from"):
+        Distill(logits=0)

@@ -1,0 +1,87 @@
+"""Nothing is reused or resumed that other code or other libraries began."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qdqbench.eval.selection.search import study
+from qdqbench.eval.selection.search.results import SearchOptions, Source
+from qdqbench.eval.selection.sensitivity import measure
+from qdqbench.quantize.calibration.record import CalibrationRecord
+from qdqbench.quantize.pipeline import pipeline
+from qdqbench.quantize.pipeline.session import RunConfig, Session
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.training import Training
+from qdqbench.quantize.tasks.task import GLUE
+from qdqbench.quantize.training import finetune
+from qdqbench.quantize.training.qat import stage as qat
+from qdqbench.quantize.utils.system import environment
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    for name in ("model", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data" / "train.csv").write_text("sentence,label\na,0\n")
+    recipe = load_recipe("bert-int8-attention-qat")
+    config = RunConfig(
+        recipe=recipe, model=str(tmp_path / "model"), task=GLUE["sst2"], data=str(tmp_path / "data")
+    )
+    return Session(config, tmp_path)
+
+
+def stage_key(session: Session) -> Any:
+    stage = pipeline.Stage("a", lambda _: [], (), lambda _: 1)
+    return pipeline._key(session, stage, pipeline._Manifest())
+
+
+def qat_identity(session: Session) -> Any:
+    record = CalibrationRecord.model_construct(amax={}, method="max")
+    return qat._identity(session, qat.settings_of(session), record, "f")
+
+
+def finetune_identity(session: Session) -> Any:
+    request = finetune.Request(
+        base=session.model_name,
+        task=GLUE["sst2"],
+        data="d",
+        folder=session.folder,
+        settings=Training(),
+        seeds=1,
+        max_length=64,
+        keep_head=False,
+        limit=None,
+        command="",
+    )
+    data = finetune._Data.__new__(finetune._Data)
+    data.fingerprint = "f"
+    return finetune._identity(request, data, Training())
+
+
+def search_settings(session: Session) -> Any:
+    source = Source.model_construct(mode="latency", gpu="a", backend="b", version="1")
+    return study._settings(session, SearchOptions(), source)
+
+
+def sensitivity_settings(session: Session) -> Any:
+    trials = measure.Measurement(session, 8).trials
+    trials.__dict__["drawn"] = type("Split", (), {"fingerprint": "f"})(), None
+    trials.path.unlink(missing_ok=True)
+    assert trials.store.trials == {}
+    return json.loads(trials.path.read_text())
+
+
+@pytest.mark.parametrize(
+    "identity_of", [stage_key, qat_identity, finetune_identity, search_settings, sensitivity_settings]
+)
+@pytest.mark.parametrize("changed", ["versions", "_code_hash"])
+def test_another_version_is_another_identity(
+    identity_of: Any, changed: str, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = copy.deepcopy(identity_of(session))
+    assert identity_of(session) == before
+    monkeypatch.setattr(environment, changed, lambda: {"torch": "0.1"})
+    assert identity_of(session) != before

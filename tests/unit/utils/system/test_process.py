@@ -1,0 +1,216 @@
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from qdqbench.quantize.utils.system import cpu
+from qdqbench.quantize.utils.system.process import measured, use_passive_wait
+
+
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(cpu, "usable_cores", lambda: [0, 1, 2, 3])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "cores"),
+    [("max 100000", None), ("150000 100000", 2), ("5000 100000", 1), ("400000 100000", None)],
+)
+def test_a_quota_counts_where_it_is_less_than_the_cores(given, cores, cgroups):
+    assert cpu.quota() is None
+    (cgroups / "cpu.max").write_text(f"{given}\n")
+    assert cpu.quota() == cores
+
+
+@pytest.mark.parametrize(("given", "cores"), [("-1", None), ("250000", 3)])
+def test_a_quota_of_the_older_cgroups(given, cores, cgroups):
+    (cgroups / "cpu").mkdir()
+    (cgroups / "cpu" / "cpu.cfs_quota_us").write_text(f"{given}\n")
+    (cgroups / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert cpu.quota() == cores
+
+
+def test_threads_sleep_and_what_is_set_stays(cgroups):
+    environ = {}
+    use_passive_wait(environ)
+    assert environ == {"OMP_WAIT_POLICY": "PASSIVE"}
+    (cgroups / "cpu.max").write_text("100000 100000\n")
+    use_passive_wait(environ)
+    assert environ == {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    environ = {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "3"}
+    use_passive_wait(environ)
+    assert environ == {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "3"}
+
+
+@pytest.mark.parametrize(("command", "policy"), [("run", "PASSIVE"), ("bench", None)])
+def test_a_command_sets_it_before_torch_unless_it_times_torch(command, policy):
+    code = (
+        "import sys, os; from qdqbench.cli import app; "
+        "app.main = lambda: print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules); "
+        f"sys.argv[1:] = [{command!r}, '--help']; app.program()"
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == [str(policy), "False"]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
+@pytest.mark.parametrize("kept", [True, False])
+def test_freed_memory_serves_the_next_array(kept):
+    code = (
+        "import resource; from qdqbench.quantize.utils.system.process import disable_malloc_trim; "
+        f"{kept} and disable_malloc_trim(); "
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
+        "once = bytearray(2**26); del once; before = faults(); "
+        "[len(bytearray(2**26)) for _ in range(4)]; print(faults() - before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    pages = 4 * 2**26 // resource.getpagesize()
+    assert int(done.stdout) < pages / 8 if kept else int(done.stdout) > pages / 2
+
+
+def test_python_looks_for_cycles_seldom_and_not_among_what_was_imported():
+    code = (
+        "import gc; from qdqbench.quantize.utils.system import process; process.freeze_gc(); "
+        "assert not gc.get_freeze_count(); process.relax_gc(); "  # a program of others is left alone
+        "gc.callbacks.append(lambda phase, info: found.append(phase)); found = []; "
+        "kept = [[] for _ in range(500_000)]; print(len(found)); process.freeze_gc(); "
+        "print(gc.get_freeze_count() > 500_000); kept += [[] for _ in range(50_000)]; print(len(found)); "
+        "kept += [[] for _ in range(60_000)]; print(len(found))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["0", "True", "0", "2"]  # start and stop of one look
+
+
+@pytest.mark.parametrize(("ends", "status"), [("sys.exit(2)", 2), ("None", 0)])
+def test_a_command_ends_without_the_destructors_of_libraries_but_not_without_pythons(ends, status):
+    # a destructor of C that kills, as one of a library that calls another which is gone
+    code = f"""
+import atexit, ctypes, sys
+from qdqbench.cli import app
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.abort, None, None)
+atexit.register(print, "registered")
+def main():
+    {ends}
+app.main = main
+app.program()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (status, "registered\n")
+
+
+def test_a_command_whose_last_words_nobody_reads_ends_as_it_would():
+    code = "from qdqbench.cli import app; app.main = lambda: print('word'); app.program()"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=buffered,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=60,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def busy(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_cpu_time_is_of_all_threads_and_waiting_costs_none():
+    with measured() as worked:
+        thread = threading.Thread(target=busy, args=(0.1,))
+        thread.start()
+        busy(0.1)
+        thread.join()
+    with measured() as waited:
+        time.sleep(0.1)
+    assert worked.cpu_s >= 0.18  # the clock of `os.times` has steps of 10 ms
+    assert worked.wall_s >= 0.1
+    assert waited.wall_s >= 0.1
+    assert waited.cpu_s <= 0.06
+    assert worked.peak_rss_bytes > 0
+
+
+DESTRUCTOR = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from qdqbench.quantize.utils.system.process import interruption
+interruption.watch()
+class Dies:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+try:
+    Dies()
+    time.sleep(20)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_in_a_destructor_it_comes_again() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DESTRUCTOR], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+WAITS = """
+import sys, time
+from qdqbench.cli import app
+from qdqbench.quantize.tasks.sources import _cache_folder
+def main():
+    try:
+        print(_cache_folder(), flush=True)
+        time.sleep(30)
+    except KeyboardInterrupt:
+        raise app._Interrupted(app.process.interruption.status) from None
+app.main = main
+import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
+app.program()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_removes_copies_of_data_and_is_the_status(number):
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as process:
+        copies = Path(process.stdout.readline().strip())
+        assert copies.is_dir()
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert not copies.exists()
+
+
+def test_a_command_works_with_closed_streams(tmp_path):
+    code = (
+        "import os, sys; from qdqbench.cli import app; app.main = lambda: print('word') or "
+        f"open({str(tmp_path / 'file')!r}, 'w').write('text'); app.program()"
+    )
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code], check=False, timeout=60
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "file").read_text() == "text"

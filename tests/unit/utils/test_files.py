@@ -1,0 +1,147 @@
+"""Files are whole or absent, whatever happens while they are written."""
+
+import hashlib
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.arrays import read_arrays
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import without_formula
+
+
+def _write_half(path: Path, failure: type[BaseException]) -> None:
+    with files.atomic_path(path) as temporary:
+        temporary.write_text("half")
+        raise failure
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, failure: type[BaseException]
+) -> None:
+    path = tmp_path / "a.txt"
+    files.write_text(path, "old")
+    with pytest.raises(failure):
+        _write_half(path, failure)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_the_target_is_absent_until_the_block_ends(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "a.bin"
+    with files.atomic_path(path) as temporary:
+        temporary.write_bytes(b"12")
+        assert not path.exists()
+        assert temporary.parent.parent == path.parent  # a rename across file systems would not be atomic
+    assert path.read_bytes() == b"12"
+    assert [p.name for p in path.parent.iterdir()] == ["a.bin"]
+
+
+def test_files_are_for_others_too(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        files.write_text(tmp_path / "a", "x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write .*file/x: .*; choose another --out folder"):
+        files.write_text(tmp_path / "file" / "x", "")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {"a": [1.0, float("-inf")]}])
+def test_json_is_strict(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        files.write_json(tmp_path / "a.json", value)
+    assert list(tmp_path.iterdir()) == []
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@given(value=values)
+def test_json_comes_back_equal(tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "a.json"
+    files.write_json(path, value)
+    assert files.read_json(path) == value
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist; run the stage that writes it first"),
+        (b"{", "is not valid JSON"),
+        (b"", "is not valid JSON"),
+        (b"\xff\xfe", "it is not text"),
+    ],
+)
+def test_unreadable_json_is_one_sentence(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        files.read_json(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1])
+def test_sha256_over_block_borders(tmp_path: Path, size: int) -> None:
+    data = bytes(range(256)) * (size // 256 + 1)
+    (tmp_path / "a").write_bytes(data[:size])
+    assert files.sha256(tmp_path / "a") == hashlib.sha256(data[:size]).hexdigest()
+
+
+def test_what_cannot_be_written_is_told_before_and_nothing_is_left(tmp_path):
+    files.require_writable(tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "x", Path("/proc/qdqbench")):
+        with pytest.raises(UserError, match="choose another --out"):
+            files.require_writable(folder)
+
+
+@pytest.mark.parametrize("reader", [files.read_json, partial(read_arrays, again="write it again")])
+def test_what_is_no_regular_file_or_too_large_is_refused_at_once(reader, tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UserError, match="is no regular file"):
+            reader(path)
+    with (tmp_path / "sparse").open("wb") as stream:
+        stream.truncate(files.MAX_JSON + 1)
+    with pytest.raises(UserError, match=r"at most 33554432 bytes|cannot read"):
+        reader(tmp_path / "sparse")
+
+
+def test_arrays_are_bounded_when_unpacked(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, a=np.ones(3), bomb=np.zeros(1 << 20))
+    assert set(read_arrays(path, "again")) == {"a", "bomb"}
+    with pytest.raises(UserError, match="over the limit of 1024; write less"):
+        read_arrays(path, "write less", most=1024)
+    data = path.read_bytes()
+    unknown_compression = data.replace(b"\x08\x00", b"\x63\x00")
+    for broken in (data[:-100], b"", unknown_compression):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match=r"cannot read .*; write it again"):
+            read_arrays(path, "write it again")
+
+
+@pytest.mark.parametrize(("text", "cell"), [("=1+1", "'=1+1"), ("@a", "'@a"), ("a=b", "a=b"), (-1.5, -1.5)])
+def test_no_cell_is_a_formula(text, cell):
+    assert without_formula(text) == cell

@@ -1,0 +1,274 @@
+"""The first wrong tensor is found and named, with its node, its kernels and the right cause."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import helper
+
+from qdqbench.eval.verification.bisect import BisectResult, bisect, bisect_lines, bisect_run, run_onnxruntime
+from qdqbench.eval.verification.checks import compare_tensors, kept_positions
+from qdqbench.quantize.graph.index import GraphIndex
+from qdqbench.quantize.models.families.known import BERT
+from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.results import LayerRow
+
+from ...support.tiny_bert import HIDDEN, LAYERS, exported, padded_batch, tensor
+from ...support.tiny_layer import store
+
+MODULE = "bert.encoder.layer.1"
+BLOCK, PLACE = "layer.1", "/bert/encoder/layer.1"
+BATCH = padded_batch((16, 16, 4, 9, 12, 16))
+Edit = Callable[[onnx.ModelProto], None]
+
+
+def faulty(edit: Edit) -> Any:
+    """A runner on which every graph has a fault, if it holds what the fault is in."""
+
+    def run(model: onnx.ModelProto, feeds: Any) -> dict[str, Any]:
+        twin = onnx.ModelProto()
+        twin.CopyFrom(model)
+        edit(twin)
+        return run_onnxruntime(twin, feeds)
+
+    return run
+
+
+def has(graph: onnx.ModelProto, name: str) -> bool:
+    return any(t.name == name for t in graph.graph.initializer)
+
+
+def scaled(name: str, factor: float) -> Edit:
+    def edit(graph: onnx.ModelProto) -> None:
+        if has(graph, name):
+            store(graph, name, tensor(graph, name) * factor)
+
+    return edit
+
+
+def found(folder: Path, edit: Edit, graph: onnx.ModelProto, tmp_path: Path, **options: Any) -> BisectResult:
+    path = tmp_path / "model.onnx"
+    onnx.save(graph, path)
+    return bisect(path, BATCH, faulty(edit), run_onnxruntime, family=BERT, **options)
+
+
+def linear(name: str) -> str:
+    return f"{PLACE}/{name}"
+
+
+@pytest.mark.parametrize(
+    ("edit", "node", "cause"),
+    [
+        (scaled(f"{MODULE}.output.dense.weight_scale", 1.5), linear("output/dense/MatMul"), "factor 1.5"),
+        (
+            scaled(f"{MODULE}.attention.self.value.weight_scale", 0.5),
+            linear("attention/self/value/MatMul"),
+            "0.5",
+        ),
+        (scaled(f"{MODULE}.output.dense.bias_fp16", 0), linear("output/dense/Add"), "lost or wrong bias"),
+        (scaled(f"{MODULE}.intermediate.dense.bias_fp16", 0), linear("intermediate/dense/Add"), "bias"),
+        (
+            scaled(f"{MODULE}.output.LayerNorm.weight_fp16", 1.3),
+            linear("output/LayerNorm/LayerNormalization"),
+            "",
+        ),
+    ],
+)
+@pytest.mark.parametrize("per_step", [1, 8, 100])
+def test_the_first_wrong_tensor_is_named(  # noqa: PLR0917
+    tiny_bert: Path, tmp_path: Path, edit: Edit, node: str, cause: str, per_step: int
+) -> None:
+    rows = [
+        LayerRow(name="kernel", kind="gemm", onnx=["/other", node], inputs=[], constants=[], outputs=[]),
+        LayerRow(name=f"{node}_myl0_3", kind="gemm", onnx=[], inputs=[], constants=[], outputs=[]),
+        LayerRow(name="other", kind="kgen", onnx=["/other"], inputs=[], constants=[], outputs=[]),
+    ]
+    result = found(
+        tiny_bert, edit, exported(tiny_bert), tmp_path, layers=rows, per_step=per_step, suspects=[BLOCK]
+    )
+    assert (result.block, result.node) == (BLOCK, node)
+    assert cause in result.cause
+    assert result.layers == ["kernel", f"{node}_myl0_3"]
+    assert not result.vanished
+    assert {name for name, row in result.blocks.items() if not row.holds} <= {BLOCK}
+    lines = "\n".join(bisect_lines(result))
+    assert node in lines
+    assert result.cause in lines
+    BisectResult.model_validate_json(result.model_dump_json())
+
+
+def test_a_right_engine_has_no_bad_block(tiny_bert: Path, tmp_path: Path) -> None:
+    result = found(tiny_bert, lambda graph: None, exported(tiny_bert), tmp_path)
+    assert (result.block, result.tensor, result.engines) == (None, None, 1)
+    assert list(result.blocks) == ["embeddings", *(f"layer.{i}" for i in range(LAYERS)), "head"]
+    assert "no block is wrong" in bisect_lines(result)
+
+
+def test_the_first_of_two_bad_blocks_is_searched_and_the_other_named(tiny_bert: Path, tmp_path: Path) -> None:
+    def edit(graph: onnx.ModelProto) -> None:
+        for layer in range(LAYERS):
+            scaled(f"bert.encoder.layer.{layer}.output.dense.weight_scale", 3.0)(graph)
+
+    result = found(tiny_bert, edit, exported(tiny_bert), tmp_path)
+    assert result.block == "layer.0"
+    assert any("layer.1" in note for note in result.notes)
+
+
+def insert(graph: onnx.ModelProto, after: str, *operators: tuple[str, dict[str, Any], list[Any]]) -> None:
+    """Let the readers of a node's output read it through other nodes; outputs of the graph keep the name."""
+    nodes = list(graph.graph.node)
+    place = next((i for i, node in enumerate(nodes) if node.name == after), None)
+    if place is None:
+        return
+    name = nodes[place].output[0]
+    nodes[place].output[0] = current = f"{name}/raw"
+    fresh = []
+    for number, (operator, attributes, extra) in enumerate(operators):
+        made = name if number == len(operators) - 1 else f"{name}/{number}"
+        constants = []
+        for position, value in enumerate(extra):
+            constant = f"{made}/constant{position}"
+            graph.graph.initializer.append(onnx.numpy_helper.from_array(value, constant))
+            constants.append(constant)
+        fresh.append(helper.make_node(operator, [current, *constants], [made], name=made, **attributes))
+        current = made
+    del graph.graph.node[:]
+    graph.graph.node.extend([*nodes[: place + 1], *fresh, *nodes[place + 1 :]])
+
+
+def overflow(after: str, size: int) -> Edit:
+    """Channels of a tensor over the range of FP16, as a raw INT32 accumulator would be."""
+    factors = np.where(np.arange(size) % 2, 1, np.inf).astype(np.float16)
+    return lambda graph: insert(graph, after, ("Mul", {}, [factors]))
+
+
+def half_scales(graph: onnx.ModelProto) -> onnx.ModelProto:
+    """One linear with an FP16 weight scale, as the known bad export writes them."""
+    name = f"{MODULE}.attention.self.value.weight_scale"
+    index = GraphIndex(graph)
+    store(graph, name, tensor(graph, name), np.float16)
+    for node in graph.graph.node:
+        if node.op_type == "Cast" and node.input[0] == next(
+            n.output[0] for n in index.consumers[name] if n.op_type == "DequantizeLinear"
+        ):
+            node.attribute[0].i = onnx.TensorProto.FLOAT16
+    return graph
+
+
+def test_an_accumulator_that_overflows_is_told_apart(tiny_bert: Path, tmp_path: Path) -> None:
+    node = linear("attention/self/value/MatMul")
+    result = found(tiny_bert, overflow(node, HIDDEN), half_scales(exported(tiny_bert)), tmp_path)
+    assert (result.block, result.node) == (BLOCK, node)
+    assert result.error is not None
+    assert result.error.error is None
+    assert "raw INT32 accumulator" in result.cause
+    assert "per-channel weights with FP16 scales" in result.cause
+    other = found(tiny_bert, overflow(node, HIDDEN), exported(tiny_bert), tmp_path)
+    assert other.cause.startswith("FP16 overflow behind the INT8 GEMM")
+
+
+def test_an_overflowing_norm(tiny_bert: Path, tmp_path: Path) -> None:
+    node = linear("attention/output/LayerNorm/LayerNormalization")
+    result = found(tiny_bert, overflow(node, HIDDEN), exported(tiny_bert, "bert-fp16"), tmp_path)
+    assert result.node == node
+    assert result.cause.startswith("LayerNorm in FP16")
+
+
+def test_a_wrong_mask(tiny_bert: Path, tmp_path: Path) -> None:
+    def edit(graph: onnx.ModelProto) -> None:
+        for node in graph.graph.node:
+            if node.op_type == "Add" and node.name == linear("attention/self/Add"):
+                node.op_type = "Sub"
+
+    result = found(tiny_bert, edit, exported(tiny_bert), tmp_path)
+    assert result.block == BLOCK
+    assert "attention mask" in result.cause
+
+
+def test_partly_quantized_attention(tiny_bert: Path, tmp_path: Path) -> None:
+    graph = exported(tiny_bert, "bert-int8-attention")
+    for node in graph.graph.node:  # drop the softmax's Q/DQ
+        for position, name in enumerate(node.input):
+            if "p_bmm_quantizer/DequantizeLinear_output_0" in name and node.op_type == "MatMul":
+                node.input[position] = name.split("p_bmm_quantizer")[0] + "Softmax_output_0"
+    context = linear("attention/self/MatMul_1")
+    noise = np.random.default_rng(0).normal(1, 0.9, 16).astype(np.float16)
+    result = found(tiny_bert, lambda g: insert(g, context, ("Mul", {}, [noise])), graph, tmp_path)
+    assert result.node == context
+    assert "attention is quantized in part" in result.cause
+
+
+def test_a_fault_that_vanishes_when_marked_is_said(tiny_bert: Path, tmp_path: Path) -> None:
+    """An engine that is wrong only while the GELU is fused, and so not an output: another mark shows it."""
+
+    def edit(graph: onnx.ModelProto) -> None:
+        if not any("Gelu" in value.name for value in graph.graph.output):
+            scaled(f"{MODULE}.output.dense.weight_scale", 4.0)(graph)
+
+    result = found(tiny_bert, edit, exported(tiny_bert), tmp_path, per_step=1)
+    assert result.block == BLOCK
+    assert (result.vanished, result.node) == (False, linear("output/dense/MatMul"))
+    assert any("vanishes" in note and "Gelu_output_0" in note for note in result.notes)
+
+
+def test_a_fault_of_a_fused_pair_only(tiny_bert: Path, tmp_path: Path) -> None:
+    """Any mark inside of the block repairs it."""
+
+    def edit(graph: onnx.ModelProto) -> None:
+        inner = [v.name for v in graph.graph.output if PLACE in v.name and "output/LayerNorm" not in v.name]
+        if not inner:
+            scaled(f"{MODULE}.output.dense.weight_scale", 4.0)(graph)
+
+    result = found(tiny_bert, edit, exported(tiny_bert), tmp_path)
+    assert result.block == BLOCK
+    assert result.vanished
+    assert any("vanishes" in note for note in result.notes)
+    assert result.node is not None
+    assert result.node.startswith(PLACE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [((2, 3, 8), 4 * 8), ((2, 5, 3, 4), 4 * 5 * 4), ((2, 5, 3, 3), 5 * (9 + 1)), ((2, 7), 14)],
+)
+def test_padding_is_left_out(shape: tuple[int, ...], count: int) -> None:
+    mask = np.array([[1, 1, 1], [1, 0, 0]], bool)
+    assert kept_positions(np.ones(shape), mask).size == count
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 99), factor=st.floats(0.1, 10))
+def test_error_of_a_tensor(seed: int, factor: float) -> None:
+    truth = np.random.default_rng(seed).normal(size=(4, 6, 8)).astype(np.float32)
+    row = compare_tensors("t", truth * np.float32(factor), truth, np.ones((4, 6), bool), 0.05)
+    assert row.error == pytest.approx(abs(factor - 1), rel=1e-3, abs=1e-5)
+    assert row.holds == (
+        row.error is not None and row.error <= 0.05 and row.systematic <= row.systematic_limit
+    )
+    assert not compare_tensors("t", truth * np.nan, truth, np.ones((4, 6), bool), 0.05).holds
+
+
+def test_without_a_run_or_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="is no run directory"):
+        bisect_run(tmp_path)
+    from qdqbench.quantize.pipeline.pipeline import open_run
+    from qdqbench.quantize.pipeline.session import RunConfig
+    from qdqbench.quantize.recipe.schema import load_recipe
+    from qdqbench.quantize.tasks.task import get_task
+    from qdqbench.quantize.utils.system import gpu
+
+    config = RunConfig(
+        recipe=load_recipe("bert-int8-linears"), model=None, task=get_task("embedded"), data="hub"
+    )
+    open_run(config, tmp_path / "run")
+    with pytest.raises(UserError, match="has no engine yet"):
+        bisect_run(tmp_path / "run")
+    (tmp_path / "run" / "build.json").write_text('{"skipped": "no backend"}')
+    monkeypatch.setattr(gpu, "find_gpu", lambda: None)
+    with pytest.raises(MissingDevice, match="CUDA shows no GPU"):
+        bisect_run(tmp_path / "run")

@@ -1,0 +1,204 @@
+"""The cut graph computes what the fake-quant model computes, and a fault shows in its block alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from qdqbench.eval.verification.bisect import run_onnxruntime
+from qdqbench.eval.verification.blocks import (
+    HEAD,
+    Stitched,
+    computed_floats,
+    extract,
+    reference_blocks,
+    stitch,
+)
+from qdqbench.eval.verification.checks import BlockSums
+from qdqbench.quantize.models.families.known import BERT, MODERNBERT
+from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.load import load_model, prepare_model
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.results import BlockCheck
+
+from ...support.tiny_bert import (
+    HIDDEN,
+    LAYERS,
+    exported,
+    exported_of,
+    padded_batch,
+    quantized,
+    run_onnx,
+    tensor,
+)
+from ...support.tiny_layer import healthy, store
+from ...support.tiny_modernbert import new_modernbert
+from ...support.tiny_modernbert import quantized as of_modernbert
+
+NAMES = ["embeddings", *(f"layer.{layer}" for layer in range(LAYERS)), HEAD]
+BATCHES = [padded_batch((16, 4, 9, 16, 12, 7) * 4, seed) for seed in range(2)]
+FAULTY = "layer.1"
+MODULE = "bert.encoder.layer.1"
+
+
+def judged(folder: Path, graph: onnx.ModelProto, name: str, half: bool = True) -> dict[str, BlockCheck]:
+    stitched = stitch(graph, BERT)
+    sums = {block.name: BlockSums(block.name) for block in stitched.blocks}
+    for batch in BATCHES:
+        made = reference_blocks(quantized(folder, name).model, load_model(str(folder)), batch, half=half)
+        feeds = stitched.feeds({n: t.input for n, t in made.items() if t.input is not None})
+        got = run_onnxruntime(stitched.model, batch | feeds)
+        for block in stitched.blocks:
+            t = made[block.name]
+            sums[block.name].add(got[block.output], t.output, t.unquantized, batch["attention_mask"])
+    return {block: each.check() for block, each in sums.items()}
+
+
+def failing(checks: dict[str, BlockCheck]) -> list[str]:
+    return [name for name, row in checks.items() if not row.holds]
+
+
+@pytest.mark.parametrize("compute", ["fp16", "fp32"])
+@pytest.mark.parametrize("weights", ["channel", "factored"])
+@pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention"])
+def test_the_right_graph_passes_in_every_block(
+    tiny_bert: Path, name: str, weights: str, compute: str
+) -> None:
+    graph = exported(tiny_bert, name, compute, weights)
+    before = graph.SerializeToString(deterministic=True)
+    checks = judged(tiny_bert, graph, name, compute == "fp16")
+    assert list(checks) == NAMES
+    assert failing(checks) == []
+    assert all(checks[f"layer.{i}"].quantization_error > 0.005 for i in range(LAYERS))
+    assert all((row.error or 0) < 0.002 for name, row in checks.items() if not name.startswith("layer"))
+    assert graph.SerializeToString(deterministic=True) == before
+
+
+def test_layers_that_end_with_a_sum_are_cut_behind_it() -> None:
+    made = of_modernbert(new_modernbert(), attention=True)
+    graph = exported_of(made.model, made.plan, "factored", "fp16")
+    stitched, batch = stitch(graph, MODERNBERT), inputs_of(made.model, BATCHES[0])
+    blocks = reference_blocks(made.model, prepare_model(new_modernbert()), batch, half=True)
+    assert [*blocks] == [block.name for block in stitched.blocks] == [
+        "embeddings", *(f"layer.{n}" for n in range(4)), HEAD
+    ]  # fmt: skip
+    feeds = stitched.feeds({name: t.input for name, t in blocks.items() if t.input is not None})
+    got = run_onnxruntime(stitched.model, batch | feeds)
+    for block in stitched.blocks:
+        sums, t = BlockSums(block.name), blocks[block.name]
+        sums.add(got[block.output], t.output, t.unquantized, batch["attention_mask"])
+        assert sums.check().holds
+        assert block.name == HEAD or (sums.check().quantization_error > 0.005) == (block.name != "embeddings")
+
+
+def test_the_cut_graph_with_its_own_values_is_the_whole_graph(tiny_bert: Path) -> None:
+    graph, batch = exported(tiny_bert), BATCHES[0]
+    stitched = stitch(graph, BERT)
+    feeds: dict[str, Any] = dict(batch)
+    feeds |= {b.input: np.zeros((*batch["input_ids"].shape, HIDDEN), np.float16) for b in stitched.blocks[1:]}
+    for block, following in zip(stitched.blocks, stitched.blocks[1:], strict=False):
+        feeds[following.input] = run_onnxruntime(stitched.model, feeds)[block.output]
+    assert np.array_equal(run_onnxruntime(stitched.model, feeds)["logits"], run_onnx(graph, dict(batch)))
+
+
+def test_new_inputs_have_the_shape_and_type_of_the_border(tiny_bert: Path) -> None:
+    for compute, kind in (("fp16", onnx.TensorProto.FLOAT16), ("fp32", onnx.TensorProto.FLOAT)):
+        stitched = stitch(exported(tiny_bert, compute=compute), BERT)
+        inputs = {value.name: value.type.tensor_type for value in stitched.model.graph.input}
+        for block in stitched.blocks[1:]:
+            found = inputs[str(block.input)]
+            assert found.elem_type == kind
+            assert [d.dim_param or d.dim_value for d in found.shape.dim] == ["batch", "length", HIDDEN]
+        onnx.checker.check_model(stitched.model)
+        onnx.shape_inference.infer_shapes(stitched.model, strict_mode=True)
+
+
+def test_quantization_inside_of_a_block_stays(tiny_bert: Path) -> None:
+    graph = exported(tiny_bert, "bert-int8-attention")
+    cut = stitch(graph, BERT).model
+    assert [(n.name, n.op_type) for n in graph.graph.node] == [(n.name, n.op_type) for n in cut.graph.node]
+    assert list(graph.graph.initializer) == list(cut.graph.initializer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_block_alone_computes_the_same(tiny_bert: Path, name: str) -> None:
+    stitched, batch = stitch(exported(tiny_bert), BERT), BATCHES[0]
+    made = reference_blocks(quantized(tiny_bert).model, None, batch, half=True)
+    feeds = batch | stitched.feeds({n: t.input for n, t in made.items() if t.input is not None})
+    alone, output = extract(stitched, name), stitched.blocks[NAMES.index(name)].output
+    assert len(alone.graph.node) < len(stitched.model.graph.node)
+    assert np.array_equal(
+        run_onnxruntime(alone, feeds)[output], run_onnxruntime(stitched.model, feeds)[output]
+    )
+
+
+def test_marked_tensors_come_out(tiny_bert: Path) -> None:
+    stitched = stitch(exported(tiny_bert), BERT)
+    inner = computed_floats(extract(stitched, FAULTY))
+    assert all(name.startswith(("/bert/encoder/layer.1/", "/bert/Sub", "/bert/Mul")) for name in inner)
+    kinds = {name: n.op_type for n in stitched.model.graph.node for name in n.output}
+    assert {kinds[name] for name in inner} >= {"MatMul", "Add", "Softmax", "LayerNormalization"}
+    assert not {kinds[name] for name in inner} & {"Cast", "DequantizeLinear", "Reshape", "Shape"}
+    marked = extract(stitched, FAULTY, inner[:3])
+    assert [value.name for value in marked.graph.output] == [*inner[:3], stitched.blocks[2].output]
+
+
+def test_a_graph_without_names_is_refused() -> None:
+    with pytest.raises(UserError, match="cannot be cut into blocks"):
+        stitch(healthy(), BERT)
+
+
+def test_hooks_are_removed(tiny_bert: Path) -> None:
+    model = quantized(tiny_bert).model
+    reference_blocks(model, None, BATCHES[0], half=True)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def wrong_scale(graph: onnx.ModelProto) -> None:
+    name = f"{MODULE}.output.dense.weight_scale"
+    store(graph, name, tensor(graph, name) * 1.1)
+
+
+def dropped_bias(graph: onnx.ModelProto) -> None:
+    name = f"{MODULE}.output.dense.bias_fp16"
+    store(graph, name, tensor(graph, name) * 0)
+
+
+def swapped(graph: onnx.ModelProto) -> None:
+    names = [f"{MODULE}.attention.self.{part}.weight_int8" for part in ("query", "key")]
+    values = [tensor(graph, name) for name in names]
+    for name, value in zip(names, reversed(values), strict=True):
+        store(graph, name, value)
+
+
+def one_channel(graph: onnx.ModelProto) -> None:
+    name = f"{MODULE}.output.LayerNorm.bias_fp16"
+    value = tensor(graph, name)
+    value[3] += 0.5
+    store(graph, name, value)
+
+
+def nan(graph: onnx.ModelProto) -> None:
+    name = f"{MODULE}.output.dense.bias_fp16"  # behind the last Q, which would make a number of it
+    store(graph, name, np.full_like(tensor(graph, name), np.nan))
+
+
+@pytest.mark.parametrize("fault", [wrong_scale, dropped_bias, swapped, one_channel, nan])
+@pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
+def test_a_fault_fails_its_block_and_no_other(
+    tiny_bert: Path, fault: Callable[[onnx.ModelProto], None], name: str
+) -> None:
+    graph = exported(tiny_bert, name)
+    fault(graph)
+    checks = judged(tiny_bert, graph, name)
+    assert failing(checks) == [FAULTY]
+    assert bool(checks[FAULTY].nonfinite) == (fault is nan)
+
+
+def test_types_of_feeds(tiny_bert: Path) -> None:
+    stitched: Stitched = stitch(exported(tiny_bert), BERT)
+    values = {name: np.ones((1, 2, HIDDEN), np.float32) for name in NAMES[1:]}
+    assert {array.dtype for array in stitched.feeds(values).values()} == {np.dtype(np.float16)}

@@ -1,0 +1,638 @@
+"""What counts as a wrong stages, on arrays: noise of the size of quantization passes, faults do not."""
+
+import json
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes
+from scipy import stats
+
+from qdqbench.eval.metrics.runners import onnxruntime_runner
+from qdqbench.eval.stages import stages
+from qdqbench.eval.verification.bisect import run_onnxruntime
+from qdqbench.eval.verification.cases import (
+    InputCase,
+    batch_of,
+    block_cases,
+    padding_answers,
+    shape_cases,
+    widest,
+)
+from qdqbench.eval.verification.checks import (
+    KS_P,
+    MIN_LIMIT,
+    BlockSums,
+    QuantizationCost,
+    check_answers,
+    check_padding,
+    check_shape,
+    one_of_each,
+    verification_failures,
+)
+from qdqbench.eval.verification.engine import verify_engine
+from qdqbench.quantize.calibration.fakequant.quantizers import forward
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.tasks.task import get_task
+from qdqbench.quantize.tasks.types.encoded import Encoded
+from qdqbench.quantize.tasks.types.regression import REGRESSION
+from qdqbench.quantize.tasks.types.tokens import Tagged
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.results import BlockCheck, Verification
+from qdqbench.quantize.utils.system.gpu import Gpu
+
+from ...support.pages import Page
+from ...support.tiny_bert import exported, padded_batch, quantized
+from ..runreport.test_report import sample, written
+
+SST2, STSB = get_task("sst2"), get_task("stsb")
+PROFILE = Profile((1, 16), (32, 128), (64, 128))
+RUN = "runs/x"
+
+
+def hidden(seed: int = 0, shape: tuple[int, ...] = (12, 20, 24)) -> tuple[Any, Any, Any]:
+    """Reference, FP32 output 10% away from it, and a mask; padded positions are huge."""
+    rng = np.random.default_rng(seed)
+    reference = rng.normal(size=shape).astype(np.float32)
+    mask = np.arange(shape[1]) < rng.integers(4, shape[1] + 1, shape[0])[:, None]
+    reference[~mask] = 1e6
+    return reference, reference + 0.1 * rng.normal(size=shape).astype(np.float32), mask.astype(np.int64)
+
+
+def check(got: Any, reference: Any, plain: Any, mask: Any) -> BlockCheck:
+    sums = BlockSums("layer.0")
+    sums.add(got, reference, plain, mask)
+    return sums.check()
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 999), size=st.floats(0, 0.07))
+def test_noise_below_the_cost_of_quantization_holds(seed: int, size: float) -> None:
+    reference, plain, mask = hidden(seed)
+    noise = np.random.default_rng(seed + 1).normal(size=reference.shape)
+    row = check(reference + size * noise, reference, plain, mask)
+    assert row.holds
+    assert row.error == pytest.approx(size, rel=0.1, abs=1e-6)
+    assert row.limit == row.quantization_error == pytest.approx(0.1, rel=0.1)
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 999), factor=st.floats(1.03, 3))
+def test_a_wrong_scale_below_the_cost_of_quantization_fails(seed: int, factor: float) -> None:
+    """3% is far under the 10% that quantization costs, but rounding noise is no factor."""
+    reference, plain, mask = hidden(seed)
+    row = check(reference * factor, reference, plain, mask)
+    assert not row.holds
+    assert row.systematic_error == pytest.approx(factor - 1, rel=1e-3)
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 999), size=st.floats(0.04, 2))
+def test_a_lost_bias_fails(seed: int, size: float) -> None:
+    reference, plain, mask = hidden(seed)
+    rng = np.random.default_rng(seed + 1)
+    bias = size * rng.choice([-1.0, 1.0], reference.shape[2])
+    noise = 0.04 * rng.normal(size=reference.shape)
+    assert not check(reference + noise + bias, reference, plain, mask).holds
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_one_number_that_is_not_finite_fails(bad: float) -> None:
+    reference, plain, mask = hidden()
+    got = reference.copy()
+    got[3, 1, 5] = bad
+    row = check(got, reference, plain, mask)
+    assert not row.holds
+    assert (row.nonfinite, row.nonfinite_shapes) == (1, [[12, 20]])
+    assert row.error is row.position_error is row.systematic_error is None
+    json.loads(row.model_dump_json())
+
+
+@pytest.mark.parametrize("value", [np.nan, 1e30])
+def test_padding_does_not_count(value: float) -> None:
+    reference, plain, mask = hidden()
+    got = reference.copy()
+    got[mask == 0] = value
+    row = check(got, reference, plain, mask)
+    assert row.holds
+    assert row.error == 0
+    assert row.n == mask.sum()
+
+
+def test_one_wrong_position_of_many_fails() -> None:
+    reference, plain, mask = hidden(shape=(64, 40, 24))
+    got = reference.copy()
+    got[5, 2] = -got[5, 2]
+    row = check(got, reference, plain, mask)
+    assert row.error is not None
+    assert row.error <= row.limit
+    assert not row.holds
+    assert row.position_error == pytest.approx(2, rel=1e-3)
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(0.95, True), (1.05, False)])
+def test_a_position_may_be_twice_as_far_as_quantization_takes_the_worst_one(
+    factor: float, holds: bool
+) -> None:
+    """Two roundings of one recipe, each at its worst there and on opposite sides of FP32."""
+    reference, plain, mask = hidden(shape=(64, 40, 24))
+    cost = (plain - reference)[mask == 1]
+    worst = np.argmax(np.linalg.norm(cost, axis=1) / np.linalg.norm(reference[mask == 1], axis=1))
+    got = reference.copy()
+    got[tuple(np.argwhere(mask)[worst])] += 2 * factor * cost[worst]
+    assert check(got, reference, plain, mask).holds is holds
+
+
+def test_without_quantization_one_percent_is_the_limit() -> None:
+    reference, _, mask = hidden()
+    noise = np.random.default_rng(1).normal(size=reference.shape)
+    assert check(reference + 0.004 * noise, reference, reference, mask).holds
+    assert not check(reference + 0.012 * noise, reference, reference, mask).holds
+    assert check(reference, reference, reference, mask).limit == MIN_LIMIT
+
+
+@settings(deadline=None)
+@given(shape=array_shapes(min_dims=3, max_dims=3, min_side=2, max_side=6), seed=st.integers(0, 99))
+def test_batches_add_up(shape: tuple[int, ...], seed: int) -> None:
+    reference, plain, mask = hidden(seed, (shape[0], shape[1] + 3, shape[2]))
+    got = reference + 0.03 * np.random.default_rng(seed).normal(size=reference.shape)
+    sums = BlockSums("layer.0")
+    for row in range(len(got)):
+        one = slice(row, row + 1)
+        sums.add(got[one], reference[one], plain[one], mask[one])
+    parts, whole = sums.check().model_dump(), check(got, reference, plain, mask).model_dump()
+    for name, value in whole.items():
+        assert parts[name] == (
+            pytest.approx(value, rel=1e-6, abs=1e-9) if isinstance(value, float) else value
+        )
+
+
+def logits(n: int = 256, labels: int = 2, noise: float = 0.0, seed: int = 0) -> Any:
+    """One set of answers; `noise` is added by another seed, so that sets with noise are paired."""
+    base = np.random.default_rng(7).normal(size=(n, labels)) * 2
+    return (base + noise * np.random.default_rng(seed).normal(size=base.shape)).astype(np.float32)
+
+
+def answers(got: Any, task: Any = SST2, reference: Any = None, max_drop: float = 0.01) -> Any:
+    labels_of = got.shape[1]
+    fp32 = logits(len(got), labels_of)
+    reference = logits(len(got), labels_of, 0.2, 1) if reference is None else reference
+    truth = logits(len(got), labels_of, 1.0, 5)
+    labels = truth[:, 0] if task.kind is REGRESSION else truth.argmax(1)
+    cost = QuantizationCost.of(reference, fp32)
+    each = np.arange(len(got))
+    return check_answers(
+        task, got, reference, fp32, labels, samples=each, cost=cost, max_drop=max_drop, seed=0
+    )
+
+
+def words(got: Any, reference: Any, many: int) -> Any:
+    """The check of sentences of `many` words."""
+    samples = np.repeat(np.arange(len(got) // many), many)
+    gold = Tagged(reference.argmax(1), np.bincount(samples), ("O", "B-A"))
+    task = get_task("tokens").model_copy(update={"num_labels": 2})
+    cost = QuantizationCost.of(reference, reference + np.float32(1.0))
+    return check_answers(
+        task, got, reference, reference, gold, samples=samples, cost=cost, max_drop=0.01, seed=0
+    )
+
+
+@settings(deadline=None, max_examples=20)
+@given(many=st.integers(1, 40), shift=st.floats(0, 0.5))
+def test_words_of_a_sentence_that_say_the_same_are_one_answer(many: int, shift: float) -> None:
+    """However many they are, they tell no more than one of them of how answers are distributed."""
+    base = logits()
+    one, more = (words(*(np.repeat(a, n, 0) for a in (base + np.float32(shift), base)), n) for n in (1, many))
+    assert (more.ks_statistic, more.ks_p) == (one.ks_statistic, one.ks_p)
+
+
+def test_many_words_within_rounding_pass_and_a_wrong_distribution_fails() -> None:
+    """Most words are O, all with nearly the same logits: there a rounding moves the whole distribution."""
+    rng = np.random.default_rng(3)
+    reference = np.repeat([[2.0, -2.0]], 6000, 0) + 0.05 * rng.normal(size=(6000, 2))
+    reference[::10] = rng.normal(size=(600, 2)) * 2
+    reference = reference.astype(np.float32)
+    rounded = reference + np.float32(0.01)
+    assert stats.ks_2samp(reference[:, 0], rounded[:, 0], method="asymp").pvalue < KS_P / 2
+    assert words(rounded, reference, 24).holds
+    wrong = words(reference + np.float32(0.3), reference, 24)
+    assert wrong.ks_p < wrong.ks_p_limit
+    assert not wrong.holds
+
+
+@settings(deadline=None)
+@given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=30), seed=st.integers(0, 9))
+def test_one_answer_of_each_sample_that_has_any(counts: list[int], seed: int) -> None:
+    samples = np.repeat(np.arange(len(counts)), counts)
+    drawn = one_of_each(samples, seed)
+    assert samples[drawn].tolist() == [sample for sample, count in enumerate(counts) if count]
+
+
+def test_every_answer_of_a_sample_can_be_drawn() -> None:
+    samples = np.zeros(3, dtype=np.int64)
+    assert {int(one_of_each(samples, seed)[0]) for seed in range(40)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("task", "labels"), [(SST2, 2), (get_task("mnli"), 3), (STSB, 1)])
+def test_another_rounding_of_the_recipe_passes(task: Any, labels: int) -> None:
+    """As far from FP32 as the reference is, and independent of it: rounding can do no worse."""
+    row = answers(logits(labels=labels, noise=0.2, seed=2), task)
+    assert row.holds, row
+    assert row.mean_abs_logit_diff > row.quantization_mean_abs_logit_diff
+    assert (row.disagreements is None) == (task.kind is REGRESSION)
+
+
+@pytest.mark.parametrize(("task", "labels"), [(SST2, 2), (STSB, 1)])
+@pytest.mark.parametrize("fault", ["relative error 0.8", "constant", "other samples", "shifted"])
+def test_wrong_answers_fail(task: Any, labels: int, fault: str) -> None:
+    right = logits(labels=labels, noise=0.2, seed=1)
+    wrong = {
+        "relative error 0.8": logits(labels=labels, noise=1.6, seed=3),
+        "constant": np.tile(right[:1], (len(right), 1)),
+        "other samples": np.roll(right, 1, axis=0),
+        "shifted": right + 1.0,
+    }[fault]
+    assert not answers(wrong, task).holds
+
+
+def test_nan_answers_fail_without_numbers() -> None:
+    got = logits()
+    got[4, 0] = np.nan
+    row = answers(got)
+    assert not row.holds
+    assert (row.nonfinite, row.drop, row.ks_p) == (1, None, None)
+    json.loads(row.model_dump_json())
+
+
+def test_a_drop_over_the_gate_fails() -> None:
+    reference = logits(noise=0.2, seed=1)
+    truth = logits(noise=1.0, seed=5).argmax(1)
+    got = reference.copy()
+    right = np.flatnonzero(reference.argmax(1) == truth)[:20]
+    got[right] = got[right][:, ::-1]
+    row = answers(got, reference=reference)
+    assert row.drop == pytest.approx(20 / 256)
+    assert row.drop > row.drop_limit
+    assert not row.holds
+
+
+@settings(deadline=None, max_examples=30)
+@given(size=st.floats(0, 0.1), seed=st.integers(0, 99))
+def test_padding_noise_passes_and_a_changed_answer_does_not(size: float, seed: int) -> None:
+    cost = QuantizationCost.of(logits(noise=0.2, seed=1), logits())
+    base = logits(16)
+    settings_of = np.stack(
+        [base + size * np.random.default_rng(seed + i).normal(size=base.shape) for i in range(3)]
+    )
+    assert check_padding(settings_of, cost).holds
+    settings_of[1] = base[::-1]
+    assert not check_padding(settings_of, cost).holds
+    settings_of[1] = np.nan
+    row = check_padding(settings_of, cost)
+    assert (row.holds, row.nonfinite) == (False, 16)
+
+
+def test_one_sample_that_padding_changes_fails() -> None:
+    cost = QuantizationCost.of(logits(noise=0.2, seed=1), logits())
+    settings_of = np.stack([logits(16)] * 3)
+    settings_of[1, 3] += 10
+    assert not check_padding(settings_of, cost).holds
+
+
+def test_the_cost_has_a_floor_where_nothing_is_quantized() -> None:
+    same = logits()
+    cost = QuantizationCost.of(same, same)
+    assert cost.mean == pytest.approx(0.01 * np.sqrt((same**2).mean()), rel=1e-4)
+    assert cost.worst == pytest.approx(5 * cost.mean)
+
+
+def test_a_shape() -> None:
+    got, reference = logits(4), logits(4)
+    got[0, 0], got[1, 1] = np.nan, got[1, 1] + 0.5
+    row = check_shape(got, reference, (4, 16), "padded")
+    assert (row.nonfinite, row.max_abs_logit_diff) == (1, pytest.approx(0.5))
+    assert check_shape(np.full_like(got, np.inf), reference, (4, 16), "padded").max_abs_logit_diff is None
+
+
+def encoded(lengths: Any) -> Encoded:
+    tokens = [np.arange(1, n + 1, dtype=np.int64) for n in lengths]
+    return Encoded(tokens, [np.ones_like(t) for t in tokens], np.zeros(len(tokens), np.int64), 0)
+
+
+lengths_of = st.lists(st.integers(1, 128), min_size=1, max_size=60).map(lambda v: np.array(v, np.int64))
+
+
+@settings(deadline=None)
+@given(lengths=lengths_of, seed=st.integers(0, 9))
+def test_cases_fit_the_profile_and_cover_it(lengths: Any, seed: int) -> None:
+    cases = shape_cases(lengths, [PROFILE], seed)
+    for case in [*cases, *block_cases(lengths, PROFILE, seed)]:
+        batch = batch_of(encoded(lengths), case, pad_id=0)
+        assert batch["input_ids"].shape == (len(case.rows), case.length)
+        assert PROFILE.min[0] <= len(case.rows) <= PROFILE.max[0]
+        assert PROFILE.min[1] <= case.length <= PROFILE.max[1]
+        assert np.array_equal(batch["attention_mask"].sum(1), lengths[case.rows])
+        assert ((batch["input_ids"] > 0) == batch["attention_mask"]).all()
+        if case.what == "equal lengths" and case in cases:
+            assert batch["attention_mask"].all()
+    assert {len(case.rows) for case in cases} == {1, 32, 64}
+    assert {"shortest", "longest"} <= {case.what for case in cases}
+    longest = next(case for case in cases if case.what == "longest")
+    assert lengths[longest.rows[0]] == lengths.max()
+    assert cases == shape_cases(lengths, [PROFILE], seed)
+
+
+def test_samples_that_are_longer_than_the_engine_takes_are_left_out() -> None:
+    lengths = np.array([8, 20, 100])
+    short = Profile((1, 16), (4, 32), (8, 64))
+    drawn = {
+        row
+        for case in [*shape_cases(lengths, [short], 0), *block_cases(lengths, short, 0)]
+        for row in case.rows
+    }
+    assert drawn == {0, 1}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_blocks_in_small_batches_get_the_shortest_and_the_longest(batch: int) -> None:
+    lengths = np.array([9, 5, 90, 31, 12])
+    cases = block_cases(lengths, Profile((1, 16), (1, 128), (batch, 128)), 0)
+    assert [len(case.rows) for case in cases] == [batch, batch, batch, 1]
+    assert set(cases[0].rows) <= {1, 2} or batch == 3
+    assert set(cases[0].rows) >= {1, 2} or batch == 1
+
+
+def test_an_engine_that_takes_no_sample_is_one_sentence() -> None:
+    short = Profile((1, 16), (4, 32), (8, 64))
+    with pytest.raises(UserError, match=r"at most 64 tokens, and the shortest of 2 samples has 65, so none"):
+        block_cases(np.array([65, 100]), short, 0)
+
+
+def test_the_same_samples_in_three_settings() -> None:
+    lengths = np.array([20, 5, 90, 31])
+    seen = []
+
+    def run(batch: dict[str, Any]) -> Any:
+        seen.append(batch["input_ids"].shape)
+        return np.stack([batch["input_ids"].sum(1), batch["attention_mask"].sum(1)], 1).astype(np.float32)
+
+    found = padding_answers(run, encoded(lengths), [2, 0, 1], [Profile((1, 8), (2, 8), (2, 8)), PROFILE], 0)
+    assert found.shape == (3, 3, 2)
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
+    assert found[0][:, 1].tolist() == [90, 20, 5]
+    assert {(1, 128), (1, 16), (1, 90), (1, 20), (64, 90)} == set(seen)
+    assert widest([Profile((1, 8), (2, 8), (2, 8)), PROFILE]) == PROFILE
+
+
+def verification(**changes: Any) -> Verification:
+    reference, plain, mask = hidden()
+    cost = QuantizationCost.of(logits(noise=0.2, seed=1), logits())
+    fields = {
+        "reference": "fake_quant",
+        "seed": 0,
+        "blocks": [check(reference, reference, plain, mask)],
+        "stitched_int8_gemms": 12,
+        "shapes": [check_shape(logits(4), logits(4), (4, 16), "padded")],
+        "padding": check_padding(np.stack([logits(8)] * 3), cost),
+        "answers": answers(logits(noise=0.2, seed=1)),
+        "warnings": [],
+        "failures": [],
+        "passed": True,
+    }
+    return Verification.model_validate(fields | changes)
+
+
+def test_a_right_engine_has_no_failures() -> None:
+    assert verification_failures(verification(), RUN) == []
+
+
+def test_every_fault_is_a_sentence_that_names_the_place_and_the_next_step() -> None:
+    reference, plain, mask = hidden()
+    bad = reference.copy()
+    bad[0, 0, 0] = np.nan
+    shape = check_shape(np.full((4, 2), np.nan), logits(4), (4, 16), "padded")
+    cost = QuantizationCost.of(logits(noise=0.2, seed=1), logits())
+    wrong = verification(
+        blocks=[check(reference * 2, reference, plain, mask), check(bad, reference, plain, mask)],
+        shapes=[shape],
+        padding=check_padding(np.stack([logits(8), logits(8)[::-1]]), cost),
+        answers=answers(np.roll(logits(), 1, axis=0)),
+    )
+    lines = verification_failures(wrong, RUN)
+    assert len(lines) == 5
+    assert all("qdqbench inspect runs/x --bisect" in line for line in lines)
+    for line, part in zip(
+        lines,
+        [
+            "layer.0 is wrong for the reference's own input: relative error 1 is over 0.1",
+            "layer.0 makes 1 NaN or infinite numbers in batches of 12 x 20",
+            "batches of shape padded 4 x 16",
+            "the same sample alone, padded and in a large batch differs",
+            "answers differ from fake_quant",
+        ],
+        strict=True,
+    ):
+        assert part in line
+
+
+def test_a_case_is_padded_with_the_pad_token() -> None:
+    batch = batch_of(encoded([3, 2]), InputCase("padded", [0, 1], 5), pad_id=9)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 9, 9], [1, 2, 9, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
+    assert batch["token_type_ids"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
+
+
+class OnnxRunner:
+    """ONNX Runtime in the place of an engine on a GPU; `spoil` changes what the whole engine answers."""
+
+    spoil: Any = staticmethod(lambda batch, got: got)
+
+    def __init__(self, path: Any, graph: Any, *, pad_id: int, outputs: Any) -> None:
+        assert pad_id == 0
+        self.run = onnxruntime_runner(graph)
+
+    def __call__(self, batch: Any) -> Any:
+        return type(self).spoil(batch, self.run(batch))
+
+    def __enter__(self) -> "OnnxRunner":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+@contextmanager
+def onnx_engine(model: onnx.ModelProto, sidecar: Any, gemms: Any = ()) -> Any:
+    """The cut graph on ONNX Runtime."""
+    yield (
+        SimpleNamespace(run=lambda feeds: run_onnxruntime(model, feeds)),
+        SimpleNamespace(int8_gemms=len(gemms)),
+    )
+
+
+@pytest.fixture
+def session(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run of the tiny model whose engine is ONNX Runtime."""
+    task, made = get_task("mnli"), quantized(tiny_bert)
+    fp32 = load_model(str(tiny_bert))
+    lengths = np.random.default_rng(0).integers(3, 30, 80)
+    samples = [padded_batch((int(n),), seed) for seed, n in enumerate(lengths)]
+    logits_of = {
+        name: np.concatenate([forward(model, batch).numpy() for batch in samples])
+        for name, model in (("fp32", fp32), ("fake_quant", made.model))
+    }
+    labels = logits_of["fp32"].argmax(1)
+    (tmp_path / "logits").mkdir()
+    for name, values in logits_of.items():
+        arrays = {"validation_matched.logits": values, "validation_matched.labels": labels}
+        np.savez(tmp_path / "logits" / f"{name}.npz", **arrays)
+    onnx.save(exported(tiny_bert), tmp_path / "model.int8.onnx")
+    built = {"backend": "tensorrt", "version": "10.0.0.6", "compute_capability": ["8.9"], "file": "x.engine"}
+    built |= {"ahead_of_time": False, "bytes": 1, "int8_gemms": 12, "expected_int8_gemms": 12, "not_int8": []}
+    built |= {"attention_fused": 2, "attention_int8": 0, "expected_attention_int8": 0, "layers": []}
+    (tmp_path / "build.json").write_text(json.dumps(built))
+    sidecar = SimpleNamespace(
+        profiles=[Profile((1, 8), (8, 32), (16, 32))],
+        backend="tensorrt",
+        version="10.0.0.6",
+        compute_capability=["8.9"],
+    )
+    monkeypatch.setattr("qdqbench.eval.verification.engine.check_sidecar", lambda *_: sidecar)
+    monkeypatch.setattr("qdqbench.eval.verification.engine.open_runner", OnnxRunner)
+    monkeypatch.setattr("qdqbench.eval.verification.engine.engine_of", onnx_engine)
+    tokens = [(b["input_ids"][0], b["token_type_ids"][0]) for b in samples]
+    encoded_split = Encoded([t[0] for t in tokens], [t[1] for t in tokens], labels, 0)
+    return SimpleNamespace(
+        folder=tmp_path,
+        config=SimpleNamespace(task=task, seed=0, batch_size=8),
+        notes=[],
+        recipe=load_recipe("bert-int8-linears"),
+        plan=made.plan,
+        fp32_model=fp32,
+        fp32_shifted=lambda: nullcontext(fp32),
+        fake_quant_model=made.model,
+        pad_id=0,
+        eval_splits={"validation_matched": (None, encoded_split)},
+        progress=lambda done, total: None,
+    )
+
+
+def test_a_right_engine_is_verified(session: Any) -> None:
+    found = verify_engine(session)
+    assert found.failures == []
+    assert found.passed
+    assert found.reference == "fake_quant"
+    assert [row.name for row in found.blocks] == ["embeddings", "layer.0", "layer.1", "head"]
+    assert found.stitched_int8_gemms == 12
+    assert found.answers.n == 80
+    assert any("_gemm_mha_v2" in line for line in found.warnings)
+    assert Verification.model_validate_json(found.model_dump_json()) == found
+
+
+def test_a_graph_that_cannot_be_cut_is_not_checked_and_says_why(session: Any) -> None:
+    """Its answers are judged all the same, and the run goes on."""
+    uncut = replace(session.plan.family, norms={})
+    session.plan = replace(session.plan, family=uncut)
+    found = verify_engine(session)
+    assert found.blocks == []
+    assert found.blocks_not_checked is not None
+    assert "cannot be cut into blocks" in found.blocks_not_checked
+    assert found.passed
+    assert found.answers.n == 80
+
+
+@pytest.mark.parametrize(
+    ("spoil", "part"),
+    [
+        (
+            lambda batch, got: np.full_like(got, np.nan),
+            "NaN or infinite logits for batches of shape padded 1 x",
+        ),
+        (lambda batch, got: got if len(got) < 16 else got[::-1], "alone, padded and in a large batch"),
+        (lambda batch, got: got if batch["attention_mask"].all() else -got, "answers differ from fake_quant"),
+    ],
+)
+def test_a_wrong_engine_is_not(session: Any, monkeypatch: pytest.MonkeyPatch, spoil: Any, part: str) -> None:
+    monkeypatch.setattr(OnnxRunner, "spoil", staticmethod(spoil))
+    found = verify_engine(session)
+    assert not found.passed
+    assert any(part in line for line in found.failures)
+    assert all(row.holds for row in found.blocks)
+    Verification.model_validate_json(found.model_dump_json())
+
+
+def test_without_a_gpu_the_stage_says_why(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu, why in ((None, "no GPU here"), (Gpu("H200", "9.0", None), "is for compute capability 8.9")):
+        monkeypatch.setattr("qdqbench.eval.stages.stages.find_gpu", lambda gpu=gpu: gpu)
+        (record,) = stages.verify_stage(session)
+        assert why in json.loads(record.read_text())["skipped"]
+
+
+def test_the_stage_writes_what_was_found_and_a_nan_engine_is_not_evaluated(
+    session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qdqbench.eval.stages.stages.find_gpu", lambda: Gpu("L4", "8.9", None))
+    monkeypatch.setattr(OnnxRunner, "spoil", staticmethod(lambda batch, got: got * np.nan))
+    (record,) = stages.verify_stage(session)
+    assert not Verification.model_validate_json(record.read_text()).passed
+    (skipped,) = stages.engine_stage(session)
+    assert "NaN" in json.loads(skipped.read_text())["skipped"]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_report_shows_it(right: bool, tmp_path: Path) -> None:
+    reference, plain, mask = hidden()
+    found = verification()
+    if not right:
+        found = verification(
+            blocks=[check(reference * np.nan, reference, plain, mask)],
+            answers=answers(logits() * np.nan),
+            passed=False,
+        )
+    markdown, html = written(sample(verification=found), tmp_path)
+    page = Page(html)
+    assert not page.open
+    for text in (markdown, page.text):
+        assert "Engine outputs" in text
+        assert "layer.0" in text
+        assert ("not a number" in text) != right
+        assert ("have NaN or infinite logits" in text) != right
+    assert ("## Engine outputs ✗" in markdown) != right
+    assert ("1 / 1" if right else "0 / 1") in page.text
+
+
+def test_the_report_says_why_blocks_were_not_checked(tmp_path: Path) -> None:
+    found = verification(blocks=[], blocks_not_checked="the layers do not end with a LayerNorm")
+    markdown, html = written(sample(verification=found), tmp_path)
+    page = Page(html)
+    assert not page.open
+    for text in (markdown, " ".join(page.text.split())):
+        assert "The blocks were not checked" in text
+        assert "The engine's blocks are not verified, only its answers: the layers do not end" in text
+    assert "All hold." not in markdown[markdown.index("## Engine outputs") :]
+    assert "0 / 0" not in page.text
+
+
+def test_logits_near_zero_are_no_fault_of_the_head() -> None:
+    """Rounding is relative to the terms of a sum; one sample's two logits may be as small as it."""
+    rng = np.random.default_rng(0)
+    truth = rng.normal(size=(64, 2))
+    truth[7] *= 0.01
+    sums = BlockSums("head")
+    for rows in (slice(0, 32), slice(32, 64)):
+        got = truth[rows] + 0.004 * rng.standard_normal((32, 2))
+        sums.add(got, truth[rows], truth[rows], np.ones((32, 1)))
+    assert sums.check().holds
+    got = truth.copy()
+    got[7] += 0.2  # a fault of one sample is one still
+    sums.add(got, truth, truth, np.ones((64, 1)))
+    assert not sums.check().holds
