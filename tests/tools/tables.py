@@ -680,6 +680,8 @@ def latency_tables(bench: Bench, notes: Notes) -> list[str]:
         *words.slow_lines(bench),
     ]
     lines = [] if bench.complete else ["- interrupted: not every shape was measured"]
+    if bench.device == "gpu" and "unpadded-fp16" not in names:
+        lines.append("- measured without the unpadded FP16 baseline, so the fastest FP16 may be faster than here")
     lines += [f"- {text(line)}" for line in (*remarks, *bench.errors, *bench.warnings)]
     return [
         title,
