@@ -1,8 +1,11 @@
 """What a bench is asked for, and its configs: fixed shapes, or a data set at a batch size."""
 
+import functools
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from qdqbench.eval.bench.dataset import BatchedSplit
 from qdqbench.eval.bench.lanes import random_sets
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from qdqbench.quantize.utils.results import LayerRow
 
 INPUT_SETS = 8
+Work = TypeVar("Work")
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,38 @@ def configs_of(options: BenchOptions) -> list[Config]:
     return fixed + [Config(split.batch, None, split) for split in options.splits]
 
 
+@dataclass(frozen=True)
+class Preparation(Generic[Work]):
+    """What the systems of one config are prepared from."""
+
+    target: Target
+    options: BenchOptions
+    config: Config
+    work: Work  # what all configs of a bench share
+    stack: ExitStack  # frees what the config holds
+    torch: dict[str, Any] = field(default_factory=dict)  # models and functions of PyTorch, by what they are
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder for files of the bench."""
+        return self.target.session.folder / "bench"
+
+    @functools.cached_property
+    def batches(self) -> list[Batch]:
+        """Return random input sets of a fixed shape, or the split's batches."""
+        config, target = self.config, self.target
+        if config.split:
+            return config.split.batches
+        return random_sets(
+            inputs=target.family.inputs,
+            batch=config.batch,
+            length=config.length or 0,
+            vocabulary=target.about.shape["vocabulary"],
+            sets=INPUT_SETS,
+            seed=self.options.seed,
+        )
+
+
 @dataclass
 class Entry:
     """A system in a config: ready to be measured, or why not."""
@@ -124,17 +160,3 @@ def profiles_of(target: Target, shapes: str, config: Config) -> list[Profile]:
     middle = sorted(batch["input_ids"].shape[1] for batch in config.split.batches)
     opt = (max(rows), middle[len(middle) // 2])
     return [Profile(min=(min(rows), min(lengths)), opt=opt, max=(max(rows), max(lengths)))]
-
-
-def input_sets(target: Target, options: BenchOptions, config: Config) -> list[Batch]:
-    """Return random input sets of a fixed shape, or the split's batches."""
-    if config.split:
-        return config.split.batches
-    return random_sets(
-        inputs=target.family.inputs,
-        batch=config.batch,
-        length=config.length or 0,
-        vocabulary=target.vocabulary,
-        sets=INPUT_SETS,
-        seed=options.seed,
-    )

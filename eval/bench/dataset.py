@@ -84,10 +84,8 @@ def batched_splits(  # noqa: PLR0913
     longest = session.recipe.export.max_length
     encoded = encode(split, chosen, loaded, longest)
     largest = max(int(ids.max()) for ids in encoded.input_ids)
-    if largest >= target.vocabulary:
-        raise UserError(
-            f"the tokenizer gives id {largest}, but {about.name} has {target.vocabulary} ids; give its own"
-        )
+    if largest >= (count := about.shape["vocabulary"]):
+        raise UserError(f"the tokenizer gives id {largest}, but {about.name} has {count} ids; give its own")
     edges = _edges(target, encoded.lengths, longest) if buckets else None
     splits = []
     for size in batches:

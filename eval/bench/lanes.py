@@ -253,3 +253,11 @@ class WallTimer:
         start = self.clock()
         list((self.pool.map if self.pool and len(lanes) > 1 else map)(launch, lanes))
         return self.clock() - start
+
+
+def gpu_uuid() -> str | None:
+    """Return the UUID of the GPU that CUDA shows first; NVML counts otherwise."""
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+    return f"GPU-{uuid}" if uuid else None

@@ -68,11 +68,6 @@ class Target:
         """The family that the recipe, and so the model, is of."""
         return family_named(self.session.recipe.model.family)
 
-    @property
-    def vocabulary(self) -> int:
-        """Number of token ids."""
-        return self.about.shape["vocabulary"]
-
 
 def recipe_for(model: str, recipe: str | None) -> Recipe:
     """The recipe for a model folder or a published size, without training."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.bench.clocks import Clocks, GpuMonitor, Reading, busy_notes, cpu_now, medians
+from qdqbench.eval.bench.run import Clocks, GpuMonitor, busy_notes, cpu_now, medians
 
 
 @given(
@@ -16,7 +16,7 @@ from qdqbench.eval.bench.clocks import Clocks, GpuMonitor, Reading, busy_notes, 
     st.floats(0, 5),
 )
 def test_medians_are_of_the_windows_alone(points, start, width):
-    samples = [Reading(when, clock, None, 40.0) for when, clock in points]
+    samples = [(when, Clocks(clock, None, 40.0)) for when, clock in points]
     inside = sorted(clock for when, clock in points if start <= when <= start + width)
     found = medians(samples, [(start, start + width)])
     if not inside:

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qdqbench.eval.bench import gpu
-from qdqbench.eval.bench.gpu import EngineSpec, build_engine
+from qdqbench.eval.bench import prebuild
+from qdqbench.eval.bench.prebuild import EngineSpec, build_engine
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.utils.errors import UserError
 
@@ -26,8 +26,8 @@ def machine(monkeypatch):
         if not given.fits:
             raise UserError("it was built from another model.onnx")
 
-    monkeypatch.setattr(gpu, "build", build)
-    monkeypatch.setattr(gpu, "check_sidecar", check)
+    monkeypatch.setattr(prebuild, "build", build)
+    monkeypatch.setattr(prebuild, "check_sidecar", check)
     return given
 
 

@@ -8,10 +8,8 @@ import time
 import pytest
 import torch
 
-from qdqbench.eval.bench import prebuild, prebuild_worker
-from qdqbench.eval.bench.gpu import EngineSpec, marker
-from qdqbench.eval.bench.prebuild import background
-from qdqbench.eval.bench.prebuild_worker import main
+from qdqbench.eval.bench import prebuild
+from qdqbench.eval.bench.prebuild import EngineSpec, background, main, marker
 from qdqbench.eval.bench.target import model_target, random_ids_task, recipe_for
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.pipeline.pipeline import open_run
@@ -48,7 +46,8 @@ def test_tasks_that_fail_or_take_too_long_say_so_and_take_no_other_with_them():
             work.add(task, [what], seconds)
         work.add("fine", ["sleep"], 20)  # is under way already
         assert work.left > 0
-        work.wait()
+        for task in ("fine", "failed", "ended", "late"):
+            work.wait_for(task)
         assert work.left == 0
     assert work.failed == {
         "failed": "no C compiler",
@@ -91,7 +90,7 @@ def test_a_child_compiles_every_shape_and_marks_what_is_done(run, monkeypatch, c
 
         return forward
 
-    monkeypatch.setattr(prebuild_worker.peers, "compiled_forward", compiled)
+    monkeypatch.setattr(prebuild.peers, "compiled_forward", compiled)
     main(["compile", str(run), "default", json.dumps([[2, 8], [2, 16]])])
     main(["compile", str(run), "default", json.dumps([[3, 8]])])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -137,8 +136,8 @@ def test_a_child_builds_an_engine_and_runs_its_shapes(tmp_path, monkeypatch, cap
         shapes=[(2, 8), (4, 8)],
     )  # fmt: skip
     assert EngineSpec.model_validate_json(spec.model_dump_json()) == spec
-    monkeypatch.setattr(prebuild_worker, "build_engine", lambda given: happened.append(given == spec))
-    monkeypatch.setattr(prebuild_worker, "Engine", Loaded)
+    monkeypatch.setattr(prebuild, "build_engine", lambda given: happened.append(given == spec))
+    monkeypatch.setattr(prebuild, "Engine", Loaded)
     main(["engine", spec.model_dump_json()])
     assert json.loads(capsys.readouterr().out) == {"error": ""}
     runs = [(2, 8, False), "freed", (4, 8, False), "freed"]

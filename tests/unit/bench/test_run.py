@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.bench import run as bench_run
-from qdqbench.eval.bench.clocks import Clocks
 from qdqbench.eval.bench.config import BenchOptions, Entry
 from qdqbench.eval.bench.dataset import BatchedSplit
 from qdqbench.eval.bench.gpu import GpuWork
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, BenchTarget, compute_speedups
 from qdqbench.eval.bench.rounds import ReadySystem
-from qdqbench.eval.bench.run import run_bench
+from qdqbench.eval.bench.run import Clocks, run_bench
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.utils.results import LayerRow
@@ -120,7 +119,7 @@ def machine(monkeypatch):
             for name in given.ms
         ]
 
-    def prepare(_target, _options, _config, _work, systems, _stack):
+    def prepare(_here, systems):
         made = []
         for about in systems:
             if about.name in given.entries:

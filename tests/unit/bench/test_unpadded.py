@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForTokenClassification
 
-from qdqbench.eval.bench.peers import eager_forward
-from qdqbench.eval.bench.unpadded import (
+from qdqbench.eval.bench.peers import (
     TOKEN_STEP,
     UnpaddedEncoder,
+    eager_forward,
     launch_counts,
     pack_rows,
     packed_attention,
