@@ -160,6 +160,11 @@ class Bench(Tabular):
     environment: dict[str, Any]
     prepare_s: float | None = None  # wall time of builds and compilations before the first config
 
+    @property
+    def labels(self) -> dict[str, str]:
+        """Return what systems are called, by name."""
+        return {system.name: system.label for system in self.systems}
+
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield one row a system and config."""
         shape = {"kind", "batch", "length", "sequences"}
