@@ -1,4 +1,4 @@
-"""What a bench is asked for, and its configs: fixed shapes, or a data set at a batch size."""
+"""Options of a bench and its configs, fixed shapes or a data set at a batch size, with their systems."""
 
 import functools
 from collections.abc import Callable, Collection, Sequence
@@ -27,7 +27,7 @@ Work = TypeVar("Work")
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What the user asked for."""
+    """Options of the user, checked."""
 
     device: Device
     batches: tuple[int, ...]
@@ -50,7 +50,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured at once: a fixed shape, or a split."""
+    """A fixed shape or a split, measured at once."""
 
     batch: int
     length: int | None
@@ -58,17 +58,17 @@ class Config:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Every (batch, length) of one launch."""
+        """Return every (batch, length) of one launch."""
         return self.split.shapes if self.split else [(self.batch, self.length or 0)]
 
     @property
     def sequences(self) -> int:
-        """Sequences of one launch."""
+        """Return the number of sequences of one launch."""
         return self.split.sequences if self.split else self.batch
 
     @property
     def stem(self) -> str:
-        """For names of files."""
+        """Return a part of names of files."""
         return f"b{self.batch}.{self.split.task}" if self.split else f"b{self.batch}.s{self.length}"
 
 
@@ -80,7 +80,7 @@ def configs_of(options: BenchOptions) -> list[Config]:
 
 @dataclass(frozen=True)
 class Preparation(Generic[Work]):
-    """What the systems of one config are prepared from."""
+    """One config to prepare systems for."""
 
     target: Target
     options: BenchOptions

@@ -1,4 +1,4 @@
-"""Systems of one config on a CPU: what each runs, with its threads pinned, and what proves its INT8.
+"""Systems of one config on a CPU: models with their threads pinned, and the proof of INT8.
 
 All but PyTorch and INT8 start from one FP32 export. All take any shape, as engines do on a CPU.
 """
@@ -56,7 +56,7 @@ class CpuRuns:
 
 @dataclass
 class CpuWork:
-    """What all configs of a bench share."""
+    """Graphs and models that all configs of a bench share."""
 
     graphs: dict[str, Path] = field(default_factory=dict)  # INT8, in the form of each backend
     models: dict[str, Any] = field(default_factory=dict)  # quantized by others
@@ -269,7 +269,7 @@ def _calibration_rows(target: Target) -> Iterator[Batch]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """No bars, advice or log lines of a library that has no switch for all of them."""
+    """Drop bars, advice and log lines of a library that has no switch for all of them."""
     logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

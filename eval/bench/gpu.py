@@ -54,17 +54,17 @@ HALF = re.compile(r"f16|h16|fp16|half|hgemm|hsh|hhh|tst|s16816|s161616|e4m3", re
 
 
 def is_fused_attention(name: str) -> bool:
-    """Whether a kernel computes a whole attention."""
+    """Return whether a kernel computes a whole attention."""
     return bool(ATTENTION.search(name)) and not POINTWISE.match(name)
 
 
 def is_fp32_gemm(name: str) -> bool:
-    """Whether a kernel multiplies matrices in FP32 or TF32: cuBLAS and CUTLASS name their types."""
+    """Return whether a kernel multiplies matrices in FP32 or TF32: cuBLAS and CUTLASS name their types."""
     return bool(GEMM.search(name)) and not HALF.search(name) and not is_fused_attention(name)
 
 
 def kernels_in(names: "Counter[str]") -> BenchKernels:
-    """What the kernels of one inference, by name, say."""
+    """Count fused attentions and FP32 products among the kernels of one inference."""
     return BenchKernels(
         names={name[:LONGEST_NAME]: count for name, count in names.most_common()},
         fused_attention=sum(count for name, count in names.items() if is_fused_attention(name)),
@@ -73,7 +73,7 @@ def kernels_in(names: "Counter[str]") -> BenchKernels:
 
 
 def kernels_of(lane: Lane) -> BenchKernels:
-    """Kernels of one inference, a replayed CUDA graph's too.
+    """Profile the kernels of one inference, a replayed CUDA graph's too.
 
     Raises:
         CheckFailed: the profiler saw none.
@@ -92,7 +92,7 @@ def kernels_of(lane: Lane) -> BenchKernels:
 
 
 def _is_kernel(event: Any) -> bool:
-    """Not a copy, not a range that an annotation names."""
+    """Return whether an event is a kernel: no copy, no range that an annotation names."""
     on_gpu = str(event.device_type).endswith("CUDA")
     marked = getattr(event, "is_user_annotation", False)
     return on_gpu and not marked and not event.name.startswith(("Memcpy", "Memset"))
@@ -105,7 +105,7 @@ WAIT_S = 0.5
 
 @dataclass
 class GpuWork:
-    """What all configs of a bench share."""
+    """Processes and models that all configs of a bench share."""
 
     background: Background
     models: "dict[str, PreTrainedModel]" = field(default_factory=dict)  # by precision

@@ -1,8 +1,12 @@
-"""PyTorch and torch.compile on padded batches, as baselines of INT8.
+"""PyTorch and torch.compile as baselines of INT8 in their best form, on padded batches and without padding.
 
-They get their best form: SDPA, CUDA graphs and max-autotune, and TF32 where the engines have it. They take
-the attention mask as the engines do, at fixed shapes too, where it is all ones: without one, transformers
-makes its own while a graph is captured or traced, and SDPA then computes attention in FP32.
+Padded: SDPA, CUDA graphs and max-autotune, and TF32 where the engines have it. They take the attention mask
+as the engines do, at fixed shapes too, where it is all ones: without one, transformers makes its own while a
+graph is captured or traced, and SDPA then computes attention in FP32.
+
+Unpadded, the strongest: tokens of all rows lie one after the other, attention takes where each row starts
+(flash-attention's varlen form), torch.compile fuses the rest of a layer, and each size of a launch is one
+CUDA graph. Rows of a data set are packed across batches, into launches of the size that takes the least time.
 """
 
 import contextlib
@@ -34,7 +38,7 @@ COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 
 
 def sdpa_model(model: "PreTrainedModel", precision: PeerPrecision, device: str) -> "PreTrainedModel":
-    """The model with SDPA attention in a precision on a device, in place.
+    """Give a model SDPA attention in a precision on a device, in place.
 
     Raises:
         UserError: this version of transformers does not switch its attention.
@@ -51,7 +55,7 @@ def sdpa_model(model: "PreTrainedModel", precision: PeerPrecision, device: str) 
 
 
 def example(inputs: Sequence[str], batch: int, length: int, device: str) -> "dict[str, torch.Tensor]":
-    """Inputs int64 [batch, length] by name: zeros, and a mask of ones."""
+    """Return inputs int64 [batch, length] by name: zeros, and a mask of ones."""
     import torch
 
     shape = (batch, length)
@@ -116,13 +120,13 @@ class TorchRun:
 
 
 def eager_forward(model: "PreTrainedModel") -> "Callable[..., torch.Tensor]":
-    """Keyword inputs to answers."""
+    """Return the function from keyword inputs to answers."""
     names = list(outputs_of(model))
     return lambda **inputs: joined(model(**inputs), names)
 
 
 def compiled_forward(model: "PreTrainedModel", mode: str, *, dynamic: bool) -> "Callable[..., torch.Tensor]":
-    """As `eager_forward`, through Inductor as one graph.
+    """Return what `eager_forward` does, through Inductor as one graph.
 
     `TorchRun` captures what comes out, so that "default" is what mode "reduce-overhead" does, less its copies
     of the inputs and its guards on every call.
@@ -139,7 +143,7 @@ def compiled_forward(model: "PreTrainedModel", mode: str, *, dynamic: bool) -> "
 
 @contextlib.contextmanager
 def tf32_allowed() -> Iterator[None]:
-    """TF32 for FP32 matrix products, as engine builders allow it by default."""
+    """Allow TF32 for FP32 matrix products, as engine builders do by default."""
     import torch
 
     before = torch.get_float32_matmul_precision()
@@ -212,7 +216,7 @@ def pack_rows(rows: Sequence[Batch], launches: int, positions_of: Callable[[Int6
     lengths = [[len(rows[index][TOKENS]) for index in part] for part in parts]
     tokens = -(-max(map(sum, lengths)) // TOKEN_STEP) * TOKEN_STEP
     sequences, longest = max(map(len, parts)), max(map(max, lengths))
-    made = []
+    packed = []
     for part, sizes in zip(parts, lengths, strict=True):
         flat = np.zeros(3 * tokens + sequences + 1, dtype=np.int32)
         ids, positions, types, starts = np.split(flat, [tokens, 2 * tokens, 3 * tokens])
@@ -223,8 +227,8 @@ def pack_rows(rows: Sequence[Batch], launches: int, positions_of: Callable[[Int6
             ids[start : start + size] = row[TOKENS]
             positions[start : start + size] = positions_of(row[TOKENS])
             types[start : start + size] = row.get(TYPES, 0)
-        made.append(flat)
-    return Packing(tokens, sequences, longest, made, list(map(len, parts)))
+        packed.append(flat)
+    return Packing(tokens, sequences, longest, packed, list(map(len, parts)))
 
 
 def launch_counts(tokens: int, rows: int) -> list[int]:
@@ -293,21 +297,24 @@ class UnpaddedEncoder:
         Returns:
             [sequences, width], or for answers of tokens [tokens, width].
         """
+        import torch
+
         ids, positions, types = packed[: 3 * tokens].view(3, tokens)
         starts = packed[3 * tokens :]
         hidden = self._embed(ids[None], positions[None], types[None])[0]
         for weights in self.layers:
             hidden = self._layer(hidden, starts, longest, self.heads, self.eps, self.activation, *weights)
-        states = hidden[None] if self.of_tokens else self._reduced(hidden, starts)[:, None]
-        answers = self._answers(states)
+        states = self._states = hidden[None] if self.of_tokens else self._reduced(hidden, starts)[:, None]
+        ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
+        answers = self._head(**{TOKENS: ids, MASK: torch.ones_like(ids)})
         return answers[0] if self.of_tokens else answers
 
     def _embedded(
         self, ids: "torch.Tensor", positions: "torch.Tensor", types: "torch.Tensor"
     ) -> "torch.Tensor":
         more = {TYPES: types} if hasattr(self.embeddings, "token_type_embeddings") else {}
-        made = self.embeddings(input_ids=ids, position_ids=positions, **more)
-        return made if self.project is None else self.project(made)  # type: ignore[no-any-return]
+        states = self.embeddings(input_ids=ids, position_ids=positions, **more)
+        return states if self.project is None else self.project(states)  # type: ignore[no-any-return]
 
     def _reduced(self, hidden: "torch.Tensor", starts: "torch.Tensor") -> "torch.Tensor":
         """Return one state a row [sequences, hidden]: of its first or last token, or their mean."""
@@ -322,13 +329,6 @@ class UnpaddedEncoder:
             return sums / (starts[1:] - starts[:-1]).clamp(min=1)[:, None]
         index = starts[1:] - 1 if self.pooling == "last" else starts[:-1]
         return hidden[index.clamp(0, len(hidden) - 1)]
-
-    def _answers(self, states: "torch.Tensor") -> "torch.Tensor":
-        import torch
-
-        self._states = states
-        ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
-        return self._head(**{TOKENS: ids, MASK: torch.ones_like(ids)})
 
 
 def encoder_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and guards on all else)
@@ -372,12 +372,11 @@ def packed_attention(
         from torch.nn.attention.varlen import varlen_attn
 
         return cast("torch.Tensor", varlen_attn(query, key, value, starts, starts, longest, longest))
-    made = torch.zeros_like(query)
-    edges = starts.tolist()
-    for begin, end in pairwise(edges):
-        q, k, v = (each[begin:end].transpose(0, 1) for each in (query, key, value))
-        made[begin:end] = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1)
-    return made
+    context = torch.zeros_like(query)
+    for begin, end in pairwise(starts.tolist()):
+        q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))
+        context[begin:end] = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1)
+    return context
 
 
 def _layer_weights(model: "PreTrainedModel", layer: str) -> "list[torch.Tensor]":
@@ -386,17 +385,12 @@ def _layer_weights(model: "PreTrainedModel", layer: str) -> "list[torch.Tensor]"
 
     paths = {role: path for path, role in family_of(model.config).linears.items()}
     linears: dict[str, Any] = {role: model.get_submodule(f"{layer}.{path}") for role, path in paths.items()}
-    norms: list[Any] = [_norm(model, layer, "attention"), _norm(model, layer, "ffn")]
-    joined = [linears[role] for role in QKV[:3]]
-    parts = [
-        (torch.cat([each.weight for each in joined]), torch.cat([each.bias for each in joined])),
-        (linears["output"].weight, linears["output"].bias),
-        (norms[0].weight, norms[0].bias),
-        (linears["ffn-in"].weight, linears["ffn-in"].bias),
-        (linears["ffn-out"].weight, linears["ffn-out"].bias),
-        (norms[1].weight, norms[1].bias),
-    ]
-    return [tensor.detach() for pair in parts for tensor in pair]
+    qkv = [linears[role] for role in QKV[:3]]
+    tensors = [torch.cat([linear.weight for linear in qkv]), torch.cat([linear.bias for linear in qkv])]
+    attention, ffn = _norm(model, layer, "attention"), _norm(model, layer, "ffn")
+    for module in (linears["output"], attention, linears["ffn-in"], linears["ffn-out"], ffn):
+        tensors += [module.weight, module.bias]
+    return [tensor.detach() for tensor in tensors]
 
 
 def _norm(model: "PreTrainedModel", layer: str, what: str) -> Any:

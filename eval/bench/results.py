@@ -31,7 +31,7 @@ class BenchTarget(Strict):
 
 
 class BenchSettings(Strict):
-    """How it was measured."""
+    """Settings of the measurement."""
 
     batches: list[int]
     lengths: list[int]
