@@ -37,8 +37,6 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from qdqbench.quantize.utils.results import EngineResult
 
 Answer = Callable[[Batch], Float32]  # int64 [B, L] inputs to float32 [B, width] or [B, L, width]
@@ -171,22 +169,23 @@ def _nncf_runs(here: Preparation[CpuWork], _: System) -> CpuRuns:
 
 
 def _torch_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
-    """Return the model as it is in PyTorch, with SDPA attention."""
-    forward = peers.eager_forward(_torch_model(here, system))
-    return CpuRuns(
-        lambda streams: [_torch_lane(here, forward, streams)] * streams, "eager, SDPA, with the mask"
-    )
+    """Return the model in PyTorch with SDPA attention, eager or compiled.
 
-
-def _compiled_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
-    """Return the model through Inductor, whose loops have their number of threads compiled in: one stream."""
-    dynamic_shapes = here.config.split is not None
-    forward = peers.compiled_forward(_torch_model(here, system), system.mode, dynamic=dynamic_shapes)
-    shapes = ", dynamic shapes" if dynamic_shapes else ""
-    return CpuRuns(
-        lambda _: [_torch_lane(here, forward, 1)],
-        f"torch.compile{shapes}, SDPA, with the mask",
-    )
+    Inductor's loops have their number of threads compiled in: one stream.
+    """
+    precision, models = cast("peers.PeerPrecision", system.precision), here.torch
+    if precision not in models:
+        models[precision] = peers.sdpa_model(here.target.session.new_model(), precision, "cpu")
+    if not system.mode:
+        eager = peers.eager_forward(models[precision])
+        return CpuRuns(
+            lambda streams: [_torch_lane(here, eager, streams)] * streams, "eager, SDPA, with the mask"
+        )
+    dynamic = here.config.split is not None
+    compiled_model = peers.compiled_forward(models[precision], system.mode, dynamic=dynamic)
+    shapes = ", dynamic shapes" if dynamic else ""
+    detail = f"torch.compile{shapes}, SDPA, with the mask"
+    return CpuRuns(lambda _: [_torch_lane(here, compiled_model, 1)], detail)
 
 
 RUNS: dict[str, Callable[[Preparation[CpuWork], System], CpuRuns]] = {
@@ -195,15 +194,8 @@ RUNS: dict[str, Callable[[Preparation[CpuWork], System], CpuRuns]] = {
     "dynamic": _dynamic_runs,
     "nncf": _nncf_runs,
     "torch": _torch_runs,
-    "compile": _compiled_runs,
+    "compile": _torch_runs,
 }
-
-
-def _torch_model(here: Preparation[CpuWork], system: System) -> "PreTrainedModel":
-    precision, models = cast("peers.PeerPrecision", system.precision), here.torch
-    if precision not in models:
-        models[precision] = peers.sdpa_model(here.target.session.new_model(), precision, "cpu")
-    return cast("PreTrainedModel", models[precision])
 
 
 def _torch_lane(here: Preparation[CpuWork], forward: "Callable[..., Any]", streams: int) -> Answer:
