@@ -126,10 +126,7 @@ def _answer(printed: str) -> str:
 def _end(process: "subprocess.Popen[str]") -> None:
     """End a process and the compilers that it started."""
     with suppress(ProcessLookupError):
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

@@ -1,4 +1,4 @@
-"""Baselines of PyTorch compute what transformers computes, padded or not, in CUDA graphs where they capture."""
+"""Baselines of PyTorch compute what transformers computes, padded or not; in a CUDA graph if it captures."""
 
 from functools import partial
 from itertools import pairwise
