@@ -1,8 +1,11 @@
-"""What a bench is asked for, and its configs: fixed shapes, or a data set at a batch size."""
+"""Options of a bench and its configs, fixed shapes or a data set at a batch size, with their systems."""
 
+import functools
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from qdqbench.eval.bench.dataset import BatchedSplit
 from qdqbench.eval.bench.lanes import random_sets
@@ -19,11 +22,12 @@ if TYPE_CHECKING:
     from qdqbench.quantize.utils.results import LayerRow
 
 INPUT_SETS = 8
+Work = TypeVar("Work")
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What the user asked for."""
+    """Options of the user, checked."""
 
     device: Device
     batches: tuple[int, ...]
@@ -46,7 +50,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured at once: a fixed shape, or a split."""
+    """A fixed shape or a split, measured at once."""
 
     batch: int
     length: int | None
@@ -54,17 +58,17 @@ class Config:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Every (batch, length) of one launch."""
+        """Return every (batch, length) of one launch."""
         return self.split.shapes if self.split else [(self.batch, self.length or 0)]
 
     @property
     def sequences(self) -> int:
-        """Sequences of one launch."""
+        """Return the number of sequences of one launch."""
         return self.split.sequences if self.split else self.batch
 
     @property
     def stem(self) -> str:
-        """For names of files."""
+        """Return a part of names of files."""
         return f"b{self.batch}.{self.split.task}" if self.split else f"b{self.batch}.s{self.length}"
 
 
@@ -72,6 +76,38 @@ def configs_of(options: BenchOptions) -> list[Config]:
     """Return the grid, batches inside lengths, then the data set."""
     fixed = [Config(batch, length, None) for length in options.lengths for batch in options.batches]
     return fixed + [Config(split.batch, None, split) for split in options.splits]
+
+
+@dataclass(frozen=True)
+class Preparation(Generic[Work]):
+    """One config to prepare systems for."""
+
+    target: Target
+    options: BenchOptions
+    config: Config
+    work: Work  # what all configs of a bench share
+    stack: ExitStack  # frees what the config holds
+    torch: dict[str, Any] = field(default_factory=dict)  # models and functions of PyTorch, by what they are
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder for files of the bench."""
+        return self.target.session.folder / "bench"
+
+    @functools.cached_property
+    def batches(self) -> list[Batch]:
+        """Return random input sets of a fixed shape, or the split's batches."""
+        config, target = self.config, self.target
+        if config.split:
+            return config.split.batches
+        return random_sets(
+            inputs=target.family.inputs,
+            batch=config.batch,
+            length=config.length or 0,
+            vocabulary=target.about.shape["vocabulary"],
+            sets=INPUT_SETS,
+            seed=self.options.seed,
+        )
 
 
 @dataclass
@@ -124,17 +160,3 @@ def profiles_of(target: Target, shapes: str, config: Config) -> list[Profile]:
     middle = sorted(batch["input_ids"].shape[1] for batch in config.split.batches)
     opt = (max(rows), middle[len(middle) // 2])
     return [Profile(min=(min(rows), min(lengths)), opt=opt, max=(max(rows), max(lengths)))]
-
-
-def input_sets(target: Target, options: BenchOptions, config: Config) -> list[Batch]:
-    """Return random input sets of a fixed shape, or the split's batches."""
-    if config.split:
-        return config.split.batches
-    return random_sets(
-        inputs=target.family.inputs,
-        batch=config.batch,
-        length=config.length or 0,
-        vocabulary=target.vocabulary,
-        sets=INPUT_SETS,
-        seed=options.seed,
-    )

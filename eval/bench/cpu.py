@@ -1,4 +1,4 @@
-"""Systems of one config on a CPU: what each runs, with its threads pinned, and what proves its INT8.
+"""Systems of one config on a CPU: models with their threads pinned, and the proof of INT8.
 
 All but PyTorch and INT8 start from one FP32 export. All take any shape, as engines do on a CPU.
 """
@@ -8,7 +8,6 @@ import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.config import BenchOptions, Config, Entry, input_sets, prepare_each, profiles_of
+from qdqbench.eval.bench.config import Entry, Preparation, prepare_each, profiles_of
 from qdqbench.eval.bench.lanes import HostLane, WallTimer, session_sets
 from qdqbench.eval.bench.results import BenchRow, BenchSystem
 from qdqbench.eval.bench.rounds import ReadySystem
@@ -38,8 +37,6 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from qdqbench.quantize.utils.results import EngineResult
 
 Answer = Callable[[Batch], Float32]  # int64 [B, L] inputs to float32 [B, width] or [B, L, width]
@@ -57,86 +54,53 @@ class CpuRuns:
 
 @dataclass
 class CpuWork:
-    """What all configs of a bench share."""
+    """Graphs and models that all configs of a bench share."""
 
     graphs: dict[str, Path] = field(default_factory=dict)  # INT8, in the form of each backend
     models: dict[str, Any] = field(default_factory=dict)  # quantized by others
 
 
-@dataclass(frozen=True)
-class CpuConfig:
-    """One config to prepare systems for."""
-
-    target: Target
-    options: BenchOptions
-    config: Config
-    work: CpuWork
-    stack: ExitStack  # frees what the config holds
-    torch_models: "dict[str, PreTrainedModel]" = field(default_factory=dict)  # by precision
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder for files of the bench."""
-        return self.target.session.folder / "bench"
-
-
-def prepare_on_cpu(  # noqa: PLR0913, PLR0917
-    target: Target,
-    options: BenchOptions,
-    config: Config,
-    work: CpuWork,
-    systems: Sequence[BenchSystem],
-    stack: ExitStack,
-) -> list[Entry]:
-    """Prepare every system and run it once; `stack` holds what must be freed after the config.
+def prepare_on_cpu(here: Preparation[CpuWork], systems: Sequence[BenchSystem]) -> list[Entry]:
+    """Prepare every system and run it once.
 
     Raises:
         MissingDevice: the runtime of the bench's own INT8 engine is not there.
     """
     import torch
 
-    here = CpuConfig(target, options, config, work, stack)
-    stack.callback(torch.set_num_threads, torch.get_num_threads())
+    here.stack.callback(torch.set_num_threads, torch.get_num_threads())
     # past a limit of shapes dynamo silently falls back to eager
-    stack.callback(torch.compiler.reset)
-    pool = ThreadPoolExecutor(max(options.streams))
-    stack.callback(pool.shutdown)
-    table, timer = systems_of(target, options), WallTimer(pool=pool)
-    inputs = input_sets(target, options, config)
-    sets = [inputs] if config.split else [[batch] for batch in inputs]
+    here.stack.callback(torch.compiler.reset)
+    pool = ThreadPoolExecutor(max(here.options.streams))
+    here.stack.callback(pool.shutdown)
+    table, timer = systems_of(here.target, here.options), WallTimer(pool=pool)
+    split = here.config.split
+    sets = [here.batches] if split else [[batch] for batch in here.batches]
 
     def prepare(about: BenchSystem) -> Entry:
         system = table[about.name]
         if reason := why_absent(system):
             return Entry(BenchRow(system=about.name, status="skipped", reason=reason))
         runs = RUNS[system.kind](here, system)
-        streams = () if config.split else options.streams
         lanes = {
             count: [HostLane(run, sets) for run in runs.lanes(count)]
-            for count in dict.fromkeys((1, *streams))
+            for count in dict.fromkeys((1, *(() if split else here.options.streams)))
         }
-        for each in lanes.values():
-            each[0].launch()  # what compiles when it first runs fails here, as a gap and not in a round
-        built = runs.built
-        row = BenchRow(
-            system=about.name,
-            status="done",
-            detail=runs.detail,
-            int8_gemms=built.int8_gemms if built else None,
-            expected_int8_gemms=built.expected_int8_gemms if built else None,
-            not_int8=built.not_int8 if built else [],
-            engine_bytes=built.bytes if built else None,
-        )
-        more = {count: each for count, each in lanes.items() if count > 1 and len(each) == count}
+        for shared in lanes.values():
+            shared[0].launch()  # what compiles when it first runs fails here, as a gap and not in a round
+        row, built = BenchRow(system=about.name, status="done", detail=runs.detail), runs.built
+        if built:
+            row.int8_gemms, row.expected_int8_gemms = built.int8_gemms, built.expected_int8_gemms
+            row.not_int8, row.engine_bytes = built.not_int8, built.bytes
+        more = {count: shared for count, shared in lanes.items() if count > 1 and len(shared) == count}
         ready = ReadySystem(about.name, about.precision, lanes[1], timer, more)
         return Entry(row, ready, built.layers if built else [])
 
-    return prepare_each(
-        prepare, systems, optional=[name for name, system in table.items() if not system.is_engine]
-    )
+    optional = [name for name, system in table.items() if not system.is_engine]
+    return prepare_each(prepare, systems, optional=optional)
 
 
-def _int8_runs(here: CpuConfig, system: System) -> CpuRuns:
+def _int8_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
     """Return the INT8 engine of a runtime, from a graph in its own form; its kernels prove INT8."""
     session, backend = here.target.session, cast("BackendName", system.library)
     graph = _int8_graph(here, backend)
@@ -162,14 +126,14 @@ def _int8_runs(here: CpuConfig, system: System) -> CpuRuns:
     return CpuRuns(lanes, f"{compute.upper()} where not INT8", built)
 
 
-def _export_runs(here: CpuConfig, system: System) -> CpuRuns:
+def _export_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
     """Return the FP32 export in a runtime, computed in FP32 or BF16."""
     backend, compute = cast("BackendName", system.library), cast("Compute", system.precision)
     data = here.target.graphs["fp32"].read_bytes()
     return CpuRuns(_compiled_lanes(here, backend, data, compute), f"FP32 export, {compute.upper()} compute")
 
 
-def _dynamic_runs(here: CpuConfig, _: System) -> CpuRuns:
+def _dynamic_runs(here: Preparation[CpuWork], _: System) -> CpuRuns:
     """Return the FP32 export after ONNX Runtime's dynamic quantization of weights and activations."""
     if "dynamic" not in here.work.models:
         from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -184,7 +148,7 @@ def _dynamic_runs(here: CpuConfig, _: System) -> CpuRuns:
     return CpuRuns(lanes, "onnxruntime.quantization.quantize_dynamic, QInt8 weights per channel")
 
 
-def _nncf_runs(here: CpuConfig, _: System) -> CpuRuns:
+def _nncf_runs(here: Preparation[CpuWork], _: System) -> CpuRuns:
     """Return the FP32 export after `nncf.quantize`, calibrated on the samples of the run one by one."""
     if "nncf" not in here.work.models:
         import nncf as library
@@ -204,44 +168,37 @@ def _nncf_runs(here: CpuConfig, _: System) -> CpuRuns:
     return CpuRuns(lanes, f"nncf.quantize, transformer, mixed preset; {compute.upper()} where not INT8")
 
 
-def _torch_runs(here: CpuConfig, system: System) -> CpuRuns:
-    """Return the model as it is in PyTorch, with SDPA attention."""
-    forward = peers.eager_forward(_torch_model(here, system))
-    return CpuRuns(
-        lambda streams: [_torch_lane(here, forward, streams)] * streams, "eager, SDPA, with the mask"
-    )
+def _torch_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
+    """Return the model in PyTorch with SDPA attention, eager or compiled.
+
+    Inductor's loops have their number of threads compiled in: one stream.
+    """
+    precision, models = cast("peers.PeerPrecision", system.precision), here.torch
+    if precision not in models:
+        models[precision] = peers.sdpa_model(here.target.session.new_model(), precision, "cpu")
+    if not system.mode:
+        eager = peers.eager_forward(models[precision])
+        return CpuRuns(
+            lambda streams: [_torch_lane(here, eager, streams)] * streams, "eager, SDPA, with the mask"
+        )
+    dynamic = here.config.split is not None
+    compiled_model = peers.compiled_forward(models[precision], system.mode, dynamic=dynamic)
+    shapes = ", dynamic shapes" if dynamic else ""
+    detail = f"torch.compile{shapes}, SDPA, with the mask"
+    return CpuRuns(lambda _: [_torch_lane(here, compiled_model, 1)], detail)
 
 
-def _compiled_runs(here: CpuConfig, system: System) -> CpuRuns:
-    """Return the model through Inductor, whose loops have their number of threads compiled in: one stream."""
-    dynamic_shapes = here.config.split is not None
-    forward = peers.compiled_forward(_torch_model(here, system), system.mode, dynamic=dynamic_shapes)
-    shapes = ", dynamic shapes" if dynamic_shapes else ""
-    return CpuRuns(
-        lambda _: [_torch_lane(here, forward, 1)],
-        f"torch.compile{shapes}, SDPA, with the mask",
-    )
-
-
-RUNS: dict[str, Callable[[CpuConfig, System], CpuRuns]] = {
+RUNS: dict[str, Callable[[Preparation[CpuWork], System], CpuRuns]] = {
     "int8": _int8_runs,
     "export": _export_runs,
     "dynamic": _dynamic_runs,
     "nncf": _nncf_runs,
     "torch": _torch_runs,
-    "compile": _compiled_runs,
+    "compile": _torch_runs,
 }
 
 
-def _torch_model(here: CpuConfig, system: System) -> "PreTrainedModel":
-    precision = cast("peers.PeerPrecision", system.precision)
-    if precision not in here.torch_models:
-        model = here.target.session.new_model()
-        here.torch_models[precision] = peers.sdpa_model(model, precision, "cpu")
-    return here.torch_models[precision]
-
-
-def _torch_lane(here: CpuConfig, forward: "Callable[..., Any]", streams: int) -> Answer:
+def _torch_lane(here: Preparation[CpuWork], forward: "Callable[..., Any]", streams: int) -> Answer:
     import torch
 
     threads, names = max(1, here.options.threads // streams), here.target.family.inputs
@@ -257,7 +214,7 @@ def _torch_lane(here: CpuConfig, forward: "Callable[..., Any]", streams: int) ->
 
 
 def _compiled_lanes(
-    here: CpuConfig, backend: BackendName, model: Any, compute: Compute, *, blob: bool = False
+    here: Preparation[CpuWork], backend: BackendName, model: Any, compute: Compute, *, blob: bool = False
 ) -> Callable[[int], Sequence[Answer]]:
     outputs = list(here.target.session.config.task.kind.outputs)
 
@@ -274,7 +231,7 @@ def _answers(run: Run, outputs: Sequence[str], batch: Batch) -> Float32:
     return np.asarray(joined(run(batch), outputs), dtype=np.float32)
 
 
-def _int8_graph(here: CpuConfig, backend: BackendName) -> Path:
+def _int8_graph(here: Preparation[CpuWork], backend: BackendName) -> Path:
     """Return the INT8 graph in the form that a runtime wants; traced once for all runtimes."""
     session, graphs = here.target.session, here.work.graphs
     if not graphs:
@@ -304,7 +261,7 @@ def _calibration_rows(target: Target) -> Iterator[Batch]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """No bars, advice or log lines of a library that has no switch for all of them."""
+    """Drop bars, advice and log lines of a library that has no switch for all of them."""
     logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

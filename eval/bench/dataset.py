@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdqbench.eval.bench.lanes import rounded_up
 from qdqbench.eval.bench.target import Target
 from qdqbench.quantize.engine.runtime.buckets import choose_edges
 from qdqbench.quantize.models.inputs import widened
@@ -23,6 +22,8 @@ from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.errors import UserError
+
+PADDING_STEP = 8  # without buckets lengths are padded up to it: few shapes, and what tensor cores want
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,13 @@ def batched_splits(  # noqa: PLR0913
     longest = session.recipe.export.max_length
     encoded = encode(split, chosen, loaded, longest)
     largest = max(int(ids.max()) for ids in encoded.input_ids)
-    if largest >= target.vocabulary:
-        raise UserError(
-            f"the tokenizer gives id {largest}, but {about.name} has {target.vocabulary} ids; give its own"
-        )
+    if largest >= (count := about.shape["vocabulary"]):
+        raise UserError(f"the tokenizer gives id {largest}, but {about.name} has {count} ids; give its own")
     edges = _edges(target, encoded.lengths, longest) if buckets else None
-    splits = []
+    splits, tokens = [], int(encoded.lengths.sum())
     for size in batches:
         rows, padded = _batches(encoded, size, edges, longest, int(loaded.pad_token_id))
         inputs = [{name: batch[name] for name in target.family.inputs} for batch in padded]
-        tokens = int(encoded.lengths.sum())
         splits.append(BatchedSplit(chosen.name, size, inputs, rows, encoded.rows, tokens, bucketed=buckets))
     return tuple(splits)
 
@@ -115,8 +113,10 @@ def _batches(
     indexed = list(sorted_batches(encoded, size, pad_id=pad_id, edges=edges))
     rows, batches = [len(index) for index, _ in indexed], [batch for _, batch in indexed]
     if edges is None:
-        return rows, [rounded_up(batch, longest, pad_id) for batch in batches]
-    lengths = (length for length, _ in sorted_rows(encoded.lengths, size, edges))
+        own = (batch["input_ids"].shape[1] for batch in batches)
+        lengths = [min(-(-length // PADDING_STEP) * PADDING_STEP, longest) for length in own]
+    else:
+        lengths = [length for length, _ in sorted_rows(encoded.lengths, size, edges)]
     return rows, [
         widened(batch, length - batch["input_ids"].shape[1], pad_id)
         for length, batch in zip(lengths, batches, strict=True)

@@ -9,8 +9,8 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,37 +23,22 @@ from qdqbench.eval.bench.config import (
     BenchOptions,
     Config,
     Entry,
+    Preparation,
     configs_of,
-    input_sets,
     prepare_each,
     profiles_of,
 )
 from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, SplitLane, Step, to_device, to_pinned
-from qdqbench.eval.bench.prebuild import Background
+from qdqbench.eval.bench.prebuild import Background, EngineSpec, Pair, build_engine, marker
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem
 from qdqbench.eval.bench.rounds import Lane, ReadySystem
 from qdqbench.eval.bench.systems import System, systems_of
 from qdqbench.eval.bench.target import Target
-from qdqbench.eval.bench.unpadded import (
-    Packing,
-    UnpaddedEncoder,
-    launch_counts,
-    pack_rows,
-    refusal,
-    unpadded_rows,
-)
-from qdqbench.quantize.engine.build import build
-from qdqbench.quantize.engine.cpu.compiled import Compute
-from qdqbench.quantize.engine.profiles import Profile, choose_profile
+from qdqbench.quantize.engine.profiles import choose_profile
 from qdqbench.quantize.engine.runtime.engine import Engine
-from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_path
+from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.pipeline import artifacts
-from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.limits import BackendChoice
-from qdqbench.quantize.utils.results import EngineResult
-from qdqbench.quantize.utils.schema import Strict, read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,17 +54,17 @@ HALF = re.compile(r"f16|h16|fp16|half|hgemm|hsh|hhh|tst|s16816|s161616|e4m3", re
 
 
 def is_fused_attention(name: str) -> bool:
-    """Whether a kernel computes a whole attention."""
+    """Return whether a kernel computes a whole attention."""
     return bool(ATTENTION.search(name)) and not POINTWISE.match(name)
 
 
 def is_fp32_gemm(name: str) -> bool:
-    """Whether a kernel multiplies matrices in FP32 or TF32: cuBLAS and CUTLASS name their types."""
+    """Return whether a kernel multiplies matrices in FP32 or TF32: cuBLAS and CUTLASS name their types."""
     return bool(GEMM.search(name)) and not HALF.search(name) and not is_fused_attention(name)
 
 
 def kernels_in(names: "Counter[str]") -> BenchKernels:
-    """What the kernels of one inference, by name, say."""
+    """Count fused attentions and FP32 products among the kernels of one inference."""
     return BenchKernels(
         names={name[:LONGEST_NAME]: count for name, count in names.most_common()},
         fused_attention=sum(count for name, count in names.items() if is_fused_attention(name)),
@@ -88,7 +73,7 @@ def kernels_in(names: "Counter[str]") -> BenchKernels:
 
 
 def kernels_of(lane: Lane) -> BenchKernels:
-    """Kernels of one inference, a replayed CUDA graph's too.
+    """Profile the kernels of one inference, a replayed CUDA graph's too.
 
     Raises:
         CheckFailed: the profiler saw none.
@@ -107,7 +92,7 @@ def kernels_of(lane: Lane) -> BenchKernels:
 
 
 def _is_kernel(event: Any) -> bool:
-    """Not a copy, not a range that an annotation names."""
+    """Return whether an event is a kernel: no copy, no range that an annotation names."""
     on_gpu = str(event.device_type).endswith("CUDA")
     marked = getattr(event, "is_user_annotation", False)
     return on_gpu and not marked and not event.name.startswith(("Memcpy", "Memset"))
@@ -116,39 +101,15 @@ def _is_kernel(event: Any) -> bool:
 BUILD_S = 600.0  # of an engine with its kernels
 SHAPES_AT_ONCE = 4  # of a split, that one process compiles
 WAIT_S = 0.5
-Pair = tuple[int, int]  # batch, length
-
-
-class EngineSpec(Strict):
-    """An engine to build."""
-
-    onnx: Path
-    engine: Path
-    backend: BackendChoice
-    profile: Profile
-    gemms: list[str]  # ONNX nodes that must run in INT8
-    attention: int
-    compute: Compute
-    shapes: list[Pair]  # that it will run
-
-    @property
-    def cache(self) -> Path:
-        """Return the file of kernels compiled just in time."""
-        return self.engine.with_suffix(".cache")
-
-    @property
-    def proof(self) -> Path:
-        """Return the file of what the build found."""
-        return self.engine.with_suffix(".proof.json")
 
 
 @dataclass
 class GpuWork:
-    """What all configs of a bench share."""
+    """Processes and models that all configs of a bench share."""
 
     background: Background
     models: "dict[str, PreTrainedModel]" = field(default_factory=dict)  # by precision
-    unpadded: UnpaddedEncoder | None = None
+    unpadded: peers.UnpaddedEncoder | None = None
     compiles: dict[tuple[str, Pair], str] = field(default_factory=dict)  # task by mode and (batch, length)
 
     def compile_failure(self, mode: str, pairs: Sequence[Pair]) -> str:
@@ -156,40 +117,6 @@ class GpuWork:
         tasks = (self.compiles.get((mode, pair), "") for pair in pairs)
         failed = self.background.failed
         return next((f"torch.compile: {failed[task]}" for task in tasks if task in failed), "")
-
-
-@dataclass(frozen=True)
-class GpuConfig:
-    """One config to prepare systems for."""
-
-    target: Target
-    options: BenchOptions
-    config: Config
-    work: GpuWork
-    stack: ExitStack  # frees what the config holds
-    batches: list[Batch]
-    forwards: dict[str, Callable[..., Any]] = field(default_factory=dict)  # by precision and mode
-
-    def lanes(self, bind: Callable[[int, int, Any], Any]) -> tuple[list[Lane], str]:
-        """Return one lane per stream from a function (batch, length, stream) -> Bound, and how it runs."""
-        lanes: list[Lane] = []
-        detail, split = "", self.config.split
-        for _ in range(1 if split else max(self.options.streams)):
-            stream, bounds = None, {}
-            for pair in self.config.shapes:
-                bounds[pair] = bound = bind(*pair, stream)
-                stream = bound.stream  # all shapes of a lane share one stream
-                detail = getattr(bound, "detail", None) or ("" if bound.captured else "no ") + "CUDA graph"
-            if split is None:
-                lanes.append(DeviceLane(bound, [to_device(batch) for batch in self.batches]))
-                continue
-            steps = zip(self.batches, split.rows, strict=True)
-            lanes.append(
-                SplitLane(
-                    [Step(bounds[_shape(batch)], to_pinned(batch), np.arange(rows)) for batch, rows in steps]
-                )
-            )
-        return lanes, detail
 
 
 def start_compiles(work: GpuWork, run: Path, options: BenchOptions) -> None:
@@ -227,42 +154,36 @@ def prebuild(
             for path in (spec.proof, spec.cache, sidecar_path(spec.engine), spec.engine):
                 target.stack.callback(path.unlink, missing_ok=True)  # the layer table stays
     if backend != "tensorrt":
-        for spec in (each for each in specs if not (each.proof.is_file() and each.cache.is_file())):
-            spec.engine.parent.mkdir(parents=True, exist_ok=True)
-            work.background.add(str(spec.engine), ["engine", spec.model_dump_json()], BUILD_S)
+        for spec in specs:
+            if not (spec.proof.is_file() and spec.cache.is_file()):
+                spec.engine.parent.mkdir(parents=True, exist_ok=True)
+                work.background.add(str(spec.engine), ["engine", spec.model_dump_json()], BUILD_S)
     while left := work.background.left:
         announce(f"{left} builds and compilations are under way or wait")
         time.sleep(WAIT_S)
 
 
-def prepare_on_gpu(  # noqa: PLR0913, PLR0917
-    target: Target,
-    options: BenchOptions,
-    config: Config,
-    work: GpuWork,
-    systems: Sequence[BenchSystem],
-    stack: ExitStack,
-) -> list[Entry]:
-    """Bind every system to a config; `stack` holds what must be freed after it.
+def prepare_on_gpu(here: Preparation[GpuWork], systems: Sequence[BenchSystem]) -> list[Entry]:
+    """Bind every system to a config.
 
     Raises:
         MissingDevice: there is no GPU, or nothing that builds for it.
     """
     import torch
 
-    table, timer = systems_of(target, options), CudaTimer()
-    here = GpuConfig(target, options, config, work, stack, input_sets(target, options, config))
-    stack.callback(torch.cuda.empty_cache)  # engines allocate outside of what torch keeps for later
-    stack.enter_context(peers.tf32_allowed())
+    table, timer = systems_of(here.target, here.options), CudaTimer()
+    here.stack.callback(torch.cuda.empty_cache)  # engines allocate outside of what torch keeps for later
+    here.stack.enter_context(peers.tf32_allowed())
     # past a limit of shapes dynamo silently falls back to eager
-    stack.callback(torch.compiler.reset)
+    here.stack.callback(torch.compiler.reset)
 
     def prepare(about: BenchSystem) -> Entry:
         system = table[about.name]
         if system.is_engine:
             return _prepare_engine(here, system, timer)
-        make = _unpadded_lanes if system.kind == "unpadded" else _padded_lanes
-        lanes, detail = make(here, system, timer)
+        lanes, detail = (
+            _unpadded_lanes(here, system, timer) if system.kind == "unpadded" else _padded_lanes(here, system)
+        )
         row = BenchRow(system=system.name, status="done", detail=detail)
         ready = ReadySystem(system.name, system.precision, lanes, timer)
         return Entry(row, ready, kernels=partial(kernels_of, lanes[0]))
@@ -271,7 +192,31 @@ def prepare_on_gpu(  # noqa: PLR0913, PLR0917
     return prepare_each(prepare, systems, optional=optional)
 
 
-def _padded_lanes(here: GpuConfig, system: System, timer: CudaTimer) -> tuple[list[Lane], str]:
+def _bind_lanes(here: Preparation[GpuWork], bind: Callable[[int, int, Any], Any]) -> tuple[list[Lane], str]:
+    """Return one lane per stream from a function (batch, length, stream) -> Bound, and how it runs."""
+    lanes: list[Lane] = []
+    detail, split = "", here.config.split
+    for _ in range(1 if split else max(here.options.streams)):
+        stream, bounds = None, dict[tuple[int, ...], Any]()
+        for pair in here.config.shapes:
+            bounds[pair] = bound = bind(*pair, stream)
+            stream = bound.stream  # all shapes of a lane share one stream
+            detail = getattr(bound, "detail", None) or ("" if bound.captured else "no ") + "CUDA graph"
+        if split is None:
+            lanes.append(DeviceLane(bound, [to_device(batch) for batch in here.batches]))
+            continue
+        lanes.append(
+            SplitLane(
+                [
+                    Step(bounds[batch["input_ids"].shape], to_pinned(batch), np.arange(rows))
+                    for batch, rows in zip(here.batches, split.rows, strict=True)
+                ]
+            )
+        )
+    return lanes, detail
+
+
+def _padded_lanes(here: Preparation[GpuWork], system: System) -> tuple[list[Lane], str]:
     """Bind PyTorch to the shapes of a config.
 
     Raises:
@@ -280,16 +225,16 @@ def _padded_lanes(here: GpuConfig, system: System, timer: CudaTimer) -> tuple[li
     if reason := here.work.compile_failure(system.mode, here.config.shapes):
         raise CheckFailed(reason)
     if system.mode:
-        each = ", for each shape" if here.config.split else ""
-        how = f"torch.compile mode {system.mode}{each}, with the mask"
+        shapes = ", for each shape" if here.config.split else ""
+        how = f"torch.compile mode {system.mode}{shapes}, with the mask"
     else:
         how = f"eager, SDPA{', TF32 allowed' if system.precision == 'fp32' else ''}, with the mask"
     key, precision = f"{system.precision} {system.mode}", cast("peers.PeerPrecision", system.precision)
-    if key not in here.forwards:
+    if key not in here.torch:
         models = here.work.models
         if precision not in models:
             models[precision] = peers.sdpa_model(here.target.session.new_model(), precision, "cuda")
-        here.forwards[key] = (
+        here.torch[key] = (
             peers.compiled_forward(models[precision], system.mode, dynamic=False)
             if system.mode
             else peers.eager_forward(models[precision])
@@ -297,26 +242,28 @@ def _padded_lanes(here: GpuConfig, system: System, timer: CudaTimer) -> tuple[li
 
     def bind(batch: int, length: int, stream: Any) -> peers.TorchRun:
         inputs = peers.example(here.target.family.inputs, batch, length, "cuda")
-        return peers.TorchRun(here.forwards[key], inputs, how, graph=system.graph, stream=stream)
+        return peers.TorchRun(here.torch[key], inputs, how, graph=system.graph, stream=stream)
 
-    return here.lanes(bind)
+    return _bind_lanes(here, bind)
 
 
-def _unpadded_lanes(here: GpuConfig, system: System, timer: CudaTimer) -> tuple[list[Lane], str]:
+def _unpadded_lanes(here: Preparation[GpuWork], system: System, timer: CudaTimer) -> tuple[list[Lane], str]:
     """Bind the unpadded encoder to a config, a split in launches of the size that takes the least time.
 
     Raises:
         UserError: the model's family has no unpadded form.
     """
     session, split = here.target.session, here.config.split
-    if reason := refusal(session.fp32_model.config.model_type, here.target.family.name):
+    if reason := peers.refusal(session.fp32_model.config.model_type, here.target.family.name):
         raise UserError(reason)
     if here.work.unpadded is None:
         precision = cast("peers.PeerPrecision", system.precision)
-        here.work.unpadded = UnpaddedEncoder(peers.sdpa_model(session.new_model(), precision, "cuda"))
+        here.work.unpadded = peers.UnpaddedEncoder(peers.sdpa_model(session.new_model(), precision, "cuda"))
     encoder = here.work.unpadded
     if split is None:
-        packings = [pack_rows(unpadded_rows(batch), 1, encoder.positions_of) for batch in here.batches]
+        packings = [
+            peers.pack_rows(peers.unpadded_rows(batch), 1, encoder.positions_of) for batch in here.batches
+        ]
         sets = [to_device({PACKED: packing.launches[0]}) for packing in packings]
         how = f"packed tokens, varlen attention, torch.compile, {packings[0].tokens} tokens a launch"
         runs = [
@@ -324,10 +271,10 @@ def _unpadded_lanes(here: GpuConfig, system: System, timer: CudaTimer) -> tuple[
         ]
         return [DeviceLane(run, sets) for run in runs], runs[0].detail
     counted = zip(here.batches, split.rows, strict=True)
-    rows = [row for batch, count in counted for row in unpadded_rows(batch)[:count]]
+    rows = [row for batch, count in counted for row in peers.unpadded_rows(batch)[:count]]
     best: tuple[float, Lane, str] | None = None
-    for count in launch_counts(split.real_tokens, len(rows)):
-        packing = pack_rows(rows, count, encoder.positions_of)
+    for count in peers.launch_counts(split.real_tokens, len(rows)):
+        packing = peers.pack_rows(rows, count, encoder.positions_of)
         launches = f"{len(packing.launches)} launches of {packing.tokens} tokens"
         run = _bind_packed(
             encoder, packing, f"packed tokens, varlen attention, torch.compile, {launches}", here.config
@@ -353,7 +300,9 @@ PACKED = "packed"  # the one input of the unpadded encoder
 TRIED = 6  # launches of each size; the first one is not counted
 
 
-def _bind_packed(encoder: UnpaddedEncoder, packing: Packing, how: str, config: Config) -> peers.TorchRun:
+def _bind_packed(
+    encoder: peers.UnpaddedEncoder, packing: peers.Packing, how: str, config: Config
+) -> peers.TorchRun:
     """Return a CUDA graph of a launch; at a fixed shape answers of tokens are [B, L, width]."""
 
     def forward(packed: Any) -> Any:
@@ -365,7 +314,7 @@ def _bind_packed(encoder: UnpaddedEncoder, packing: Packing, how: str, config: C
     return peers.TorchRun(forward, to_device({PACKED: packing.launches[0]}), how)
 
 
-def _prepare_engine(here: GpuConfig, system: System, timer: CudaTimer) -> Entry:
+def _prepare_engine(here: Preparation[GpuWork], system: System, timer: CudaTimer) -> Entry:
     specs = specs_of(here.target, system, here.config)
     single = {spec.engine: spec for spec in specs.values()}
     proofs = [build_engine(spec) for spec in single.values()]
@@ -378,7 +327,7 @@ def _prepare_engine(here: GpuConfig, system: System, timer: CudaTimer) -> Entry:
         engine = loaded[specs[batch, length].engine]
         return engine.bind(batch, length, stream=stream, graph=True)
 
-    lanes, detail = here.lanes(bind)
+    lanes, detail = _bind_lanes(here, bind)
     int8, (first, *more) = system.kind == "int8", loaded.values()
     row = BenchRow(
         system=system.name,
@@ -419,34 +368,6 @@ def specs_of(target: Target, system: System, config: Config) -> dict[Pair, Engin
     return specs
 
 
-def build_engine(spec: EngineSpec) -> EngineResult:
-    """Build an engine, or take one that is there from the same graph, version and machine.
-
-    Raises:
-        UserError, CheckFailed, MissingDevice: it cannot be built.
-    """
-    with suppress(UserError):
-        check_sidecar(spec.engine, spec.onnx)
-        return read(spec.proof, EngineResult, "proof of an engine", "build it again")
-    result = build(
-        spec.onnx,
-        spec.engine,
-        backend=spec.backend,
-        profiles=[spec.profile],
-        expected_gemms=spec.gemms,
-        expected_attention=spec.attention,
-        layers_path=spec.engine.with_suffix(".layers.json"),
-        compute=spec.compute,
-    )
-    files.write_json(spec.proof, result.model_dump(mode="json"))
-    return result
-
-
-def marker(folder: Path, mode: str, pair: Pair) -> Path:
-    """Return the file that says that Inductor's cache has a mode of torch.compile for a shape."""
-    return folder / f"{mode}.{pair[0]}x{pair[1]}.compiled"
-
-
 def _compile(work: GpuWork, run: Path, mode: str, config: Config, seconds: float) -> None:
     """Start to compile a config's shapes, some in a process where it has many."""
     size, folder = SHAPES_AT_ONCE if config.split else 1, run / "bench"
@@ -473,8 +394,3 @@ def _all_engines(target: Target, options: BenchOptions) -> list[EngineSpec]:
                     known = specs.setdefault(spec.engine, spec)
                     known.shapes += [pair for pair in spec.shapes if pair not in known.shapes]
     return list(specs.values())
-
-
-def _shape(batch: Mapping[str, Any]) -> Pair:
-    rows, length = batch["input_ids"].shape
-    return rows, length

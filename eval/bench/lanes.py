@@ -1,4 +1,4 @@
-"""Lanes and timers of real devices: CUDA events around launches on a stream, and ONNX Runtime on a CPU."""
+"""Inputs, lanes and timers of real devices: CUDA events around launches on a stream, wall time on a CPU."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from qdqbench.eval.bench.rounds import Lane
-from qdqbench.quantize.models.inputs import MASK, TOKENS, widened
+from qdqbench.quantize.models.inputs import MASK, TOKENS
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks.types.kind import joined
 from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
 
 if TYPE_CHECKING:
     import torch
-
-PADDING_STEP = 8  # lengths of a split are padded up to it: few shapes, and what tensor cores want
 
 
 class Bound(Protocol):
@@ -34,18 +32,18 @@ class Bound(Protocol):
 def random_sets(  # noqa: PLR0913
     *, inputs: Sequence[str], batch: int, length: int, vocabulary: int, sets: int, seed: int
 ) -> list[Batch]:
-    """Input sets of random token ids in [0, vocabulary), int64 [batch, length], without padding.
+    """Draw input sets of random token ids in [0, vocabulary), int64 [batch, length], without padding.
 
     Of the model's other inputs the mask is 1 and the rest 0; sets of other shapes are drawn anew.
     """
     shape = (batch, length)
     rest = {name: np.full(shape, int(name == MASK), dtype=np.int64) for name in inputs if name != TOKENS}
-    drawn = (np.random.default_rng([seed, batch, length, number]) for number in range(sets))
-    return [{TOKENS: each.integers(0, vocabulary, shape, dtype=np.int64)} | rest for each in drawn]
+    generators = (np.random.default_rng([seed, batch, length, number]) for number in range(sets))
+    return [{TOKENS: rng.integers(0, vocabulary, shape, dtype=np.int64)} | rest for rng in generators]
 
 
 def session_sets(session: Session, batch: int, length: int, sets: int) -> list[Batch]:
-    """Random sets for a session's model, from its seed."""
+    """Draw random sets for a session's model, from its seed."""
     return random_sets(
         inputs=session.plan.family.inputs,
         batch=batch,
@@ -54,13 +52,6 @@ def session_sets(session: Session, batch: int, length: int, sets: int) -> list[B
         sets=sets,
         seed=session.config.seed,
     )
-
-
-def rounded_up(batch: Batch, longest: int, pad_id: int, step: int = PADDING_STEP) -> Batch:
-    """A batch padded with masked positions to the next multiple of `step`, at most `longest`."""
-    length = batch["input_ids"].shape[1]
-    more = max(0, min(-(-length // step) * step, longest) - length)
-    return widened(batch, more, pad_id)
 
 
 class DeviceLane:
@@ -115,7 +106,10 @@ class SplitLane:
         self.torch, self.steps = torch, steps
         self.stream, self.input_sets = steps[0].bound.stream, 1
         self.outputs = [
-            {name: pinned(torch.empty_like(made, device="cpu")) for name, made in step.bound.outputs.items()}
+            {
+                name: torch.empty_like(buffer, device="cpu").pin_memory()
+                for name, buffer in step.bound.outputs.items()
+            }
             for step in steps
         ]
 
@@ -146,7 +140,7 @@ def _host_logits(outputs: "Mapping[str, torch.Tensor]") -> Float32:
 
 
 def by_row(answers: Float32) -> Float32:
-    """Answers [B, width]; of tokens [B, L, width] those of the first one's, whatever the length."""
+    """Return answers [B, width]; of tokens [B, L, width] those of the first ones, whatever the length."""
     return answers[:, 0] if answers.ndim == 3 else answers
 
 
@@ -156,7 +150,7 @@ class HostLane:
     def __init__(self, run: Callable[[Batch], Float32], sets: Sequence[Sequence[Batch]]) -> None:
         self.run, self.sets, self.input_sets = run, sets, len(sets)
         self.batches: Sequence[Batch] = sets[0]
-        self.made: list[Float32] = []
+        self.answers: list[Float32] = []
 
     def feed(self, number: int) -> None:
         """See `Lane`."""
@@ -164,11 +158,11 @@ class HostLane:
 
     def launch(self) -> None:
         """See `Lane`; waits for the result."""
-        self.made = [self.run(batch) for batch in self.batches]
+        self.answers = [self.run(batch) for batch in self.batches]
 
     def fetch(self) -> Float32:
         """See `Lane`."""
-        return np.concatenate([by_row(made) for made in self.made])
+        return np.concatenate([by_row(answers) for answers in self.answers])
 
 
 class CudaTimer:
@@ -211,15 +205,10 @@ def to_device(batch: Mapping[str, Array]) -> "dict[str, torch.Tensor]":
 
 
 def to_pinned(batch: Mapping[str, Array]) -> "dict[str, torch.Tensor]":
-    """Return the same arrays as tensors in pinned memory of the host."""
+    """Return the same arrays in pinned memory of the host, from which copies to the GPU do not wait."""
     import torch
 
-    return {name: pinned(torch.from_numpy(array)) for name, array in batch.items()}
-
-
-def pinned(tensor: "torch.Tensor") -> "torch.Tensor":
-    """Return a tensor in pinned memory, from which copies to the GPU do not wait."""
-    return tensor.pin_memory()
+    return {name: torch.from_numpy(array).pin_memory() for name, array in batch.items()}
 
 
 class WallTimer:
@@ -253,3 +242,11 @@ class WallTimer:
         start = self.clock()
         list((self.pool.map if self.pool and len(lanes) > 1 else map)(launch, lanes))
         return self.clock() - start
+
+
+def gpu_uuid() -> str | None:
+    """Return the UUID of the GPU that CUDA shows first; NVML counts otherwise."""
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+    return f"GPU-{uuid}" if uuid else None

@@ -19,8 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from qdqbench.eval.bench.clocks import gpu_uuid
-from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, HostLane, WallTimer, session_sets, to_device
+from qdqbench.eval.bench.lanes import (
+    CudaTimer,
+    DeviceLane,
+    HostLane,
+    WallTimer,
+    gpu_uuid,
+    session_sets,
+    to_device,
+)
 from qdqbench.eval.bench.rounds import (
     Effort,
     Lane,

@@ -1,18 +1,30 @@
-"""PyTorch and torch.compile on padded batches, as baselines of INT8.
+"""PyTorch and torch.compile as baselines of INT8 in their best form, on padded batches and without padding.
 
-They get their best form: SDPA, CUDA graphs and max-autotune, and TF32 where the engines have it. They take
-the attention mask as the engines do, at fixed shapes too, where it is all ones: without one, transformers
-makes its own while a graph is captured or traced, and SDPA then computes attention in FP32.
+Padded: SDPA, CUDA graphs and max-autotune, and TF32 where the engines have it. They take the attention mask
+as the engines do, at fixed shapes too, where it is all ones: without one, transformers makes its own while a
+graph is captured or traced, and SDPA then computes attention in FP32.
+
+Unpadded, the strongest: tokens of all rows lie one after the other, attention takes where each row starts
+(flash-attention's varlen form), torch.compile fuses the rest of a layer, and each size of a launch is one
+CUDA graph. Rows of a data set are packed across batches, into launches of the size that takes the least time.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from qdqbench.quantize.calibration.fakequant.quantizers import outputs_of
 from qdqbench.quantize.models.attention import use_attention
-from qdqbench.quantize.models.inputs import MASK
+from qdqbench.quantize.models.families.family import QKV
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.inputs import MASK, TOKENS
 from qdqbench.quantize.tasks.types.kind import joined
+from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +38,7 @@ COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 
 
 def sdpa_model(model: "PreTrainedModel", precision: PeerPrecision, device: str) -> "PreTrainedModel":
-    """The model with SDPA attention in a precision on a device, in place.
+    """Give a model SDPA attention in a precision on a device, in place.
 
     Raises:
         UserError: this version of transformers does not switch its attention.
@@ -43,7 +55,7 @@ def sdpa_model(model: "PreTrainedModel", precision: PeerPrecision, device: str) 
 
 
 def example(inputs: Sequence[str], batch: int, length: int, device: str) -> "dict[str, torch.Tensor]":
-    """Inputs int64 [batch, length] by name: zeros, and a mask of ones."""
+    """Return inputs int64 [batch, length] by name: zeros, and a mask of ones."""
     import torch
 
     shape = (batch, length)
@@ -108,13 +120,13 @@ class TorchRun:
 
 
 def eager_forward(model: "PreTrainedModel") -> "Callable[..., torch.Tensor]":
-    """Keyword inputs to answers."""
+    """Return the function from keyword inputs to answers."""
     names = list(outputs_of(model))
     return lambda **inputs: joined(model(**inputs), names)
 
 
 def compiled_forward(model: "PreTrainedModel", mode: str, *, dynamic: bool) -> "Callable[..., torch.Tensor]":
-    """As `eager_forward`, through Inductor as one graph.
+    """Return what `eager_forward` does, through Inductor as one graph.
 
     `TorchRun` captures what comes out, so that "default" is what mode "reduce-overhead" does, less its copies
     of the inputs and its guards on every call.
@@ -131,7 +143,7 @@ def compiled_forward(model: "PreTrainedModel", mode: str, *, dynamic: bool) -> "
 
 @contextlib.contextmanager
 def tf32_allowed() -> Iterator[None]:
-    """TF32 for FP32 matrix products, as engine builders allow it by default."""
+    """Allow TF32 for FP32 matrix products, as engine builders do by default."""
     import torch
 
     before = torch.get_float32_matmul_precision()
@@ -140,3 +152,247 @@ def tf32_allowed() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+TYPES = "token_type_ids"
+FAMILIES = ("bert", "roberta", "electra", "distilbert")  # RoBERTa's are XLM-R and CamemBERT too
+REFUSED = {
+    "mpnet": "its attention adds a relative bias",
+    "deberta-v2": "its attention adds relative positions",
+    "albert": "its layers share their weights",
+    "modernbert": "its attention rotates and has windows",
+}
+TOKEN_STEP = 64  # launches are rounded up to it, for tensor cores
+LAUNCH_TOKENS = (2048, 4096, 8192, 16384, 32768, 65536)  # sizes of a launch that are tried
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Rows packed into launches of one size.
+
+    Each launch is one int32 vector: token ids, positions and types [tokens each], then where each row starts,
+    [sequences + 1]. What is not used holds zeros, and empty rows at the end.
+    """
+
+    tokens: int  # of a launch
+    sequences: int  # of a launch, at most
+    longest: int  # tokens of a row
+    launches: list[Int32]
+    counts: list[int]  # rows of each launch
+
+    def first_tokens(self, launch: int) -> Int64:
+        """Return the place of the first token of each row of a launch."""
+        starts = self.launches[launch][3 * self.tokens :]
+        return starts[: self.counts[launch]].astype(np.int64)
+
+
+def refusal(model_type: str, family: str) -> str:
+    """Return why a family has no unpadded form here; empty where it has one."""
+    if family in FAMILIES:
+        return ""
+    return f"no unpadded form for {model_type}: {REFUSED.get(family, 'its layers are not BERT layers')}"
+
+
+def unpadded_rows(batch: Batch) -> list[Batch]:
+    """Return the rows of a padded batch int64 [B, L] without their padding, each [length]."""
+    return [
+        {name: array[row, mask != 0] for name, array in batch.items() if name != MASK}
+        for row, mask in enumerate(batch[MASK])
+    ]
+
+
+def pack_rows(rows: Sequence[Batch], launches: int, positions_of: Callable[[Int64], Int64]) -> Packing:
+    """Pack rows in their order into launches with about as many tokens each.
+
+    Args:
+        rows: int64 [length] arrays by name, without a mask.
+        launches: how many there shall be; no more than there are rows.
+        positions_of: positions of a row's token ids.
+    """
+    ends = np.cumsum([len(row[TOKENS]) for row in rows])
+    edges = np.searchsorted(ends, ends[-1] * np.arange(1, launches) / launches, side="left") + 1
+    parts = [part for part in np.split(np.arange(len(rows)), edges) if len(part)]
+    lengths = [[len(rows[index][TOKENS]) for index in part] for part in parts]
+    tokens = -(-max(map(sum, lengths)) // TOKEN_STEP) * TOKEN_STEP
+    sequences, longest = max(map(len, parts)), max(map(max, lengths))
+    packed = []
+    for part, sizes in zip(parts, lengths, strict=True):
+        flat = np.zeros(3 * tokens + sequences + 1, dtype=np.int32)
+        ids, positions, types, starts = np.split(flat, [tokens, 2 * tokens, 3 * tokens])
+        starts[1 : len(part) + 1] = np.cumsum(sizes)
+        starts[len(part) + 1 :] = sum(sizes)
+        for index, start, size in zip(part, starts, sizes, strict=False):
+            row = rows[index]
+            ids[start : start + size] = row[TOKENS]
+            positions[start : start + size] = positions_of(row[TOKENS])
+            types[start : start + size] = row.get(TYPES, 0)
+        packed.append(flat)
+    return Packing(tokens, sequences, longest, packed, list(map(len, parts)))
+
+
+def launch_counts(tokens: int, rows: int) -> list[int]:
+    """Return the numbers of launches to try for so many tokens, the most first."""
+    return list(dict.fromkeys(max(1, min(rows, -(-tokens // size))) for size in LAUNCH_TOKENS))
+
+
+class UnpaddedEncoder:
+    """A transformers model on packed tokens, with its own embeddings and head.
+
+    Args:
+        model: on its device in its precision; its base model must run nowhere else from now on.
+        compiled: layers and embeddings go through torch.compile, one graph for each size of a launch.
+
+    Raises:
+        UserError: the family has no unpadded form here.
+    """
+
+    def __init__(self, model: "PreTrainedModel", *, compiled: bool = True) -> None:
+        import torch
+        from transformers.activations import ACT2FN
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        config, family = model.config, family_of(model.config)
+        if reason := refusal(config.model_type, family.name):
+            raise UserError(reason)
+        base = getattr(model, model.base_model_prefix)
+        self.heads = int(config.num_attention_heads)
+        self.positions_from = int(config.pad_token_id) if family.positions_follow_padding else None
+        self.activation: Any = ACT2FN[getattr(config, family.activation)]
+        self.embeddings: Any = base.get_submodule(family.embeddings)
+        self.project: Any = getattr(base, family.embeddings_linear or "", None)
+        self.layers = [_layer_weights(model, name) for name in family.layer_names(model)]
+        self.eps = float(_norm(model, family.layer_names(model)[0], "attention").eps)
+        self.of_tokens = any("length" in axes for axes in outputs_of(model).values())
+        self.pooling = str(getattr(getattr(model, "pooling", None), "mode", "cls"))
+        self._layer: Callable[..., torch.Tensor] = encoder_layer
+        self._embed: Callable[..., torch.Tensor] = self._embedded
+        if compiled:
+            self._layer = torch.compile(encoder_layer, dynamic=False)
+            self._embed = torch.compile(self._embedded, dynamic=False)
+        pooler = getattr(base, "pooler", None)
+        self._states: Any = None
+
+        def encoded(*_: Any, **__: Any) -> Any:
+            """Stand in for the encoder, so that the model's own head reads the packed states."""
+            pooled = pooler(self._states) if pooler is not None else None
+            return BaseModelOutputWithPooling(last_hidden_state=self._states, pooler_output=pooled)
+
+        base.forward = encoded
+        self._head = eager_forward(model)
+
+    def positions_of(self, ids: Int64) -> Int64:
+        """Return the positions int64 [length] of a row, as the model counts them."""
+        if self.positions_from is None:
+            return np.arange(len(ids), dtype=np.int64)
+        real = ids != self.positions_from
+        return cast("Int64", np.cumsum(real) * real + self.positions_from)
+
+    def forward(self, packed: "torch.Tensor", *, tokens: int, longest: int) -> "torch.Tensor":
+        """Compute the answers of one launch.
+
+        Args:
+            packed: int32 [3 tokens + sequences + 1] of a `Packing` with these sizes.
+
+        Returns:
+            [sequences, width], or for answers of tokens [tokens, width].
+        """
+        import torch
+
+        ids, positions, types = packed[: 3 * tokens].view(3, tokens)
+        starts = packed[3 * tokens :]
+        hidden = self._embed(ids[None], positions[None], types[None])[0]
+        for weights in self.layers:
+            hidden = self._layer(hidden, starts, longest, self.heads, self.eps, self.activation, *weights)
+        states = self._states = hidden[None] if self.of_tokens else self._reduced(hidden, starts)[:, None]
+        ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
+        answers = self._head(**{TOKENS: ids, MASK: torch.ones_like(ids)})
+        return answers[0] if self.of_tokens else answers
+
+    def _embedded(
+        self, ids: "torch.Tensor", positions: "torch.Tensor", types: "torch.Tensor"
+    ) -> "torch.Tensor":
+        more = {TYPES: types} if hasattr(self.embeddings, "token_type_embeddings") else {}
+        states = self.embeddings(input_ids=ids, position_ids=positions, **more)
+        return states if self.project is None else self.project(states)  # type: ignore[no-any-return]
+
+    def _reduced(self, hidden: "torch.Tensor", starts: "torch.Tensor") -> "torch.Tensor":
+        """Return one state a row [sequences, hidden]: of its first or last token, or their mean."""
+        import torch
+
+        count = len(starts) - 1
+        if self.pooling == "mean":
+            places = torch.arange(len(hidden), device=hidden.device, dtype=starts.dtype)
+            rows = torch.searchsorted(starts[1:].contiguous(), places, right=True)
+            sums = torch.zeros(count + 1, hidden.shape[1], device=hidden.device)
+            sums = sums.index_add(0, rows, hidden.float())[:count]  # the last one is of what is not used
+            return sums / (starts[1:] - starts[:-1]).clamp(min=1)[:, None]
+        index = starts[1:] - 1 if self.pooling == "last" else starts[:-1]
+        return hidden[index.clamp(0, len(hidden) - 1)]
+
+
+def encoder_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and guards on all else)
+    hidden: "torch.Tensor",
+    starts: "torch.Tensor",
+    longest: int,
+    heads: int,
+    eps: float,
+    activation: Callable[..., Any],
+    qkv: "torch.Tensor",
+    qkv_bias: "torch.Tensor",
+    out: "torch.Tensor",
+    out_bias: "torch.Tensor",
+    norm: "torch.Tensor",
+    norm_bias: "torch.Tensor",
+    up: "torch.Tensor",
+    up_bias: "torch.Tensor",
+    down: "torch.Tensor",
+    down_bias: "torch.Tensor",
+    last_norm: "torch.Tensor",
+    last_norm_bias: "torch.Tensor",
+) -> "torch.Tensor":
+    """Compute a post-norm encoder layer on packed tokens [tokens, hidden]; q, k and v are one product."""
+    from torch.nn.functional import layer_norm, linear
+
+    tokens, width = hidden.shape
+    q, k, v = linear(hidden, qkv, qkv_bias).view(tokens, 3, heads, width // heads).unbind(1)
+    context = packed_attention(q, k, v, starts, longest).reshape(tokens, width)
+    hidden = layer_norm(hidden + linear(context, out, out_bias), (width,), norm, norm_bias, eps)
+    inner = activation(linear(hidden, up, up_bias))
+    return layer_norm(hidden + linear(inner, down, down_bias), (width,), last_norm, last_norm_bias, eps)
+
+
+def packed_attention(
+    query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor", starts: "torch.Tensor", longest: int
+) -> "torch.Tensor":
+    """Compute softmax(q k) v [tokens, heads, size] of each row alone; on a CPU row by row, for tests."""
+    import torch
+
+    if query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn
+
+        return cast("torch.Tensor", varlen_attn(query, key, value, starts, starts, longest, longest))
+    context = torch.zeros_like(query)
+    for begin, end in pairwise(starts.tolist()):
+        q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))
+        context[begin:end] = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1)
+    return context
+
+
+def _layer_weights(model: "PreTrainedModel", layer: str) -> "list[torch.Tensor]":
+    """Return weights and biases of a layer in the order of `encoder_layer`."""
+    import torch
+
+    paths = {role: path for path, role in family_of(model.config).linears.items()}
+    linears: dict[str, Any] = {role: model.get_submodule(f"{layer}.{path}") for role, path in paths.items()}
+    qkv = [linears[role] for role in QKV[:3]]
+    tensors = [torch.cat([linear.weight for linear in qkv]), torch.cat([linear.bias for linear in qkv])]
+    attention, ffn = _norm(model, layer, "attention"), _norm(model, layer, "ffn")
+    for module in (linears["output"], attention, linears["ffn-in"], linears["ffn-out"], ffn):
+        tensors += [module.weight, module.bias]
+    return [tensor.detach() for tensor in tensors]
+
+
+def _norm(model: "PreTrainedModel", layer: str, what: str) -> Any:
+    path = next(path for path, found in family_of(model.config).norms.items() if found == what)
+    return model.get_submodule(f"{layer}.{path}")

@@ -1,5 +1,6 @@
 """The report of a bench: its page, Markdown and screen, a section of the run's report, and rows of tables."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -76,86 +77,79 @@ STREAM_DASHES = ((0, ()), (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # by n
 
 
 def latency_svg(bench: Bench) -> str:
-    """Median latency by batch; one panel per length; may be empty."""
+    """Return median latency by batch; one panel per length; may be empty."""
 
     def draw(axes: Any, configs: list[BenchConfig]) -> None:
-        for about in bench.systems:
-            rows = [row_of(config, about.name) for config in configs]
-            _line(axes, about.name, about.label, (row.median_ms if row else None for row in rows))
-        svg.log_scale(axes)
-        axes.set_ylabel("ms, log scale")
+        for system in bench.systems:
+            rows = [row_of(config, system.name) for config in configs]
+            _line(axes, system.name, system.label, (row.median_ms if row else None for row in rows))
 
-    return _panels(bench, "latency", "median latency", draw)
+    return _panels(bench, "latency", "median latency", "ms", draw)
 
 
 def speedup_svg(bench: Bench) -> str:
-    """Speed-up of INT8 over each system by batch, 95% intervals; a panel per length; may be empty.
+    """Return speed-ups of INT8 over each system by batch, 95% intervals; a panel per length; may be empty.
 
     The headline of the report is drawn over them: over the fastest system without INT8.
     """
-    fastest = "the fastest without INT8"
 
     def draw(axes: Any, configs: list[BenchConfig]) -> None:
         axes.axhline(1, **svg.LIMIT_LINE, label="1 = as fast")
-        for about in bench.systems:
-            found = [speedup_of(config, "int8", about.name) for config in configs]
-            _line(axes, about.name, about.label, (ratio.value if ratio else None for ratio in found))
-            for place, ratio in enumerate(found):
+        for system in bench.systems:
+            ratios = [speedup_of(config, "int8", system.name) for config in configs]
+            _line(axes, system.name, system.label, (ratio.value if ratio else None for ratio in ratios))
+            for place, ratio in enumerate(ratios):
                 if ratio is not None and ratio.ci95_low is not None and ratio.ci95_high is not None:
-                    color = SYSTEM_STYLES.get(about.name, OTHER_STYLE)[0]
+                    color = SYSTEM_STYLES.get(system.name, OTHER_STYLE)[0]
                     axes.vlines(place, ratio.ci95_low, ratio.ci95_high, color=color, linewidth=3, alpha=0.4)
         best = [headline_of(bench.systems, config) for config in configs]
-        heights = [(place, found.value) for place, found in enumerate(best) if found is not None]
-        if heights:
+        if heights := [(place, ratio.value) for place, ratio in enumerate(best) if ratio is not None]:
             look = {"color": svg.INK, "marker": "_", "markersize": 16, "markeredgewidth": 2, "linestyle": ""}
-            axes.plot(*zip(*heights, strict=True), **look, label=fastest)
-        svg.log_scale(axes)
-        axes.set_ylabel("times as fast, log scale")
+            axes.plot(*zip(*heights, strict=True), **look, label="the fastest without INT8")
 
-    if not any(s.system == "int8" for config in bench.configs for s in config.speedups):
+    if not any(ratio.system == "int8" for config in bench.configs for ratio in config.speedups):
         return ""
-    return _panels(bench, "speedup", "speed-up of INT8 over each", draw)
+    return _panels(bench, "speedup", "speed-up of INT8 over each", "times as fast", draw)
 
 
 def throughput_svg(bench: Bench) -> str:
-    """Sequences per second by batch and number of streams; one panel per length; may be empty."""
+    """Return sequences per second by batch and number of streams; a panel per length; may be empty."""
+    styles = dict(zip(bench.settings.streams, itertools.cycle(STREAM_DASHES), strict=False))
 
     def draw(axes: Any, configs: list[BenchConfig]) -> None:
-        for about in bench.systems:
-            for number, streams in enumerate(bench.settings.streams):
-                rates = (rate_of(config, about.name, streams) for config in configs)
-                label = "_" if number else about.label  # matplotlib leaves it out of the legend
-                _line(axes, about.name, label, rates, STREAM_DASHES[number % len(STREAM_DASHES)])
-        for number, streams in enumerate(bench.settings.streams):
-            text = f"{streams} stream{'s' if streams > 1 else ''}"
-            axes.plot(
-                [], [], color=svg.MUTED, linestyle=STREAM_DASHES[number % len(STREAM_DASHES)], label=text
-            )
-        svg.log_scale(axes, number=",.0f")
-        axes.set_ylabel("sequences/s, log scale")
+        for system in bench.systems:
+            for number, (streams, style) in enumerate(styles.items()):
+                rates = (rate_of(config, system.name, streams) for config in configs)
+                name = "_" if number else system.label  # matplotlib leaves it out of the legend
+                _line(axes, system.name, name, rates, style)
+        for streams, style in styles.items():
+            axes.plot([], [], color=svg.MUTED, linestyle=style, label=count_of(streams, "stream"))
 
     if not any(row.throughput for config in bench.configs for row in config.rows):
         return ""
-    return _panels(bench, "throughput", "sequences per second", draw)
+    return _panels(bench, "throughput", "sequences per second", "sequences/s", draw)
 
 
-def _panels(bench: Bench, name: str, title: str, draw: Callable[[Any, list[BenchConfig]], None]) -> str:
+def _panels(
+    bench: Bench, name: str, title: str, unit: str, draw: Callable[[Any, list[BenchConfig]], None]
+) -> str:
     fixed = [config for config in bench.configs if config.kind == "fixed"]
     lengths = list(dict.fromkeys(config.length for config in fixed))
     if not any(row.status == "done" for config in fixed for row in config.rows):
         return ""
+    rates = name == "throughput"
     figure = svg.figure_of(1.2 + 2.2 * len(lengths))
     for index, length in enumerate(lengths):
         axes = figure.add_subplot(len(lengths), 1, index + 1)
-        configs = sorted(
-            (config for config in fixed if config.length == length), key=lambda config: config.batch
-        )
+        configs = sorted((c for c in fixed if c.length == length), key=lambda config: config.batch)
         draw(axes, configs)
+        svg.log_scale(axes, number=",.0f" if rates else "g")
+        axes.set_ylabel(f"{unit}, log scale")
         axes.set_xticks(range(len(configs)), [str(config.batch) for config in configs])
         axes.set_xlim(-0.4, len(configs) - 0.6)
         axes.set_xlabel("batch")
         svg.dress(axes, f"{title}, {length} tokens")
-    svg.legend(figure, 2, 2.4 if name == "throughput" else 1.3)
+    svg.legend(figure, 2, 2.4 if rates else 1.3)
     random = ", random weights" if bench.target.random_weights else ""
     return svg.svg_of(figure, f"bench-{name}", f"{title}, by batch{random}")
 
@@ -215,7 +209,8 @@ def bench_report(bench: Bench) -> Report:
         page=page,
         verdict=_verdict(bench, ratios),
         tiles=[
-            Tile(config_text(bench, config), f"{ratio.value:.2f}x", _over(bench, config, ratio),
+            Tile(config_text(bench, config), f"{ratio.value:.2f}x",
+                 f"over {_named(bench, config, ratio.baseline).text} ms",
                  "bad" if ratio.verdict == "slower" else "")
             for config, ratio in [*zip(bench.configs, ratios, strict=True)][:5]
             if ratio is not None
@@ -264,25 +259,6 @@ def stale_files(bench: Bench, folder: Path) -> list[str]:
     ]
 
 
-def without_systems(bench: Bench, names: set[str], warning: str) -> Bench:
-    """Return a bench without the figures of some systems, and a warning in their place."""
-    rest = [system for system in bench.systems if system.name not in names]
-
-    def left(config: BenchConfig) -> BenchConfig:
-        rows = [row for row in config.rows if row.system not in names]
-        ratios = [ratio for ratio in config.speedups if not {ratio.system, ratio.baseline} & names]
-        kept = config.model_copy(update={"rows": rows, "speedups": ratios})
-        return kept.model_copy(update={"headline": headline_of(rest, kept)})
-
-    return bench.model_copy(
-        update={
-            "configs": [left(config) for config in bench.configs],
-            "systems": rest,
-            "warnings": [*bench.warnings, warning],
-        }
-    )
-
-
 def hardware(bench: Bench) -> str:
     """Return the GPU or CPU, its driver and the versions that made the numbers."""
     found = bench.environment
@@ -318,7 +294,6 @@ def clocks(bench: Bench) -> str:
 
 def slow_lines(bench: Bench) -> list[str]:
     """Return where INT8 is slower than the fastest other system or its FP16 engine, and why by the layers."""
-    labels = {system.name: system.label for system in bench.systems}
     lines = []
     for config in bench.configs:
         first, same_backend = headline_of(bench.systems, config), speedup_of(config, "int8", "fp16")
@@ -328,7 +303,7 @@ def slow_lines(bench: Bench) -> list[str]:
         for ratio in ratios:
             if ratio is not None and ratio.verdict == "slower":
                 reasons = config.slow_reasons if ratio == same_backend else []
-                what = f"{labels[ratio.system]} is slower than {labels[ratio.baseline]}"
+                what = f"{bench.labels[ratio.system]} is slower than {bench.labels[ratio.baseline]}"
                 why = f": {'; '.join(reasons)}" if reasons else ""
                 lines.append(f"{config_text(bench, config)}: {what}, {ratio.value:.2f}x{why}")
     return lines
@@ -417,7 +392,7 @@ def headline_cells(bench: Bench, config: BenchConfig) -> list[Cell]:
 
 def ratio_rows(bench: Bench) -> Rows:
     """Return other ratios that tables show, by config: of engines, other recipes, other quantizers."""
-    labels = {system.name: system.label for system in bench.systems}
+    labels = bench.labels
     measured = {(ratio.system, ratio.baseline) for config in bench.configs for ratio in config.speedups}
     others = [name for name in labels if name.startswith("int8-") and name not in OURS]
     rows = [
@@ -501,8 +476,7 @@ def _detail_columns(bench: Bench) -> list[str]:
 
 
 def _detail(bench: Bench, config: BenchConfig, each: BenchRow) -> Row:
-    labels = {system.name: system.label for system in bench.systems}
-    first = [config_label(config, label(bench.settings.dataset or "")), labels[each.system]]
+    first = [config_label(config, label(bench.settings.dataset or "")), bench.labels[each.system]]
     if each.status != "done":
         state: State = "bad" if each.status == "error" else ""
         blank = [""] * (len(_detail_columns(bench)) - 3)
@@ -536,10 +510,5 @@ def _how(each: BenchRow) -> str:
 
 def _named(bench: Bench, config: BenchConfig, name: str) -> Cell:
     """Return the label of a system and its median."""
-    labels = {system.name: system.label for system in bench.systems}
     cell = latency_cell(bench, config, name)
-    return Cell(f"{labels[name]} {cell.text}", cell.state)
-
-
-def _over(bench: Bench, config: BenchConfig, ratio: Speedup) -> str:
-    return f"over {_named(bench, config, ratio.baseline).text} ms"
+    return Cell(f"{bench.labels[name]} {cell.text}", cell.state)

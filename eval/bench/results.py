@@ -31,7 +31,7 @@ class BenchTarget(Strict):
 
 
 class BenchSettings(Strict):
-    """How it was measured."""
+    """Settings of the measurement."""
 
     batches: list[int]
     lengths: list[int]
@@ -159,6 +159,11 @@ class Bench(Tabular):
     errors: list[str]
     environment: dict[str, Any]
     prepare_s: float | None = None  # wall time of builds and compilations before the first config
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Return what systems are called, by name."""
+        return {system.name: system.label for system in self.systems}
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield one row a system and config."""

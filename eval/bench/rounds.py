@@ -40,17 +40,17 @@ class Lane(Protocol):
         """Start one inference; need not wait for it."""
 
     def fetch(self) -> Float32:
-        """Logits of the last launch, [sequences, num_labels]; waits for it."""
+        """Return the logits of the last launch, [sequences, num_labels]; waits for it."""
 
 
 class Timer(Protocol):
-    """How a kind of device is timed."""
+    """A clock for one kind of device."""
 
     def latencies(self, lane: Lane, count: int) -> list[float]:
-        """Milliseconds of each of `count` launches in a row, a new input set before each (not timed)."""
+        """Return milliseconds of each of `count` launches in a row, each fed a new input set (not timed)."""
 
     def wall(self, lanes: Sequence[Lane], count: int) -> float:
-        """Seconds until `count` launches of every lane, all lanes at once, are done."""
+        """Return seconds until `count` launches of every lane, all lanes at once, are done."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ReadySystem:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure one config."""
+    """Effort of measuring one config."""
 
     rounds: int
     duration_s: float  # of latency launches per system, over all rounds
@@ -93,41 +93,41 @@ class Burst:
 
 @dataclass
 class Measured:
-    """What a system's rounds say."""
+    """The bursts of a system and their statistics."""
 
     bursts: list[Burst] = field(default_factory=list)
 
     @property
     def launches(self) -> list[float]:
-        """Every latency in milliseconds, of all rounds."""
+        """Return every latency in milliseconds, of all rounds."""
         return [value for burst in self.bursts for value in burst.latencies_ms]
 
     @property
     def round_ms(self) -> list[float]:
-        """Median latency of each round."""
+        """Return the median latency of each round."""
         return [float(np.median(burst.latencies_ms)) for burst in self.bursts]
 
     @property
     def median_ms(self) -> float:
-        """Median over rounds of the rounds' medians: one disturbed round moves nothing."""
+        """Return the median over rounds of the rounds' medians: one disturbed round moves nothing."""
         return float(np.median(self.round_ms))
 
     def percentile(self, percent: float) -> float:
-        """A percentile of all launches, milliseconds."""
+        """Return a percentile of all launches, milliseconds."""
         return float(np.percentile(self.launches, percent))
 
     def throughput(self, streams: int) -> list[float]:
-        """Launches per second in each round with that many streams; nothing where it has fewer."""
+        """Return launches per second in each round with that many streams; nothing where it has fewer."""
         return [burst.launches_per_s[streams] for burst in self.bursts if streams in burst.launches_per_s]
 
     @property
     def cpu_ms(self) -> list[float]:
-        """CPU time of a launch in each round, milliseconds."""
+        """Return the CPU time of a launch in each round, milliseconds."""
         return [burst.cpu_ms for burst in self.bursts]
 
 
 def rotation(count: int, rounds: int) -> list[list[int]]:
-    """Order of `count` systems in each round: Williams designs (1949), balanced by place and neighbor.
+    """Order `count` systems in each round: Williams designs (1949), balanced by place and neighbor.
 
     Over `count` rounds (twice that for an odd count) each system stands equally often at each place, and
     directly after each other one: what a predecessor does to clocks and caches falls on all alike.
@@ -207,7 +207,7 @@ def compare_rounds(  # noqa: PLR0913, PLR0917
 
 
 def read_outputs(system: ReadySystem) -> tuple[Float32, str | None]:
-    """Logits of two input sets, and what is wrong with them on any lane: not finite, or all the same."""
+    """Return logits of two input sets, and what is wrong on any lane: not finite, or all the same."""
     per_lane = []
     for lane in [*system.lanes, *(lane for lanes in system.shared.values() for lane in lanes)]:
         parts = []
@@ -225,7 +225,7 @@ def read_outputs(system: ReadySystem) -> tuple[Float32, str | None]:
 
 
 def relative_error(values: Float32, reference: Float32) -> float:
-    """Norm of the difference over the norm of the reference, in float64; inf where the reference is zero."""
+    """Return the norm of the difference over the reference's, in float64; inf where the reference is zero."""
     base = np.linalg.norm(reference.astype(np.float64))
     difference = float(np.linalg.norm(values.astype(np.float64) - reference))
     return difference / float(base) if base else math.inf
@@ -234,7 +234,7 @@ def relative_error(values: Float32, reference: Float32) -> float:
 def check_outputs(
     systems: Sequence[ReadySystem], references: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, float], str | None]:
-    """Errors by system, relative errors of the sound ones, and the system that they refer to.
+    """Return errors by system, relative errors of the sound ones, and the system that they refer to.
 
     Args:
         systems: all of them, on the same input sets.
@@ -262,7 +262,7 @@ def check_outputs(
 
 
 def _pace(system: ReadySystem, effort: Effort) -> tuple[int, int]:
-    """Launches of every burst, warm ones and timed ones, from the time that a warm launch takes.
+    """Return launches of every burst, warm ones and timed ones, from the time that a warm launch takes.
 
     Long launches are fewer: none of their bursts takes much more than twice its share of the seconds.
     """
@@ -300,7 +300,7 @@ def _burst(system: ReadySystem, pace: tuple[int, int], effort: Effort, now: Call
 
 
 def _guarded(system: ReadySystem, work: Callable[[], T]) -> T:
-    """An error on a device poisons the process, so it ends the bench, with the system's name."""
+    """Do some work; an error on a device poisons the process, so it ends the bench and names the system."""
     try:
         return work()
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Who takes part in a bench: one table of systems for GPUs and CPUs, each in the best form that it has."""
+"""Systems of a bench: one table for GPUs and CPUs, each in the best form that it has."""
 
 import importlib.metadata
 import os

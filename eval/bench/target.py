@@ -1,4 +1,4 @@
-"""What a bench measures: a finished run, a model folder, or a built-in shape with random weights."""
+"""Targets of a bench: a finished run, a model folder, or a built-in shape with random weights."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from qdqbench.eval.bench.results import BenchTarget
 from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.calibration import ptq
-from qdqbench.quantize.calibration.record import CalibrationRecord, read_record, write_record
+from qdqbench.quantize.calibration.record import read_record, write_record
 from qdqbench.quantize.calibration.softmax import LONG
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_named, family_of
@@ -54,43 +54,39 @@ class Target:
 
     @property
     def graphs(self) -> dict[str, Path]:
-        """ONNX files by precision, INT8 first."""
+        """Return ONNX files by precision, INT8 first."""
         paths = {name: self.session.folder / file for name, file in GRAPHS.items()}
         return {name: path for name, path in paths.items() if name != "int8" or self.session.recipe.quantizes}
 
     @functools.cached_property
     def gemms(self) -> list[str]:
-        """ONNX nodes that must run in INT8."""
+        """Return the ONNX nodes that must run in INT8."""
         return artifacts.expected_gemms(self.session)
 
     @property
     def family(self) -> Family:
-        """The family that the recipe, and so the model, is of."""
+        """Return the family of the recipe, and so of the model."""
         return family_named(self.session.recipe.model.family)
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of token ids."""
-        return self.about.shape["vocabulary"]
 
 
 def recipe_for(model: str, recipe: str | None) -> Recipe:
-    """The recipe for a model folder or a published size, without training."""
+    """Return the recipe for a model folder or a published size, without training."""
     name, shape = recipe or DEFAULT_RECIPE, MODEL_SHAPES.get(model)
-    found = load_recipe(name, lambda: family_of(shape["model_type"])) if shape else find_recipe(name, model)
-    return found.ptq
+    if shape:
+        return load_recipe(name, lambda: family_of(shape["model_type"])).ptq
+    return find_recipe(name, model).ptq
 
 
 def run_target(folder: Path) -> Target:
-    """A run directory with its exported files.
+    """Open a run directory with its exported files.
 
     Raises:
         UserError: no run directory, or nothing is exported yet.
     """
     session = Session(read_config(folder), folder)
-    wanted = [FP32, FP16, *([INT8] if session.recipe.quantizes else [])]
-    if lost := [name for name in wanted if not (folder / name).is_file()]:
-        raise UserError(f"{folder} has no {', '.join(lost)}; write them with `qdqbench export {folder}`")
+    exports = [FP32, FP16, *([INT8] if session.recipe.quantizes else [])]
+    if missing := [name for name in exports if not (folder / name).is_file()]:
+        raise UserError(f"{folder} has no {', '.join(missing)}; write them with `qdqbench export {folder}`")
     calibration = ""
     if session.recipe.quantizes:
         data = read_record(folder / "calibration.json").data
@@ -107,7 +103,7 @@ def model_target(  # noqa: PLR0913, PLR0917
     pooling: Pooling | None = None,
     ready: Callable[[Path], None] = lambda run: None,
 ) -> Target:
-    """A model folder or a built-in shape, exported into `folder` by the stages of a run.
+    """Export a model folder or a built-in shape into `folder` by the stages of a run.
 
     Calibrated on random token ids, because only latency is measured. Unchanged files are reused.
 
@@ -137,12 +133,8 @@ def model_target(  # noqa: PLR0913, PLR0917
     listed = stages.stages(session)
     steps = [listed["export"]]
     if recipe.quantizes:
-        key = [
-            session.model_sha256,
-            recipe.model_dump(mode="json"),
-            seed,
-            max(longest, recipe.export.max_length),
-        ]
+        most = max(longest, recipe.export.max_length)
+        key = [session.model_sha256, recipe.model_dump(mode="json"), seed, most]
         calibrate = partial(_calibrate, longest=longest)
         steps.insert(0, replace(listed["quantize"], run=calibrate, inputs=lambda _: key))
     run_stages(session, steps)
@@ -166,7 +158,7 @@ def check_lengths(target: Target, lengths: Sequence[int]) -> None:
 
 
 def softmax_notes(target: Target, lengths: Sequence[int]) -> list[str]:
-    """Lengths beyond those that an INT8 softmax got its scale for."""
+    """Return a note on lengths beyond those that an INT8 softmax got its scale for."""
     if not target.session.recipe.int8_attention:
         return []
     seen = max(int(read_record(target.session.record_path).data["lengths"]["max"]), LONG)
@@ -179,8 +171,17 @@ def softmax_notes(target: Target, lengths: Sequence[int]) -> list[str]:
 
 
 def _calibrate(session: Session, *, longest: int) -> list[Path]:
-    """The stage `quantize` on random token ids."""
-    record = calibrate_random_ids(session, longest)
+    """Calibrate on random token ids; for latency alone, any finite scales make the same kernels.
+
+    Samples have the recipe's `export.max_length` tokens, or `longest` where that is more: a softmax over them
+    is nearly even, and INT8 with scale 1/127 makes it zero from 255 tokens on. Biases are not corrected: that
+    changes no kernel and took two thirds of the time.
+    """
+    model, recipe = placed(session.new_int8_model()), session.recipe
+    length = min(max(recipe.export.max_length, longest), session.plan.family.positions(model.config))
+    batches = session_sets(session, RANDOM_BATCH, length, RANDOM_SAMPLES // RANDOM_BATCH)
+    settings = recipe.calibration.model_copy(update={"bias_correction": False})
+    record = ptq.calibrate(model, session.plan, batches, settings)
     record.data |= {"source": "random token ids", "split": "none"}
     path = session.folder / "calibration.json"
     write_record(path, record)
@@ -212,7 +213,7 @@ def _target(session: Session, kind: Any, model_name: str, calibration: str) -> T
 
 
 def random_ids_task(model: str | None, pooling: Pooling | None = None) -> Task:
-    """A task without data for a model folder; None: for a model of `write_random_model`."""
+    """Return a task without data for a model folder; None: for a model of `write_random_model`."""
     if pooling or (model is not None and says_pooling(model)):
         return EMBED.model_copy(update={"name": "random-token-ids"})
     labels = int(load_model(model).config.num_labels or 0) if model else 2
@@ -220,28 +221,13 @@ def random_ids_task(model: str | None, pooling: Pooling | None = None) -> Task:
     return Task(name="random-token-ids", text_columns=("sentence",), num_labels=labels, metrics=metrics)
 
 
-def calibrate_random_ids(session: Session, longest: int = 0) -> CalibrationRecord:
-    """A record from random token ids; for latency alone, any finite scales make the same kernels.
-
-    Samples have the recipe's `export.max_length` tokens, or `longest` where that is more: a softmax over them
-    is nearly even, and INT8 with scale 1/127 makes it zero from 255 tokens on. Biases are not corrected: that
-    changes no kernel and took two thirds of the time.
-    """
-    model, recipe = placed(session.new_int8_model()), session.recipe
-    length = min(max(recipe.export.max_length, longest), session.plan.family.positions(model.config))
-    batches = session_sets(session, RANDOM_BATCH, length, RANDOM_SAMPLES // RANDOM_BATCH)
-    settings = recipe.calibration.model_copy(update={"bias_correction": False})
-    return ptq.calibrate(model, session.plan, batches, settings)
-
-
 def write_random_model(folder: Path, shape: dict[str, Any], seed: int) -> None:
     """Save a classifier of a shape with seeded random weights; an existing one is kept."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    stamp = folder / "seed.json"
-    wanted = {**shape, "seed": seed}
-    if stamp.is_file() and files.read_json(stamp) == wanted:
+    stamp, identity = folder / "seed.json", {**shape, "seed": seed}
+    if stamp.is_file() and files.read_json(stamp) == identity:
         return
     stamp.unlink(missing_ok=True)
     with torch.random.fork_rng(devices=[]), quiet("transformers"):
@@ -249,4 +235,4 @@ def write_random_model(folder: Path, shape: dict[str, Any], seed: int) -> None:
         config = AutoConfig.for_model(**shape, num_labels=2)
         classifier: Any = AutoModelForSequenceClassification
         classifier.from_config(config).save_pretrained(folder)
-    files.write_json(stamp, wanted)
+    files.write_json(stamp, identity)

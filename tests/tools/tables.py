@@ -25,6 +25,7 @@ from qdqbench.eval.bench.results import (
     BENCH_FILE,
     Bench,
     BenchConfig,
+    headline_of,
     over_fastest,
     rate_of,
     read_bench,
@@ -602,8 +603,18 @@ def _search_place(search: Record) -> str:
 def without_changed(bench: Bench) -> Bench:
     """Return a bench without the `--extra-recipe` engines of recipes that are shipped otherwise now."""
     outdated = {about.name: about.label for about in bench.systems if differences(about.recipe or {})}
+    if not outdated:
+        return bench
     warning = f"left out, as what is shipped has changed since: {', '.join(outdated.values())}"
-    return words.without_systems(bench, {*outdated}, warning) if outdated else bench
+    rest = [system for system in bench.systems if system.name not in outdated]
+    configs = []
+    for config in bench.configs:
+        rows = [row for row in config.rows if row.system not in outdated]
+        ratios = [ratio for ratio in config.speedups if not {ratio.system, ratio.baseline} & {*outdated}]
+        left = config.model_copy(update={"rows": rows, "speedups": ratios})
+        configs.append(left.model_copy(update={"headline": headline_of(rest, left)}))
+    changes = {"configs": configs, "systems": rest, "warnings": [*bench.warnings, warning]}
+    return bench.model_copy(update=changes)
 
 
 def length_tables(benches: Sequence[Bench], notes: Notes) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.bench.clocks import Clocks, GpuMonitor, Reading, busy_notes, cpu_now, medians
+from qdqbench.eval.bench.run import Clocks, GpuMonitor, busy_notes, cpu_now, medians
 
 
 @given(
@@ -16,7 +16,7 @@ from qdqbench.eval.bench.clocks import Clocks, GpuMonitor, Reading, busy_notes, 
     st.floats(0, 5),
 )
 def test_medians_are_of_the_windows_alone(points, start, width):
-    samples = [Reading(when, clock, None, 40.0) for when, clock in points]
+    samples = [(when, Clocks(clock, None, 40.0)) for when, clock in points]
     inside = sorted(clock for when, clock in points if start <= when <= start + width)
     found = medians(samples, [(start, start + width)])
     if not inside:
@@ -31,22 +31,12 @@ class Nvml:
     """What NVML answers of one GPU, GPU-7, in its own units; an error is raised."""
 
     def __init__(self):
-        self.started, self.ended = 0, 0
+        self.calls = []
         self.clock, self.power, self.temperature = 1755, 400500, 50
 
-    def init(self):
-        self.started += 1
-
-    def shutdown(self):
-        self.ended += 1
-
-    def by_uuid(self, uuid):
-        if uuid != "GPU-7":
+    def handle(self, name):
+        if name not in ("GPU-7", 0):
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return "handle"
-
-    def by_index(self, index):
-        assert index == 0
         return "handle"
 
     def tell(self, name, *wanted):
@@ -64,10 +54,10 @@ class Nvml:
 def nvml(monkeypatch):
     found = Nvml()
     for name, function in {
-        "nvmlInit": found.init,
-        "nvmlShutdown": found.shutdown,
-        "nvmlDeviceGetHandleByUUID": found.by_uuid,
-        "nvmlDeviceGetHandleByIndex": found.by_index,
+        "nvmlInit": lambda: found.calls.append("init"),
+        "nvmlShutdown": lambda: found.calls.append("shutdown"),
+        "nvmlDeviceGetHandleByUUID": found.handle,
+        "nvmlDeviceGetHandleByIndex": found.handle,
         "nvmlDeviceGetClockInfo": found.tell("clock", pynvml.NVML_CLOCK_SM),
         "nvmlDeviceGetPowerUsage": found.tell("power"),
         "nvmlDeviceGetTemperature": found.tell("temperature", pynvml.NVML_TEMPERATURE_GPU),
@@ -92,7 +82,7 @@ def test_the_gpu_is_read_in_the_background_until_the_end(nvml, uuid):
     assert monitor.reason is None
     assert thread is not None
     assert not thread.is_alive()
-    assert (nvml.started, nvml.ended) == (1, 1)
+    assert nvml.calls == ["init", "shutdown"]
 
 
 def test_what_the_gpu_does_not_tell_is_none(nvml):
@@ -115,7 +105,7 @@ def test_another_gpu_than_nvml_knows_gives_its_reason(nvml):
         assert monitor._thread is not None
         monitor._thread.join()
     assert monitor.reason == "NVML gave no reading: Not Found"
-    assert nvml.ended == 1
+    assert nvml.calls[-1] == "shutdown"
 
 
 def test_no_driver(nvml, monkeypatch):
@@ -126,7 +116,7 @@ def test_no_driver(nvml, monkeypatch):
     with GpuMonitor(None) as monitor:
         assert monitor.during([(0, time.time())]) == Clocks()
     assert monitor.reason == "NVML does not start (NVML Shared Library Not Found)"
-    assert nvml.ended == 0
+    assert nvml.calls == []
 
 
 def test_a_busy_machine_is_told(monkeypatch):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.bench import gpu
-from qdqbench.eval.bench.config import Config
-from qdqbench.eval.bench.gpu import EngineSpec, GpuWork, marker, prebuild, prepare_on_gpu, start_compiles
+from qdqbench.eval.bench.config import Config, Preparation
+from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu, start_compiles
+from qdqbench.eval.bench.prebuild import EngineSpec, marker
 from qdqbench.eval.bench.systems import describe_systems
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.profiles import Profile
@@ -124,7 +125,7 @@ def device(monkeypatch):
     monkeypatch.setattr(gpu, "SplitLane", lambda steps: SimpleNamespace(steps=steps))
     monkeypatch.setattr(gpu, "to_pinned", dict)
     monkeypatch.setattr(gpu.peers, "example", lambda inputs, batch, length, device: (batch, length))
-    monkeypatch.setattr(gpu, "UnpaddedEncoder", FakeEncoder)
+    monkeypatch.setattr(gpu.peers, "UnpaddedEncoder", FakeEncoder)
     monkeypatch.setattr(
         gpu.peers, "sdpa_model", lambda model, precision, _: asked.models.append(precision) or precision
     )
@@ -149,7 +150,7 @@ def prepare(device, target, options, config):
     """Entries by the name of their system."""
     with ExitStack() as stack:
         listed = describe_systems(target, options, "tensorrt_rtx 1.4")
-        entries = prepare_on_gpu(target, options, config, device.work, listed, stack)
+        entries = prepare_on_gpu(Preparation(target, options, config, device.work, stack), listed)
     return {entry.row.system: entry for entry in entries}
 
 
@@ -182,7 +183,7 @@ def test_engines_of_a_config(device, tmp_path):
     prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
     with ExitStack() as stack:
         listed = describe_systems(target, options, "")
-        made = prepare_on_gpu(target, options, Config(8, 128, None), device.work, listed, stack)
+        made = prepare_on_gpu(Preparation(target, options, Config(8, 128, None), device.work, stack), listed)
         entries = {entry.row.system: entry for entry in made}
         int8 = entries["int8"]
         assert len(int8.system.lanes) == 2  # one per stream

@@ -33,22 +33,10 @@ OTHER = [
 ]
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_attention(name):
-    assert is_fused_attention(name)
-    assert not is_fp32_gemm(name)
-
-
-@pytest.mark.parametrize("name", FP32_GEMMS)
-def test_gemms_in_fp32(name):
-    assert is_fp32_gemm(name)
-    assert not is_fused_attention(name)
-
-
-@pytest.mark.parametrize("name", FP16_GEMMS + OTHER)
-def test_neither(name):
-    assert not is_fp32_gemm(name)
-    assert not is_fused_attention(name)
+@pytest.mark.parametrize("name", FUSED + FP32_GEMMS + FP16_GEMMS + OTHER)
+def test_kinds_of_kernels(name):
+    assert is_fused_attention(name) == (name in FUSED)
+    assert is_fp32_gemm(name) == (name in FP32_GEMMS)
 
 
 def test_kernels_are_counted():

@@ -19,22 +19,16 @@ from qdqbench.eval.bench.lanes import (
     Step,
     WallTimer,
     random_sets,
-    rounded_up,
-    to_device,
 )
 from qdqbench.quantize.models.families.known import BERT
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(2, 500), st.integers(1, 5), st.integers(0, 3))
 def test_random_inputs_are_seeded_distinct_and_in_the_vocabulary(batch, length, vocabulary, sets, seed):
-    made = random_sets(
-        inputs=BERT.inputs, batch=batch, length=length, vocabulary=vocabulary, sets=sets, seed=seed
-    )
-    again = random_sets(
-        inputs=BERT.inputs, batch=batch, length=length, vocabulary=vocabulary, sets=sets, seed=seed
-    )
-    assert len(made) == sets
-    for one, same in zip(made, again, strict=True):
+    shape = {"batch": batch, "length": length, "vocabulary": vocabulary, "sets": sets, "seed": seed}
+    drawn, again = (random_sets(inputs=BERT.inputs, **shape) for _ in range(2))
+    assert len(drawn) == sets
+    for one, same in zip(drawn, again, strict=True):
         assert {name: array.dtype for name, array in one.items()} == dict.fromkeys(one, np.int64)
         assert all(array.shape == (batch, length) for array in one.values())
         assert one["attention_mask"].all()
@@ -49,19 +43,6 @@ def test_sets_differ_from_each_other_and_between_seeds():
         for values in random_sets(inputs=BERT.inputs, batch=4, length=16, vocabulary=1000, sets=8, seed=seed)
     ]
     assert len(set(ids)) == 16
-
-
-@given(st.integers(1, 200), st.integers(1, 64))
-def test_dataset_are_rounded_up_and_masked(length, step):
-    longest = max(length, 128)
-    batch = {name: np.ones((2, length), dtype=np.int64) for name in ("input_ids", "attention_mask")}
-    padded = rounded_up(batch, longest, 9, step)
-    assert set(padded["input_ids"][:, length:].ravel().tolist()) <= {9}
-    made = padded["attention_mask"]
-    assert length <= made.shape[1] <= longest
-    assert made.shape[1] % step == 0 or made.shape[1] == longest
-    assert made.sum() == 2 * length
-    assert made[:, :length].all()
 
 
 class FakeStream:
@@ -156,7 +137,7 @@ def test_a_split_runs_every_batch_in_the_buffers_of_its_shape(cuda, monkeypatch)
     large, small = FakeBound(cuda, (2, 4)), FakeBound(cuda, (1, 2))
     rows = np.arange(2)
     steps = [(large, tensors(5), rows), (large, tensors(6), rows[:1]), (small, tensors(7, (1, 2)), rows[:1])]
-    monkeypatch.setattr(bench_lanes, "pinned", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     lane = SplitLane([Step(*step) for step in steps])
     cuda.clear()
     lane.feed(0)
@@ -186,12 +167,6 @@ def test_several_lanes_run_at_once_each_in_a_thread_of_its_own():
     alone = SimpleNamespace(launch=lambda: where.append(threading.current_thread()))
     WallTimer().wall([alone], 2)
     assert where == [threading.main_thread()] * 2
-
-
-def test_to_device_keeps_the_numbers(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self, raising=True)
-    made = to_device({"input_ids": np.arange(6).reshape(2, 3)})
-    assert made["input_ids"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_answers_of_tokens_are_told_by_the_first_whatever_the_length():

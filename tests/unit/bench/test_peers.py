@@ -1,15 +1,36 @@
-"""Peers compute what the model computes, in their best form; capture is tried, and its failure is told."""
+"""Baselines of PyTorch compute what transformers computes, padded or not; in a CUDA graph if it captures."""
 
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForTokenClassification
 
 from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.peers import TorchRun, compiled_forward, eager_forward, example, sdpa_model
+from qdqbench.eval.bench.peers import (
+    TOKEN_STEP,
+    TorchRun,
+    UnpaddedEncoder,
+    compiled_forward,
+    eager_forward,
+    example,
+    launch_counts,
+    pack_rows,
+    packed_attention,
+    sdpa_model,
+    unpadded_rows,
+)
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
-from qdqbench.quantize.models.families.known import BERT
+from qdqbench.quantize.models.families.known import BERT, family_of
 from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.models.pooling import FIELD, embedder_class
 from qdqbench.quantize.utils.errors import UserError
 
+from ...support.families import SIZES, new_model
 from ...support.tiny_bert import padded_batch
 
 
@@ -82,6 +103,11 @@ class Context:
         return None
 
 
+class Refusing(Context):
+    def __exit__(self, *_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
 class Graph:
     """Replays what was called while it captured."""
 
@@ -132,10 +158,6 @@ def test_every_peer_takes_the_mask_in_warm_up_capture_and_launch(cuda, monkeypat
         masks.append(attention_mask)
         return {"logits": input_ids.sum(1)}
 
-    class Refusing(Context):
-        def __exit__(self, *_):
-            raise RuntimeError("not permitted")
-
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     if not captures:
         monkeypatch.setattr(torch.cuda, "graph", Refusing)
@@ -145,35 +167,159 @@ def test_every_peer_takes_the_mask_in_warm_up_capture_and_launch(cuda, monkeypat
     assert all(mask.shape == (2, 8) and bool(mask.all()) for mask in masks)
 
 
-def test_a_peer_without_a_graph_is_launched_each_time(cuda):
-    calls = []
-    run = TorchRun(
-        lambda **inputs: calls.append(1) or total(**inputs),
-        example(BERT.inputs, 2, 8, "cuda"),
-        "eager",
-        graph=False,
-    )
-    assert run.detail == "eager, no CUDA graph (launched one by one)"
-    run.launch()
-    assert (len(calls), Graph.replays) == (peers.WARM_CALLS + 1, 0)
-
-
-def test_a_peer_that_does_not_capture_runs_as_it_is(cuda, monkeypatch):
-    class Refusing(Context):
-        def __exit__(self, *_):
-            raise RuntimeError("operation not permitted when stream is capturing")
-
+@pytest.mark.parametrize(
+    ("graph", "why"),
+    [(False, "launched one by one"), (True, "operation not permitted when stream is capturing")],
+)
+def test_a_peer_without_a_graph_is_launched_each_time(cuda, monkeypatch, graph, why):
     monkeypatch.setattr(torch.cuda, "graph", Refusing)
     stream, calls = Stream(), []
+    inputs = example(BERT.inputs, 2, 8, "cuda")
     run = TorchRun(
-        lambda **inputs: calls.append(1) or total(**inputs),
-        example(BERT.inputs, 1, 4, "cuda"),
-        "eager",
-        stream=stream,
+        lambda **batch: calls.append(1) or total(**batch), inputs, "eager", graph=graph, stream=stream
     )
     assert run.stream is stream
-    assert run.detail.startswith("eager, no CUDA graph (operation not permitted")
+    assert run.detail == f"eager, no CUDA graph ({why})"
     before = len(calls)
+    assert before == peers.WARM_CALLS + 2 * graph  # tried once, and called again for its outputs
     run.launch()
-    assert len(calls) == before + 1
-    assert Graph.replays == 0
+    assert (len(calls), Graph.replays) == (before + 1, 0)
+
+
+LENGTHS = (9, 3, 17, 5, 1)
+
+
+def padded(model, lengths=LENGTHS, seed=0):
+    """A padded batch of random ids for a model, the padding behind each row."""
+    rng = np.random.default_rng(seed)
+    shape = (len(lengths), max(lengths))
+    mask = (np.arange(shape[1]) < np.array(lengths)[:, None]).astype(np.int64)
+    pad = int(model.config.pad_token_id or 0)
+    ids = rng.integers(5, model.config.vocab_size, shape)
+    batch = {"input_ids": np.where(mask, ids, pad), "attention_mask": mask}
+    if "token_type_ids" in family_of(model.config).inputs:
+        batch["token_type_ids"] = rng.integers(0, 2, shape) * mask
+    return batch
+
+
+def expected(model, batch):
+    with torch.inference_mode():
+        return eager_forward(model)(**{name: torch.from_numpy(array) for name, array in batch.items()})
+
+
+def unpadded(model, batch, launches):
+    """Answers of all rows in their order, and the packing."""
+    encoder = UnpaddedEncoder(model, compiled=False)
+    packing = pack_rows(unpadded_rows(batch), launches, encoder.positions_of)
+    run = partial(encoder.forward, tokens=packing.tokens, longest=packing.longest)
+    with torch.inference_mode():
+        return [run(torch.from_numpy(flat)) for flat in packing.launches], packing
+
+
+@pytest.mark.parametrize("launches", [1, 2])
+@pytest.mark.parametrize(
+    "model_type", ["bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert"]
+)
+def test_a_classifier_answers_as_transformers_does(model_type, launches):
+    model = new_model(model_type)
+    batch = padded(model)
+    reference = expected(model, batch)
+    answers, packing = unpadded(model, batch, launches)
+    found = torch.cat([rows[:count] for rows, count in zip(answers, packing.counts, strict=True)])
+    assert len(packing.launches) == launches
+    assert torch.allclose(found, reference, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["mpnet", "albert", "deberta-v2", "modernbert"])
+def test_other_attentions_are_refused_by_name(model_type):
+    with pytest.raises(UserError, match=f"no unpadded form for {model_type}: its"):
+        UnpaddedEncoder(new_model(model_type), compiled=False)
+
+
+@pytest.mark.parametrize("auto", [AutoModelForTokenClassification, AutoModelForQuestionAnswering])
+def test_heads_over_tokens_answer_every_token(auto):
+    torch.manual_seed(0)
+    model = auto.from_config(
+        AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])
+    ).eval()
+    batch = padded(model)
+    reference = expected(model, batch)
+    (answers,), packing = unpadded(model, batch, 1)
+    for row, (start, length) in enumerate(zip(packing.first_tokens(0), LENGTHS, strict=True)):
+        assert torch.allclose(answers[start : start + length], reference[row, :length], atol=2e-5)
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", "last"])
+def test_embeddings_are_pooled_over_the_tokens_of_their_row(mode):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("bert", vocab_size=99, **SIZES["bert"])
+    setattr(config, FIELD, {"mode": mode, "normalize": True})
+    model = embedder_class(type(config))(config).eval()
+    batch = padded(model)
+    reference = expected(model, batch)
+    answers, packing = unpadded(model, batch, 2)
+    found = torch.cat([rows[:count] for rows, count in zip(answers, packing.counts, strict=True)])
+    assert torch.allclose(found, reference, atol=2e-5)
+
+
+def test_ids_of_padding_inside_a_row_are_counted_as_transformers_counts_them():
+    model = new_model("roberta")
+    batch = padded(model, (6, 6))
+    batch["input_ids"][0, 2] = model.config.pad_token_id  # random ids of a fixed shape hold it
+    reference = expected(model, batch)
+    (answers,), _ = unpadded(model, batch, 1)
+    assert torch.allclose(answers, reference, atol=2e-5)
+
+
+def test_a_compiled_encoder_is_the_same(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: asked.append(how) or function)
+    model = new_model("bert")
+    batch = padded(model)
+    reference = expected(model, batch)
+    encoder = UnpaddedEncoder(model)
+    packing = pack_rows(unpadded_rows(batch), 1, encoder.positions_of)
+    found = encoder.forward(torch.from_numpy(packing.launches[0]), tokens=TOKEN_STEP, longest=17)
+    assert torch.allclose(found, reference, atol=2e-5)
+    assert [how["dynamic"] for how in asked] == [False, False]
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), launches=st.integers(1, 8))
+def test_every_row_is_packed_once_and_in_order(lengths, launches):
+    rows = [{"input_ids": np.full(size, number + 1)} for number, size in enumerate(lengths)]
+    packing = pack_rows(rows, launches, lambda ids: np.arange(len(ids)))
+    assert sum(packing.counts) == len(rows)
+    assert len(packing.launches) <= launches
+    assert packing.tokens % TOKEN_STEP == 0
+    assert packing.longest == max(lengths)
+    seen = []
+    for launch, (flat, count) in enumerate(zip(packing.launches, packing.counts, strict=True)):
+        ids, positions, types, starts = np.split(flat, [packing.tokens * part for part in (1, 2, 3)])
+        assert len(starts) == packing.sequences + 1
+        assert packing.first_tokens(launch).tolist() == starts[:count].tolist()
+        assert (starts[count:] == starts[count]).all()  # the rows that are left are empty
+        for begin, end in pairwise(starts[: count + 1]):
+            assert len(set(ids[begin:end])) == 1
+            assert positions[begin:end].tolist() == list(range(end - begin))
+            seen.append((ids[begin], end - begin))
+        assert not ids[starts[-1] :].any()
+        assert not types.any()
+    assert seen == [(number + 1, size) for number, size in enumerate(lengths)]
+
+
+def test_sizes_of_a_launch_that_are_tried():
+    assert launch_counts(21_900, 872) == [11, 6, 3, 2, 1]
+    assert launch_counts(500, 872) == [1]
+    assert launch_counts(10_000, 2) == [2, 1]
+
+
+def test_on_a_gpu_attention_is_flash_attentions(monkeypatch):
+    asked = []
+
+    class OnGpu:
+        is_cuda = True
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda *given: asked.append(given))
+    query, starts = OnGpu(), object()
+    packed_attention(query, "k", "v", starts, 7)
+    assert asked == [(query, "k", "v", starts, starts, 7, 7)]

@@ -4,19 +4,21 @@ import json
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from qdqbench.eval.bench import prebuild, prebuild_worker
-from qdqbench.eval.bench.gpu import EngineSpec, marker
-from qdqbench.eval.bench.prebuild import background
-from qdqbench.eval.bench.prebuild_worker import main
+from qdqbench.eval.bench import prebuild
+from qdqbench.eval.bench.prebuild import EngineSpec, background, build_engine, main, marker
 from qdqbench.eval.bench.target import model_target, random_ids_task, recipe_for
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.pipeline.pipeline import open_run
 from qdqbench.quantize.pipeline.session import RunConfig
 from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.utils.errors import UserError
+
+from ...support.records import engine_result
 
 # what the last argument says: to answer with an error or without, to sleep, or to end
 CHILD = """
@@ -48,7 +50,8 @@ def test_tasks_that_fail_or_take_too_long_say_so_and_take_no_other_with_them():
             work.add(task, [what], seconds)
         work.add("fine", ["sleep"], 20)  # is under way already
         assert work.left > 0
-        work.wait()
+        for task in ("fine", "failed", "ended", "late"):
+            work.wait_for(task)
         assert work.left == 0
     assert work.failed == {
         "failed": "no C compiler",
@@ -91,7 +94,7 @@ def test_a_child_compiles_every_shape_and_marks_what_is_done(run, monkeypatch, c
 
         return forward
 
-    monkeypatch.setattr(prebuild_worker.peers, "compiled_forward", compiled)
+    monkeypatch.setattr(prebuild.peers, "compiled_forward", compiled)
     main(["compile", str(run), "default", json.dumps([[2, 8], [2, 16]])])
     main(["compile", str(run), "default", json.dumps([[3, 8]])])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -109,6 +112,14 @@ def test_a_child_exports_what_the_bench_takes_up(tiny_bert, tmp_path, capsys):
     made = (folder / "model.fp16.onnx").stat().st_mtime_ns
     target = model_target(str(tiny_bert), recipe_for(str(tiny_bert), "bert-fp16"), folder, 0, 16)
     assert target.graphs["fp16"].stat().st_mtime_ns == made
+
+
+def engine_spec(folder):
+    return EngineSpec(
+        onnx=folder / "model.onnx", engine=folder / "a.engine", backend="tensorrt_rtx",
+        profile=Profile((1, 8), (2, 8), (4, 8)), gemms=["/a/MatMul"], attention=1, compute="fp32",
+        shapes=[(2, 8), (4, 8)],
+    )  # fmt: skip
 
 
 def test_a_child_builds_an_engine_and_runs_its_shapes(tmp_path, monkeypatch, capsys):
@@ -131,15 +142,44 @@ def test_a_child_builds_an_engine_and_runs_its_shapes(tmp_path, monkeypatch, cap
         def close(self):
             happened.append("freed")
 
-    spec = EngineSpec(
-        onnx=tmp_path / "model.onnx", engine=tmp_path / "a.engine", backend="tensorrt_rtx",
-        profile=Profile((1, 8), (2, 8), (4, 8)), gemms=["/a/MatMul"], attention=1, compute="fp32",
-        shapes=[(2, 8), (4, 8)],
-    )  # fmt: skip
+    spec = engine_spec(tmp_path)
     assert EngineSpec.model_validate_json(spec.model_dump_json()) == spec
-    monkeypatch.setattr(prebuild_worker, "build_engine", lambda given: happened.append(given == spec))
-    monkeypatch.setattr(prebuild_worker, "Engine", Loaded)
+    monkeypatch.setattr(prebuild, "build_engine", lambda given: happened.append(given == spec))
+    monkeypatch.setattr(prebuild, "Engine", Loaded)
     main(["engine", spec.model_dump_json()])
     assert json.loads(capsys.readouterr().out) == {"error": ""}
     runs = [(2, 8, False), "freed", (4, 8, False), "freed"]
     assert happened == [True, ("a.engine", "a.cache"), *runs, "closed"]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Builds, and whether an engine fits this machine."""
+    given = SimpleNamespace(builds=[], fits=False)
+
+    def build(onnx, engine, **options):
+        given.builds.append(options)
+        engine.write_bytes(b"engine")
+        return engine_result(1, file=engine.name)
+
+    def check(engine, onnx):
+        if not given.fits:
+            raise UserError("it was built from another model.onnx")
+
+    monkeypatch.setattr(prebuild, "build", build)
+    monkeypatch.setattr(prebuild, "check_sidecar", check)
+    return given
+
+
+def test_an_engine_is_reused_only_where_it_fits(machine, tmp_path):
+    spec = engine_spec(tmp_path)
+    first = build_engine(spec)
+    assert machine.builds[0]["profiles"] == [spec.profile]
+    assert build_engine(spec) == first
+    assert len(machine.builds) == 2  # it did not fit
+    machine.fits = True
+    assert build_engine(spec) == first
+    assert len(machine.builds) == 2
+    spec.proof.unlink()
+    build_engine(spec)
+    assert len(machine.builds) == 3

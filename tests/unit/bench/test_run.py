@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.bench import run as bench_run
-from qdqbench.eval.bench.clocks import Clocks
 from qdqbench.eval.bench.config import BenchOptions, Entry
 from qdqbench.eval.bench.dataset import BatchedSplit
 from qdqbench.eval.bench.gpu import GpuWork
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, BenchTarget, compute_speedups
 from qdqbench.eval.bench.rounds import ReadySystem
-from qdqbench.eval.bench.run import run_bench
+from qdqbench.eval.bench.run import Clocks, run_bench
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.gpu import Gpu
+
+from .test_rounds import FakeLane, FakeTimer
 
 OPTIONS = BenchOptions(
     device="gpu",
@@ -35,40 +36,27 @@ OPTIONS = BenchOptions(
     engine_shapes="exact",
     seed=0,
 )
+ONE = replace(OPTIONS, batches=(1,))
 COMPILED = "compile-fp16"
 MS = {"int8": 1.0, "fp16": 1.5, "fp32": 4.0, COMPILED: 1.25}
 KERNEL = LayerRow(name="gemm", kind="gemm", onnx=["/a"], inputs=["Int8"], constants=[], outputs=["Half"])
 
 
-class Lane:
-    """Logits that depend on the input set; `broken_after` launches they become NaN."""
-
-    input_sets = 2
+class Lane(FakeLane):
+    """Logits that become NaN after `broken_after` launches."""
 
     def __init__(self, broken_after=math.inf):
-        self.number, self.launches, self.broken_after = 0, 0, broken_after
-
-    def feed(self, number):
-        self.number = number
-
-    def launch(self):
-        self.launches += 1
+        super().__init__([[[1.0, 2.0]], [[1.0, 3.0]]])
+        self.broken_after = broken_after
 
     def fetch(self):
-        logits = np.array([[1.0, 2.0 + self.number]], dtype=np.float32)
-        return logits * (math.nan if self.launches > self.broken_after else 1)
+        return super().fetch() * (math.nan if self.launches > self.broken_after else 1)
 
 
-class Timer:
-    def __init__(self, ms):
-        self.ms = ms
-
+class Timer(FakeTimer):
     def latencies(self, lane, count):
         lane.launches += count
-        return [self.ms] * count
-
-    def wall(self, lanes, count):
-        return count * self.ms / 1000
+        return super().latencies(lane, count)
 
 
 class Monitor:
@@ -112,15 +100,13 @@ def machine(monkeypatch):
     given = SimpleNamespace(ms=dict(MS), broken={}, entries={}, monitor=Monitor)
 
     def describe(target, options, backend):
-        precision = {"int8": "int8", "fp32": "fp32"}
+        names = {name: name if name in ("int8", "fp32") else "fp16" for name in given.ms}
         return [
-            BenchSystem(
-                name=name, label=name.upper(), precision=precision.get(name, "fp16"), backend="fake 1.0"
-            )
-            for name in given.ms
+            BenchSystem(name=name, label=name.upper(), precision=precision, backend="fake 1.0")
+            for name, precision in names.items()
         ]
 
-    def prepare(_target, _options, _config, _work, systems, _stack):
+    def prepare(_here, systems):
         made = []
         for about in systems:
             if about.name in given.entries:
@@ -141,8 +127,9 @@ def machine(monkeypatch):
     return given
 
 
-def measure(machine, target, options, **more):
-    return run_bench(target, options, GpuWork(None), backend=("tensorrt_rtx", "1.4.0.76"), **more)
+def measure(target, options, **more):
+    backend = ("tensorrt_rtx", "1.4.0.76")
+    return run_bench(target, options, GpuWork(None), command="", backend=backend, **more)
 
 
 def row(cell, name):
@@ -150,7 +137,7 @@ def row(cell, name):
 
 
 def test_numbers_of_every_contestant(machine, target):
-    found = measure(machine, target, OPTIONS, command="qdqbench bench")
+    found = measure(target, OPTIONS)
     assert found.complete
     assert (found.errors, found.warnings) == ([], [])
     assert [(cell.batch, cell.length) for cell in found.configs] == [(1, 128), (8, 128)]
@@ -183,20 +170,16 @@ def test_numbers_of_every_contestant(machine, target):
 
 
 def test_kernels_of_peers_are_read_and_what_they_show_is_warned_about(machine, target):
-    def entries(*kernels):
-        found = []
-        for name, read in zip((COMPILED, "fp16"), kernels, strict=True):
-            lanes = [Lane() for _ in range(2)]
-            ready = ReadySystem(name, "fp16", lanes, Timer(1.0))
-            found.append(Entry(BenchRow(system=name, status="done"), ready, kernels=read))
-        return found
+    def entry(name, kernels):
+        ready = ReadySystem(name, "fp16", [Lane(), Lane()], Timer(1.0))
+        return Entry(BenchRow(system=name, status="done"), ready, kernels=kernels)
 
     def unread():
         raise RuntimeError("CUPTI is busy")
 
     unfused = BenchKernels(names={"ampere_sgemm": 24}, fused_attention=0, fp32_gemms=24)
-    machine.prepare = lambda *_: entries(lambda: unfused, unread)
-    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
+    machine.prepare = lambda *_: [entry(COMPILED, lambda: unfused), entry("fp16", unread)]
+    found = measure(target, ONE)
     assert row(found.configs[0], COMPILED).kernels == unfused
     assert row(found.configs[0], "fp16").kernels is None
     assert found.warnings == [
@@ -206,13 +189,13 @@ def test_kernels_of_peers_are_read_and_what_they_show_is_warned_about(machine, t
 
 
 def test_random_weights_and_the_unsupported_gpu_are_noted(machine, target):
-    notes = measure(machine, target, OPTIONS, command="").notes
+    notes = measure(target, OPTIONS).notes
     assert any("random weights" in note for note in notes)
     assert any("9.0" in note and "not officially supported" in note for note in notes)
 
 
 def test_p99_needs_a_hundred_launches(machine, target):
-    found = measure(machine, target, replace(OPTIONS, iterations=24), command="")
+    found = measure(target, replace(OPTIONS, iterations=24))
     assert row(found.configs[0], "int8").launches == 96
     assert row(found.configs[0], "int8").p99_ms is None
 
@@ -221,7 +204,7 @@ def test_p99_needs_a_hundred_launches(machine, target):
 def test_nan_is_an_error_and_never_a_number(machine, target, after):
     """From the start, and after launches that were fine when they were first looked at."""
     machine.broken = {"int8": after}
-    found = measure(machine, target, OPTIONS, command="")
+    found = measure(target, OPTIONS)
     for cell in found.configs:
         made = row(cell, "int8")
         assert made.status == "error"
@@ -239,7 +222,7 @@ def test_missing_peers_are_warnings_and_missing_engines_errors(machine, target):
         COMPILED: BenchRow(system=COMPILED, status="skipped", reason="no C compiler"),
         "fp32": BenchRow(system="fp32", status="error", reason="out of memory"),
     }
-    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
+    found = measure(target, ONE)
     assert found.warnings == ["b1 s128: COMPILE-FP16: no C compiler (not measured)"]
     assert found.errors == ["b1 s128: FP32: out of memory"]
     assert {s.baseline for s in found.configs[0].speedups} == {"fp16"}
@@ -247,7 +230,7 @@ def test_missing_peers_are_warnings_and_missing_engines_errors(machine, target):
 
 def test_all_contestants_failing_is_a_cell_of_errors(machine, target):
     machine.entries = {name: BenchRow(system=name, status="error", reason="no") for name in MS}
-    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
+    found = measure(target, ONE)
     assert len(found.errors) == len(MS)
     assert found.configs[0].speedups == []
 
@@ -258,7 +241,7 @@ def test_a_slow_int8_engine_gets_its_reasons_from_the_layers(machine, target, mo
         bench_run, "slow_reasons", lambda *layers: asked.append(layers) or ["24 GEMMs in FP16"]
     )
     machine.ms = MS | {"int8": 2.0}
-    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
+    found = measure(target, ONE)
     by_over = {s.baseline: s for s in found.configs[0].speedups if s.system == "int8"}
     assert found.configs[0].slow_reasons == ["24 GEMMs in FP16"]
     assert [by_over[name].verdict for name in ("fp16", COMPILED, "fp32")] == ["slower", "slower", "faster"]
@@ -268,25 +251,20 @@ def test_a_slow_int8_engine_gets_its_reasons_from_the_layers(machine, target, mo
 def test_gemms_that_are_not_int8_are_warned_about(machine, target):
     bad = BenchRow(system="int8", status="error", reason="x", expected_int8_gemms=2, not_int8=["/a/MatMul"])
     machine.entries = {"int8": bad}
-    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
+    found = measure(target, ONE)
     assert found.warnings == ["b1 s128: 1 of 2 GEMMs do not run in INT8: /a/MatMul"]
 
 
 def test_clocks_that_nothing_reads_are_null_and_said(machine, target):
     machine.monitor = Blind
-    found = measure(machine, target, OPTIONS, command="")
+    found = measure(target, OPTIONS)
     assert row(found.configs[0], "int8").clock_mhz is None
     assert found.warnings == [f"clock, power and temperature were not read: {Blind.reason}"]
 
 
 def test_every_finished_cell_is_saved(machine, target):
     saved = []
-    machine.ms = dict(MS)
-
-    def save(found):
-        saved.append((found.complete, len(found.configs)))
-
-    measure(machine, target, OPTIONS, command="", save=save)
+    measure(target, OPTIONS, save=lambda found: saved.append((found.complete, len(found.configs))))
     assert saved == [(False, 1), (False, 2), (True, 2)]
 
 
@@ -301,9 +279,7 @@ def test_a_device_error_ends_the_bench_and_keeps_what_was_saved(machine, target,
     real = bench_run.measure_rounds
     monkeypatch.setattr(bench_run, "measure_rounds", disturbed)
     with pytest.raises(CheckFailed, match="int8 failed"):
-        measure(
-            machine, target, OPTIONS, command="", save=lambda found: saved.append(found.model_copy(deep=True))
-        )
+        measure(target, OPTIONS, save=lambda found: saved.append(found.model_copy(deep=True)))
     assert len(saved) == 1
     assert not saved[0].complete
 
@@ -314,7 +290,7 @@ def test_dataset_are_a_cell_of_the_whole_split(machine, target):
         for rows, length in ((32, 48), (32, 24), (32, 24), (8, 16))
     ]
     split = BatchedSplit("sst2", 32, batches, [32, 32, 32, 8], 104, 2000, bucketed=True)
-    found = measure(machine, target, replace(OPTIONS, batches=(1,), splits=(split,)), command="")
+    found = measure(target, replace(OPTIONS, batches=(1,), splits=(split,)))
     cell = found.configs[-1]
     assert (cell.kind, cell.batch, cell.length, cell.sequences, cell.shapes) == ("dataset", 32, None, 104, 3)
     assert cell.padded_to == [16, 24, 48]

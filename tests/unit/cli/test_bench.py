@@ -272,6 +272,10 @@ def test_dataset_without_buckets_are_the_sorted_batches_of_the_split(words):
     assert lengths == sorted(lengths, reverse=True)
     assert all(length % 8 == 0 for length in lengths)
     assert split.real_tokens == sum(int(batch["attention_mask"].sum()) for batch in split.batches)
+    export = target.session.recipe.export.model_copy(update={"max_length": 30})
+    target.session.recipe = target.session.recipe.model_copy(update={"export": export})
+    (cut,) = make(batches=[4], buckets=False)
+    assert cut.batches[0]["input_ids"].shape[1] == 30  # no multiple of 8, but the longest that there is
     target.about.shape["vocabulary"] = 10
     with pytest.raises(UserError, match=r"gives id .* has 10 ids"):
         make(batches=[4], buckets=False)
