@@ -15,7 +15,7 @@ from qdqbench.quantize.deployment import folder as place
 from qdqbench.quantize.deployment.asked import Asked, read_asked, stride
 from qdqbench.quantize.deployment.ways import BUILD_SCRIPT, Way, find_ways, installed
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.engine.trtexec.command import build_options
+from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.identity import model_commit
 from qdqbench.quantize.models.load import load_config

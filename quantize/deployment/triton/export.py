@@ -12,7 +12,7 @@ import numpy as np
 
 from qdqbench.quantize.deployment.triton.facts import Facts, read_facts
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
-from qdqbench.quantize.engine.trtexec.command import build_options
+from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.pipeline.artifacts import (
     BUILD,
     Skipped,

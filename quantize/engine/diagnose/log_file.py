@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from qdqbench.quantize.engine.cache_import import version_text
 from qdqbench.quantize.engine.layers import MAX_TABLE_LAYERS, parse_log
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.results import LayerRow
@@ -152,7 +153,7 @@ def _take(found: LogFile, line: str) -> None:
             found.tool = tool
     if match := _TRTEXEC.search(line):
         found.passed = found.passed if match[1] == "RUNNING" else match[1] == "PASSED"
-        found.version = _dotted(match[2]) or found.version
+        found.version = version_text(int(match[2])) if match[2] else found.version
     if not found.version and (version := _VERSION.search(line)):
         found.version = version[1]
     for key, (text, _) in SIGNS.items():
@@ -233,12 +234,3 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return 0.0
-
-
-def _dotted(number: str | None) -> str | None:
-    """`8.6.1` of 8601 and `10.6.0` of 100600."""
-    if not number:
-        return None
-    value = int(number)
-    major, rest = divmod(value, 10_000 if value >= 100_000 else 1_000)
-    return f"{major}.{rest // 100}.{rest % 100}"

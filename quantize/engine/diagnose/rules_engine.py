@@ -11,7 +11,7 @@ from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.inspection import named
 from qdqbench.quantize.engine.kernels import block_of_node, kernel_kind, kernel_label
 from qdqbench.quantize.engine.layers import NotInt8, base_name, is_attention
-from qdqbench.quantize.engine.trtexec.read import Times
+from qdqbench.quantize.engine.trtexec import Times
 from qdqbench.quantize.utils.limits import limits_of
 from qdqbench.quantize.utils.results import Effect, LayerRow
 

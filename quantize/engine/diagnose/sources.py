@@ -9,12 +9,12 @@ from pathlib import Path
 
 import onnx
 
-from qdqbench.quantize.engine.cache_import.cache_file import CalibrationCache, is_cache, read_cache_file
+from qdqbench.quantize.engine.cache_import import CalibrationCache, is_cache, read_cache_file
 from qdqbench.quantize.engine.diagnose.log_file import LogFile, is_log, read_log
 from qdqbench.quantize.engine.facts import Facts, Graph, graph_of
 from qdqbench.quantize.engine.inspection import Inspection, inspect_layers
 from qdqbench.quantize.engine.layers import computing_rows, read_table
-from qdqbench.quantize.engine.trtexec.read import Times, kernel_ms, read_profile, read_times
+from qdqbench.quantize.engine.trtexec import Times, read_profile, read_times
 from qdqbench.quantize.graph.check.check import CheckReport, Group, check_model
 from qdqbench.quantize.graph.check.codes import finding_label
 from qdqbench.quantize.graph.check.types import walk_types
@@ -272,7 +272,7 @@ def read_sources(paths: list[Path]) -> Sources:
         elif kind == "layers":
             found.layers = read_table(path)
         elif kind == "profile":
-            found.profile = kernel_ms(read_profile(path))
+            found.profile = read_profile(path)
         elif kind == "times":
             found.times = read_times(path)
         elif kind == "engine":
