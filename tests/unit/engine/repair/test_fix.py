@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 from onnxruntime.quantization import QuantFormat, QuantType
 
-from qdqbench.quantize.engine.diagnose.rules_graph import of_group
+from qdqbench.quantize.engine.diagnose.findings import group_finding
 from qdqbench.quantize.engine.repair import runs
 from qdqbench.quantize.engine.repair.fix import _FORMS, FixOptions, fix, rewrite
 from qdqbench.quantize.engine.repair.rebuild import strip
@@ -74,7 +74,7 @@ def test_a_broken_layer_is_clean_afterwards(case: Case):
 def offered(model: onnx.ModelProto) -> set[str]:
     """Codes of findings for which `qdqbench fix` is named."""
     report = check_model(model)
-    found = [of_group(report, group, Path("m.onnx")) for group in report.groups]
+    found = [group_finding(report, group, Path("m.onnx")) for group in report.groups]
     return {each.code for each in found if any(text.startswith("qdqbench fix") for text in each.fixes)}
 
 
