@@ -22,8 +22,7 @@ from starlette.responses import Response
 
 from qdqbench.quantize.deployment.server.batches import HANG, Batcher, Run, Sizes, warm_up
 from qdqbench.quantize.deployment.server.endpoints import Columns, Request
-from qdqbench.quantize.deployment.server.guard import FAILED, LOG, Guard, Refused, json_bytes, refuse
-from qdqbench.quantize.deployment.server.metrics import Metrics
+from qdqbench.quantize.deployment.server.guard import FAILED, LOG, Guard, Metrics, Refused, json_bytes, refuse
 from qdqbench.quantize.deployment.server.served import Served
 from qdqbench.quantize.deployment.server.settings import ModelName, Settings
 from qdqbench.quantize.utils.errors import UserError

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from qdqbench.quantize.deployment.server.metrics import Metrics
+from qdqbench.quantize.deployment.server.guard import Metrics
 from qdqbench.quantize.models.inputs import widened
 from qdqbench.quantize.tasks.types.encoded import pad
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64

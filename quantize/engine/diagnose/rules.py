@@ -208,8 +208,8 @@ def _attention(evidence: Evidence, inspection: Inspection) -> Iterator[Finding]:
         else:
             why = (
                 "it takes Q/DQ on all of q, k, v, the softmax output and the output, or on none; in INT8 "
-                f"head size {limits.head_sizes_text} and at most {limits.int8_attention_length} tokens; in FP16 a "
-                "mask that is added once and no other operator in between"
+                f"head size {limits.head_sizes_text} and at most {limits.int8_attention_length} tokens; in "
+                "FP16 a mask that is added once and no other operator in between"
             )
         what = f"{apart} of {facts.attentions} attentions fall apart into single kernels"
         share = evidence.share_of_kernels(rows)
