@@ -1,27 +1,30 @@
 """Write a finished run as a folder that needs nothing of qdqbench."""
 
 import functools
+import importlib.metadata
 import json
 import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import onnx
 
-from qdqbench.quantize.deployment import folder as place
-from qdqbench.quantize.deployment.asked import Asked, read_asked, stride
-from qdqbench.quantize.deployment.ways import BUILD_SCRIPT, Way, find_ways, installed
+from qdqbench.quantize.deployment.folder import place
+from qdqbench.quantize.deployment.model_io import ModelIO, read_model_io
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.engine.trtexec.command import build_options
+from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
+from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.identity import model_commit
 from qdqbench.quantize.models.load import load_config
 from qdqbench.quantize.models.pooling import model_file
 from qdqbench.quantize.pipeline.artifacts import (
+    GPU,
     backend_of,
+    engine_file,
     engine_profiles,
     graph_for_tensorrt,
     graph_path,
@@ -31,11 +34,117 @@ from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_bounded
-from qdqbench.quantize.utils.results import Results
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.results import EngineResult, Results
 from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+TITLES: dict[BackendName, str] = {
+    "onnxruntime": "ONNX Runtime",
+    "openvino": "OpenVINO",
+    "tensorrt": "TensorRT",
+    "tensorrt_rtx": "TensorRT-RTX",
+}
+# distributions that a script imports, beside numpy and tokenizers
+PACKAGES: dict[BackendName, tuple[str, ...]] = {
+    "onnxruntime": ("onnxruntime",),
+    "openvino": ("openvino",),
+    "tensorrt": ("tensorrt", "torch"),
+    "tensorrt_rtx": ("tensorrt-rtx-cu13", "torch"),
+}
+BUILD_SCRIPT = "build_tensorrt.sh"
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One backend."""
+
+    backend: BackendName
+    shown: str  # by the run
+    ran: bool  # here, as the run's engine
+    engine: Path | None = None  # that was built, and what it is for
+    sidecar: Sidecar | None = None
+
+    @property
+    def title(self) -> str:
+        """Its name as it is written."""
+        return TITLES[self.backend]
+
+    @property
+    def script(self) -> str:
+        """What asks it."""
+        return f"run_{self.backend}.py"
+
+    @property
+    def requirements(self) -> list[str]:
+        """Packages of its script, with the versions that the run had; without one where it had none."""
+        found = {name: installed(name) for name in PACKAGES[self.backend]}
+        if self.sidecar is not None:  # OpenVINO's has a commit behind it, which no index knows
+            found[PACKAGES[self.backend][0]] = self.sidecar.version.partition("-")[0]
+        return [f"{name}=={version}" if version else name for name, version in found.items()]
+
+
+def installed(name: str) -> str | None:
+    """Return the version of an installed distribution, without the part that no index has (`+cpu`)."""
+    try:
+        return importlib.metadata.version(name).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def find_runtimes(folder: Path, results: Results, own: BackendName, gpu_graph: Path | None) -> list[Runtime]:
+    """Return the backends that take a run's graphs; first the one of its engine, where it can be asked here.
+
+    Args:
+        folder: of the run.
+        own: backend that the run is for.
+        gpu_graph: in the form for TensorRT, if the run has one.
+    """
+    found = {backend: Runtime(backend, shown, ran=False) for backend, shown in _others(gpu_graph).items()}
+    for built, home in ((results.gpu_engine, folder / GPU), (results.engine, folder)):
+        if built is not None:
+            runtime = _built(home, built, results)
+            found[runtime.backend] = runtime
+    return sorted(
+        found.values(), key=lambda each: (not each.ran, each.backend not in CPU_BACKENDS, each.backend != own)
+    )
+
+
+def _others(gpu_graph: Path | None) -> dict[BackendName, str]:
+    """Return what is true of backends whose engine the run does not have."""
+    found: dict[BackendName, str] = {
+        "onnxruntime": "the graph as exported, as the run evaluated it (stage onnxruntime): slow. "
+        "`ORT_ENABLE_ALL` in `model.json` makes it faster, and its answers may differ a little",
+        "openvino": "not tried in the run",
+    }
+    if gpu_graph is not None:
+        found["tensorrt"] = f"not tried in the run; `sh {BUILD_SCRIPT}` builds its engine first"
+    return found
+
+
+def _built(home: Path, built: EngineResult, results: Results) -> Runtime:
+    engine, stage = engine_file(home, built), results.stages.get("engine")
+    sidecar = read_sidecar(engine)
+    ran = built is results.engine and stage is not None and stage.status == "done"
+    targets = ", ".join(built.compute_capability)
+    if ran:
+        made = (
+            "compiled from `model.onnx` as the engine of the run was"
+            if built.on_cpu
+            else "the engine of the run"
+        )
+        gpu = f" ({sidecar.gpu})" if sidecar.gpu else ""
+        made += f", for compute capability {targets}{gpu}" if targets else ""
+        verified = results.verification is not None and results.verification.passed
+        checked = "verified" if verified else "NOT verified"
+        shown = f"{made}; that was proven, {checked} and evaluated (stage engine)"
+    else:
+        for_what = f"built for compute capability {targets} with {sidecar.version}"
+        shown = f"{for_what}, INT8 read from its layer table; NEVER RUN"
+    return Runtime(cast("BackendName", built.backend), shown, ran, engine, sidecar)
+
 
 MOST = 1 << 20  # bytes of a model card
 # a plain value of a line: as YAML, a card from anywhere could expand aliases or hold what its reader fails at
@@ -66,7 +175,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
-class Said:
+class RunVerdict:
     """The verdict of the run in words."""
 
     title: str
@@ -75,8 +184,8 @@ class Said:
     lines: Sequence[str]  # that failed, or is open
 
 
-def write_deploy(session: Session, results: Results, said: Said, out: Path | None = None) -> list[Way]:
-    """Make the folder of a finished run say what the run now is; the backends that its scripts ask.
+def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: Path | None = None) -> None:
+    """Make the folder of a finished run say what the run now is.
 
     Args:
         results: without characters that garble a page.
@@ -89,23 +198,22 @@ def write_deploy(session: Session, results: Results, said: Said, out: Path | Non
     if not graph.is_file():
         raise UserError(f"{session.folder} has no {graph.name}; run `qdqbench report {session.folder}` first")
     for_gpu = graph_for_tensorrt(session, graph)
-    ways = find_ways(session.folder, results, backend_of(session.recipe), for_gpu)
-    asked = read_asked(session)
-    told = _told(session, graph, asked, ways) | {"failed": said.failed}
+    runtimes = find_runtimes(session.folder, results, backend_of(session.recipe), for_gpu)
+    model_io = read_model_io(session)
+    model_json = _describe_model(session, graph, model_io, runtimes) | {"failed": verdict.failed}
     beside = for_gpu is not None and for_gpu != graph
-    profiles = _gpu_profiles(session, ways) if for_gpu else []
+    profiles = _gpu_profiles(session, runtimes) if for_gpu else []
     context: dict[str, Any] = {
-        **vars(asked),
-        "asked": asked,
-        "example": asked.example,
-        "sample": _sample(asked),
+        **vars(model_io),
+        "example": model_io.example,
+        "sample": model_io.sample,
         "gpu": for_gpu is not None,
         "gpu_model": GPU_MODEL if beside else MODEL,
-        "told": told,
+        "model_json": model_json,
         "profiles": profiles,
-        "said": said,
+        "verdict": verdict,
         "r": results,
-        "ways": ways,
+        "runtimes": runtimes,
         "model": _base_name(session.model_name) if session.config.model else "embedded default",
         "data": _base_name(str(results.data.get("source", ""))),
         "task": session.config.task.name,
@@ -118,77 +226,75 @@ def write_deploy(session: Session, results: Results, said: Said, out: Path | Non
         "numpy": installed("numpy"),
         "tokenizers": installed("tokenizers"),
     }
-    content: dict[str, bytes | Path] = {MODEL: graph, **_tokenizer(session)}
+    content: dict[str, str | bytes | Path] = {MODEL: graph, **_tokenizer(session)}
     if for_gpu is not None:
         content |= {GPU_MODEL: for_gpu} if beside else {}
-        shapes = dict.fromkeys(told["inputs"], (-1, -1))
+        shapes = dict.fromkeys(model_json["inputs"], (-1, -1))
         options = build_options(context["gpu_model"], "built", shapes, profiles)
-        content[BUILD_SCRIPT] = _render("build_tensorrt.sh", context | {"trtexec": options})
+        content[BUILD_SCRIPT] = render("build_tensorrt.sh", context | {"trtexec": options})
         context["trtexec"] = options
-    for way in ways:
-        if way.engine is not None:
-            content[f"{way.backend}.engine"] = way.engine
-        script = "run_tensorrt.py" if way.backend.startswith("tensorrt") else way.script
-        content[way.script] = _render(script, context | {"backend": way.backend, "title": way.title})
+    for runtime in runtimes:
+        if runtime.engine is not None:
+            content[f"{runtime.backend}.engine"] = runtime.engine
+        script = "run_tensorrt.py" if runtime.backend.startswith("tensorrt") else runtime.script
+        content[runtime.script] = render(
+            script, context | {"backend": runtime.backend, "title": runtime.title}
+        )
     content |= {
-        "model.py": _render("model.py", context),
-        TOLD: (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode(),
-        "config.json": load_config(session.model_name, session.config.revision).to_json_string().encode(),
-        "recipe.yaml": dump_recipe(session.recipe).encode(),
-        "requirements.txt": _render("requirements.txt", context),
-        "README.md": _render("README.md", context | {"files": sorted(content)}),
+        "model.py": render("model.py", context),
+        TOLD: json.dumps(model_json, indent=2, ensure_ascii=False) + "\n",
+        "config.json": load_config(session.model_name, session.config.revision).to_json_string(),
+        "recipe.yaml": dump_recipe(session.recipe),
+        "requirements.txt": render("requirements.txt", context),
+        "README.md": render("README.md", context | {"files": sorted(content)}),
     }
-    place.place(out or session.folder / DEPLOY, content, link=out is None)
-    return ways
+    written = {name: value.encode() if isinstance(value, str) else value for name, value in content.items()}
+    place(out or session.folder / DEPLOY, written, link=out is None)
 
 
-def _told(session: Session, graph: Path, asked: Asked, ways: Sequence[Way]) -> dict[str, Any]:
-    """What the scripts read: `model.json`."""
+def _describe_model(
+    session: Session, graph: Path, model_io: ModelIO, runtimes: Sequence[Runtime]
+) -> dict[str, Any]:
+    """Return what the scripts read: `model.json`."""
     read = read_model(graph).graph
-    limits = [way.sidecar.profiles for way in ways if way.sidecar is not None] or [engine_profiles(session)]
+    sidecars = [runtime.sidecar for runtime in runtimes if runtime.sidecar is not None]
+    limits = [sidecar.profiles for sidecar in sidecars] or [engine_profiles(session)]
     longest = min(max(each.max[1] for each in profiles) for profiles in limits)
     length = min(session.recipe.export.max_length, longest)
     rows = min(max(p.max[0] for p in profiles if p.max[1] >= length) for profiles in limits)
-    computes = [way.sidecar.compute for way in ways if way.sidecar is not None and way.backend == "openvino"]
-    optimized = any(way.ran and way.backend == "onnxruntime" for way in ways)
+    bf16 = any(sidecar.backend == "openvino" and sidecar.compute == "bf16" for sidecar in sidecars)
+    optimized = any(runtime.ran and runtime.backend == "onnxruntime" for runtime in runtimes)
     return {
         "task": session.config.task.name,
         "kind": session.config.task.kind.name,
         "inputs": [value.name for value in read.input],
-        "outputs": {value.name: _type(value) for value in read.output},
-        "labels": asked.labels,
-        "pooling": asked.pooling,
+        "outputs": {
+            value.name: str(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
+            for value in read.output
+        },
+        "labels": model_io.labels,
+        "pooling": model_io.pooling,
         "max_length": length,
-        "stride": stride(asked, length),
-        "truncation": asked.truncation,
+        "stride": model_io.stride(length),
+        "truncation": model_io.truncation,
         "pad_id": session.pad_id,
         "batch": min(rows, MOST_ROWS),
-        "script": ways[0].script,  # the nearest to what the run showed
-        "example": asked.example,
-        "ran": any(way.ran for way in ways),  # as the engine of the run
+        "script": runtimes[0].script,  # the nearest to what the run showed
+        "example": model_io.example,
+        "ran": any(runtime.ran for runtime in runtimes),  # as the engine of the run
         "onnxruntime": "ORT_ENABLE_ALL" if optimized else "ORT_DISABLE_ALL",
-        "openvino": {"INFERENCE_PRECISION_HINT": "bf16" if "bf16" in computes else "f32", "NUM_STREAMS": 1},
+        "openvino": {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32", "NUM_STREAMS": 1},
     }
 
 
-def _type(value: Any) -> str:
-    return str(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
-
-
-def _gpu_profiles(session: Session, ways: Sequence[Way]) -> list[Profile]:
-    """Shapes of an engine that is built elsewhere: the recipe's, else those that the run has."""
-    built = [way.sidecar for way in ways if way.sidecar is not None and way.sidecar.compute_capability]
+def _gpu_profiles(session: Session, runtimes: Sequence[Runtime]) -> list[Profile]:
+    """Return shapes of an engine that is built elsewhere: the recipe's, else those that the run has."""
+    built = [each.sidecar for each in runtimes if each.sidecar and each.sidecar.compute_capability]
     return recipe_profiles(session.recipe) or (built[0].profiles if built else engine_profiles(session))
 
 
-def _sample(asked: Asked) -> str:
-    if asked.words:
-        return "a list of words"
-    return f"({', '.join(asked.texts)})" if len(asked.texts) == 2 else "a text"
-
-
 def _tokenizer(session: Session) -> dict[str, bytes]:
-    """Files of the tokenizer as the run used it."""
+    """Return files of the tokenizer as the run used it."""
     tokenizer: Any = session.tokenizer
     tokenizer.backend_tokenizer.no_truncation()  # what the last call asked for is no part of it
     tokenizer.backend_tokenizer.no_padding()
@@ -199,23 +305,24 @@ def _tokenizer(session: Session) -> dict[str, bytes]:
 
 
 def _base_name(name: str) -> str:
-    """A hub id, or the last part of a path: paths of this machine say nothing elsewhere."""
+    """Return a hub id, or the last part of a path: paths of this machine say nothing elsewhere."""
     return Path(name).resolve().name if Path(name).exists() else name
 
 
-def _render(template: str, context: dict[str, Any]) -> bytes:
-    return _templates().get_template(f"{template}.j2").render(context).encode()
+def render(template: str, context: dict[str, Any], folder: Path = TEMPLATES, *, trim: bool = True) -> str:
+    """Return a template with a context; `trim` drops the line ends of its blocks."""
+    return _open_templates(folder, trim).get_template(f"{template}.j2").render(context)
 
 
 @functools.cache
-def _templates() -> "Environment":
+def _open_templates(folder: Path, trim: bool) -> "Environment":
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    made = Environment(  # noqa: S701  (no HTML)
-        loader=FileSystemLoader(TEMPLATES),
+    opened = Environment(  # noqa: S701  (no HTML)
+        loader=FileSystemLoader(folder),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
-        trim_blocks=True,
+        trim_blocks=trim,
     )
-    made.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
-    return made
+    opened.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
+    return opened

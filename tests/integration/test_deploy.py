@@ -7,8 +7,10 @@ import subprocess
 import numpy as np
 import pytest
 
+from qdqbench.eval.runs.gate.gate import issue_sentence
 from qdqbench.eval.runs.report.handoff import hand_off, refresh
 from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.results import Results
 
 from ..support.deployed import answers, run_script
@@ -154,12 +156,16 @@ def test_it_goes_as_soon_as_the_run_changes(a_run, qdqbench):
 
 def test_a_failed_run_is_marked_and_each_use_warns(a_run, blocked):
     found = Results.model_validate(results(a_run))
-    gate = found.gate.model_copy(update={"passed": False, "failures": ["accuracy drops by 0.2"]})
+    low = GateIssue(
+        code="accuracy", state="failed", stage="engine", metric="accuracy", value=0.2, stderr=0, limit=0
+    )
+    gate = found.gate.model_copy(update={"passed": False, "issues": [low]})
+    why = issue_sentence(low)
     assert refresh(a_run, found.model_copy(update={"gate": gate})) == []
     page = (a_run / "deploy" / "README.md").read_text()
-    assert "**NOT FOR USE. Gate failed: accuracy drops by 0.2**" in page
+    assert f"**NOT FOR USE. Gate failed: {why}**" in page
     done = run_script(a_run / "deploy" / "run_onnxruntime.py", blocked, "a good film")
-    assert (done.returncode, done.stderr) == (0, "warning: not for use, accuracy drops by 0.2\n")
+    assert (done.returncode, done.stderr) == (0, f"warning: not for use, {why}\n")
     assert json.loads(done.stdout)["label"] in ("LABEL_0", "LABEL_1")
     assert refresh(a_run, found.model_copy(update={"engine": None})) == []
     page = (a_run / "deploy" / "README.md").read_text()

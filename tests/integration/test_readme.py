@@ -206,7 +206,7 @@ def test_commands_without_a_model_run(tmp_path, qdqbench, monkeypatch):
                 continue
             path, _, words, target = parsed(line)
             if path == ["recipes", "from-cache"]:
-                continue  # needs a cache and a graph: tests/unit/engine/cache_import
+                continue  # needs a cache and a graph: tests/unit/engine/test_cache_import.py
             done = qdqbench(*path, *words)
             assert (done.code, done.err) == (0, ""), line
             if target:

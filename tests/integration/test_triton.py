@@ -16,9 +16,9 @@ from qdqbench.quantize.deployment.triton import export
 from qdqbench.quantize.deployment.triton.export import export_triton
 from qdqbench.quantize.engine.cpu.runtimes import compiled
 from qdqbench.quantize.engine.sidecar import read_sidecar, sidecar_path
+from qdqbench.quantize.pipeline.ownership import LOCK
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.system.lock import LOCK
 
 from ..support import triton_stub
 from ..support.triton_stub import InferenceRequest, Repository, Tensor

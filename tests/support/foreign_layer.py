@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from qdqbench.quantize.engine.repair.rebuild import strip
+from qdqbench.quantize.engine.repair.rebuild import remove_qdq
 
 from .tiny_layer import HIDDEN, LENGTH, healthy
 
@@ -14,7 +14,7 @@ from .tiny_layer import HIDDEN, LENGTH, healthy
 def float_layer() -> onnx.ModelProto:
     """As an exporter writes it; samples are [1, LENGTH, HIDDEN] with a mask that is 0 or 1."""
     model = healthy("fp32", int8_attention=False)
-    strip(model)
+    remove_qdq(model)
     return model
 
 

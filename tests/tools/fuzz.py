@@ -29,10 +29,10 @@ from tests.support.tiny_layer import FORMS, healthy
 from tests.unit.engine.diagnose.test_hostile import BASES
 
 from qdqbench.eval.metrics.logits import read_answers
-from qdqbench.quantize.engine.cache_import.cache_file import read_cache_file
+from qdqbench.quantize.engine.cache_import import read_cache_file
 from qdqbench.quantize.engine.diagnose.diagnose import diagnose
 from qdqbench.quantize.engine.repair.fix import FixOptions, rewrite
-from qdqbench.quantize.engine.trtexec.read import read_outputs, read_profile, read_times
+from qdqbench.quantize.engine.trtexec import read_profile, read_times
 from qdqbench.quantize.graph.check.check import check_file, check_model, to_json
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -93,7 +93,6 @@ TARGETS: dict[str, tuple[Reader, Callable[[], list[bytes]]]] = {
     "cache": (read_cache_file, BASES["cache"]),
     "times": (read_times, BASES["times"]),
     "profile": (read_profile, BASES["profile"]),
-    "outputs": (read_outputs, lambda: [b'[{"name": "a", "dimensions": "1x2", "values": [nan, -inf(0x8)]}]']),
     **{f"diagnose {kind}": (lambda path: diagnose([path]), base) for kind, base in BASES.items()},
 }  # fmt: skip
 

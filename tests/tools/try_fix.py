@@ -44,9 +44,9 @@ def validation(model: Path, data: Path) -> tuple[dict[str, np.ndarray], np.ndarr
 
 def accuracy(path: Path, feeds: dict[str, np.ndarray], labels: np.ndarray) -> float:
     """Of ONNX Runtime as `fix` runs it: without rewrites of its own."""
-    from qdqbench.quantize.engine.repair.runs import outputs
+    from qdqbench.quantize.engine.repair.runs import run_outputs
 
-    logits = next(iter(outputs(path, feeds).values()))
+    logits = next(iter(run_outputs(path, feeds).values()))
     return float((logits.argmax(1) == labels).mean())
 
 

@@ -41,13 +41,12 @@ def check(
 
 def _print(report: "CheckReport", path: Path, every: bool) -> None:
     """Kinds of findings, the worst first, and the figures last, where a terminal still shows them."""
-    from qdqbench.quantize.engine.diagnose.findings import WORST_FIRST
-    from qdqbench.quantize.engine.diagnose.rules_graph import of_group
+    from qdqbench.quantize.engine.diagnose.findings import WORST_FIRST, group_finding
     from qdqbench.quantize.graph.check.check import summary
 
     out = console()
     told: dict[str, int] = {}
-    found = [of_group(report, group, path) for group in report.groups]
+    found = [group_finding(report, group, path) for group in report.groups]
     found.sort(key=lambda each: WORST_FIRST.index(each.effect))
     for number, each in enumerate(found, 1):
         print_one(number, each, told)

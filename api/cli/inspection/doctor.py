@@ -7,7 +7,7 @@ import typer
 from qdqbench.cli.terminal import Json, console, plain, print_json
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.engine.doctor.look import Doctor
+    from qdqbench.quantize.engine.doctor import Doctor
 
 
 def doctor(
@@ -27,7 +27,7 @@ def doctor(
     import sys
 
     from qdqbench.quantize.engine.backend import INSTALL
-    from qdqbench.quantize.engine.doctor.look import bug_report, look
+    from qdqbench.quantize.engine.doctor import bug_report, look
     from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 
     if backend not in (None, "auto", *INSTALL):
@@ -54,7 +54,7 @@ def doctor_table(found: "Doctor") -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from qdqbench.quantize.engine.doctor.look import gib, gpu_text, library_text, version_text
+    from qdqbench.quantize.engine.doctor import gib, gpu_text, library_text, version_text
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)

@@ -36,7 +36,7 @@ def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
     """Which kernel runs each ONNX layer, in which datatypes: INT8 against the recipe, attention, time."""
     from qdqbench.quantize.engine.facts import graph_of
     from qdqbench.quantize.engine.inspection import inspect_layers
-    from qdqbench.quantize.engine.trtexec.read import kernel_ms, read_profile
+    from qdqbench.quantize.engine.trtexec import read_profile
     from qdqbench.quantize.pipeline.inspect_target import (
         MEASURED,
         expectations,
@@ -58,7 +58,7 @@ def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
             say_now("measuring kernels")
             times, shape = measure_times(found, profile, batch, length)
     elif profile:
-        times = kernel_ms(read_profile(Path(profile)))
+        times = read_profile(Path(profile))
     judged = inspect_layers(
         found.layers,
         graph_of(found.onnx) if found.onnx else None,

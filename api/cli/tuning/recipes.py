@@ -12,7 +12,7 @@ from qdqbench.cli.terminal import Json, console, plain, print_json, show, show_j
 from qdqbench.quantize.utils.names import name_list
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.engine.cache_import.from_cache import FromCache
+    from qdqbench.quantize.engine.cache_import import FromCache
     from qdqbench.quantize.models.families.family import Family
     from qdqbench.quantize.recipe.new import NewRecipe
     from qdqbench.quantize.recipe.shipped import Shipped
@@ -103,7 +103,7 @@ def recipes_from_cache(  # noqa: PLR0913, PLR0917  (a command's options)
     json: Json = False,
 ) -> None:
     """Write a recipe whose amax are those of a calibration cache, where its tensors can be matched."""
-    from qdqbench.quantize.engine.cache_import.from_cache import recipe_from_cache
+    from qdqbench.quantize.engine.cache_import import recipe_from_cache
 
     made = recipe_from_cache(cache, model, revision=revision, onnx_file=onnx)
     _write_new(made, out, model, json, _cache_lines)

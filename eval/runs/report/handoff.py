@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from qdqbench.eval.reporting.formats import cleaned
 from qdqbench.eval.runs.report.verdict import run_verdict
-from qdqbench.quantize.deployment.write import DEPLOY, TOLD, Said, write_deploy
+from qdqbench.quantize.deployment.write import DEPLOY, TOLD, RunVerdict, write_deploy
 from qdqbench.quantize.pipeline.ownership import locked_folder, locked_for_reading
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils import files
@@ -50,7 +50,7 @@ def _write(session: Session, results: Results, out: Path | None) -> None:
     verdict = run_verdict(results)
     failed = "; ".join(verdict.failures) if verdict.state == "bad" else ""
     lines = [*verdict.notes] if failed else [*verdict.failures, *verdict.notes]
-    write_deploy(session, results, Said(verdict.title, verdict.sentence, failed, lines), out)
+    write_deploy(session, results, RunVerdict(verdict.title, verdict.sentence, failed, lines), out)
 
 
 class Begin(NamedTuple):

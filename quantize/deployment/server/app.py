@@ -22,8 +22,7 @@ from starlette.responses import Response
 
 from qdqbench.quantize.deployment.server.batches import HANG, Batcher, Run, Sizes, warm_up
 from qdqbench.quantize.deployment.server.endpoints import Columns, Request
-from qdqbench.quantize.deployment.server.guard import FAILED, LOG, Guard, Refused, json_bytes, refuse
-from qdqbench.quantize.deployment.server.metrics import Metrics
+from qdqbench.quantize.deployment.server.guard import FAILED, LOG, Guard, Metrics, Refused, json_bytes, refuse
 from qdqbench.quantize.deployment.server.served import Served
 from qdqbench.quantize.deployment.server.settings import ModelName, Settings
 from qdqbench.quantize.utils.errors import UserError
@@ -115,14 +114,8 @@ class Service:
         # one thread: a tokenizer that truncates is not for several
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         inner = self._routes()
-        self.app = Guard(
-            inner,
-            settings=settings,
-            metrics=metrics,
-            hosts=hosts,
-            paths={route.path for route in inner.routes},  # type: ignore[attr-defined]
-            refuse_if_full=self._refuse_if_full,
-        )
+        paths = {route.path for route in inner.routes}  # type: ignore[attr-defined]
+        self.app = Guard(inner, settings, metrics, hosts, paths, self._check_room)
 
     def _routes(self) -> FastAPI:
         served, settings = self.served, self.settings
@@ -213,8 +206,8 @@ class Service:
         ready = not full and not self.given_up
         return _json({"ready": ready, "full": full}, 200 if ready else 503)
 
-    def _refuse_if_full(self) -> None:
-        if self.given_up or self.queued >= self.settings.queue:
+    def _check_room(self, rows: int = 1) -> None:
+        if self.given_up or self.queued + rows > self.settings.queue:
             raise self._unavailable("the queue is full")
 
     def _unavailable(self, why: str) -> Refused:
@@ -232,8 +225,7 @@ class Service:
         Raises:
             Refused: there is no room for them.
         """
-        if self.given_up or self.queued + rows > self.settings.queue:
-            raise self._unavailable("the queue is full")
+        self._check_room(rows)
         self.queued += rows
         self.metrics.queued.set(self.queued)
         try:
@@ -267,20 +259,19 @@ class Service:
             rows = await loop.run_in_executor(self._tokenizing, served.encode, columns)
         except UserError as error:
             raise Refused(422, str(error)) from error
-        answers = await self.batchers[request.model].answer(
-            [(row.input_ids, row.token_type_ids) for row in rows]
-        )
-        found = [answer for answer in answers if answer is not None]
-        if len(found) < len(rows):
+        batcher = self.batchers[request.model]
+        answered = await batcher.answer([(row.input_ids, row.token_type_ids) for row in rows])
+        answers = [answer for answer in answered if answer is not None]
+        if len(answers) < len(rows):
             raise self._unavailable("the engine failed")
-        if not all(np.isfinite(answer).all() for answer in found):
+        if not all(np.isfinite(answer).all() for answer in answers):
             raise Refused(500, "the engine gives NaN or infinite answers; see its run's verification")
 
         def render() -> bytes:
-            made = served.endpoint.answers(request, [*zip(rows, found, strict=True)], served.classes)
-            return json_bytes({"model": request.model, "answers": [each.model_dump() for each in made]})
+            shown = served.endpoint.answers(request, [*zip(rows, answers, strict=True)], served.classes)
+            return json_bytes({"model": request.model, "answers": [answer.model_dump() for answer in shown]})
 
-        long = len(rows) > 1 or found[0].size > LONG
+        long = len(rows) > 1 or answers[0].size > LONG
         body = await asyncio.to_thread(render) if long else render()
         return Response(body, media_type="application/json")
 

@@ -11,16 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from qdqbench.quantize.deployment.server.metrics import Metrics
+from qdqbench.quantize.deployment.server.guard import Metrics
 from qdqbench.quantize.models.inputs import widened
 from qdqbench.quantize.tasks.types.encoded import pad
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
 from qdqbench.quantize.utils.errors import UserError
 
 Run = Callable[[Mapping[str, Int64]], Float32]
-Sizes = Sequence[
-    tuple[int, int]
-]  # of each bucket: its longest length, ascending, and the most rows of a batch
+Sizes = Sequence[tuple[int, int]]  # longest length of each bucket, ascending, and most rows of its batch
 HANG = 5  # times the slowest batch of the warm-up
 
 
@@ -90,36 +88,28 @@ def _time(run: Run, batch: Batch) -> float:
     return time.monotonic() - start
 
 
+@dataclass
 class Batcher:
     """The queue of one model and the thread of its engine.
 
     The bucket whose first row has waited longest becomes the next batch, when it is full or that row has
     waited `max_wait_s`. So batches grow with the load by themselves.
-
-    Args:
-        name: label in metrics.
-        hang_s: seconds after which a batch counts as hung.
-        give_up: called with the reason when a batch hangs or the engine fails.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        name: str,
-        run: Run,
-        sizes: Sizes,
-        *,
-        pad_id: int,
-        max_wait_s: float,
-        hang_s: float,
-        metrics: Metrics,
-        give_up: Callable[[str], None],
-    ) -> None:
-        self.name, self.sizes, self.rate = name, list(sizes), 0.0  # rows a second
-        self._run, self._pad_id, self._max_wait_s, self._hang_s = run, pad_id, max_wait_s, hang_s
-        self._metrics, self._give_up = metrics, give_up
-        self._buckets: list[deque[Row]] = [deque() for _ in sizes]
+    name: str  # label in metrics
+    run: Run
+    sizes: Sizes
+    pad_id: int
+    max_wait_s: float
+    hang_s: float  # after which a batch counts as hung
+    metrics: Metrics
+    give_up: Callable[[str], None]  # called with the reason when a batch hangs or the engine fails
+    rate: float = 0.0  # rows a second
+
+    def __post_init__(self) -> None:
+        self._buckets: list[deque[Row]] = [deque() for _ in self.sizes]
         self._arrival = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
 
     async def answer(self, rows: Sequence[tuple[Int64, Int64]]) -> list[Float32 | None]:
         """Return the answers of rows (input_ids, token_type_ids); None where the engine failed."""
@@ -150,9 +140,9 @@ class Batcher:
             def stop(reason: str, rows: list[Row] = rows) -> None:
                 for row in rows:
                     _resolve(row, None)
-                self._give_up(reason)
+                self.give_up(reason)
 
-            alarm = loop.call_later(self._hang_s, stop, f"a batch takes more than {self._hang_s:.1f} s")
+            alarm = loop.call_later(self.hang_s, stop, f"a batch takes more than {self.hang_s:.1f} s")
             try:
                 answers, real, padded = await loop.run_in_executor(self._thread, self._run_rows, rows)
             except Exception as error:
@@ -172,7 +162,7 @@ class Batcher:
                     bucket.popleft()
             wait, now = math.inf, time.monotonic()
             for since, place in sorted((rows[0].since, n) for n, rows in enumerate(self._buckets) if rows):
-                left = since + self._max_wait_s - now
+                left = since + self.max_wait_s - now
                 if left <= 0 or len(self._buckets[place]) >= self.sizes[place][1]:
                     return self._take(place)
                 wait = min(wait, left)
@@ -189,13 +179,13 @@ class Batcher:
     def _run_rows(self, rows: list[Row]) -> tuple[Float32, int, int]:
         """Return the answers of a batch, and its tokens of text and of the whole shape."""
         parts = [(place, row.input_ids, row.token_type_ids) for place, row in enumerate(rows)]
-        _, batch = pad(parts, self._pad_id)
+        _, batch = pad(parts, self.pad_id)
         real, shape = int(batch["attention_mask"].sum()), batch["attention_mask"].shape
         shape = choose_shape(self.sizes, *shape)
-        return self._run(pad_to_shape(batch, shape, self._pad_id))[: len(rows)], real, shape[0] * shape[1]
+        return self.run(pad_to_shape(batch, shape, self.pad_id))[: len(rows)], real, shape[0] * shape[1]
 
     def _count(self, rows: list[Row], start: float, real: int, padded: int) -> None:
-        metrics, seconds = self._metrics, max(time.monotonic() - start, 1e-6)
+        metrics, seconds = self.metrics, max(time.monotonic() - start, 1e-6)
         self.rate = 0.8 * (self.rate or len(rows) / seconds) + 0.2 * len(rows) / seconds
         waited = metrics.waited.labels(self.name)
         for row in rows:

@@ -1,4 +1,4 @@
-"""What each kind of task takes and gives over HTTP: schemas, rows of a request, answers from the model's."""
+"""Endpoints by kind of task: schemas, rows of a request, answers from the model's."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ class Question(_Input):
     context: str
 
 
-class Asked(Request):
+class QuestionRequest(Request):
     """Questions."""
 
     questions: Annotated[list[Question], FailFast()] = Field(min_length=1)
@@ -137,13 +137,13 @@ class Tags(Answer):
     entities: list[Entity]
 
 
-class Found(Answer):
+class Span(Answer):
     """An answer as it stands in the context."""
 
     answer: str
 
 
-Made = Sequence[tuple[Sample, Float32]]  # rows of a request, with the model's answer to each
+Rows = Sequence[tuple[Sample, Float32]]  # rows of a request, with the model's answer to each
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Endpoint:
     request: type[Request]
     answer: type[Answer]
     columns: Callable[[Any, Sequence[str]], Columns]  # of a request, by the task's text columns
-    answers: Callable[[Any, Made, Sequence[str]], list[Any]]  # of a request, with the names of the classes
+    answers: Callable[[Any, Rows, Sequence[str]], list[Any]]  # of a request, with the names of the classes
 
 
 def _about(*samples: Sample) -> dict[str, Any]:
@@ -172,35 +172,33 @@ def _pairs(request: Pairs, names: Sequence[str]) -> Columns:
     return {name: [pair[place] for pair in request.pairs] for place, name in enumerate(names)}
 
 
-def _classes(request: Request, made: Made, classes: Sequence[str]) -> list[Class]:
-    found = []
-    for sample, logits in made:
+def _classes(request: Request, rows: Rows, classes: Sequence[str]) -> list[Class]:
+    answers = []
+    for sample, logits in rows:
         wide = logits.astype(np.float64)
         shares = np.exp(wide - np.logaddexp.reduce(wide))
         scores = {name: float(share) for name, share in zip(classes, shares, strict=True)}
-        found.append(Class(label=classes[int(shares.argmax())], scores=scores, **_about(sample)))
-    return found
+        answers.append(Class(label=classes[int(shares.argmax())], scores=scores, **_about(sample)))
+    return answers
 
 
-def _scores(request: Request, made: Made, classes: Sequence[str]) -> list[Score]:
-    return [Score(score=float(answer[0]), **_about(sample)) for sample, answer in made]
+def _scores(request: Request, rows: Rows, classes: Sequence[str]) -> list[Score]:
+    return [Score(score=float(answer[0]), **_about(sample)) for sample, answer in rows]
 
 
-def _ranked(request: Ranking, made: Made, classes: Sequence[str]) -> list[Ranked]:
-    found = [
-        Ranked(index=index, score=float(answer[0]), **_about(sample))
-        for index, (sample, answer) in enumerate(made)
-    ]
-    return sorted(found, key=lambda each: -each.score)
+def _ranked(request: Ranking, rows: Rows, classes: Sequence[str]) -> list[Ranked]:
+    scores = enumerate(_scores(request, rows, classes))
+    ranked = [Ranked(index=index, **score.model_dump()) for index, score in scores]
+    return sorted(ranked, key=lambda each: -each.score)
 
 
-def _embeddings(request: Request, made: Made, classes: Sequence[str]) -> list[Embedding]:
-    return [Embedding(embedding=answer.tolist(), **_about(sample)) for sample, answer in made]
+def _embeddings(request: Request, rows: Rows, classes: Sequence[str]) -> list[Embedding]:
+    return [Embedding(embedding=answer.tolist(), **_about(sample)) for sample, answer in rows]
 
 
-def _tags(request: Sentences, made: Made, classes: Sequence[str]) -> list[Tags]:
-    found = []
-    for words, (sample, logits) in zip(request.sentences, made, strict=True):
+def _tags(request: Sentences, rows: Rows, classes: Sequence[str]) -> list[Tags]:
+    answers = []
+    for words, (sample, logits) in zip(request.sentences, rows, strict=True):
         assert TOKENS.units is not None
         positions, about = TOKENS.units(sample.coded)
         tags = np.argmax(logits[positions], axis=1).astype(np.int64)
@@ -212,26 +210,26 @@ def _tags(request: Sentences, made: Made, classes: Sequence[str]) -> list[Tags]:
             first, last = (int(about[end]) for end in ends)
             entities.append(Entity(type=kind, first=first, last=last, text=" ".join(words[first : last + 1])))
         cut = {"truncated": len(about) < len(words)}
-        found.append(Tags(labels=labels, entities=entities, **(_about(sample) | cut)))
-    return found
+        answers.append(Tags(labels=labels, entities=entities, **(_about(sample) | cut)))
+    return answers
 
 
-def _asked(request: Asked, names: Sequence[str]) -> Columns:
+def _question_columns(request: QuestionRequest, names: Sequence[str]) -> Columns:
     both = [(each.question, each.context) for each in request.questions]
     return {name: [pair[place] for pair in both] for place, name in enumerate(names)}
 
 
-def _found(request: Asked, made: Made, classes: Sequence[str]) -> list[Found]:
+def _spans(request: QuestionRequest, rows: Rows, classes: Sequence[str]) -> list[Span]:
     assert QUESTIONS.units is not None
     contexts = [each.context for each in request.questions]
     windows: list[list[Any]] = [[] for _ in contexts]
-    for sample, _ in made:
+    for sample, _ in rows:
         windows[sample.sample].append(QUESTIONS.units(sample.coded).about)
     gold = Questions(contexts, [[] for _ in contexts], windows, request.may_be_unanswerable)
-    logits = np.concatenate([answer[: len(sample.input_ids)] for sample, answer in made])
+    logits = np.concatenate([answer[: len(sample.input_ids)] for sample, answer in rows])
     texts = QUESTIONS.predict(logits, gold)
-    read = [[sample for sample, _ in made if sample.sample == place] for place in range(len(contexts))]
-    return [Found(answer=str(text), **_about(*rows)) for text, rows in zip(texts, read, strict=True)]
+    read = [[sample for sample, _ in rows if sample.sample == place] for place in range(len(contexts))]
+    return [Span(answer=str(text), **_about(*samples)) for text, samples in zip(texts, read, strict=True)]
 
 
 _SINGLE = Endpoint("predict", Texts, Class, _texts, _classes)
@@ -255,7 +253,7 @@ ENDPOINTS: Mapping[tuple[str, int], Endpoint] = {
     (TOKENS.name, 1): Endpoint(
         "tokens", Sentences, Tags, lambda request, names: {names[0]: request.sentences}, _tags
     ),
-    (QUESTIONS.name, 2): Endpoint("qa", Asked, Found, _asked, _found),
+    (QUESTIONS.name, 2): Endpoint("qa", QuestionRequest, Span, _question_columns, _spans),
     (TEXTS_ALONE.name, 1): _EMBED,
     (PAIRS.name, 2): _EMBED,
 }

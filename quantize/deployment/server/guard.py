@@ -1,17 +1,56 @@
 """Checks before every endpoint: hosts, sizes and times of requests; headers of answers; counting."""
 
 import asyncio
+import functools
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qdqbench.quantize.deployment.server.metrics import Metrics
 from qdqbench.quantize.deployment.server.settings import Settings
+
+SHARED = "PROMETHEUS_MULTIPROC_DIR"  # folder of values; read when prometheus_client is imported
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Metrics:
+    """The metrics of one process; label values are our own names, never what a client sent."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        histogram = functools.partial(Histogram, registry=registry)
+        gauge = functools.partial(Gauge, registry=registry, multiprocess_mode="livesum")
+        counter = functools.partial(Counter, registry=registry)
+        self.requests = counter("qdqbench_requests", "Answered requests.", ["endpoint", "status"])
+        self.seconds = histogram(
+            "qdqbench_request_seconds", "Seconds to an answer.", ["endpoint"], buckets=SECONDS
+        )
+        self.waited = histogram(
+            "qdqbench_queue_seconds", "Seconds that a row waits.", ["model"], buckets=SECONDS
+        )
+        self.ran = histogram("qdqbench_engine_seconds", "Seconds of a batch.", ["model"], buckets=SECONDS)
+        self.rows = histogram("qdqbench_batch_rows", "Rows of a batch.", ["model"], buckets=ROWS)
+        self.tokens = counter("qdqbench_tokens", "Tokens of batches.", ["model", "kind"])
+        self.replaced = counter("qdqbench_workers_lost", "Worker processes that ended or hung.")
+        self.queued = gauge("qdqbench_queue_rows", "Rows from arrival to answer.")
+        self.workers = gauge("qdqbench_workers", "Worker processes that answer.")
+
+    def text(self) -> bytes:
+        """Return the values of all worker processes in Prometheus' text format."""
+        if SHARED not in os.environ:
+            return generate_latest(self._registry)
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
+
 
 LOG = logging.getLogger("qdqbench.serve")
 MOST_POSTS = 256  # at once in a worker; with the largest body this bounds memory
@@ -40,34 +79,26 @@ class Refused(Exception):
 FAILED = Refused(500, "the server failed at this request; its log says why")  # without internals
 
 
+@dataclass
 class Guard:
-    """ASGI middleware.
+    """ASGI middleware; the application gets requests whose body is complete, and raises Refused.
 
-    Args:
-        app: the application; it gets requests whose body is complete, and raises Refused.
-        hosts: names that clients may call the server by; empty: any. A page elsewhere whose name its owner
-            points at this machine then cannot read answers.
-        paths: that metrics name; the others are "other".
-        refuse_if_full: raises Refused where a request cannot be taken now.
+    `hosts` are names that clients may call the server by, empty: any. A page elsewhere whose name its owner
+    points at this machine then cannot read answers.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        app: ASGIApp,
-        *,
-        settings: Settings,
-        metrics: Metrics,
-        hosts: Collection[str],
-        paths: Collection[str],
-        refuse_if_full: Callable[[], None],
-    ) -> None:
-        self._app, self._settings, self._metrics = app, settings, metrics
-        self._hosts, self._paths, self._refuse_if_full, self.posts = hosts, paths, refuse_if_full, 0
+    app: ASGIApp
+    settings: Settings
+    metrics: Metrics
+    hosts: Collection[str]
+    paths: Collection[str]  # that metrics name; the others are "other"
+    refuse_if_full: Callable[[], None]  # raises Refused where a request cannot be taken now
+    posts: int = 0  # requests with a body that are being answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         start, status = time.perf_counter(), 0
 
@@ -84,10 +115,10 @@ class Guard:
         try:
             self._check_head(scope)
             if not counted:
-                await self._app(scope, receive, send_counted)
+                await self.app(scope, receive, send_counted)
             elif (body := await self._read_body(receive)) is not None:
-                self._refuse_if_full()  # before it is parsed: under overload a refusal must cost little
-                await self._app(scope, _replay(body, receive), send_counted)
+                self.refuse_if_full()  # before it is parsed: under overload a refusal must cost little
+                await self.app(scope, _replay(body, receive), send_counted)
         except Refused as error:
             await refuse(error)(scope, receive, send_counted)
         except Exception as error:
@@ -96,9 +127,9 @@ class Guard:
                 await refuse(FAILED)(scope, receive, send_counted)
         finally:
             self.posts -= counted
-            name = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.requests.labels(name, str(status)).inc()
-            self._metrics.seconds.labels(name).observe(time.perf_counter() - start)
+            name = scope["path"] if scope["path"] in self.paths else "other"
+            self.metrics.requests.labels(name, str(status)).inc()
+            self.metrics.seconds.labels(name).observe(time.perf_counter() - start)
 
     def full(self) -> bool:
         """Return whether the next request with a body is refused."""
@@ -106,8 +137,8 @@ class Guard:
 
     def _check_head(self, scope: Scope) -> None:
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-        if self._hosts and _name(headers.get("host", "")) not in self._hosts:
-            raise Refused(421, f"this server answers to {', '.join(sorted(self._hosts))} only; see --host")
+        if self.hosts and _name(headers.get("host", "")) not in self.hosts:
+            raise Refused(421, f"this server answers to {', '.join(sorted(self.hosts))} only; see --host")
         if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1: smuggling
             raise Refused(400, "give content-length or transfer-encoding, not both", CLOSE)
         if scope["method"] not in WITH_BODY:
@@ -115,28 +146,28 @@ class Guard:
         if self.posts > MOST_POSTS:
             raise Refused(503, "too many requests at once; try again later", CLOSE | {"retry-after": "1"})
         size = headers.get("content-length", "")
-        if size.isdecimal() and int(size[:20]) > self._settings.body_bytes:
+        if size.isdecimal() and int(size[:20]) > self.settings.body_bytes:
             raise self._too_large()
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "the body must be JSON; send it with content-type: application/json", CLOSE)
 
     def _too_large(self) -> Refused:
-        most = self._settings.body_bytes
+        most = self.settings.body_bytes
         return Refused(413, f"the body has more than {most} bytes; send fewer or shorter texts", CLOSE)
 
     async def _read_body(self, receive: Receive) -> bytes | None:
         """Return the whole body; None where the client has gone."""
-        body, end = bytearray(), time.monotonic() + self._settings.timeout
+        body, end = bytearray(), time.monotonic() + self.settings.timeout
         while True:
             try:
                 message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
             except asyncio.TimeoutError:
-                late = f"the body did not come within {self._settings.timeout:g} s"
+                late = f"the body did not come within {self.settings.timeout:g} s"
                 raise Refused(408, late, CLOSE) from None
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")
-            if len(body) > self._settings.body_bytes:
+            if len(body) > self.settings.body_bytes:
                 raise self._too_large()
             if not message.get("more_body", False):
                 return bytes(body)

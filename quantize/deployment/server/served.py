@@ -126,29 +126,21 @@ class Served:
         Raises:
             UserError: a question leaves no room for its context.
         """
-        dataset = cast("datasets.Dataset", _Rows(columns))
-        return [
-            *iter_encoded(
-                Split(dataset, "the request", "", 0, ()), self.task, self.tokenizer, self.max_length
-            )
-        ]
+        split = Split(cast("datasets.Dataset", _Rows(columns)), "the request", "", 0, ())
+        return [*iter_encoded(split, self.task, self.tokenizer, self.max_length)]
 
     def count_rows(self, columns: Columns) -> int:
         """Return how many rows `encode` makes, without making the windows of long contexts."""
         texts = [columns[name] for name in self.task.text_columns]
         if not self.task.kind.windows:
             return len(texts[0])
-        rows = 0
-        special = self.tokenizer.num_special_tokens_to_add(pair=True)
-        both = (
-            self.tokenizer(column, add_special_tokens=False, verbose=False)["input_ids"] for column in texts
-        )
+        rows, special = 0, self.tokenizer.num_special_tokens_to_add(pair=True)
+        options = {"add_special_tokens": False, "verbose": False}
+        both = (self.tokenizer(column, **options)["input_ids"] for column in texts)
         for question, context in zip(*both, strict=True):
             room = self.max_length - special - len(question)
             step = room - self.max_length // OVERLAP
-            rows += 1 + max(
-                0, math.ceil((len(context) - room) / step) if step > 0 else 0
-            )  # `encode` refuses 0
+            rows += 1 + (max(0, math.ceil((len(context) - room) / step)) if step > 0 else 0)  # encode refuses
         return rows
 
 

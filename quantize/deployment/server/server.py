@@ -28,8 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.supervisors.multiprocess import Multiprocess
 
 from qdqbench.quantize.deployment.server.app import Service, open_models
-from qdqbench.quantize.deployment.server.guard import LOG, json_bytes
-from qdqbench.quantize.deployment.server.metrics import SHARED, Metrics
+from qdqbench.quantize.deployment.server.guard import LOG, SHARED, Metrics, json_bytes
 from qdqbench.quantize.deployment.server.served import Served
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError

@@ -5,9 +5,7 @@ from pathlib import Path
 
 from qdqbench.quantize.engine.backend import choose_backend, inspect_engine
 from qdqbench.quantize.engine.diagnose.findings import WORST_FIRST, Diagnosis, Finding, SourceRow
-from qdqbench.quantize.engine.diagnose.rules_build import build_rules
-from qdqbench.quantize.engine.diagnose.rules_engine import engine_rules
-from qdqbench.quantize.engine.diagnose.rules_graph import graph_rules
+from qdqbench.quantize.engine.diagnose.rules import find_all
 from qdqbench.quantize.engine.diagnose.sources import TOKENS, Evidence, Sources, kind_text, read_sources
 from qdqbench.quantize.engine.kernels import count_text
 from qdqbench.quantize.engine.layers import parse_inspector_json
@@ -19,7 +17,7 @@ MAX_FILES = 16
 
 
 def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
-    """Findings in files of one build, in any mix of the formats of `sources`.
+    """Return the findings in files of one build, in any mix of the formats of `sources`.
 
     Args:
         load_engine: let TensorRT load an engine for its layer table. An engine is a program: your own only.
@@ -32,24 +30,21 @@ def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
         raise UserError(f"give 1 to {MAX_FILES} files of one build, not {len(paths)}")
     sources = read_sources(list(dict.fromkeys(paths)))
     if load_engine:
-        sources.layers = sources.layers or _loaded(sources)
+        sources.layers = sources.layers or _load_table(sources)
     evidence = Evidence(sources)
-    in_graph = list(graph_rules(evidence))
-    explained = {name for found in in_graph for name in found.nodes}
-    findings = [*in_graph, *engine_rules(evidence, explained), *build_rules(evidence)]
-    findings = _merged(findings)
-    findings.sort(key=lambda found: (WORST_FIRST.index(found.effect), -(found.share or 0.0)))
+    findings = _drop_covered(list(find_all(evidence)))
+    findings.sort(key=lambda finding: (WORST_FIRST.index(finding.effect), -(finding.share or 0.0)))
     return Diagnosis(
-        files=[SourceRow(name=path.name, kind=kind_text(kind), what=_told(evidence, kind))
+        files=[SourceRow(name=path.name, kind=kind_text(kind), what=_describe_file(evidence, kind))
                for kind, path in sources.paths.items()],
         findings=findings,
         ranked_by=_ranked_by(evidence, findings),
-        joined=_joined(evidence, sources),
+        joined=_describe_joins(evidence, sources),
     )  # fmt: skip
 
 
-def _loaded(sources: Sources) -> list[LayerRow]:
-    """The layer table that TensorRT itself reads from an engine."""
+def _load_table(sources: Sources) -> list[LayerRow]:
+    """Return the layer table that TensorRT itself reads from an engine."""
     if sources.engine is None:
         raise UserError("--load-engine needs an engine among the files")
     backend = choose_backend(sources.engine.backend)
@@ -66,9 +61,9 @@ def _loaded(sources: Sources) -> list[LayerRow]:
     return parse_inspector_json(text)
 
 
-def _merged(findings: list[Finding]) -> list[Finding]:
-    """Without what a better founded finding says already."""
-    codes = {found.code for found in findings}
+def _drop_covered(findings: list[Finding]) -> list[Finding]:
+    """Return findings without what a better founded one says already."""
+    codes = {finding.code for finding in findings}
     covered = {
         "no-qdq": "implicit-calibration",
         "log-enqueue-bound": "launch-bound",
@@ -80,7 +75,7 @@ def _merged(findings: list[Finding]) -> list[Finding]:
         "log-no-importer": "unsupported-op",
         "log-no-plugin": "unsupported-op",
     }
-    return [found for found in findings if covered.get(found.code) not in codes]
+    return [finding for finding in findings if covered.get(finding.code) not in codes]
 
 
 def _ranked_by(evidence: Evidence, findings: Sequence[Finding]) -> str:
@@ -94,7 +89,7 @@ def _ranked_by(evidence: Evidence, findings: Sequence[Finding]) -> str:
     return text
 
 
-def _joined(evidence: Evidence, sources: Sources) -> list[str]:
+def _describe_joins(evidence: Evidence, sources: Sources) -> list[str]:
     found = []
     layers, onnx = sources.name("layers"), sources.name("onnx")
     if evidence.layers and evidence.graph is not None:
@@ -111,7 +106,7 @@ def _joined(evidence: Evidence, sources: Sources) -> list[str]:
     return found
 
 
-def _told(evidence: Evidence, kind: str) -> str:  # noqa: PLR0911  one line a kind
+def _describe_file(evidence: Evidence, kind: str) -> str:  # noqa: PLR0911  one line a kind
     sources = evidence.sources
     onnx, log, times = sources.onnx, sources.log, sources.times
     if kind == "onnx" and onnx:

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from qdqbench.quantize.engine.cache_import import version_text
+from qdqbench.quantize.engine.diagnose.findings import FIX
 from qdqbench.quantize.engine.layers import MAX_TABLE_LAYERS, parse_log
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.results import LayerRow
+from qdqbench.quantize.utils.results import Effect, LayerRow
 
 MAX_LOG_BYTES = 256 << 20  # a verbose build of BERT-large has some 100 MB
 MAX_LINE = 32_768  # characters; longer ones are cut
@@ -46,6 +48,73 @@ SIGNS: dict[str, tuple[str, str | None]] = {
     "transfer-bound": ("bound by host-to-device transfers", None),
     "unstable": ("GPU compute time is unstable", None),
 }
+# Lines of a log that mean one thing: key of SIGNS -> effect, what, why, fixes; `{n}` lines name `{names}`.
+LOG_FINDINGS: dict[str, tuple[Effect, str, str, tuple[str, ...]]] = {
+    "asymmetric": (
+        "refused", "the parser refuses asymmetric quantization ({n} messages)",
+        "TensorRT takes zero points of 0 only", (FIX,),
+    ),
+    "zero-point": (
+        "refused", "the parser refuses zero points other than 0 ({n} messages)",
+        "TensorRT quantizes symmetrically", (FIX,),
+    ),
+    "no-importer": (
+        "refused", "the parser does not know {names}",
+        "QOperator and dynamic quantization are ONNX Runtime's own",
+        (FIX, "export with standard operators"),
+    ),
+    "no-plugin": (
+        "refused", "the parser finds no plugin for an operator ({n} messages)",
+        "operators of ONNX Runtime and old plugins are not there", (FIX, "export with standard operators"),
+    ),
+    "mixed-types": (
+        "refused", "a strongly typed network refuses operators with mixed datatypes ({n} messages)",
+        "each operator takes one floating-point type", ("qdqbench check {file}", FIX),
+    ),
+    "bad-scale": (
+        "refused", "the parser refuses a scale ({n} messages)", "scales must be finite and positive",
+        ("qdqbench check {file}", "calibrate again with real data"),
+    ),
+    "no-kernel": (
+        "refused", "no kernel takes {names}", "the builder gave up on the whole engine",
+        ("qdqbench check {file}", "keep these nodes out of INT8"),
+    ),
+    "other-version": (
+        "refused", "the engine is of another version of TensorRT",
+        "engines load only where version and GPU fit",
+        ("build the engine again with this version",),
+    ),
+    "other-device": (
+        "refused", "the engine is for another GPU", "engines load only where version and GPU fit",
+        ("build the engine again on this GPU",),
+    ),
+    "across-devices": (
+        "slow", "the engine was built on another model of GPU", "its kernels were timed there",
+        ("build the engine again on this GPU",),
+    ),
+    "layernorm-fp16": (
+        "wrong", "LayerNorm runs in FP16 and may overflow", "its squares are summed in FP16",
+        (FIX, "export with opset 17 or newer, which has LayerNormalization"),
+    ),
+    "weights-overflow-fp16": (
+        "wrong", "weights or constants do not fit FP16 and become infinite",
+        "a mask of -3.4e38 does so; -inf times 0 is NaN", (FIX,),
+    ),
+    "enqueue-bound": (
+        "slow", "trtexec says that launching bounds the throughput",
+        "INT8 cannot be faster while the GPU waits for its next kernel",
+        ("trtexec --useCudaGraph", "use larger batches"),
+    ),
+    "transfer-bound": (
+        "slow", "trtexec says that copies to the GPU bound the throughput",
+        "the comparison of INT8 with FP16 should leave them out", ("trtexec --noDataTransfers",),
+    ),
+    "unstable": (
+        "note", "GPU times vary, says trtexec",
+        "clocks change, or others use the GPU; `bench` interleaves its contestants",
+        ("qdqbench bench RUN", "trtexec --useSpinWait, with locked clocks"),
+    ),
+}  # fmt: skip
 _NAMES = {key: re.compile(pattern) for key, (_, pattern) in SIGNS.items() if pattern}
 _TRTEXEC = re.compile(r"&&&& (RUNNING|PASSED|FAILED) TensorRT\.trtexec(?: \[TensorRT v(\d{4,7})\])?")
 _VERSION = re.compile(r"TensorRT[- ](?:version|RTX version)?:? ?v?(\d{1,3}(?:\.\d{1,5}){1,3})\b")
@@ -152,7 +221,7 @@ def _take(found: LogFile, line: str) -> None:
             found.tool = tool
     if match := _TRTEXEC.search(line):
         found.passed = found.passed if match[1] == "RUNNING" else match[1] == "PASSED"
-        found.version = _dotted(match[2]) or found.version
+        found.version = version_text(int(match[2])) if match[2] else found.version
     if not found.version and (version := _VERSION.search(line)):
         found.version = version[1]
     for key, (text, _) in SIGNS.items():
@@ -233,12 +302,3 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return 0.0
-
-
-def _dotted(number: str | None) -> str | None:
-    """`8.6.1` of 8601 and `10.6.0` of 100600."""
-    if not number:
-        return None
-    value = int(number)
-    major, rest = divmod(value, 10_000 if value >= 100_000 else 1_000)
-    return f"{major}.{rest // 100}.{rest % 100}"

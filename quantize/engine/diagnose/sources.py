@@ -2,19 +2,20 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import onnx
 
-from qdqbench.quantize.engine.cache_import.cache_file import CalibrationCache, is_cache, read_cache_file
+from qdqbench.quantize.engine.cache_import import CalibrationCache, is_cache, read_cache_file
+from qdqbench.quantize.engine.diagnose.findings import Finding, with_file
 from qdqbench.quantize.engine.diagnose.log_file import LogFile, is_log, read_log
 from qdqbench.quantize.engine.facts import Facts, Graph, graph_of
-from qdqbench.quantize.engine.inspection import Inspection, inspect_layers
+from qdqbench.quantize.engine.inspection import Inspection, inspect_layers, named
 from qdqbench.quantize.engine.layers import computing_rows, read_table
-from qdqbench.quantize.engine.trtexec.read import Times, kernel_ms, read_profile, read_times
+from qdqbench.quantize.engine.trtexec import Times, read_profile, read_times
 from qdqbench.quantize.graph.check.check import CheckReport, Group, check_model
 from qdqbench.quantize.graph.check.codes import finding_label
 from qdqbench.quantize.graph.check.types import walk_types
@@ -29,7 +30,7 @@ from qdqbench.quantize.graph.check.view import (
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import BackendName
-from qdqbench.quantize.utils.results import LayerRow
+from qdqbench.quantize.utils.results import Effect, LayerRow
 
 TOKENS = 128  # length that the FLOPs of attention are counted at
 
@@ -272,7 +273,7 @@ def read_sources(paths: list[Path]) -> Sources:
         elif kind == "layers":
             found.layers = read_table(path)
         elif kind == "profile":
-            found.profile = kernel_ms(read_profile(path))
+            found.profile = read_profile(path)
         elif kind == "times":
             found.times = read_times(path)
         elif kind == "engine":
@@ -422,6 +423,35 @@ class Evidence:
         kernels = len(self.facts.rows) if self.facts else 0
         return (len(names) / kernels, "kernels") if kernels and names else None
 
-    def not_int8(self) -> list[str]:
-        """Linears that the layer table shows outside of INT8."""
-        return [] if self.inspection is None else self.inspection.proof.not_int8
+    def finding(  # noqa: PLR0913
+        self,
+        code: str,
+        effect: Effect,
+        what: str,
+        why: str,
+        fixes: Sequence[str],
+        *,
+        nodes: Sequence[str] = (),
+        share: Share | None = None,
+        kinds: Sequence[str] | None = None,
+        where: str | None = None,
+    ) -> Finding:
+        """Return a finding.
+
+        Args:
+            kinds: of the files that show it; None: the layer table, and the profile that was joined with it.
+            where: the nodes in few words; None: as `named` has them.
+        """
+        shown = (("layers", "profile") if self.joined_time else ("layers",)) if kinds is None else kinds
+        return Finding(
+            code=code,
+            effect=effect,
+            what=what,
+            why=why,
+            fixes=with_file(fixes, self.sources.paths.get("onnx")),
+            nodes=list(nodes),
+            where=named(nodes) if where is None else where,
+            share=share[0] if share else None,
+            basis=share[1] if share else "",
+            files=[name for kind in shown if (name := self.sources.name(kind))],
+        )

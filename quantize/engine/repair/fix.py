@@ -16,8 +16,16 @@ from qdqbench.quantize.engine.facts import graph_of
 from qdqbench.quantize.engine.inspection import inspect_layers, named
 from qdqbench.quantize.engine.layers import parse_inspector_json, parse_log
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.engine.repair.rebuild import Product, Scales, place, read_scales, strip
-from qdqbench.quantize.engine.repair.runs import Feeds, fitting, outputs, random_feeds, ranges, read_feeds
+from qdqbench.quantize.engine.repair.rebuild import Product, Scales, insert_qdq, read_scales, remove_qdq
+from qdqbench.quantize.engine.repair.runs import (
+    Feeds,
+    graph_inputs,
+    measure_ranges,
+    random_feeds,
+    read_feeds,
+    run_outputs,
+    select_feeds,
+)
 from qdqbench.quantize.graph.check.check import CheckReport, check_model
 from qdqbench.quantize.graph.check.codes import finding_label
 from qdqbench.quantize.graph.check.view import MOVES, QDQ_DOMAINS, is_integer
@@ -74,7 +82,7 @@ def qoperator_to_qdq(model: onnx.ModelProto) -> tuple[int, list[str]]:
             continue
         new = None
         if node.op_type in _FORMS:
-            new = _lifted(model, index, node, _FORMS[node.op_type])
+            new = _to_plain(model, index, node, _FORMS[node.op_type])
         elif node.op_type == "MatMulInteger":
             new = _dynamic(model, index, node, made)
         if new is not None:
@@ -87,7 +95,7 @@ def qoperator_to_qdq(model: onnx.ModelProto) -> tuple[int, list[str]]:
     return count, left
 
 
-def _lifted(
+def _to_plain(
     model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto, form: _Form
 ) -> list[onnx.NodeProto] | None:
     inputs = [*node.input]
@@ -118,7 +126,7 @@ def _lifted(
 
 
 def _dq(inputs: list[str], name: str, index: GraphIndex) -> onnx.NodeProto:
-    """A DQ whose scales, where it has several, are along the last axis, as for a weight [K, N]."""
+    """Return a DQ whose scales, where it has several, are along the last axis, as for a weight [K, N]."""
     node = helper.make_node(
         "DequantizeLinear", [each for each in inputs if each], [f"{name}_float"], name=f"{name}_DQ"
     )
@@ -129,7 +137,7 @@ def _dq(inputs: list[str], name: str, index: GraphIndex) -> onnx.NodeProto:
 
 
 def _bias(model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto, name: str) -> str | None:
-    """The INT32 bias of a QGemm as floating point; None where it is not constant."""
+    """Return the INT32 bias of a QGemm as floating point; None where it is not constant."""
     parts = [index.constant(node.input[position]) for position in (6, 1, 4)]
     bias, first, second = parts
     if bias is None or first is None or second is None:
@@ -142,7 +150,7 @@ def _bias(model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto, name:
 def _dynamic(
     model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto, made: dict[int, list[onnx.NodeProto]]
 ) -> list[onnx.NodeProto] | None:
-    """What `quantize_dynamic` writes: DynamicQuantizeLinear, MatMulInteger, Cast, Mul by both scales."""
+    """Rewrite nodes of `quantize_dynamic`: DynamicQuantizeLinear, MatMulInteger, Cast, Mul by both scales."""
     source = index.producers.get(node.input[0])
     cast = _only(index, node.output[0], "Cast")
     rescale = _only(index, cast.output[0], "Mul") if cast is not None else None
@@ -189,7 +197,7 @@ def _float_weight(codes: Array, scale: Array, zero: Array | None) -> Array:
 
 
 def _signed(codes: Array, zero: Array | None) -> Array:
-    """INT8 codes where the zero point allows that exactly; else the codes as they are."""
+    """Return INT8 codes where the zero point allows that exactly; else the codes as they are."""
     shift = np.zeros((), np.int32) if zero is None else zero.astype(np.int32)
     moved = codes.astype(np.int32) - shift
     fits = moved.min(initial=0) >= -128 and moved.max(initial=0) <= 127
@@ -219,9 +227,7 @@ class Outputs(Strict):
 
     inputs: str  # where they come from
     n: int  # samples
-    before_error: (
-        float | None
-    )  # of the file to its own values without Q/DQ; None: ONNX Runtime does not run it
+    before_error: float | None  # of the file to its values without Q/DQ; None: ONNX Runtime refuses it
     after_error: float  # of what was written, to the same
     difference: float | None  # of what was written to the file
     limit: float  # of `after_error`
@@ -252,7 +258,7 @@ class FixReport(Strict):
 
     @property
     def failures(self) -> list[str]:
-        """What does not hold."""
+        """Sentences on what does not hold."""
         found = []
         if not self.outputs.holds:
             out = self.outputs
@@ -274,9 +280,7 @@ class FixOptions:
 
     compute: Compute = "fp16"  # of what is not INT8 in a graph that is all FP32
     weights: WeightForm = "channel"
-    inputs: Path | Mapping[str, Array] | None = (
-        None  # samples, which calibrate activations without a scale too
-    )
+    inputs: Path | Mapping[str, Array] | None = None  # samples, which calibrate what has no scale too
     source: str = ""  # where given arrays come from
     seed: int = 0  # of random inputs
     limit: float = LIMIT
@@ -284,7 +288,7 @@ class FixOptions:
 
 
 def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
-    """Mend a file and prove it.
+    """Repair a file and prove it.
 
     Raises:
         UserError: the file cannot be read or is not valid, the inputs do not fit, or ONNX Runtime does not
@@ -295,8 +299,7 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
     model = read_model(path)
     before = _checked(model, path)
     feeds, where = _feeds(model, options)
-    done: list[str] = []
-    left: list[str] = []
+    done, left = list[str](), list[str]()
     plain, work = rewrite(model, options, feeds, done, left)
     if work.ByteSize() > MAX_FILE:
         raise UserError(
@@ -327,13 +330,13 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
 
 
 def _feeds(model: onnx.ModelProto, options: FixOptions) -> tuple[Feeds, str]:
-    """Inputs, and where they come from."""
+    """Return inputs, and where they come from."""
     given = options.inputs
     if given is None:
         return random_feeds(model, options.seed), f"random, seed {options.seed}"
     if isinstance(given, Path):
         return read_feeds(given, model), str(given)
-    return fitting(given, model, options.source), options.source
+    return select_feeds(given, model, options.source), options.source
 
 
 def _checked(model: onnx.ModelProto, path: Path) -> CheckReport:
@@ -347,22 +350,22 @@ def _checked(model: onnx.ModelProto, path: Path) -> CheckReport:
 def rewrite(
     model: onnx.ModelProto, options: FixOptions, feeds: Feeds, done: list[str], left: list[str]
 ) -> tuple[onnx.ModelProto, onnx.ModelProto]:
-    """The graph without Q/DQ, and the rewritten one; what was done and could not be is added to the lists."""
+    """Return the graph without Q/DQ, and the rewritten one; add sentences to `done` and `left`."""
     work = onnx.ModelProto()
     work.CopyFrom(model)
-    lifted, integer = qoperator_to_qdq(work)
-    if lifted:
-        done.append(f"{lifted} operators that compute on codes are Q, DQ and the plain operator")
+    converted, integer = qoperator_to_qdq(work)
+    if converted:
+        done.append(f"{converted} operators that compute on codes are Q, DQ and the plain operator")
     if integer:
         left.append(f"{len(integer)} operators compute on codes ({name_list(integer)}): export them as Q/DQ")
     scales = read_scales(work)
-    taken = strip(work)
+    taken = remove_qdq(work)
     plain = onnx.ModelProto()
     plain.CopyFrom(work)
     calibrated = _calibrate(plain, scales, feeds) if options.inputs is not None else []
     if masks := finite_masks(work):
         done.append(f"{len(masks)} masks that FP16 does not hold are -1e4 ({name_list(masks)})")
-    made, rounded = place(work, [*scales.products, *calibrated])
+    made, rounded = insert_qdq(work, [*scales.products, *calibrated])
     placed = sum(node.op_type in ("QuantizeLinear", "DequantizeLinear") for node in work.graph.node)
     done += _sentences(scales, taken, placed, made, rounded, calibrated)
     scaled = {product.node for product in calibrated}
@@ -390,12 +393,12 @@ def rewrite(
 
 
 def _calibrate(plain: onnx.ModelProto, scales: Scales, feeds: Feeds) -> list[Product]:
-    """Products whose activation gets a scale from the given samples: its largest value."""
+    """Return products whose activation gets a scale from the given samples: its largest value."""
     waiting = {product.node: product for product in scales.waiting}
     sources = {
         output: node.input[0] for node in plain.graph.node for output in node.output if output in waiting
     }
-    found = ranges(plain, sources.values(), feeds) if sources else {}
+    found = measure_ranges(plain, sources.values(), feeds) if sources else {}
     return [
         replace(waiting[output], amax={0: found[source]})
         for output, source in sources.items()
@@ -406,36 +409,18 @@ def _calibrate(plain: onnx.ModelProto, scales: Scales, feeds: Feeds) -> list[Pro
 def _sentences(  # noqa: PLR0913, PLR0917
     scales: Scales, taken: int, placed: int, made: int, rounded: int, calibrated: list[Product]
 ) -> list[str]:
-    """What was done to the Q/DQ, as far as anything was."""
-    told = [
-        (
-            taken,
-            f"{taken} Q and DQ taken off, {placed} put on: at the inputs of {made} GEMMs, and nowhere else",
-        ),
-        (made, "weights are INT8 codes [N, K] with a DQ alone"),
-        (rounded, f"{rounded} weights are rounded anew, with a scale an output channel"),
-        (
-            len(scales.shifted),
-            f"{len(scales.shifted)} UINT8 with zero point 128 are INT8: the same codes less 128",
-        ),
-        (
-            len(scales.widened),
-            f"{len(scales.widened)} ranges with a zero point are symmetric, with steps up to twice as wide",
-        ),
-        (
-            len(scales.completed),
-            f"{len(scales.completed)} GEMMs had Q/DQ on their activation alone: their weights have it too",
-        ),
-        (
-            len(calibrated),
-            f"{len(calibrated)} activations without a scale are calibrated on the given samples",
-        ),
-        (
-            len(scales.apart),
-            f"{len(scales.apart)} products of partly quantized attentions are floating point, to be fused",
-        ),
-    ]
-    return [text for count, text in told if count]
+    """Return what was done to the Q/DQ, as far as anything was."""
+    counts = {
+        f"{{n}} Q and DQ taken off, {placed} put on: at the inputs of {made} GEMMs, and nowhere else": taken,
+        "weights are INT8 codes [N, K] with a DQ alone": made,
+        "{n} weights are rounded anew, with a scale an output channel": rounded,
+        "{n} UINT8 with zero point 128 are INT8: the same codes less 128": len(scales.shifted),
+        "{n} ranges with a zero point are symmetric, with steps up to twice as wide": len(scales.widened),
+        "{n} GEMMs had Q/DQ on their activation alone: their weights have it too": len(scales.completed),
+        "{n} activations without a scale are calibrated on the given samples": len(calibrated),
+        "{n} products of partly quantized attentions are floating point, to be fused": len(scales.apart),
+    }
+    return [text.replace("{n}", str(count)) for text, count in counts.items() if count]
 
 
 def _is_fp32(model: onnx.ModelProto) -> bool:
@@ -472,10 +457,10 @@ def compare_outputs(  # noqa: PLR0913  the last two are keywords
     Raises:
         UserError: ONNX Runtime refuses what was written.
     """
-    reference = outputs(plain, feeds)
-    made = outputs(after, feeds)
+    reference = run_outputs(plain, feeds)
+    made = run_outputs(after, feeds)
     try:
-        own = outputs(before, feeds)
+        own = run_outputs(before, feeds)
     except UserError:
         own = None
     before_error = None if own is None else _distance(own, reference)
@@ -493,7 +478,7 @@ def compare_outputs(  # noqa: PLR0913  the last two are keywords
 
 
 def _distance(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
-    """||one - other|| / ||other||, 1e9 where a number is missing or not finite."""
+    """Return ||one - other|| / ||other||, 1e9 where a number is missing or not finite."""
     above = below = 0.0
     for name, value in other.items():
         if name not in one or one[name].shape != value.shape:
@@ -521,7 +506,7 @@ def _disagreements(one: Mapping[str, Array], other: Mapping[str, Array]) -> int 
 
 
 def find_builder() -> Backend | None:
-    """What builds engines for GPUs here, ahead of time where there is none; None where nothing does."""
+    """Return what builds engines for GPUs here, ahead of time where there is none; None: nothing does."""
     try:
         return choose_backend(gpu_backend())
     except MissingDevice:
@@ -558,11 +543,8 @@ def engine_row(path: Path, backend: Backend) -> EngineRow:
 
 
 def _is_dynamic(model: onnx.ModelProto) -> bool:
-    constants = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in constants]
-    return any(
-        not entry.HasField("dim_value") for value in inputs for entry in value.type.tensor_type.shape.dim
-    )
+    dims = (entry for value in graph_inputs(model) for entry in value.type.tensor_type.shape.dim)
+    return any(not entry.HasField("dim_value") for entry in dims)
 
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
@@ -627,7 +609,7 @@ def to_half(model: onnx.ModelProto) -> None:
 
 
 def _norms(model: onnx.ModelProto) -> set[str]:
-    """Modules of LayerNorms, whole or written out; their squares leave FP16 first."""
+    """Return modules of LayerNorms, whole or written out; their squares leave FP16 first."""
     found = {
         module_of(node.name)
         for node in model.graph.node

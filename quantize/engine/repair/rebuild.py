@@ -55,9 +55,7 @@ class Scales:
     widened: list[str] = field(default_factory=list)  # ranges with a zero point, made symmetric around 0
     shifted: list[str] = field(default_factory=list)  # UINT8 with zero point 128: the same codes less 128
     completed: list[str] = field(default_factory=list)  # products that get the Q/DQ they lacked at the weight
-    waiting: list[Product] = field(
-        default_factory=list
-    )  # linears whose activation has no scale, or a bad one
+    waiting: list[Product] = field(default_factory=list)  # linears whose activation has no usable scale
     apart: list[str] = field(default_factory=list)  # products of attentions that cannot be wholly INT8
     unusable: list[str] = field(default_factory=list)  # bad scales that samples cannot replace
 
@@ -112,7 +110,7 @@ def _product(
 
 
 def _amax_of(graph: CheckGraph, dq: onnx.NodeProto, found: Scales) -> float | None:
-    """Largest absolute value of a symmetric range that holds the one of a DQ."""
+    """Return the largest absolute value of a symmetric range that holds the one of a DQ."""
     scale = graph.value(dq.input[1])
     kind = graph.types.get(dq.input[0], 0)
     if scale is None or kind not in _RANGES or not _is_good(scale):
@@ -138,7 +136,7 @@ def _is_good(scale: np.ndarray) -> bool:
 def _weight(
     graph: CheckGraph, node: onnx.NodeProto, position: int, operand: Operand, found: Scales
 ) -> Weight:
-    """The file's own scales where they are symmetric, and by tensor or by output channel."""
+    """Return the file's own scales where they are symmetric, and by tensor or by output channel."""
     nothing = Weight(None, False)
     dq = operand.dq
     if dq is None or operand.reshaped:
@@ -170,13 +168,13 @@ def _weight(
 
 
 def _whole(graph: CheckGraph, attention: Attention) -> bool:
-    """Whether all operands and the output of an attention have Q/DQ, and a kernel takes its heads."""
+    """Return whether all operands and the output of an attention have Q/DQ, and a kernel takes its heads."""
     known = all(operand.dq is not None for operand in attention.operands.values())
     size = graph.head_size(attention)
     return known and attention.output_quantized and (size is None or size in limits_of().int8_head_sizes)
 
 
-def strip(model: onnx.ModelProto) -> int:
+def remove_qdq(model: onnx.ModelProto) -> int:
     """Take every Q and DQ off a graph, in place: constants become the floating-point values of their codes.
 
     Returns:
@@ -231,12 +229,12 @@ def _final(renamed: Mapping[str, str], name: str) -> str:
 
 
 def _kept_output(nodes: Collection[onnx.NodeProto], name: str, source: str) -> onnx.NodeProto | None:
-    """A graph output that was a Q's or DQ's keeps its name."""
+    """Return what keeps the name of a graph output that was a Q's or DQ's."""
     return None if source == name else helper.make_node("Identity", [source], [name], name=f"{name}_Identity")
 
 
 def _values(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> Array:
-    """What a DQ makes of constant codes, in the type of its scale.
+    """Return what a DQ makes of constant codes, in the type of its scale.
 
     Raises:
         UserError: its scales do not fit the codes.
@@ -277,7 +275,7 @@ def _dequantized(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto)
     return result
 
 
-def place(model: onnx.ModelProto, products: Collection[Product]) -> tuple[int, int]:
+def insert_qdq(model: onnx.ModelProto, products: Collection[Product]) -> tuple[int, int]:
     """Put Q/DQ on the inputs of these products, in place; scales are FP32 whatever the graph computes in.
 
     Returns:
@@ -320,7 +318,7 @@ def _pair(  # noqa: PLR0913, PLR0917
     node: onnx.NodeProto, position: int, amax: float, half: bool, pairs: dict[tuple[str, float], str],
     stored: dict[str, onnx.TensorProto],
 ) -> list[onnx.NodeProto]:  # fmt: skip
-    """A Q and a DQ before one input; linears that read one tensor with one scale share them."""
+    """Return a Q and a DQ before one input; linears that read one tensor with one scale share them."""
     source = node.input[position]
     if (source, amax) in pairs:
         node.input[position] = pairs[source, amax]
@@ -354,7 +352,7 @@ def _linear(
     half: bool,
     stored: dict[str, onnx.TensorProto],
 ) -> tuple[list[onnx.NodeProto], bool]:
-    """A product with INT8 weights [N, K]; a Gemm becomes MatMul and Add. `value` is [K, N]."""
+    """Return a product with INT8 weights [N, K]; a Gemm becomes MatMul and Add. `value` is [K, N]."""
     columns = np.ascontiguousarray(value.T)
     fresh = scale is None
     if scale is None or (scale.ndim and scale.size != columns.shape[0]):
@@ -384,7 +382,7 @@ def _linear(
 
 
 def _matrix(index: GraphIndex, node: onnx.NodeProto) -> Float32 | None:
-    """A constant second operand as [K, N], float32; None where it is none, or the Gemm scales."""
+    """Return a constant second operand as [K, N], float32; None where it is none, or the Gemm scales."""
     value = constant_behind(index, node.input[1])
     if value is None or value.ndim != 2 or not np.isfinite(value).all():
         return None
@@ -397,7 +395,7 @@ def _matrix(index: GraphIndex, node: onnx.NodeProto) -> Float32 | None:
 
 
 def constant_behind(index: GraphIndex, name: str) -> Array | None:
-    """A constant behind Casts, Identities and Transposes."""
+    """Return a constant behind Casts, Identities and Transposes."""
     steps: list[list[int] | None] = []
     for _ in range(8):
         node = index.producers.get(name)
@@ -416,7 +414,7 @@ def constant_behind(index: GraphIndex, name: str) -> Array | None:
 
 
 def _halves(model: onnx.ModelProto) -> set[str]:
-    """Tensors in FP16."""
+    """Return tensors in FP16."""
     inferred = onnx.shape_inference.infer_shapes(model).graph
     values = [*inferred.value_info, *inferred.input, *inferred.output]
     return {value.name for value in values if value.type.tensor_type.elem_type == TensorProto.FLOAT16}

@@ -25,20 +25,23 @@ MAX_VALUES = 1 << 27  # of a random input
 Feeds = Mapping[str, Array]
 
 
+def graph_inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    """Return the inputs of a graph that are no constants."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    return [value for value in model.graph.input if value.name not in constants]
+
+
 def random_feeds(model: onnx.ModelProto, seed: int) -> dict[str, Array]:
-    """Inputs that a graph takes: tokens of its own tables, masks with padding at the end, normal numbers.
+    """Return inputs that a graph takes: tokens of its tables, masks with padding at the end, normal numbers.
 
     Raises:
         UserError: an input whose shape or type is not known.
     """
     rng = np.random.default_rng(seed)
     index = GraphIndex(model)
-    constants = {tensor.name for tensor in model.graph.initializer}
     lengths = rng.integers(LENGTH // 2, LENGTH + 1, ROWS)
     found: dict[str, Array] = {}
-    for value in model.graph.input:
-        if value.name in constants:
-            continue
+    for value in graph_inputs(model):
         tensor = value.type.tensor_type
         if not tensor.HasField("shape") or not tensor.elem_type:
             raise UserError(f"input {value.name!r} has no shape or type; give --inputs FILE.npz")
@@ -62,7 +65,7 @@ def random_feeds(model: onnx.ModelProto, seed: int) -> dict[str, Array]:
 
 
 def _rows(index: GraphIndex, name: str) -> int:
-    """Rows of the table that an input looks up; 2 where it looks up none."""
+    """Return rows of the table that an input looks up; 2 where it looks up none."""
     tables = [
         index.stored(node.input[0]) for node in index.consumers.get(name, []) if node.op_type == "Gather"
     ]
@@ -71,23 +74,22 @@ def _rows(index: GraphIndex, name: str) -> int:
 
 
 def read_feeds(path: Path, model: onnx.ModelProto) -> dict[str, Array]:
-    """Inputs from an .npz file, one array an input, samples along the first axis.
+    """Return inputs from an .npz file, one array an input, samples along the first axis.
 
     Raises:
         UserError: not such a file, or without an input of the model.
     """
     arrays = read_arrays(path, "give arrays that numpy.savez wrote, fewer samples where they are too many")
-    return fitting(arrays, model, str(path))
+    return select_feeds(arrays, model, str(path))
 
 
-def fitting(found: Feeds, model: onnx.ModelProto, source: str) -> dict[str, Array]:
-    """Those of given inputs that a graph takes.
+def select_feeds(found: Feeds, model: onnx.ModelProto, source: str) -> dict[str, Array]:
+    """Return those of some arrays that a graph takes.
 
     Raises:
         UserError: one is missing, or they have different numbers of samples.
     """
-    constants = {tensor.name for tensor in model.graph.initializer}
-    wanted = [value.name for value in model.graph.input if value.name not in constants]
+    wanted = [value.name for value in graph_inputs(model)]
     if missing := [name for name in wanted if name not in found or not found[name].ndim]:
         raise UserError(
             f"{source} has no array for {', '.join(missing)}; it has {', '.join(found) or 'none'}"
@@ -97,8 +99,8 @@ def fitting(found: Feeds, model: onnx.ModelProto, source: str) -> dict[str, Arra
     return {name: found[name] for name in wanted}
 
 
-def outputs(model: onnx.ModelProto | Path, feeds: Feeds) -> dict[str, Array]:
-    """Outputs of ONNX Runtime on the CPU without rewrites of its own, in batches of BATCH.
+def run_outputs(model: onnx.ModelProto | Path, feeds: Feeds) -> dict[str, Array]:
+    """Return outputs of ONNX Runtime on the CPU without rewrites of its own, in batches of BATCH.
 
     Raises:
         UserError: it refuses the graph or the inputs.
@@ -110,8 +112,8 @@ def outputs(model: onnx.ModelProto | Path, feeds: Feeds) -> dict[str, Array]:
     return {name: np.concatenate([np.atleast_1d(each) for each in values]) for name, values in parts.items()}
 
 
-def ranges(model: onnx.ModelProto, tensors: Collection[str], feeds: Feeds) -> dict[str, float]:
-    """Largest absolute value of each tensor of a graph over all samples, each alone and without padding."""
+def measure_ranges(model: onnx.ModelProto, tensors: Collection[str], feeds: Feeds) -> dict[str, float]:
+    """Return the largest absolute value of each tensor over all samples, each alone and without padding."""
     tapped = onnx.ModelProto()
     tapped.CopyFrom(model)
     known = {value.name for value in tapped.graph.output}
@@ -177,7 +179,7 @@ def _run_in_time(session: Any, names: list[str], batch: Feeds) -> list[Array]:
 
 
 def _without_padding(batch: dict[str, Array]) -> dict[str, Array]:
-    """Token inputs [B, L] cut behind the last position that a mask keeps."""
+    """Return token inputs [B, L] cut after the last position that a mask keeps."""
     masks = [value for name, value in batch.items() if "mask" in name.lower() and value.ndim == 2]
     if len(masks) != 1 or not masks[0].any():
         return batch
@@ -192,7 +194,7 @@ TOKENS = 128  # of a sample at most
 def sample_feeds(  # noqa: PLR0913, PLR0917
     model: str, revision: str | None, task: Task, source: str, count: int, seed: int
 ) -> dict[str, Array]:
-    """Token inputs int64 [count, L], padded to the longest, of a draw of the train split.
+    """Return token inputs int64 [count, L], padded to the longest, of a draw of the train split.
 
     Args:
         model: folder or hub id with a tokenizer.

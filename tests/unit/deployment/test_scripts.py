@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from qdqbench.quantize.deployment.asked import ANSWERS, Asked
-from qdqbench.quantize.deployment.write import _render, _sample
+from qdqbench.quantize.deployment.model_io import ANSWERS, ModelIO
+from qdqbench.quantize.deployment.write import render
 from qdqbench.quantize.tasks.task import KINDS
 
 from ...support import fake_gpu
@@ -38,10 +38,10 @@ def scripts(kind: str, gpu: bool = True) -> dict[str, str]:
     answer, texts = ANSWERS[kind]
     texts = texts[: 1 if KINDS[kind].texts_apart else KINDS[kind].text_columns[0]]
     words, windows = kind == "token classification", KINDS[kind].windows
-    asked = Asked(answer, texts, words, windows, "only_second" if windows else "longest_first", [], None)
-    context = {**vars(asked), "sample": _sample(asked), "example": asked.example, "gpu": gpu}
+    model_io = ModelIO(answer, texts, words, windows, "only_second" if windows else "longest_first", [], None)
+    context = {**vars(model_io), "sample": model_io.sample, "example": model_io.example, "gpu": gpu}
     context |= {"backend": "tensorrt_rtx", "title": "TensorRT-RTX"}
-    return {name: _render(name, context).decode() for name in ("model.py", *MOST_LINES)}
+    return {name: render(name, context) for name in ("model.py", *MOST_LINES)}
 
 
 def effective(source: str) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from qdqbench.quantize.deployment.server import guard
 from qdqbench.quantize.deployment.server.app import PAGES, Model, Service, open_models
-from qdqbench.quantize.deployment.server.metrics import Metrics
+from qdqbench.quantize.deployment.server.guard import Metrics
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import LOOK

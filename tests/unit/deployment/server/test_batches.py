@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.deployment.server.batches import Batcher, choose_shape, list_rows, pad_to_shape
-from qdqbench.quantize.deployment.server.metrics import Metrics
+from qdqbench.quantize.deployment.server.guard import Metrics
 
 from ....support.fake_served import PAD, Engine
 from ....support.http_client import finished

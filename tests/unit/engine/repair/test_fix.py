@@ -12,11 +12,11 @@ import pytest
 from onnx import TensorProto, helper
 from onnxruntime.quantization import QuantFormat, QuantType
 
-from qdqbench.quantize.engine.diagnose.rules_graph import of_group
+from qdqbench.quantize.engine.diagnose.findings import group_finding
 from qdqbench.quantize.engine.repair import runs
 from qdqbench.quantize.engine.repair.fix import _FORMS, FixOptions, fix, rewrite
-from qdqbench.quantize.engine.repair.rebuild import strip
-from qdqbench.quantize.engine.repair.runs import outputs, ranges
+from qdqbench.quantize.engine.repair.rebuild import remove_qdq
+from qdqbench.quantize.engine.repair.runs import measure_ranges, run_outputs
 from qdqbench.quantize.graph.check.check import check_file, check_model
 from qdqbench.quantize.graph.check.view import PLAIN_FORMS
 from qdqbench.quantize.utils.errors import UserError
@@ -74,7 +74,7 @@ def test_a_broken_layer_is_clean_afterwards(case: Case):
 def offered(model: onnx.ModelProto) -> set[str]:
     """Codes of findings for which `qdqbench fix` is named."""
     report = check_model(model)
-    found = [of_group(report, group, Path("m.onnx")) for group in report.groups]
+    found = [group_finding(report, group, Path("m.onnx")) for group in report.groups]
     return {each.code for each in found if any(text.startswith("qdqbench fix") for text in each.fixes)}
 
 
@@ -132,7 +132,7 @@ def test_a_zero_point_of_128_changes_no_value(tmp_path):
     assert any("same codes less 128" in text for text in done)
     assert left == []
     assert check_model(work).errors == []
-    both = [outputs(model, samples()[0]) for model in (plain, work)]
+    both = [run_outputs(model, samples()[0]) for model in (plain, work)]
     for name, value in both[0].items():
         assert np.allclose(both[1][name], value, atol=1e-5)
 
@@ -201,7 +201,7 @@ def test_outputs_that_are_off_are_a_failure(tmp_path):
 def test_stripped_weights_are_the_values_of_their_codes():
     model = healthy("fp32", int8_attention=False)
     before = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
-    strip(model)
+    remove_qdq(model)
     after = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
     assert not any(n.op_type in ("QuantizeLinear", "DequantizeLinear") for n in model.graph.node)
     values = before["/layer/query.weight"] * before["/layer/query.weight_scale"]
@@ -260,7 +260,7 @@ def test_calibration_sees_no_padding():
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
     tokens = np.array([[1, 2, 99, 99], [3, 4, 5, 99]])
     kept = np.array([[1, 1, 0, 0], [1, 1, 1, 0]])
-    assert ranges(model, ["values"], {"ids": tokens, "attention_mask": kept}) == {"values": 5.0}
+    assert measure_ranges(model, ["values"], {"ids": tokens, "attention_mask": kept}) == {"values": 5.0}
 
 
 def endless() -> onnx.ModelProto:
@@ -288,7 +288,7 @@ def test_ctrl_c_ends_an_endless_loop():
     threads = threading.active_count()
     threading.Timer(0.5, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        outputs(endless(), {"x": np.ones(1, np.float32)})
+        run_outputs(endless(), {"x": np.ones(1, np.float32)})
     deadline = time.monotonic() + 20
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)

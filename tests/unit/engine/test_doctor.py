@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from qdqbench.cli.app import main
-from qdqbench.quantize.engine.doctor import look as looked
-from qdqbench.quantize.engine.doctor.look import Probed, anonymous, bug_report, look, probe, state_of, unmet
+from qdqbench.quantize.engine import doctor
+from qdqbench.quantize.engine.doctor import Probed, anonymous, bug_report, look, probe, state_of, unmet
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.system.gpu import Gpu
 
@@ -67,8 +67,8 @@ def test_what_a_backend_can_do(name, own, torch, gpu, can):
 
 
 def test_requirements_that_do_not_hold_are_named(monkeypatch):
-    kept = {name: version for name, version in looked.installed().items() if name != "seqeval"}
-    monkeypatch.setattr(looked, "installed", lambda: kept | {"numpy": "1.0"})
+    kept = {name: version for name, version in doctor.installed().items() if name != "seqeval"}
+    monkeypatch.setattr(doctor, "installed", lambda: kept | {"numpy": "1.0"})
     said = unmet()
     assert any("seqeval is not installed: pip install 'seqeval>=" in text for text in said)
     assert any("numpy is 1.0" in text for text in said)
@@ -99,7 +99,7 @@ def test_this_machine(here):
 
 
 def run(monkeypatch, capsys, here, *arguments):
-    monkeypatch.setattr(looked, "look", lambda *, offline: here)
+    monkeypatch.setattr(doctor, "look", lambda *, offline: here)
     monkeypatch.setattr(sys, "argv", ["qdqbench", "doctor", *arguments])
     monkeypatch.setenv("COLUMNS", "80")
     try:

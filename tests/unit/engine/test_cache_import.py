@@ -7,14 +7,14 @@ import onnx
 import pytest
 
 from qdqbench.quantize.calibration import ptq
-from qdqbench.quantize.engine.cache_import.from_cache import input_tensors, recipe_from_cache
+from qdqbench.quantize.engine.cache_import import input_tensors, is_cache, read_cache_file, recipe_from_cache
 from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.schema import parse_recipe
 from qdqbench.quantize.utils.errors import UserError
 
-from ....support.fuzz import hold_to_one_sentence
-from ....support.tiny_bert import (
+from ...support.fuzz import hold_to_one_sentence
+from ...support.tiny_bert import (
     LINEARS,
     calibrate,
     calibration_batches,
@@ -168,8 +168,6 @@ def test_a_recipe_that_changes_the_tensors_cannot_give_their_amax(changes):
 
 @pytest.mark.long
 def test_ten_thousand_broken_caches_end_in_one_sentence(graph, found, tmp_path):
-    from qdqbench.quantize.engine.cache_import.cache_file import read_cache_file
-
     sample = write_cache(tmp_path / "good", graph, found).read_bytes()
     hold_to_one_sentence(read_cache_file, [sample], tmp_path / "broken")
 
@@ -190,3 +188,63 @@ def test_a_maximum_of_int8_codes_is_that_of_the_values():
         np.testing.assert_allclose(late, early, rtol=1e-12)
     negative = np.rint(values / -scale)  # a scale below zero turns the order round
     assert (negative.max(axis=1) != np.rint(values.max(axis=1) / -scale)).all()
+
+
+# the reader
+
+
+def line(name: str, scale: float) -> str:
+    return f"{name}: {struct.pack('>f', scale).hex()}"
+
+
+def written(path, *lines: str, head: str = "TRT-8601-EntropyCalibration2"):
+    path.write_text("\n".join([head, *lines, ""]))
+    return path
+
+
+def test_scales_are_those_that_were_written(tmp_path):
+    path = written(
+        tmp_path / "calibration.cache", "input: 3c010a14", line("/a/MatMul:0", 0.25), "zeros: 00000000"
+    )
+    cache = read_cache_file(path)
+    assert is_cache(path.read_bytes())
+    assert (cache.version, cache.calibrator) == ("8.6.1", "EntropyCalibration2")
+    assert cache.scales["input"] == pytest.approx(1 / 127, rel=1e-3)
+    assert cache.amax["input"] == pytest.approx(1.0, rel=1e-3)
+    assert (cache.scales["/a/MatMul:0"], cache.scales["zeros"]) == (0.25, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("head", "version"),
+    [("TRT-7103-MinMaxCalibration", "7.1.3"), ("TRT-100600-EntropyCalibration2", "10.6.0"),
+     ("TRT-8531-EntropyCalibration2\r", "8.5.31")],
+)  # fmt: skip
+def test_the_version_is_that_of_the_first_line(tmp_path, head, version):
+    assert read_cache_file(written(tmp_path / "c", line("x", 1.0), head=head)).version == version
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["x: 3c010a1"], "line 2"),
+        (["x: 3c010a14", "3c010a14"], "line 3"),
+        ([line("x", float("nan"))], "line 2"),
+        ([line("x", -1.0)], "line 2"),
+        (["x\x1b[2J: 3c010a14"], "line 2"),
+        (["n" * 5000 + ": 3c010a14"], "line 2"),
+        ([], "without tensors"),
+    ],
+)
+def test_what_is_no_scale_is_named(tmp_path, lines, told):
+    with pytest.raises(UserError, match=told):
+        read_cache_file(written(tmp_path / "c", *lines))
+
+
+def test_another_file_is_refused(tmp_path):
+    for data in (b"", b"PK\x03\x04", b"\x80\x04\x95", b"{}", b"TRT-"):
+        (tmp_path / "c").write_bytes(data)
+        assert not is_cache(data)
+        with pytest.raises(UserError, match="no calibration cache"):
+            read_cache_file(tmp_path / "c")
+    with pytest.raises(UserError, match="cannot read"):
+        read_cache_file(tmp_path / "missing")

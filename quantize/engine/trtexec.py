@@ -1,18 +1,21 @@
-"""Files that trtexec of TensorRT 10 and 11 writes: --exportTimes and --exportProfile.
+"""The command line of trtexec (TensorRT 10.14 to 11), and readers of its --exportTimes and --exportProfile.
 
-The formats are those of `sampleReporting.cpp` in TensorRT's open sources. trtexec writes what C++ streams
-print: names without escapes, `nan` and `inf` where JSON has no such number, and six digits of a float. The
-file of --exportLayerInfo is the engine inspector's JSON: `engine/layers.py` reads it.
+Options and formats are those of `sampleOptions.cpp` and `sampleReporting.cpp` in TensorRT's open sources.
+trtexec writes what C++ streams print: names without escapes, `nan` and `inf` where JSON has no such number,
+and six digits of a float. The file of --exportLayerInfo is the engine inspector's JSON: `engine/layers.py`
+reads it.
 """
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from qdqbench.quantize.engine.profiles import Profile, concrete
 from qdqbench.quantize.utils.arrays import Float64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_bounded
@@ -29,15 +32,6 @@ _NOT_A_NUMBER = re.compile(
 
 
 @dataclass(frozen=True)
-class KernelTime:
-    """One kernel of `--exportProfile`, milliseconds."""
-
-    name: str
-    average_ms: float
-    median_ms: float | None  # older versions do not write it
-
-
-@dataclass(frozen=True)
 class Times:
     """What `--exportTimes` has of each query after the warm-up; float64 [queries], milliseconds."""
 
@@ -48,8 +42,10 @@ class Times:
     latency: Float64  # the three together
 
 
-def read_profile(path: Path) -> list[KernelTime]:
-    """Kernels of a file of `trtexec --exportProfile`, or of a list of {"name", "ms"}, in their order.
+def read_profile(path: Path) -> dict[str, float]:
+    """Return mean milliseconds by kernel of `trtexec --exportProfile`, or of a list of {"name", "ms"}.
+
+    Kernels of one name are added up.
 
     Raises:
         UserError: anything else.
@@ -58,10 +54,10 @@ def read_profile(path: Path) -> list[KernelTime]:
         f"{path} is no kernel profile: it must be a list of objects with name and ms (or averageMs), at most "
         f"{MAX_KERNELS}; write it with trtexec --exportProfile"
     )
-    rows = read_json(path, "a kernel profile")
+    rows = _read_json(path, "a kernel profile")
     if not isinstance(rows, list) or len(rows) > MAX_KERNELS + 1:
         raise wrong
-    found = []
+    times: dict[str, float] = {}
     for row in rows:
         if not isinstance(row, dict):
             raise wrong
@@ -70,22 +66,14 @@ def read_profile(path: Path) -> list[KernelTime]:
         average = _number(row.get("ms", row.get("averageMs")))
         if not isinstance(row.get("name"), str) or average is None:
             raise wrong
-        found.append(KernelTime(row["name"], average, _number(row.get("medianMs"))))
-    if not found:
+        times[row["name"]] = times.get(row["name"], 0.0) + average
+    if not times:
         raise UserError(f"{path} has no kernels; profile an engine that ran")
-    return found
-
-
-def kernel_ms(profile: list[KernelTime]) -> dict[str, float]:
-    """Mean milliseconds by kernel; kernels of one name together."""
-    times: dict[str, float] = {}
-    for kernel in profile:
-        times[kernel.name] = times.get(kernel.name, 0.0) + kernel.average_ms
     return times
 
 
 def read_times(path: Path) -> Times:
-    """Queries of a file of `trtexec --exportTimes`.
+    """Return the queries of a file of `trtexec --exportTimes`.
 
     Raises:
         UserError: anything else, or no query.
@@ -97,7 +85,7 @@ def read_times(path: Path) -> Times:
         "d2h": "d2hMs",
         "latency": "latencyMs",
     }
-    rows = read_json(path, "exported times")
+    rows = _read_json(path, "exported times")
     if not isinstance(rows, list) or not rows or len(rows) > MAX_QUERIES:
         raise UserError(
             f"{path} must be a list of 1 to {MAX_QUERIES} queries; write it with trtexec --exportTimes"
@@ -115,8 +103,8 @@ def read_times(path: Path) -> Times:
     return Times(**{name: np.array(values) for name, values in columns.items()})
 
 
-def read_json(path: Path, what: str) -> Any:
-    """What a JSON file holds, with the NaN and infinities of C++ streams; memory is bounded.
+def _read_json(path: Path, what: str) -> Any:
+    """Return what a JSON file holds, with the NaN and infinities of C++ streams; memory is bounded.
 
     Args:
         what: it should be, in errors.
@@ -139,7 +127,7 @@ def read_json(path: Path, what: str) -> Any:
 
 
 def _spelled(found: re.Match[str]) -> str:
-    """`nan`, `-nan`, `inf` and `-inf` as Python's JSON spells them; strings stay."""
+    """Return `nan`, `-nan`, `inf` and `-inf` as Python's JSON spells them; strings stay."""
     if found[2] is None:
         return found[0]
     if found[2].lower() == "nan":
@@ -148,7 +136,56 @@ def _spelled(found: re.Match[str]) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Milliseconds; None for anything that is none."""
+    """Return milliseconds; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_MS:
         return None
     return float(value)
+
+
+Inputs = Mapping[str, Sequence[int]]  # shape of each input; -1: a dynamic axis
+_PLAIN = re.compile(r"[\w./:-]+")  # of a name that needs no quotes of trtexec's own
+
+
+def build_options(onnx: str, stem: str, inputs: Inputs, profiles: Sequence[Profile]) -> list[str]:
+    """Return options that build a strongly typed engine STEM.engine with every profile, and its layer table.
+
+    Raises:
+        UserError: names of inputs that trtexec cannot be told.
+    """
+    shapes = []
+    for number, profile in enumerate(profiles):
+        shapes.append(f"--profile={number}")
+        shapes += [
+            f"--{end}Shapes={_shapes_text(inputs, getattr(profile, end))}" for end in ("min", "opt", "max")
+        ]
+    return [
+        f"--onnx={onnx}",
+        "--stronglyTyped",
+        *shapes,
+        "--profilingVerbosity=detailed",
+        "--dumpLayerInfo",
+        f"--exportLayerInfo={stem}.layers.json",
+        "--timingCacheFile=timing.cache",
+        f"--saveEngine={stem}.engine",
+        "--skipInference",
+    ]
+
+
+def _shapes_text(inputs: Inputs, size: tuple[int, int]) -> str:
+    """Return inputs at (batch, length): `input_ids:32x128,attention_mask:32x128`."""
+    return ",".join(
+        f"{_quoted(name)}:{'x'.join(map(str, concrete(shape, size)))}" for name, shape in inputs.items()
+    )
+
+
+def _quoted(name: str) -> str:
+    """Return a tensor's name as trtexec takes it; one with a colon in its own quotes.
+
+    Raises:
+        UserError: trtexec splits at commas, quotes and spaces, whatever stands around them.
+    """
+    if not _PLAIN.fullmatch(name):
+        raise UserError(
+            f"trtexec cannot be told of an input named {name[:80]!r}; rename it with letters, digits, _ and ."
+        )
+    return f"'{name}'" if ":" in name else name

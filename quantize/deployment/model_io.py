@@ -1,4 +1,4 @@
-"""What a script must be told of a task: how texts become rows, and the model's outputs answers."""
+"""Inputs and outputs of a deployed model: how texts become rows, and outputs answers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +29,8 @@ ANSWERS = {
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Of one run."""
+class ModelIO:
+    """Texts and answers of one run's model."""
 
     answer: str  # template
     texts: tuple[str, ...]  # what each of a sample's texts is
@@ -45,16 +45,27 @@ class Asked:
         """Arguments of a command line that asks once."""
         return " ".join(f'"{text}"' for text in self.texts)
 
+    @property
+    def sample(self) -> str:
+        """What a script takes for one sample."""
+        if self.words:
+            return "a list of words"
+        return f"({', '.join(self.texts)})" if len(self.texts) == 2 else "a text"
 
-def read_asked(session: Session) -> Asked:
-    """What a run's task and model say.
+    def stride(self, longest: int) -> int:
+        """Return the tokens that windows of so many share."""
+        return longest // OVERLAP if self.windows else 0
+
+
+def read_model_io(session: Session) -> ModelIO:
+    """Return what a run's task and model say.
 
     Raises:
         UserError: as of `class_names`.
     """
     task, kind = session.config.task, session.config.task.kind
     answer, texts = ANSWERS[kind.name]
-    return Asked(
+    return ModelIO(
         answer=answer,
         texts=texts[: 1 if kind.texts_apart else len(task.text_columns)],
         words=bool(kind.tokenizing.get("is_split_into_words")),
@@ -65,13 +76,8 @@ def read_asked(session: Session) -> Asked:
     )
 
 
-def stride(asked: Asked, longest: int) -> int:
-    """Tokens that windows of so many share."""
-    return longest // OVERLAP if asked.windows else 0
-
-
 def _labels(session: Session) -> list[str]:
-    """Names of the classes: the model's, or the data's where the model has none of its own."""
+    """Return names of the classes: the model's, or the data's where the model has none of its own."""
     config, kind = session.config, session.config.task.kind
     if kind not in (CLASSIFICATION, TOKENS):
         return []

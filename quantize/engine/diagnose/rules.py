@@ -1,0 +1,469 @@
+"""Rules over all files of one build: the graph, then the engine and its times, then how it was built."""
+
+import math
+from collections.abc import Collection, Iterator
+from statistics import median
+
+from qdqbench.quantize.engine.diagnose.findings import FIX, RUN, Finding, group_finding
+from qdqbench.quantize.engine.diagnose.log_file import LOG_FINDINGS, LogFile, Shape
+from qdqbench.quantize.engine.diagnose.sources import Evidence, OnnxFile
+from qdqbench.quantize.engine.facts import Facts
+from qdqbench.quantize.engine.hazards import hazards, is_older
+from qdqbench.quantize.engine.inspection import Inspection
+from qdqbench.quantize.engine.kernels import block_of_node, kernel_kind, kernel_label
+from qdqbench.quantize.engine.layers import NotInt8, base_name, is_attention
+from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
+from qdqbench.quantize.engine.trtexec import Times
+from qdqbench.quantize.graph.check.check import Group
+from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.results import Effect, LayerRow
+
+_LARGE = 0.2  # a share of a query's time that is no small thing
+_SMALL = 0.01  # a share of the time below which copies are not worth a finding
+_FLOAT = 0.02  # a share of the FLOPs below which linears without Q/DQ are not worth a finding
+_WIDE = 16.0  # tokens at the maximum over tokens at the optimum, in one profile
+_DEQUANTIZED = ("dequantizes both", "dequantizes weights")  # Q/DQ in the file, and no INT8 kernel
+_WEAK = ("int8", "fp16", "bf16", "best", "fp8", "calib", "precisionConstraints", "layerPrecisions")
+FACTORED = "export.weight_scales: factored in the recipe"
+
+
+def find_all(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the findings of every rule."""
+    explained: set[str] = set()  # GEMMs that a finding in the graph already says to be outside of INT8
+    for finding in _graph_rules(evidence):
+        explained.update(finding.nodes)
+        yield finding
+    if evidence.inspection is not None:
+        yield from _gemms(evidence, evidence.inspection, explained)
+        yield from _attention(evidence, evidence.inspection)
+        yield from _copies(evidence, evidence.inspection.facts)
+        yield from _norms(evidence, evidence.inspection.facts)
+    elif evidence.sources.profile:
+        yield from _copies_by_name(evidence, evidence.sources.profile)
+    yield from _version(evidence)
+    yield from _times(evidence)
+    yield from _implicit(evidence)
+    if evidence.log is not None:
+        yield from _log_lines(evidence, evidence.log)
+        yield from _weak_typing(evidence, evidence.log)
+        yield from _shapes(evidence, evidence.log)
+        yield from _failed(evidence, evidence.log)
+
+
+def _graph_rules(evidence: Evidence) -> Iterator[Finding]:
+    """Yield findings in the graph; the layer table, where there is one, says what became of them."""
+    if (onnx := evidence.onnx) is not None:
+        for group in onnx.groups:
+            yield _of_check(evidence, onnx, group)
+        yield from _not_quantized(evidence, onnx)
+        yield from _float32(evidence, onnx)
+        yield from _long_attention(evidence, onnx)
+
+
+def _of_check(evidence: Evidence, onnx: OnnxFile, group: Group) -> Finding:
+    finding = group_finding(onnx.report, group, onnx.path)
+    if share := evidence.share_of_nodes(group.gemms):
+        finding.share, finding.basis = share
+    outside = evidence.inspection.proof.not_int8 if evidence.inspection else []
+    if lost := [name for name in outside if name in {*group.gemms}]:
+        finding.why += f"; the layer table shows {len(lost)} of these GEMMs outside of INT8"
+        finding.files.append(evidence.sources.name("layers"))
+    return finding
+
+
+def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
+    """Report a file without Q/DQ, or with Q/DQ on a part of its linears only."""
+    weighted = [name for name, product in onnx.products.items() if product.weighted]
+    if onnx.integer or not weighted:
+        return
+    if not onnx.qdq:
+        yield evidence.finding(
+            "no-qdq",
+            "not INT8",
+            f"nothing is quantized: none of {len(weighted)} linears has Q/DQ",
+            "without Q/DQ only implicit calibration made INT8, which TensorRT 10 discourages, does not do "
+            "for the attention and LayerNorm of transformers, and TensorRT 11 no longer has",
+            [RUN],
+            nodes=weighted,
+            share=evidence.share_of_nodes(weighted),
+            kinds=["onnx"],
+        )
+        return
+    explained = {name for group in onnx.groups for name in group.gemms}
+    rest = {*onnx.report.not_quantized} - explained
+    bare = [name for name in weighted if name in rest and "classifier" not in name]
+    share = evidence.share_of_nodes(bare)
+    if share and share[0] > _FLOAT:
+        yield evidence.finding(
+            "float-linears",
+            "slow",
+            f"{len(bare)} of {len(weighted)} linears have no Q/DQ and stay in floating point",
+            "they gain nothing from INT8",
+            [RUN],
+            nodes=bare,
+            share=share,
+            kinds=["onnx"],
+        )
+
+
+def _float32(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
+    """Report Q/DQ in an FP32 graph: what is not INT8 runs in FP32 in a strongly typed engine."""
+    if not onnx.qdq or not onnx.types or onnx.types["FLOAT"] < sum(onnx.types.values()):
+        return
+    rest = [name for name in onnx.report.not_quantized if name in onnx.products]
+    yield evidence.finding(
+        "fp32-compute",
+        "slow",
+        "all floating point is FP32: a strongly typed engine runs attention, LayerNorm, GELU and what is not "
+        "INT8 in FP32",
+        "weak typing (--fp16, --int8, --best) let the builder choose FP16; TensorRT 11 has strong typing "
+        "only, where the file decides",
+        [FIX],
+        nodes=rest,
+        share=evidence.share_of_nodes(rest),
+        kinds=["onnx"],
+    )
+
+
+def _long_attention(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
+    """Report INT8 attention in an engine whose profile is longer than the fused kernel takes."""
+    limit, quantized = limits_of().int8_attention_length, onnx.report.attention_quantized
+    profiles = evidence.log.profiles if evidence.log else []
+    highest = [high for profile in profiles for _, _, high in profile.values()]
+    longest = max((high[1] for high in highest if len(high) > 1), default=0)
+    if quantized and longest > limit:
+        yield evidence.finding(
+            "attention-too-long",
+            "slow",
+            f"{len(quantized)} INT8 attentions in an engine for up to {longest} tokens: the fused kernel "
+            f"takes {limit}",
+            "beyond that the attention falls apart into single kernels",
+            [
+                f"build with --maxShapes of {limit} tokens, and another engine for longer inputs",
+                "attention: fp16 in the recipe",
+            ],
+            nodes=quantized,
+            kinds=["onnx", "log"],
+            where="",
+        )
+
+
+def _gemms(evidence: Evidence, inspection: Inspection, explained: Collection[str]) -> Iterator[Finding]:
+    facts = inspection.facts
+    total = len(facts.linears)
+    reasons: dict[NotInt8, list[str]] = {}
+    for node in inspection.proof.not_int8:
+        if node not in explained:
+            reasons.setdefault(inspection.reasons[node], []).append(node)
+    for reason, nodes in reasons.items():
+        inside = any(block_of_node(node).startswith("layer.") for node in nodes)
+        effect: Effect = "not INT8" if reason.cause in _DEQUANTIZED else "slow" if inside else "note"
+        yield evidence.finding(
+            "engine-not-int8",
+            effect,
+            f"{len(nodes)} of {total or inspection.gemms} linears of the engine do not multiply in INT8",
+            f"each {reason}",
+            ["qdqbench check {file}"],
+            nodes=nodes,
+            share=evidence.share_of_nodes(nodes),
+        )
+    if raw := facts.raw_outputs:
+        yield evidence.finding(
+            "raw-int32-as-fp16",
+            "wrong",
+            f"{len(raw)} of {total} INT8 GEMMs store their INT32 sums as FP16 before they are scaled",
+            "sums over 65504 become infinite, and the answers NaN",
+            [FIX, FACTORED],
+            nodes=raw,
+            share=evidence.share_of_nodes(raw),
+        )
+    if wide := facts.fp32_outputs:
+        yield evidence.finding(
+            "gemm-writes-fp32",
+            "slow",
+            f"{len(wide)} of {len(facts.int8)} INT8 GEMMs write FP32",
+            "that is twice the bytes of FP16, in the kernels that move the most",
+            [f"{FIX} --weights factored", FACTORED],
+            nodes=wide,
+            share=evidence.share_of_nodes(wide),
+        )
+
+
+def _attention(evidence: Evidence, inspection: Inspection) -> Iterator[Finding]:
+    facts, onnx, limits = inspection.facts, evidence.onnx, limits_of()
+    apart = facts.attentions - len(facts.fused)
+    if apart > 0:
+        products = {*inspection.graph.products}
+        rows = [
+            row
+            for row in facts.rows
+            if kernel_kind(row) == "softmax" or products.intersection(facts.computed.get(row.name, ()))
+        ]
+        partial = [group for group in (onnx.groups if onnx else []) if group.code == "partial-attention"]
+        if partial:
+            why = f"the graph says why: {partial[0].rows[0].why}"
+        elif onnx and onnx.types["FLOAT"] == sum(onnx.types.values()) > 0:
+            why = "the graph is FP32, and the fused kernels are for FP16, BF16 and INT8"
+        else:
+            why = (
+                "it takes Q/DQ on all of q, k, v, the softmax output and the output, or on none; in INT8 "
+                f"head size {limits.head_sizes_text} and at most {limits.int8_attention_length} tokens; in "
+                "FP16 a mask that is added once and no other operator in between"
+            )
+        what = f"{apart} of {facts.attentions} attentions fall apart into single kernels"
+        share = evidence.share_of_kernels(rows)
+        yield evidence.finding("attention-apart", "slow", what, why, [FIX], share=share)
+    if facts.qkv_apart:
+        what = f"q, k and v are three GEMMs in {facts.qkv_apart} of {facts.qkv} attentions"
+        why = "one GEMM is faster for small batches, three for large ones"
+        fixes = ["export.qkv_scales: shared in the recipe, with factored weights"]
+        yield evidence.finding("qkv-apart", "note", what, why, fixes)
+
+
+def _copies(evidence: Evidence, facts: Facts) -> Iterator[Finding]:
+    """Report kernels that only move, cast, quantize or dequantize."""
+    clean = evidence.onnx is not None and not evidence.onnx.groups  # then `fix` changes nothing
+    for kind, code, what in (
+        ("layout", "copies", "kernels only move, cast or transpose (Reformat, Cast, Transpose)"),
+        ("quantize", "quantize-alone", "kernels only quantize or dequantize"),
+    ):
+        rows = [row for row in facts.rows if kernel_kind(row) == kind]
+        share = evidence.share_of_kernels(rows)
+        if not rows or share is None or share[0] < _SMALL:
+            continue
+        int8 = sum("Int8" in (*row.inputs, *row.outputs) for row in rows)
+        yield evidence.finding(
+            code,
+            "slow",
+            f"{len(rows)} of {len(facts.rows)} {what}, {int8} of them INT8 codes",
+            "between a Q and its GEMM each costs a pass over memory: the kernel ahead can quantize where the "
+            "Q stands next to the GEMM and types do not change in between",
+            [RUN if clean else FIX, f"qdqbench inspect {evidence.sources.name('layers')}"],
+            nodes=list(dict.fromkeys(map(kernel_label, rows))),
+            share=share,
+        )
+
+
+def _copies_by_name(evidence: Evidence, profile: dict[str, float]) -> Iterator[Finding]:
+    """Report the same of a profile without its layer table: names tell some of it."""
+    rows = [LayerRow(name=name, kind="", onnx=[], inputs=[], constants=[], outputs=[]) for name in profile]
+    moved = [row for row in rows if "eformat" in row.name or kernel_kind(row) == "layout"]
+    total = sum(profile.values())
+    share = sum(profile[row.name] for row in moved) / total if total else 0.0
+    if share >= _SMALL:
+        yield evidence.finding(
+            "copies",
+            "slow",
+            f"{len(moved)} of {len(rows)} kernels only move, cast or transpose",
+            f"for example {base_name(moved[0])[:200]}",
+            ["give the layer table too (trtexec --exportLayerInfo --profilingVerbosity=detailed)"],
+            nodes=[row.name for row in moved],
+            share=(share, "profiled time"),
+            kinds=["profile"],
+            where="",
+        )
+
+
+def _norms(evidence: Evidence, facts: Facts) -> Iterator[Finding]:
+    if low := facts.norms.get("FP16", []):
+        yield evidence.finding(
+            "layernorm-fp16",
+            "note",
+            f"{len(low)} of {sum(map(len, facts.norms.values()))} LayerNorms sum their squares in FP16",
+            "sums over 65504 overflow; models with large activations then answer NaN",
+            [FIX, 'the rule {match: "*", type: LayerNorm, precision: fp32} in the recipe'],
+            nodes=low,
+        )
+
+
+def _version(evidence: Evidence) -> Iterator[Finding]:
+    """Report known faults of the version; those of `_gemm_mha_v2` where a kernel is called so."""
+    engine, log, profile = evidence.sources.engine, evidence.log, evidence.sources.profile
+    version = (engine.version if engine else None) or (log.version if log else None)
+    names = [row.name for row in evidence.layers] or list(profile)
+    fused = any("_gemm_mha" in name for name in names) or any(map(is_attention, evidence.layers))
+    kinds = ["engine", "log", "layers"]
+    for text in hazards(engine.backend if engine else "tensorrt", version, None) if version else []:
+        if "_gemm_mha" not in text or fused or not names:
+            why = "it is a fault of this version, not of the file"
+            fixes = ["build with the version that has the fix"]
+            yield evidence.finding("known-fault", "wrong", text, why, fixes, kinds=kinds)
+    if engine and not evidence.layers and not profile:
+        yield evidence.finding(
+            "engine-not-read",
+            "note",
+            "an engine's header has its version and nothing of its layers",
+            "only TensorRT itself reads them, on the GPU that the engine is for",
+            [
+                "give what trtexec --exportLayerInfo --profilingVerbosity=detailed writes",
+                f"qdqbench diagnose {evidence.sources.name('engine')} --load-engine",
+            ],
+            kinds=kinds,
+        )
+    if fused and not version:
+        yield evidence.finding(
+            "version-unknown",
+            "note",
+            "attention runs as _gemm_mha, and no file says in which version of TensorRT",
+            "10.0.0 has a fault there in FP16 that 10.0.1.6 fixes",
+            ["give the build log or the engine too"],
+            kinds=kinds,
+        )
+
+
+def _times(evidence: Evidence) -> Iterator[Finding]:
+    """Report where the time of a query goes besides its kernels."""
+    times, log = evidence.sources.times, evidence.log
+    medians = dict(log.medians) if log else {}
+    if times is not None:
+        columns = {"GPU Compute Time": times.compute, "H2D Latency": times.h2d, "D2H Latency": times.d2h}
+        medians |= {name: float(median(values)) for name, values in columns.items()}
+    compute = medians.get("GPU Compute Time", 0.0)
+    if not compute:
+        return
+
+    def finding(code: str, what: str, why: str, fixes: list[str], share: float) -> Finding:
+        basis = "time of a query"
+        return evidence.finding(code, "slow", what, why, fixes, share=(share, basis), kinds=["times", "log"])
+
+    if (enqueue := medians.get("Enqueue Time", 0.0)) >= compute:
+        what = (
+            f"launching takes {enqueue:.3f} ms and computing {compute:.3f} ms: the host is what is measured"
+        )
+        why = "INT8 cannot be faster while the GPU waits for its next kernel"
+        yield finding("launch-bound", what, why, ["trtexec --useCudaGraph", "use larger batches"], 1.0)
+    copies = medians.get("H2D Latency", 0.0) + medians.get("D2H Latency", 0.0)
+    if (share := copies / (compute + copies)) > _LARGE:
+        what = f"copies to and from the GPU take {copies:.3f} ms beside {compute:.3f} ms of kernels"
+        why = "the comparison of INT8 with FP16 should leave them out"
+        yield finding("transfer-bound", what, why, ["trtexec --noDataTransfers"], share)
+    if times is not None and (idle := _idle_share(times)) > _LARGE:
+        what = f"the GPU computes in {1 - idle:.0%} of the time from the first query to the last"
+        why = "in between it waits for the host or for copies, which INT8 does not make shorter"
+        fixes = ["trtexec --useCudaGraph --noDataTransfers", "use larger batches"]
+        yield finding("gpu-waits", what, why, fixes, idle)
+
+
+def _idle_share(times: Times) -> float:
+    """Return the part of the time in which no query computes; queries of one stream follow each other."""
+    span = float(times.start[-1] + times.compute[-1] - times.start[0])
+    return max(0.0, 1 - float(times.compute.sum()) / span) if span > 0 and len(times.start) > 1 else 0.0
+
+
+def _implicit(evidence: Evidence) -> Iterator[Finding]:
+    """Report INT8 from a calibrator: scales missing, deprecated, gone in TensorRT 11."""
+    log, cache, onnx = evidence.log, evidence.sources.cache, evidence.onnx
+    missing = log.signs["missing-scale"] if log else 0
+    signs = ("calibrates", "implicit-deprecated", "no-calibrator")
+    shown = log is not None and any(log.signs[sign] for sign in signs)
+    wanted = log is not None and ("calib" in log.options or "INT8" in log.precision)
+    explicit = onnx is not None and onnx.qdq
+    if not (missing or shown or cache or wanted) or (explicit and not missing):
+        return
+    names = (log.names.get("missing-scale") if log else None) or []
+    weighted = [name for name, product in onnx.products.items() if product.weighted] if onnx else []
+    reasons, fixes = [], [RUN]
+    if missing:
+        reasons.append(
+            f'{missing} lines say "Missing scale and zero-point": these tensors, and what reads them, stay '
+            "in floating point"
+        )
+    if cache:
+        reasons.append(
+            f"the cache of TensorRT {cache.version} ({cache.calibrator}) has scales of {len(cache.scales)} "
+            "tensors"
+        )
+        graph = f" --onnx {onnx.path.name}" if onnx else ""
+        fixes.append(f"qdqbench recipes from-cache {evidence.sources.name('cache')} --model MODEL{graph}")
+    reasons.append(
+        "implicit calibration finds no INT8 for attention, LayerNorm and constants of transformers, and "
+        "TensorRT 11 has no calibrators any more"
+    )
+    yield evidence.finding(
+        "implicit-calibration",
+        "not INT8",
+        "INT8 was asked of a calibrator (implicit quantization), not of Q/DQ in the file",
+        "; ".join(reasons),
+        fixes,
+        nodes=names,
+        share=evidence.share_of_nodes(weighted) if weighted and missing else None,
+        kinds=["log", "cache", "onnx"],
+        where=name_list(names),
+    )
+
+
+def _log_lines(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
+    for key, (effect, what, why, fixes) in LOG_FINDINGS.items():
+        if count := log.signs[key]:
+            nodes = log.names.get(key, [])
+            named = name_list(nodes) or f"an operator ({count} messages)"
+            text = what.replace("{n}", str(count)).replace("{names}", named)
+            where = name_list(nodes)
+            yield evidence.finding(
+                f"log-{key}", effect, text, why, fixes, nodes=nodes, kinds=["log"], where=where
+            )
+
+
+def _weak_typing(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
+    used = [f"--{name}" for name in _WEAK if name in log.options]
+    refused = [name for name in log.names.get("unknown-option", []) if name.removeprefix("--") in _WEAK]
+    if (not used and not refused) or ("stronglyTyped" in log.options and not refused):
+        return
+    eleven = bool(refused) or (log.version is not None and not is_older(log.version, "11"))
+    effect: Effect = "refused" if eleven else "note"
+    what = f"{', '.join(used or refused)} ask for weak typing, where the builder chooses datatypes"
+    why = "TensorRT 11 has no such options: the datatypes are those of the file"
+    fixes = [FIX, "trtexec --onnx={stem}.fixed.onnx --stronglyTyped (without the other options)"]
+    yield evidence.finding("weak-typing", effect, what, why, fixes, kinds=["log"])
+
+
+def _shapes(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
+    """Report profiles that are tuned for another shape than the one that runs, or for everything at once."""
+    near: tuple[float, str, Shape, Shape] | None = None
+    for profile in log.profiles:
+        for name, (_, opt, _) in profile.items():
+            load = log.load.get(name)
+            if load and opt and len(load) == len(opt) > 1 and min(*load, *opt) > 0:
+                ratios = [math.prod(load[:2]) / math.prod(opt[:2]), load[0] / opt[0], load[1] / opt[1]]
+                far = max(max(ratio, 1 / ratio) for ratio in ratios)
+                near = min(near or (far, name, load, opt), (far, name, load, opt))
+    if near and near[0] >= FAR_FROM_OPT:
+        far, name, load, opt = near
+        shape = "x".join(map(str, load))
+        yield evidence.finding(
+            "far-from-opt",
+            "slow",
+            f"kernels were tuned for {name} = {'x'.join(map(str, opt))} and run at {shape}, {far:.1f} times "
+            "off",
+            "a profile's kernels are chosen at its optimum; at other shapes they can be slower than FP16's",
+            [
+                f"build with --optShapes={name}:{shape} (and the other inputs), or with a profile for each "
+                "load",
+                "engine.shapes in the recipe, with one profile for each load",
+            ],
+            kinds=["log"],
+        )
+        return
+    for profile in log.profiles:
+        for name, (_, opt, high) in profile.items():
+            if len(opt) > 1 and min(opt) > 0 and math.prod(high[:2]) >= _WIDE * math.prod(opt[:2]):
+                yield evidence.finding(
+                    "wide-profile",
+                    "note",
+                    f"one profile takes {name} up to {'x'.join(map(str, high))} and is tuned for "
+                    f"{'x'.join(map(str, opt))}",
+                    "far from its optimum an engine is slower than one for that shape",
+                    ["give each range of shapes a profile of its own", "engine.shapes in the recipe"],
+                    kinds=["log"],
+                )
+                return
+
+
+def _failed(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
+    """Report errors that no other rule explains."""
+    known = any(log.signs[key] for key, (effect, *_) in LOG_FINDINGS.items() if effect == "refused")
+    if log.errors and not known and not log.passed:
+        what, why = f"the log has {len(log.errors)} errors", f"the first: {log.errors[0]}"
+        fixes = ["qdqbench check {file}", "give the ONNX file too"]
+        yield evidence.finding("build-failed", "refused", what, why, fixes, kinds=["log"])

@@ -1,1 +1,0 @@
-"""What this machine can do: hardware, libraries, backends, known hazards, and what to install."""
