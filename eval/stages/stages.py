@@ -11,8 +11,8 @@ import onnx
 from qdqbench.eval.metrics.logits import evaluate_stage
 from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.eval.metrics.runners import evaluating, onnxruntime_runner, placed, torch_runner
+from qdqbench.eval.verification.blocks import layer_errors
 from qdqbench.eval.verification.engine import verify_engine
-from qdqbench.eval.verification.layer_errors import layer_errors
 from qdqbench.quantize.calibration.ptq import calibrate
 from qdqbench.quantize.calibration.record import read_record, shifted_states, write_record
 from qdqbench.quantize.engine.backend import available_backends, gpu_backend

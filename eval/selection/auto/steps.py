@@ -15,7 +15,7 @@ from qdqbench.eval.selection.methods.measure import MethodComparison
 from qdqbench.eval.selection.methods.report import write_methods
 from qdqbench.eval.selection.methods.results import METHODS_RECIPE
 from qdqbench.eval.selection.search.study import list_trials, open_worker, run_trials
-from qdqbench.eval.selection.sensitivity.choice import write_up
+from qdqbench.eval.selection.sensitivity.candidates import write_up
 from qdqbench.eval.selection.sensitivity.measure import Measurement
 from qdqbench.eval.selection.sensitivity.report import write_sensitivity
 from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CurvePoint

@@ -10,19 +10,18 @@ import numpy as np
 import yaml
 from pydantic import ValidationError
 
-from qdqbench.eval.metrics.draw import described
 from qdqbench.eval.metrics.gate import NOISE
 from qdqbench.eval.metrics.runners import placed
-from qdqbench.eval.metrics.switches import Switches
 from qdqbench.eval.selection.methods.results import METHODS_RECIPE, MethodRow, Methods
 from qdqbench.eval.selection.trials.calibrations import (
     SharedCalibration,
+    Switches,
     apply_methods,
     collect_ranges,
     widest_activation,
 )
 from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Trial, failure_of
-from qdqbench.eval.selection.trials.store import TRIALS, Trials
+from qdqbench.eval.selection.trials.store import TRIALS, Trials, described
 from qdqbench.quantize.calibration.bias import correct_biases
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.session import Session

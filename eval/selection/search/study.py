@@ -18,8 +18,7 @@ from qdqbench.eval.selection.search.results import (
     mark_trials,
 )
 from qdqbench.eval.selection.search.space import PLAIN, Params, Space, make_space, rank_by_cost
-from qdqbench.eval.selection.search.speed import open_source
-from qdqbench.eval.selection.search.workspace import Measure, Workspace, plan_key
+from qdqbench.eval.selection.search.workspace import Measure, Workspace, open_source, plan_key
 from qdqbench.eval.selection.sensitivity.results import Sensitivity, read_sensitivity, sensitivity_file
 from qdqbench.eval.selection.trials.results import DRAW, Failure, failure_of
 from qdqbench.eval.selection.trials.store import hash_of

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.metrics.changes import answered, differing
+from qdqbench.eval.metrics.answers import answered, differing
 from qdqbench.quantize.tasks.task import get_task
 
 

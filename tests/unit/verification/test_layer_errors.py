@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qdqbench.eval.verification.layer_errors import layer_errors
+from qdqbench.eval.verification.blocks import layer_errors
 from qdqbench.quantize.calibration.bias import biased
 from qdqbench.quantize.calibration.fakequant.native import frozen
 from qdqbench.quantize.calibration.record import shifted_states

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qdqbench.eval.selection.auto.criteria import Evaluation, StepAnswers, list_drops, list_unmet
 from qdqbench.eval.selection.auto.results import Criteria
+from qdqbench.eval.selection.auto.run import Evaluation, StepAnswers, list_drops, list_unmet
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.comparison import GateIssue

@@ -12,9 +12,10 @@ from hypothesis.extra.numpy import arrays
 from scipy import special
 
 from qdqbench.eval.metrics.compare import compare_with_divergence, divergence
-from qdqbench.eval.selection.sensitivity.candidates import Choices, choices
-from qdqbench.eval.selection.sensitivity.choice import (
+from qdqbench.eval.selection.sensitivity.candidates import (
+    Choices,
     attention_of,
+    choices,
     choose_point,
     kept_counts,
     measure_curve,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.metrics.effects.answers import FILE, Beside, changed_answers, classes_of
+from qdqbench.eval.metrics.answers import FILE, Beside, changed_answers, classes_of
 from qdqbench.quantize.tasks.task import EMBED, TOKEN_TASK, get_task, with_classes
 from qdqbench.quantize.tasks.types.tokens import Tagged
 
