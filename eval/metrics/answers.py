@@ -38,7 +38,7 @@ class Answered:
     names: Sequence[str]  # of the classes by number; empty where there are none
 
     def word(self, sample: int) -> str:
-        """The answer to a sample: a class, a score, a span, or the classes of its words."""
+        """Return the answer to a sample: a class, a score, a span, or the classes of its words."""
         value = self.predicted[sample]
         if isinstance(value, str):
             if not value:
@@ -54,7 +54,7 @@ class Answered:
 
 
 def answered(task: Task, answers: Floats, gold: metrics.Gold, names: Sequence[str]) -> Answered:
-    """The answers of a split, and how near each is to being another one.
+    """Return the answers of a split, and how near each is to being another one.
 
     The margin of a sample that is classified is the probability of its class less that of the next: 0 is a
     tie, 1 is certain.
@@ -82,19 +82,19 @@ def _margin(logits: Floats) -> Float64:
 
 
 def has_answers_that_flip(found: Answered) -> bool:
-    """Whether answers are the same or not, rather than nearer or farther."""
+    """Return whether answers are the same or not, rather than nearer or farther."""
     return not np.issubdtype(found.predicted.dtype, np.floating)
 
 
 def differing(reference: Answered, other: Answered) -> Array:
-    """Samples with another answer, ascending; scores are never counted as another answer."""
+    """Return samples with another answer, ascending; scores are never counted as another answer."""
     if not has_answers_that_flip(reference):
         return np.zeros(0, dtype=np.int64)
     return np.flatnonzero(reference.predicted != other.predicted)
 
 
 def sample_texts(dataset: "datasets.Dataset", task: Task, samples: Int64) -> list[str]:
-    """The texts of some samples of a split, in one line each; of one with several rows those of its first."""
+    """Return the texts of samples of a split, a line each; of one with several rows those of its first."""
     rows = samples
     if task.kind.groups is not None:
         rows = np.flatnonzero(np.diff(task.kind.groups(dataset, task), prepend=-1))[samples]
@@ -110,14 +110,14 @@ def _line(values: tuple[Any, ...]) -> str:
 
 
 def sample_labels(task: Task, gold: metrics.Gold, names: Sequence[str], samples: Int64) -> list[str | None]:
-    """What would be right for some samples, in words; None where nothing is."""
+    """Return what would be right for some samples, in words; None where nothing is."""
     if task.kind.label_texts is None or not len(samples):
         return [None] * len(samples)
     return [*task.kind.label_texts(gold[samples], names)]
 
 
 @dataclass(frozen=True)
-class Beside:
+class PairedAnswers:
     """Both on the first evaluation split."""
 
     task: Task
@@ -129,8 +129,8 @@ class Beside:
     names: list[str]  # of the classes
 
     @classmethod
-    def of(cls, session: Session, stage: str) -> "Beside":
-        """What a run left; its stage was evaluated."""
+    def of(cls, session: Session, stage: str) -> "PairedAnswers":
+        """Read what a run left; its stage was evaluated."""
         task, folder = session.config.task, session.folder / "logits"
         before, after = (read_logits(folder / f"{name}.npz") for name in ("fp32", stage))
         split = next(iter(before))
@@ -139,23 +139,23 @@ class Beside:
 
     @cached_property
     def of_fp32(self) -> Answered:
-        """What FP32 said."""
+        """Return FP32's answers."""
         return answered(self.task, self.fp32, self.gold, self.names)
 
     @cached_property
     def of_stage(self) -> Answered:
-        """What the stage said."""
+        """Return the stage's answers."""
         return answered(self.task, self.made, self.gold, self.names)
 
     @cached_property
     def distance(self) -> Float64:
-        """The kind's divergence of both answers to each sample, [samples]."""
+        """Return the kind's divergence of both answers to each sample, [samples]."""
         both = self.fp32.astype(np.float64), self.made.astype(np.float64)
         return np.asarray(self.task.kind.divergence(*both, self.gold), dtype=np.float64)
 
 
 def _names(session: Session, split: str) -> list[str]:
-    """Names of the classes: the model's, or those of the labels where it only numbers them."""
+    """Return names of the classes: the model's, or those of the labels where it only numbers them."""
     task, dataset = session.config.task, session.eval_splits[split][0].dataset
     names = list(task.classes) or class_names(session.model_name, session.config.revision, task.kind)
     feature = dataset.features.get(task.label_column)
@@ -168,10 +168,10 @@ KEPT = 200  # of them in results.json and on the page
 ORDER: tuple[Change, ...] = get_args(Change)
 
 
-def changed_answers(
-    both: Beside, dataset: "datasets.Dataset", folder: Path, kept: int = KEPT
+def list_changed_answers(
+    both: PairedAnswers, dataset: "datasets.Dataset", folder: Path, kept: int = KEPT
 ) -> ChangedAnswers:
-    """The samples whose answers changed, of scores those that are not the same; all go to `changed.csv`.
+    """Return the samples whose answers changed, of scores all that are not the same; write `changed.csv`.
 
     Raises:
         UserError: the file cannot be written.
@@ -191,8 +191,8 @@ def changed_answers(
     )
 
 
-def _all(both: Beside, dataset: "datasets.Dataset") -> list[ChangedAnswer]:
-    """Lost answers first, then won ones, the farthest first."""
+def _all(both: PairedAnswers, dataset: "datasets.Dataset") -> list[ChangedAnswer]:
+    """Return changed answers: lost ones first, then won ones, the farthest first."""
     before, after = both.of_fp32, both.of_stage
     flips = has_answers_that_flip(before)
     samples: Int64 = differing(before, after) if flips else np.flatnonzero(both.distance > 0)
@@ -219,7 +219,7 @@ def _all(both: Beside, dataset: "datasets.Dataset") -> list[ChangedAnswer]:
     ]
 
 
-def _change(both: Beside, sample: int) -> Change:
+def _change(both: PairedAnswers, sample: int) -> Change:
     if both.of_fp32.right is None or both.of_stage.right is None:
         return "nearer or farther"
     before, after = bool(both.of_fp32.right[sample]), bool(both.of_stage.right[sample])
@@ -239,8 +239,8 @@ def _write(rows: list[ChangedAnswer], path: Path) -> None:
 MOST = 40  # classes whose confusion is kept as a matrix
 
 
-def classes_of(both: Beside) -> Classes | None:
-    """Class by class; None where answers are no classes."""
+def compare_classes(both: PairedAnswers) -> Classes | None:
+    """Compare both answers class by class; None where answers are no classes."""
     kind = both.task.kind
     if kind.by_class is None:
         return None
@@ -267,7 +267,7 @@ def _confusion(labels: Int64, answers: Int64, count: int) -> list[list[int]]:
 
 
 def _row(name: str, labelled: Int64, before: Int64, after: Int64, samples: Int64) -> ClassRow:
-    """Of a class, from what is labelled so and answered so by both, bool [units].
+    """Return the row of a class, from what is labelled so and answered so by both, bool [units].
 
     The error is that of a ratio of sums over samples (Cochran 1977, "Sampling Techniques", section 2.9), as
     words of one sentence go together.

@@ -58,7 +58,7 @@ class Deviation:
 
 
 def likely_cause(evidence: Deviation) -> tuple[str, str]:
-    """Cause and advice; ("unknown", ...) where no rule fits."""
+    """Return cause and advice; ("unknown", ...) where no rule fits."""
     rules: tuple[Callable[[Deviation], tuple[str, str] | None], ...] = (
         _norm_in_half,
         _accumulator,
@@ -117,7 +117,7 @@ def _overflow(evidence: Deviation) -> tuple[str, str] | None:
 
 
 def _mask(evidence: Deviation) -> tuple[str, str] | None:
-    """Samples with padding are wrong and the others are not."""
+    """Find that samples with padding are wrong and the others are not."""
     padded = ~evidence.mask.all(axis=1)
     errors = _sample_errors(evidence)
     if errors is None or padded.all() or not padded.any():
@@ -131,7 +131,7 @@ def _mask(evidence: Deviation) -> tuple[str, str] | None:
 
 
 def _sample_errors(evidence: Deviation) -> Array | None:
-    """Relative error of each sample over its unpadded positions."""
+    """Return the relative error of each sample over its unpadded positions."""
     got, expected, mask = evidence.got, evidence.expected, evidence.mask
     if got is None or expected is None or got.shape[:1] != mask.shape[:1] or got.shape != expected.shape:
         return None
@@ -144,7 +144,7 @@ def _sample_errors(evidence: Deviation) -> Array | None:
 
 
 def _partial_attention(evidence: Deviation) -> tuple[str, str] | None:
-    """q, k and v are quantized and the softmax is not, and the tensor is not ahead of the scores."""
+    """Find q, k and v quantized without the softmax, and a tensor that is not ahead of the scores."""
     index, module = evidence.index, module_of(evidence.node.name)
     for softmax in (node for node in index.graph.node if node.op_type == "Softmax"):
         attention = module_of(softmax.name)
@@ -167,7 +167,7 @@ def _partial_attention(evidence: Deviation) -> tuple[str, str] | None:
 
 
 def _scale(evidence: Deviation) -> tuple[str, str] | None:
-    """One factor explains the error."""
+    """Find one factor that explains the error."""
     flat = _flat(evidence)
     if flat is None:
         return None
@@ -183,7 +183,7 @@ def _scale(evidence: Deviation) -> tuple[str, str] | None:
 
 
 def _offset(evidence: Deviation) -> tuple[str, str] | None:
-    """One number per channel explains the error."""
+    """Find one number per channel that explains the error."""
     flat = _flat(evidence)
     if flat is None or len(flat[0]) < 8:
         return None
@@ -197,7 +197,7 @@ def _offset(evidence: Deviation) -> tuple[str, str] | None:
 
 
 def _flat(evidence: Deviation) -> tuple[Array, Array] | None:
-    """Finite values as [positions, channels]."""
+    """Return finite values as [positions, channels]."""
     if evidence.got is None or evidence.expected is None or evidence.nonfinite:
         return None
     got, expected = (kept_positions(a, evidence.mask) for a in (evidence.got, evidence.expected))
@@ -205,7 +205,7 @@ def _flat(evidence: Deviation) -> tuple[Array, Array] | None:
 
 
 def _behind_int8(evidence: Deviation) -> onnx.NodeProto | None:
-    """The INT8 GEMM whose result reaches the node through factors, biases, residuals and moves only."""
+    """Return the INT8 GEMM that reaches the node through factors, biases, residuals and moves only."""
     waiting, seen = [evidence.node], set()
     while waiting:
         node = waiting.pop()
@@ -222,7 +222,7 @@ def _behind_int8(evidence: Deviation) -> onnx.NodeProto | None:
 
 
 def _dequantizer(index: GraphIndex, name: str) -> onnx.NodeProto | None:
-    """The DequantizeLinear that made a tensor before it was moved."""
+    """Return the DequantizeLinear that made a tensor before it was moved."""
     node, _ = index.origin(name, _MOVES)
     return node if node is not None and node.op_type == "DequantizeLinear" else None
 
@@ -367,7 +367,7 @@ class _Search:
         return [compare_tensors(t, self.got[t], self.expected[t], self.mask, self.limit) for t in chunk]
 
     def _mender(self, chunk: list[str]) -> str:
-        """The first tensor of a chunk whose mark alone makes the fault vanish."""
+        """Return the first tensor of a chunk whose mark alone makes the fault vanish."""
         start = self.block.input
         own = [t for t in chunk if start is None or start in nodes_before(self.index, t)]
         for tensor in own or chunk:
@@ -377,7 +377,7 @@ class _Search:
         return (own or chunk)[0]
 
     def _jumps(self, row: TensorError) -> bool:
-        """Whether a tensor is wrong and what it is made from is not; else it is kept among the good ones."""
+        """Return whether a tensor is wrong and its sources are not; else keep it among the good ones."""
         above = nodes_before(self.index, row.tensor)
         sources = [good for good in self.good if good.tensor in above]
         error = max((good.error or 0.0 for good in sources), default=0.0)
@@ -397,7 +397,7 @@ class _Search:
 
 
 def nodes_before(index: GraphIndex, tensor: str) -> set[str]:
-    """Tensors that a tensor is computed from."""
+    """Return tensors that a tensor is computed from."""
     found: set[str] = set()
     waiting = [tensor]
     while waiting:
@@ -411,7 +411,7 @@ def nodes_before(index: GraphIndex, tensor: str) -> set[str]:
 def _own_inputs(
     model: onnx.ModelProto, stitched: blocks.Stitched, feeds: Feeds, run_reference: GraphRunner
 ) -> dict[str, Array]:
-    """Hidden states between the blocks in the reference's own run of the whole graph."""
+    """Return hidden states between the blocks in the reference's own run of the whole graph."""
     marked = onnx.ModelProto()
     marked.CopyFrom(model)
     outputs = [block.output for block in stitched.blocks[:-1]]
@@ -449,7 +449,7 @@ def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
 
 
 def bisect_lines(result: BisectResult) -> list[str]:
-    """The result in plain words, one line each."""
+    """Describe the result in plain words, one line each."""
     lines = [f"{name}: {_error_text(row)}" for name, row in result.blocks.items()]
     if result.block is None:
         return [*lines, "no block is wrong", *result.notes]
@@ -475,7 +475,7 @@ def _error_text(row: TensorError) -> str:
 
 
 def run_onnxruntime(model: onnx.ModelProto, feeds: Feeds) -> dict[str, Array]:
-    """All outputs of a graph in ONNX Runtime without optimizations."""
+    """Return all outputs of a graph in ONNX Runtime without optimizations."""
     session = session_of(model.SerializeToString(), "the cut graph")
     names = [value.name for value in model.graph.output]
     wanted = {value.name for value in model.graph.input}

@@ -44,7 +44,7 @@ FLOATS: dict[int, Any] = {
 
 
 def block_name(number: int) -> str:
-    """The block that makes a hidden state: 0 is that behind the embeddings."""
+    """Return the block that makes a hidden state: 0 is the output of the embeddings."""
     return f"layer.{number - 1}" if number else EMBEDDINGS
 
 
@@ -71,7 +71,7 @@ class Stitched:
     family: Family  # whose module names the graph has
 
     def feeds(self, inputs: Mapping[str, Float32]) -> dict[str, Array]:
-        """Hidden states by block name as feeds of the graph, in its types."""
+        """Return hidden states by block name as feeds of the graph, in its types."""
         return {
             block.input: inputs[block.name].astype(self.types[block.input])
             for block in self.blocks
@@ -127,7 +127,7 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
 
 
 def _joined_output(graph: onnx.GraphProto) -> str:
-    """The graph's only output; several become one, stacked along a new last axis as `joined` does it."""
+    """Return the graph's only output; stack several along a new last axis as `joined` does it."""
     if len(graph.output) == 1:
         return str(graph.output[0].name)
     parts = [f"{value.name}/part" for value in graph.output]
@@ -142,7 +142,7 @@ def _joined_output(graph: onnx.GraphProto) -> str:
 
 
 def _borders(graph: onnx.GraphProto, family: Family) -> dict[str, str]:
-    """Output tensor of the embeddings and of each encoder layer, by block name."""
+    """Return output tensor of the embeddings and of each encoder layer, by block name."""
     found: dict[str, str] = {}
     ends: list[str] = []
     embedded = [f".{path}" for path in (family.embeddings_norm, family.embeddings_linear) if path]
@@ -165,12 +165,12 @@ def _borders(graph: onnx.GraphProto, family: Family) -> dict[str, str]:
 
 
 def block_of(stitched: Stitched, name: str) -> Block:
-    """A block by its name."""
+    """Return A block by its name."""
     return next(block for block in stitched.blocks if block.name == name)
 
 
 def extract(stitched: Stitched, name: str, marked: Iterable[str] = ()) -> onnx.ModelProto:
-    """The graph of one block alone, with tensors inside of it marked as graph outputs too."""
+    """Return the graph of one block alone, with tensors inside of it marked as graph outputs too."""
     block, values = block_of(stitched, name), tensor_values(stitched.model)
     alone = onnx.ModelProto()
     alone.CopyFrom(stitched.model)
@@ -187,7 +187,7 @@ def extract(stitched: Stitched, name: str, marked: Iterable[str] = ()) -> onnx.M
 
 
 def computed_floats(model: onnx.ModelProto) -> list[str]:
-    """Float tensors that depend on a graph input, in topological order.
+    """Return float tensors that depend on a graph input, in topological order.
 
     Without the copies (casts, reshapes, transposes) and the outputs of Q and DQ: an engine has no tensor of
     its own for them, and marking them would break the pattern that makes its INT8 kernels.
@@ -256,7 +256,7 @@ def reference_blocks(
 def _around(
     model: "PreTrainedModel", batch: dict[str, Int64], hidden: "torch.Tensor"
 ) -> tuple[Float32, Float32]:
-    """What a model makes of the tokens before its layers, and of a hidden state behind them."""
+    """Return what a model makes of the tokens before its layers, and of a hidden state after them."""
     runs = len(family_of(model.config).runs(model))
     with first_inputs(model) as embedded, resumed(model, runs, hidden):
         logits = forward(model, batch)
@@ -279,13 +279,13 @@ class _Sums:
         self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def add(self, name: str, made: Array, exact: Array, mask: Array) -> None:
-        """Both [B, L, ...], or [B, ...]; padding is left out."""
+        """Add two tensors, both [B, L, ...] or [B, ...], without padding."""
         ours, theirs = kept_positions(made, mask), kept_positions(exact, mask)
         self.sums[name][0] += float(np.square(ours - theirs).sum())
         self.sums[name][1] += float(np.square(theirs).sum())
 
     def error(self, name: str) -> float | None:
-        """Relative; None where FP32's values are zero, or one side is not finite."""
+        """Return the relative error; None where FP32's values are zero, or one side is not finite."""
         noise, power = self.sums[name]
         return float(np.sqrt(noise / power)) if power and np.isfinite([noise, power]).all() else None
 
@@ -298,7 +298,7 @@ def layer_errors(  # noqa: PLR0913, PLR0917
     corrections: Mapping[str, list[float]],
     moved: Mapping[int, list[float]] | None = None,
 ) -> LayerErrors:
-    """Relative errors of the outputs of INT8 linears and of blocks, in the order of the model.
+    """Return relative errors of the outputs of INT8 linears and of blocks, in the order of the model.
 
     Args:
         model: the fake-quant model, `frozen`.
@@ -345,7 +345,7 @@ def _beside(  # noqa: PLR0913, PLR0917
     args: "tuple[torch.Tensor, ...]",
     output: "torch.Tensor",
 ) -> None:
-    """What a linear made, beside what it would make of the same input unrounded."""
+    """Add what a linear made, and what it would make of the same input unrounded."""
     from torch.nn import functional
 
     bias = linear.bias
@@ -357,7 +357,7 @@ def _beside(  # noqa: PLR0913, PLR0917
 
 
 def _states(model: "PreTrainedModel", batch: Batch) -> dict[str, Array]:
-    """Hidden states behind the layers of a model, and its answers, by block."""
+    """Return hidden states after the layers of a model, and its answers, by block."""
     found: dict[str, Array] = {}
 
     def keep(_: Any, __: Any, output: Any) -> None:

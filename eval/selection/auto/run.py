@@ -13,7 +13,7 @@ import numpy as np
 
 from qdqbench.eval.bench.measure import ReadyGraph, alone_on_cpu, alone_on_gpu, measure_speedup, open_engine
 from qdqbench.eval.metrics.compare import compare
-from qdqbench.eval.metrics.gate import NOISE
+from qdqbench.eval.metrics.gate import NOISE, drop_issue, slow_issue
 from qdqbench.eval.metrics.logits import Logits, read_logits
 from qdqbench.eval.runs.report.verdict import last_measured
 from qdqbench.eval.runs.run import StageProgress, follow, run_until
@@ -47,11 +47,11 @@ from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
-from qdqbench.quantize.utils.comparison import Comparison, GateIssue
+from qdqbench.quantize.utils.comparison import Comparison, Gate, GateIssue
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.progress import report_phase
-from qdqbench.quantize.utils.results import Results, read_results
+from qdqbench.quantize.utils.results import read_results
 from qdqbench.quantize.utils.speedup import Speedup
 from qdqbench.quantize.utils.system.environment import environment, made_with, now
 
@@ -73,47 +73,27 @@ def list_drops(
         stage: of the run that the scores are of.
     """
     return [
-        GateIssue(
-            code="accuracy",
-            state="failed",
-            stage=stage or None,
-            split=split,
-            metric=metric,
-            value=row.drop,
-            stderr=row.drop_stderr,
-            limit=max_drop,
-            n=row.n,
-        )
+        drop_issue(row, max_drop, stage=stage or None, split=split, metric=metric)
         for split, row in scores.items()
         if row.drop > max_drop and row.drop > NOISE * row.drop_stderr
     ]
 
 
 def list_unmet(
-    results: Results,
-    stage: str,
-    scores: Mapping[str, Comparison],
-    speedup: Speedup | None,
-    criteria: Criteria,
+    gate: Gate, drops: list[GateIssue], speedup: Speedup | None, min_speedup: float | None
 ) -> list[GateIssue]:
     """Return what keeps the recipe of a run from holding.
 
     Args:
-        results: of the whole run; its gate has the `max_drop` of the criteria.
-        stage: the last measured one.
-        scores: of that stage against FP32, by evaluation split.
+        gate: of the whole run, with the `max_drop` of the criteria.
+        drops: of its last measured stage, from `list_drops`.
         speedup: of its engine; None where there is none.
-        criteria: what was asked for.
+        min_speedup: least speed-up over the same backend's engine without INT8, the only baseline here.
     """
-    drops = list_drops(scores, str(results.task["metrics"][0]), criteria.max_drop, stage)
     # a drop of a stage before the last one counts where the last one has none
-    issues = drops + [each for each in results.gate.failures if each.code != "accuracy" or not drops]
-    least = criteria.min_speedup
-    if least is not None and (speedup is None or speedup.value < least):
-        issue = GateIssue(code="min_speedup", state="failed", limit=least)
-        if speedup is not None:
-            issue.value, issue.baseline, issue.config = speedup.value, speedup.baseline, speedup.config
-        issues.append(issue)
+    issues = drops + [each for each in gate.failures if each.code != "accuracy" or not drops]
+    if min_speedup is not None and (speedup is None or speedup.value < min_speedup):
+        issues.append(slow_issue(speedup, min_speedup))
     return issues
 
 
@@ -267,7 +247,8 @@ class AutoRun:
         step.speedup = timed if isinstance(timed, Speedup) else None
         measured = [each for each in before if each.run]
         tried = [self._answers(each) for each in measured]
-        issues = list_unmet(results, stage, step.scores, step.speedup, self.criteria)
+        drops = list_drops(step.scores, self.config.task.metrics[0], self.criteria.max_drop, stage)
+        issues = list_unmet(results.gate, drops, step.speedup, self.criteria.min_speedup)
         nested = None
         if tried and not issues:
             answers = [*tried, StepAnswers(own, fails_anyway=False)]

@@ -4,16 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
-
 from qdqbench.eval.metrics import gate
 from qdqbench.eval.reporting.formats import count_of
 from qdqbench.eval.selection.sensitivity.results import CurvePoint, Group
 from qdqbench.eval.selection.trials.calibrations import EMBEDDINGS, LAYERNORMS
+from qdqbench.eval.selection.trials.store import named_by
 from qdqbench.quantize.models.families.family import ENCODER_KINDS, KINDS, SMOOTHED, Family
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import Plan, Scaling, matched, resolve, short_name
-from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, parse_recipe
+from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import UserError
@@ -35,7 +34,7 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """The same for candidates that switch the same: the linear `classifier` and the kind of that name."""
+        """Return a name that candidates share which switch the same: a classifier and its kind."""
         return next(iter(self.units)) if len(self.units) == 1 else f"{self.group} {self.name}"
 
 
@@ -51,7 +50,7 @@ class Choices:
 
 
 def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> Choices:
-    """Candidates of a model, and the plan that calibrates all of them.
+    """Return the candidates of a model, and the plan that calibrates all of them.
 
     Everything in INT8 is every linear of the encoder, per channel where the recipe has no INT8 rule for it,
     and the attention and other linears that the recipe has in INT8.
@@ -88,7 +87,7 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
 
 
 def _scaling(recipe: Recipe, linear: str, family: Family) -> Scaling:
-    """Calibration of a linear that the recipe has not in INT8: its section, which smooths some only."""
+    """Return how to calibrate a linear that the recipe has not in INT8: by its section, if it smooths."""
     smoothing = recipe.calibration.smoothing if family.kind(linear) in SMOOTHED else "none"
     return replace(_of_section(recipe), smoothing=smoothing)
 
@@ -167,12 +166,11 @@ def _notes(plan: Plan, base: Plan, modules: Mapping[str, ModuleInfo], limits: Li
     return notes
 
 
-CHOICE_FILE = "recipe.yaml"
 SHARE = 0.5  # of the divergence of everything in INT8 that may be left
 
 
 def kept_counts(linears: int) -> list[int]:
-    """0, 1, 2, 4, 8, ... linears, one at least left in INT8."""
+    """Return 0, 1, 2, 4, 8, ... linears, one at least left in INT8."""
     return [0, *(1 << power for power in range(linears.bit_length()) if 1 << power < linears)]
 
 
@@ -211,10 +209,10 @@ def attention_of(linears: list[str], found: Choices) -> list[str]:
     return [name for name in found.base.attention if family.require_beside(name, "output") in linears]
 
 
-def write_up(
+def make_recipe(
     recipe: Recipe, point: CurvePoint, found: Choices, modules: Mapping[str, ModuleInfo], prefix: str
-) -> tuple[Recipe, str]:
-    """Return the recipe of a point of the curve, and its YAML; both were resolved against the model.
+) -> Recipe:
+    """Return the recipe of a point of the curve, which was resolved against the model.
 
     Raises:
         UserError: it does not resolve, which would be a fault of this function.
@@ -243,21 +241,15 @@ def write_up(
     chosen = Recipe.model_validate(
         recipe.model_dump(mode="json")
         | {
-            "name": f"{recipe.name.removesuffix('-sensitivity')}-sensitivity",
+            "name": named_by(recipe.name, "sensitivity"),
             "description": f"{recipe.name}, {count_of(count, 'linear')} kept out of INT8 by sensitivity.",
             "rules": [rule.model_dump(mode="json") for rule in rules],
             "calibration": calibration.model_dump(mode="json"),
         }
     )
-    short_form = chosen.model_dump(mode="json", exclude_defaults=True)
-    text = yaml.safe_dump({"version": 1, **short_form}, sort_keys=False, allow_unicode=True, width=100)
-    again = parse_recipe(text, CHOICE_FILE)
-    if again != chosen:
-        raise AssertionError(f"{CHOICE_FILE} does not hold the recipe that was chosen: {dump_recipe(again)}")
-    plan = resolve(again, modules, prefix)
-    if {*plan.int8, *plan.attention} != int8:
-        raise AssertionError(f"{CHOICE_FILE} puts other modules into INT8 than were measured")
-    return again, text
+    plan = resolve(chosen, modules, prefix)
+    assert {*plan.int8, *plan.attention} == int8, "not the modules that were measured"
+    return chosen
 
 
 def _not_idle(

@@ -12,8 +12,16 @@ import torch
 
 from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.reporting.formats import count_of
-from qdqbench.eval.selection.sensitivity import candidates as sensitivity_choice
-from qdqbench.eval.selection.sensitivity.candidates import Candidate, Choices, choices
+from qdqbench.eval.selection.sensitivity.candidates import (
+    Candidate,
+    Choices,
+    attention_of,
+    choices,
+    choose_point,
+    kept_counts,
+    make_recipe,
+    measure_curve,
+)
 from qdqbench.eval.selection.sensitivity.results import (
     CandidateRow,
     CurvePoint,
@@ -23,7 +31,7 @@ from qdqbench.eval.selection.sensitivity.results import (
 )
 from qdqbench.eval.selection.trials.calibrations import Switches
 from qdqbench.eval.selection.trials.results import DRAW, Scores, Trial
-from qdqbench.eval.selection.trials.store import TRIALS, Trials, described
+from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Trials, described, write_recipe
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.models.families.known import family_of
@@ -35,7 +43,6 @@ from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.batches import sorted_batches
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
-from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.progress import Progress
@@ -57,7 +64,7 @@ class Suffixes:
     """Answers of a model to a draw, computed from the input of any encoder layer on."""
 
     def __init__(self, model: "PreTrainedModel", batches: list[IndexedBatch], encoded: Encoded) -> None:
-        """`batches` are those that `sorted_batches` makes of `encoded`.
+        """Take the model over; `batches` are those that `sorted_batches` makes of `encoded`.
 
         Where the head reads the first token only, the others are not computed behind the attention of the
         last layer. What the first token gets is not changed by it.
@@ -75,18 +82,18 @@ class Suffixes:
             )
 
     def start(self) -> tuple[list[Held], Float32]:
-        """States at the input of the first layer, and logits, in whatever precision the model is now."""
+        """Return states at the input of the first layer, and logits, in the model's present precision."""
         with first_inputs(self.model) as found:
             logits = self.full()
         states = zip(self.batches, found, strict=True)
         return [Held(rows, batch, hidden) for (rows, batch), hidden in states], logits
 
     def full(self) -> Float32:
-        """Answers [answers, width] of the whole model."""
+        """Return answers [answers, width] of the whole model."""
         return self._gather((rows, quantizers.forward(self.model, batch)) for rows, batch in self.batches)
 
     def suffix(self, states: list[Held], layer: int) -> Float32:
-        """Answers [answers, width] from states at the input of `layer`, which may be the head's number."""
+        """Return answers [answers, width] from states at the input of `layer`, or of the head."""
 
         def logits() -> Iterator[tuple[Int64, torch.Tensor]]:
             for state in states:
@@ -96,7 +103,7 @@ class Suffixes:
         return self._gather(logits())
 
     def advance(self, states: list[Held], layer: int) -> list[Held]:
-        """States behind `layer`."""
+        """Return the states after `layer`."""
         found = []
         for state in states:
             with resumed(self.model, layer, state.hidden, layer + 1) as made:
@@ -185,12 +192,12 @@ class Measurement:
         rows = [self._row(candidate) for candidate in self.found.candidates]
         order = [row.modules[0] for row in ranking(rows)]
         limit = self.session.recipe.gate.max_drop
-        curve = sensitivity_choice.measure_curve(len(order), lambda kept: self._kept(order[:kept]), limit)
+        curve = measure_curve(len(order), lambda kept: self._kept(order[:kept]), limit)
         return self._report(fp32, full, rows, curve, time.perf_counter() - start)
 
     @functools.cached_property
     def found(self) -> Choices:
-        """Candidates."""
+        """Return the candidates."""
         model = self.session.fp32_model
         return choices(self.session.recipe, module_table(model), model.base_model_prefix)
 
@@ -202,7 +209,7 @@ class Measurement:
 
     @functools.cached_property
     def bench(self) -> _Bench:
-        """The model, calibrated, with everything switchable, and its FP32 logits."""
+        """Return the model, calibrated, with everything switchable, and its FP32 logits."""
         session, recipe = self.session, self.session.recipe
         model = placed(session.new_int8_model())
         seen = 0
@@ -228,13 +235,13 @@ class Measurement:
         return {DRAW: self.bench.reference}
 
     def _spanning(self) -> None:
-        """Candidates of the whole depth."""
+        """Compare candidates of the whole depth."""
         for candidate in self.found.candidates:
             if candidate.start is None:
                 self._both(candidate, self._whole, self._whole)
 
     def _layers(self) -> None:
-        """Candidates layer by layer, from two states that advance: all in FP32, and everything in INT8."""
+        """Compare candidates layer by layer, from two states that advance: all FP32, and everything INT8."""
         ordered = [c for c in self.found.candidates if c.start is not None]
         ordered.sort(key=lambda c: c.start or 0)
         if all(key in self.trials.store.trials for c in ordered for key in self._keys(c)):
@@ -276,7 +283,7 @@ class Measurement:
         return self.bench.suffixes.suffix(states, layer)
 
     def _kept(self, linears: list[str]) -> CurvePoint:
-        attention = sensitivity_choice.attention_of(linears, self.found)
+        attention = attention_of(linears, self.found)
         on = self.found.everything - {*linears, *attention}
         key = f"curve {len(linears)}" if linears else EVERYTHING
         comparison = self._compare(key, lambda: self._whole(on))
@@ -303,7 +310,7 @@ class Measurement:
         """Return the number of measurements without the bisection of the curve."""
         keys = {key for candidate in self.found.candidates for key in self._keys(candidate)}
         linears = len({*self.found.plan.int8} & self.found.everything)
-        return len(keys) + 1 + len(sensitivity_choice.kept_counts(linears))
+        return len(keys) + 1 + len(kept_counts(linears))
 
     def _row(self, candidate: Candidate) -> CandidateRow:
         values = [self.trials.store.trials[key].scores[DRAW] for key in self._keys(candidate)]
@@ -322,12 +329,11 @@ class Measurement:
         self, fp32: Scores, full: Comparison, rows: list[CandidateRow], curve: list[CurvePoint], wall_s: float
     ) -> Sensitivity:
         session, config = self.session, self.session.config
-        point, reached = sensitivity_choice.choose_point(curve, config.recipe.gate.max_drop)
+        point, reached = choose_point(curve, config.recipe.gate.max_drop)
         model = session.fp32_model
-        chosen, text = sensitivity_choice.write_up(
-            config.recipe, point, self.found, module_table(model), model.base_model_prefix
-        )
-        files.write_text(session.folder / sensitivity_choice.CHOICE_FILE, text)
+        modules, prefix = module_table(model), model.base_model_prefix
+        chosen = make_recipe(config.recipe, point, self.found, modules, prefix)
+        write_recipe(chosen, session.folder)
         (split, encoded), plan = self.trials.drawn, self.found.plan
         return Sensitivity(
             **described(session, split, len(encoded.gold)),
@@ -339,7 +345,7 @@ class Measurement:
             choice=SensitivityChoice(
                 kept=point.kept,
                 reached=reached,
-                file=sensitivity_choice.CHOICE_FILE,
+                file=RECIPE_FILE,
                 recipe_name=chosen.name,
             ),
             warnings=session.warnings,

@@ -163,7 +163,7 @@ class Switches:
 
 
 def _round(value: torch.Tensor, amax: torch.Tensor, lowest: int = -INT8_MAX) -> torch.Tensor:
-    """ModelOpt's arithmetic step by step, bit for bit, without its copies: most of its time on a CPU."""
+    """Round by ModelOpt's arithmetic, bit for bit, without its copies: most of its time on a CPU."""
     scale = amax.new_tensor(INT8_MAX) / amax  # a plain number would be multiplied by 1 / amax
     return (value * scale).round_().clamp_(lowest, INT8_MAX).div_(scale)
 

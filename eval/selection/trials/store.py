@@ -18,6 +18,7 @@ from qdqbench.eval.metrics.compare import compare, compare_with_divergence
 from qdqbench.eval.metrics.runners import placed, predict, torch_runner
 from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Scores, Trial, failure_of
 from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.recipe.schema import Recipe, parse_recipe, short_yaml
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import encode, load_split, whole
 from qdqbench.quantize.tasks.sources import Split
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[Split, Encoded]:
-    """Rows of the calibration split behind those that calibrate, in the same seeded order.
+    """Draw the rows of the calibration split after those that calibrate, in the same seeded order.
 
     Notes of the split, and that it has fewer rows, go to the session.
 
@@ -76,7 +77,7 @@ def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[S
 
 
 def described(session: "Session", split: Split, samples: int) -> dict[str, Any]:
-    """Fields that results on such a draw share: what was measured, on what, where and when.
+    """Return fields that results on a draw share: what was measured, on what, where and when.
 
     Args:
         split: that `samples` were drawn from.
@@ -107,11 +108,28 @@ def described(session: "Session", split: Split, samples: int) -> dict[str, Any]:
 
 Record = TypeVar("Record", bound=Trial)
 TRIALS = "trials.jsonl"
+RECIPE_FILE = "recipe.yaml"  # the recipe that a command chose
 
 
 def hash_of(value: Any) -> str:
     """Return the SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def named_by(name: str, command: str) -> str:
+    """Return the name of a recipe that a command made from the one with this name."""
+    return f"{name.removesuffix(f'-{command}')}-{command}"
+
+
+def write_recipe(recipe: Recipe, folder: Path) -> None:
+    """Write a chosen recipe as short YAML, which parses back to it.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    text = short_yaml(recipe)
+    assert parse_recipe(text, RECIPE_FILE) == recipe, text
+    files.write_text(folder / RECIPE_FILE, text)
 
 
 class Store(Generic[Record]):

@@ -1,16 +1,12 @@
 """Whether a recipe holds, and the figure on samples that had no say in its choice."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from qdqbench.eval.selection.auto.results import Criteria
 from qdqbench.eval.selection.auto.run import Evaluation, StepAnswers, list_drops, list_unmet
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.tasks.types.encoded import Encoded
-from qdqbench.quantize.utils.comparison import GateIssue
-from qdqbench.quantize.utils.results import Results
+from qdqbench.quantize.utils.comparison import Gate, GateIssue
 
 from ....support.records import speedup
 
@@ -117,26 +113,19 @@ def test_a_regression_is_judged_the_same_way():
     assert found.scores["validation"].delta["pearson"] == pytest.approx(0, abs=1e-6)
 
 
-def gated(**how):
-    """A measured run with another gate."""
-    path = Path(__file__).parents[4] / "docs" / "measured" / "sst2-bert-fp16" / "results.json"
-    found = Results.model_validate_json(path.read_text())
-    return found.model_copy(update={"gate": found.gate.model_copy(update=how)})
-
-
 def test_unmet_criteria_and_a_drop_only_once(evaluation):
     failed = GateIssue(code="check", state="failed", names=["QDQ001", "x"], detail="y")
     drop = GateIssue(code="accuracy", state="failed", stage="onnxruntime", metric="accuracy", value=0.02)
-    results = gated(passed=False, issues=[failed, drop])
-    criteria = Criteria(max_drop=0.005, min_speedup=1.5)
-    same = evaluation.compare(logits(ALL), logits(ALL))
-    found = list_unmet(results, "engine", same, speedup(1.4), criteria)
+    gate = Gate(passed=False, max_drop=0.005, issues=[failed, drop])
+    same = list_drops(evaluation.compare(logits(ALL), logits(ALL)), "accuracy", 0.005, "engine")
+    assert same == []
+    found = list_unmet(gate, same, speedup(1.4), 1.5)
     assert found[:2] == [failed, drop]
     assert (found[2].code, found[2].value, found[2].limit) == ("min_speedup", 1.4, 1.5)
-    far = evaluation.compare(logits(ALL), logits(random_losses(0.2, 1)))
-    issues = list_unmet(results, "engine", far, None, criteria)
+    lost = evaluation.compare(logits(ALL), logits(random_losses(0.2, 1)))
+    issues = list_unmet(gate, list_drops(lost, "accuracy", 0.005, "engine"), None, 1.5)
     assert [(each.code, each.stage) for each in issues] == [
         ("accuracy", "engine"), ("check", None), ("min_speedup", None)
     ]  # fmt: skip
     assert issues[2].value is None
-    assert not list_unmet(gated(passed=True, issues=[]), "engine", same, None, Criteria(max_drop=0.0))
+    assert not list_unmet(Gate(passed=True, max_drop=0.0), same, None, None)

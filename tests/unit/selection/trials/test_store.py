@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from qdqbench.eval.selection.trials.results import Trial, failure_of
-from qdqbench.eval.selection.trials.store import Store
+from qdqbench.eval.selection.trials.store import RECIPE_FILE, Store, named_by, write_recipe
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 
 
@@ -83,3 +85,13 @@ def test_failures_are_data(error: Exception, code: str, retryable: bool) -> None
     failure = failure_of(error)
     assert (failure.code, failure.is_retryable) == (code, retryable)
     assert "\n" not in failure.text
+
+
+@pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention-qat", "bert-fp16"])
+def test_the_chosen_recipe_parses_back(name: str, tmp_path: Path) -> None:
+    section = Calibration(method="percentile/99.99", smoothing=0.5, weights_method="mse")
+    renamed = {"name": named_by(named_by(name, "calibrated"), "calibrated"), "calibration": section}
+    recipe = load_recipe(name).model_copy(update=renamed)
+    assert recipe.name == f"{name}-calibrated"  # not twice
+    write_recipe(recipe, tmp_path)
+    assert load_recipe(str(tmp_path / RECIPE_FILE)) == recipe
