@@ -220,8 +220,8 @@ def test_a_failed_point_is_recorded_with_its_reason(open_study, monkeypatch):
 
 WORKER = """
 import sys, time
+from pathlib import Path
 import optuna
-from types import SimpleNamespace
 from qdqbench.eval.selection.search import study
 from qdqbench.eval.selection.search.results import Ranking, SearchOptions, Source
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -239,6 +239,10 @@ study.first_trials = lambda work, space: [({"keep": 3}, {"origin": "given"})]
 study._try_point, study._describe_best = point, lambda worker: ""
 with quiet("optuna"):
     opened = study._open_study(sys.argv[1], "x", 0, {}, None, SearchOptions())
+    folder = Path(sys.argv[1].removeprefix("sqlite:///")).parent
+    (folder / sys.argv[2]).touch()
+    while not ((folder / "a").exists() and (folder / "b").exists()):
+        time.sleep(0.05)  # neither does all trials before the other starts
     source = Source(mode="int8-share", batch=1, length=8)
     study.run_trials(study.Worker(None, SearchOptions(trials=10), source, None, opened, ranking))
 """
