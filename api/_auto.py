@@ -75,7 +75,8 @@ def auto(  # noqa: PLR0913
             between them int8-residual-fused where a speed-up is asked of a GPU.
         budget: seconds, or a text such as "90s", "30m" or "2h"; no step starts that exceeds it.
         max_drop: of the primary metric, a fraction; the gate of every recipe.
-        min_speedup: over the engine without INT8 of the same backend; None: not asked.
+        min_speedup: over the only system without INT8 that is timed, the same backend's FP16 (on a CPU FP32
+            or BF16) engine, which `Speedup.baseline` names; None: not asked.
         samples: train rows that proposals are chosen on, at most.
         trials: of the search, at most.
         batch: of the latency.

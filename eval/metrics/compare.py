@@ -12,7 +12,7 @@ from qdqbench.quantize.utils.comparison import COSINE_EDGES, Agreement, Comparis
 
 
 def divergence(task: Task, reference: Floats, answers: Floats, gold: Gold) -> Float64:
-    """How far answers are from FP32's, by sample, float64 [samples]; 0 where they say the same.
+    """Return how far answers are from FP32's, by sample, float64 [samples]; 0 where they say the same.
 
     Classes: KL(FP32 || candidate) of the probabilities, in nat, of a sample with several answers their mean.
     Regression: squared difference over the variance of FP32's outputs.
@@ -29,7 +29,7 @@ def divergence(task: Task, reference: Floats, answers: Floats, gold: Gold) -> Fl
 
 
 def agreement_of(reference: Floats, answers: Floats, *, seed: int) -> Agreement:
-    """Cosine and neighbours of embeddings, [texts, width] of FP32 and of a stage, with their standard errors.
+    """Return cosine and neighbors of embeddings [texts, width] of FP32 and a stage, with standard errors.
 
     The errors are those of a bootstrap over texts, whose neighbours stay as they are.
 
@@ -58,7 +58,7 @@ def compare(
     *,
     seed: int,
 ) -> Comparison:
-    """Paired comparison of a stage with FP32.
+    """Compare a stage with FP32, paired by sample.
 
     Both stages answer the same samples, so their errors go together and the difference is known far better
     than either metric; unpaired tests would call real drops noise (Dror et al. 2018, "The Hitchhiker's Guide
@@ -118,7 +118,7 @@ def compare_with_divergence(
 
 
 def _mcnemar(before: Array, after: Array) -> float:
-    """Two-sided p of the samples that one stage alone gets right; 1 when there is none."""
+    """Return the two-sided p of the samples that one stage alone gets right; 1 when there is none."""
     from scipy import stats
 
     lost, won = int((before & ~after).sum()), int((~before & after).sum())
@@ -126,6 +126,6 @@ def _mcnemar(before: Array, after: Array) -> float:
 
 
 def _sqnr_db(reference: Array, difference: Array) -> float | None:
-    """Signal to noise in dB; None when there is no noise, or no signal."""
+    """Return the signal to noise ratio in dB; None when there is no noise, or no signal."""
     signal, noise = float((reference**2).sum()), float((difference**2).sum())
     return float(10 * (np.log10(signal) - np.log10(noise))) if signal and noise else None

@@ -1,7 +1,10 @@
 """The gate's `max_drop`: what it means, for every command that judges a drop by it."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
+
+from qdqbench.quantize.utils.comparison import Comparison, GateIssue
+from qdqbench.quantize.utils.speedup import Speedup
 
 NOISE = 2  # paired standard errors up to which a difference is noise
 
@@ -13,7 +16,7 @@ Judgement = Literal["holds", "holds within noise", "fails"]
 
 
 def limit(stderr: float, max_drop: float) -> float:
-    """The largest drop that does not fail: `max_drop` and two of the drop's paired standard errors."""
+    """Return the largest drop that does not fail: `max_drop` and two of the drop's paired standard errors."""
     return max_drop + NOISE * stderr
 
 
@@ -34,7 +37,7 @@ def judge(drop: float, stderr: float, max_drop: float) -> Judgement:
 
 
 def samples_to_tell(drop: float, stderr: float, max_drop: float, n: int, *, counted: bool) -> int | None:
-    """How many samples it takes to tell whether a drop is within `max_drop`; None where these do.
+    """Return how many samples can tell whether a drop is within `max_drop`; None where these do.
 
     They do where two standard errors are at most `max_drop`, so that such a drop would have been seen, and
     the drop itself is not between `max_drop` and what is noise. A standard error shrinks with the root of n.
@@ -53,3 +56,23 @@ def samples_to_tell(drop: float, stderr: float, max_drop: float, n: int, *, coun
     if counted:
         needed.append(NOISE * RULE_OF_THREE**0.5 / room)
     return math.ceil(min(max(needed), MOST_SAMPLES)) if max(needed) > n else None
+
+
+def drop_issue(comparison: Comparison, max_drop: float, **where: Any) -> GateIssue:
+    """Return a drop that is above `max_drop`, beyond noise unless `where` has another state.
+
+    Args:
+        comparison: against FP32.
+        max_drop: a fraction.
+        where: its state, stage, split and metric.
+    """
+    score = {"value": comparison.drop, "stderr": comparison.drop_stderr, "n": comparison.n}
+    return GateIssue(**{"code": "accuracy", "state": "failed", "limit": max_drop, **score, **where})
+
+
+def slow_issue(speedup: Speedup | None, min_speedup: float) -> GateIssue:
+    """Return a speed-up below `min_speedup`; None: it could not be measured."""
+    issue = GateIssue(code="min_speedup", state="failed", limit=min_speedup)
+    if speedup is not None:
+        issue.value, issue.config, issue.baseline = speedup.value, speedup.config, speedup.baseline
+    return issue

@@ -82,7 +82,7 @@ def read_answers(path: Path) -> tuple[Logits, dict[str, Array]]:
 def score(  # noqa: PLR0913, PLR0917
     task: Task, path: Path, reference: Path | None, gold: dict[str, metrics.Gold], seed: int, detail: str
 ) -> StageResult:
-    """Metrics of one stage, paired with a reference stage.
+    """Score one stage, paired with a reference stage.
 
     `gold` is what each evaluation split is scored against.
 

@@ -64,12 +64,12 @@ class Boundary:
 
     @property
     def reference(self) -> str:
-        """Graph input that takes the reference's value."""
+        """Return the graph input that takes the reference's value."""
         return f"{self.tensor}/reference"
 
     @property
     def fed(self) -> str:
-        """The quantizer whose value it takes, or what that makes, which all others round alike."""
+        """Return the quantizer whose value it takes, or what that makes, which all others round alike."""
         return next(filter(_passes_on, self.quantizers), next(iter(self.quantizers)))
 
 
@@ -78,7 +78,7 @@ def compare_layers(
     model: "PreTrainedModel",
     batches: Iterable[dict[str, Int64]],
 ) -> Parity:
-    """Teacher-forced parity of an exported graph with the fake-quant model that it came from.
+    """Compare a graph with the fake-quant model that it came from, layer by layer (teacher forcing).
 
     Args:
         onnx_model: graph with Q/DQ; not changed.
@@ -143,12 +143,12 @@ def _fed(boundary: Boundary, inputs: dict[str, Float32], made: dict[str, Float32
 
 
 def _turn(value: Array, other_way: bool) -> Array:
-    """Its first two axes in the other order, where that is so."""
+    """Swap the first two axes of a value, where that is so."""
     return np.ascontiguousarray(np.swapaxes(value, 0, 1)) if other_way else value
 
 
 def _of_tokens(value: Array, valid: Array) -> Array:
-    """A tensor [batch, length, ...] or [batch, heads, length, ...] without padding; any other as it is.
+    """Drop the padding of a tensor [batch, length, ...] or [batch, heads, length, ...], of no other.
 
     Padding answers nothing. Where all of it has one position, as in RoBERTa and MPNet, it is one vector over
     and over, and a value at a border of rounding would count as often.
@@ -211,7 +211,7 @@ def _boundaries(index: GraphIndex) -> dict[str, Boundary]:
 
 
 def _linear_outputs(index: GraphIndex, boundaries: dict[str, Boundary]) -> dict[str, str]:
-    """Last tensor that each use of a quantized linear makes (after its bias)."""
+    """Return the last tensor that each use of a quantized linear makes (after its bias)."""
     places = [_place(name) for b in boundaries.values() for name in b.quantizers]
     linears = {module for module, kind in places if kind == "input_quantizer"}
     return {
@@ -222,14 +222,14 @@ def _linear_outputs(index: GraphIndex, boundaries: dict[str, Boundary]) -> dict[
 
 
 def _place(quantizer: str) -> tuple[str, str]:
-    """Module, with the run where that is shared, and kind of a quantizer."""
+    """Return the module, with the run where that is shared, and kind of a quantizer."""
     name, at, run = quantizer.partition("@")
     module, _, kind = name.rpartition(".")
     return f"{module}{at}{run}", kind
 
 
 def _passes_on(quantizer: str) -> bool:
-    """Whether what a quantizer makes goes on without a linear that adds many of its elements."""
+    """Return whether a quantizer's output goes on without a linear that adds many of its elements."""
     return _place(quantizer)[1] in PASSED_ON
 
 
@@ -237,7 +237,7 @@ def _passes_on(quantizer: str) -> bool:
 def _recorded(
     model: "PreTrainedModel", quantizers: list[str], others: list[str]
 ) -> Iterator[tuple[dict[str, Float32], dict[str, Float32]]]:
-    """Inputs of quantizers, and outputs of linears and other modules, while the block runs a model once."""
+    """Record inputs of quantizers, and outputs of linears and other modules, while a model runs once."""
     modules = dict(model.named_modules())
     inputs: dict[str, Float32] = {}
     outputs: dict[str, Float32] = {}
@@ -263,7 +263,7 @@ def _recorded(
 
 
 def _uses(names: list[str]) -> dict[str, list[str]]:
-    """Names by module; those of a shared one are in the order of its calls."""
+    """Return names by module; those of a shared one are in the order of its calls."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(name.partition("@")[0], []).append(name)

@@ -33,7 +33,7 @@ def predict(  # noqa: PLR0913
     progress: Callable[[int], None] = lambda _: None,
     edges: Sequence[int] | None = None,
 ) -> Float32:
-    """Answers to a whole split [answers, width], row after row.
+    """Return answers to a whole split [answers, width], row after row.
 
     Args:
         run: one batch (int64 [B, L] arrays) to float32 answers [B, width] or [B, L or more, width].
@@ -66,13 +66,13 @@ def predict(  # noqa: PLR0913
 
 
 def torch_runner(model: "PreTrainedModel") -> Predict:
-    """Runner of a PyTorch model, on the device that it is on."""
+    """Return the runner of a PyTorch model, on the device that it is on."""
     return lambda batch: forward(model, batch).float().cpu().numpy()
 
 
 @contextmanager
 def evaluating(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
-    """The model is on the GPU meanwhile, where torch has one; it is made and exported on the CPU.
+    """Move the model to torch's GPU meanwhile, where there is one; it is made and exported on the CPU.
 
     One with quantizers rounds its weights once, and its activations in the fewest steps.
     """
@@ -93,19 +93,19 @@ def evaluating(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
 
 
 def placed(model: "PreTrainedModel") -> "PreTrainedModel":
-    """The same model, from now on on the GPU where torch has one."""
+    """Move a model to torch's GPU, where there is one."""
     return model if (device := gpu()) is None else cast("Any", model).to(device)
 
 
 def gpu() -> "torch.device | None":
-    """Torch's GPU, if it has one."""
+    """Return torch's GPU, if it has one."""
     import torch
 
     return torch.device("cuda") if torch.cuda.is_available() else None
 
 
 def onnxruntime_runner(path: Path) -> Predict:
-    """Runner of an ONNX file on ONNX Runtime's CPU provider, without graph optimizations.
+    """Return the runner of an ONNX file on ONNX Runtime's CPU provider, without graph optimizations.
 
     Optimizations would replace Q/DQ by integer kernels with other roundings: what is evaluated is the graph
     as it was exported.
@@ -118,7 +118,7 @@ def onnxruntime_runner(path: Path) -> Predict:
 
 
 def run_session(session: Any, batch: Batch) -> Float32:
-    """Answers of a graph whose only outputs they are, float32 [B, width] or [B, L, width]."""
+    """Return answers of a graph whose only outputs they are, float32 [B, width] or [B, L, width]."""
     taken, names = (
         [each.name for each in values] for values in (session.get_inputs(), session.get_outputs())
     )
@@ -127,7 +127,7 @@ def run_session(session: Any, batch: Batch) -> Float32:
 
 
 def session_of(model: bytes, name: str) -> Any:
-    """ONNX Runtime CPU session of a serialized model, without graph optimizations.
+    """Return the ONNX Runtime CPU session of a serialized model, without graph optimizations.
 
     Raises:
         UserError: ONNX Runtime refuses the model.

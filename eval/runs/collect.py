@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from qdqbench.eval.metrics.answers import PairedAnswers, compare_classes, list_changed_answers
 from qdqbench.eval.metrics.compare import compare
-from qdqbench.eval.metrics.effects.answers import Beside, changed_answers, classes_of
-from qdqbench.eval.metrics.effects.changes import Done, model_changes
 from qdqbench.eval.metrics.logits import read_logits, score
+from qdqbench.eval.metrics.model_changes import ExportedRun, model_changes
 from qdqbench.eval.runs.gate.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
 from qdqbench.eval.runs.report.verdict import last_measured
 from qdqbench.eval.stages.stages import FP16_STAGE
@@ -240,19 +240,19 @@ def _add_effects(session: Session, results: Results) -> None:
     """Fill in what quantization changed: answers, classes, layers, and the model besides Q/DQ."""
     last = last_measured(results)
     if last is not None and last[0] != "fp32":
-        both = Beside.of(session, last[0])
+        both = PairedAnswers.of(session, last[0])
         dataset = session.eval_splits[both.split][0].dataset
-        results.changed = changed_answers(both, dataset, session.folder)
-        results.classes = classes_of(both)
+        results.changed = list_changed_answers(both, dataset, session.folder)
+        results.classes = compare_classes(both)
         if FP16_STAGE in results.timings:
             _add_fp16(session, results, both)
     if session.recipe.quantizes:
         errors = files.read_json(session.folder / LAYER_ERRORS)
         results.layer_errors = LayerErrors.model_validate(errors)
-        results.model_changes = model_changes(Done.of(session, results.training))
+        results.model_changes = model_changes(ExportedRun.of(session, results.training))
 
 
-def _add_fp16(session: Session, results: Results, both: Beside) -> None:
+def _add_fp16(session: Session, results: Results, both: PairedAnswers) -> None:
     """The FP16 graph against FP32, and the stage nearest to deployment against it."""
     task, seed, folder = session.config.task, session.config.seed, session.folder / "logits"
     path, reference = folder / f"{FP16_STAGE}.npz", folder / "fp32.npz"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from qdqbench.eval.metrics.effects.answers import FILE
+from qdqbench.eval.metrics.answers import FILE
 from qdqbench.eval.runs.collect import collect, scored
 from qdqbench.eval.runs.gate.baseline import judge_baseline
 from qdqbench.eval.runs.gate.gate import cannot_hold, issue_sentence

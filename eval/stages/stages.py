@@ -1,6 +1,6 @@
 """The stages of a run: each reads files and the configuration, and writes files into the run directory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,8 @@ import onnx
 from qdqbench.eval.metrics.logits import evaluate_stage
 from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.eval.metrics.runners import evaluating, onnxruntime_runner, placed, torch_runner
+from qdqbench.eval.verification.blocks import layer_errors
 from qdqbench.eval.verification.engine import verify_engine
-from qdqbench.eval.verification.layer_errors import layer_errors
 from qdqbench.quantize.calibration.ptq import calibrate
 from qdqbench.quantize.calibration.record import read_record, shifted_states, write_record
 from qdqbench.quantize.engine.backend import available_backends, gpu_backend
@@ -115,7 +115,7 @@ def verify_stage(session: Session) -> list[Path]:
 
 
 def cannot_run(session: Session) -> str | None:
-    """Why the engine of this run cannot run here, or None."""
+    """Return why the engine of this run cannot run here, or None."""
     built, gpu = read_built(session.folder), find_gpu()
     if isinstance(built, Skipped):
         return f"no engine was built: {built.skipped}"
@@ -151,7 +151,7 @@ def engine_stage(session: Session) -> list[Path]:
 
 
 def _run_engine(session: Session) -> list[Path]:
-    """Logits of the engine, and a record of its memory."""
+    """Evaluate the engine, and record its memory."""
     folder, gpu, built = session.folder / "engine", find_gpu(), read_built(session.folder)
     assert isinstance(built, EngineResult)  # `cannot_run` looked
     device = str(find_cpu()) if built.backend in CPU_BACKENDS else gpu.name if gpu else "an unknown GPU"
@@ -190,11 +190,6 @@ def embedded(session: Session) -> list[Path]:
     return sorted(path for path in run.model_dir.parent.rglob("*") if path.is_file())
 
 
-def baseline(session: Session) -> list[Path]:
-    """Evaluate the FP32 model."""
-    return [_evaluate_torch(session, "fp32", session.fp32_model)]
-
-
 def quantize_stage(session: Session) -> list[Path]:
     """Calibrate and record every amax."""
     settings = session.recipe.calibration
@@ -214,16 +209,6 @@ def quantize_stage(session: Session) -> list[Path]:
     path = session.folder / "calibration.json"
     write_record(path, found)
     return [path]
-
-
-def ptq_stage(session: Session) -> list[Path]:
-    """Evaluate the fake-quant model before QAT."""
-    return [_evaluate_torch(session, "ptq", session.new_ptq_model())]
-
-
-def fake_quant(session: Session) -> list[Path]:
-    """Evaluate the fake-quant model."""
-    return [_evaluate_torch(session, "fake_quant", session.fake_quant_model)]
 
 
 def export_stage(session: Session) -> list[Path]:
@@ -278,23 +263,23 @@ def parity(session: Session) -> list[Path]:
     ]
 
 
-def onnxruntime(session: Session) -> list[Path]:
-    """Evaluate the exported graph in ONNX Runtime."""
-    return [evaluate_stage(session, "onnxruntime", onnxruntime_runner(graph_path(session)))]
+def torch_stage(name: str, needs: tuple[str, ...], model: "Callable[[Session], PreTrainedModel]") -> Stage:
+    """Return the stage that evaluates a PyTorch model."""
+
+    def evaluate(session: Session) -> list[Path]:
+        with evaluating(model(session)) as placed_model:
+            return [evaluate_stage(session, name, torch_runner(placed_model))]
+
+    return Stage(name, evaluate, needs, _evaluation)
 
 
-def fp16(session: Session) -> list[Path]:
-    """Evaluate the FP16 twin in ONNX Runtime."""
-    return [evaluate_stage(session, FP16_STAGE, onnxruntime_runner(session.folder / FP16))]
-
-
-def _evaluate_torch(session: Session, stage: str, model: "PreTrainedModel") -> Path:
-    with evaluating(model):
-        return evaluate_stage(session, stage, torch_runner(model))
+def graph_stage(name: str, needs: tuple[str, ...], graph: Callable[[Session], Path]) -> Stage:
+    """Return the stage that evaluates a graph in ONNX Runtime."""
+    return Stage(name, lambda s: [evaluate_stage(s, name, onnxruntime_runner(graph(s)))], needs, _evaluation)
 
 
 def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:
-    """A seeded draw in random order, so that the batches are padded."""
+    """Draw samples in random order, so that the batches are padded."""
     _, encoded = next(iter(session.eval_splits.values()))
     count = encoded.rows
     order = np.random.default_rng(session.config.seed).permutation(count)[:PARITY_SAMPLES]
@@ -353,7 +338,7 @@ def _verified(session: Session) -> Any:
 
 
 def stages(session: Session) -> dict[str, Stage]:
-    """The stages of this run, in order: the embedded default trains first, a twin is not quantized."""
+    """Return the stages of this run, in order: the embedded default trains first, a twin is not quantized."""
     first = () if session.config.model else ("embedded",)
     quantized = session.recipe.quantizes
     calibrated = (*first, "quantize") if quantized else first
@@ -363,18 +348,20 @@ def stages(session: Session) -> dict[str, Stage]:
     evaluated = (*calibrated, "baseline", *(["fake_quant"] if quantized else []))
     listed = {  # and whether this run has it
         Stage("embedded", embedded, (), lambda s: s.config.seed): bool(first),
-        Stage("baseline", baseline, first, _evaluation): True,
+        torch_stage("baseline", first, lambda s: s.fp32_model): True,
         Stage("quantize", quantize_stage, first, _calibration): quantized,
-        Stage("ptq", ptq_stage, (*first, "quantize"), _evaluation): trains,  # QAT is compared with it
+        torch_stage(
+            "ptq", (*first, "quantize"), lambda s: s.new_ptq_model()
+        ): trains,  # QAT is compared with it
         Stage("qat", train_qat, (*first, "quantize"), _trained, remove_checkpoints): trains,
-        Stage("fake_quant", fake_quant, calibrated, _evaluation): quantized,
+        torch_stage("fake_quant", calibrated, lambda s: s.fake_quant_model): quantized,
         Stage("export", export_stage, calibrated, _exported): True,
         Stage("check", check_stage, ("export",), _placement): True,
-        Stage("onnxruntime", onnxruntime, (*first, "export"), _evaluation): True,
+        graph_stage("onnxruntime", (*first, "export"), graph_path): True,
         Stage(
             "parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed]
         ): quantized,
-        Stage(FP16_STAGE, fp16, (*first, "export"), _evaluation): quantized,
+        graph_stage(FP16_STAGE, (*first, "export"), lambda s: s.folder / FP16): quantized,
         Stage("gpu_build", gpu_build_stage, ("export",), _built): proves_for_gpu(session.recipe),
         Stage("build", build_stage, ("export",), _built): True,
         Stage("verify", verify_stage, (*evaluated, "export", "build"), _verified): True,

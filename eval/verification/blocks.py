@@ -6,7 +6,8 @@ blocks stay in one "stitched" graph, so one engine judges them, and what is insi
 with what) is as in the deployed graph.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,19 +18,21 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqbench.quantize.calibration.fakequant.quantizers import forward
+from qdqbench.eval.verification.checks import kept_positions
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, seen_by
 from qdqbench.quantize.graph.index import module_of, prune, replace_nodes, tensor_values
 from qdqbench.quantize.graph.layout import turn, turned
+from qdqbench.quantize.models.attention import UNROUNDED
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.runs import first_inputs, hidden_of, resumed
-from qdqbench.quantize.utils.arrays import Array, Float32, Int64
+from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
+from qdqbench.quantize.utils.comparison import LayerError, LayerErrors
 from qdqbench.quantize.utils.errors import UserError
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
 
 EMBEDDINGS, HEAD = "embeddings", "head"
 # name of a block's output that the graph has as [length, batch, hidden]; MPNet's position bias reads another
@@ -41,7 +44,7 @@ FLOATS: dict[int, Any] = {
 
 
 def block_name(number: int) -> str:
-    """The block that makes a hidden state: 0 is that behind the embeddings."""
+    """Return the block that makes a hidden state: 0 is the output of the embeddings."""
     return f"layer.{number - 1}" if number else EMBEDDINGS
 
 
@@ -68,7 +71,7 @@ class Stitched:
     family: Family  # whose module names the graph has
 
     def feeds(self, inputs: Mapping[str, Float32]) -> dict[str, Array]:
-        """Hidden states by block name as feeds of the graph, in its types."""
+        """Return hidden states by block name as feeds of the graph, in its types."""
         return {
             block.input: inputs[block.name].astype(self.types[block.input])
             for block in self.blocks
@@ -124,7 +127,7 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
 
 
 def _joined_output(graph: onnx.GraphProto) -> str:
-    """The graph's only output; several become one, stacked along a new last axis as `joined` does it."""
+    """Return the graph's only output; stack several along a new last axis as `joined` does it."""
     if len(graph.output) == 1:
         return str(graph.output[0].name)
     parts = [f"{value.name}/part" for value in graph.output]
@@ -139,7 +142,7 @@ def _joined_output(graph: onnx.GraphProto) -> str:
 
 
 def _borders(graph: onnx.GraphProto, family: Family) -> dict[str, str]:
-    """Output tensor of the embeddings and of each encoder layer, by block name."""
+    """Return output tensor of the embeddings and of each encoder layer, by block name."""
     found: dict[str, str] = {}
     ends: list[str] = []
     embedded = [f".{path}" for path in (family.embeddings_norm, family.embeddings_linear) if path]
@@ -162,12 +165,12 @@ def _borders(graph: onnx.GraphProto, family: Family) -> dict[str, str]:
 
 
 def block_of(stitched: Stitched, name: str) -> Block:
-    """A block by its name."""
+    """Return A block by its name."""
     return next(block for block in stitched.blocks if block.name == name)
 
 
 def extract(stitched: Stitched, name: str, marked: Iterable[str] = ()) -> onnx.ModelProto:
-    """The graph of one block alone, with tensors inside of it marked as graph outputs too."""
+    """Return the graph of one block alone, with tensors inside of it marked as graph outputs too."""
     block, values = block_of(stitched, name), tensor_values(stitched.model)
     alone = onnx.ModelProto()
     alone.CopyFrom(stitched.model)
@@ -184,7 +187,7 @@ def extract(stitched: Stitched, name: str, marked: Iterable[str] = ()) -> onnx.M
 
 
 def computed_floats(model: onnx.ModelProto) -> list[str]:
-    """Float tensors that depend on a graph input, in topological order.
+    """Return float tensors that depend on a graph input, in topological order.
 
     Without the copies (casts, reshapes, transposes) and the outputs of Q and DQ: an engine has no tensor of
     its own for them, and marking them would break the pattern that makes its INT8 kernels.
@@ -253,7 +256,7 @@ def reference_blocks(
 def _around(
     model: "PreTrainedModel", batch: dict[str, Int64], hidden: "torch.Tensor"
 ) -> tuple[Float32, Float32]:
-    """What a model makes of the tokens before its layers, and of a hidden state behind them."""
+    """Return what a model makes of the tokens before its layers, and of a hidden state after them."""
     runs = len(family_of(model.config).runs(model))
     with first_inputs(model) as embedded, resumed(model, runs, hidden):
         logits = forward(model, batch)
@@ -267,3 +270,101 @@ def _half(value: "torch.Tensor") -> "torch.Tensor":
 def _array(value: "torch.Tensor") -> Float32:
     array: Float32 = value.detach().float().cpu().numpy()
     return array
+
+
+class _Sums:
+    """Squared norms of differences and of FP32's values, by name."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def add(self, name: str, made: Array, exact: Array, mask: Array) -> None:
+        """Add two tensors, both [B, L, ...] or [B, ...], without padding."""
+        ours, theirs = kept_positions(made, mask), kept_positions(exact, mask)
+        self.sums[name][0] += float(np.square(ours - theirs).sum())
+        self.sums[name][1] += float(np.square(theirs).sum())
+
+    def error(self, name: str) -> float | None:
+        """Return the relative error; None where FP32's values are zero, or one side is not finite."""
+        noise, power = self.sums[name]
+        return float(np.sqrt(noise / power)) if power and np.isfinite([noise, power]).all() else None
+
+
+def layer_errors(  # noqa: PLR0913, PLR0917
+    model: "PreTrainedModel",
+    fp32: "PreTrainedModel",
+    linears: Sequence[str],
+    batches: Iterable[Batch],
+    corrections: Mapping[str, list[float]],
+    moved: Mapping[int, list[float]] | None = None,
+) -> LayerErrors:
+    """Return relative errors of the outputs of INT8 linears and of blocks, in the order of the model.
+
+    Args:
+        model: the fake-quant model, `frozen`.
+        fp32: the model that it was made from, with its shifts.
+        linears: in INT8, full names.
+        batches: int64 [B, L] arrays; padding is left out.
+        corrections: what bias correction added, by linear; it is part of what is judged.
+        moved: what shifts add to hidden states, by their number; errors are relative to FP32's own values.
+    """
+    alone, far, n = _Sums(), _Sums(), 0
+    own = {block_name(number): np.asarray(values, np.float32) for number, values in (moved or {}).items()}
+    for batch in batches:
+        mask = batch["attention_mask"].astype(bool)
+        n += len(mask)
+        with ExitStack() as hooks:
+            for name in linears:
+                watch = partial(_beside, name, alone, mask, corrections.get(name))
+                hooks.enter_context(model.get_submodule(name).register_forward_hook(watch))
+            blocks = reference_blocks(model, fp32, batch, half=False)
+        exact = _states(fp32, batch)
+        for name, block in blocks.items():
+            back = own.get(name, 0.0)
+            alone.add(name, block.output - back, block.unquantized - back, mask)
+            if name in exact:
+                far.add(name, block.output - back, exact[name] - back, mask)
+    rows = [
+        LayerError(name=name, what="linear", alone=error, accumulated=None)
+        for name in linears
+        if (error := alone.error(name)) is not None
+    ]
+    for name in [name for name in alone.sums if name not in linears]:
+        if (error := alone.error(name)) is not None:
+            reached = far.error(name) if name in far.sums else None
+            rows.append(LayerError(name=name, what="block", alone=error, accumulated=reached))
+    return LayerErrors(n=n, rows=rows)
+
+
+def _beside(  # noqa: PLR0913, PLR0917
+    name: str,
+    sums: _Sums,
+    mask: Array,
+    correction: list[float] | None,
+    linear: Any,
+    args: "tuple[torch.Tensor, ...]",
+    output: "torch.Tensor",
+) -> None:
+    """Add what a linear made, and what it would make of the same input unrounded."""
+    from torch.nn import functional
+
+    bias = linear.bias
+    if correction is not None:
+        bias = bias - bias.new_tensor(correction)
+    weight = linear.__dict__.get(UNROUNDED, linear.weight)
+    exact = functional.linear(seen_by(linear.input_quantizer, args[0]), weight, bias)
+    sums.add(name, _array(output), _array(exact), mask)
+
+
+def _states(model: "PreTrainedModel", batch: Batch) -> dict[str, Array]:
+    """Return hidden states after the layers of a model, and its answers, by block."""
+    found: dict[str, Array] = {}
+
+    def keep(_: Any, __: Any, output: Any) -> None:
+        found[f"layer.{len(found)}"] = _array(hidden_of(output))
+
+    with ExitStack() as hooks:
+        for path in dict.fromkeys(family_of(model.config).runs(model)):
+            hooks.enter_context(model.get_submodule(path).register_forward_hook(keep))
+        answers = forward(model, batch)
+    return found | {HEAD: _array(answers)}

@@ -6,7 +6,7 @@ quantization itself costs in that block. A fault that is smaller than that cost 
 factor per channel explain of the error: rounding noise has no such part, a lost bias or a wrong scale is one.
 docs/graph.md has the parity of the ONNX file, this is the same question about the engine.
 
-This module judges arrays and needs no GPU; `verify_run.py` runs the engine.
+This module judges arrays and needs no GPU; `engine.py` runs it.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ KS_P = 1e-3  # of all labels together
 
 
 def finite(value: float) -> float | None:
-    """JSON has no NaN: None stands for it."""
+    """Return a finite number, or None: JSON has no NaN."""
     return float(value) if np.isfinite(value) else None
 
 
@@ -78,7 +78,7 @@ class BlockSums:
             self.sums = self.sums + np.stack([a.sum(0) for a in (error, truth, error * truth, truth**2)])
 
     def systematic2(self) -> float:
-        """Square of the part of the error that a least-squares offset and factor per channel explain."""
+        """Return the square of the error's part that an offset and a factor per channel explain."""
         error, truth, product, square = self.sums
         spread = square - truth**2 / self.n
         slope = product - error * truth / self.n
@@ -98,7 +98,7 @@ class BlockSums:
         return float(np.max(error / size, initial=0)), float(np.max(cost / size, initial=0))
 
     def check(self) -> BlockCheck:
-        """Errors against their limits."""
+        """Hold the errors to their limits."""
         with np.errstate(divide="ignore", invalid="ignore"):
             power = max(self.power, float(np.finfo(np.float32).tiny))
             error, cost = np.sqrt(self.error2 / power), np.sqrt(self.cost2 / power)
@@ -129,14 +129,14 @@ class QuantizationCost:
 
     @classmethod
     def of(cls, reference: Floats, fp32: Floats) -> "QuantizationCost":
-        """From answers [answers, width]; the floor is MIN_LIMIT of the logits' root mean square."""
+        """Measure on answers [answers, width]; the floor is MIN_LIMIT of the logits' root mean square."""
         difference = np.abs(reference.astype(np.float64) - fp32)
         floor = MIN_LIMIT * float(np.sqrt(np.mean(np.square(reference.astype(np.float64)))))
         return cls(max(float(difference.mean()), floor), max(float(difference.max()), 5 * floor))
 
 
 def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: str) -> ShapeCheck:
-    """Answers [answers, width] of one batch against the reference's."""
+    """Compare answers [answers, width] of one batch with the reference's."""
     good = np.isfinite(got).all(axis=1)
     difference = np.abs(got[good].astype(np.float64) - reference[good])
     return ShapeCheck(
@@ -149,7 +149,7 @@ def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: st
 
 
 def check_padding(answers: Floats, cost: QuantizationCost) -> PaddingCheck:
-    """The same samples in three settings: answers [3, answers, width] must agree within noise."""
+    """Compare the same samples in three settings: answers [3, answers, width] agree within noise."""
     good = np.isfinite(answers).all(axis=(0, 2))
     spread = np.ptp(answers[:, good].astype(np.float64), axis=0)
     return PaddingCheck(
@@ -163,7 +163,7 @@ def check_padding(answers: Floats, cost: QuantizationCost) -> PaddingCheck:
 
 
 def one_of_each(samples: Int64, seed: int) -> Int64:
-    """One answer of each sample that has any, drawn evenly; `samples` is the sample of each answer."""
+    """Draw one answer of each sample that has any; `samples` is the sample of each answer."""
     shuffled = np.random.default_rng(seed).permutation(len(samples))
     _, first = np.unique(samples[shuffled], return_index=True)
     return np.asarray(shuffled[first])
@@ -181,7 +181,7 @@ def check_answers(  # noqa: PLR0913
     max_drop: float,
     seed: int,
 ) -> AnswersCheck:
-    """The engine's answers to real samples against the reference's, [answers, width].
+    """Compare the engine's answers to real samples with the reference's, [answers, width].
 
     The drop of the primary metric is judged as `gate.judge` does it. `max_drop` also holds for the share of
     answers that differ beyond those that quantization itself changes, with two standard errors too.
@@ -230,7 +230,7 @@ def check_answers(  # noqa: PLR0913
 
 
 def verification_failures(found: Verification, run: str) -> list[str]:
-    """Every reason why an engine is wrong, one sentence each; `run` is the run directory, for the advice."""
+    """Return why an engine is wrong, one sentence each; `run` is the run directory, for the advice."""
     advice = f"run `qdqbench inspect {run} --bisect`"
     lines = [f"{_block_failure(row)}; {advice}" for row in found.blocks if not row.holds]
     bad = [f"{s.what} {s.batch} x {s.length}" for s in found.shapes if s.nonfinite]
@@ -304,13 +304,13 @@ class TensorError(Strict):
 
     @property
     def holds(self) -> bool:
-        """Finite and within the limit."""
+        """Return whether it is finite and within the limit."""
         within = self.error is not None and self.error <= self.limit
         return within and self.systematic <= self.systematic_limit
 
 
 def compare_tensors(tensor: str, got: Array, expected: Array, mask: Array, limit: float) -> TensorError:
-    """Relative error of one tensor; padded positions of [batch, length, ...] tensors are left out."""
+    """Compare one tensor with the reference's; padded positions of [batch, length, ...] are left out."""
     made, truth = (kept_positions(array, mask) for array in (got, expected))
     made, truth = (values.reshape(len(values), -1) for values in (made, truth))
     sums = BlockSums(tensor)
@@ -328,7 +328,7 @@ def compare_tensors(tensor: str, got: Array, expected: Array, mask: Array, limit
 
 
 def kept_positions(array: Array, mask: Array) -> Array:
-    """float64 values of the positions that are not padding.
+    """Return float64 values of the positions that are not padding.
 
     Handles [B, L, ...], [L, B, ...], attention tensors [B, heads, L, ...], and anything else as a whole.
     Scores of masked keys are left out: they are about -1e4, which would hide everything else.

@@ -1,6 +1,6 @@
 """Run an engine on real samples in every shape that it is for, and its blocks on the reference's own inputs.
 
-`checks.py` judges what comes out, `cases.py` says what goes in. Only `verify_engine` needs a GPU.
+`checks.py` judges what comes out. Only `verify_engine` needs a GPU.
 """
 
 import tempfile
@@ -8,22 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 
 from qdqbench.eval.metrics.logits import read_logits
+from qdqbench.eval.metrics.runners import Predict
 from qdqbench.eval.verification.blocks import Uncut, reference_blocks, stitch
-from qdqbench.eval.verification.cases import (
-    InputCase,
-    batch_of,
-    block_cases,
-    fitting_samples,
-    padding_answers,
-    shape_cases,
-    widest,
-)
 from qdqbench.eval.verification.checks import (
     BlockSums,
     QuantizationCost,
@@ -34,30 +25,130 @@ from qdqbench.eval.verification.checks import (
 )
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.hazards import hazards
+from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.cpu import CpuEngine
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.opened import open_engine, open_runner
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.inputs import inputs_of, widened
 from qdqbench.quantize.pipeline.artifacts import Skipped, expected_gemms, graph_path, read_built
-from qdqbench.quantize.utils.arrays import Floats, Int64
-from qdqbench.quantize.utils.errors import MissingDevice
+from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.tasks.types.encoded import Encoded
+from qdqbench.quantize.utils.arrays import Array, Floats, Int64
+from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.progress import report_phase, track
-from qdqbench.quantize.utils.results import (
-    BlockCheck,
-    EngineResult,
-    PaddingCheck,
-    ShapeCheck,
-    Verification,
-)
+from qdqbench.quantize.utils.results import BlockCheck, EngineResult, ShapeCheck, Verification
 
-if TYPE_CHECKING:
-    from qdqbench.eval.metrics.runners import Predict
-    from qdqbench.quantize.engine.profiles import Profile
-    from qdqbench.quantize.engine.sidecar import Sidecar
-    from qdqbench.quantize.pipeline.session import Session
-    from qdqbench.quantize.tasks.types.encoded import Encoded
+SAMPLES, PADDING_SAMPLES, BLOCK_SAMPLES = 256, 16, 32
+
+
+@dataclass
+class InputCase:
+    """One batch to run: samples, and the length that they are padded to."""
+
+    what: str
+    rows: list[int]  # samples; repeated where the data has fewer than the batch
+    length: int
+
+
+def widest(profiles: Sequence[Profile]) -> Profile:
+    """Return the profile that takes the longest samples, and of those the largest batch."""
+    return max(profiles, key=lambda profile: (profile.max[1], profile.max[0]))
+
+
+def shape_cases(lengths: Int64, profiles: Sequence[Profile], seed: int) -> list[InputCase]:
+    """Return batches at each corner of the profiles, padded and of equal lengths, shortest and longest."""
+    random = np.random.default_rng(seed)
+    cases: dict[tuple[str, int, int], InputCase] = {}
+
+    def add(what: str, rows: Array, batch: int, length: int) -> None:
+        chosen = np.resize(random.permutation(rows), batch).tolist()
+        cases.setdefault((what, batch, length), InputCase(what, chosen, length))
+
+    for profile in profiles:
+        low, high = profile.min[1], profile.max[1]
+        fitting = np.flatnonzero(lengths <= high)
+        if not len(fitting):
+            continue
+        batches = dict.fromkeys((profile.min[0], profile.opt[0], profile.max[0]))
+        within = lengths[fitting]
+        common = np.bincount(within[within >= low], minlength=1)
+        for batch in batches:
+            for length in dict.fromkeys((low, profile.opt[1], high)):
+                if len(rows := np.flatnonzero(lengths <= length)):
+                    add("padded", rows, batch, length)
+            if common.any():
+                length = int(common.argmax())
+                add("equal lengths", np.flatnonzero(lengths == length), batch, length)
+        for what, length in (("shortest", int(within.min())), ("longest", int(within.max()))):
+            add(what, np.flatnonzero(lengths == length)[:1], profile.min[0], max(low, length))
+    return list(cases.values())
+
+
+def fitting_samples(lengths: Int64, longest: int) -> Int64:
+    """Return the samples that an engine takes, of at least one.
+
+    Raises:
+        UserError: all are longer.
+    """
+    found = np.flatnonzero(lengths <= longest)
+    if not len(found):
+        raise UserError(
+            f"the engine takes at most {longest} tokens, and the shortest of {len(lengths)} samples has "
+            f"{lengths.min()}, so none can show what it computes; raise the length of engine.shapes"
+        )
+    return found
+
+
+def block_cases(lengths: Int64, profile: Profile, seed: int) -> list[InputCase]:
+    """Return batches for the blocks: mixed lengths with the extremes, equal lengths, the shortest.
+
+    Raises:
+        UserError: no sample fits the profile.
+    """
+    random, (low, high) = np.random.default_rng(seed), (profile.min[1], profile.max[1])
+    fitting = fitting_samples(lengths, high)
+    order = fitting[np.argsort(lengths[fitting], kind="stable")]
+    batch = int(np.clip(BLOCK_SAMPLES, profile.min[0], profile.max[0]))
+    others = random.permutation(fitting)[: max(0, batch - 2)]
+    mixed = np.resize(np.unique([order[0], order[-1], *others]), batch)
+    again = np.resize(random.permutation(fitting), batch)
+    counts = np.bincount(lengths[fitting])
+    equal = np.resize(np.flatnonzero(lengths == counts.argmax()), batch)
+    alone = np.resize(order[:1], profile.min[0])
+    drawn = (("padded", mixed), ("padded", again), ("equal lengths", equal), ("shortest", alone))
+    return [InputCase(what, rows.tolist(), max(low, int(lengths[rows].max()))) for what, rows in drawn]
+
+
+def batch_of(encoded: Encoded, case: InputCase, pad_id: int) -> dict[str, Int64]:
+    """Return the int64 [B, L] arrays of a case."""
+    _, batch = encoded.batch(case.rows, pad_id)
+    return widened(batch, case.length - batch["input_ids"].shape[1], pad_id)
+
+
+def padding_answers(
+    run: Predict, encoded: Encoded, rows: list[int], profiles: Sequence[Profile], pad_id: int
+) -> Floats:
+    """Return answers [3, answers, width] of rows alone, alone at the longest length, in a large batch."""
+    profile = widest(profiles)
+    (small, low), (large, high) = profile.min, profile.max
+
+    def alone(row: int, length: int) -> Floats:
+        made = run(batch_of(encoded, InputCase("alone", [row] * small, length), pad_id))[:1]
+        answers: Floats = encoded.kept(np.array([row]), made)
+        return answers
+
+    lengths = encoded.lengths
+    together = np.resize(np.array(rows), max(large, len(rows))).tolist()[:large]
+    batch = run(
+        batch_of(encoded, InputCase("together", together, max(low, int(lengths[together].max()))), pad_id)
+    )
+    rows = rows[:large]
+    short = [alone(row, max(low, int(lengths[row]))) for row in rows]
+    long = [alone(row, high) for row in rows]
+    filled = encoded.kept(np.array(rows), batch[: len(rows)])
+    return np.stack([np.concatenate(short), np.concatenate(long), filled])
 
 
 @contextmanager
@@ -92,25 +183,22 @@ def engine_of(
             yield loaded, result
 
 
-SAMPLES, PADDING_SAMPLES = 256, 16
-
-
 @dataclass
 class _Data:
     """What a verification compares with, of the first evaluation split."""
 
-    encoded: "Encoded"
+    encoded: Encoded
     reference: Floats
     fp32: Floats
     samples: Int64  # drawn, of those whose rows all fit
 
     @property
     def rows(self) -> Int64:
-        """Of the drawn samples."""
+        """Return the rows of the drawn samples."""
         return self.encoded.rows_of(self.samples)
 
 
-def verify_engine(session: "Session") -> Verification:
+def verify_engine(session: Session) -> Verification:
     """Run the deployed engine and its blocks on the GPU, and judge what they compute.
 
     Raises:
@@ -122,73 +210,37 @@ def verify_engine(session: "Session") -> Verification:
         raise MissingDevice(f"no engine was built: {built.skipped}")
     path, graph = session.folder / "engine" / built.file, graph_path(session)
     sidecar = check_sidecar(path, graph)
-    with open_runner(path, graph, pad_id=session.pad_id, outputs=session.config.task.kind.outputs) as runner:
-        asked = ask(session, runner, sidecar.profiles)
+    profiles, task, seed = sidecar.profiles, session.config.task, session.config.seed
+    with open_runner(path, graph, pad_id=session.pad_id, outputs=task.kind.outputs) as run:
+        data = _read_data(session, widest(profiles).max[1])
+        cost = QuantizationCost.of(data.reference, data.fp32)
+        shapes = _run_shapes(run, data, profiles, session)
+        few = data.rows[:PADDING_SAMPLES].tolist()
+        padding = check_padding(padding_answers(run, data.encoded, few, profiles, session.pad_id), cost)
+        answers = _run_rows(run, data, profiles, session)
     blocks: list[BlockCheck] = []
     uncut, gemms = None, built.int8_gemms
     try:
-        blocks, gemms = _run_blocks(session, sidecar, asked.data)
+        blocks, gemms = _run_blocks(session, sidecar, data)
     except Uncut as error:
         uncut = str(error)
-    found = judged(session, asked, built, blocks, uncut)
-    if gemms != built.int8_gemms:
-        found.stitched_int8_gemms = gemms
-        found.warnings.append(
-            f"the blocks were judged in an engine with {gemms} INT8 GEMMs, the deployed one has "
-            f"{built.int8_gemms}: cutting it changed what the builder fuses"
-        )
-    return found
-
-
-@dataclass
-class EngineAnswers:
-    """What an engine answered, beside what it is held to."""
-
-    data: _Data
-    cost: QuantizationCost
-    shapes: list[ShapeCheck]
-    padding: PaddingCheck
-    got: Floats  # answers to the drawn rows
-
-
-def ask(session: "Session", run: "Predict", profiles: "Sequence[Profile]") -> EngineAnswers:
-    """Ask an engine of these profiles for its answers; the questions depend on the session alone.
-
-    Raises:
-        UserError: it takes no sample.
-    """
-    data = _data(session, widest(profiles).max[1])
-    cost = QuantizationCost.of(data.reference, data.fp32)
-    shapes = _run_shapes(run, data, profiles, session)
-    chosen = data.rows[:PADDING_SAMPLES].tolist()
-    answers = padding_answers(run, data.encoded, chosen, profiles, session.pad_id)
-    return EngineAnswers(
-        data, cost, shapes, check_padding(answers, cost), _run_rows(run, data, profiles, session)
-    )
-
-
-def judged(
-    session: "Session", asked: EngineAnswers, built: EngineResult, blocks: list[BlockCheck], uncut: str | None
-) -> Verification:
-    """Whether what an engine answered is right; `uncut` is why its blocks were not run."""
-    data, task, seed = asked.data, session.config.task, session.config.seed
     places, part = data.encoded.answers_of(data.rows), data.encoded.part(data.samples)
-    found = Verification(
+    result = Verification(
         reference="fake_quant" if session.recipe.quantizes else "fp32",
         seed=seed,
         blocks=blocks,
         blocks_not_checked=uncut,
-        stitched_int8_gemms=built.int8_gemms,
-        shapes=asked.shapes,
-        padding=asked.padding,
+        stitched_int8_gemms=gemms,
+        shapes=shapes,
+        padding=padding,
         answers=check_answers(
             task,
-            asked.got,
+            answers,
             data.reference[places],
             data.fp32[places],
             part.gold,
             samples=part.sample_of_answers,
-            cost=asked.cost,
+            cost=cost,
             max_drop=session.recipe.gate.max_drop,
             seed=seed,
         ),
@@ -198,12 +250,18 @@ def judged(
         failures=[],
         passed=True,
     )
-    lines = verification_failures(found, str(session.folder))
-    return found.model_copy(update={"failures": lines, "passed": not lines})
+    if gemms != built.int8_gemms:
+        result.warnings.append(
+            f"the blocks were judged in an engine with {gemms} INT8 GEMMs, the deployed one has "
+            f"{built.int8_gemms}: cutting it changed what the builder fuses"
+        )
+    result.failures = verification_failures(result, str(session.folder))
+    result.passed = not result.failures
+    return result
 
 
-def _data(session: "Session", longest: int) -> _Data:
-    """Logits that earlier stages left, and a seeded draw of the samples that fit the engine."""
+def _read_data(session: Session, longest: int) -> _Data:
+    """Read the logits that earlier stages left, and draw samples that fit the engine."""
     split, (_, encoded) = next(iter(session.eval_splits.items()))
     name = "fake_quant" if session.recipe.quantizes else "fp32"
     reference, fp32 = (
@@ -214,9 +272,7 @@ def _data(session: "Session", longest: int) -> _Data:
     return _Data(encoded, reference, fp32, drawn)
 
 
-def _run_shapes(
-    run: "Predict", data: _Data, profiles: "Sequence[Profile]", session: "Session"
-) -> list[ShapeCheck]:
+def _run_shapes(run: Predict, data: _Data, profiles: Sequence[Profile], session: Session) -> list[ShapeCheck]:
     cases = shape_cases(data.encoded.lengths, profiles, session.config.seed)
     found = []
     for case in track("shapes", cases):
@@ -228,8 +284,8 @@ def _run_shapes(
     return found
 
 
-def _run_rows(run: "Predict", data: _Data, profiles: "Sequence[Profile]", session: "Session") -> Floats:
-    """Answers to the drawn samples, in batches of the first profile's opt, in random order and so padded."""
+def _run_rows(run: Predict, data: _Data, profiles: Sequence[Profile], session: Session) -> Floats:
+    """Answer the drawn samples in batches of the first profile's opt, in random order and so padded."""
     profile, drawn, parts = widest(profiles), data.rows, []
     for start in track("answers", range(0, len(drawn), profile.opt[0])):
         rows = drawn[start : start + profile.opt[0]]
@@ -240,7 +296,7 @@ def _run_rows(run: "Predict", data: _Data, profiles: "Sequence[Profile]", sessio
     return np.concatenate(parts)
 
 
-def _run_blocks(session: "Session", sidecar: "Sidecar", data: _Data) -> tuple[list[BlockCheck], int]:
+def _run_blocks(session: Session, sidecar: Sidecar, data: _Data) -> tuple[list[BlockCheck], int]:
     """Build the stitched engine, feed it the reference's block inputs, and judge each block."""
     from qdqbench.quantize.calibration.fakequant.native import frozen
 

@@ -263,7 +263,9 @@ def short_yaml(recipe: Recipe) -> str:
         kept["residual"] = recipe.residual
     kept["calibration"] = recipe.calibration.model_dump(mode="json")
     kept |= {
-        name: getattr(recipe, name).model_dump(mode="json") for name in ("export", "engine") if name in data
+        name: getattr(recipe, name).model_dump(mode="json")
+        for name in ("export", "engine", "qat")
+        if name in data
     }
     kept["gate"] = recipe.gate.model_dump(mode="json")
     text: str = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)

@@ -25,7 +25,7 @@ def test_the_gpu_calibrates_and_evaluates_as_the_cpu_does(sst2, tmp_path, monkey
             if place == "cpu":
                 patch.setattr(runners, "gpu", lambda: None)
             stages.quantize_stage(session)
-            stages.fake_quant(session)
+            stages.torch_stage("fake_quant", (), lambda s: s.fake_quant_model).run(session)
         assert session.fake_quant_model.device.type == "cpu"
         assert {q.backend for q in enabled_quantizers(session.fake_quant_model).values()} == {None}
         records[place] = read_record(session.record_path)

@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from qdqbench.eval.selection.auto import criteria, run
+from qdqbench.eval.selection.auto import run
 from qdqbench.eval.selection.auto.results import Auto
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 from qdqbench.quantize.utils.comparison import GateIssue
@@ -50,14 +50,14 @@ def options(given, out, *more):
 @pytest.mark.long
 def test_every_step_is_taken(sst2, clipped, tmp_path, qdqbench, monkeypatch):
     """No step holds before the training."""
-    real, held = criteria.list_drops, []
+    real, held = run.list_drops, []
 
     def never_before(scores, metric, max_drop, stage=""):
         known = {"stage": stage, "metric": metric, "value": 1, "stderr": 0, "limit": 0}
         unmet = GateIssue(code="accuracy", state="failed", **known)
         return real(scores, metric, max_drop, stage) or ([] if held else [unmet])
 
-    for module in (criteria, run):
+    for module in (run, run):
         monkeypatch.setattr(module, "list_drops", never_before)
     run_step = run.AutoRun.run
 

@@ -32,7 +32,11 @@ class Gate:
         float, typer.Option(help="Largest drop of the primary metric, or noise: 0.005 is half a point.")
     ] = 0.005
     min_speedup: Annotated[
-        float | None, typer.Option(help="Least speed-up over the twin without INT8, a factor.")
+        float | None,
+        typer.Option(
+            help="Least speed-up, a factor, over the one system without INT8 that is timed: the FP16 engine "
+            "of the same backend, on a CPU its FP32 or BF16 engine."
+        ),
     ] = None
     samples: Annotated[
         int, typer.Option(min=32, help="Train rows that proposals are chosen on; none of them calibrates.")

@@ -115,7 +115,7 @@ def methods(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.selection.methods.measure import MethodComparison, list_sections, require_quantized
     from qdqbench.eval.selection.methods.report import methods_report, write_methods
-    from qdqbench.eval.selection.methods.results import METHODS_RECIPE
+    from qdqbench.eval.selection.trials.store import RECIPE_FILE
     from qdqbench.quantize.pipeline.ownership import run_folder
 
     config = subject.config(
@@ -130,5 +130,5 @@ def methods(  # noqa: PLR0913  (a command's options)
         _note_resume(comparison.trials.store)
         found = comparison.run()
         write_methods(found, folder)
-    written = f"recipe: {folder / METHODS_RECIPE}", f"report: {folder / 'methods.html'}"
+    written = f"recipe: {folder / RECIPE_FILE}", f"report: {folder / 'methods.html'}"
     show(found, json, lambda methods: render_screen(methods_report(methods)), *written)

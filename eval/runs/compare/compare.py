@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qdqbench.eval.metrics.changes import Answered, differing, has_answers_that_flip, sample_labels
+from qdqbench.eval.metrics.answers import Answered, differing, has_answers_that_flip, sample_labels
 from qdqbench.eval.metrics.compare import compare as paired
 from qdqbench.eval.runs.compare.load import LoadedRun, describe_run, load_runs
 from qdqbench.eval.runs.compare.results import (

@@ -8,7 +8,7 @@ import numpy as np
 
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, config_label, headline_of, read_bench, row_of
-from qdqbench.eval.metrics.changes import Answered, answered, sample_texts
+from qdqbench.eval.metrics.answers import Answered, answered, sample_texts
 from qdqbench.eval.metrics.logits import read_answers
 from qdqbench.eval.reporting.formats import model_label
 from qdqbench.eval.runs.compare.results import ComparedRun, RunLatency

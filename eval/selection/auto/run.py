@@ -2,18 +2,21 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+
 from qdqbench.eval.bench.measure import ReadyGraph, alone_on_cpu, alone_on_gpu, measure_speedup, open_engine
-from qdqbench.eval.metrics.logits import read_logits
+from qdqbench.eval.metrics.compare import compare
+from qdqbench.eval.metrics.gate import NOISE, drop_issue, slow_issue
+from qdqbench.eval.metrics.logits import Logits, read_logits
 from qdqbench.eval.runs.report.verdict import last_measured
 from qdqbench.eval.runs.run import StageProgress, follow, run_until
-from qdqbench.eval.selection.auto.criteria import Evaluation, StepAnswers, list_drops, list_unmet
 from qdqbench.eval.selection.auto.report import write_auto
 from qdqbench.eval.selection.auto.results import (
     AUTO_FILE,
@@ -22,6 +25,7 @@ from qdqbench.eval.selection.auto.results import (
     AutoChoice,
     AutoStep,
     Criteria,
+    NestedFolds,
     Proposal,
     SkipReason,
     StepKind,
@@ -29,7 +33,7 @@ from qdqbench.eval.selection.auto.results import (
     choose_step,
 )
 from qdqbench.eval.selection.search.results import SearchOptions, Source
-from qdqbench.eval.selection.search.speed import measured_source
+from qdqbench.eval.selection.search.workspace import measured_source
 from qdqbench.eval.selection.trials.results import Failure, Origin, failure_of
 from qdqbench.eval.selection.trials.store import TRIALS, Store
 from qdqbench.quantize.engine.build import attention_count, require_int8
@@ -39,13 +43,140 @@ from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, finished, open_run
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe
 from qdqbench.quantize.tasks.sources import source_fingerprint
+from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.arrays import Int64
+from qdqbench.quantize.utils.comparison import Comparison, Gate, GateIssue
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import read_results
 from qdqbench.quantize.utils.speedup import Speedup
 from qdqbench.quantize.utils.system.environment import environment, made_with, now
+
+FOLDS = 5
+
+
+def list_drops(
+    scores: Mapping[str, Comparison], metric: str, max_drop: float, stage: str = ""
+) -> list[GateIssue]:
+    """Return the drops of the primary metric that are above `max_drop`, and no noise either.
+
+    That is stricter than `gate.judge`, which lets a drop pass that is above `max_drop` within noise: `auto`
+    can try another recipe, where a run cannot.
+
+    Args:
+        scores: against FP32, by evaluation split.
+        metric: names the primary metric.
+        max_drop: a fraction.
+        stage: of the run that the scores are of.
+    """
+    return [
+        drop_issue(row, max_drop, stage=stage or None, split=split, metric=metric)
+        for split, row in scores.items()
+        if row.drop > max_drop and row.drop > NOISE * row.drop_stderr
+    ]
+
+
+def list_unmet(
+    gate: Gate, drops: list[GateIssue], speedup: Speedup | None, min_speedup: float | None
+) -> list[GateIssue]:
+    """Return what keeps the recipe of a run from holding.
+
+    Args:
+        gate: of the whole run, with the `max_drop` of the criteria.
+        drops: of its last measured stage, from `list_drops`.
+        speedup: of its engine; None where there is none.
+        min_speedup: least speed-up over the same backend's engine without INT8, the only baseline here.
+    """
+    # a drop of a stage before the last one counts where the last one has none
+    issues = drops + [each for each in gate.failures if each.code != "accuracy" or not drops]
+    if min_speedup is not None and (speedup is None or speedup.value < min_speedup):
+        issues.append(slow_issue(speedup, min_speedup))
+    return issues
+
+
+@dataclass(frozen=True)
+class StepAnswers:
+    """What one step answered in its last measured stage."""
+
+    logits: Logits
+    fails_anyway: bool  # it lacks something that other samples would not change
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Compares answers on the evaluation splits of a task."""
+
+    task: Task
+    encoded: Mapping[str, Encoded]  # by split
+    max_drop: float
+    seed: int
+
+    def compare(self, reference: Logits, answers: Logits) -> dict[str, Comparison]:
+        """Return answers against others, by split."""
+        return {
+            name: compare(self.task, reference[name], each, self.encoded[name].gold, seed=self.seed)
+            for name, each in answers.items()
+        }
+
+    def nest_folds(self, fp32: Logits, tried: Sequence[StepAnswers], chosen: int) -> NestedFolds:
+        """Return what a step is worth on samples that had no say in its choice.
+
+        Which step is the first that holds is decided by evaluation data, so its own figure on them is a
+        little too good. Here the samples of each of five folds get the answers of the step that the other
+        four would have chosen; together they are one paired comparison of all samples (nested
+        cross-validation: Varma and Simon 2006, "Bias in error estimation when using cross-validation for
+        model selection").
+
+        Args:
+            fp32: answers of FP32 by split.
+            tried: in the order of the steps.
+            chosen: number of the step among them.
+        """
+        mixed = {name: np.array(tried[chosen].logits[name]) for name in self.encoded}
+        folds = {
+            name: np.random.default_rng(self.seed).permutation(len(each.gold)) % FOLDS
+            for name, each in self.encoded.items()
+        }
+        other = 0
+        for fold in range(FOLDS):
+            outside = {name: np.flatnonzero(parts != fold) for name, parts in folds.items()}
+            at = self._choose(fp32, tried, outside)
+            if at == chosen:
+                continue
+            for name, each in self.encoded.items():
+                inside = np.flatnonzero(folds[name] == fold)
+                places = each.answers_of(each.rows_of(inside))
+                mixed[name][places] = tried[at].logits[name][places]
+                other += len(inside)
+        scores = self.compare(fp32, mixed)
+        return NestedFolds(
+            folds=FOLDS,
+            scores=scores,
+            others=other / sum(len(each.gold) for each in self.encoded.values()),
+            unmet=list_drops(scores, self.task.metrics[0], self.max_drop),
+        )
+
+    def _choose(self, fp32: Logits, tried: Sequence[StepAnswers], samples: Mapping[str, Int64]) -> int:
+        """Return the number of the step that these samples choose, as `choose_step` does."""
+        drops = []
+        for at, each in enumerate(tried):
+            scores = {
+                name: self._compare_part(name, fp32, each.logits, kept) for name, kept in samples.items()
+            }
+            if not each.fails_anyway and not list_drops(scores, self.task.metrics[0], self.max_drop):
+                return at
+            drops.append(max(row.drop for row in scores.values()))
+        return int(np.argmin(drops))
+
+    def _compare_part(self, name: str, reference: Logits, answers: Logits, samples: Int64) -> Comparison:
+        encoded = self.encoded[name]
+        places = encoded.answers_of(encoded.rows_of(samples))
+        gold = encoded.part(samples).gold
+        return compare(self.task, reference[name][places], answers[name][places], gold, seed=self.seed)
+
 
 RUN, RECIPE = "run", "run.yaml"  # in the folder of a step
 WAITS, WAIT_S = 12, 5.0
@@ -116,7 +247,8 @@ class AutoRun:
         step.speedup = timed if isinstance(timed, Speedup) else None
         measured = [each for each in before if each.run]
         tried = [self._answers(each) for each in measured]
-        issues = list_unmet(results, stage, step.scores, step.speedup, self.criteria)
+        drops = list_drops(step.scores, self.config.task.metrics[0], self.criteria.max_drop, stage)
+        issues = list_unmet(results.gate, drops, step.speedup, self.criteria.min_speedup)
         nested = None
         if tried and not issues:
             answers = [*tried, StepAnswers(own, fails_anyway=False)]

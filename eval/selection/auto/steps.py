@@ -13,13 +13,12 @@ from qdqbench.eval.selection.auto.results import AutoStep, Proposal
 from qdqbench.eval.selection.auto.run import AutoRun, Proposer
 from qdqbench.eval.selection.methods.measure import MethodComparison
 from qdqbench.eval.selection.methods.report import write_methods
-from qdqbench.eval.selection.methods.results import METHODS_RECIPE
 from qdqbench.eval.selection.search.study import list_trials, open_worker, run_trials
-from qdqbench.eval.selection.sensitivity.choice import write_up
+from qdqbench.eval.selection.sensitivity.candidates import make_recipe
 from qdqbench.eval.selection.sensitivity.measure import Measurement
 from qdqbench.eval.selection.sensitivity.report import write_sensitivity
 from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CurvePoint
-from qdqbench.eval.selection.trials.store import hash_of
+from qdqbench.eval.selection.trials.store import RECIPE_FILE, hash_of
 from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
@@ -90,7 +89,7 @@ class Steps:
         known = not given.trial.failure and given.trial.divergence
         share = best.trial.divergence / given.trial.divergence if known else None
         proposal = Proposal(base=base.name, samples=methods.data["samples"], share=share, method=best.name)
-        return load_recipe(str(folder / METHODS_RECIPE)), proposal
+        return load_recipe(str(folder / RECIPE_FILE)), proposal
 
     def _propose_islands(self, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
         """Propose to keep the linears that cost the most out of INT8."""
@@ -106,7 +105,7 @@ class Steps:
         point = find_islands(sensitivity.curve)
         model = session.fp32_model
         modules, prefix = module_table(model), model.base_model_prefix
-        recipe, _ = write_up(session.recipe, point, measurement.found, modules, prefix)
+        recipe = make_recipe(session.recipe, point, measurement.found, modules, prefix)
         return recipe, Proposal(
             base=session.recipe.name,
             samples=sensitivity.data["samples"],

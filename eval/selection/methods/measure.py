@@ -7,29 +7,26 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 from pydantic import ValidationError
 
-from qdqbench.eval.metrics.draw import described
 from qdqbench.eval.metrics.gate import NOISE
 from qdqbench.eval.metrics.runners import placed
-from qdqbench.eval.metrics.switches import Switches
-from qdqbench.eval.selection.methods.results import METHODS_RECIPE, MethodRow, Methods
+from qdqbench.eval.selection.methods.results import MethodRow, Methods
 from qdqbench.eval.selection.trials.calibrations import (
     SharedCalibration,
+    Switches,
     apply_methods,
     collect_ranges,
     widest_activation,
 )
 from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Trial, failure_of
-from qdqbench.eval.selection.trials.store import TRIALS, Trials
+from qdqbench.eval.selection.trials.store import TRIALS, Trials, described, named_by, write_recipe
 from qdqbench.quantize.calibration.bias import correct_biases
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan, resolve
-from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
+from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.progress import Progress
 
@@ -90,18 +87,6 @@ def _change(own: Calibration, changes: dict[str, Any]) -> Calibration:
                 f"--smoothing {changes['smoothing']} must be none, gain or an alpha from 0 to 1, such as 0.65"
             ) from error
         raise UserError(f"--method: {first['msg'].removeprefix('Value error, ')}") from error
-
-
-def write_calibrated_recipe(recipe: Recipe, section: Calibration) -> tuple[Recipe, str]:
-    """Return the recipe with another calibration section, and its YAML, which parses back to it."""
-    chosen = recipe.model_copy(
-        update={"name": f"{recipe.name.removesuffix('-calibrated')}-calibrated", "calibration": section}
-    )
-    short = chosen.model_dump(mode="json", exclude_defaults=True)
-    text = yaml.safe_dump(short, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
-    if parse_recipe(text, METHODS_RECIPE) != chosen:
-        raise AssertionError(f"{METHODS_RECIPE} does not hold the recipe that was chosen")
-    return chosen, text
 
 
 def require_quantized(recipe: Recipe) -> None:
@@ -300,8 +285,8 @@ class MethodComparison:
         session, trials, recipe = self.session, self.trials, self.session.recipe
         rows = self._rows(tried)
         best = next(row.section for row in rows if row.best)
-        chosen, text = write_calibrated_recipe(recipe, best)
-        files.write_text(session.folder / METHODS_RECIPE, text)
+        name = named_by(recipe.name, "calibrated")
+        write_recipe(recipe.model_copy(update={"name": name, "calibration": best}), session.folder)
         if any(rule.refines for rule in recipe.rules):
             session.notes.append("what the recipe's rules say on calibration holds in every row")
         about = described(session, trials.drawn[0], len(trials.draw.gold))
@@ -311,7 +296,7 @@ class MethodComparison:
             **about,
             fp32={split: trials.fp32_scores(split) for split in splits},
             rows=rows,
-            recipe_name=chosen.name,
+            recipe_name=name,
             warnings=session.warnings,
             notes=session.notes,
             timings={"total_s": wall_s},

@@ -8,7 +8,6 @@ from qdqbench.quantize.tasks.types.kind import Divergence
 from qdqbench.quantize.utils.schema import Strict
 
 METHODS_FILE = "methods.json"
-METHODS_RECIPE = "recipe.yaml"
 
 
 class MethodRow(Strict):

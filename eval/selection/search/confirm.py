@@ -6,7 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 from qdqbench.eval.bench.measure import build_and_prove, write_engine_graph
-from qdqbench.eval.metrics.gate import NOISE, judge
+from qdqbench.eval.metrics.gate import NOISE, drop_issue, judge, slow_issue
 from qdqbench.eval.metrics.runners import predict
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.selection.search.report import search_report
@@ -19,14 +19,14 @@ from qdqbench.eval.selection.search.results import (
     choose_trial,
     dominates,
 )
-from qdqbench.eval.selection.search.space import searched_name
 from qdqbench.eval.selection.search.study import Worker, list_trials
 from qdqbench.eval.selection.search.workspace import Workspace
 from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_of
+from qdqbench.eval.selection.trials.store import RECIPE_FILE, named_by, write_recipe
 from qdqbench.quantize.engine.runtime.opened import open_runner
 from qdqbench.quantize.pipeline.artifacts import backend_of
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes, short_yaml
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32
@@ -34,8 +34,6 @@ from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.limits import INT8_RESIDUALS
 from qdqbench.quantize.utils.speedup import Speedup
 from qdqbench.quantize.utils.system.environment import environment, now, versions
-
-SEARCH_RECIPE = "recipe.yaml"
 
 
 def finish_search(
@@ -71,7 +69,7 @@ def finish_search(
         notes=[],
         environment=environment() | {"optuna": metadata.version("optuna"), **versions()},
     )
-    (folder / SEARCH_RECIPE).unlink(missing_ok=True)
+    (folder / RECIPE_FILE).unlink(missing_ok=True)
     if chosen is not None and chosen.recipe is not None:
         progress("validating FP32")
         found.fp32 = {split: evaluated.fp32_scores(split) for split in evaluated.encoded}
@@ -80,8 +78,8 @@ def finish_search(
         found.agreement = compare_drops(searched, found.confirmed[0])
         outcome.issues = judge_confirmed(found.confirmed[0], worker.gate, found.metric)
         outcome.passed = not any(issue.state == "failed" for issue in outcome.issues)
-        named = chosen.recipe.model_copy(update={"name": searched_name(chosen.recipe.name)})
-        files.write_text(folder / SEARCH_RECIPE, short_yaml(named))
+        name = named_by(chosen.recipe.name, "searched")
+        write_recipe(chosen.recipe.model_copy(update={"name": name, "qat": None}), folder)
     found.warnings = [*dict.fromkeys([*session.warnings, *_warn(worker, found)])]
     found.notes = session.notes
     files.write_text(folder / SEARCH_FILE, found.model_dump_json(indent=2) + "\n")
@@ -192,24 +190,11 @@ def judge_confirmed(row: ConfirmedRecipe, gate: GateSettings, metric: str) -> li
         for split, score in splits.items():
             judged = judge(score.drop, score.drop_stderr, gate.max_drop)
             if judged != "holds":
-                issue = GateIssue(
-                    code="accuracy",
-                    state="failed" if judged == "fails" else "within noise",
-                    stage=stage,
-                    split=split,
-                    metric=metric,
-                    value=score.drop,
-                    stderr=score.drop_stderr,
-                    limit=gate.max_drop,
-                    n=score.n,
-                )
-                issues.append(issue)
+                state = "failed" if judged == "fails" else "within noise"
+                where = {"stage": stage, "split": split, "metric": metric, "state": state}
+                issues.append(drop_issue(score, gate.max_drop, **where))
     if gate.min_speedup is not None and (row.speedup is None or row.speedup.value < gate.min_speedup):
-        value = row.speedup.value if row.speedup else None
-        over = row.speedup.baseline if row.speedup else None
-        issues.append(
-            GateIssue(code="min_speedup", state="failed", value=value, limit=gate.min_speedup, baseline=over)
-        )
+        issues.append(slow_issue(row.speedup, gate.min_speedup))
     return issues
 
 

@@ -32,7 +32,18 @@ class SearchOptions:
     sensitivity: Path | None = None
 
 
-class SearchTrial(Trial):
+class PlacedTrial(Trial):
+    """A recipe with both objectives of a search."""
+
+    int8_share: float = 0.0  # of the multiply-adds of the encoder, from 0 to 1
+
+    @property
+    def gain(self) -> float:
+        """Return the second objective, larger is better: the speed-up, or else the INT8 share."""
+        return self.speedup.value if self.speedup else self.int8_share
+
+
+class SearchTrial(PlacedTrial):
     """One point of the search space; its scores are those on the draw."""
 
     number: int  # in the study
@@ -40,7 +51,6 @@ class SearchTrial(Trial):
     shipped: str = ""  # the shipped recipe that was moved into the space
     int8_linears: int = 0
     int8_attention: int = 0
-    int8_share: float = 0.0  # of the multiply-adds of the encoder, from 0 to 1
     duplicate_of: int | None = None  # an earlier trial with the same recipe, whose values it has
     holds: bool = False  # satisfies the gate; a drop that exceeds `max_drop` within noise does
     on_front: bool = False  # no other trial is better in one objective and as good in the other
@@ -49,11 +59,6 @@ class SearchTrial(Trial):
     def is_scored(self) -> bool:
         """Return whether it has values and no earlier trial has the same."""
         return self.failure is None and DRAW in self.scores and self.duplicate_of is None
-
-    @property
-    def gain(self) -> float:
-        """Return the second objective, larger is better: the speed-up, or else the INT8 share."""
-        return self.speedup.value if self.speedup else self.int8_share
 
     def loss(self, objective: Objective) -> float:
         """Return the first objective."""
@@ -70,19 +75,13 @@ class SearchTrial(Trial):
         return max(0.0, score.drop - limit(score.drop_stderr, gate.max_drop))
 
 
-class ConfirmedRecipe(Trial):
+class ConfirmedRecipe(PlacedTrial):
     """A recipe on evaluation data, which no trial has seen; its scores are those of fake-quant by split."""
 
     name: str
-    int8_share: float = 0.0
     engine: dict[str, Comparison] = {}  # of the chosen recipe, by split; empty where no engine ran
     # a shipped recipe that is at least as accurate and as fast as the chosen one, one of both strictly more
     dominates: bool = False
-
-    @property
-    def gain(self) -> float:
-        """Return the second objective, as of a trial."""
-        return self.speedup.value if self.speedup else self.int8_share
 
     @property
     def score(self) -> Comparison | None:

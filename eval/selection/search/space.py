@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qdqbench.eval.selection.trials.store import named_by
 from qdqbench.quantize.models.families.family import ENCODER_KINDS, Family, Place
 from qdqbench.quantize.models.families.known import family_named, family_of
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import Plan, matched, resolve
-from qdqbench.quantize.recipe.schema import Recipe, parse_recipe, short_yaml
+from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import limits_of
@@ -43,7 +44,7 @@ class Space:
 
     @property
     def family(self) -> Family:
-        """The family that the recipe is for."""
+        """Return the family that the recipe is for."""
         return family_named(self.base.model.family)
 
     def ranked(self, units: Sequence[Unit], layers: Sequence[int]) -> "Space":
@@ -55,7 +56,7 @@ class Space:
         )
 
     def suggest(self, trial: Any) -> Params:
-        """Parameters of a new trial."""
+        """Return the parameters of a new trial."""
         count = len(self.units)
         params: Params = {
             "frame": trial.suggest_categorical("frame", FRAMES),
@@ -70,7 +71,7 @@ class Space:
         return params
 
     def int8_units(self, params: Params) -> set[Unit]:
-        """Units in INT8: all but the first `keep` of the ranking, then the flips (1: the worst, 0: none)."""
+        """Return units in INT8: all after the first `keep` of the ranking, then flips (1: worst, 0: none)."""
         units = list(self.units)
         chosen = {u for u in units[params["keep"] :] if params["frame"] == "all" or u[1].startswith("ffn")}
         for name in FLIPS:
@@ -79,12 +80,12 @@ class Space:
         return chosen
 
     def int8_attention(self, params: Params, units: set[Unit]) -> set[int]:
-        """Layers with INT8 attention; it is fused only where the output linear is INT8 too."""
+        """Return layers with INT8 attention; it is fused only where the output linear is INT8 too."""
         keep = params.get("attention_keep", len(self.attention))
         return {layer for layer in list(self.attention)[keep:] if (layer, "output") in units}
 
     def recipe(self, params: Params, description: str = "") -> Recipe:
-        """The recipe of a trial.
+        """Return the recipe of a trial.
 
         Raises:
             UserError: the model does not take it.
@@ -95,32 +96,27 @@ class Space:
     def assemble(
         self, units: set[Unit], attention: set[int], how: Mapping[str, Any], description: str = ""
     ) -> Recipe:
-        """A recipe with these units and attentions in INT8, calibrated by `how`."""
+        """Return a recipe with these units and attentions in INT8, calibrated by `how`."""
         smoothing = how["smoothing"] if how["smoothing"] in ("none", "gain") else float(how["smoothing"])
         rules = [*self._linear_rules(units), *self._attention_rules(attention), *self.fixed]
         keep = [name for name in ("layernorm", "softmax") if name == "layernorm" or not attention]
-        calibration = {
-            "method": how["method"],
-            "weights_method": how["weights_method"],
-            "smoothing": smoothing,
-        }
-        if not any(kind == "ffn-out" for _, kind in units):
-            calibration["outlier_channel_splitting"] = 0  # nothing is left to split
         data = self.base.model_dump(mode="json") | {
-            "name": searched_name(self.base.name),
+            "name": named_by(self.base.name, "searched"),
             "description": description,
             "rules": [rule.model_dump(mode="json", exclude_none=True) for rule in rules],
             "attention": "int8" if attention and attention == self._all_layers() else "fp16",
+            "qat": None,
         }
         data["precision"]["never_quantize"] = keep
-        data["calibration"] |= calibration
-        text = short_yaml(Recipe.model_validate(data))
-        recipe = parse_recipe(text, "the trial's recipe")
+        data["calibration"] |= {name: how[name] for name in ("method", "weights_method")}
+        data["calibration"]["smoothing"] = smoothing
+        if not any(kind == "ffn-out" for _, kind in units):
+            data["calibration"]["outlier_channel_splitting"] = 0  # nothing is left to split
+        recipe = Recipe.model_validate(data)
         plan = resolve(recipe, self.modules, self.prefix)
-        wanted = {name for unit in units for name in self.units[unit]}
-        made = {name for name in plan.int8 if any(name in names for names in self.units.values())}
-        assert made == wanted, (sorted(made ^ wanted), text)
-        assert {self.family.layer_of(name) for name in plan.attention} == attention, text
+        searched = {name for names in self.units.values() for name in names}
+        assert searched & {*plan.int8} == {name for unit in units for name in self.units[unit]}, recipe
+        assert {self.family.layer_of(name) for name in plan.attention} == attention, recipe
         return recipe
 
     def _all_layers(self) -> set[int]:
@@ -128,7 +124,7 @@ class Space:
         return {layer for layer in layers if layer is not None}
 
     def _linear_rules(self, units: set[Unit]) -> list[Rule]:
-        """One INT8 rule for all and FP16 rules for the exceptions, or INT8 rules where these are fewer."""
+        """Return one INT8 rule for all and FP16 rules for exceptions, or INT8 rules where these are fewer."""
         int8: dict[str, Any] = {"type": "Linear"} | _int8_formats(self.granularity)
         if not units:
             return []
@@ -142,7 +138,7 @@ class Space:
         return [Rule(match=match, **int8) for match in chosen]
 
     def _patterns(self, units: set[Unit]) -> list[str]:
-        """Patterns that match exactly the linears of these units: kinds of all layers, then single ones."""
+        """Return patterns of exactly the linears of these units: kinds of all layers, then single ones."""
         found, left = [], set(units)
         for kind in ENCODER_KINDS:
             of_kind = {unit for unit in self.units if unit[1] == kind}
@@ -159,7 +155,7 @@ class Space:
         return found + [pattern for unit in sorted(left) for pattern in self._unit_patterns(unit)]
 
     def _unit_patterns(self, unit: Unit) -> list[str]:
-        """One pattern for the linears of a unit where it matches no other linear, else their names."""
+        """Return one pattern for the linears of a unit where it matches no other, else their names."""
         around = self.units[unit][0].rpartition(".")[0]
         inside = {n for n, i in self.modules.items() if i.kind == "Linear" and n.startswith(f"{around}.")}
         if len(inside) > 1 and inside == set(self.units[unit]):
@@ -173,7 +169,7 @@ class Space:
         return [Rule(match=name, type="Attention", precision="int8") for name in names]
 
     def _place(self, name: str) -> Place:
-        """Where in the encoder a searched module is, without the model's prefix."""
+        """Return where in the encoder a searched module is, without the model's prefix."""
         place = self.family.place(self._short(name))
         assert place is not None, name
         return place
@@ -182,7 +178,7 @@ class Space:
         return name.removeprefix(f"{self.prefix}.") if self.prefix else name
 
     def project(self, plan: Plan, recipe: Recipe) -> Params:
-        """The parameters whose recipe is nearest to a plan."""
+        """Return the parameters whose recipe is nearest to a plan."""
         target = {unit for unit, names in self.units.items() if all(name in plan.int8 for name in names)}
         inside = {self.family.layer_of(name) for name in plan.attention}
         order = list(self.units)
@@ -210,7 +206,7 @@ class Space:
 
 
 def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> Space:
-    """The space around a recipe, in model order.
+    """Return the space around a recipe, in model order.
 
     What the recipe computes in FP32 stays there, and linears outside of the encoder stay as they are.
 
@@ -249,7 +245,7 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
 
 
 def _linear_units(family: Family, modules: Mapping[str, ModuleInfo]) -> dict[Unit, list[str]]:
-    """Linears of the encoder by unit, in model order."""
+    """Return the linears of the encoder by unit, in model order."""
     units: dict[Unit, list[str]] = {}
     for name, info in modules.items():
         layer = family.layer_of(name)
@@ -278,11 +274,6 @@ def rank_by_cost(space: Space, cost_of: Mapping[str, float], attention_cost: Map
     units = sorted(space.units, key=lambda unit: -costs[unit])
     layers = sorted(space.attention, key=lambda layer: -attention_cost.get(layer, 0.0))
     return space.ranked(units, layers)
-
-
-def searched_name(name: str) -> str:
-    """Name of what is found from a recipe."""
-    return name if name.endswith("-searched") else f"{name}-searched"
 
 
 def count_multiply_adds(model: Any, modules: Mapping[str, ModuleInfo], length: int) -> dict[str, int]:

@@ -18,9 +18,13 @@ from qdqbench.eval.selection.search.results import (
     mark_trials,
 )
 from qdqbench.eval.selection.search.space import PLAIN, Params, Space, make_space, rank_by_cost
-from qdqbench.eval.selection.search.speed import open_source
-from qdqbench.eval.selection.search.workspace import Measure, Workspace, plan_key
-from qdqbench.eval.selection.sensitivity.results import Sensitivity, read_sensitivity, sensitivity_file
+from qdqbench.eval.selection.search.workspace import Measure, Workspace, open_source, plan_key
+from qdqbench.eval.selection.sensitivity.results import (
+    CandidateRow,
+    Sensitivity,
+    read_sensitivity,
+    sensitivity_file,
+)
 from qdqbench.eval.selection.trials.results import DRAW, Failure, failure_of
 from qdqbench.eval.selection.trials.store import hash_of
 from qdqbench.quantize.calibration.narrow import without_corrections
@@ -275,25 +279,19 @@ def read_ranking(session: Session, file: Path) -> Sensitivity:
     return measured
 
 
-def rank_by_rows(space: Space, rows: Any, source: str) -> Space:
+def rank_by_rows(space: Space, rows: list[CandidateRow], source: str) -> Space:
     """Rank units and attentions by the divergence of "only this in INT8".
 
     Raises:
         UserError: no row is of this model.
     """
-    linears: dict[str, float] = {}
-    attention: dict[int, float] = {}
-    for row in rows:
-        score = row.only or row.all_but
-        if score is None or score.divergence is None:
-            continue
-        if row.group == "linear":
-            linears |= dict.fromkeys(row.modules or [row.name], float(score.divergence))
-        elif row.group == "attention" and row.layer is not None:
-            attention[int(row.layer)] = float(score.divergence)
+    linears = {name: row.only.distance for row in rows if row.group == "linear" for name in row.modules}
+    heads = {
+        row.layer: row.only.distance for row in rows if row.group == "attention" and row.layer is not None
+    }
     if not {name for names in space.units.values() for name in names} & set(linears):
         raise UserError(f"{source} ranks no linear of this model; run `qdqbench sensitivity` on it first")
-    return rank_by_cost(space, linears, attention)
+    return rank_by_cost(space, linears, heads)
 
 
 def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambda *_: None) -> None:

@@ -2,15 +2,26 @@
 
 import functools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.metrics.draw import described
+import numpy as np
+import torch
+
 from qdqbench.eval.metrics.runners import placed
-from qdqbench.eval.metrics.switches import Switches
 from qdqbench.eval.reporting.formats import count_of
-from qdqbench.eval.selection.sensitivity import choice as sensitivity_choice
-from qdqbench.eval.selection.sensitivity.candidates import Candidate, Choices, choices
+from qdqbench.eval.selection.sensitivity.candidates import (
+    Candidate,
+    Choices,
+    attention_of,
+    choices,
+    choose_point,
+    kept_counts,
+    make_recipe,
+    measure_curve,
+)
 from qdqbench.eval.selection.sensitivity.results import (
     CandidateRow,
     CurvePoint,
@@ -18,18 +29,130 @@ from qdqbench.eval.selection.sensitivity.results import (
     SensitivityChoice,
     ranking,
 )
-from qdqbench.eval.selection.sensitivity.suffixes import Held, Suffixes, watch_norms
+from qdqbench.eval.selection.trials.calibrations import Switches
 from qdqbench.eval.selection.trials.results import DRAW, Scores, Trial
-from qdqbench.eval.selection.trials.store import TRIALS, Trials
+from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Trials, described, write_recipe
 from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration.fakequant import quantizers
+from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import module_table
+from qdqbench.quantize.models.runs import first_inputs, resumed
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.batches import sorted_batches
-from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.arrays import Float32
+from qdqbench.quantize.tasks.task import kind_of
+from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
+from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Held:
+    """One batch at the input of an encoder layer."""
+
+    rows: Int64  # of the draw, [B]
+    batch: Batch
+    hidden: torch.Tensor  # [B, L, hidden]
+
+
+class Suffixes:
+    """Answers of a model to a draw, computed from the input of any encoder layer on."""
+
+    def __init__(self, model: "PreTrainedModel", batches: list[IndexedBatch], encoded: Encoded) -> None:
+        """Take the model over; `batches` are those that `sorted_batches` makes of `encoded`.
+
+        Where the head reads the first token only, the others are not computed behind the attention of the
+        last layer. What the first token gets is not changed by it.
+        """
+        self.model, self.batches, self.encoded = model, batches, encoded
+        family = family_of(model.config)
+        self.layers = family.runs(model)  # a shared one as often as it runs
+        firsts = [self.layers.index(name) for name in family.layer_names(model)]
+        self.starts = [*firsts, len(self.layers)]  # first run of each layer, and the head
+        kind = kind_of(type(model).__name__)
+        cut = kind is not None and kind.reads_first_token
+        for residual in family.residuals[:1] if cut else ():  # a module with these two tensors as its inputs
+            model.get_submodule(f"{self.layers[-1]}.{residual.module}").register_forward_pre_hook(
+                lambda _, inputs: tuple(tensor[:, :1] for tensor in inputs)
+            )
+
+    def start(self) -> tuple[list[Held], Float32]:
+        """Return states at the input of the first layer, and logits, in the model's present precision."""
+        with first_inputs(self.model) as found:
+            logits = self.full()
+        states = zip(self.batches, found, strict=True)
+        return [Held(rows, batch, hidden) for (rows, batch), hidden in states], logits
+
+    def full(self) -> Float32:
+        """Return answers [answers, width] of the whole model."""
+        return self._gather((rows, quantizers.forward(self.model, batch)) for rows, batch in self.batches)
+
+    def suffix(self, states: list[Held], layer: int) -> Float32:
+        """Return answers [answers, width] from states at the input of `layer`, or of the head."""
+
+        def logits() -> Iterator[tuple[Int64, torch.Tensor]]:
+            for state in states:
+                with resumed(self.model, layer, state.hidden):
+                    yield state.rows, quantizers.forward(self.model, state.batch)
+
+        return self._gather(logits())
+
+    def advance(self, states: list[Held], layer: int) -> list[Held]:
+        """Return the states after `layer`."""
+        found = []
+        for state in states:
+            with resumed(self.model, layer, state.hidden, layer + 1) as made:
+                quantizers.forward(self.model, state.batch)
+            found.append(replace(state, hidden=made[0]))
+        return found
+
+    def _gather(self, parts: Iterator[tuple[Int64, torch.Tensor]]) -> Float32:
+        found = [(rows, self.encoded.kept(rows, made).float().cpu().numpy()) for rows, made in parts]
+        answers = np.empty((self.encoded.answers.sum(), found[0][1].shape[1]), dtype=np.float32)
+        for rows, values in found:
+            answers[self.encoded.answers_of(rows)] = values
+        return answers
+
+
+@contextmanager
+def watch_norms(model: "PreTrainedModel", settings: Calibration) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Watch the input of every LayerNorm of the encoder while the model is calibrated around it.
+
+    Yields:
+        Function that gives the amax of each by the method of the calibration section, float32 scalars.
+    """
+    quantizers.import_modelopt()  # first, for it keeps ModelOpt's warnings from the user
+    from modelopt.torch.quantization.calib import MaxCalibrator
+
+    from qdqbench.quantize.calibration.histograms import ActivationCalibrator
+
+    family = family_of(model.config)
+    norms = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.LayerNorm) and family.layer_of(name) is not None
+    }
+    by_max = settings.method == "max"
+    seen: dict[str, Any] = {
+        name: MaxCalibrator(num_bits=8, axis=None) if by_max else ActivationCalibrator(settings.method)
+        for name in norms
+    }
+
+    def hook(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
+        return lambda _, inputs: seen[name].collect(inputs[0].detach())
+
+    hooks = [module.register_forward_pre_hook(hook(name)) for name, module in norms.items()]
+    try:
+        yield lambda: {name: calibrator.compute_amax() for name, calibrator in seen.items()}
+    finally:
+        for handle in hooks:
+            handle.remove()
+
 
 FEW = 64  # samples; below it the standard error of a metric means little
 EVERYTHING = "everything"
@@ -69,12 +192,12 @@ class Measurement:
         rows = [self._row(candidate) for candidate in self.found.candidates]
         order = [row.modules[0] for row in ranking(rows)]
         limit = self.session.recipe.gate.max_drop
-        curve = sensitivity_choice.measure_curve(len(order), lambda kept: self._kept(order[:kept]), limit)
+        curve = measure_curve(len(order), lambda kept: self._kept(order[:kept]), limit)
         return self._report(fp32, full, rows, curve, time.perf_counter() - start)
 
     @functools.cached_property
     def found(self) -> Choices:
-        """Candidates."""
+        """Return the candidates."""
         model = self.session.fp32_model
         return choices(self.session.recipe, module_table(model), model.base_model_prefix)
 
@@ -86,7 +209,7 @@ class Measurement:
 
     @functools.cached_property
     def bench(self) -> _Bench:
-        """The model, calibrated, with everything switchable, and its FP32 logits."""
+        """Return the model, calibrated, with everything switchable, and its FP32 logits."""
         session, recipe = self.session, self.session.recipe
         model = placed(session.new_int8_model())
         seen = 0
@@ -112,13 +235,13 @@ class Measurement:
         return {DRAW: self.bench.reference}
 
     def _spanning(self) -> None:
-        """Candidates of the whole depth."""
+        """Compare candidates of the whole depth."""
         for candidate in self.found.candidates:
             if candidate.start is None:
                 self._both(candidate, self._whole, self._whole)
 
     def _layers(self) -> None:
-        """Candidates layer by layer, from two states that advance: all in FP32, and everything in INT8."""
+        """Compare candidates layer by layer, from two states that advance: all FP32, and everything INT8."""
         ordered = [c for c in self.found.candidates if c.start is not None]
         ordered.sort(key=lambda c: c.start or 0)
         if all(key in self.trials.store.trials for c in ordered for key in self._keys(c)):
@@ -160,7 +283,7 @@ class Measurement:
         return self.bench.suffixes.suffix(states, layer)
 
     def _kept(self, linears: list[str]) -> CurvePoint:
-        attention = sensitivity_choice.attention_of(linears, self.found)
+        attention = attention_of(linears, self.found)
         on = self.found.everything - {*linears, *attention}
         key = f"curve {len(linears)}" if linears else EVERYTHING
         comparison = self._compare(key, lambda: self._whole(on))
@@ -187,7 +310,7 @@ class Measurement:
         """Return the number of measurements without the bisection of the curve."""
         keys = {key for candidate in self.found.candidates for key in self._keys(candidate)}
         linears = len({*self.found.plan.int8} & self.found.everything)
-        return len(keys) + 1 + len(sensitivity_choice.kept_counts(linears))
+        return len(keys) + 1 + len(kept_counts(linears))
 
     def _row(self, candidate: Candidate) -> CandidateRow:
         values = [self.trials.store.trials[key].scores[DRAW] for key in self._keys(candidate)]
@@ -206,12 +329,11 @@ class Measurement:
         self, fp32: Scores, full: Comparison, rows: list[CandidateRow], curve: list[CurvePoint], wall_s: float
     ) -> Sensitivity:
         session, config = self.session, self.session.config
-        point, reached = sensitivity_choice.choose_point(curve, config.recipe.gate.max_drop)
+        point, reached = choose_point(curve, config.recipe.gate.max_drop)
         model = session.fp32_model
-        chosen, text = sensitivity_choice.write_up(
-            config.recipe, point, self.found, module_table(model), model.base_model_prefix
-        )
-        files.write_text(session.folder / sensitivity_choice.CHOICE_FILE, text)
+        modules, prefix = module_table(model), model.base_model_prefix
+        chosen = make_recipe(config.recipe, point, self.found, modules, prefix)
+        write_recipe(chosen, session.folder)
         (split, encoded), plan = self.trials.drawn, self.found.plan
         return Sensitivity(
             **described(session, split, len(encoded.gold)),
@@ -223,7 +345,7 @@ class Measurement:
             choice=SensitivityChoice(
                 kept=point.kept,
                 reached=reached,
-                file=sensitivity_choice.CHOICE_FILE,
+                file=RECIPE_FILE,
                 recipe_name=chosen.name,
             ),
             warnings=session.warnings,

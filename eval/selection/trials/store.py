@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -15,29 +15,121 @@ from zipfile import BadZipFile
 import numpy as np
 
 from qdqbench.eval.metrics.compare import compare, compare_with_divergence
-from qdqbench.eval.metrics.draw import draw_samples
 from qdqbench.eval.metrics.runners import placed, predict, torch_runner
 from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Scores, Trial, failure_of
 from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.recipe.schema import Recipe, parse_recipe, short_yaml
 from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.rows import encode, load_split, whole
 from qdqbench.quantize.tasks.sources import Split
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.system.environment import made_with
+from qdqbench.quantize.utils.system.environment import environment, made_with, now
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
+def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[Split, Encoded]:
+    """Draw the rows of the calibration split after those that calibrate, in the same seeded order.
+
+    Notes of the split, and that it has fewer rows, go to the session.
+
+    Args:
+        samples: rows to draw.
+        least: rows without which nothing can be said, unless fewer were asked for.
+
+    Raises:
+        UserError: the calibration split is one that judges, or too few of its rows are left.
+    """
+    settings, task = session.recipe.calibration, session.config.task
+    if settings.split in task.eval_splits:
+        raise UserError(
+            f"calibration.split is {settings.split!r}, the judge of task {task.name!r}; what is chosen is "
+            f"measured beside the calibration data, so set calibration.split to {task.train_split}"
+        )
+    wanted = settings.samples + samples
+    split = load_split(task, session.data_source, settings.split, limit=wanted, seed=settings.seed)
+    known = [f"{wanted} samples asked for, split {settings.split!r} has {split.rows}", *session.notes]
+    session.notes += [note for note in split.notes if note not in known]
+    session.warnings += [line for line in split.warnings if line not in session.warnings]
+    taken = whole(split.dataset, task, settings.samples)
+    left = len(split.dataset) - taken
+    if left < min(samples, least):
+        raise UserError(
+            f"split {settings.split!r} of {split.source} has {split.rows} rows and calibration takes "
+            f"{taken}, so {max(left, 0)} are left to measure on; lower calibration.samples in the "
+            "recipe"
+        )
+    if left < samples:
+        session.notes.append(
+            f"measured on {left} samples, not {samples}: split {settings.split!r} has {split.rows} rows, and "
+            f"calibration takes {taken}"
+        )
+    split = replace(split, dataset=split.dataset.select(range(taken, len(split.dataset))))
+    encoded = encode(split, task, session.tokenizer, session.recipe.export.max_length)
+    if encoded.truncated:
+        session.notes.append(f"{encoded.truncated} samples were cut to export.max_length")
+    return split, encoded
+
+
+def described(session: "Session", split: Split, samples: int) -> dict[str, Any]:
+    """Return fields that results on a draw share: what was measured, on what, where and when.
+
+    Args:
+        split: that `samples` were drawn from.
+    """
+    config, settings = session.config, session.recipe.calibration
+    return {
+        "created": now(),
+        "command": config.command,
+        "recipe": config.recipe.model_dump(mode="json"),
+        "model": {"name": session.model_name, "sha256": session.model_sha256},
+        "task": config.task.model_dump(mode="json"),
+        "data": {
+            "source": split.source,
+            "fingerprint": split.fingerprint,
+            "split": settings.split,
+            "rows": split.rows,
+            "calibration": settings.samples,
+            "samples": samples,
+            "seed": settings.seed,
+        },
+        "seed": config.seed,
+        "batch_size": config.batch_size,
+        "metric": config.task.metrics[0],
+        "divergence": config.task.kind.divergence_name,
+        "environment": environment(),
+    }
+
+
 Record = TypeVar("Record", bound=Trial)
 TRIALS = "trials.jsonl"
+RECIPE_FILE = "recipe.yaml"  # the recipe that a command chose
 
 
 def hash_of(value: Any) -> str:
     """Return the SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def named_by(name: str, command: str) -> str:
+    """Return the name of a recipe that a command made from the one with this name."""
+    return f"{name.removesuffix(f'-{command}')}-{command}"
+
+
+def write_recipe(recipe: Recipe, folder: Path) -> None:
+    """Write a chosen recipe as short YAML, which parses back to it.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    text = short_yaml(recipe)
+    assert parse_recipe(text, RECIPE_FILE) == recipe, text
+    files.write_text(folder / RECIPE_FILE, text)
 
 
 class Store(Generic[Record]):

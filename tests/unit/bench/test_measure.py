@@ -7,7 +7,7 @@ from contextlib import ExitStack, nullcontext
 import pytest
 
 from qdqbench.eval.bench import measure as timing
-from qdqbench.eval.selection.search import speed
+from qdqbench.eval.selection.search import workspace
 from qdqbench.eval.selection.search.results import SearchOptions
 from qdqbench.eval.selection.search.space import make_space
 from qdqbench.eval.selection.search.workspace import Workspace
@@ -51,13 +51,13 @@ def work(folder, tmp_path, monkeypatch):
 def measure(work, monkeypatch):
     """The function that gives latencies, on a GPU that is not there."""
     fake_engines.install(monkeypatch)
-    monkeypatch.setattr(speed, "alone_on_gpu", nullcontext)
-    monkeypatch.setattr(speed, "find_gpu", lambda: Gpu("fake GPU", "0.0", None))
+    monkeypatch.setattr(workspace, "alone_on_gpu", nullcontext)
+    monkeypatch.setattr(workspace, "find_gpu", lambda: Gpu("fake GPU", "0.0", None))
     monkeypatch.setattr(
-        speed, "choose_backend", lambda wanted: type("B", (), {"name": "fake", "version": "0"})
+        workspace, "choose_backend", lambda wanted: type("B", (), {"name": "fake", "version": "0"})
     )
     with ExitStack() as stack:
-        source, found = speed.open_source(work.session, OPTIONS, work, stack)
+        source, found = workspace.open_source(work.session, OPTIONS, work, stack)
         assert source.label == "measured on fake GPU, fake 0"
         yield found
 
@@ -117,7 +117,7 @@ def test_files_of_engines_do_not_stay(work, measure):
 
 def test_a_shape_outside_of_the_profile_is_refused(work):
     with pytest.raises(UserError, match="--batch 500"):
-        speed.open_source(work.session, SearchOptions(batch=500), work, ExitStack())
+        workspace.open_source(work.session, SearchOptions(batch=500), work, ExitStack())
 
 
 def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
@@ -140,11 +140,11 @@ def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
 def test_a_cpu_measures_where_its_runtime_is_the_backend(work, monkeypatch, compute, features, twin):
     cpu = Cpu("a CPU", 2, features)
     monkeypatch.setattr("qdqbench.quantize.pipeline.artifacts.find_cpu", lambda: cpu)
-    monkeypatch.setattr(speed, "find_cpu", lambda: cpu)
-    monkeypatch.setattr(speed, "find_gpu", lambda: Gpu("not used", "0.0", None))
-    monkeypatch.setattr(speed, "alone_on_cpu", nullcontext)
+    monkeypatch.setattr(workspace, "find_cpu", lambda: cpu)
+    monkeypatch.setattr(workspace, "find_gpu", lambda: Gpu("not used", "0.0", None))
+    monkeypatch.setattr(workspace, "alone_on_cpu", nullcontext)
     made = type("B", (), {"name": "openvino", "version": "0"})
-    monkeypatch.setattr(speed, "choose_backend", lambda wanted: made)
+    monkeypatch.setattr(workspace, "choose_backend", lambda wanted: made)
     fake_engines.install(monkeypatch)
     asked = []
     monkeypatch.setattr(
@@ -152,7 +152,7 @@ def test_a_cpu_measures_where_its_runtime_is_the_backend(work, monkeypatch, comp
     )
     with ExitStack() as stack:
         options = SearchOptions(batch=8, length=32)
-        source, measure = speed.open_source(on_a_cpu(work, compute), options, work, stack)
+        source, measure = workspace.open_source(on_a_cpu(work, compute), options, work, stack)
         assert (source.mode, source.gpu, source.cpu, source.twin) == ("latency", None, str(cpu), twin)
         assert source.label == f"measured on {cpu}, openvino 0"
         assert measure(*placed(work, [(0, "output")])).value == pytest.approx(1.05)
@@ -163,21 +163,21 @@ def test_one_process_times_on_a_cpu_at_a_time(work, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     session = on_a_cpu(work)
     with timing.alone_on_cpu(), pytest.raises(UserError, match="engines on this CPU"):
-        speed.open_source(session, OPTIONS, work, ExitStack())
+        workspace.open_source(session, OPTIONS, work, ExitStack())
     with timing.alone_on_cpu():
         pass
 
 
 def test_engines_of_a_gpu_backend_need_a_gpu(work, monkeypatch):
-    monkeypatch.setattr(speed, "find_gpu", lambda: None)
+    monkeypatch.setattr(workspace, "find_gpu", lambda: None)
     with pytest.raises(MissingDevice, match="--speed int8-share"):
-        speed.open_source(work.session, OPTIONS, work, ExitStack())
+        workspace.open_source(work.session, OPTIONS, work, ExitStack())
 
 
 def test_without_a_gpu_the_int8_share_is_compared(work, monkeypatch):
-    monkeypatch.setattr(speed, "find_gpu", lambda: None)
+    monkeypatch.setattr(workspace, "find_gpu", lambda: None)
     options = SearchOptions(batch=8, length=32)
-    source, measure = speed.open_source(work.session, options, work, ExitStack())
+    source, measure = workspace.open_source(work.session, options, work, ExitStack())
     assert (source.mode, source.backend, source.gpu) == ("int8-share", "", None)
     assert measure(*placed(work, work.space.units)) is None
     shares = [
@@ -194,7 +194,7 @@ def test_without_a_gpu_the_int8_share_is_compared(work, monkeypatch):
     gate = work.session.recipe.gate.model_copy(update={"min_speedup": 1.2})
     work.session.config.recipe = work.session.recipe.model_copy(update={"gate": gate})
     with pytest.raises(MissingDevice, match="min_speedup of recipe bert-int8-linears needs a measured"):
-        speed.open_source(work.session, options, work, ExitStack())
+        workspace.open_source(work.session, options, work, ExitStack())
 
 
 def test_models_are_made_from_shared_calibrations(work, monkeypatch):

@@ -18,14 +18,6 @@ from scipy import stats
 from qdqbench.eval.metrics.runners import onnxruntime_runner
 from qdqbench.eval.stages import stages
 from qdqbench.eval.verification.bisect import run_onnxruntime
-from qdqbench.eval.verification.cases import (
-    InputCase,
-    batch_of,
-    block_cases,
-    padding_answers,
-    shape_cases,
-    widest,
-)
 from qdqbench.eval.verification.checks import (
     KS_P,
     MIN_LIMIT,
@@ -37,7 +29,15 @@ from qdqbench.eval.verification.checks import (
     one_of_each,
     verification_failures,
 )
-from qdqbench.eval.verification.engine import verify_engine
+from qdqbench.eval.verification.engine import (
+    InputCase,
+    batch_of,
+    block_cases,
+    padding_answers,
+    shape_cases,
+    verify_engine,
+    widest,
+)
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.models.load import load_model

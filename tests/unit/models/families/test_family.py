@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qdqbench.eval.metrics import switches
 from qdqbench.eval.metrics.parity import compare_layers
+from qdqbench.eval.selection.trials import calibrations
 from qdqbench.quantize.calibration.ptq import calibrate
 from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
@@ -337,7 +337,7 @@ def source_names(path: Path) -> list[str]:
 def test_no_other_file_knows_the_names_of_bert() -> None:
     home = Path(family_module.__file__).parent
     rewriting = {("encoders", f"{family.rewritten_by}.py") for family in family_module.FAMILIES}
-    packages = [home.parent, Path(switches.__file__).parents[1]]
+    packages = [home.parent, Path(calibrations.__file__).parents[1]]
     files = [path for root in packages for path in root.rglob("*.py") if path.parent != home]
     assert len(files) > 150
     known = {

@@ -11,13 +11,12 @@ from qdqbench.eval.selection.methods.measure import (
     METHODS,
     list_cases,
     list_sections,
-    write_calibrated_recipe,
 )
 from qdqbench.eval.selection.methods.report import methods_report, write_methods
 from qdqbench.eval.selection.methods.results import MethodRow, Methods
 from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Failure, Scores, Trial
 from qdqbench.quantize.pipeline.session import RunConfig, Session
-from qdqbench.quantize.recipe.schema import load_recipe, parse_recipe
+from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils.comparison import Comparison
@@ -91,19 +90,6 @@ def test_what_is_no_method_is_named(methods: list[str], smooths: list[str], name
     with pytest.raises(UserError, match=re.escape(named)) as caught:
         list_sections(OWN, methods, smooths)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
-def test_the_recipe_written_holds_the_section(name: str) -> None:
-    section = Calibration(
-        method="percentile/99.99", smoothing=0.5, weights_method="mse", bias_correction=True
-    )
-    recipe, text = write_calibrated_recipe(load_recipe(name), section)
-    again = parse_recipe(text, "recipe.yaml")
-    assert again.calibration == section
-    assert again.name == f"{name}-calibrated"
-    assert again.rules == load_recipe(name).rules
-    assert write_calibrated_recipe(recipe, section)[0].name == again.name  # not twice
 
 
 # The table.

@@ -16,7 +16,6 @@ from qdqbench.eval.selection.search.space import (
     WEIGHT_METHODS,
     make_space,
     rank_by_cost,
-    searched_name,
 )
 from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.models.modules import ModuleInfo
@@ -77,7 +76,8 @@ def test_every_point_is_a_recipe_with_exactly_its_units(params, random):
     random.shuffle(order)
     space = SPACE.ranked(order, random.sample(range(LAYERS), LAYERS))
     recipe = space.recipe(params)
-    plan = resolve(parse_recipe(short_yaml(recipe), "again"), modules(), "bert")
+    assert parse_recipe(short_yaml(recipe), "again") == recipe
+    plan = resolve(recipe, modules(), "bert")
     units = space.int8_units(params)
     assert set(plan.int8) == {name for unit in units for name in space.units[unit]}
     inside = {BERT.layer_of(name) for name in plan.attention}
@@ -181,10 +181,6 @@ def test_the_ranking_weighs_cost_by_work():
     assert set(ranked.units) == set(SPACE.units)
     again = SPACE.ranked([*ranked.units], [*ranked.attention])
     assert (list(again.units), list(again.attention)) == (list(ranked.units), list(ranked.attention))
-
-
-def test_names_do_not_grow():
-    assert searched_name(searched_name("mine")) == "mine-searched"
 
 
 def test_suggestions_cover_the_space():

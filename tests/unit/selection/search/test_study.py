@@ -7,11 +7,13 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import optuna
 import pytest
 
 from qdqbench.eval.selection.search import study as study_module
 from qdqbench.eval.selection.search.results import Ranking, SearchOptions, Source
+from qdqbench.eval.selection.search.space import make_space
 from qdqbench.eval.selection.search.study import (
     count_trials,
     list_finished,
@@ -19,10 +21,20 @@ from qdqbench.eval.selection.search.study import (
     open_storage,
     run_trials,
 )
+from qdqbench.eval.selection.search.workspace import plan_key
 from qdqbench.eval.selection.trials.results import Failure
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration.fakequant import quantizers
+from qdqbench.quantize.calibration.narrow import narrowed
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.models.modules import module_table
+from qdqbench.quantize.recipe.plan import resolve
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.system.quiet import quiet
+
+from ....support.tiny_bert import calibration_batches, padded_batch, write_tiny_bert
 
 SETTINGS = {"model": "a", "batch and length": [32, 128]}
 FAIL = optuna.trial.TrialState.FAIL
@@ -220,8 +232,8 @@ def test_a_failed_point_is_recorded_with_its_reason(open_study, monkeypatch):
 
 WORKER = """
 import sys, time
+from pathlib import Path
 import optuna
-from types import SimpleNamespace
 from qdqbench.eval.selection.search import study
 from qdqbench.eval.selection.search.results import Ranking, SearchOptions, Source
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -239,6 +251,10 @@ study.first_trials = lambda work, space: [({"keep": 3}, {"origin": "given"})]
 study._try_point, study._describe_best = point, lambda worker: ""
 with quiet("optuna"):
     opened = study._open_study(sys.argv[1], "x", 0, {}, None, SearchOptions())
+    folder = Path(sys.argv[1].removeprefix("sqlite:///")).parent
+    (folder / sys.argv[2]).touch()
+    while not ((folder / "a").exists() and (folder / "b").exists()):
+        time.sleep(0.05)  # neither does all trials before the other starts
     source = Source(mode="int8-share", batch=1, length=8)
     study.run_trials(study.Worker(None, SearchOptions(trials=10), source, None, opened, ranking))
 """
@@ -284,3 +300,82 @@ def _read(url):
         return optuna.load_study(study_name="x", storage=url).get_trials(deepcopy=False)
     except Exception:  # its tables, or the study, are not there yet
         return []
+
+
+HOW = {"method": "max", "smoothing": "0.5", "weights_method": "max"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_bert(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def space(folder):
+    model = load_model(str(folder))
+    base = load_recipe("bert-int8-linears").model_dump(mode="json")
+    base["calibration"]["bias_correction"] = False
+    base["export"]["gelu"] = "exact"
+    return make_space(Recipe.model_validate(base), module_table(model), model.base_model_prefix)
+
+
+def logits_of(folder, space, recipe, record=None):
+    """Logits of a recipe's fake-quant model, calibrated alone or restored from a record."""
+    plan = resolve(recipe, space.modules, space.prefix)
+    model = load_model(str(folder))
+    if record is None:
+        ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)
+    else:
+        ptq.restore(model, plan, narrowed(plan, *record))
+    return quantizers.forward(model, padded_batch()).numpy()
+
+
+@pytest.fixture(scope="module")
+def everything(folder, space):
+    """Records that hold all candidates, smoothed: without INT8 attention, and with it."""
+    found = []
+    for attention in (set(), set(space.attention)):
+        recipe = space.assemble(set(space.units), attention, HOW)
+        model = load_model(str(folder))
+        plan = resolve(recipe, space.modules, space.prefix)
+        found.append(ptq.calibrate(model, plan, calibration_batches(), recipe.calibration))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("units", "attention"),
+    [
+        ([(0, "qkv"), (0, "output"), (1, "ffn-in")], []),
+        ([(0, "output"), (1, "output")], [0, 1]),
+        ([(1, "ffn-out")], []),
+        ([(0, "qkv"), (0, "output"), (0, "ffn-in"), (0, "ffn-out"), (1, "qkv"), (1, "output")], [1]),
+    ],
+)
+def test_a_part_of_a_shared_calibration_is_the_recipe_s_own(folder, space, everything, units, attention):
+    recipe = space.assemble(set(units), set(attention), HOW)
+    own, shared = logits_of(folder, space, recipe), logits_of(folder, space, recipe, everything)
+    fp32 = quantizers.forward(load_model(str(folder)), padded_batch()).numpy()
+    assert np.abs(own - fp32).max() > 0
+    assert np.abs(shared - own).max() <= 1e-5  # the same codes
+
+
+def test_nothing_of_other_linears_is_left(space, everything):
+    recipe = space.assemble({(1, "qkv")}, set(), HOW)
+    plan = resolve(recipe, space.modules, space.prefix)
+    found = narrowed(plan, *everything)
+    assert {name.rpartition(".")[0] for name in found.quantizers} == set(plan.int8)
+    assert set(found.smoothing.inputs) == set(plan.int8)
+
+
+def test_keys_tell_apart_what_makes_another_model(space):
+    def key(units, attention=(), **how):
+        recipe = space.assemble(set(units), set(attention), HOW | how)
+        return plan_key(recipe, resolve(recipe, space.modules, space.prefix))
+
+    some = [(0, "output"), (1, "ffn-in")]
+    assert key(some) == key(some[::-1])
+    others = [key(some[:1]), key(some, [0]), key(some, method="mse"), key(some, weights_method="mse")]
+    assert len({key(some), *others}) == 5
+    assert key([], method="mse") == key([], method="max")  # nothing to calibrate
+    # smoothing is of LayerNorm outputs: with other linears alone it changes nothing
+    assert key(some[:1], smoothing="0.8") == key(some[:1], smoothing="none")

@@ -5,26 +5,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import special
 
 from qdqbench.eval.metrics.compare import compare_with_divergence, divergence
-from qdqbench.eval.selection.sensitivity.candidates import Choices, choices
-from qdqbench.eval.selection.sensitivity.choice import (
+from qdqbench.eval.selection.sensitivity.candidates import (
+    Choices,
     attention_of,
+    choices,
     choose_point,
     kept_counts,
+    make_recipe,
     measure_curve,
-    write_up,
 )
 from qdqbench.eval.selection.sensitivity.results import CurvePoint
 from qdqbench.quantize.models.families.family import KINDS
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import resolve
-from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
+from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import CheckFailed
@@ -210,17 +210,17 @@ def test_written_recipe_resolves_to_what_was_measured(name: str, kept: list[str]
     recipe = tiny_bert.recipe_with(name)
     found = found_for(recipe)
     at = kept_point(kept, found)
-    written, text = write_up(recipe, at, found, modules(), "bert")
-    plan = resolve(parse_recipe(text, "test"), modules(), "bert")
+    written = make_recipe(recipe, at, found, modules(), "bert")
+    plan = resolve(written, modules(), "bert")
     assert {*plan.int8, *plan.attention} == found.everything - {*at.linears, *at.attention}
     assert written.name == f"{name}-sensitivity"
     assert written.calibration == recipe.calibration
     assert [written.gate, written.export, written.engine] == [recipe.gate, recipe.export, recipe.engine]
-    names = [rule["match"] for rule in yaml.safe_load(text).get("rules", []) if "precision" in rule]
+    names = [rule.match for rule in written.rules if rule.precision]
     assert len(names) == len(at.linears) + len(at.attention)
     assert not [each for each in names if each.startswith("bert.")]
     # again: the name does not grow
-    again, _ = write_up(written, kept_point(kept, found_for(written)), found_for(written), modules(), "bert")
+    again = make_recipe(written, kept_point(kept, found_for(written)), found_for(written), modules(), "bert")
     assert again.name == written.name
 
 
@@ -228,10 +228,10 @@ def test_a_recipe_without_anything_to_split_does_not_ask_for_it() -> None:
     recipe = tiny_bert.recipe_with(calibration={"outlier_channel_splitting": 32})
     found = found_for(recipe)
     point = kept_point(FFN, found)
-    written, _ = write_up(recipe, point, found, modules(), "bert")
+    written = make_recipe(recipe, point, found, modules(), "bert")
     assert written.calibration.outlier_channel_splitting == 0
     point = kept_point(FFN[:1], found)
-    assert write_up(recipe, point, found, modules(), "bert")[0].calibration.outlier_channel_splitting == 32
+    assert make_recipe(recipe, point, found, modules(), "bert").calibration.outlier_channel_splitting == 32
 
 
 def test_attention_leaves_int8_with_its_output() -> None:
@@ -250,7 +250,7 @@ def test_calibration_of_kept_linears_is_dropped() -> None:
     ]
     recipe = tiny_bert.recipe_with(rules=rules)
     found = found_for(recipe)
-    written, _ = write_up(recipe, kept_point(FFN[:2], found), found, modules(), "bert")
+    written = make_recipe(recipe, kept_point(FFN[:2], found), found, modules(), "bert")
     assert [rule.method for rule in written.rules].count("mse") == 0
     assert [rule.smoothing for rule in written.rules].count(0.5) == 0
     assert [rule.weights_method for rule in written.rules].count("mse") == 1

@@ -16,7 +16,7 @@ from qdqbench.quantize.utils.training_results import TrainingRun
 
 
 @dataclass(frozen=True)
-class Done:
+class ExportedRun:
     """What is known of a run whose graph is exported."""
 
     recipe: Recipe
@@ -28,8 +28,8 @@ class Done:
     training: TrainingRun | None = None
 
     @classmethod
-    def of(cls, session: Session, training: TrainingRun | None) -> "Done":
-        """From the files of a run that quantizes."""
+    def of(cls, session: Session, training: TrainingRun | None) -> "ExportedRun":
+        """Read the files of a run that quantizes."""
         config, graph = session.fp32_model.config, graph_path(session)
         on_cpu = backend_of(session.recipe) in CPU_BACKENDS
         return cls(
@@ -43,8 +43,8 @@ class Done:
         )
 
 
-def model_changes(done: Done) -> list[ModelChange]:
-    """Each change once, with how often it was made; none where nothing but Q/DQ was added."""
+def model_changes(done: ExportedRun) -> list[ModelChange]:
+    """Return each change once, with how often it was made; none where nothing but Q/DQ was added."""
     return [
         ModelChange(what=what, count=count, said=sentence.format(count_of(count, noun)))
         for what, count, noun, sentence in (*_weights(done), *_moved(done), *_graph(done))
@@ -55,8 +55,8 @@ def model_changes(done: Done) -> list[ModelChange]:
 Row = tuple[str, int, str, str]  # what, how often, of which noun, and a sentence that takes both as one
 
 
-def _weights(done: Done) -> Iterator[Row]:
-    """What is not the model's own any more."""
+def _weights(done: ExportedRun) -> Iterator[Row]:
+    """Yield what is not the model's own any more."""
     record, plan, training = done.record, done.plan, done.training
     steps = training.best_step if training else 0
     yield "training", steps, "step", "The weights are those after {} of quantization-aware training."
@@ -70,8 +70,8 @@ def _weights(done: Done) -> Iterator[Row]:
     yield "given ranges", len(record.replaced), "activation", said
 
 
-def _moved(done: Done) -> Iterator[Row]:
-    """What is computed elsewhere, with the same result before anything is rounded."""
+def _moved(done: ExportedRun) -> Iterator[Row]:
+    """Yield what is computed elsewhere, with the same result before rounding."""
     record, straight = done.record, straight_linears(done.plan)
     said = "The input channels of {} are multiplied by powers of two, which their weights undo (SmoothQuant)."
     yield "smoothing", len(record.smoothing.inputs), "linear", said
@@ -100,8 +100,8 @@ def _moved(done: Done) -> Iterator[Row]:
     yield "centred values", len(centred), "INT8 attention", said
 
 
-def _graph(done: Done) -> Iterator[Row]:
-    """The form of the graph."""
+def _graph(done: ExportedRun) -> Iterator[Row]:
+    """Yield the form of the graph."""
     plan, rewrites = done.plan, done.rewrites
     yield "INT8 attention", len(plan.attention), "attention", "q, k, v and the softmax of {} are in INT8."
     said = "{} read the INT8 tensor that the next linears read."

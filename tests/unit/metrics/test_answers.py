@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.metrics.effects.answers import FILE, Beside, changed_answers, classes_of
+from qdqbench.eval.metrics.answers import (
+    FILE,
+    PairedAnswers,
+    answered,
+    compare_classes,
+    differing,
+    list_changed_answers,
+)
 from qdqbench.quantize.tasks.task import EMBED, TOKEN_TASK, get_task, with_classes
 from qdqbench.quantize.tasks.types.tokens import Tagged
 
@@ -17,7 +24,7 @@ LOGITS = {"sure no": [3, 0], "no": [1, 0], "yes": [0, 1]}
 
 
 def beside(task, before, after, gold, names):
-    return Beside(
+    return PairedAnswers(
         task, "engine", "validation", *(np.array(x, dtype=np.float32) for x in (before, after)), gold, names
     )
 
@@ -38,7 +45,7 @@ def texts():
 
 
 def test_lost_answers_come_first_the_farthest_of_them_on_top(sentences, texts, tmp_path):
-    found = changed_answers(sentences, texts, tmp_path)
+    found = list_changed_answers(sentences, texts, tmp_path)
     assert (found.n, found.found, found.answers_are) == (4, 3, "class")
     assert found.counts == {"right to wrong": 2, "wrong to right": 1}
     assert [row.sample for row in found.rows] == [3, 0, 1]
@@ -56,7 +63,7 @@ def test_lost_answers_come_first_the_farthest_of_them_on_top(sentences, texts, t
 
 
 def test_the_page_gets_some_and_the_file_gets_all(sentences, texts, tmp_path):
-    found = changed_answers(sentences, texts, tmp_path, kept=1)
+    found = list_changed_answers(sentences, texts, tmp_path, kept=1)
     assert (found.found, len(found.rows), found.file) == (3, 1, FILE)
     with (tmp_path / FILE).open(encoding="utf-8", newline="") as stream:
         rows = [*csv.DictReader(stream)]
@@ -70,7 +77,7 @@ def test_scores_are_sorted_by_how_far_they_moved(tmp_path):
     data = datasets.Dataset.from_dict(
         {"sentence1": ["a", "b", "c"], "sentence2": ["x", "y", "z"], "label": [0.0] * 3}
     )
-    found = changed_answers(both, data, tmp_path)
+    found = list_changed_answers(both, data, tmp_path)
     assert found.counts == {"nearer or farther": 2}
     assert [(row.text, row.label, row.fp32, row.answer, row.fp32_margin) for row in found.rows] == [
         ("b | y", "2.5", "2", "3", None),
@@ -83,13 +90,13 @@ def test_texts_without_labels_have_none(tmp_path):
     moved = made.copy()
     moved[3] = -moved[3]
     both = beside(EMBED, made, moved, made, [])
-    found = changed_answers(both, datasets.Dataset.from_dict({"text": [*map(str, range(12))]}), tmp_path)
+    found = list_changed_answers(both, datasets.Dataset.from_dict({"text": [*map(str, range(12))]}), tmp_path)
     assert (found.rows[0].sample, found.rows[0].label) == (3, None)
-    assert classes_of(both) is None
+    assert compare_classes(both) is None
 
 
 def test_confusion_counts_labels_by_answers(sentences):
-    found = classes_of(sentences)
+    found = compare_classes(sentences)
     assert (found.fp32, found.confusion) == ([[2, 1], [1, 0]], [[1, 2], [1, 0]])
     negative, positive = found.rows
     assert (negative.name, negative.n, negative.lost, negative.won) == ("negative", 3, 2, 1)
@@ -102,14 +109,14 @@ def test_the_error_of_a_class_is_that_of_paired_samples(lost, won, same):
     before = [LOGITS["no"]] * lost + [LOGITS["yes"]] * won + [LOGITS["no"]] * same
     after = [LOGITS["yes"]] * lost + [LOGITS["no"]] * won + [LOGITS["no"]] * same
     n = lost + won + same
-    row = classes_of(beside(SST2, before, after, np.zeros(n, dtype=np.int64), ["no", "yes"])).rows[0]
+    row = compare_classes(beside(SST2, before, after, np.zeros(n, dtype=np.int64), ["no", "yes"])).rows[0]
     step = np.repeat([-1, 1, 0], [lost, won, same])
     assert row.delta_stderr == pytest.approx(step.std() / np.sqrt(n))
 
 
 def test_a_class_without_samples_has_no_recall(sentences):
     both = beside(SST2, sentences.fp32, sentences.made, np.zeros(4, dtype=np.int64), sentences.names)
-    row = classes_of(both).rows[1]
+    row = compare_classes(both).rows[1]
     assert (row.n, row.fp32, row.recall, row.delta) == (0, None, None, None)
 
 
@@ -121,10 +128,34 @@ def test_words_of_one_sentence_go_together(tmp_path):
     after = np.eye(2)[[0, 0, 0, 0]]
     both = beside(task, before, after, gold, names)
     data = datasets.Dataset.from_dict({"tokens": [["a", "b", "c"], ["d"]], "ner_tags": [[0, 1, 1], [0]]})
-    found = changed_answers(both, data, tmp_path)
+    found = list_changed_answers(both, data, tmp_path)
     assert [(row.text, row.label, row.fp32, row.answer) for row in found.rows] == [
         ("a b c", "O B-PER B-PER", "O B-PER B-PER", "O O O")
     ]
-    classes = classes_of(both)
+    classes = compare_classes(both)
     assert (classes.unit, classes.fp32, classes.confusion) == ("words", [[2, 0], [0, 2]], [[2, 0], [2, 0]])
     assert classes.rows[1].lost == 2
+
+
+@given(st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30)), min_size=1, max_size=20))
+def test_margin_is_the_distance_of_the_two_probabilities(rows):
+    logits = np.array(rows, dtype=np.float32)
+    found = answered(get_task("sst2"), logits, np.zeros(len(rows), dtype=np.int64), ["no", "yes"])
+    assert found.margin == pytest.approx(np.tanh(np.abs(np.diff(logits.astype(np.float64))[:, 0]) / 2))
+    assert [found.word(n) for n in range(len(rows))] == ["yes" if b > a else "no" for a, b in logits]
+
+
+def test_answers_that_flipped():
+    task, labels = get_task("sst2"), np.array([0, 1, 1])
+    before = answered(task, np.array([[2, 1], [0, 1], [5, 1]], dtype=np.float32), labels, ["no", "yes"])
+    after = answered(task, np.array([[1, 2], [0, 9], [5, 1]], dtype=np.float32), labels, ["no", "yes"])
+    assert differing(before, after).tolist() == [0]
+    assert before.right.tolist() == [True, True, False]
+
+
+def test_scores_are_words_and_never_flip():
+    task, labels = get_task("stsb"), np.array([1.0, 2.0], dtype=np.float32)
+    before = answered(task, np.array([[1.25], [2]], dtype=np.float32), labels, ["LABEL_0"])
+    after = answered(task, np.array([[3], [4]], dtype=np.float32), labels, ["LABEL_0"])
+    assert (before.word(0), before.margin, before.right) == ("1.25", None, None)
+    assert not len(differing(before, after))

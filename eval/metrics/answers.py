@@ -6,18 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from qdqbench.eval.metrics.changes import (
-    Answered,
-    answered,
-    differing,
-    has_answers_that_flip,
-    sample_labels,
-    sample_texts,
-)
 from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.quantize.models.load import class_names
 from qdqbench.quantize.pipeline.session import Session
@@ -25,7 +17,7 @@ from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.classification import class_text
 from qdqbench.quantize.tasks.types.tokens import is_named
-from qdqbench.quantize.utils.arrays import Float64, Floats, Int64
+from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.utils.comparison import Change, ChangedAnswer, ChangedAnswers, Classes, ClassRow
 from qdqbench.quantize.utils.files import atomic_path
 from qdqbench.quantize.utils.names import without_formula
@@ -33,9 +25,99 @@ from qdqbench.quantize.utils.names import without_formula
 if TYPE_CHECKING:
     import datasets
 
+LONGEST_TEXT = 600  # characters of a sample that are kept
+
 
 @dataclass(frozen=True)
-class Beside:
+class Answered:
+    """The answers of one model to the samples of a split."""
+
+    predicted: Array  # [samples] or [samples, ...], as the kind of the task has it
+    margin: Float64 | None  # [samples]: see `answered`; None where no classes compete
+    right: Array | None  # bool [samples]; None where none is right or wrong
+    names: Sequence[str]  # of the classes by number; empty where there are none
+
+    def word(self, sample: int) -> str:
+        """Return the answer to a sample: a class, a score, a span, or the classes of its words."""
+        value = self.predicted[sample]
+        if isinstance(value, str):
+            if not value:
+                return "no answer"
+            numbers = value.split()
+            tagged = numbers and self.names and all(number.isdecimal() for number in numbers)
+            return " ".join(self.names[int(number)] for number in numbers) if tagged else value
+        if np.ndim(value):
+            return ", ".join(f"{score:.5g}" for score in value[np.isfinite(value)])
+        if np.issubdtype(self.predicted.dtype, np.integer):
+            return self.names[int(value)] if int(value) < len(self.names) else str(value)
+        return f"{value:.4g}"
+
+
+def answered(task: Task, answers: Floats, gold: metrics.Gold, names: Sequence[str]) -> Answered:
+    """Return the answers of a split, and how near each is to being another one.
+
+    The margin of a sample that is classified is the probability of its class less that of the next: 0 is a
+    tie, 1 is certain.
+
+    Args:
+        answers: float32 [answers, width].
+        gold: as `metrics.predictions` takes it.
+        names: of the classes.
+
+    Raises:
+        CheckFailed: wrong shape, NaN or infinite answers.
+    """
+    kind, predicted = task.kind, metrics.predictions(task, answers, gold)
+    classified = np.issubdtype(predicted.dtype, np.integer) and predicted.ndim == 1
+    right = kind.right(kind.table(predicted, gold)) if kind.right else None
+    known = tuple(names) if classified or kind.names_classes else ()
+    return Answered(predicted, _margin(answers) if classified else None, right, known)
+
+
+def _margin(logits: Floats) -> Float64:
+    from scipy.special import softmax
+
+    ordered = np.sort(softmax(logits.astype(np.float64), axis=1), axis=1)
+    return np.asarray(ordered[:, -1] - ordered[:, -2])
+
+
+def has_answers_that_flip(found: Answered) -> bool:
+    """Return whether answers are the same or not, rather than nearer or farther."""
+    return not np.issubdtype(found.predicted.dtype, np.floating)
+
+
+def differing(reference: Answered, other: Answered) -> Array:
+    """Return samples with another answer, ascending; scores are never counted as another answer."""
+    if not has_answers_that_flip(reference):
+        return np.zeros(0, dtype=np.int64)
+    return np.flatnonzero(reference.predicted != other.predicted)
+
+
+def sample_texts(dataset: "datasets.Dataset", task: Task, samples: Int64) -> list[str]:
+    """Return the texts of samples of a split, a line each; of one with several rows those of its first."""
+    rows = samples
+    if task.kind.groups is not None:
+        rows = np.flatnonzero(np.diff(task.kind.groups(dataset, task), prepend=-1))[samples]
+    chosen = dataset.select(rows.tolist())
+    columns = [chosen[column] for column in task.text_columns]
+    return [_line(values) for values in zip(*columns, strict=True)]
+
+
+def _line(values: tuple[Any, ...]) -> str:
+    texts = (" ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values)
+    line = " | ".join(" ".join(text.split()) for text in texts)
+    return line if len(line) <= LONGEST_TEXT else f"{line[:LONGEST_TEXT]}…"
+
+
+def sample_labels(task: Task, gold: metrics.Gold, names: Sequence[str], samples: Int64) -> list[str | None]:
+    """Return what would be right for some samples, in words; None where nothing is."""
+    if task.kind.label_texts is None or not len(samples):
+        return [None] * len(samples)
+    return [*task.kind.label_texts(gold[samples], names)]
+
+
+@dataclass(frozen=True)
+class PairedAnswers:
     """Both on the first evaluation split."""
 
     task: Task
@@ -47,8 +129,8 @@ class Beside:
     names: list[str]  # of the classes
 
     @classmethod
-    def of(cls, session: Session, stage: str) -> "Beside":
-        """What a run left; its stage was evaluated."""
+    def of(cls, session: Session, stage: str) -> "PairedAnswers":
+        """Read what a run left; its stage was evaluated."""
         task, folder = session.config.task, session.folder / "logits"
         before, after = (read_logits(folder / f"{name}.npz") for name in ("fp32", stage))
         split = next(iter(before))
@@ -57,23 +139,23 @@ class Beside:
 
     @cached_property
     def of_fp32(self) -> Answered:
-        """What FP32 said."""
+        """Return FP32's answers."""
         return answered(self.task, self.fp32, self.gold, self.names)
 
     @cached_property
     def of_stage(self) -> Answered:
-        """What the stage said."""
+        """Return the stage's answers."""
         return answered(self.task, self.made, self.gold, self.names)
 
     @cached_property
     def distance(self) -> Float64:
-        """The kind's divergence of both answers to each sample, [samples]."""
+        """Return the kind's divergence of both answers to each sample, [samples]."""
         both = self.fp32.astype(np.float64), self.made.astype(np.float64)
         return np.asarray(self.task.kind.divergence(*both, self.gold), dtype=np.float64)
 
 
 def _names(session: Session, split: str) -> list[str]:
-    """Names of the classes: the model's, or those of the labels where it only numbers them."""
+    """Return names of the classes: the model's, or those of the labels where it only numbers them."""
     task, dataset = session.config.task, session.eval_splits[split][0].dataset
     names = list(task.classes) or class_names(session.model_name, session.config.revision, task.kind)
     feature = dataset.features.get(task.label_column)
@@ -86,10 +168,10 @@ KEPT = 200  # of them in results.json and on the page
 ORDER: tuple[Change, ...] = get_args(Change)
 
 
-def changed_answers(
-    both: Beside, dataset: "datasets.Dataset", folder: Path, kept: int = KEPT
+def list_changed_answers(
+    both: PairedAnswers, dataset: "datasets.Dataset", folder: Path, kept: int = KEPT
 ) -> ChangedAnswers:
-    """The samples whose answers changed, of scores those that are not the same; all go to `changed.csv`.
+    """Return the samples whose answers changed, of scores all that are not the same; write `changed.csv`.
 
     Raises:
         UserError: the file cannot be written.
@@ -109,8 +191,8 @@ def changed_answers(
     )
 
 
-def _all(both: Beside, dataset: "datasets.Dataset") -> list[ChangedAnswer]:
-    """Lost answers first, then won ones, the farthest first."""
+def _all(both: PairedAnswers, dataset: "datasets.Dataset") -> list[ChangedAnswer]:
+    """Return changed answers: lost ones first, then won ones, the farthest first."""
     before, after = both.of_fp32, both.of_stage
     flips = has_answers_that_flip(before)
     samples: Int64 = differing(before, after) if flips else np.flatnonzero(both.distance > 0)
@@ -137,7 +219,7 @@ def _all(both: Beside, dataset: "datasets.Dataset") -> list[ChangedAnswer]:
     ]
 
 
-def _change(both: Beside, sample: int) -> Change:
+def _change(both: PairedAnswers, sample: int) -> Change:
     if both.of_fp32.right is None or both.of_stage.right is None:
         return "nearer or farther"
     before, after = bool(both.of_fp32.right[sample]), bool(both.of_stage.right[sample])
@@ -157,8 +239,8 @@ def _write(rows: list[ChangedAnswer], path: Path) -> None:
 MOST = 40  # classes whose confusion is kept as a matrix
 
 
-def classes_of(both: Beside) -> Classes | None:
-    """Class by class; None where answers are no classes."""
+def compare_classes(both: PairedAnswers) -> Classes | None:
+    """Compare both answers class by class; None where answers are no classes."""
     kind = both.task.kind
     if kind.by_class is None:
         return None
@@ -185,7 +267,7 @@ def _confusion(labels: Int64, answers: Int64, count: int) -> list[list[int]]:
 
 
 def _row(name: str, labelled: Int64, before: Int64, after: Int64, samples: Int64) -> ClassRow:
-    """Of a class, from what is labelled so and answered so by both, bool [units].
+    """Return the row of a class, from what is labelled so and answered so by both, bool [units].
 
     The error is that of a ratio of sums over samples (Cochran 1977, "Sampling Techniques", section 2.9), as
     words of one sentence go together.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qdqbench.eval.metrics.effects.changes import Done, model_changes
+from qdqbench.eval.metrics.model_changes import ExportedRun, model_changes
 from qdqbench.quantize.calibration.record import CalibrationRecord, ChannelSplit, Smoothing
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -15,7 +15,7 @@ LINEARS = [*ROLES, *(f"{LAYER}.{x}.dense" for x in ("attention.output", "interme
 
 
 def done(recipe="bert-int8-linears", scales="channel", attention=(), rewrites=None, half=True, **fields):
-    return Done(
+    return ExportedRun(
         recipe=load_recipe(recipe),
         plan=Plan(int8=dict.fromkeys(LINEARS, scales), high=("classifier",), attention=attention),
         record=CalibrationRecord(method="max", seed=0, data={}, notes=[], quantizers={}, **fields),
@@ -76,5 +76,5 @@ def test_biases_that_moved_are_told_from_values_that_were_centred():
 @pytest.mark.parametrize(("exact", "recipe", "there"), [(True, True, True), (False, True, False)])
 def test_a_model_that_has_tanh_gelu_is_not_changed(exact, recipe, there):
     of = done("bert-int8-attention", rewrites={"tanh GELU": 6})
-    of = Done(**{**of.__dict__, "exact_gelu": exact})
+    of = ExportedRun(**{**of.__dict__, "exact_gelu": exact})
     assert ("tanh GELU" in said(of)) == there
