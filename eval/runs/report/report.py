@@ -18,6 +18,7 @@ from qdqbench.eval.reporting.document import (
     State,
     Table,
     Tile,
+    bad_unless,
     code,
     page_of,
     row,
@@ -29,7 +30,6 @@ from qdqbench.eval.runs.report import charts
 from qdqbench.eval.runs.report.effects import effect_sections, evaluate_fp16_blocks, tradeoff_blocks
 from qdqbench.eval.runs.report.handoff import refresh, where_to_begin
 from qdqbench.eval.runs.report.proof import (
-    bad_unless,
     device_text,
     findings_section,
     lengths_sections,
