@@ -65,7 +65,7 @@ def _accuracy(results: Results, name: str) -> str:
     row = results.stages[name]
     text = f"{headline(row)}, n = {row.n:,}"
     if (versus := row.vs_fp32) is not None:
-        text += f"; against FP32 {delta_text(row)}"
+        text += f"; against FP32 {delta_text(versus)}"
         if versus.disagreements is not None:
             text += f"; {versus.disagreements} of {versus.n:,} answers differ"
     return text
