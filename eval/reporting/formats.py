@@ -4,7 +4,7 @@ import html
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,11 +219,3 @@ def known(value: float | None, form: str) -> str:
 def share_text(value: float | None) -> str:
     """Return a share in percent; None is not a number."""
     return "not a number" if value is None else f"{value:.2%}"
-
-
-def remarks(warnings: Iterable[str], notes: Iterable[str]) -> list[Any]:
-    """Return lines of a terminal: what needs a look, then quietly what is to know."""
-    from rich.text import Text  # names are never read as markup
-
-    warned = [Text(f"warning: {line}", style="yellow") for line in warnings]
-    return [*warned, *(Text(f"note: {line}", style="dim") for line in notes)]

@@ -12,7 +12,7 @@ from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.effects.answers import Beside, changed_answers, classes_of
 from qdqbench.eval.metrics.effects.changes import Done, model_changes
 from qdqbench.eval.metrics.logits import read_logits, score
-from qdqbench.eval.runs.gate.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
+from qdqbench.eval.runs.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
 from qdqbench.eval.runs.report.verdict import last_measured
 from qdqbench.eval.stages.stages import FP16_STAGE
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record

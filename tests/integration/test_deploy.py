@@ -7,7 +7,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from qdqbench.eval.runs.report.handoff import hand_off, refresh
+from qdqbench.eval.runs.report.report import hand_off, refresh
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.results import Results
 

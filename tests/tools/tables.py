@@ -44,9 +44,8 @@ from qdqbench.eval.reporting.formats import (
     text,
     versions_text,
 )
-from qdqbench.eval.runs.gate.gate import issue_sentence
-from qdqbench.eval.runs.study import STUDY_FILE, read_study
-from qdqbench.eval.runs.study_screen import conditions
+from qdqbench.eval.runs.gate import issue_sentence
+from qdqbench.eval.runs.study import STUDY_FILE, conditions, read_study
 from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.pipeline.config import adapted

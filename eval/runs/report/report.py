@@ -1,8 +1,10 @@
-"""The report of a run: page, Markdown and screen, all from one `Results` and the bench beside it."""
+"""The report of a run, from its `Results` and the bench beside it, and the folder `deploy`."""
 
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from qdqbench.eval.bench.report import BenchView, bench_blocks, bench_of
 from qdqbench.eval.metrics.gate import judge
@@ -38,24 +40,8 @@ from qdqbench.eval.reporting.formats import (
     with_error,
 )
 from qdqbench.eval.reporting.render import write_report
-from qdqbench.eval.runs.gate.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
-from qdqbench.eval.runs.report import charts
-from qdqbench.eval.runs.report.effects import (
-    answer_sections,
-    evaluate_fp16_blocks,
-    layer_sections,
-    tradeoff_blocks,
-)
-from qdqbench.eval.runs.report.handoff import refresh, where_to_begin
-from qdqbench.eval.runs.report.proof import (
-    device_text,
-    findings_section,
-    lengths_sections,
-    outputs_section,
-    parity_section,
-    precision_section,
-    ranges_section,
-)
+from qdqbench.eval.runs.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
+from qdqbench.eval.runs.report import charts, effects, proof
 from qdqbench.eval.runs.report.training import training_blocks
 from qdqbench.eval.runs.report.verdict import (
     delta_of,
@@ -74,7 +60,11 @@ from qdqbench.eval.runs.report.verdict import (
     stage_name,
     worst_first,
 )
+from qdqbench.quantize.deployment.write import DEPLOY, TOLD, Said, write_deploy
+from qdqbench.quantize.pipeline.ownership import locked_folder, locked_for_reading
+from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
+from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Agreement, Comparison
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.results import RESULTS_FILE, Results, StageResult, read_results, write_results
@@ -165,15 +155,15 @@ def run_report(results: Results, bench: BenchView | None = None, folder: Path | 
         ),
         [
             _accuracy_section(results),
-            *answer_sections(results),
+            *effects.answer_sections(results),
             *([Section("training", "Quantization-aware training", qat)] if results.training else []),
-            precision_section(results),
-            *layer_sections(results),
-            parity_section(results),
-            *lengths_sections(results),
-            outputs_section(results),
-            ranges_section(results),
-            findings_section(results),
+            proof.precision_section(results),
+            *effects.layer_sections(results),
+            proof.parity_section(results),
+            *proof.lengths_sections(results),
+            proof.outputs_section(results),
+            proof.ranges_section(results),
+            proof.findings_section(results),
             *_speed_section(results, bench),
             _cost_section(results),
         ],
@@ -254,7 +244,7 @@ def _proof_tiles(results: Results) -> list[Tile]:
         tiles.append(Tile("layer parity", part_text(worst), remark, bad_unless(parity.passed)))
     if (verified := results.verification) is not None:
         held = f"{sum(row.holds for row in verified.blocks)} / {len(verified.blocks)}"
-        remark = f"follow {label(verified.reference)} on {device_text(results.engine)}"
+        remark = f"follow {label(verified.reference)} on {proof.device_text(results.engine)}"
         if verified.blocks_not_checked:
             held, remark = "not checked", verified.blocks_not_checked
         state = bad_unless(all(row.holds for row in verified.blocks))
@@ -294,7 +284,7 @@ def _accuracy_section(results: Results) -> Section:
             on=SCREEN,
         ),
         Columns([[Chart(partial(charts.accuracy_svg, results, names))], [legend]]),
-        *evaluate_fp16_blocks(results),
+        *effects.evaluate_fp16_blocks(results),
     ]
     if compared := charts.agreements(results):
         near = table_of(
@@ -362,7 +352,7 @@ def _speed_section(results: Results, bench: BenchView | None) -> list[Section]:
         state = "bad"
     elif results.speed and all(speed.verdict == "faster" for speed in results.speed):
         state = "good"
-    blocks = [*bench_blocks(bench), *tradeoff_blocks(results, bench.measured)]
+    blocks = [*bench_blocks(bench), *effects.tradeoff_blocks(results, bench.measured)]
     return [Section("speed", "Speed", blocks, state)]
 
 
@@ -404,3 +394,74 @@ def size_rows(results: Results) -> list[tuple[str, int, str, float | None]]:
     if (gpu := results.gpu_engine) is not None:
         rows.append((f"gpu/engine/{gpu.file}", gpu.bytes, "engine for GPUs, built ahead of time", None))
     return rows
+
+
+# The folder `deploy`
+
+
+def hand_off(session: Session, results: Results) -> list[str]:
+    """Write or refresh the folder of a finished run; return why that could not be, as warnings."""
+    try:
+        _write(session, results, None)
+    except UserError as error:  # the run is done, whatever lies in this folder
+        return [str(error)]
+    return []
+
+
+def refresh(folder: Path, results: Results) -> list[str]:
+    """Write the folder again after a bench changed its verdict; nothing where a run has none."""
+    if not (folder / DEPLOY / TOLD).is_file():
+        return []
+    return hand_off(Session(read_config(folder), folder), results)
+
+
+def deploy(folder: Path, out: Path | None = None) -> Path:
+    """Write the folder of a finished run again, or copies of its files elsewhere; return where it is.
+
+    Raises:
+        UserError: no finished run, or as `write_deploy`.
+    """
+    session = Session(read_config(folder), folder)
+    if not (folder / RESULTS_FILE).is_file():
+        raise UserError(f"{folder} is not finished; run `qdqbench report {folder}`, which makes it")
+    results = read_results(folder)
+    with locked_folder(folder) if out is None else locked_for_reading(folder):
+        _write(session, results, out)
+    return out or folder / DEPLOY
+
+
+def _write(session: Session, results: Results, out: Path | None) -> None:
+    results = cleaned(results)
+    verdict = run_verdict(results)
+    failed = "; ".join(verdict.failures) if verdict.state == "bad" else ""
+    lines = [*verdict.notes] if failed else [*verdict.failures, *verdict.notes]
+    write_deploy(session, results, Said(verdict.title, verdict.sentence, failed, lines), out)
+
+
+class Begin(NamedTuple):
+    """Where to begin with a folder of these."""
+
+    folder: str
+    mark: str  # what to know before; may be empty
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.folder}; {self.mark}try it: {self.command}"
+
+
+def where_to_begin(folder: Path, called: Path = Path(DEPLOY)) -> Begin | None:
+    """Return the folder `deploy` of a run and the command to try it; None where there is none.
+
+    Args:
+        folder: of the run.
+        called: path of the other as a reader has it; the report stands beside it.
+    """
+    return begin_in(folder / DEPLOY, called) if (folder / DEPLOY / TOLD).is_file() else None
+
+
+def begin_in(place: Path, called: Path) -> Begin:
+    """Return where to begin with a folder that is there, wherever it is."""
+    about = files.read_json(place / TOLD)
+    mark = "" if about["ran"] else "the engine never ran; "
+    mark = "NOT FOR USE, the run failed; " if about["failed"] else mark
+    return Begin(str(called), mark, f"python {shlex.quote(str(called / about['script']))} {about['example']}")

@@ -4,7 +4,7 @@ from collections import Counter
 
 from qdqbench.eval.reporting.document import State, Verdict
 from qdqbench.eval.reporting.formats import count_of, label, sentence, with_error
-from qdqbench.eval.runs.gate.gate import issue_sentence
+from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report.charts import place
 from qdqbench.quantize.models.families.any_family import RUN
 from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, Comparison, GateState, Parity, ParityRow

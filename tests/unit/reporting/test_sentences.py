@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from qdqbench.cli.run import print_results
 from qdqbench.eval.reporting.document import Block, Cell, Columns, Fold, Report, Table
 from qdqbench.eval.runs.compare.report import comparison_report
-from qdqbench.eval.runs.gate.gate import judge_speed
+from qdqbench.eval.runs.gate import judge_speed
 from qdqbench.eval.runs.report.report import run_report, too_slow
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.search.results import Search, SearchOutcome
@@ -27,13 +27,12 @@ from qdqbench.quantize.utils.results import write_results
 
 from ...support.compared import sample_comparison
 from ...support.records import comparison, speedup
-from ...unit.runs.gate.test_gate import run_gate
+from ...unit.runs.test_gate import run_gate
 from ...unit.selection.search.test_results import NOTHING, sample_search
 from ..runs.report import test_report as runs
 
 MODULES = [
-    "eval.runs.gate.baseline",
-    "eval.runs.gate.gate",
+    "eval.runs.gate",
     "eval.runs.report.effects",
     "eval.runs.report.proof",
     "eval.runs.report.report",

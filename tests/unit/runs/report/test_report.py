@@ -17,7 +17,7 @@ from qdqbench.eval.reporting import formats
 from qdqbench.eval.reporting import svg as plots
 from qdqbench.eval.reporting.document import Tile
 from qdqbench.eval.reporting.render import prose, render_screen
-from qdqbench.eval.runs.gate.gate import issue_sentence
+from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report import charts, report
 from qdqbench.eval.runs.report import verdict as wording
 from qdqbench.quantize.utils.calibration_results import QuantizerRow, SoftmaxRow
