@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, config_label
+from qdqbench.eval.reporting import svg
 from qdqbench.eval.reporting.document import (
     PAGE,
     TEXT,
@@ -23,7 +24,6 @@ from qdqbench.eval.reporting.document import (
     table_of,
 )
 from qdqbench.eval.reporting.formats import count_of, decibel, known, label, with_error
-from qdqbench.eval.reporting.svg import BLUE, GREEN, ORANGE, dress, figure_of, log_scale, svg_of
 from qdqbench.eval.runs.report.charts import layer_chart, place
 from qdqbench.eval.runs.report.verdict import (
     delta_text,
@@ -53,7 +53,7 @@ EVALUATE_FP16 = "qdqbench report RUN --fp16"
 MARGIN = (
     "Margin: probability of the class less that of the next; near 0 the answer was near to being another one."
 )
-STYLES = {"int8": (GREEN, "^"), "fp16": (ORANGE, "s"), "fp32": (BLUE, "o")}
+STYLES = {"int8": (svg.GREEN, "^"), "fp16": (svg.ORANGE, "s"), "fp32": (svg.BLUE, "o")}
 
 
 def answer_sections(results: Results) -> list[Section]:
@@ -306,7 +306,7 @@ def _fastest(bench: Bench, cell: BenchConfig, precision: str) -> BenchRow | None
 
 
 def _scatter_svg(points: list[tuple[str, float, StageResult]], metric: str, cell: str) -> str:
-    figure = figure_of(2.6)
+    figure = svg.figure_of(2.6)
     axes = figure.add_subplot()
     for name, time, stage in points:
         error = stage.vs_fp32.delta_stderr.get(metric, 0.0) if stage.vs_fp32 else 0.0
@@ -316,11 +316,11 @@ def _scatter_svg(points: list[tuple[str, float, StageResult]], metric: str, cell
         axes.annotate(name.upper(), place_at, xytext=(7, 4), textcoords="offset points")
     times = [time for _, time, _ in points]
     if max(times) > 5 * min(times):
-        log_scale(axes, "x")
+        svg.log_scale(axes, "x")
         axes.set_xlim(min(times) / 1.5, max(times) * 2)
     else:
         axes.set_xlim(0, max(times) * 1.2)
     axes.margins(y=0.25)
     axes.set_xlabel(f"milliseconds at {cell}")
-    dress(axes, label(metric), grid="both")
-    return svg_of(figure, "tradeoff", f"Latency at {cell} against {label(metric)}")
+    svg.dress(axes, label(metric), grid="both")
+    return svg.svg_of(figure, "tradeoff", f"Latency at {cell} against {label(metric)}")
