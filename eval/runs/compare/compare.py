@@ -372,25 +372,19 @@ def _answer(found: Answered, sample: int) -> SampleAnswer:
 
 def _layers(runs: list[LoadedRun]) -> Iterator[ComparedLayer]:
     """Yield amax of activations, output errors of linears and errors of blocks, in model order."""
-    tables: list[tuple[str, list[dict[str, float | None]]]] = [
-        ("amax", [{q.name: q.amax for q in run.results.quantizers if q.kind != "weight"} for run in runs]),
-        ("output error", [_outputs(run) for run in runs]),
-        ("block error", [_blocks(run) for run in runs]),
-    ]
-    for what, values in tables:
-        names = dict.fromkeys(name for each in values for name in each)
-        for name in names:
-            row = {run.name: each.get(name) for run, each in zip(runs, values, strict=True)}
+    tables: dict[str, list[dict[str, float | None]]] = {"amax": [], "output error": [], "block error": []}
+    for run in runs:
+        parity, verified = run.results.parity, run.results.verification
+        quantizers = [row for row in run.results.quantizers if row.kind != "weight"]
+        tables["amax"].append({row.name: row.amax for row in quantizers})
+        tables["output error"].append(
+            {row.name: row.output_rel_error for row in (parity.rows if parity else [])}
+        )
+        tables["block error"].append({row.name: row.error for row in (verified.blocks if verified else [])})
+    for what, values in tables.items():
+        for name in dict.fromkeys(name for by_name in values for name in by_name):
+            row = {run.name: by_name.get(name) for run, by_name in zip(runs, values, strict=True)}
             yield ComparedLayer.model_validate({"what": what, "name": name, "values": row})
-
-
-def _outputs(run: LoadedRun) -> dict[str, float | None]:
-    return {row.name: row.output_rel_error for row in run.results.parity.rows} if run.results.parity else {}
-
-
-def _blocks(run: LoadedRun) -> dict[str, float | None]:
-    checked = run.results.verification
-    return {row.name: row.error for row in checked.blocks} if checked else {}
 
 
 def _not_comparable(runs: list[LoadedRun]) -> list[str]:

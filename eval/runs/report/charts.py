@@ -183,7 +183,7 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
             )
             continue
         value, error = row.metrics[metric], row.stderr.get(metric, 0.0)
-        low = lowest is not None and _fails(row, metric, results.gate.max_drop)
+        low = lowest is not None and drop_fails(row, metric, results.gate.max_drop)
         color, marker = (svg.BLUE, "o") if row is base else (svg.VERMILLION, "v") if low else (svg.GREEN, "^")
         if stage == "ptq" and not low:
             color, marker = (svg.ORANGE, "s")  # what QAT began with
@@ -195,7 +195,8 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
     axes.locator_params(axis="x", nbins=4)  # of numbers with four decimals more would overlap
 
 
-def _fails(row: StageResult, metric: str, max_drop: float) -> bool:
+def drop_fails(row: StageResult, metric: str, max_drop: float) -> bool:
+    """Return whether a metric is further below FP32 than the gate allows, beyond noise."""
     if (versus := row.vs_fp32) is None or metric not in versus.delta:
         return False
     return judge(-versus.delta[metric], versus.delta_stderr.get(metric, 0.0), max_drop) == "fails"

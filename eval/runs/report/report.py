@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from qdqbench.eval.bench.report import BenchView, bench_blocks, bench_of
-from qdqbench.eval.metrics.gate import judge
 from qdqbench.eval.reporting.document import (
     SCREEN,
     Block,
@@ -111,8 +110,8 @@ def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
         return [], f"{why}: run `qdqbench report` for a report with this bench"
     speed = read_speed(folder)
     sizes = read_engine_sizes(folder, results.engine.backend if results.engine else None)
-    gate = judge_speed(results.gate, speed)
-    results = results.model_copy(update={"speed": speed, "twins": sizes, "gate": gate})
+    judged = {"speed": speed, "twins": sizes, "gate": judge_speed(results.gate, speed)}
+    results = results.model_copy(update=judged)
     results.warnings[:0] = [line for line in refresh(folder, results) if line not in results.warnings]
     write_results(folder, results)
     return write_reports(results, folder), None
@@ -190,8 +189,7 @@ def _tiles(results: Results) -> list[Tile]:
     last, gain = last_measured(results), results.qat_vs_ptq
     if last is not None and (versus := last[1].vs_fp32) is not None:
         metric = next(iter(last[1].metrics))
-        stderr = versus.delta_stderr.get(metric, 0.0)
-        holds = judge(-versus.delta[metric], stderr, results.gate.max_drop) != "fails"
+        holds = not charts.drop_fails(last[1], metric, results.gate.max_drop)
         tiles.append(_delta_tile(f"{label(metric)} against FP32", versus, metric, holds))
     if gain is not None:
         metric, delta = next(iter(gain.delta.items()))
