@@ -104,10 +104,9 @@ def print_results(results: "Results", folder: Path, *, json: bool) -> None:
         CheckFailed: something of it does not hold.
     """
     from qdqbench.eval.reporting.render import render_screen
-    from qdqbench.eval.runs.gate.gate import issue_sentence
-    from qdqbench.eval.runs.report.handoff import where_to_begin
-    from qdqbench.eval.runs.report.report import run_report
-    from qdqbench.eval.runs.stage_table import stage_table
+    from qdqbench.eval.runs.gate import issue_sentence
+    from qdqbench.eval.runs.report.report import run_report, where_to_begin
+    from qdqbench.eval.runs.stage_table import stages_report
     from qdqbench.quantize.deployment.write import DEPLOY
     from qdqbench.quantize.utils.errors import CheckFailed
 
@@ -124,7 +123,7 @@ def print_results(results: "Results", folder: Path, *, json: bool) -> None:
         failures = f"the gate does not hold: {failures}"
     else:
         judged = f"the gate is judged by [bold]qdqbench report {plain(str(folder))}[/]"
-        show(results, json, partial(stage_table, folder=folder), judged)
+        show(results, json, lambda each: render_screen(stages_report(each, folder)), judged)
     if not results.gate.passed:
         raise CheckFailed(failures)
 

@@ -56,8 +56,8 @@ def deploy(
 ) -> None:
     """Write what a finished run hands over: engine, graph, tokenizer, and scripts that need no qdqbench."""
     from qdqbench.cli.schemas import HandedOver, sizes
-    from qdqbench.eval.runs.report.handoff import begin_in
-    from qdqbench.eval.runs.report.handoff import deploy as write
+    from qdqbench.eval.runs.report.report import begin_in
+    from qdqbench.eval.runs.report.report import deploy as write
 
     with status() as say_now:
         say_now("writing")

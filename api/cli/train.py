@@ -126,8 +126,8 @@ def study(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
-    from qdqbench.eval.runs.study import STUDY_FILE, StudyPlan, study
-    from qdqbench.eval.runs.study_screen import study_summary
+    from qdqbench.eval.reporting.render import render_screen
+    from qdqbench.eval.runs.study import STUDY_FILE, StudyPlan, study, study_report
     from qdqbench.quantize.pipeline.ownership import default_folder
     from qdqbench.quantize.training.finetune import Request
     from qdqbench.quantize.training.record import require_all
@@ -156,7 +156,7 @@ def study(  # noqa: PLR0913  (a command's options)
             revision=subject.revision,
         )
         found = study(StudyPlan(request, recipes, folder, say), accelerator)
-    show(found, json, study_summary, f"results: {folder / STUDY_FILE}")
+    show(found, json, lambda each: render_screen(study_report(each)), f"results: {folder / STUDY_FILE}")
     failed = [f"seed {row.seed} with {row.recipe}" for row in found.rows if row.status == "failed"]
     require_all(failed, folder / STUDY_FILE)
 

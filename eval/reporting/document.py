@@ -4,8 +4,6 @@ A report is data. State is a field (`Cell.state`, `Verdict.state`), never a word
 renderers add signs and colors. In prose, what lies between backticks is code. Example:
 
     def speed_report(result: Speed) -> Report:
-        rows = [row(each.name, f"{each.ms:.3g}", Cell(f"{each.ratio:.2f}x", "bad" if each.ratio < 1 else ""))
-                for each in result.rows]
         return Report(
             page=page_of(result, "speed", model_label(result.model), [result.recipe], "speed.json"),
             verdict=Verdict("good", "INT8 is faster", headline(result)),
@@ -14,7 +12,14 @@ renderers add signs and colors. In prose, what lies between backticks is code. E
             sections=[
                 Section("speed", "Speed", [
                     "One sentence on what was measured, by `qdqbench bench`.",
-                    Table(["contestant", "ms", "speed-up"], rows, look="cards sortable", on=EVERYWHERE),
+                    table_of(
+                        result.rows,
+                        ("system", lambda row: row.name),
+                        ("ms", lambda row: f"{row.ms:.3g}"),
+                        ("speed-up", lambda row: Cell(f"{row.ratio:.2f}x", bad_unless(row.ratio > 1))),
+                        look="cards sortable",
+                        on=EVERYWHERE,
+                    ),
                     Columns([[Chart(partial(latency_svg, result))], [Chart(partial(speedup_svg, result))]]),
                     Prose("How it was measured.", "quiet"),
                 ]),
@@ -25,9 +30,9 @@ renderers add signs and colors. In prose, what lies between backticks is code. E
     console.print(render_screen(speed_report(result)))             # blocks whose `on` has "screen"
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from qdqbench.eval.reporting.formats import flat, label, model_label
 
@@ -59,6 +64,9 @@ class Cell:
     look: str = ""  # CSS classes: text, nowrap, right, wrong-answer, INT8, ...
 
 
+Value = Cell | str | int | None
+
+
 @dataclass(frozen=True)
 class Row:
     """A row of a table; the last cell of a short row takes the rest of its width."""
@@ -67,14 +75,24 @@ class Row:
     chosen: bool = False  # highlighted
 
 
-def row(*cells: Cell | str | None, chosen: bool = False) -> Row:
-    """Return a row of cells; texts become cells without a state, None an empty one."""
-    return Row([each if isinstance(each, Cell) else Cell(each or "") for each in cells], chosen)
+def row(*cells: Value, chosen: bool = False) -> Row:
+    """Return a row of cells; texts and counts become cells without a state, None an empty one."""
+    return Row([it if isinstance(it, Cell) else Cell("" if it is None else str(it)) for it in cells], chosen)
 
 
 def code(text: str, state: State = "") -> Cell:
     """Return a cell whose text is code: a name of a module, file or node."""
     return Cell(text, state, code=True)
+
+
+def bad_unless(holds: bool) -> State:
+    """Return the state of what must hold."""
+    return "" if holds else "bad"
+
+
+def mark(holds: bool) -> Cell:
+    """Return a cell with the sign of what must hold."""
+    return Cell(state="good" if holds else "bad")
 
 
 @dataclass(frozen=True)
@@ -96,6 +114,28 @@ class Table:
     screen: Sequence[int] | None = None  # columns that fit a terminal of 80 columns; None: all
     most: int | None = None  # rows that Markdown lists; None: all
     on: Sequence[Medium] = PAGES
+
+
+Item = TypeVar("Item")
+Column = tuple[str, Callable[[Item], Value]]  # its heading, and what it shows of an item
+
+
+def table_of(
+    items: Iterable[Item],
+    *columns: Column[Item],
+    chosen: Callable[[Item], bool] = lambda item: False,
+    instead: Callable[[Item], Row | None] = lambda item: None,
+    **more: Any,
+) -> Table:
+    """Return a table with a row for each item.
+
+    Args:
+        chosen: which rows are highlighted.
+        instead: a row in place of the columns' cells, for an item that failed or was skipped.
+        more: other fields of `Table`.
+    """
+    rows = [instead(item) or row(*(show(item) for _, show in columns), chosen=chosen(item)) for item in items]
+    return Table([name for name, _ in columns], rows, **more)
 
 
 @dataclass(frozen=True)

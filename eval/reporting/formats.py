@@ -4,7 +4,7 @@ import html
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,14 @@ def points(fraction: float) -> str:
     return f"{100 * fraction:g} point{'' if round(100 * fraction, 9) == 1 else 's'}"
 
 
+def with_error(value: float, error: float | None, form: str = ".4f") -> str:
+    """Return a number with its error, if there is one: 0.8968 ± 0.0103."""
+    return f"{value:{form}}" + ("" if error is None else f" ± {error:{form.lstrip('+')}}")
+
+
 def in_points(value: float, error: float | None, sign: str = "") -> str:
     """Return a fraction and its error, if there is one, in points: 92.55 ± 1.03."""
-    spread = "" if error is None else f" ± {100 * error:.2f}"
-    return f"{100 * value:{sign}.2f}{spread}"
+    return with_error(100 * value, None if error is None else 100 * error, f"{sign}.2f")
 
 
 def delta_points(delta: float, error: float) -> str:
@@ -207,14 +211,11 @@ def number(value: float | None) -> str:
     return "not a number" if value is None else f"{value:.3g}"
 
 
+def known(value: float | None, form: str) -> str:
+    """Return a number in a format; empty where it is None."""
+    return "" if value is None else format(value, form)
+
+
 def share_text(value: float | None) -> str:
     """Return a share in percent; None is not a number."""
     return "not a number" if value is None else f"{value:.2%}"
-
-
-def remarks(warnings: Iterable[str], notes: Iterable[str]) -> list[Any]:
-    """Return lines of a terminal: what needs a look, then quietly what is to know."""
-    from rich.text import Text  # names are never read as markup
-
-    warned = [Text(f"warning: {line}", style="yellow") for line in warnings]
-    return [*warned, *(Text(f"note: {line}", style="dim") for line in notes)]

@@ -16,31 +16,18 @@ from qdqbench.eval.reporting.document import (
     Columns,
     Fold,
     Medium,
-    Page,
     Pairs,
     Prose,
     Report,
     State,
     Table,
     Verdict,
-    page_of,
-    page_of_choice,
 )
 from qdqbench.quantize.utils.files import LOOK, write_text
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
+    from jinja2 import Template
     from rich.console import Group, RenderableType
-
-__all__ = ["Page", "contents", "page_of", "page_of_choice"]
-_SECTION = re.compile(r'<section\b[^>]*\bid="([^"]+)"[^>]*>\s*<h2>(.*?)</h2>', re.DOTALL)
-_MARKUP = re.compile(r"<[^>]+>|[\u2713\u2717\u26a0]")
-
-
-def contents(body: str) -> list[tuple[str, str]]:
-    """Return anchors and headings of the sections of a page, for its table of contents."""
-    return [(anchor, _MARKUP.sub("", heading).strip()) for anchor, heading in _SECTION.findall(body)]
-
 
 TEMPLATES = Path(__file__).parent / "templates"
 Leaf = Prose | Bullets | Table | Pairs | Chart | Code | Fold  # of which the last has no blocks
@@ -63,7 +50,7 @@ def write_report(report: Report, folder: Path, name: str) -> list[Path]:
 
 def render_html(report: Report) -> str:
     """Return the report as one HTML page with all that it needs."""
-    return render("page.html.j2", {"report": report, "page": report.page})
+    return _page_template().render(report=report, page=report.page)
 
 
 # Markdown
@@ -275,40 +262,20 @@ def _cell_screen(cell: Cell) -> Any:
 # HTML
 
 
-def render(template: str, context: dict[str, Any]) -> str:
-    """Return the text of a template of the package; an unknown variable is an error."""
-    return _templates().get_template(template).render(context)
-
-
 @cache
-def _templates() -> "Environment":
-    """Return what keeps compiled templates: compiling takes longer than rendering."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+def _page_template() -> "Template":
+    """Return the compiled template of all pages, which takes longer to compile than to render."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
         loader=FileSystemLoader([TEMPLATES, LOOK.parent]),
-        autoescape=select_autoescape(enabled_extensions=("html.j2",)),
+        autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    names = ("label", "decibel", "size", "seconds", "types", "text", "code", "fenced", "flat", "yaml_text")
-    environment.filters |= {name: getattr(formats, name) for name in (*names, "ticked")}
-    environment.filters["contents"] = contents
-    environment.filters["text_columns"] = text_columns
-    environment.filters["kind"] = lambda block: type(block).__name__
-    environment.globals |= {"number": formats.number, "share_text": formats.share_text, "signs": SIGNS}
-    return environment
-
-
-def write(name: str, folder: Path, context: dict[str, Any]) -> list[Path]:
-    """Write `NAME.md` and `NAME.html` from templates of their own: reports that are no document yet.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    texts = {folder / f"{name}.{kind}": render(f"{name}.{kind}.j2", context) for kind in ("md", "html")}
-    for path, content in texts.items():
-        write_text(path, content)
-    return list(texts)
+    environment.filters |= {"ticked": formats.ticked, "yaml_text": formats.yaml_text}
+    environment.filters |= {"text_columns": text_columns, "kind": lambda block: type(block).__name__}
+    environment.globals["signs"] = SIGNS
+    return environment.get_template("page.html.j2")

@@ -12,7 +12,7 @@ from qdqbench.eval.metrics.answers import PairedAnswers, compare_classes, list_c
 from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.logits import read_logits, score
 from qdqbench.eval.metrics.model_changes import ExportedRun, model_changes
-from qdqbench.eval.runs.gate.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
+from qdqbench.eval.runs.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
 from qdqbench.eval.runs.report.verdict import last_measured
 from qdqbench.eval.stages.stages import FP16_STAGE
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
@@ -66,7 +66,13 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
     report_phase("scoring")
     stages = stage_results(session, None if whole else timings)
     planned = whole or "quantize" in timings  # else the model need not be loaded
-    calibrated = _calibration_record(session, timings)
+    calibrated = None
+    if "qat" in timings or "quantize" in timings:
+        calibrated = read_record(session.record_path) if "qat" in timings else session.ptq_record
+    if whole:
+        names = [name for name in ONNX_FILES if (folder / name).is_file()]
+    else:
+        names = [name for stage in timings for name in finished(folder)[stage].outputs]
     results = Results(
         until=until,
         created=now(),
@@ -88,7 +94,7 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
         high_precision_layers=list(session.plan.high) if planned else [],
         quantizers=list(calibrated.rows()) if calibrated else [],
         softmax=calibrated.softmax if calibrated else [],
-        files=_onnx_files(folder) if whole else _stage_files(folder, timings),
+        files=_file_rows(folder, names),
         findings=files.read_json(folder / "check.json")["findings"] if "check" in timings else [],
         parity=_parity(session, timings) if "parity" in timings else None,
         stages=stages,
@@ -170,13 +176,6 @@ def _compared(session: Session, reference: str, stage: str) -> Comparison:
     return compare(task, before[first], after[first], session.gold[first], seed=session.config.seed)
 
 
-def _calibration_record(session: Session, stages: Collection[str]) -> CalibrationRecord | None:
-    """The calibration record of the last of these stages that writes one."""
-    if "qat" in stages:
-        return read_record(session.record_path)
-    return session.ptq_record if "quantize" in stages else None
-
-
 def _calibration(folder: Path) -> dict[str, Any]:
     record = files.read_json(folder / "calibration.json")
     return {"method": record["method"], "seed": record["seed"], **record["data"]}
@@ -196,15 +195,6 @@ def _model(session: Session, whole: bool) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "embedded": session.config.model is None,
     }
-
-
-def _onnx_files(folder: Path) -> list[FileRow]:
-    return _file_rows(folder, [name for name in ONNX_FILES if (folder / name).is_file()])
-
-
-def _stage_files(folder: Path, stages: Collection[str]) -> list[FileRow]:
-    known = finished(folder)
-    return _file_rows(folder, [name for stage in stages for name in known[stage].outputs])
 
 
 def _file_rows(folder: Path, names: list[str]) -> list[FileRow]:

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING
 
 from qdqbench.eval.metrics.answers import FILE
 from qdqbench.eval.runs.collect import collect, scored
-from qdqbench.eval.runs.gate.baseline import judge_baseline
-from qdqbench.eval.runs.gate.gate import cannot_hold, issue_sentence
-from qdqbench.eval.runs.report.handoff import hand_off
-from qdqbench.eval.runs.report.report import write_reports
+from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_baseline
+from qdqbench.eval.runs.report.report import hand_off, write_reports
 from qdqbench.eval.stages.stages import FP16_STAGE, stages
 from qdqbench.quantize.deployment.folder import remove
 from qdqbench.quantize.deployment.write import DEPLOY

@@ -3,37 +3,52 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from qdqbench.eval.reporting.formats import count_of, first, label, remarks, seconds, size
-from qdqbench.eval.runs.gate.gate import issue_sentence
+from qdqbench.eval.reporting.document import (
+    SCREEN,
+    Block,
+    Bullets,
+    Cell,
+    Prose,
+    Report,
+    Section,
+    page_of,
+    table_of,
+)
+from qdqbench.eval.reporting.formats import count_of, first, label, model_label, seconds, size
+from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report.verdict import delta_text, headline, part_text, remark_of, worst_first
-from qdqbench.quantize.utils.results import EngineResult, Results
-
-if TYPE_CHECKING:
-    from rich.console import Group
+from qdqbench.quantize.utils.results import RESULTS_FILE, EngineResult, Results
 
 MOST_FILES = 6
 
 
-def stage_table(results: Results, folder: Path) -> "Group":
-    """Return one row for each stage, then the files in the run directory, as a rich renderable."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("stage", "result", "time", box=None, pad_edge=False)
-    table.columns[0].no_wrap = table.columns[2].no_wrap = True
-    for name, cost in results.timings.items():
-        text = Text(stage_text(results, name), style="yellow" if _scored(name) in results.skipped else "")
-        table.add_row(Text(name), text, "unchanged" if cost.reused else seconds(cost.wall_s))
-    largest = sorted(results.files, key=lambda row: -row.bytes)
-    names = [f"{row.name} {size(row.bytes)}" for row in largest]
-    files = Text(f"{count_of(len(names), 'file')} in {folder}: ")
-    files.append(", ".join(first(names, MOST_FILES, "there")))
-    notes = remarks(*(first(lines, 3, "the report") for lines in (results.warnings, results.notes)))
+def stages_report(results: Results, folder: Path) -> Report:
+    """Return what a terminal shows of stages: one row for each, the files in the run directory, failures."""
+    table = table_of(
+        results.timings.items(),
+        ("stage", lambda pair: pair[0]),
+        (
+            "result",
+            lambda pair: Cell(
+                stage_text(results, pair[0]), "unclear" if _scored(pair[0]) in results.skipped else ""
+            ),
+        ),
+        ("time", lambda pair: "unchanged" if pair[1].reused else seconds(pair[1].wall_s)),
+        on=SCREEN,
+    )
+    largest = sorted(results.files, key=lambda file: -file.bytes)
+    names = first([f"{file.name} {size(file.bytes)}" for file in largest], MOST_FILES, "there")
+    files = f"{count_of(len(largest), 'file')} in {folder}: {', '.join(names)}"
     failures = first([*map(issue_sentence, results.gate.failures)], 5, "the report")
-    return Group(table, files, *(Text(f"✗ {line}", style="red") for line in failures), *notes)
+    blocks: list[Block] = [table, Prose(files, on=SCREEN), Bullets(failures, "bad", SCREEN)]
+    title = model_label(str(results.model.get("name", "model")))
+    return Report(
+        page_of(results, "stages", title, [], RESULTS_FILE),
+        [Section("stages", "Stages", blocks, on=SCREEN)],
+        warnings=results.warnings,
+        notes=results.notes,
+    )
 
 
 def stage_text(results: Results, name: str) -> str:
@@ -65,7 +80,7 @@ def _accuracy(results: Results, name: str) -> str:
     row = results.stages[name]
     text = f"{headline(row)}, n = {row.n:,}"
     if (versus := row.vs_fp32) is not None:
-        text += f"; against FP32 {delta_text(row)}"
+        text += f"; against FP32 {delta_text(versus)}"
         if versus.disagreements is not None:
             text += f"; {versus.disagreements} of {versus.n:,} answers differ"
     return text

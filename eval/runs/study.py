@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from qdqbench.eval.reporting.document import SCREEN, Block, Prose, Report, Section, page_of, table_of
+from qdqbench.eval.reporting.formats import in_points, label, model_label, versions_text
 from qdqbench.eval.runs.collect import scored
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.pipeline.pipeline import ancestors, open_run, run_stages
@@ -211,4 +213,48 @@ def summarize(rows: list[StudyRow], metric: str) -> StudySummary:
         qat=over([row.qat[metric] for row in rows]),
         ptq_minus_fp32=over([row.ptq[metric] - row.fp32[metric] for row in rows]),
         qat_minus_fp32=over([row.qat[metric] - row.fp32[metric] for row in rows]),
+    )
+
+
+def study_report(study: Study) -> Report:
+    """Return what a terminal shows of a study: a row for each recipe, and its conditions."""
+    metric, (done, *_) = label(study.task["metrics"][0]), study.summary.values()
+    base, task = model_label(str(study.base["name"])), label(str(study.task["name"]))
+    head = (
+        f"QAT over seeds: {base}, {task}. FP32 has {metric} {_percent(done.fp32)} (mean ± standard deviation "
+        f"over {done.fp32.n} seeds, n = {study.n})."
+    )
+    table = table_of(
+        study.summary.items(),
+        ("recipe", lambda pair: pair[0]),
+        (metric, lambda pair: _percent(pair[1].qat)),
+        ("PTQ - FP32", lambda pair: _percent(pair[1].ptq_minus_fp32, "+")),
+        ("QAT - FP32", lambda pair: _percent(pair[1].qat_minus_fp32, "+")),
+        on=SCREEN,
+    )
+    lines = [conditions(study.environment, study.finetune, study.recipes), *study.warnings]
+    blocks: list[Block] = [Prose(head, on=SCREEN), table, *(Prose(line, on=SCREEN) for line in lines)]
+    page = page_of(study, "study", base, [task], STUDY_FILE)
+    return Report(page, [Section("recipes", "Recipes", blocks, on=SCREEN)])
+
+
+def _percent(spread: Spread, sign: str = "") -> str:
+    return in_points(spread.mean, spread.sd, sign)
+
+
+def conditions(environment: dict[str, Any], finetune: dict[str, Any], recipes: dict[str, Any]) -> str:
+    """Return hardware, versions and the settings of both trainings of a study, in one line."""
+    hardware = environment["gpu"] if environment["gpu"] != "none" else environment["cpu"]
+    trained = dict.fromkeys(_settings(recipe["qat"]) for recipe in recipes.values())
+    return (
+        f"{hardware}, {versions_text(environment)}; FP32: {_settings(finetune)}; QAT: {' or '.join(trained)}"
+    )
+
+
+def _settings(training: dict[str, Any]) -> str:
+    """Return length and size of the steps of a training."""
+    most = f", at most {training['max_steps']} steps" if training["max_steps"] else ""
+    return (
+        f"{training['epochs']:g} epochs{most}, batch {training['batch_size']}, learning rate "
+        f"{training['learning_rate']:g}, precision {training['precision']}"
     )

@@ -7,8 +7,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from qdqbench.eval.runs.gate.gate import issue_sentence
-from qdqbench.eval.runs.report.handoff import hand_off, refresh
+from qdqbench.eval.runs.gate import issue_sentence
+from qdqbench.eval.runs.report.report import hand_off, refresh
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.results import Results

@@ -45,9 +45,8 @@ from qdqbench.eval.reporting.formats import (
     text,
     versions_text,
 )
-from qdqbench.eval.runs.gate.gate import issue_sentence
-from qdqbench.eval.runs.study import STUDY_FILE, read_study
-from qdqbench.eval.runs.study_screen import conditions
+from qdqbench.eval.runs.gate import issue_sentence
+from qdqbench.eval.runs.study import STUDY_FILE, conditions, read_study
 from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.pipeline.config import adapted
@@ -692,7 +691,9 @@ def latency_tables(bench: Bench, notes: Notes) -> list[str]:
     ]
     lines = [] if bench.complete else ["- interrupted: not every shape was measured"]
     if bench.device == "gpu" and "unpadded-fp16" not in names:
-        lines.append("- measured without the unpadded FP16 baseline, so the fastest FP16 may be faster than here")
+        lines.append(
+            "- measured without the unpadded FP16 baseline, so the fastest FP16 may be faster than here"
+        )
     lines += [f"- {text(line)}" for line in (*remarks, *bench.errors, *bench.warnings)]
     return [
         title,

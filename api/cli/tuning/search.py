@@ -72,7 +72,7 @@ def search(  # noqa: PLR0913  (a command's options)
 ) -> None:
     """Find the recipe for your model, data and machine: accuracy against latency, confirmed on validation."""
     from qdqbench.eval.reporting.render import render_screen
-    from qdqbench.eval.runs.gate.gate import issue_sentence
+    from qdqbench.eval.runs.gate import issue_sentence
     from qdqbench.eval.selection.search.confirm import finish_search
     from qdqbench.eval.selection.search.report import describe_choice, search_report
     from qdqbench.eval.selection.search.results import SEARCH_FILE, SearchOptions, read_search

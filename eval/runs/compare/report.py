@@ -1,5 +1,6 @@
 """The report of a comparison: a page, Markdown, a screen, JSON, and CSV."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,24 @@ from qdqbench.eval.reporting.document import (
     Pairs,
     Prose,
     Report,
-    Row,
     Section,
     State,
     Table,
     code,
     page_of,
-    row,
+    table_of,
 )
-from qdqbench.eval.reporting.formats import cleaned, count_of, in_points, label, size
+from qdqbench.eval.reporting.formats import cleaned, count_of, in_points, known, label, size
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.compare.results import (
+    ComparedLayer,
     ComparedRun,
     ComparedSample,
     Pair,
     RunComparison,
     RunLatency,
-    SampleAnswer,
 )
+from qdqbench.eval.runs.report.verdict import differing_text, noise_text
 from qdqbench.quantize.utils.comparison import Comparison, GateState
 from qdqbench.quantize.utils.files import atomic_path, write_json
 from qdqbench.quantize.utils.names import without_formula
@@ -118,26 +119,21 @@ def comparison_report(comparison: RunComparison) -> Report:
 
 
 def _runs_table(comparison: RunComparison) -> Table:
-    configs = [*dict.fromkeys(each.config for run in comparison.runs for each in run.latency)]
-    columns = [
-        "run", "result", "against FP32", *(f"{config}, ms" for config in configs),
-        "gate", "INT8", "ONNX file", "engine", "answers of",
-    ]  # fmt: skip
-    rows = [
-        row(
-            Cell(run.name, note=f"{run.recipe}, model {run.model}"),
-            _points_cell(run.metrics, run.stderr),
-            _delta_cell(run.vs_fp32),
-            *(_latency_cell(run, config) for config in configs),
-            Cell(run.gate, GATE_STATES.get(run.gate, "unclear")),
-            _int8_text(run),
-            Cell("" if run.onnx_bytes is None else size(run.onnx_bytes), sort=run.onnx_bytes or 0),
-            Cell(_engine_size(run), sort=run.engine_bytes or 0),
-            f"{label(run.stage)}, n {run.n}",
-        )
-        for run in comparison.runs
-    ]
-    return Table(columns, rows, look="full cards sortable names", anchor="runs")
+    configs = [*dict.fromkeys(latency.config for run in comparison.runs for latency in run.latency)]
+    return table_of(
+        comparison.runs,
+        ("run", lambda run: Cell(run.name, note=f"{run.recipe}, model {run.model}")),
+        ("result", lambda run: _points_cell(run.metrics, run.stderr)),
+        ("against FP32", lambda run: _delta_cell(run.vs_fp32)),
+        *((f"{config}, ms", partial(_latency_cell, config)) for config in configs),
+        ("gate", lambda run: Cell(run.gate, GATE_STATES.get(run.gate, "unclear"))),
+        ("INT8", _int8_text),
+        ("ONNX file", lambda run: _size_cell(run.onnx_bytes)),
+        ("engine", lambda run: Cell(_engine_size(run), sort=run.engine_bytes or 0)),
+        ("answers of", lambda run: f"{label(run.stage)}, n {run.n}"),
+        look="full cards sortable names",
+        anchor="runs",
+    )
 
 
 def _runs_screen(comparison: RunComparison) -> list[Block]:
@@ -170,6 +166,10 @@ def _points_cell(values: dict[str, float], errors: dict[str, float], sign: str =
     return Cell("\n".join(lines), sort=next(iter(values.values()), None))
 
 
+def _size_cell(count: int | None) -> Cell:
+    return Cell("" if count is None else size(count), sort=count or 0)
+
+
 def _delta_cell(versus: Comparison | None) -> Cell:
     return _points_cell(versus.delta, versus.delta_stderr, "+") if versus else Cell()
 
@@ -178,14 +178,14 @@ def _delta_text(versus: Comparison, metric: str) -> str:
     return in_points(versus.delta[metric], versus.delta_stderr.get(metric), "+")
 
 
-def _latency_cell(run: ComparedRun, config: str) -> Cell:
-    each = next((each for each in run.latency if each.config == config), None)
-    if each is None:
+def _latency_cell(config: str, run: ComparedRun) -> Cell:
+    latency = next((latency for latency in run.latency if latency.config == config), None)
+    if latency is None:
         return Cell()
-    if (ratio := each.speedup) is None:
-        return Cell(f"{each.median_ms:.3g}")
+    if (ratio := latency.speedup) is None:
+        return Cell(f"{latency.median_ms:.3g}")
     state = SPEED_STATES.get(ratio.verdict, "")
-    return Cell(f"{each.median_ms:.3g}", state, f"{ratio.value:.2f}x over {ratio.baseline}")
+    return Cell(f"{latency.median_ms:.3g}", state, f"{ratio.value:.2f}x over {ratio.baseline}")
 
 
 def _latency_text(each: RunLatency) -> str:
@@ -209,10 +209,10 @@ def _engine_size(run: ComparedRun) -> str:
 def _pair_text(pair: Pair, versus: Comparison) -> str:
     """Return the paired difference in words."""
     metric = next(iter(versus.delta))
-    parts = [f"{pair.second} against {pair.first}: {label(metric)} {_delta_text(versus, metric)}"]
-    parts.append("within noise" if versus.within_noise else "beyond noise")
+    difference = f"{label(metric)} {_delta_text(versus, metric)}"
+    parts = [f"{pair.second} against {pair.first}: {difference}", noise_text(versus)]
     if versus.disagreements is not None:
-        parts.append(f"{versus.disagreements} of {versus.n} answers differ")
+        parts.append(f"{differing_text(versus)} answers differ")
     if versus.mcnemar_p is not None:
         parts.append(f"McNemar p {versus.mcnemar_p:.2g}")
     return ", ".join(parts)
@@ -222,9 +222,13 @@ def _sample_blocks(comparison: RunComparison) -> list[Block]:
     if not comparison.samples:
         return [Prose(_samples_text(comparison), on=EVERYWHERE)]
     names = [*dict.fromkeys(name for sample in comparison.samples for name in sample.answers)]
-    table = Table(
-        ["sample", "text", "label", *names, "distance"],
-        [_sample_row(sample, names) for sample in comparison.samples],
+    table = table_of(
+        comparison.samples,
+        ("sample", lambda sample: sample.sample),
+        ("text", lambda sample: Cell("not found" if sample.text is None else sample.text, look="text")),
+        ("label", lambda sample: sample.label),
+        *((name, partial(_answer_cell, name)) for name in names),
+        ("distance", lambda sample: f"{sample.distance:.3g}"),
         texts=range(len(names) + 4),
         look="full cards sortable",
         filter="texts, labels, answers",
@@ -237,23 +241,11 @@ def _sample_blocks(comparison: RunComparison) -> list[Block]:
     return [Prose(_samples_text(comparison), on=EVERYWHERE), table, Prose(about, "quiet", PAGE)]
 
 
-def _sample_row(sample: ComparedSample, names: list[str]) -> Row:
-    return row(
-        str(sample.sample),
-        Cell("not found" if sample.text is None else sample.text, look="text"),
-        sample.label,
-        *(_answer_cell(sample.answers.get(name)) for name in names),
-        f"{sample.distance:.3g}",
-    )
-
-
-def _answer_cell(found: SampleAnswer | None) -> Cell:
-    if found is None:
+def _answer_cell(name: str, sample: ComparedSample) -> Cell:
+    if (answer := sample.answers.get(name)) is None:
         return Cell()
-    look = "" if found.right is None else "right" if found.right else "wrong-answer"
-    if found.margin is None:
-        return Cell(found.answer, look=look)
-    return Cell(found.answer, note=f"{found.margin:.2f}", sort=found.margin, look=look)
+    look = "" if answer.right is None else "right" if answer.right else "wrong-answer"
+    return Cell(answer.answer, note=known(answer.margin, ".2f"), sort=answer.margin, look=look)
 
 
 def _samples_text(comparison: RunComparison) -> str:
@@ -264,12 +256,8 @@ def _samples_text(comparison: RunComparison) -> str:
     scores = all(answer.margin is None and answer.right is None for answer in answers)
     what = "scored most differently" if scores else "answered otherwise by at least one of them"
     kept = len(comparison.samples)
-    rest = (
-        ""
-        if kept == comparison.samples_found
-        else f"; the {kept} whose answers are farthest apart are listed"
-    )
-    return f"{comparison.samples_found} samples are {what}{rest}."
+    rest = f"; the {kept} whose answers are farthest apart are listed"
+    return f"{comparison.samples_found} samples are {what}{rest if kept < comparison.samples_found else ''}."
 
 
 def _layer_section(comparison: RunComparison, what: str, number: int) -> Section | None:
@@ -277,14 +265,17 @@ def _layer_section(comparison: RunComparison, what: str, number: int) -> Section
     layers = [layer for layer in comparison.layers if layer.what == what]
     if not layers:
         return None
-    names = [run.name for run in comparison.runs]
-    rows = [
-        row(
-            code(layer.name), *("" if (v := layer.values.get(name)) is None else f"{v:.3g}" for name in names)
-        )
-        for layer in layers
-    ]
-    table = Table(
-        ["name", *names], rows, look="sortable", filter="layers", anchor=f"layers-{number}", on=PAGE
+    table = table_of(
+        layers,
+        ("name", lambda layer: code(layer.name)),
+        *((run.name, partial(_value_text, run.name)) for run in comparison.runs),
+        look="sortable",
+        filter="layers",
+        anchor=f"layers-{number}",
+        on=PAGE,
     )
     return Section(what.replace(" ", "-"), LAYERS[what], [table], on=PAGE)
+
+
+def _value_text(name: str, layer: ComparedLayer) -> str:
+    return known(layer.values.get(name), ".3g")

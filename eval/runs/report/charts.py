@@ -10,23 +10,8 @@ from typing import Any
 import numpy as np
 
 from qdqbench.eval.metrics.gate import judge
+from qdqbench.eval.reporting import svg
 from qdqbench.eval.reporting.formats import datatype
-from qdqbench.eval.reporting.svg import (
-    BLUE,
-    GREEN,
-    INK,
-    LIMIT_LINE,
-    MUTED,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILLION,
-    dress,
-    figure_of,
-    legend,
-    log_scale,
-    svg_of,
-)
 from qdqbench.quantize.engine.layers import computing_rows, is_int8
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.models.families.any_family import PARTS, adds_behind_attention, part_of
@@ -34,19 +19,26 @@ from qdqbench.quantize.utils.comparison import COSINE_EDGES, Agreement
 from qdqbench.quantize.utils.results import LayerRow, Results, StageResult
 
 KIND_STYLES = {  # a kind looks the same in every chart; color is never the only difference
-    "query": (BLUE, "o"),
-    "key": (ORANGE, "s"),
-    "value": (GREEN, "^"),
-    "attention output": (PURPLE, "D"),
-    "intermediate": (SKY, "v"),
-    "output": (INK, "P"),
+    "query": (svg.BLUE, "o"),
+    "key": (svg.ORANGE, "s"),
+    "value": (svg.GREEN, "^"),
+    "attention output": (svg.PURPLE, "D"),
+    "intermediate": (svg.SKY, "v"),
+    "output": (svg.INK, "P"),
 }
-OTHERS = ((MUTED, "X"), (BLUE, "<"), (ORANGE, ">"), (GREEN, "*"), (PURPLE, "p"), (SKY, "h"))
+OTHERS = (
+    (svg.MUTED, "X"),
+    (svg.BLUE, "<"),
+    (svg.ORANGE, ">"),
+    (svg.GREEN, "*"),
+    (svg.PURPLE, "p"),
+    (svg.SKY, "h"),
+)
 AGREEMENT_STYLES = {
-    "ptq": (PURPLE, "D"),
-    "fake_quant": (BLUE, "o"),
-    "onnxruntime": (ORANGE, "s"),
-    "engine": (GREEN, "^"),
+    "ptq": (svg.PURPLE, "D"),
+    "fake_quant": (svg.BLUE, "o"),
+    "onnxruntime": (svg.ORANGE, "s"),
+    "engine": (svg.GREEN, "^"),
 }
 _NAMED = {"output": "attention output", "ffn-in": "intermediate", "ffn-out": "output"}
 PART_KINDS = tuple(_NAMED.get(part, part) for part in PARTS)
@@ -84,7 +76,7 @@ class Grid:
 
     @property
     def datatypes(self) -> dict[str, int]:
-        """Return number of modules in each datatype, for the legend."""
+        """Return number of modules in each datatype, for the svg.legend."""
         cells = [cell for _, row in self.rows for cell in row] + [cell for _, cell in self.outside]
         return dict(sorted(Counter(cell.datatype for cell in cells if cell).items()))
 
@@ -161,38 +153,40 @@ def accuracy_svg(results: Results, labels: dict[str, str]) -> str:
         return ""
     first = results.stages.get("fp32", next(iter(done.values())))
     metrics = list((first if first.metrics else next(iter(done.values()))).metrics)
-    figure = figure_of(0.55 + len(metrics) * (0.5 + 0.27 * len(results.stages)))
+    figure = svg.figure_of(0.55 + len(metrics) * (0.5 + 0.27 * len(results.stages)))
     for index, metric in enumerate(metrics):
         axes = figure.add_subplot(len(metrics), 1, index + 1)
         _metric_axes(axes, results, metric, primary=index == 0)
         axes.set_yticks(
             range(len(results.stages)), [_short(labels.get(stage, stage)) for stage in results.stages]
         )
-        dress(axes, _short(labels.get(metric, metric)), grid=None)
-    return svg_of(figure, "accuracy", "Accuracy by stage with one standard error")
+        svg.dress(axes, _short(labels.get(metric, metric)), grid=None)
+    return svg.svg_of(figure, "accuracy", "Accuracy by stage with one standard error")
 
 
 def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> None:
     base = results.stages.get("fp32")
     if base is not None and metric in base.metrics:
         value, error = base.metrics[metric], base.stderr.get(metric, 0.0)
-        axes.axvspan(value - error, value + error, color=SKY, alpha=0.22, linewidth=0)
-        axes.axvline(value, color=BLUE, linewidth=0.8)
+        axes.axvspan(value - error, value + error, color=svg.SKY, alpha=0.22, linewidth=0)
+        axes.axvline(value, color=svg.BLUE, linewidth=0.8)
     lowest = (
         base.metrics[metric] - results.gate.max_drop if base and primary and metric in base.metrics else None
     )
     if lowest is not None:
-        axes.axvline(lowest, **LIMIT_LINE)
+        axes.axvline(lowest, **svg.LIMIT_LINE)
     for position, (stage, row) in enumerate(results.stages.items()):
         if metric not in row.metrics:
             text = "skipped" if row.status == "skipped" else "not measured"
-            axes.text(1.02, position, text, transform=axes.get_yaxis_transform(), color=MUTED, va="center")
+            axes.text(
+                1.02, position, text, transform=axes.get_yaxis_transform(), color=svg.MUTED, va="center"
+            )
             continue
         value, error = row.metrics[metric], row.stderr.get(metric, 0.0)
-        low = lowest is not None and _fails(row, metric, results.gate.max_drop)
-        color, marker = (BLUE, "o") if row is base else (VERMILLION, "v") if low else (GREEN, "^")
+        low = lowest is not None and drop_fails(row, metric, results.gate.max_drop)
+        color, marker = (svg.BLUE, "o") if row is base else (svg.VERMILLION, "v") if low else (svg.GREEN, "^")
         if stage == "ptq" and not low:
-            color, marker = (ORANGE, "s")  # what QAT began with
+            color, marker = (svg.ORANGE, "s")  # what QAT began with
         axes.errorbar(value, position, xerr=error, color=color, marker=marker, markersize=5, capsize=3)
         axes.text(1.02, position, f"{value:.4f}", transform=axes.get_yaxis_transform(), va="center")
     axes.set_ylim(len(results.stages) - 0.4, -0.6)  # FP32 on top
@@ -201,7 +195,8 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
     axes.locator_params(axis="x", nbins=4)  # of numbers with four decimals more would overlap
 
 
-def _fails(row: StageResult, metric: str, max_drop: float) -> bool:
+def drop_fails(row: StageResult, metric: str, max_drop: float) -> bool:
+    """Return whether a metric is further below FP32 than the gate allows, beyond noise."""
     if (versus := row.vs_fp32) is None or metric not in versus.delta:
         return False
     return judge(-versus.delta[metric], versus.delta_stderr.get(metric, 0.0), max_drop) == "fails"
@@ -238,7 +233,7 @@ def layer_chart(
     shared: dict[tuple[tuple[int, float], ...], list[str]] = defaultdict(list)
     for kind in _ordered(points):
         shared[tuple(sorted(points[kind].items()))].append(kind)
-    figure = figure_of(2.75)
+    figure = svg.figure_of(2.75)
     axes = figure.add_subplot()
     others = cycle(OTHERS)
     for line, kinds in shared.items():
@@ -247,34 +242,34 @@ def layer_chart(
         axes.plot(layers, heights, color=color, marker=marker, markersize=4.5, label=_short(", ".join(kinds)))
     values = [value for line in shared for _, value in line]
     if limit is not None:
-        axes.axhline(limit, **LIMIT_LINE, label=f"{limit_name}, {limit:g}%")
+        axes.axhline(limit, **svg.LIMIT_LINE, label=f"{limit_name}, {limit:g}%")
     elif min(values) > 0 and max(values) > 50 * min(values):
-        log_scale(axes)
+        svg.log_scale(axes)
     if axes.get_yscale() == "linear":
         top = max([*values, limit or 0.0]) or 1.0
         axes.set_ylim(-0.02 * top, 1.12 * top)  # markers at zero stay whole
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=12)
     axes.set_xlabel("encoder layer")
-    dress(axes, title)
-    legend(figure, 3)
-    return svg_of(figure, name, f"{title}, by encoder layer")
+    svg.dress(axes, title)
+    svg.legend(figure, 3)
+    return svg.svg_of(figure, name, f"{title}, by encoder layer")
 
 
 def lengths_svg(results: Results) -> str:
     """Draw rows by their tokens, and the lengths that they are padded to; empty without `shapes: auto`."""
     if (found := results.lengths) is None:
         return ""
-    figure = figure_of(2.0)
+    figure = svg.figure_of(2.0)
     axes = figure.add_subplot()
     tokens, rows = zip(*found.histogram, strict=True)
-    axes.bar(tokens, rows, width=0.9, color=BLUE)
+    axes.bar(tokens, rows, width=0.9, color=svg.BLUE)
     for bucket in found.buckets:
         label = "padded to" if bucket is found.buckets[0] else "_"
-        axes.axvline(bucket.length + 0.5, **LIMIT_LINE, label=label)
+        axes.axvline(bucket.length + 0.5, **svg.LIMIT_LINE, label=label)
     axes.set_xlabel("tokens of a row")
-    dress(axes, "rows by length")
-    legend(figure, 3)
-    return svg_of(figure, "lengths", "Rows by length, and the lengths that they are padded to")
+    svg.dress(axes, "rows by length")
+    svg.legend(figure, 3)
+    return svg.svg_of(figure, "lengths", "Rows by length, and the lengths that they are padded to")
 
 
 def _short(name: str) -> str:
@@ -292,7 +287,7 @@ def agreement_svg(results: Results, labels: dict[str, str]) -> str:
     """Draw texts by distance from FP32's embedding, and by how many of its neighbours stay; may be empty."""
     if not (stages := agreements(results)):
         return ""
-    figure = figure_of(4.6)
+    figure = svg.figure_of(4.6)
     near, kept = figure.subplots(2, 1)
     edges = np.array([COSINE_EDGES[0] / 2, *COSINE_EDGES, 2])
     centres = np.sqrt(edges[1:] * edges[:-1])
@@ -304,14 +299,14 @@ def agreement_svg(results: Results, labels: dict[str, str]) -> str:
         shown = slice(max(seen[0] - 1, 0), seen[-1] + 2)
         near.plot(centres[shown], shares[shown], **look)
         kept.plot(range(len(row.neighbor_counts)), 100 * np.array(row.neighbor_counts) / row.n, **look)
-    log_scale(near, "x")
+    svg.log_scale(near, "x")
     near.set_xlabel("1 - cosine to the embedding of FP32")
     kept.set_xlabel("of the nearest texts by FP32, how many are still among the nearest")
     kept.xaxis.get_major_locator().set_params(integer=True)
-    dress(near, "texts by distance from FP32, %", grid="both")
-    dress(kept, "texts by neighbours that stay, %", grid="both")
-    legend(figure, 3)
-    return svg_of(figure, "agreement", "How near the embeddings of each stage are to those of FP32")
+    svg.dress(near, "texts by distance from FP32, %", grid="both")
+    svg.dress(kept, "texts by neighbours that stay, %", grid="both")
+    svg.legend(figure, 3)
+    return svg.svg_of(figure, "agreement", "How near the embeddings of each stage are to those of FP32")
 
 
 def parity_svg(results: Results) -> str:

@@ -3,30 +3,45 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
 
 from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, config_label
+from qdqbench.eval.reporting import svg
 from qdqbench.eval.reporting.document import (
     PAGE,
     TEXT,
     Block,
     Cell,
     Chart,
+    Column,
     Columns,
     Fold,
     Pairs,
     Prose,
-    Row,
     Section,
     Table,
     code,
     row,
+    table_of,
 )
-from qdqbench.eval.reporting.formats import count_of, decibel, label
-from qdqbench.eval.reporting.svg import BLUE, GREEN, ORANGE, dress, figure_of, log_scale, svg_of
+from qdqbench.eval.reporting.formats import count_of, decibel, known, label, with_error
 from qdqbench.eval.runs.report.charts import layer_chart, place
-from qdqbench.eval.runs.report.verdict import delta_text, last_measured, metric_text, stage_label, stage_name
-from qdqbench.quantize.utils.comparison import Change, ChangedAnswer, ChangedAnswers, Classes
+from qdqbench.eval.runs.report.verdict import (
+    delta_text,
+    differing_text,
+    last_measured,
+    metric_text,
+    stage_label,
+    stage_name,
+)
+from qdqbench.quantize.utils.comparison import (
+    Change,
+    ChangedAnswer,
+    ChangedAnswers,
+    Classes,
+    ClassRow,
+    LayerError,
+    LayerErrors,
+)
 from qdqbench.quantize.utils.results import Results, StageResult
 
 WIDEST = 12  # classes whose confusion is shown as tables
@@ -35,72 +50,73 @@ FEW_ANSWERS = 10  # that Markdown lists
 RIGHT_BEFORE: tuple[Change, ...] = ("right to wrong", "still right")
 RIGHT_NOW: tuple[Change, ...] = ("wrong to right", "still right")
 EVALUATE_FP16 = "qdqbench report RUN --fp16"
-STYLES = {"int8": (GREEN, "^"), "fp16": (ORANGE, "s"), "fp32": (BLUE, "o")}
+MARGIN = (
+    "Margin: probability of the class less that of the next; near 0 the answer was near to being another one."
+)
+STYLES = {"int8": (svg.GREEN, "^"), "fp16": (svg.ORANGE, "s"), "fp32": (svg.BLUE, "o")}
 
 
-def effect_sections(results: Results, of: Literal["answers", "layers"]) -> list[Section]:
-    """Return the sections on what changed in answers, or in the model and its layers; what a run has."""
-    if of == "answers":
-        found = [_answers_section(results), _classes_section(results)]
-    else:
-        found = [_model_section(results), _errors_section(results)]
-    return [section for section in found if section is not None]
+def answer_sections(results: Results) -> list[Section]:
+    """Return the sections on what changed in answers; what a run has."""
+    sections = []
+    if (changed := results.changed) is not None:
+        sections.append(Section("changed", "Answers that changed", _changed_blocks(results, changed)))
+    if (classes := results.classes) is not None:
+        blocks = _class_blocks(classes, stage_label(results, classes.stage))
+        sections.append(Section("classes", "Class by class", blocks))
+    return sections
 
 
-def _answers_section(results: Results) -> Section | None:
-    if (changed := results.changed) is None:
-        return None
-    blocks: list[Block] = [changed_text(results, changed)]
-    if changed.rows:
-        scores = "nearer or farther" in changed.counts
-        labels = any(each.label is not None for each in changed.rows)
-        margins = any(each.margin is not None for each in changed.rows)
-        stage, kind = stage_name(results, changed.stage), changed.answers_are
-        columns = [
-            "sample", "text", *(["label"] if labels else []), f"{kind}, FP32", f"{kind}, {stage}",
-            *([] if scores else ["change"]),
-            *(["margin, FP32", f"margin, {stage}"] if margins else []), "distance",
-        ]  # fmt: skip
-        rows = [_answer_row(each, scores, labels, margins) for each in changed.rows]
-        about = (
-            "Margin: probability of the class less that of the next; near 0 the answer was near to being "
-            "another one. "
-            if margins
-            else ""
-        )
-        about += "Distance: how far both answers are apart, whatever is right (`docs/results.md`)."
-        blocks += [
-            Table(
-                columns,
-                rows,
-                texts=range(len(columns)),
-                look="full cards sortable",
-                filter="texts and answers",
-                anchor="changed-answers",
-                most=FEW_ANSWERS,
-            ),
-            Prose(about, "quiet", PAGE),
-        ]
-        if changed.found > FEW_ANSWERS:
-            blocks.append(Prose(f"The others are in `{changed.file}`.", on=TEXT))
-    return Section("changed", "Answers that changed", blocks)
+def layer_sections(results: Results) -> list[Section]:
+    """Return the sections on what changed in the model and its layers; what a run has."""
+    sections = []
+    if results.model_changes:
+        pairs = Pairs([(change.what, change.said) for change in results.model_changes], definitions=True)
+        sections.append(Section("besides", "What the recipe changed besides Q/DQ", [pairs]))
+    if (errors := results.layer_errors) is not None:
+        sections.append(Section("errors", "Error of INT8, layer by layer", _error_blocks(results, errors)))
+    return sections
 
 
-def _answer_row(each: ChangedAnswer, scores: bool, labels: bool, margins: bool) -> Row:
-    looks = ["", ""]
-    if not scores:
-        looks = ["right" if each.change in right else "wrong-answer" for right in (RIGHT_BEFORE, RIGHT_NOW)]
-    values = (each.fp32_margin, each.margin)
-    return row(
-        str(each.sample),
-        Cell("not found" if each.text is None else each.text, look="text"),
-        *([each.label] if labels else []),
-        Cell(each.fp32, look=looks[0]),
-        Cell(each.answer, look=looks[1]),
-        *([] if scores else [each.change]),
-        *(["" if value is None else f"{value:.3f}" for value in values] if margins else []),
-        f"{each.distance:.3g}",
+def _changed_blocks(results: Results, changed: ChangedAnswers) -> list[Block]:
+    if not changed.rows:
+        return [changed_text(results, changed)]
+    scores = "nearer or farther" in changed.counts
+    labels = any(row.label is not None for row in changed.rows)
+    margins = any(row.margin is not None for row in changed.rows)
+    stage, kind = stage_name(results, changed.stage), changed.answers_are
+
+    def answer_cell(answer: str, change: Change, right: tuple[Change, ...]) -> Cell:
+        return Cell(answer, look="" if scores else "right" if change in right else "wrong-answer")
+
+    columns: list[Column[ChangedAnswer]] = [
+        ("sample", lambda row: row.sample),
+        ("text", lambda row: Cell("not found" if row.text is None else row.text, look="text")),
+        *([("label", lambda row: row.label)] if labels else []),
+        (f"{kind}, FP32", lambda row: answer_cell(row.fp32, row.change, RIGHT_BEFORE)),
+        (f"{kind}, {stage}", lambda row: answer_cell(row.answer, row.change, RIGHT_NOW)),
+        *([] if scores else [("change", lambda row: row.change)]),
+        *([("margin, FP32", lambda row: known(row.fp32_margin, ".3f"))] if margins else []),
+        *([(f"margin, {stage}", lambda row: known(row.margin, ".3f"))] if margins else []),
+        ("distance", lambda row: f"{row.distance:.3g}"),
+    ]
+    table = table_of(
+        changed.rows,
+        *columns,
+        texts=range(len(columns)),
+        look="full cards sortable",
+        filter="texts and answers",
+        anchor="changed-answers",
+        most=FEW_ANSWERS,
     )
+    about = "Distance: how far both answers are apart, whatever is right (`docs/results.md`)."
+    rest = [Prose(f"The others are in `{changed.file}`.", on=TEXT)] if changed.found > FEW_ANSWERS else []
+    return [
+        changed_text(results, changed),
+        table,
+        Prose(f"{MARGIN} {about}" if margins else about, "quiet", PAGE),
+        *rest,
+    ]
 
 
 def changed_text(results: Results, found: ChangedAnswers) -> str:
@@ -121,31 +137,33 @@ def changed_text(results: Results, found: ChangedAnswers) -> str:
     return f"{text}."
 
 
-def _classes_section(results: Results) -> Section | None:
-    if (classes := results.classes) is None:
-        return None
-    stage = stage_label(results, classes.stage)
-    columns = ["class", "change", "recall, FP32", f"recall, {stage}", "lost", "won", classes.unit]
-    rows = []
-    for each in classes.rows:
-        known = each.fp32 is not None and each.recall is not None and each.delta is not None
-        numbers = [f"{each.delta:+.4f} ± {each.delta_stderr:.4f}", f"{each.fp32:.4f}", f"{each.recall:.4f}"]
-        counts = map(str, (each.lost, each.won, each.n))
-        rows.append(row(each.name, *(numbers if known else [""] * 3), *counts))
+def _class_blocks(classes: Classes, stage: str) -> list[Block]:
+    def with_fp32(row: ClassRow, text: str) -> str:
+        return "" if row.fp32 is None or row.recall is None or row.delta is None else text
+
+    many = len(classes.rows) > MANY_CLASSES
+    table = table_of(
+        classes.rows,
+        ("class", lambda row: row.name),
+        ("change", lambda row: with_fp32(row, with_error(row.delta or 0.0, row.delta_stderr, "+.4f"))),
+        ("recall, FP32", lambda row: with_fp32(row, known(row.fp32, ".4f"))),
+        (f"recall, {stage}", lambda row: with_fp32(row, known(row.recall, ".4f"))),
+        ("lost", lambda row: row.lost),
+        ("won", lambda row: row.won),
+        (classes.unit, lambda row: row.n),
+        look="sortable",
+        filter="classes" if many else "",
+        anchor="recall",
+    )
     about = (
         f"Recall: of the {classes.unit} with this label, the share that is answered so. ± is one paired "
         f"standard error. Lost and won: right in FP32 alone, and in {stage} alone."
     )
-    table = Table(
-        columns, rows, look="sortable", filter="classes" if len(rows) > MANY_CLASSES else "", anchor="recall"
-    )
     blocks: list[Block] = [table, Prose(about, "quiet", PAGE)]
-    if len(rows) <= WIDEST:
+    if len(classes.rows) <= WIDEST:
         pairs = (("FP32", classes.fp32), (stage, classes.confusion))
-        blocks.append(
-            Columns([[_confusion_table(classes, name, counts)] for name, counts in pairs], on=(PAGE))
-        )
-    return Section("classes", "Class by class", blocks)
+        blocks.append(Columns([[_confusion_table(classes, *pair)] for pair in pairs], on=PAGE))
+    return blocks
 
 
 def _confusion_table(classes: Classes, title: str, counts: Sequence[Sequence[int]]) -> Table:
@@ -165,44 +183,25 @@ def _confusion_table(classes: Classes, title: str, counts: Sequence[Sequence[int
     return Table(["label \\ answer", *names], rows, title, look="confusion", on=PAGE)
 
 
-def _model_section(results: Results) -> Section | None:
-    if not results.model_changes:
-        return None
-    pairs = [(change.what, change.said) for change in results.model_changes]
-    return Section("besides", "What the recipe changed besides Q/DQ", [Pairs(pairs, definitions=True)])
-
-
-def _errors_section(results: Results) -> Section | None:
-    if (errors := results.layer_errors) is None:
-        return None
+def _error_blocks(results: Results, errors: LayerErrors) -> list[Block]:
     worst = ", ".join(f"`{name}` {error}" for name, error in worst_linears(results))
     text = (
         f"The fake-quant model against FP32 on {errors.n} samples, relative to the norm of FP32's output. "
         "Alone: both get the same input. Accumulated: each goes its own way from the tokens on."
     )
-    columns = ["linear or block", "alone, %", "alone, dB", "accumulated, %"]
-    rows = [
-        row(
-            code(each.name),
-            f"{100 * each.alone:.2f}",
-            decibel(each.alone),
-            "" if each.accumulated is None else f"{100 * each.accumulated:.2f}",
-        )
-        for each in errors.rows
+    columns: list[Column[LayerError]] = [
+        ("linear or block", lambda layer: code(layer.name)),
+        ("alone, %", lambda layer: f"{100 * layer.alone:.2f}"),
+        ("alone, dB", lambda layer: decibel(layer.alone)),
+        ("accumulated, %", lambda layer: known(layer.accumulated and 100 * layer.accumulated, ".2f")),
     ]
-    blocks = [line for line, each in zip(rows, errors.rows, strict=True) if each.what == "block"]
-    table = Table(columns, rows, look="sortable", anchor="layer-errors")
-    charts = [Chart(partial(errors_svg, results, what)) for what in ("linear", "block")]
-    return Section(
-        "errors",
-        "Error of INT8, layer by layer",
-        [
-            f"{text} Largest alone: {worst}." if worst else text,
-            Columns([[chart] for chart in charts]),
-            Fold(f"All {len(rows)} linears and blocks", [table], PAGE),
-            Table(columns, blocks, on=TEXT),
-        ],
-    )
+    table = table_of(errors.rows, *columns, look="sortable", anchor="layer-errors")
+    return [
+        f"{text} Largest alone: {worst}." if worst else text,
+        Columns([[Chart(partial(errors_svg, results, what))] for what in ("linear", "block")]),
+        Fold(f"All {len(errors.rows)} linears and blocks", [table], PAGE),
+        table_of([layer for layer in errors.rows if layer.what == "block"], *columns, on=TEXT),
+    ]
 
 
 def errors_svg(results: Results, what: str) -> str:
@@ -239,25 +238,23 @@ def evaluate_fp16_blocks(results: Results) -> list[Block]:
             return []
         text = f"INT8 against FP16: not evaluated; `{EVALUATE_FP16}` evaluates the FP16 twin."
         return [Prose(text, "quiet", PAGE)]
-    name, stage = last
+    stage_title = stage_label(results, last[0])
     rows = [
-        _against("FP16 against FP32", half),
-        _against(f"{stage_label(results, name)} against FP16", stage.model_copy(update={"vs_fp32": versus})),
-        _against(f"{stage_label(results, name)} against FP32", stage),
+        ("FP16 against FP32", half, half.vs_fp32),
+        (f"{stage_title} against FP16", last[1], versus),
+        (f"{stage_title} against FP32", last[1], last[1].vs_fp32),
     ]
-    columns = ["", label(next(iter(half.metrics))), "difference", "differing answers", "McNemar p"]
-    return [
-        Table(columns, rows, "Against FP16 as well", look="cards"),
-        Prose(f"{half.detail}. Pairs of the same samples.", "quiet", PAGE),
-    ]
-
-
-def _against(title: str, stage: StageResult) -> Row:
-    metric, versus = next(iter(stage.metrics)), stage.vs_fp32
-    assert versus is not None
-    differing = "" if versus.disagreements is None else f"{versus.disagreements} of {versus.n}"
-    p = "" if versus.mcnemar_p is None else f"{versus.mcnemar_p:.2g}"
-    return row(title, metric_text(stage, metric), delta_text(stage), differing, p)
+    table = table_of(
+        [(title, stage, against) for title, stage, against in rows if against is not None],
+        ("", lambda row: row[0]),
+        (label(next(iter(half.metrics))), lambda row: metric_text(row[1], next(iter(row[1].metrics)))),
+        ("difference", lambda row: delta_text(row[2])),
+        ("differing answers", lambda row: differing_text(row[2])),
+        ("McNemar p", lambda row: known(row[2].mcnemar_p, ".2g")),
+        title="Against FP16 as well",
+        look="cards",
+    )
+    return [table, Prose(f"{half.detail}. Pairs of the same samples.", "quiet", PAGE)]
 
 
 def tradeoff_blocks(results: Results, bench: Bench | None) -> list[Block]:
@@ -286,9 +283,15 @@ def tradeoff_blocks(results: Results, bench: Bench | None) -> list[Block]:
             points.append((precision, timed.median_ms, scored))
     if len(points) < 2:
         return []
-    rows = [row(name.upper(), f"{time:.3g}", metric_text(stage, metric)) for name, time, stage in points]
     about = f"At the shape where INT8 gains least. Error bars are paired, against FP32.{missing}"
-    table = Table(["fastest in", "ms", label(metric)], rows, "Latency against accuracy", look="")
+    table = table_of(
+        points,
+        ("fastest in", lambda point: point[0].upper()),
+        ("ms", lambda point: f"{point[1]:.3g}"),
+        (label(metric), lambda point: metric_text(point[2], metric)),
+        title="Latency against accuracy",
+        look="",
+    )
     draw = partial(_scatter_svg, points, metric, least)
     return [Columns([[table, Prose(about, "quiet")], [Chart(draw)]], on=PAGE)]
 
@@ -303,7 +306,7 @@ def _fastest(bench: Bench, cell: BenchConfig, precision: str) -> BenchRow | None
 
 
 def _scatter_svg(points: list[tuple[str, float, StageResult]], metric: str, cell: str) -> str:
-    figure = figure_of(2.6)
+    figure = svg.figure_of(2.6)
     axes = figure.add_subplot()
     for name, time, stage in points:
         error = stage.vs_fp32.delta_stderr.get(metric, 0.0) if stage.vs_fp32 else 0.0
@@ -313,11 +316,11 @@ def _scatter_svg(points: list[tuple[str, float, StageResult]], metric: str, cell
         axes.annotate(name.upper(), place_at, xytext=(7, 4), textcoords="offset points")
     times = [time for _, time, _ in points]
     if max(times) > 5 * min(times):
-        log_scale(axes, "x")
+        svg.log_scale(axes, "x")
         axes.set_xlim(min(times) / 1.5, max(times) * 2)
     else:
         axes.set_xlim(0, max(times) * 1.2)
     axes.margins(y=0.25)
     axes.set_xlabel(f"milliseconds at {cell}")
-    dress(axes, label(metric), grid="both")
-    return svg_of(figure, "tradeoff", f"Latency at {cell} against {label(metric)}")
+    svg.dress(axes, label(metric), grid="both")
+    return svg.svg_of(figure, "tradeoff", f"Latency at {cell} against {label(metric)}")

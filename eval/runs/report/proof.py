@@ -16,14 +16,17 @@ from qdqbench.eval.reporting.document import (
     Section,
     State,
     Table,
+    bad_unless,
     code,
+    mark,
     row,
+    table_of,
 )
-from qdqbench.eval.reporting.formats import label
+from qdqbench.eval.reporting.formats import known, label
 from qdqbench.eval.runs.report import charts
 from qdqbench.eval.runs.report.verdict import nearest_text, part_text, worst_first
 from qdqbench.quantize.engine.facts import facts_of
-from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, Parity
+from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR
 from qdqbench.quantize.utils.results import EngineResult, Results, Verification
 
 OUTPUTS = (
@@ -40,15 +43,7 @@ SOFTMAX = (
     "to zero or is clipped, and the error of the attention's output. Where the values are centred, what a "
     "row loses is given back as their mean."
 )
-
-
-def bad_unless(holds: bool) -> State:
-    """Return the state of what must hold."""
-    return "" if holds else "bad"
-
-
-def _mark(holds: bool) -> Cell:
-    return Cell(state="good" if holds else "bad")
+COLORED = {"INT8", "FP16", "FP32", "BF16"}
 
 
 def device_text(engine: EngineResult | None) -> str:
@@ -59,30 +54,32 @@ def device_text(engine: EngineResult | None) -> str:
 def precision_section(results: Results) -> Section:
     """Return which layer runs in what, from the engine or, without one, as planned."""
     grid, engine = charts.precision_grid(results), results.engine
-    color = {"INT8", "FP16", "FP32", "BF16"}
 
-    def cell(each: charts.GridCell | None) -> Cell:
-        if each is None:
-            return Cell()
-        look = f"cell {each.datatype if each.datatype in color else 'other'}"
-        return Cell(each.datatype, bad_unless(each.as_asked), look=look, tip=each.note)
+    def datatype_cell(name: str, state: State = "", tip: str = "") -> Cell:
+        return Cell(name, state, look=f"cell {name if name in COLORED else 'other'}", tip=tip)
 
-    rows = [row(str(layer), *map(cell, cells)) for layer, cells in grid.rows]
+    def cell(module: charts.GridCell | None) -> Cell:
+        return datatype_cell(module.datatype, bad_unless(module.as_asked), module.note) if module else Cell()
+
+    rows = [row(layer, *map(cell, cells)) for layer, cells in grid.rows]
     kinds = Table(["layer", *grid.kinds], rows, texts=range(len(grid.kinds) + 1), look="grid")
-    legend = [
-        row(Cell(name, look=f"cell {name if name in color else 'other'}"), formats.count_of(count, "module"))
-        for name, count in grid.datatypes.items()
-    ]
+    legend = table_of(
+        grid.datatypes.items(),
+        ("", lambda pair: datatype_cell(pair[0])),
+        ("", lambda pair: formats.count_of(pair[1], "module")),
+        look="legend",
+        on=PAGE,
+    )
     about = "“attention” stands for the products of q, k, v and the softmax."
     if grid.proven:
         about += (
             " ✗ marks what the recipe asks in INT8 and the engine runs in something else. Point at a cell or "
             "tap it to see its kernel."
         )
-    outside = [f"`{module}` {each.datatype}{'' if each.as_asked else ' ✗'}" for module, each in grid.outside]
-    side: list[Block] = [Table(["", ""], legend, look="legend", on=PAGE), Prose(about, "quiet")]
-    if outside:
-        side.append(f"Outside the encoder layers: {', '.join(outside)}.")
+    side: list[Block] = [legend, Prose(about, "quiet")]
+    if grid.outside:
+        names = [f"`{name}` {it.datatype}{'' if it.as_asked else ' ✗'}" for name, it in grid.outside]
+        side.append(f"Outside the encoder layers: {', '.join(names)}.")
     blocks: list[Block] = [_precision_text(results, engine)]
     blocks.append(Columns([[kinds] if rows else [], side], look="side"))
     if engine is not None:
@@ -121,38 +118,39 @@ def _kernel_blocks(engine: EngineResult) -> list[Block]:
     facts = facts_of(engine.layers)
     several = facts.profiles > 1
     counts = ", ".join(f"{count} {kind}" for kind, count in facts.kernels.most_common())
-    rows = [
-        row(
-            str(number),
-            Cell(each.kind, note=each.kernel or ""),
-            *(
-                Cell(formats.types(names), look="nowrap")
-                for names in (each.inputs, each.constants, each.outputs)
-            ),
-            Cell(each.name, note="\n".join(each.onnx), code=True),
-        )
-        for number, each in enumerate(engine.layers, 1)
-    ]
-    columns = ["#", "type", "inputs", "constants", "outputs", "kernel and the ONNX nodes it covers"]
-    title = f"The whole layer table, {len(rows)} rows{f' of {facts.profiles} profiles' if several else ''}"
+    table = table_of(
+        enumerate(engine.layers, 1),
+        ("#", lambda pair: pair[0]),
+        ("type", lambda pair: Cell(pair[1].kind, note=pair[1].kernel or "")),
+        ("inputs", lambda pair: Cell(formats.types(pair[1].inputs), look="nowrap")),
+        ("constants", lambda pair: Cell(formats.types(pair[1].constants), look="nowrap")),
+        ("outputs", lambda pair: Cell(formats.types(pair[1].outputs), look="nowrap")),
+        (
+            "kernel and the ONNX nodes it covers",
+            lambda pair: Cell(pair[1].name, note="\n".join(pair[1].onnx), code=True),
+        ),
+        texts=range(1, 6),
+        look="sortable",
+    )
+    of = f" of {facts.profiles} profiles" if several else ""
     return [
         f"{facts.count}{'. Of one profile: ' if several else ': '}{counts}.",
-        Fold(title, [Table(columns, rows, texts=range(1, 6), look="sortable")], PAGE),
+        Fold(f"The whole layer table, {len(table.rows)} rows{of}", [table], PAGE),
         Prose("The full table is in `report.html` and `results.json`.", on=TEXT),
     ]
 
 
 def parity_section(results: Results) -> Section:
     """Return ONNX Runtime against the fake-quant model, tensor by tensor."""
-    parity = results.parity
-    if parity is None:
+    if (parity := results.parity) is None:
         return Section("parity", "Layer parity", [Prose("Not measured.", "quiet")])
-    padding = "with" if parity.padded else "without"
+    steps = " or ".join(map(str, sorted({row.step_limit for row in parity.rows} or {parity.limit_step})))
     text = (
         "ONNX Runtime against the fake-quant model, layer by layer, with the same inputs fed to both "
-        f"({parity.n} samples, {padding} padding). {_limits_text(parity)}; a linear's own output may be off "
-        f"by at most {MAX_OUTPUT_ERROR:.2g} (relative). Largest logit difference: "
-        f"{parity.logits_max_abs_diff:.3g}."
+        f"({parity.n} samples, {'with' if parity.padded else 'without'} padding). At most "
+        f"{100 * parity.limit_fraction:.3g}% of the INT8 codes may differ beyond rounding, by at most "
+        f"{steps}; a linear's own output may be off by at most {MAX_OUTPUT_ERROR:.2g} (relative). Largest "
+        f"logit difference: {parity.logits_max_abs_diff:.3g}."
     )
     if (ends := parity.end_to_end) is not None:
         answers = "" if ends.disagreements is None else f" and in {ends.disagreements} answers"
@@ -162,78 +160,66 @@ def parity_section(results: Results) -> Section:
             "to layer, so this judges nothing by itself."
         )
     ordered = worst_first(parity)
-    nearest = [
-        row(code(each.name), Cell(part_text(each), bad_unless(each.holds)), nearest_text(each))
-        for each in ordered[:6]
-    ]
-    rows = [
-        row(
-            code(each.name),
-            part_text(each),
-            f"{100 * each.share:.3f}%",
-            f"{100 * each.limit:.3f}%",
-            str(each.max_step),
-            str(each.step_limit),
-            "" if each.output_rel_error is None else f"{each.output_rel_error:.2g}",
-            "" if each.output_rel_error is None else f"{MAX_OUTPUT_ERROR:.2g}",
-            f"{each.codes:,}",
-            f"{each.differing:,}",
-            _mark(each.holds),
-        )
-        for each in ordered
-    ]
-    columns = [
-        "tensor", "part of its limit", "share that differs", "limit", "largest step", "limit", "output error",
-        "limit", "codes", "differing", "",
-    ]  # fmt: skip
-    few = Table(["nearest to its own limit", "part of it", "which limit"], nearest, "", (0, 2), "", on=PAGE)
-    every = Table(columns, rows, texts=(0, -1), look="sortable")
-    return Section(
-        "parity",
-        "Layer parity",
-        [
-            text,
-            Columns([[Chart(partial(charts.parity_svg, results))], [few]]),
-            Fold(f"All {len(rows)} tensors, the nearest to its own limit first", [every]),
-        ],
-        "good" if parity.passed else "bad",
+    nearest = table_of(
+        ordered[:6],
+        ("nearest to its own limit", lambda tensor: code(tensor.name)),
+        ("part of it", lambda tensor: Cell(part_text(tensor), bad_unless(tensor.holds))),
+        ("which limit", nearest_text),
+        texts=(0, 2),
+        look="",
+        on=PAGE,
     )
-
-
-def _limits_text(parity: Parity) -> str:
-    """Return the limits of differing codes and steps of all tensors."""
-    steps = " or ".join(map(str, sorted({each.step_limit for each in parity.rows} or {parity.limit_step})))
-    limit = f"{100 * parity.limit_fraction:.3g}%"
-    return f"At most {limit} of the INT8 codes may differ beyond rounding, by at most {steps}"
+    every = table_of(
+        ordered,
+        ("tensor", lambda tensor: code(tensor.name)),
+        ("part of its limit", part_text),
+        ("share that differs", lambda tensor: f"{tensor.share:.3%}"),
+        ("limit", lambda tensor: f"{tensor.limit:.3%}"),
+        ("largest step", lambda tensor: tensor.max_step),
+        ("limit", lambda tensor: tensor.step_limit),
+        ("output error", lambda tensor: known(tensor.output_rel_error, ".2g")),
+        ("limit", lambda tensor: "" if tensor.output_rel_error is None else f"{MAX_OUTPUT_ERROR:.2g}"),
+        ("codes", lambda tensor: f"{tensor.codes:,}"),
+        ("differing", lambda tensor: f"{tensor.differing:,}"),
+        ("", lambda tensor: mark(tensor.holds)),
+        texts=(0, -1),
+        look="sortable",
+    )
+    blocks: list[Block] = [
+        text,
+        Columns([[Chart(partial(charts.parity_svg, results))], [nearest]]),
+        Fold(f"All {len(ordered)} tensors, the nearest to its own limit first", [every]),
+    ]
+    return Section("parity", "Layer parity", blocks, "good" if parity.passed else "bad")
 
 
 def lengths_sections(results: Results) -> list[Section]:
     """Return the lengths that the engine profiles follow, for `shapes: auto`."""
-    if (found := results.lengths) is None:
+    if (lengths := results.lengths) is None:
         return []
     calibrated = results.data.get("calibration")
     seen = f" Calibration saw a median of {calibrated['lengths']['p50']}." if calibrated else ""
     own = " A CPU's kernels take every length, so that each batch is padded to its own longest row."
     text = (
-        f"The engine's profiles follow the evaluation data (`shapes: auto`). {found.rows} rows of "
-        f"{', '.join(found.splits)}: {found.shortest} to {found.longest} tokens, median {found.median:g}, "
-        f"nine of ten at most {found.p90}.{seen} Of the tokens of the engine's batches "
-        f"{100 * found.padding:.1f}% are padding; padded to the longest row it would be "
-        f"{100 * found.longest_padding:.1f}%.{'' if found.buckets else own}"
+        f"The engine's profiles follow the evaluation data (`shapes: auto`). {lengths.rows} rows of "
+        f"{', '.join(lengths.splits)}: {lengths.shortest} to {lengths.longest} tokens, median "
+        f"{lengths.median:g}, nine of ten at most {lengths.p90}.{seen} Of the tokens of the engine's batches "
+        f"{100 * lengths.padding:.1f}% are padding; padded to the longest row it would be "
+        f"{100 * lengths.longest_padding:.1f}%.{'' if lengths.buckets else own}"
     )
     blocks: list[Block] = [text, Chart(partial(charts.lengths_svg, results))]
-    if found.buckets:
-        rows = [
-            row(
-                str(each.length),
-                str(each.rows),
-                str(each.tokens),
-                f"{100 - 100 * each.tokens / (each.rows * each.length):.1f}%",
-            )
-            for each in found.buckets
-        ]
-        blocks.append(Table(["padded to", "rows", "tokens", "padding"], rows, texts=(), look=""))
-    blocks.append(Prose(f"Profiles: {'; '.join(found.profiles)}.", "quiet"))
+    if lengths.buckets:
+        buckets = table_of(
+            lengths.buckets,
+            ("padded to", lambda bucket: bucket.length),
+            ("rows", lambda bucket: bucket.rows),
+            ("tokens", lambda bucket: bucket.tokens),
+            ("padding", lambda bucket: f"{1 - bucket.tokens / (bucket.rows * bucket.length):.1%}"),
+            texts=(),
+            look="",
+        )
+        blocks.append(buckets)
+    blocks.append(Prose(f"Profiles: {'; '.join(lengths.profiles)}.", "quiet"))
     return [Section("lengths", "Lengths", blocks)]
 
 
@@ -246,39 +232,39 @@ def outputs_section(results: Results) -> Section:
     if verification.blocks_not_checked:
         blocks.append(Prose(f"The blocks were not checked: {verification.blocks_not_checked}.", "bad"))
     else:
-        rows = [
-            row(
-                each.name,
-                str(each.n),
-                share(each.error),
-                share(each.limit),
-                share(each.quantization_error),
-                f"{share(each.position_error)} of {share(each.position_limit)}",
-                f"{share(each.systematic_error)} of {share(each.systematic_limit)}",
-                str(each.nonfinite),
-                _mark(each.holds),
-            )
-            for each in verification.blocks
-        ]
-        columns = [
-            "block", "positions", "error", "limit", "quantization costs", "worst position", "systematic",
-            "NaN or infinite", "",
-        ]  # fmt: skip
-        blocks.append(Table(columns, rows, texts=(0, -1), look=""))
-    blocks += _answer_blocks(verification)
-    rows = [
-        row(
-            str(each.batch),
-            str(each.length),
-            each.what,
-            formats.number(each.max_abs_logit_diff),
-            str(each.nonfinite),
+        table = table_of(
+            verification.blocks,
+            ("block", lambda block: block.name),
+            ("positions", lambda block: block.n),
+            ("error", lambda block: share(block.error)),
+            ("limit", lambda block: share(block.limit)),
+            ("quantization costs", lambda block: share(block.quantization_error)),
+            (
+                "worst position",
+                lambda block: f"{share(block.position_error)} of {share(block.position_limit)}",
+            ),
+            (
+                "systematic",
+                lambda block: f"{share(block.systematic_error)} of {share(block.systematic_limit)}",
+            ),
+            ("NaN or infinite", lambda block: block.nonfinite),
+            ("", lambda block: mark(block.holds)),
+            texts=(0, -1),
+            look="",
         )
-        for each in verification.shapes
-    ]
-    columns = ["batch", "length", "samples", "largest logit difference", "NaN or infinite"]
-    shapes = Table(columns, rows, texts=(2,), look="sortable")
-    blocks.append(Fold(f"All {formats.count_of(len(rows), 'shape')}", [shapes]))
+        blocks.append(table)
+    shapes = table_of(
+        verification.shapes,
+        ("batch", lambda shape: shape.batch),
+        ("length", lambda shape: shape.length),
+        ("samples", lambda shape: shape.what),
+        ("largest logit difference", lambda shape: formats.number(shape.max_abs_logit_diff)),
+        ("NaN or infinite", lambda shape: shape.nonfinite),
+        texts=(2,),
+        look="sortable",
+    )
+    blocks += _answer_blocks(verification)
+    blocks.append(Fold(f"All {formats.count_of(len(verification.shapes), 'shape')}", [shapes]))
     return Section("outputs", "Engine outputs", blocks, "good" if verification.passed else "bad")
 
 
@@ -305,79 +291,75 @@ def _answer_blocks(verification: Verification) -> list[Block]:
 
 def ranges_section(results: Results) -> Section:
     """Return what calibration saw at each quantizer, and what INT8 costs each softmax."""
-    blocks: list[Block] = []
+    blocks: list[Block] = [_ranges_text(results)]
     if results.quantizers:
-        outliers = [each for each in results.quantizers if each.amax_over_rms is not None]
-        outliers.sort(key=lambda each: -(each.amax_over_rms or 0.0))
-        largest = ", ".join(
-            f"`{each.module}` ({each.kind}) {each.amax_over_rms:.0f}" for each in outliers[:3]
-        )
-        text = RANGES
-        if results.training and results.training.settings.get("amax") == "learned":
-            text += (
-                " With learned amax, amax is what training made of it, and the root mean square what "
-                "calibration saw."
-            )
         draws = [partial(charts.ranges_svg, results, measure) for measure in ("amax", "amax_over_rms")]
-        blocks = [
-            f"{text} Largest: {largest}." if largest else text,
+        every, activations = (_quantizers_table(results, weights=weights) for weights in (True, False))
+        blocks += [
             Columns([[Chart(draw)] for draw in draws]),
-            Fold(
-                f"All {len(results.quantizers)} quantizers", [_quantizers_table(results, weights=True)], PAGE
-            ),
-            Fold("Activations", [_quantizers_table(results, weights=False)], TEXT),
+            Fold(f"All {len(results.quantizers)} quantizers", [every], PAGE),
+            Fold("Activations", [activations], TEXT),
         ]
-    else:
-        blocks.append(Prose("Nothing was calibrated.", "quiet"))
     if results.softmax:
-        rows = [
-            row(
-                code(each.module),
-                str(each.length),
-                f"{each.amax:.3g}",
-                "centred" if each.centered else "",
-                *(f"{100 * value:.1f} %" for value in (each.zeroed, each.clipped, each.error)),
-            )
-            for each in results.softmax
-        ]
-        columns = ["attention", "to tokens", "amax", "values", "to zero", "clipped", "error of the output"]
-        blocks.append(Table(columns, rows, "INT8 softmax", texts=(0, 3), look=""))
-        blocks.append(Prose(SOFTMAX, "quiet"))
+        softmax = table_of(
+            results.softmax,
+            ("attention", lambda row: code(row.module)),
+            ("to tokens", lambda row: row.length),
+            ("amax", lambda row: f"{row.amax:.3g}"),
+            ("values", lambda row: "centred" if row.centered else None),
+            ("to zero", lambda row: f"{100 * row.zeroed:.1f} %"),
+            ("clipped", lambda row: f"{100 * row.clipped:.1f} %"),
+            ("error of the output", lambda row: f"{100 * row.error:.1f} %"),
+            title="INT8 softmax",
+            texts=(0, 3),
+            look="",
+        )
+        blocks += [softmax, Prose(SOFTMAX, "quiet")]
     return Section("ranges", "Activation ranges", blocks)
 
 
-def _quantizers_table(results: Results, *, weights: bool) -> Table:
-    rows = [
-        row(
-            code(each.module),
-            each.kind,
-            "per tensor" if each.axis is None else f"per channel, axis {each.axis}",
-            f"{each.amax:.4g}",
-            "" if each.axis is None else f"{each.amax_min:.4g}",
-            "" if each.amax_over_rms is None else f"{each.amax_over_rms:.1f}",
+def _ranges_text(results: Results) -> Block:
+    if not results.quantizers:
+        return Prose("Nothing was calibrated.", "quiet")
+    text = RANGES
+    if results.training and results.training.settings.get("amax") == "learned":
+        text += (
+            " With learned amax, amax is what training made of it, and the root mean square what "
+            "calibration saw."
         )
-        for each in results.quantizers
-        if weights or each.kind != "weight"
-    ]
-    columns = ["module", "quantizer", "axis", "amax", "smallest amax", "amax / rms"]
-    return Table(columns, rows, texts=(0, 1, 2), look="sortable")
+    outliers = [(row.amax_over_rms, row) for row in results.quantizers if row.amax_over_rms is not None]
+    outliers.sort(key=lambda pair: -pair[0])
+    largest = ", ".join(f"`{row.module}` ({row.kind}) {ratio:.0f}" for ratio, row in outliers[:3])
+    return f"{text} Largest: {largest}." if largest else text
+
+
+def _quantizers_table(results: Results, *, weights: bool) -> Table:
+    return table_of(
+        [row for row in results.quantizers if weights or row.kind != "weight"],
+        ("module", lambda row: code(row.module)),
+        ("quantizer", lambda row: row.kind),
+        ("axis", lambda row: "per tensor" if row.axis is None else f"per channel, axis {row.axis}"),
+        ("amax", lambda row: f"{row.amax:.4g}"),
+        ("smallest amax", lambda row: "" if row.axis is None else f"{row.amax_min:.4g}"),
+        ("amax / rms", lambda row: known(row.amax_over_rms, ".1f")),
+        texts=(0, 1, 2),
+        look="sortable",
+    )
 
 
 def findings_section(results: Results) -> Section:
     """Return the findings of `check`."""
-    rows = [
-        row(
-            Cell(each.code, code=True, look="nowrap"),
-            Cell(each.severity, "bad" if each.severity == "error" else "unclear"),
-            each.why,
-            each.fix,
-            code(each.node),
-        )
-        for each in results.findings
-    ]
-    if not rows:
-        return Section("findings", "Findings of `check`", ["None."], "good")
-    columns = ["code", "severity", "why", "fix", "node"]
-    return Section(
-        "findings", "Findings of `check`", [Table(columns, rows, texts=range(5), look="full cards sortable")]
+    title = "Findings of `check`"
+    if not results.findings:
+        return Section("findings", title, ["None."], "good")
+    table = table_of(
+        results.findings,
+        ("code", lambda row: Cell(row.code, code=True, look="nowrap")),
+        ("severity", lambda row: Cell(row.severity, "bad" if row.severity == "error" else "unclear")),
+        ("why", lambda row: row.why),
+        ("fix", lambda row: row.fix),
+        ("node", lambda row: code(row.node)),
+        texts=range(5),
+        look="full cards sortable",
     )
+    return Section("findings", title, [table])

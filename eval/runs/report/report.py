@@ -1,10 +1,12 @@
-"""The report of a run: page, Markdown and screen, all from one `Results` and the bench beside it."""
+"""The report of a run, from its `Results` and the bench beside it, and the folder `deploy`."""
 
+import shlex
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from qdqbench.eval.bench.report import BenchView, bench_blocks, bench_of
-from qdqbench.eval.metrics.gate import judge
 from qdqbench.eval.reporting.document import (
     SCREEN,
     Block,
@@ -18,29 +20,32 @@ from qdqbench.eval.reporting.document import (
     State,
     Table,
     Tile,
+    Value,
+    bad_unless,
     code,
     page_of,
     row,
+    table_of,
 )
-from qdqbench.eval.reporting.formats import LABELS, cleaned, flat, label, model_label, seconds, size
+from qdqbench.eval.reporting.formats import (
+    LABELS,
+    cleaned,
+    flat,
+    known,
+    label,
+    model_label,
+    seconds,
+    size,
+    with_error,
+)
 from qdqbench.eval.reporting.render import write_report
-from qdqbench.eval.runs.gate.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
-from qdqbench.eval.runs.report import charts
-from qdqbench.eval.runs.report.effects import effect_sections, evaluate_fp16_blocks, tradeoff_blocks
-from qdqbench.eval.runs.report.handoff import refresh, where_to_begin
-from qdqbench.eval.runs.report.proof import (
-    bad_unless,
-    device_text,
-    findings_section,
-    lengths_sections,
-    outputs_section,
-    parity_section,
-    precision_section,
-    ranges_section,
-)
+from qdqbench.eval.runs.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
+from qdqbench.eval.runs.report import charts, effects, proof
 from qdqbench.eval.runs.report.training import training_blocks
 from qdqbench.eval.runs.report.verdict import (
+    delta_of,
     delta_text,
+    differing_text,
     headline,
     last_measured,
     metric_text,
@@ -54,8 +59,12 @@ from qdqbench.eval.runs.report.verdict import (
     stage_name,
     worst_first,
 )
+from qdqbench.quantize.deployment.write import DEPLOY, TOLD, RunVerdict, write_deploy
+from qdqbench.quantize.pipeline.ownership import locked_folder, locked_for_reading
+from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
-from qdqbench.quantize.utils.comparison import Comparison
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.comparison import Agreement, Comparison
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.results import RESULTS_FILE, Results, StageResult, read_results, write_results
 
@@ -101,8 +110,8 @@ def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
         return [], f"{why}: run `qdqbench report` for a report with this bench"
     speed = read_speed(folder)
     sizes = read_engine_sizes(folder, results.engine.backend if results.engine else None)
-    gate = judge_speed(results.gate, speed)
-    results = results.model_copy(update={"speed": speed, "twins": sizes, "gate": gate})
+    judged = {"speed": speed, "twins": sizes, "gate": judge_speed(results.gate, speed)}
+    results = results.model_copy(update=judged)
     results.warnings[:0] = [line for line in refresh(folder, results) if line not in results.warnings]
     write_results(folder, results)
     return write_reports(results, folder), None
@@ -132,14 +141,7 @@ def run_report(results: Results, bench: BenchView | None = None, folder: Path | 
         ("seed", str(results.seed)),
     ]
     deploy = f"To deploy it: `{begin.folder}`; {begin.mark}try it with `{begin.command}`" if begin else ""
-    speed = _speed_section(results, bench)
-    training = [
-        Section(
-            "training",
-            "Quantization-aware training",
-            [f"{qat_clause(results)}.", *training_blocks(results.training)],
-        )
-    ]
+    qat: list[Block] = [f"{qat_clause(results)}.", *training_blocks(results.training)]
     return Report(
         page_of(
             results,
@@ -152,16 +154,16 @@ def run_report(results: Results, bench: BenchView | None = None, folder: Path | 
         ),
         [
             _accuracy_section(results),
-            *effect_sections(results, "answers"),
-            *(training if results.training else []),
-            precision_section(results),
-            *effect_sections(results, "layers"),
-            parity_section(results),
-            *lengths_sections(results),
-            outputs_section(results),
-            ranges_section(results),
-            findings_section(results),
-            *speed,
+            *effects.answer_sections(results),
+            *([Section("training", "Quantization-aware training", qat)] if results.training else []),
+            proof.precision_section(results),
+            *effects.layer_sections(results),
+            proof.parity_section(results),
+            *proof.lengths_sections(results),
+            proof.outputs_section(results),
+            proof.ranges_section(results),
+            proof.findings_section(results),
+            *_speed_section(results, bench),
             _cost_section(results),
         ],
         verdict=run_verdict(results),
@@ -187,8 +189,7 @@ def _tiles(results: Results) -> list[Tile]:
     last, gain = last_measured(results), results.qat_vs_ptq
     if last is not None and (versus := last[1].vs_fp32) is not None:
         metric = next(iter(last[1].metrics))
-        stderr = versus.delta_stderr.get(metric, 0.0)
-        holds = judge(-versus.delta[metric], stderr, results.gate.max_drop) != "fails"
+        holds = not charts.drop_fails(last[1], metric, results.gate.max_drop)
         tiles.append(_delta_tile(f"{label(metric)} against FP32", versus, metric, holds))
     if gain is not None:
         metric, delta = next(iter(gain.delta.items()))
@@ -204,8 +205,7 @@ def _tiles(results: Results) -> list[Tile]:
 
 def _delta_tile(title: str, versus: Comparison, metric: str, holds: bool) -> Tile:
     error = f"± {versus.delta_stderr[metric]:.4f}, " if metric in versus.delta_stderr else ""
-    remark = error + ("within noise" if versus.within_noise else "beyond noise")
-    return Tile(title, f"{versus.delta[metric]:+.4f}", remark, bad_unless(holds))
+    return Tile(title, f"{versus.delta[metric]:+.4f}", error + noise_text(versus), bad_unless(holds))
 
 
 def _speed_tile(results: Results) -> Tile:
@@ -242,7 +242,7 @@ def _proof_tiles(results: Results) -> list[Tile]:
         tiles.append(Tile("layer parity", part_text(worst), remark, bad_unless(parity.passed)))
     if (verified := results.verification) is not None:
         held = f"{sum(row.holds for row in verified.blocks)} / {len(verified.blocks)}"
-        remark = f"follow {label(verified.reference)} on {device_text(results.engine)}"
+        remark = f"follow {label(verified.reference)} on {proof.device_text(results.engine)}"
         if verified.blocks_not_checked:
             held, remark = "not checked", verified.blocks_not_checked
         state = bad_unless(all(row.holds for row in verified.blocks))
@@ -270,78 +270,71 @@ def _accuracy_section(results: Results) -> Section:
     metrics = [*dict.fromkeys(metric for stage in stages.values() for metric in stage.metrics)]
     names = LABELS | {metric: label(metric) for metric in metrics}
     names |= {name: stage_name(results, name) for name in stages}
-    columns = [
-        "stage", *map(label, metrics), "against FP32", "", "differing answers", "McNemar p",
-        "mean logit difference", "SQNR", "samples",
-    ]  # fmt: skip
-    table = Table(
-        columns,
-        [_stage_row(results, name, each, metrics) for name, each in stages.items()],
-        look="full cards",
-    )
+    legend = Prose(ACCURACY.format(results.gate.max_drop), "quiet")
     blocks: list[Block] = [
-        table,
-        _stages_screen(results),
-        Columns(
-            [
-                [Chart(partial(charts.accuracy_svg, results, names))],
-                [Prose(ACCURACY.format(results.gate.max_drop), "quiet")],
-            ]
+        _stages_table(results, metrics),
+        table_of(
+            stages.items(),
+            ("stage", lambda pair: stage_name(results, pair[0])),
+            ("result", lambda pair: headline(pair[1]) or pair[1].status),
+            ("against FP32", lambda pair: delta_text(pair[1].vs_fp32) if pair[1].vs_fp32 else None),
+            ("differ", lambda pair: differing_text(pair[1].vs_fp32) if pair[1].vs_fp32 else None),
+            on=SCREEN,
         ),
-        *evaluate_fp16_blocks(results),
+        Columns([[Chart(partial(charts.accuracy_svg, results, names))], [legend]]),
+        *effects.evaluate_fp16_blocks(results),
     ]
     if compared := charts.agreements(results):
-        rows = [
-            row(
-                stage_label(results, name),
-                *(f"{each.values[metric]:.4f} ± {each.stderr[metric]:.4f}" for metric in AGREEMENT),
-                str(each.n),
-            )
-            for name, each in compared.items()
-        ]
-        near = Table(
-            ["stage", *map(label, AGREEMENT), "texts"], rows, "Embeddings against those of FP32", look=""
+        near = table_of(
+            compared.items(),
+            ("stage", lambda pair: stage_label(results, pair[0])),
+            *((label(metric), partial(_agreement_text, metric)) for metric in AGREEMENT),
+            ("texts", lambda pair: pair[1].n),
+            title="Embeddings against those of FP32",
+            look="",
         )
         draw = partial(charts.agreement_svg, results, names)
         blocks.append(Columns([[near, Prose(EMBEDDINGS, "quiet")], [Chart(draw)]]))
     return Section("accuracy", "Accuracy by stage", blocks)
 
 
-def _stage_row(results: Results, name: str, stage: StageResult, metrics: list[str]) -> Row:
-    head = Cell(stage_label(results, name), note=stage.detail or "", look="stage")
-    if stage.status == "skipped":
-        return row(head, Cell(f"skipped: {stage.reason or 'no reason recorded'}", "quiet"))
-    cells = [metric_text(stage, metric) for metric in metrics]
-    if (versus := stage.vs_fp32) is None:
-        return row(head, *cells, *[""] * 6, str(stage.n))
-    deltas = [
-        f"{delta:+.4f}" + (f" ± {versus.delta_stderr[metric]:.4f}" if metric in versus.delta_stderr else "")
-        for metric, delta in versus.delta.items()
-    ]
-    return row(
-        head,
-        *cells,
-        Cell("\n".join(deltas), sort=next(iter(versus.delta.values()), None)),
-        noise_text(stage),
-        "" if versus.disagreements is None else str(versus.disagreements),
-        "" if versus.mcnemar_p is None else f"{versus.mcnemar_p:.2g}",
-        f"{versus.mean_abs_logit_diff:.3g}",
-        "equal" if versus.sqnr_db is None else f"{versus.sqnr_db:.1f} dB",
-        str(stage.n),
+def _agreement_text(metric: str, pair: tuple[str, Agreement]) -> str:
+    return with_error(pair[1].values[metric], pair[1].stderr[metric])
+
+
+def _stages_table(results: Results, metrics: list[str]) -> Table:
+    """Return what a page shows of each stage; nothing against FP32 for FP32 itself."""
+
+    def head(name: str, stage: StageResult) -> Cell:
+        return Cell(stage_label(results, name), note=stage.detail or "", look="stage")
+
+    def skipped(pair: tuple[str, StageResult]) -> Row | None:
+        if pair[1].status != "skipped":
+            return None
+        return row(head(*pair), Cell(f"skipped: {pair[1].reason or 'no reason recorded'}", "quiet"))
+
+    def against(show: Callable[[Comparison], Value]) -> Callable[[tuple[str, StageResult]], Value]:
+        return lambda pair: show(pair[1].vs_fp32) if pair[1].vs_fp32 else None
+
+    return table_of(
+        results.stages.items(),
+        ("stage", lambda pair: head(*pair)),
+        *((label(metric), lambda pair, metric=metric: metric_text(pair[1], metric)) for metric in metrics),
+        ("against FP32", against(_deltas_cell)),
+        ("", against(noise_text)),
+        ("differing answers", against(lambda versus: versus.disagreements)),
+        ("McNemar p", against(lambda versus: known(versus.mcnemar_p, ".2g"))),
+        ("mean logit difference", against(lambda versus: f"{versus.mean_abs_logit_diff:.3g}")),
+        ("SQNR", against(lambda versus: "equal" if versus.sqnr_db is None else f"{versus.sqnr_db:.1f} dB")),
+        ("samples", lambda pair: pair[1].n),
+        instead=skipped,
+        look="full cards",
     )
 
 
-def _stages_screen(results: Results) -> Table:
-    """Return the stages as 80 columns have room for them."""
-    rows = []
-    for name, stage in results.stages.items():
-        versus = stage.vs_fp32
-        differ = (
-            f"{versus.disagreements} of {versus.n}" if versus and versus.disagreements is not None else ""
-        )
-        delta = delta_text(stage) if versus else ""
-        rows.append(row(stage_name(results, name), headline(stage) or stage.status, delta, differ))
-    return Table(["stage", "result", "against FP32", "differ"], rows, on=SCREEN)
+def _deltas_cell(versus: Comparison) -> Cell:
+    deltas = "\n".join(delta_of(versus, metric) for metric in versus.delta)
+    return Cell(deltas, sort=next(iter(versus.delta.values()), None))
 
 
 # Speed and cost
@@ -357,56 +350,116 @@ def _speed_section(results: Results, bench: BenchView | None) -> list[Section]:
         state = "bad"
     elif results.speed and all(speed.verdict == "faster" for speed in results.speed):
         state = "good"
-    blocks = [*bench_blocks(bench), *tradeoff_blocks(results, bench.measured)]
+    blocks = [*bench_blocks(bench), *effects.tradeoff_blocks(results, bench.measured)]
     return [Section("speed", "Speed", blocks, state)]
 
 
 def _cost_section(results: Results) -> Section:
-    files = [
-        row(code(name), size(count), "" if ratio is None else f"{ratio:.2f}", what)
-        for name, count, what, ratio in size_rows(results)
-    ]
     against = "Against FP32: ONNX files by the FP32 file, engines by the FP32 engine of the same backend."
     if missing := missing_engines(results):
         against += f" Engines in {missing}."
-    total = sum(timing.wall_s for timing in results.timings.values())
-    times = [
-        row(
-            Cell(label(stage), note="(reused)" if timing.reused else ""),
-            seconds(timing.wall_s),
-            Cell(bar=timing.wall_s / (total or 1), look="track"),
-            size(timing.peak_rss_bytes),
-        )
-        for stage, timing in results.timings.items()
-    ]
-    blocks = Columns(
-        [
-            [
-                Table(["file or engine", "size", "against FP32", ""], files, "Files", (0, -1)),
-                Prose(against, "quiet"),
-            ],
-            [
-                Table(
-                    ["stage", "wall time", "", "peak memory"],
-                    times,
-                    "Time and memory",
-                    foot=[row("added up", seconds(total), "", "")],
-                ),
-                Prose(TOGETHER, "quiet"),
-            ],
-        ]
+    sizes = table_of(
+        size_rows(results),
+        ("file or engine", lambda file: code(file[0])),
+        ("size", lambda file: size(file[1])),
+        ("against FP32", lambda file: known(file[3], ".2f")),
+        ("", lambda file: file[2]),
+        title="Files",
+        texts=(0, -1),
     )
-    return Section("cost", "Cost", [blocks])
+    total = sum(timing.wall_s for timing in results.timings.values())
+    times = table_of(
+        results.timings.items(),
+        ("stage", lambda pair: Cell(label(pair[0]), note="(reused)" if pair[1].reused else "")),
+        ("wall time", lambda pair: seconds(pair[1].wall_s)),
+        ("", lambda pair: Cell(bar=pair[1].wall_s / (total or 1), look="track")),
+        ("peak memory", lambda pair: size(pair[1].peak_rss_bytes)),
+        title="Time and memory",
+        foot=[row("added up", seconds(total), "", "")],
+    )
+    parts = Columns([[sizes, Prose(against, "quiet")], [times, Prose(TOGETHER, "quiet")]])
+    return Section("cost", "Cost", [parts])
 
 
 def size_rows(results: Results) -> list[tuple[str, int, str, float | None]]:
     """Return file or engine, bytes, what it is, and its size by that of the same in FP32, where known."""
-    rows = [(each.name, each.bytes, "ONNX", each.fp32_ratio) for each in results.files]
-    full = next((each.bytes for each in results.twins if each.precision == "fp32"), None)
+    rows = [(file.name, file.bytes, "ONNX", file.fp32_ratio) for file in results.files]
+    full = next((twin.bytes for twin in results.twins if twin.precision == "fp32"), None)
+    engines = [(twin.name, twin.bytes, "engine of the bench") for twin in results.twins]
     if (engine := results.engine) is not None:
-        rows.append((engine.file, engine.bytes, "engine of this run", engine.bytes / full if full else None))
-    for each in results.twins:
-        rows.append((each.name, each.bytes, "engine of the bench", each.bytes / full if full else None))
+        engines.insert(0, (engine.file, engine.bytes, "engine of this run"))
+    rows += [(name, count, what, count / full if full else None) for name, count, what in engines]
     if (gpu := results.gpu_engine) is not None:
         rows.append((f"gpu/engine/{gpu.file}", gpu.bytes, "engine for GPUs, built ahead of time", None))
     return rows
+
+
+# The folder `deploy`
+
+
+def hand_off(session: Session, results: Results) -> list[str]:
+    """Write or refresh the folder of a finished run; return why that could not be, as warnings."""
+    try:
+        _write(session, results, None)
+    except UserError as error:  # the run is done, whatever lies in this folder
+        return [str(error)]
+    return []
+
+
+def refresh(folder: Path, results: Results) -> list[str]:
+    """Write the folder again after a bench changed its verdict; nothing where a run has none."""
+    if not (folder / DEPLOY / TOLD).is_file():
+        return []
+    return hand_off(Session(read_config(folder), folder), results)
+
+
+def deploy(folder: Path, out: Path | None = None) -> Path:
+    """Write the folder of a finished run again, or copies of its files elsewhere; return where it is.
+
+    Raises:
+        UserError: no finished run, or as `write_deploy`.
+    """
+    session = Session(read_config(folder), folder)
+    if not (folder / RESULTS_FILE).is_file():
+        raise UserError(f"{folder} is not finished; run `qdqbench report {folder}`, which makes it")
+    results = read_results(folder)
+    with locked_folder(folder) if out is None else locked_for_reading(folder):
+        _write(session, results, out)
+    return out or folder / DEPLOY
+
+
+def _write(session: Session, results: Results, out: Path | None) -> None:
+    results = cleaned(results)
+    verdict = run_verdict(results)
+    failed = "; ".join(verdict.failures) if verdict.state == "bad" else ""
+    lines = [*verdict.notes] if failed else [*verdict.failures, *verdict.notes]
+    write_deploy(session, results, RunVerdict(verdict.title, verdict.sentence, failed, lines), out)
+
+
+class Begin(NamedTuple):
+    """Where to begin with a folder of these."""
+
+    folder: str
+    mark: str  # what to know before; may be empty
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.folder}; {self.mark}try it: {self.command}"
+
+
+def where_to_begin(folder: Path, called: Path = Path(DEPLOY)) -> Begin | None:
+    """Return the folder `deploy` of a run and the command to try it; None where there is none.
+
+    Args:
+        folder: of the run.
+        called: path of the other as a reader has it; the report stands beside it.
+    """
+    return begin_in(folder / DEPLOY, called) if (folder / DEPLOY / TOLD).is_file() else None
+
+
+def begin_in(place: Path, called: Path) -> Begin:
+    """Return where to begin with a folder that is there, wherever it is."""
+    about = files.read_json(place / TOLD)
+    mark = "" if about["ran"] else "the engine never ran; "
+    mark = "NOT FOR USE, the run failed; " if about["failed"] else mark
+    return Begin(str(called), mark, f"python {shlex.quote(str(called / about['script']))} {about['example']}")

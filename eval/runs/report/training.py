@@ -19,18 +19,17 @@ from qdqbench.eval.reporting.document import (
     Row,
     Section,
     State,
-    Table,
     Tile,
     Verdict,
     page_of,
     row,
+    table_of,
 )
 from qdqbench.eval.reporting.formats import cleaned, count_of, flat, label, model_label, seconds
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.report.verdict import metric_text
 from qdqbench.quantize.utils.training_results import Finetuning, LogRow, TrainingRun
 
-SEED_COLUMNS = ("samples", "held-out {}", "steps", "best step", "samples/s", "time", "trained on", "stopped")
 COLORS = (svg.BLUE, svg.ORANGE, svg.GREEN, svg.PURPLE, svg.SKY, svg.INK)
 # after six seeds: color alone is not enough
 SEED_DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)))
@@ -67,19 +66,25 @@ def finetuning_report(result: Finetuning) -> Report:
     )
     state: State = "good" if not failed else "unclear" if len(failed) < len(runs) else "bad"
     title = {"good": "Trained", "unclear": "Some seeds failed"}.get(state, "Nothing was trained to its end")
-    columns = ["seed", *map(label, names), *(_column(name, runs) for name in SEED_COLUMNS)]
-    spread = (
-        [row("mean", *(_spread(result, name) for name in names), "")]
-        if len(runs) > 1 and result.spread
-        else []
-    )
-    at = 1 + len(names)  # of the first of `SEED_COLUMNS`
-    table = Table(
-        columns,
-        [_seed_row(run, names, best=run.seed == result.best_seed) for run in runs],
+    spread = [row("mean", *(_spread(result, name) for name in names), "")]
+    at = 1 + len(names)  # of the column of samples
+    table = table_of(
+        runs,
+        ("seed", partial(_seed_cell, result)),
+        *((label(name), partial(_value, name)) for name in names),
+        ("samples", lambda run: f"{run.n:,}"),
+        (f"held-out {labelled_measure(score_name(runs))}", lambda run: _held_out(run, run.best_step)),
+        ("steps", _steps),
+        ("best step", lambda run: run.best_step),
+        ("samples/s", _rate),
+        ("time", lambda run: seconds(run.seconds)),
+        ("trained on", _place),
+        ("stopped", lambda run: run.stopped or "at the end"),
+        chosen=lambda run: run.seed == result.best_seed,
+        instead=_failed_row,
         look="full cards",
-        foot=spread,
-        screen=[*range(at), *(at + each for each in (2, 3, 4, 5))],  # what fits with two metrics
+        foot=spread if len(runs) > 1 and result.spread else [],
+        screen=[*range(at), *(at + column for column in (2, 3, 4, 5))],  # what fits with two metrics
         on=EVERYWHERE,
     )
     notes = [*result.notes, *(f"Seed {run.seed}: {line}" for run in runs for line in run.notes)]
@@ -133,27 +138,15 @@ def training_blocks(run: TrainingRun | None) -> list[Block]:
     ]
 
 
-def _column(name: str, runs: list[TrainingRun]) -> str:
-    return name.format(labelled_measure(score_name(runs)))
+def _seed_cell(result: Finetuning, run: TrainingRun) -> Cell:
+    best = run.seed == result.best_seed
+    return Cell(str(run.seed), note="best" if best else "", short=f"{run.seed} *" if best else None)
 
 
-def _seed_row(run: TrainingRun, names: list[str], *, best: bool) -> Row:
-    if run.status == "failed":
-        failure = Cell(f"failed: {_reason(run)}", "bad", short="failed")  # the verdict says why
-        return row(str(run.seed), failure)
-    return row(
-        Cell(str(run.seed), note="best" if best else "", short=f"{run.seed} *" if best else None),
-        *(_value(run, name) for name in names),
-        f"{run.n:,}",
-        _held_out(run, run.best_step),
-        _steps(run),
-        str(run.best_step),
-        _rate(run),
-        seconds(run.seconds),
-        _place(run),
-        run.stopped or "at the end",
-        chosen=best,
-    )
+def _failed_row(run: TrainingRun) -> Row | None:
+    if run.status != "failed":
+        return None
+    return row(run.seed, Cell(f"failed: {_reason(run)}", "bad", short="failed"))  # the verdict says why
 
 
 def training_headline(result: Finetuning) -> str:
@@ -169,7 +162,7 @@ def training_headline(result: Finetuning) -> str:
         clauses = [f"{task}: {count_of(len(done), 'seed')} trained, {label(metric)} was not measured"]
     elif spread.sd is None:
         where = f"(one seed, so no spread; {done[0].n} validation samples)"
-        clauses = [f"{task} {label(metric)} {_value(done[0], metric)} {where}"]
+        clauses = [f"{task} {label(metric)} {_value(metric, done[0])} {where}"]
     else:
         clauses = [
             f"{task} {label(metric)} {spread.mean:.4f} on average over {spread.n} seeds, standard deviation "
@@ -177,7 +170,7 @@ def training_headline(result: Finetuning) -> str:
         ]
     best = next((run for run in done if run.seed == result.best_seed), None)
     if best is not None and len(result.runs) > 1:
-        clauses.append(f"best on its held-out rows: seed {best.seed}, {_value(best, metric)} on validation")
+        clauses.append(f"best on its held-out rows: seed {best.seed}, {_value(metric, best)} on validation")
     if failed:
         clauses.append(f"{len(failed)} of {len(result.runs)} seeds FAILED: {reasons}")
     return "; ".join(clauses) + "."
@@ -227,13 +220,12 @@ def _sizes(runs: list[TrainingRun]) -> list[tuple[str, str]]:
 
 
 def _spread(result: Finetuning, name: str) -> str:
-    found = result.spread.get(name)
-    if found is None:
+    if (spread := result.spread.get(name)) is None:
         return ""
-    return f"{found.mean:.4f}" + ("" if found.sd is None else f" sd {found.sd:.4f}")
+    return f"{spread.mean:.4f}" + ("" if spread.sd is None else f" sd {spread.sd:.4f}")
 
 
-def _value(run: TrainingRun, name: str) -> str:
+def _value(name: str, run: TrainingRun) -> str:
     return metric_text(run, name) or "not measured"
 
 

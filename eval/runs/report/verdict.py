@@ -3,11 +3,11 @@
 from collections import Counter
 
 from qdqbench.eval.reporting.document import State, Verdict
-from qdqbench.eval.reporting.formats import count_of, label, sentence
-from qdqbench.eval.runs.gate.gate import issue_sentence
+from qdqbench.eval.reporting.formats import count_of, label, sentence, with_error
+from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report.charts import place
 from qdqbench.quantize.models.families.any_family import RUN
-from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, GateState, Parity, ParityRow
+from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, Comparison, GateState, Parity, ParityRow
 from qdqbench.quantize.utils.results import Results, StageResult
 from qdqbench.quantize.utils.speedup import Speedup
 from qdqbench.quantize.utils.training_results import TrainingRun
@@ -125,7 +125,7 @@ def accuracy_clause(results: Results) -> str:
         return f"{text} ({row.n} samples), no other stage was scored"
     if base is None or row.vs_fp32 is None or metric not in base.metrics:
         return f"{text} ({row.n} samples), not compared with FP32"
-    return f"{text} against {base.metrics[metric]:.4f} in FP32 ({delta_text(row)}, {row.n} samples)"
+    return f"{text} against {base.metrics[metric]:.4f} in FP32 ({delta_text(row.vs_fp32)}, {row.n} samples)"
 
 
 def qat_clause(results: Results) -> str:
@@ -134,17 +134,17 @@ def qat_clause(results: Results) -> str:
     ptq, qat = stages.get("ptq"), stages.get("fake_quant")
     if ptq is None or qat is None or ptq.vs_fp32 is None or qat.vs_fp32 is None:
         return "PTQ and QAT were not both scored, so what training won back is not known"
-    both = f"(against FP32: PTQ {delta_text(ptq)}, QAT {delta_text(qat)})"
+    both = f"(against FP32: PTQ {delta_text(ptq.vs_fp32)}, QAT {delta_text(qat.vs_fp32)})"
     if results.training is not None and results.training.best_step == 0:
         return f"QAT gained nothing: the weights before training were the best on the held-out rows {both}"
     if gain is None:
         return f"QAT and PTQ were not compared with each other {both}"
     metric = next(iter(qat.metrics))
-    error = f" ± {gain.delta_stderr[metric]:.4f}" if metric in gain.delta_stderr else ""
     if gain.within_noise:
-        return f"QAT changed {label(metric)} by {gain.delta[metric]:+.4f}{error}, within noise {both}"
+        return f"QAT changed {label(metric)} by {delta_text(gain)} {both}"
     verb = "won back" if gain.delta[metric] > 0 else "made it WORSE by"
-    return f"QAT {verb} {abs(gain.delta[metric]):.4f}{error} of {label(metric)} {both}"
+    gained = with_error(abs(gain.delta[metric]), gain.delta_stderr.get(metric))
+    return f"QAT {verb} {gained} of {label(metric)} {both}"
 
 
 def _not_done(results: Results) -> list[str]:
@@ -192,8 +192,7 @@ def quantized_file(results: Results) -> tuple[str, float, int] | None:
 
 def metric_text(row: StageResult | TrainingRun, metric: str) -> str:
     """Return a metric with its standard error; empty where it was not measured."""
-    error = f" ± {row.stderr[metric]:.4f}" if metric in row.stderr else ""
-    return f"{row.metrics[metric]:.4f}{error}" if metric in row.metrics else ""
+    return with_error(row.metrics[metric], row.stderr.get(metric)) if metric in row.metrics else ""
 
 
 def headline(row: StageResult) -> str:
@@ -201,17 +200,24 @@ def headline(row: StageResult) -> str:
     return ", ".join(f"{label(metric)} {metric_text(row, metric)}" for metric in row.metrics)
 
 
-def delta_text(row: StageResult) -> str:
-    """Return the primary metric against FP32, with its paired error."""
-    assert row.vs_fp32 is not None
-    metric = next(iter(row.metrics))
-    error = row.vs_fp32.delta_stderr.get(metric)
-    return f"{row.vs_fp32.delta[metric]:+.4f}{'' if error is None else f' ± {error:.4f}'}, {noise_text(row)}"
+def delta_of(versus: Comparison, metric: str) -> str:
+    """Return the difference of a metric with its paired error."""
+    return with_error(versus.delta[metric], versus.delta_stderr.get(metric), "+.4f")
 
 
-def noise_text(row: StageResult) -> str:
+def delta_text(versus: Comparison) -> str:
+    """Return the difference of the primary metric, and whether it is within noise."""
+    return f"{delta_of(versus, next(iter(versus.delta)))}, {noise_text(versus)}"
+
+
+def differing_text(versus: Comparison) -> str:
+    """Return how many answers differ; empty for answers that only move."""
+    return "" if versus.disagreements is None else f"{versus.disagreements} of {versus.n}"
+
+
+def noise_text(versus: Comparison) -> str:
     """Return whether the difference is within noise."""
-    return "within noise" if row.vs_fp32 is not None and row.vs_fp32.within_noise else "beyond noise"
+    return "within noise" if versus.within_noise else "beyond noise"
 
 
 def stage_name(results: Results, name: str) -> str:

@@ -34,7 +34,7 @@ from qdqbench.eval.reporting.formats import (
     sentence,
 )
 from qdqbench.eval.reporting.render import write_report
-from qdqbench.eval.runs.gate.gate import issue_sentence
+from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.auto.results import AUTO_FILE, Auto, AutoStep, SkipReason, StepKind
 from qdqbench.eval.selection.trials.cells import noise_text
 from qdqbench.quantize.utils.comparison import Comparison

@@ -24,7 +24,7 @@ from qdqbench.eval.reporting.document import (
     row,
 )
 from qdqbench.eval.reporting.formats import cleaned, count_of, delta_points, flat, label, model_label, points
-from qdqbench.eval.runs.gate.gate import issue_sentence
+from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.search.results import SEARCH_FILE, ConfirmedRecipe, Ranking, Search, SearchTrial
 from qdqbench.eval.selection.trials.results import DRAW, Origin
 from qdqbench.quantize.recipe.schema import short_yaml

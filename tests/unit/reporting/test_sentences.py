@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 from pydantic import BaseModel
 
-from qdqbench.cli.answers import answer
+from qdqbench.cli.run import print_results
 from qdqbench.eval.reporting.document import Block, Cell, Columns, Fold, Report, Table
 from qdqbench.eval.runs.compare.report import comparison_report
-from qdqbench.eval.runs.gate.gate import judge_speed
+from qdqbench.eval.runs.gate import judge_speed
 from qdqbench.eval.runs.report.report import run_report, too_slow
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.search.results import Search, SearchOutcome
@@ -27,13 +27,12 @@ from qdqbench.quantize.utils.results import write_results
 
 from ...support.compared import sample_comparison
 from ...support.records import comparison, speedup
-from ...unit.runs.gate.test_gate import run_gate
+from ...unit.runs.test_gate import run_gate
 from ...unit.selection.search.test_results import NOTHING, sample_search
-from ..runreport import test_report as runs
+from ..runs.report import test_report as runs
 
 MODULES = [
-    "eval.runs.gate.baseline",
-    "eval.runs.gate.gate",
+    "eval.runs.gate",
     "eval.runs.report.effects",
     "eval.runs.report.proof",
     "eval.runs.report.report",
@@ -66,7 +65,7 @@ def _run(changes: dict[str, Any], folder: Path) -> Outcome:
     results = runs.sample(**({"gate": gate, "speed": speed} | changes))
     write_results(folder, results)
     try:
-        answer(results, folder, json=True)
+        print_results(results, folder, json=True)
         status = 0
     except CheckFailed as error:
         status = error.exit_code

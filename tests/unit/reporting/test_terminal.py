@@ -17,8 +17,7 @@ from qdqbench.eval.reporting.render import render_screen
 from qdqbench.eval.runs.compare.report import comparison_report
 from qdqbench.eval.runs.report.report import run_report
 from qdqbench.eval.runs.report.training import finetuning_report
-from qdqbench.eval.runs.study import Study
-from qdqbench.eval.runs.study_screen import study_summary
+from qdqbench.eval.runs.study import Study, study_report
 from qdqbench.eval.selection.auto.report import auto_report, write_auto
 from qdqbench.eval.selection.methods.report import methods_report, write_methods
 from qdqbench.eval.selection.search.report import search_report
@@ -72,7 +71,7 @@ SHOWN: dict[str, Callable[[], Any]] = {
         bench_report(read_bench(MEASURED / "base-recipes" / "bench.json"))
     ),
     "finetune": lambda: render_screen(finetuning_report(finetuning([run_of(0), run_of(1), failed_run(2)]))),
-    "study": lambda: study_summary(measured_study()),
+    "study": lambda: render_screen(study_report(measured_study())),
     "compare": lambda: render_screen(comparison_report(sample_comparison())),
 }
 

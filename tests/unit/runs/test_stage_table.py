@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.runs.gate.gate import issue_sentence, judge_stages
-from qdqbench.eval.runs.stage_table import stage_table, stage_text
+from qdqbench.eval.reporting.render import render_screen
+from qdqbench.eval.runs.gate import issue_sentence, judge_stages
+from qdqbench.eval.runs.stage_table import stage_text, stages_report
 from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity, ParityRow
 from qdqbench.quantize.utils.results import EngineResult, FileRow, FindingRow, Results, StageResult, Timing
 from qdqbench.quantize.utils.training_results import TrainingRun
@@ -149,7 +150,7 @@ def test_every_stage_has_a_row_and_names_are_no_markup():
         failures=["the [gate]"],
     )
     shown = StringIO()
-    Console(file=shown, width=80).print(stage_table(results, Path("runs/a")))
+    Console(file=shown, width=80).print(render_screen(stages_report(results, Path("runs/a"))))
     lines = shown.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     text = " ".join(shown.getvalue().split())

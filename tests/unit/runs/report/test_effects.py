@@ -89,7 +89,7 @@ def full(text="text", **fields):
 def sections(results):
     """Markdown and HTML of these sections alone."""
     results = cleaned(results)
-    both = [*effects.effect_sections(results, "answers"), *effects.effect_sections(results, "layers")]
+    both = [*effects.answer_sections(results), *effects.layer_sections(results)]
     report = Report(run_report(results).page, both)
     return render_markdown(report), render_html(report)
 
@@ -156,7 +156,7 @@ def test_a_list_that_was_cut_says_so():
 
 
 def confusions(results):
-    blocks = effects.effect_sections(results, "answers")[0].blocks
+    blocks = effects.answer_sections(results)[0].blocks
     parts = [part for block in blocks if isinstance(block, Columns) for part in block.parts]
     return [block for part in parts for block in part if isinstance(block, Table)]
 

@@ -17,7 +17,7 @@ from qdqbench.eval.reporting import formats
 from qdqbench.eval.reporting import svg as plots
 from qdqbench.eval.reporting.document import Tile
 from qdqbench.eval.reporting.render import prose, render_screen
-from qdqbench.eval.runs.gate.gate import issue_sentence
+from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report import charts, report
 from qdqbench.eval.runs.report import verdict as wording
 from qdqbench.quantize.utils.calibration_results import QuantizerRow, SoftmaxRow
@@ -278,17 +278,19 @@ def long_names() -> Results:
     return sample(24, "a_wrapper_with_a_very_long_name.and_another_module_inside_it.xlm_roberta.encoder")
 
 
+def poisoned(value: Any, key: str = "") -> Any:
+    """Every string of a JSON value is an attack."""
+    if isinstance(value, str):
+        return value if key in {"status", "kind", "severity"} else GARBLED
+    if isinstance(value, dict):
+        return {name: poisoned(item, name) for name, item in value.items()}
+    return [poisoned(item, key) for item in value] if isinstance(value, list) else value
+
+
 def hostile() -> Results:
     """Every string of the file is an attack."""
 
-    def poison(value: Any, key: str = "") -> Any:
-        if isinstance(value, str):
-            return value if key in {"status", "kind", "severity"} else GARBLED
-        if isinstance(value, dict):
-            return {name: poison(item, name) for name, item in value.items()}
-        return [poison(item, key) for item in value] if isinstance(value, list) else value
-
-    fields = poison(sample().model_dump())
+    fields = poisoned(sample().model_dump())
     fields["stages"][GARBLED] = fields["stages"]["onnxruntime"]
     for stage in fields["stages"].values():
         stage["metrics"] = dict.fromkeys([GARBLED] if stage["metrics"] else [], 0.9)

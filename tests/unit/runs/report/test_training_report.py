@@ -21,7 +21,7 @@ from qdqbench.quantize.utils.results import QAT_STAGES, STAGES, Results
 from qdqbench.quantize.utils.training_results import Finetuning, LogRow, Spread, TrainingRun
 
 from ....support.pages import Page, offline, plain
-from .test_report import GARBLED, measured, one_line, terminal, written
+from .test_report import GARBLED, measured, one_line, poisoned, terminal, written
 from .test_report import sample as sample_run
 
 DISTANCE = "held-out distance from FP32's answers"
@@ -132,17 +132,6 @@ def qat_run(gain: float = 0.0147, within: bool = False, ptq: float = -0.017, **c
     training = run_of(0, log=log_of(3, first=True), metrics={}, stderr={}, n=0, settings=settings)
     fields = {"stages": stages, "training": training, "qat_vs_ptq": comparison(gain, 0.0042, within)}
     return sample_run(**(fields | changes))
-
-
-def poisoned(
-    value: Any, kept: frozenset[str] = frozenset({"status", "kind", "severity"}), key: str = ""
-) -> Any:
-    """Every string of a JSON value is an attack."""
-    if isinstance(value, str):
-        return value if key in kept else GARBLED
-    if isinstance(value, dict):
-        return {name: poisoned(item, kept, name) for name, item in value.items()}
-    return [poisoned(item, kept, key) for item in value] if isinstance(value, list) else value
 
 
 def hostile() -> Finetuning:

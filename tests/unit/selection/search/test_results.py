@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from qdqbench.eval.reporting.render import render_screen, write_report
-from qdqbench.eval.runs.gate.gate import issue_sentence
+from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.search import confirm
 from qdqbench.eval.selection.search.confirm import compare_drops, explain_no_int8, judge_confirmed, rivals_of
 from qdqbench.eval.selection.search.report import (

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.eval.metrics.gate import MOST_SAMPLES, judge, limit, samples_to_tell
-from qdqbench.eval.runs.gate.gate import cannot_hold, issue_sentence, judge_gate, judge_speed
+from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_gate, judge_speed
 from qdqbench.eval.selection.search.confirm import judge_confirmed
 from qdqbench.eval.selection.search.results import ConfirmedRecipe
 from qdqbench.eval.selection.sensitivity.candidates import choose_point
@@ -20,7 +20,7 @@ from qdqbench.quantize.utils.comparison import Comparison, Gate
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.results import AnswersCheck, StageResult
 
-from ....support import records
+from ...support import records
 
 
 def comparison(**drops: tuple[float, float]) -> Comparison:
