@@ -113,7 +113,7 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
     )
     if whole:
         results.speed = read_speed(folder)
-        results.twins = read_engine_sizes(folder, results.engine.backend if results.engine else None)
+        results.unquantized_engines = read_engine_sizes(folder, results.engine.backend if results.engine else None)
         results.warnings = list(dict.fromkeys(_warnings(session, results, calibrated)))
         results.gate = judge_gate(session, results)
         _add_effects(session, results)
@@ -232,7 +232,7 @@ def _add_effects(session: Session, results: Results) -> None:
     if last is not None and last[0] != "fp32":
         both = PairedAnswers.of(session, last[0])
         dataset = session.eval_splits[both.split][0].dataset
-        results.changed = list_changed_answers(both, dataset, session.folder)
+        results.changed_predictions = list_changed_answers(both, dataset, session.folder)
         results.classes = compare_classes(both)
         if FP16_STAGE in results.timings:
             _add_fp16(session, results, both)

@@ -233,7 +233,7 @@ def verify_engine(session: Session) -> Verification:
         stitched_int8_gemms=gemms,
         shapes=shapes,
         padding=padding,
-        answers=check_answers(
+        predictions=check_answers(
             task,
             answers,
             data.reference[places],

@@ -73,7 +73,7 @@ class ParityRow(Strict):
     @property
     def share(self) -> float:
         """Fraction of codes that differ without lying at a rounding border."""
-        return (self.differing - self.at_border) / max(self.codes, 1)
+        return (self.differing - self.at_border) / max(self.int8_values, 1)
 
     @property
     def nearest(self) -> tuple[float, str]:
@@ -82,7 +82,7 @@ class ParityRow(Strict):
         Steps count once they are over: within their limit they are whole numbers that say nothing.
         """
         over = self.max_step / self.step_limit if self.max_step > self.step_limit else 0.0
-        allowed = self.limit * self.codes
+        allowed = self.limit * self.int8_values
         faults = self.differing - self.at_border
         codes = faults / allowed if allowed else math.inf if faults else 0.0
         error = self.output_rel_error or 0.0
@@ -108,33 +108,33 @@ class Parity(Strict):
     end_to_end: Comparison | None = None  # ONNX Runtime against fake-quant (not FP32) on the whole split
 
 
-Change = Literal["right to wrong", "wrong to right", "still wrong", "still right", "nearer or farther"]
+Change = Literal["regressed", "fixed", "still_wrong", "still_right", "moved"]
 
 
-class ChangedAnswer(Strict):
+class ChangedPrediction(Strict):
     """A sample that a stage answers otherwise than FP32, or whose score it moved."""
 
     sample: int  # row of the evaluation split, or number of the sample where it has several rows
     text: str | None  # in one line, cut where it is long; None: the data was not found
     label: str | None  # what is right; None: nothing is
     fp32: str
-    answer: str  # of the stage
+    prediction: str  # of the stage
     fp32_margin: float | None  # probability of the class less that of the next; None where none compete
     margin: float | None
     change: Change  # the last is of answers that are neither right nor wrong
     distance: float  # the kind of task's divergence of the two answers
 
 
-class ChangedAnswers(Strict):
+class ChangedPredictions(Strict):
     """Answers of the stage nearest to deployment against FP32's, on the first evaluation split."""
 
     stage: str
     split: str
-    answers_are: str  # class, score, ...
+    prediction_type: str  # class, score, ...
     n: int  # samples
     found: int  # of them with another answer; of scores those that are not the same number
     counts: dict[Change, int]
-    rows: list[ChangedAnswer]  # lost answers first, then won ones, the farthest first; at most 200
+    rows: list[ChangedPrediction]  # lost answers first, then won ones, the farthest first; at most 200
     file: str  # with all of them
 
 
@@ -166,8 +166,8 @@ class LayerError(Strict):
 
     name: str  # module path of a linear; "embeddings", "layer.0", ..., "head" of blocks
     what: Literal["linear", "block"]
-    alone: float  # both get the same input: what its own INT8 costs
-    accumulated: float | None  # of a block: all before it is in INT8 too
+    isolated: float  # both get the same input: what its own INT8 costs
+    cumulative: float | None  # of a block: all before it is in INT8 too
 
 
 class LayerErrors(Strict):
@@ -182,7 +182,7 @@ class ModelChange(Strict):
 
     what: str
     count: int  # of what the sentence names
-    said: str
+    description: str
 
 
 class EngineSize(Strict):
@@ -193,7 +193,7 @@ class EngineSize(Strict):
     bytes: int
 
 
-GateState = Literal["passed", "failed", "not judged", "cannot tell"]
+GateState = Literal["passed", "failed", "not_evaluated", "inconclusive"]
 # accuracy: a drop of the primary metric. baseline: FP32 against one answer for everything. check: an error of
 # `check`. engine: it did not run. require_int8: what runs in INT8. min_speedup: a config of the bench.
 # parity: ONNX Runtime against fake-quant. recipe: it could not be tried. verification: the engine's outputs.
@@ -208,7 +208,7 @@ GateCode = Literal[
     "recipe",
     "verification",
 ]
-IssueState = Literal["failed", "within noise", "not judged", "cannot tell"]
+IssueState = Literal["failed", "within_noise", "not_evaluated", "inconclusive"]
 
 
 class GateIssue(Strict):
@@ -252,6 +252,6 @@ class Gate(Strict):
         """Passed only where all that is asked was judged, on samples that can tell."""
         if not self.passed:
             return "failed"
-        if self.having("cannot tell"):
-            return "cannot tell"
-        return "not judged" if self.having("not judged") else "passed"
+        if self.having("inconclusive"):
+            return "inconclusive"
+        return "not_evaluated" if self.having("not_evaluated") else "passed"

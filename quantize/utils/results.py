@@ -9,7 +9,7 @@ from pydantic import Field
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.calibration_results import Lengths, QuantizerRow, SoftmaxRow
 from qdqbench.quantize.utils.comparison import (
-    ChangedAnswers,
+    ChangedPredictions,
     Classes,
     Comparison,
     EngineSize,
@@ -146,7 +146,7 @@ class PaddingCheck(Strict):
         return not self.nonfinite and all(value is not None and value <= limit for value, limit in pairs)
 
 
-class AnswersCheck(Strict):
+class PredictionsCheck(Strict):
     """The deployed engine's answers to a draw of real samples, against the reference."""
 
     n: int
@@ -183,7 +183,7 @@ class Verification(Strict):
     stitched_int8_gemms: int  # of the engine whose blocks were judged; the deployed one has engine.int8_gemms
     shapes: list[ShapeCheck]
     padding: PaddingCheck
-    answers: AnswersCheck
+    predictions: PredictionsCheck
     warnings: list[str]  # known hazards of this version, and limits of this verification
     failures: list[str]
     passed: bool
@@ -240,7 +240,7 @@ class Results(Tabular):
     parity: Parity | None = None
     stages: dict[str, StageResult] = {}  # keys: `expected_stages`
     skipped: dict[str, str] = {}  # stage -> why it has no result, such as no device to run on
-    changed: ChangedAnswers | None = None  # None: nothing but FP32 was scored
+    changed_predictions: ChangedPredictions | None = None  # None: nothing but FP32 was scored
     classes: Classes | None = None  # None: answers are no classes
     layer_errors: LayerErrors | None = None  # None: nothing is quantized
     model_changes: list[ModelChange] = []  # besides Q/DQ
@@ -253,7 +253,7 @@ class Results(Tabular):
     lengths: Lengths | None = None  # what the engine's profiles follow; None: the recipe's own shapes
     verification: Verification | None = None  # None: the engine was not run, or not verified
     speed: list[Speedup] = []  # of the run's bench; none: it has none, or one of other files
-    twins: list[EngineSize] = []  # engines of the same backend without INT8, by the run's bench
+    unquantized_engines: list[EngineSize] = []  # engines of the same backend without INT8, by the run's bench
     gate: Gate
     timings: dict[str, Timing]
     warnings: list[str]  # --limit, skipped stages, partial splits, anything a reader must know

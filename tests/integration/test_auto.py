@@ -166,7 +166,7 @@ def test_a_killed_command_resumes(sst2, tmp_path, qdqbench):
     assert done.code == 2, done.err
     assert "min_speedup 50 is asked" in done.err
     assert json.loads(found.steps[0].model_dump_json()) == before[0]
-    assert found.steps[1].skipped == "only speed"
+    assert found.steps[1].skipped == "only_speed"
     assert found.steps[3].status == "failed"
     assert "50x as fast" in found.steps[3].failure.text
 

@@ -62,7 +62,7 @@ def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
     tables = {
         "runs": [*comparison.rows()],
         "pairs": [pair.model_dump() for pair in comparison.pairs],
-        "samples": [_flatten(sample.model_dump(), "answers") for sample in comparison.samples],
+        "samples": [_flatten(sample.model_dump(), "predictions") for sample in comparison.samples],
         "layers": [_flatten(layer.model_dump(), "values") for layer in comparison.layers],
     }
     for name, rows in tables.items():
@@ -221,7 +221,7 @@ def _pair_text(pair: Pair, versus: Comparison) -> str:
 def _sample_blocks(comparison: RunComparison) -> list[Block]:
     if not comparison.samples:
         return [Prose(_samples_text(comparison), on=EVERYWHERE)]
-    names = [*dict.fromkeys(name for sample in comparison.samples for name in sample.answers)]
+    names = [*dict.fromkeys(name for sample in comparison.samples for name in sample.predictions)]
     table = table_of(
         comparison.samples,
         ("sample", lambda sample: sample.sample),
@@ -242,7 +242,7 @@ def _sample_blocks(comparison: RunComparison) -> list[Block]:
 
 
 def _answer_cell(name: str, sample: ComparedSample) -> Cell:
-    if (answer := sample.answers.get(name)) is None:
+    if (answer := sample.predictions.get(name)) is None:
         return Cell()
     look = "" if answer.right is None else "right" if answer.right else "wrong-answer"
     return Cell(answer.answer, note=known(answer.margin, ".2f"), sort=answer.margin, look=look)
@@ -250,14 +250,14 @@ def _answer_cell(name: str, sample: ComparedSample) -> Cell:
 
 def _samples_text(comparison: RunComparison) -> str:
     """Return how many samples differ, and how many of them are listed."""
-    if not comparison.samples_found:
+    if not comparison.sample_count:
         return "No sample is answered otherwise by any of them."
-    answers = [answer for sample in comparison.samples for answer in sample.answers.values()]
+    answers = [answer for sample in comparison.samples for answer in sample.predictions.values()]
     scores = all(answer.margin is None and answer.right is None for answer in answers)
     what = "scored most differently" if scores else "answered otherwise by at least one of them"
     kept = len(comparison.samples)
     rest = f"; the {kept} whose answers are farthest apart are listed"
-    return f"{comparison.samples_found} samples are {what}{rest if kept < comparison.samples_found else ''}."
+    return f"{comparison.sample_count} samples are {what}{rest if kept < comparison.sample_count else ''}."
 
 
 def _layer_section(comparison: RunComparison, what: str, number: int) -> Section | None:

@@ -54,10 +54,10 @@ class Pair(Strict):
     comparison: Comparison | None = None  # None where they are not paired
 
 
-class SampleAnswer(Strict):
+class SamplePrediction(Strict):
     """What one model answered to a sample."""
 
-    answer: str
+    prediction: str
     margin: float | None  # probability of its class less that of the next; None where no classes compete
     right: bool | None
 
@@ -69,7 +69,7 @@ class ComparedSample(Strict):
     sample: int  # row of the evaluation split, or number of the sample where it has several rows
     text: str | None  # None: the data was not found any more
     label: str | None
-    answers: dict[str, SampleAnswer]  # by run, and of FP32 under "FP32" or "FP32 of MODEL"
+    predictions: dict[str, SamplePrediction]  # by run, and of FP32 under "FP32" or "FP32 of MODEL"
     distance: float  # the kind's divergence between the two answers that differ most
 
 
@@ -90,7 +90,7 @@ class RunComparison(Tabular):
     runs: list[ComparedRun]
     pairs: list[Pair]
     samples: list[ComparedSample]
-    samples_found: int  # before the longest list that is kept
+    sample_count: int  # before the longest list that is kept
     layers: list[ComparedLayer]
     notes: list[str]  # what could not be compared, and why
 

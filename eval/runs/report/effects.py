@@ -35,8 +35,8 @@ from qdqbench.eval.runs.report.verdict import (
 )
 from qdqbench.quantize.utils.comparison import (
     Change,
-    ChangedAnswer,
-    ChangedAnswers,
+    ChangedPrediction,
+    ChangedPredictions,
     Classes,
     ClassRow,
     LayerError,
@@ -47,8 +47,8 @@ from qdqbench.quantize.utils.results import Results, StageResult
 WIDEST = 12  # classes whose confusion is shown as tables
 MANY_CLASSES = 20  # rows above which a table scrolls
 FEW_ANSWERS = 10  # that Markdown lists
-RIGHT_BEFORE: tuple[Change, ...] = ("right to wrong", "still right")
-RIGHT_NOW: tuple[Change, ...] = ("wrong to right", "still right")
+RIGHT_BEFORE: tuple[Change, ...] = ("regressed", "still_right")
+RIGHT_NOW: tuple[Change, ...] = ("fixed", "still_right")
 EVALUATE_FP16 = "qdqbench report RUN --fp16"
 MARGIN = (
     "Margin: probability of the class less that of the next; near 0 the answer was near to being another one."
@@ -59,7 +59,7 @@ STYLES = {"int8": (svg.GREEN, "^"), "fp16": (svg.ORANGE, "s"), "fp32": (svg.BLUE
 def answer_sections(results: Results) -> list[Section]:
     """Return the sections on what changed in answers; what a run has."""
     sections = []
-    if (changed := results.changed) is not None:
+    if (changed := results.changed_predictions) is not None:
         sections.append(Section("changed", "Answers that changed", _changed_blocks(results, changed)))
     if (classes := results.classes) is not None:
         blocks = _class_blocks(classes, stage_label(results, classes.stage))
@@ -71,25 +71,25 @@ def layer_sections(results: Results) -> list[Section]:
     """Return the sections on what changed in the model and its layers; what a run has."""
     sections = []
     if results.model_changes:
-        pairs = Pairs([(change.what, change.said) for change in results.model_changes], definitions=True)
+        pairs = Pairs([(change.what, change.description) for change in results.model_changes], definitions=True)
         sections.append(Section("besides", "What the recipe changed besides Q/DQ", [pairs]))
     if (errors := results.layer_errors) is not None:
         sections.append(Section("errors", "Error of INT8, layer by layer", _error_blocks(results, errors)))
     return sections
 
 
-def _changed_blocks(results: Results, changed: ChangedAnswers) -> list[Block]:
+def _changed_blocks(results: Results, changed: ChangedPredictions) -> list[Block]:
     if not changed.rows:
         return [changed_text(results, changed)]
-    scores = "nearer or farther" in changed.counts
+    scores = "moved" in changed.counts
     labels = any(row.label is not None for row in changed.rows)
     margins = any(row.margin is not None for row in changed.rows)
-    stage, kind = stage_name(results, changed.stage), changed.answers_are
+    stage, kind = stage_name(results, changed.stage), changed.prediction_type
 
     def answer_cell(answer: str, change: Change, right: tuple[Change, ...]) -> Cell:
         return Cell(answer, look="" if scores else "right" if change in right else "wrong-answer")
 
-    columns: list[Column[ChangedAnswer]] = [
+    columns: list[Column[ChangedPrediction]] = [
         ("sample", lambda row: row.sample),
         ("text", lambda row: Cell("not found" if row.text is None else row.text, look="text")),
         *([("label", lambda row: row.label)] if labels else []),
@@ -110,7 +110,7 @@ def _changed_blocks(results: Results, changed: ChangedAnswers) -> list[Block]:
         most=FEW_ANSWERS,
     )
     about = "Distance: how far both answers are apart, whatever is right (`docs/results.md`)."
-    rest = [Prose(f"The others are in `{changed.file}`.", on=TEXT)] if changed.found > FEW_ANSWERS else []
+    rest = [Prose(f"The others are in `{changed.file}`.", on=TEXT)] if changed.count > FEW_ANSWERS else []
     return [
         changed_text(results, changed),
         table,
@@ -119,21 +119,21 @@ def _changed_blocks(results: Results, changed: ChangedAnswers) -> list[Block]:
     ]
 
 
-def changed_text(results: Results, found: ChangedAnswers) -> str:
+def changed_text(results: Results, found: ChangedPredictions) -> str:
     """Return how many answers changed, which way, and how many of them are listed."""
     stage = stage_label(results, found.stage)
     samples = f"Of {count_of(found.n, 'sample')} of {found.split}"
-    if not found.found:
+    if not found.count:
         return f"{samples} each has the answer of FP32 in {stage}."
-    scores = "nearer or farther" in found.counts
-    share = f"{found.found} ({found.found / found.n:.1%})"
+    scores = "moved" in found.counts
+    share = f"{found.count} ({found.count / found.n:.1%})"
     what = f"moved in {stage}, against FP32" if scores else f"have another answer in {stage} than in FP32"
     text = f"{samples} {share} {what}"
     if not scores:
         text += ": " + ", ".join(f"{count} {change}" for change, count in found.counts.items())
-    if (kept := len(found.rows)) < found.found:
+    if (kept := len(found.rows)) < found.count:
         which = "farthest" if scores else "first"
-        text += f". The {which} {kept} of {found.found} are listed, all are in {found.file}"
+        text += f". The {which} {kept} of {found.count} are listed, all are in {found.file}"
     return f"{text}."
 
 
@@ -193,7 +193,7 @@ def _error_blocks(results: Results, errors: LayerErrors) -> list[Block]:
         ("linear or block", lambda layer: code(layer.name)),
         ("alone, %", lambda layer: f"{100 * layer.alone:.2f}"),
         ("alone, dB", lambda layer: decibel(layer.alone)),
-        ("accumulated, %", lambda layer: known(layer.accumulated and 100 * layer.accumulated, ".2f")),
+        ("accumulated, %", lambda layer: known(layer.cumulative and 100 * layer.cumulative, ".2f")),
     ]
     table = table_of(errors.rows, *columns, look="sortable", anchor="layer-errors")
     return [
@@ -213,11 +213,11 @@ def errors_svg(results: Results, what: str) -> str:
         if what == "linear":
             layer, kind = place(each.name)
             if layer is not None:
-                points[kind][layer] = 100 * each.alone
-        elif each.accumulated is not None and each.name.startswith("layer."):
+                points[kind][layer] = 100 * each.isolated
+        elif each.cumulative is not None and each.name.startswith("layer."):
             number = int(each.name.rpartition(".")[2])
-            points["alone"][number] = 100 * each.alone
-            points["accumulated"][number] = 100 * each.accumulated
+            points["alone"][number] = 100 * each.isolated
+            points["accumulated"][number] = 100 * each.cumulative
     if what == "linear":
         return layer_chart(points, "error of each linear's output alone, %", "linear-errors")
     return layer_chart(points, "error of each layer's output, %", "block-errors")
@@ -226,8 +226,8 @@ def errors_svg(results: Results, what: str) -> str:
 def worst_linears(results: Results) -> list[tuple[str, str]]:
     """Return the three linears with the largest error alone, and that in percent."""
     rows = results.layer_errors.rows if results.layer_errors else []
-    linears = sorted((each for each in rows if each.what == "linear"), key=lambda each: -each.alone)
-    return [(each.name, f"{each.alone:.1%}") for each in linears[:3]]
+    linears = sorted((each for each in rows if each.what == "linear"), key=lambda each: -each.isolated)
+    return [(each.name, f"{each.isolated:.1%}") for each in linears[:3]]
 
 
 def evaluate_fp16_blocks(results: Results) -> list[Block]:

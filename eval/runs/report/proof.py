@@ -269,7 +269,7 @@ def outputs_section(results: Results) -> Section:
 
 
 def _answer_blocks(verification: Verification) -> list[Block]:
-    answers, padding, number = verification.answers, verification.padding, formats.number
+    answers, padding, number = verification.predictions, verification.padding, formats.number
     drawn = f"On {answers.n} samples (seed {verification.seed})"
     if answers.nonfinite:
         text = f"{drawn} {answers.nonfinite} have NaN or infinite logits."

@@ -110,7 +110,7 @@ def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
         return [], f"{why}: run `qdqbench report` for a report with this bench"
     speed = read_speed(folder)
     sizes = read_engine_sizes(folder, results.engine.backend if results.engine else None)
-    judged = {"speed": speed, "twins": sizes, "gate": judge_speed(results.gate, speed)}
+    judged = {"speed": speed, "unquantized_engines": sizes, "gate": judge_speed(results.gate, speed)}
     results = results.model_copy(update=judged)
     results.warnings[:0] = [line for line in refresh(folder, results) if line not in results.warnings]
     write_results(folder, results)
@@ -225,7 +225,7 @@ def _size_tiles(results: Results) -> list[Tile]:
     """Return the size of what is deployed, with that of the same in FP16 and FP32; and the ONNX file's."""
     tiles = []
     if results.engine is not None:
-        others = [f"{row.precision.upper()} {size(row.bytes)}" for row in results.twins]
+        others = [f"{row.precision.upper()} {size(row.bytes)}" for row in results.unquantized_engines]
         remark = ", ".join(filter(None, [*others, missing_engines(results)]))
         tiles.append(Tile("engine", size(results.engine.bytes), remark))
     if (smaller := quantized_file(results)) is not None:
@@ -257,7 +257,7 @@ def missing_engines(results: Results) -> str:
     """
     if results.engine is None or results.engine.on_cpu:
         return ""
-    known = {row.precision for row in results.twins}
+    known = {row.precision for row in results.unquantized_engines}
     lacking = [precision.upper() for precision in ("fp16", "fp32") if precision not in known]
     return f"{' and '.join(lacking)} not built: `qdqbench bench RUN` builds them" if lacking else ""
 
@@ -384,8 +384,8 @@ def _cost_section(results: Results) -> Section:
 def size_rows(results: Results) -> list[tuple[str, int, str, float | None]]:
     """Return file or engine, bytes, what it is, and its size by that of the same in FP32, where known."""
     rows = [(file.name, file.bytes, "ONNX", file.fp32_ratio) for file in results.files]
-    full = next((twin.bytes for twin in results.twins if twin.precision == "fp32"), None)
-    engines = [(twin.name, twin.bytes, "engine of the bench") for twin in results.twins]
+    full = next((twin.bytes for twin in results.unquantized_engines if twin.precision == "fp32"), None)
+    engines = [(twin.name, twin.bytes, "engine of the bench") for twin in results.unquantized_engines]
     if (engine := results.engine) is not None:
         engines.insert(0, (engine.file, engine.bytes, "engine of this run"))
     rows += [(name, count, what, count / full if full else None) for name, count, what in engines]

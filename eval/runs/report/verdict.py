@@ -32,7 +32,7 @@ def run_verdict(results: Results) -> Verdict:
     clauses.append(speed_clause(results))
     clauses.append({"passed": "gate passed", "failed": "gate FAILED"}.get(gate.state, f"gate: {gate.state}"))
     sentence = "; ".join(clauses) + "."
-    issues = [*gate.having("cannot tell", "not judged"), *gate.having("within noise")]
+    issues = [*gate.having("inconclusive", "not_evaluated"), *gate.having("within_noise")]
     return Verdict(
         state="bad" if checks else STATES.get(gate.state, "unclear"),
         title=_title(results, checks),
@@ -49,7 +49,7 @@ def _title(results: Results, checks: list[str]) -> str:
         return "Gate failed"
     if checks:
         return "A check does not hold"
-    if gate.state == "cannot tell":
+    if gate.state == "inconclusive":
         return "Nothing fails, but these samples cannot tell"
     if gate.state == "passed":
         return "Gate passed"

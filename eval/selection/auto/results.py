@@ -14,9 +14,9 @@ BEST_RECIPE = "best.yaml"
 StepKind = Literal["shipped", "methods", "islands", "search", "qat"]
 SkipReason = Literal[
     "holds",  # an earlier step holds the gate
-    "no base",  # no shipped recipe finished that it could start from
-    "no remedy",  # it changes nothing about what is unmet
-    "only speed",  # speed alone is unmet, and it cannot give that
+    "no_base",  # no shipped recipe finished that it could start from
+    "no_remedy",  # it changes nothing about what is unmet
+    "only_speed",  # speed alone is unmet, and it cannot give that
     "budget",  # its estimate exceeds what is left
     "misfit",  # its recipe does not fit the model; `failure` says why
 ]

@@ -431,11 +431,11 @@ def find_skip_reason(kind: StepKind, before: Sequence[AutoStep]) -> SkipReason |
     if kind == "shipped":
         return None
     if not done:
-        return "no base"
+        return "no_base"
     if not (done[-1].lacks("accuracy") or done[-1].lacks("min_speedup")):
-        return "no remedy"
+        return "no_remedy"
     if kind != "search" and not any(step.lacks("accuracy") for step in done):
-        return "only speed"
+        return "only_speed"
     return None
 
 

@@ -190,7 +190,7 @@ def judge_confirmed(row: ConfirmedRecipe, gate: GateSettings, metric: str) -> li
         for split, score in splits.items():
             judged = judge(score.drop, score.drop_stderr, gate.max_drop)
             if judged != "holds":
-                state = "failed" if judged == "fails" else "within noise"
+                state = "failed" if judged == "fails" else "within_noise"
                 where = {"stage": stage, "split": split, "metric": metric, "state": state}
                 issues.append(drop_issue(score, gate.max_drop, **where))
     if gate.min_speedup is not None and (row.speedup is None or row.speedup.value < gate.min_speedup):
@@ -232,7 +232,7 @@ def explain_no_int8(found: Search) -> str:
     if not tried:
         return f"{text}no recipe with INT8 was tried to its end, ask for more trials"
     if speeds and max(speeds) <= 1:
-        return f"{text}here no recipe with INT8 is faster than {found.source.twin}"
+        return f"{text}here no recipe with INT8 is faster than {found.source.baseline_precision}"
     faster = ", though some are faster" if speeds else ""
     return f"{text}none of the {len(tried)} tried with INT8 satisfies the gate better{faster}"
 

@@ -105,7 +105,7 @@ class Source(Strict):
     mode: Literal["latency", "int8-share"]  # measured here, or the INT8 share of multiply-adds
     gpu: str | None = None
     cpu: str | None = None  # where engines run on it
-    twin: str = "FP16"  # datatype of the baseline, and of what an engine has not in INT8
+    baseline_precision: str = "FP16"  # datatype of the baseline, and of what an engine has not in INT8
     backend: str = ""
     version: str = ""
     batch: int

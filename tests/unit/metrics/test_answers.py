@@ -46,11 +46,11 @@ def texts():
 
 def test_lost_answers_come_first_the_farthest_of_them_on_top(sentences, texts, tmp_path):
     found = list_changed_answers(sentences, texts, tmp_path)
-    assert (found.n, found.found, found.answers_are) == (4, 3, "class")
-    assert found.counts == {"right to wrong": 2, "wrong to right": 1}
+    assert (found.n, found.count, found.prediction_type) == (4, 3, "class")
+    assert found.counts == {"regressed": 2, "fixed": 1}
     assert [row.sample for row in found.rows] == [3, 0, 1]
     first = found.rows[0]
-    assert (first.text, first.label, first.fp32, first.answer) == (
+    assert (first.text, first.label, first.fp32, first.prediction) == (
         "=lost",
         "negative",
         "negative",
@@ -64,7 +64,7 @@ def test_lost_answers_come_first_the_farthest_of_them_on_top(sentences, texts, t
 
 def test_the_page_gets_some_and_the_file_gets_all(sentences, texts, tmp_path):
     found = list_changed_answers(sentences, texts, tmp_path, kept=1)
-    assert (found.found, len(found.rows), found.file) == (3, 1, FILE)
+    assert (found.count, len(found.rows), found.file) == (3, 1, FILE)
     with (tmp_path / FILE).open(encoding="utf-8", newline="") as stream:
         rows = [*csv.DictReader(stream)]
     assert [int(row["sample"]) for row in rows] == [3, 0, 1]
@@ -78,8 +78,8 @@ def test_scores_are_sorted_by_how_far_they_moved(tmp_path):
         {"sentence1": ["a", "b", "c"], "sentence2": ["x", "y", "z"], "label": [0.0] * 3}
     )
     found = list_changed_answers(both, data, tmp_path)
-    assert found.counts == {"nearer or farther": 2}
-    assert [(row.text, row.label, row.fp32, row.answer, row.fp32_margin) for row in found.rows] == [
+    assert found.counts == {"moved": 2}
+    assert [(row.text, row.label, row.fp32, row.prediction, row.fp32_margin) for row in found.rows] == [
         ("b | y", "2.5", "2", "3", None),
         ("c | z", "4", "4", "4.5", None),
     ]
@@ -99,7 +99,7 @@ def test_confusion_counts_labels_by_answers(sentences):
     found = compare_classes(sentences)
     assert (found.fp32, found.confusion) == ([[2, 1], [1, 0]], [[1, 2], [1, 0]])
     negative, positive = found.rows
-    assert (negative.name, negative.n, negative.lost, negative.won) == ("negative", 3, 2, 1)
+    assert (negative.name, negative.n, negative.regressed, negative.fixed) == ("negative", 3, 2, 1)
     assert (negative.fp32, negative.recall, negative.delta) == pytest.approx((2 / 3, 1 / 3, -1 / 3))
     assert (positive.n, positive.delta, positive.delta_stderr) == (1, 0, 0)
 
@@ -129,12 +129,12 @@ def test_words_of_one_sentence_go_together(tmp_path):
     both = beside(task, before, after, gold, names)
     data = datasets.Dataset.from_dict({"tokens": [["a", "b", "c"], ["d"]], "ner_tags": [[0, 1, 1], [0]]})
     found = list_changed_answers(both, data, tmp_path)
-    assert [(row.text, row.label, row.fp32, row.answer) for row in found.rows] == [
+    assert [(row.text, row.label, row.fp32, row.prediction) for row in found.rows] == [
         ("a b c", "O B-PER B-PER", "O B-PER B-PER", "O O O")
     ]
     classes = compare_classes(both)
     assert (classes.unit, classes.fp32, classes.confusion) == ("words", [[2, 0], [0, 2]], [[2, 0], [2, 0]])
-    assert classes.rows[1].lost == 2
+    assert classes.rows[1].regressed == 2
 
 
 @given(st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30)), min_size=1, max_size=20))

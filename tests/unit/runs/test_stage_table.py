@@ -48,8 +48,8 @@ def engine(**changes) -> EngineResult:
 
 def parity(differing: int) -> Parity:
     rows = [
-        ParityRow(name="a", codes=1000, differing=0, max_step=0, output_rel_error=0.001),
-        ParityRow(name="b", codes=1000, differing=differing, max_step=1, output_rel_error=0.001),
+        ParityRow(name="a", int8_values=1000, differing=0, max_step=0, output_rel_error=0.001),
+        ParityRow(name="b", int8_values=1000, differing=differing, max_step=1, output_rel_error=0.001),
     ]
     passed = all(row.holds for row in rows)
     return Parity(

@@ -131,7 +131,7 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
     rows = [
         ParityRow(
             name=module,
-            codes=1_048_576,
+            int8_values=1_048_576,
             differing=(index * 997) % 2400,
             max_step=1,
             output_rel_error=0.0004 + 0.00001 * index,
@@ -474,7 +474,7 @@ def test_a_gate_that_holds_within_noise_says_so_everywhere(tmp_path: Path) -> No
     )
     drop = GateIssue(
         code="accuracy",
-        state="within noise",
+        state="within_noise",
         stage="engine",
         metric="accuracy",
         value=0.0115,
@@ -483,7 +483,7 @@ def test_a_gate_that_holds_within_noise_says_so_everywhere(tmp_path: Path) -> No
         n=872,
         needed=9000,
     )
-    unclear = drop.model_copy(update={"state": "cannot tell"})
+    unclear = drop.model_copy(update={"state": "inconclusive"})
     results = sample(gate=Gate(passed=True, max_drop=0.01, issues=[drop, unclear]))
     said = wording.run_verdict(results)
     assert (said.state, said.title) == ("unclear", "Nothing fails, but these samples cannot tell")
@@ -498,7 +498,7 @@ def test_a_gate_that_holds_within_noise_says_so_everywhere(tmp_path: Path) -> No
 
 
 def test_an_engine_that_never_ran_is_not_a_passed_gate() -> None:
-    unclear = GateIssue(code="engine", state="not judged", stage="engine", detail="no GPU")
+    unclear = GateIssue(code="engine", state="not_evaluated", stage="engine", detail="no GPU")
     said = wording.run_verdict(sample(gate=Gate(passed=True, max_drop=0.01, issues=[unclear])))
     assert (said.state, said.title) == ("unclear", "Graph passed, engine not run")
 
@@ -540,9 +540,9 @@ def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause:
                     n=4,
                     padded=False,
                     rows=[
-                        ParityRow(name="a.0.b", codes=100, differing=1, max_step=1, output_rel_error=None),
-                        ParityRow(name="a.1.b", codes=1000, differing=1, max_step=2, output_rel_error=None),
-                        ParityRow(name="a.2.b", codes=1000, differing=5, max_step=1, output_rel_error=None),
+                        ParityRow(name="a.0.b", int8_values=100, differing=1, max_step=1, output_rel_error=None),
+                        ParityRow(name="a.1.b", int8_values=1000, differing=1, max_step=2, output_rel_error=None),
+                        ParityRow(name="a.2.b", int8_values=1000, differing=5, max_step=1, output_rel_error=None),
                     ],
                     logits_max_abs_diff=0.5,
                     limit_fraction=0.005,
