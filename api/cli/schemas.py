@@ -39,7 +39,7 @@ class HandedOver(Strict):
     """Path of the written folder."""
     files: dict[str, int]
     """Size of each file in bytes, by its path in the folder."""
-    begin: str
+    entry_point: str
     """Program to call first."""
 
 

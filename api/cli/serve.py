@@ -64,7 +64,7 @@ def deploy(
         made = write(run, out)
     begin = str(begin_in(made, made))
     if json:
-        show_json(HandedOver(folder=str(made), files=sizes(made), begin=begin))
+        show_json(HandedOver(folder=str(made), files=sizes(made), entry_point=begin))
         return
     say(f"deploy: {plain(begin)}")
 

@@ -302,7 +302,7 @@ def _row(quantizer: str, count: list[int], errors: dict[str, list[float]], half:
     squared, power = errors.get(module, (0.0, 0.0)) if kind == "input_quantizer" else (0.0, 0.0)
     return ParityRow(
         name=f"{base}.{_OTHERS[kind]}{at}{run}" if kind in _OTHERS else module,
-        codes=count[0],
+        int8_values=count[0],
         differing=count[1],
         at_border=count[3],
         max_step=count[2],

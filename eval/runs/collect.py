@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qdqbench.eval.metrics.compare import compare
-from qdqbench.eval.metrics.effects.answers import Beside, changed_answers, classes_of
+from qdqbench.eval.metrics.effects.answers import Beside, changed_predictions, classes_of
 from qdqbench.eval.metrics.effects.changes import Done, model_changes
 from qdqbench.eval.metrics.logits import read_logits, score
 from qdqbench.eval.runs.gate.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
@@ -107,7 +107,9 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
     )
     if whole:
         results.speed = read_speed(folder)
-        results.twins = read_engine_sizes(folder, results.engine.backend if results.engine else None)
+        results.unquantized_engines = read_engine_sizes(
+            folder, results.engine.backend if results.engine else None
+        )
         results.warnings = list(dict.fromkeys(_warnings(session, results, calibrated)))
         results.gate = judge_gate(session, results)
         _add_effects(session, results)
@@ -242,7 +244,7 @@ def _add_effects(session: Session, results: Results) -> None:
     if last is not None and last[0] != "fp32":
         both = Beside.of(session, last[0])
         dataset = session.eval_splits[both.split][0].dataset
-        results.changed = changed_answers(both, dataset, session.folder)
+        results.changed_predictions = changed_predictions(both, dataset, session.folder)
         results.classes = classes_of(both)
         if FP16_STAGE in results.timings:
             _add_fp16(session, results, both)

@@ -134,7 +134,7 @@ def _verification(results: Results) -> str:
     assert verified is not None
     passing = f"{sum(row.holds for row in verified.blocks)} of {count_of(len(verified.blocks), 'block')}"
     blocks = verified.blocks_not_checked or f"{passing} follow {label(verified.reference)}"
-    parts = (("padding", verified.padding), ("answers", verified.answers))
+    parts = (("padding", verified.padding), ("answers", verified.predictions))
     bad = [name for name, part in parts if not part.holds]
     rest = f"{' and '.join(bad)} do not hold" if bad else "padding and answers hold"
-    return f"{blocks}; {rest}; {count_of(len(verified.shapes), 'shape')}, n = {verified.answers.n}"
+    return f"{blocks}; {rest}; {count_of(len(verified.shapes), 'shape')}, n = {verified.predictions.n}"

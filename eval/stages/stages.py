@@ -172,7 +172,7 @@ def _finite(found: Verification | Skipped) -> bool:
     if isinstance(found, Skipped):
         return True
     shapes = any(shape.nonfinite for shape in found.shapes)
-    return not (shapes or found.padding.nonfinite or found.answers.nonfinite)
+    return not (shapes or found.padding.nonfinite or found.predictions.nonfinite)
 
 
 FP16_STAGE = "fp16"  # is run only where it is asked for

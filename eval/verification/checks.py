@@ -20,7 +20,13 @@ from qdqbench.eval.metrics.compare import compare
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
-from qdqbench.quantize.utils.results import AnswersCheck, BlockCheck, PaddingCheck, ShapeCheck, Verification
+from qdqbench.quantize.utils.results import (
+    BlockCheck,
+    PaddingCheck,
+    PredictionsCheck,
+    ShapeCheck,
+    Verification,
+)
 from qdqbench.quantize.utils.schema import Strict
 
 MIN_LIMIT = 0.01  # relative error that FP16 alone may have; measured 0.004 end to end
@@ -180,7 +186,7 @@ def check_answers(  # noqa: PLR0913
     cost: QuantizationCost,
     max_drop: float,
     seed: int,
-) -> AnswersCheck:
+) -> PredictionsCheck:
     """The engine's answers to real samples against the reference's, [answers, width].
 
     The drop of the primary metric is judged as `gate.judge` does it. `max_drop` also holds for the share of
@@ -195,7 +201,7 @@ def check_answers(  # noqa: PLR0913
     from scipy import stats
 
     metric, n = task.metrics[0], len(gold)
-    check = AnswersCheck(
+    check = PredictionsCheck(
         n=n,
         nonfinite=int((~np.isfinite(got)).any(axis=1).sum()),
         metric=metric,
@@ -236,7 +242,7 @@ def verification_failures(found: Verification, run: str) -> list[str]:
     bad = [f"{s.what} {s.batch} x {s.length}" for s in found.shapes if s.nonfinite]
     if bad:
         lines.append(f"engine: NaN or infinite logits for batches of shape {', '.join(bad)}; {advice}")
-    padding, answers = found.padding, found.answers
+    padding, answers = found.padding, found.predictions
     if padding.nonfinite:
         lines.append(
             f"engine: NaN or infinite logits for {padding.nonfinite} of {padding.n} samples; {advice}"
@@ -273,7 +279,7 @@ def _block_failure(row: BlockCheck) -> str:
     return f"engine: {row.name} is wrong for the reference's own input: {', '.join(parts)} ({cost})"
 
 
-def _answer_failures(row: AnswersCheck, reference: str) -> Iterator[str]:
+def _answer_failures(row: PredictionsCheck, reference: str) -> Iterator[str]:
     assert row.drop is not None
     assert row.drop_limit is not None
     assert row.mean_abs_logit_diff is not None

@@ -181,7 +181,7 @@ def judged(
         stitched_int8_gemms=built.int8_gemms,
         shapes=asked.shapes,
         padding=asked.padding,
-        answers=check_answers(
+        predictions=check_answers(
             task,
             asked.got,
             data.reference[places],

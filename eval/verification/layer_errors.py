@@ -79,14 +79,14 @@ def layer_errors(  # noqa: PLR0913, PLR0917
             if name in exact:
                 far.add(name, block.output - back, exact[name] - back, mask)
     rows = [
-        LayerError(name=name, what="linear", alone=error, accumulated=None)
+        LayerError(name=name, what="linear", isolated=error, cumulative=None)
         for name in linears
         if (error := alone.error(name)) is not None
     ]
     for name in [name for name in alone.sums if name not in linears]:
         if (error := alone.error(name)) is not None:
             reached = far.error(name) if name in far.sums else None
-            rows.append(LayerError(name=name, what="block", alone=error, accumulated=reached))
+            rows.append(LayerError(name=name, what="block", isolated=error, cumulative=reached))
     return LayerErrors(n=n, rows=rows)
 
 

@@ -149,7 +149,7 @@ def quantizer_row(name: str, state: QuantizerState, found: float | None = None) 
         amax=float(values.max()),
         amax_min=float(values.min()),
         amax_over_rms=float(values.max() / state.rms) if state.rms else None,
-        amax_found=found,
+        calibrated_amax=found,
     )
 
 

@@ -23,8 +23,8 @@ class QuantizerRow(Strict):
     """Smallest amax of all channels; equal to `amax` per tensor."""
     amax_over_rms: float | None
     """Outlier measure of an activation: amax / root mean square; null when not measured."""
-    amax_found: float | None = None
-    """Amax that calibration found, where the recipe sets it (`calibration.amax`); else null."""
+    calibrated_amax: float | None = None
+    """Amax from calibration if the recipe overrides it (`calibration.amax`); else null."""
 
 
 class SoftmaxRow(Strict):

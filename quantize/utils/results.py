@@ -9,7 +9,7 @@ from pydantic import Field
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.calibration_results import Lengths, QuantizerRow, SoftmaxRow
 from qdqbench.quantize.utils.comparison import (
-    ChangedAnswers,
+    ChangedPredictions,
     Classes,
     Comparison,
     EngineSize,
@@ -24,7 +24,7 @@ from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.speedup import Speedup
 from qdqbench.quantize.utils.training_results import TrainingRun
 
-SCHEMA_VERSION = 2  # since `n` is of the first split and a drop within noise holds
+SCHEMA_VERSION = 3
 RESULTS_FILE = "results.json"
 STAGES = ("fp32", "fake_quant", "onnxruntime", "engine")
 Severity = Literal["error", "warning"]
@@ -38,47 +38,83 @@ class StageResult(Strict):
     """One stage of evaluation."""
 
     status: Literal["done", "skipped"]
-    reason: str | None = None  # why it was skipped
-    metrics: dict[str, float] = Field(default_factory=dict)  # the primary metric comes first
+    """`done`, or `skipped` with a reason."""
+    reason: str | None = None
+    """Reason why it was skipped; null when it ran."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Metrics by name, primary first, from 0 to 1 (correlations from -1): `accuracy`, `f1`, `matthews`,
+    `pearson`, `spearman`; entities: `f1`, `precision`, `recall` (seqeval, micro) and `accuracy` by word;
+    questions: `f1` and `exact_match` (SQuAD); the suffix `_mm` is MNLI's mismatched split."""
     stderr: dict[str, float] = Field(default_factory=dict)
-    n: int = 0  # of the first evaluation split, whose metrics have no suffix
+    """Standard error of each metric over the samples (sentences, questions, queries), regardless of tokens
+    or windows per sample."""
+    n: int = 0
+    """Number of samples of the first evaluation split, whose metrics have no suffix."""
     vs_fp32: Comparison | None = None
-    detail: str | None = None  # what ran: versions, provider, precision
+    """Paired comparison; null for `fp32` itself and for skipped stages."""
+    detail: str | None = None
+    """Library, version, provider and precision that ran; null for skipped stages."""
 
 
 class LayerRow(Strict):
     """One kernel of the engine."""
 
     name: str
-    kind: str  # LayerType of the builder: gemm, kgen, runtime_fusion, ...
-    onnx: list[str]  # ONNX nodes it covers
-    inputs: list[str]  # datatypes of the non-constant inputs
-    constants: list[str]  # datatypes of the constants
+    """Name of the kernel."""
+    kind: str
+    """LayerType of the builder: `gemm`, `kgen`, `runtime_fusion`, ..."""
+    onnx: list[str]
+    """ONNX nodes that it covers; a node whose work is split is listed by several kernels."""
+    inputs: list[str]
+    """Datatypes of the non-constant inputs."""
+    constants: list[str]
+    """Datatypes of the constants."""
     outputs: list[str]
-    kernel: str | None = None  # its implementation, where the runtime tells it: brgemm_avx512_i8
+    """Datatypes of the outputs."""
+    kernel: str | None = None
+    """Implementation of the kernel, as CPU runtimes report it: `brgemm_avx512_i8`, `MatMulIntegerToFloat`;
+    else null."""
 
 
 class EngineResult(Tabular):
     """What was built and what it runs in INT8 (counts are ONNX MatMul/Gemm nodes, not kernels)."""
 
-    backend: str  # tensorrt, tensorrt_rtx, openvino or onnxruntime
+    backend: str
+    """Runtime: `tensorrt`, `tensorrt_rtx`, `openvino` or `onnxruntime`."""
     version: str
-    compute_capability: list[str]  # of GPUs; none for a CPU
-    ahead_of_time: bool  # built without running on a GPU
+    """Version of the builder."""
+    compute_capability: list[str]
+    """GPUs that the engine is for, such as `8.9`; empty for a CPU."""
+    ahead_of_time: bool
+    """True if it was built without running on a GPU."""
     file: str
+    """Path of the engine in the run directory."""
     bytes: int
+    """Size of the engine in bytes."""
     int8_gemms: int
+    """MatMul and Gemm nodes that run in INT8, by the engine's own layer table."""
     expected_int8_gemms: int
-    not_int8: list[str]  # ONNX nodes that the recipe asks for and the engine runs in something else
-    attention_fused: int  # attentions that one fused kernel computes
-    attention_int8: int  # of these, with INT8 q, k and v
+    """MatMul and Gemm nodes that the recipe puts in INT8."""
+    not_int8: list[str]
+    """ONNX nodes that the recipe puts in INT8 and the engine runs in another precision."""
+    attention_fused: int
+    """Attention layers that one fused kernel computes."""
+    attention_int8: int
+    """Fused attention layers with INT8 q, k and v."""
     expected_attention_int8: int
-    int8_residuals: int = 0  # LayerNorms whose kernel reads the residual as INT8
-    expected_int8_residuals: int = 0
-    not_int8_residuals: list[str] = []  # LayerNorms whose kernel should and does not, by ONNX name
-    profiles: int | None = None  # each has kernels of its own in `layers`; None: of a run that did not count
-    kernels: int | None = None  # of one profile (the one with the most), without signals and waits
+    """Attention layers that the recipe puts in INT8, one fused kernel each."""
+    int8_residuals: int
+    """LayerNorms whose kernel reads the residual as INT8."""
+    expected_int8_residuals: int
+    """LayerNorms whose residual the recipe puts in INT8."""
+    not_int8_residuals: list[str]
+    """LayerNorms, by ONNX name, whose residual should be INT8 and is not."""
+    profiles: int
+    """Optimization profiles, each with its own kernels in `layers`."""
+    kernels: int
+    """Kernels of the profile with the most, without signals and waits."""
     layers: list[LayerRow]
+    """Layer table, in the order of execution."""
 
     @property
     def on_cpu(self) -> bool:
@@ -96,17 +132,30 @@ class BlockCheck(Strict):
     None stands for an error that is not a number: the block made NaN or infinity.
     """
 
-    name: str  # "embeddings", "layer.0", ..., "head"
-    n: int  # positions compared, padding left out
-    error: float | None  # ||engine - reference|| / ||reference||
-    quantization_error: float  # what quantization itself costs in this block: fake-quant against FP32
-    limit: float  # of `error`
-    position_error: float | None  # the same at the worst single position
+    name: str
+    """Block: `embeddings`, `layer.0`, ..., `head`."""
+    n: int
+    """Positions compared, without padding."""
+    error: float | None
+    """Relative error of the block's output; null if the block produced NaN or infinity."""
+    quantization_error: float
+    """Relative error of the fake-quant block against the FP32 block: the cost of quantization itself."""
+    limit: float
+    """Limit of `error`: 0.01 or `quantization_error`, the larger."""
+    position_error: float | None
+    """Relative error at the worst single position; null if it is not a number."""
     position_limit: float
-    systematic_error: float | None  # part of `error` that one offset and factor per channel explain
+    """Limit of `position_error`: 0.05 or twice that of quantization itself, the larger."""
+    systematic_error: float | None
+    """Part of `error` that one offset and one factor per channel explain (a lost bias, a wrong scale);
+    null if it is not a number."""
     systematic_limit: float
-    nonfinite: int  # NaN or infinite numbers
-    nonfinite_shapes: list[list[int]]  # [batch, length] of the batches that had them
+    """Limit of `systematic_error`: 0.01 or three standard errors of what noise of this size explains, the
+    larger."""
+    nonfinite: int
+    """Number of NaN or infinite values."""
+    nonfinite_shapes: list[list[int]]
+    """Batch and length of each batch with NaN or infinite values."""
 
     @property
     def holds(self) -> bool:
@@ -123,21 +172,34 @@ class ShapeCheck(Strict):
     """The deployed engine on one batch of real samples, against the reference."""
 
     batch: int
+    """Samples of the batch."""
     length: int
-    what: str  # "padded", "equal lengths", "shortest", "longest"
-    nonfinite: int  # samples with a NaN or infinite logit
-    max_abs_logit_diff: float | None  # over the finite samples
+    """Length in tokens, with padding."""
+    what: str
+    """Selection of the samples: `padded`, `equal lengths` (no padding), `shortest`, `longest`."""
+    nonfinite: int
+    """Samples with a NaN or infinite logit."""
+    max_abs_logit_diff: float | None
+    """Largest absolute logit difference from the reference, over the finite samples; null without one."""
 
 
 class PaddingCheck(Strict):
     """The same samples alone, padded to the longest length, and inside of the largest batch."""
 
-    n: int  # samples
+    n: int
+    """Samples."""
     nonfinite: int
-    mean_abs_logit_diff: float | None  # of a sample's answers among themselves
+    """Samples with a NaN or infinite logit in any setting."""
+    mean_abs_logit_diff: float | None
+    """Mean spread of a logit over the settings; null without a finite sample."""
     mean_limit: float
+    """Limit of the mean: three times the mean logit difference of fake-quant and FP32, at least 3% of the
+    logits' root mean square."""
     max_abs_logit_diff: float | None
+    """Largest spread of a logit over the settings; null without a finite sample."""
     max_limit: float
+    """Limit of the largest: twice the largest logit difference of fake-quant and FP32, at least 10% of the
+    logits' root mean square."""
 
     @property
     def holds(self) -> bool:
@@ -146,22 +208,37 @@ class PaddingCheck(Strict):
         return not self.nonfinite and all(value is not None and value <= limit for value, limit in pairs)
 
 
-class AnswersCheck(Strict):
+class PredictionsCheck(Strict):
     """The deployed engine's answers to a draw of real samples, against the reference."""
 
     n: int
-    nonfinite: int  # samples; where there are any, nothing else is known
+    """Samples drawn."""
+    nonfinite: int
+    """Samples with a NaN or infinite logit; where there are any, the rest is null."""
     metric: str
-    drop: float | None  # reference minus engine
-    drop_limit: float | None  # the gate's max_drop and two paired standard errors
-    disagreements: int | None  # None for regression
-    disagreement_limit: float | None  # samples
+    """Primary metric of the task."""
+    drop: float | None
+    """Metric of the reference minus that of the engine; null with `nonfinite` samples."""
+    drop_limit: float | None
+    """Limit of `drop`: the gate's `max_drop` plus two paired standard errors; null with `drop`."""
+    disagreements: int | None
+    """Samples whose predicted class differs; null for regression."""
+    disagreement_limit: float | None
+    """Limit of `disagreements` in samples: those that quantization itself changes plus `max_drop` of all,
+    plus two standard errors; null with them."""
     mean_abs_logit_diff: float | None
-    quantization_mean_abs_logit_diff: float  # fake-quant against FP32: what quantization itself costs
+    """Mean absolute logit difference from the reference; null with `nonfinite` samples."""
+    quantization_mean_abs_logit_diff: float
+    """Mean absolute logit difference of the reference from FP32, over all samples drawn."""
     mean_limit: float
-    ks_statistic: float | None  # two-sample Kolmogorov-Smirnov of one answer a sample, worst label
+    """Limit of `mean_abs_logit_diff`, as in the padding check; null with `nonfinite` samples."""
+    ks_statistic: float | None
+    """Two-sample Kolmogorov-Smirnov statistic of the logits, one prediction per sample, of the label with
+    the smallest p; null with `nonfinite` samples."""
     ks_p: float | None
+    """p-value of `ks_statistic`; null with it."""
     ks_p_limit: float
+    """Smallest p-value that passes: 0.001 divided by the number of labels."""
 
     @property
     def holds(self) -> bool:
@@ -176,89 +253,161 @@ class AnswersCheck(Strict):
 class Verification(Strict):
     """What the engine computes on the GPU, against the model that it was made from."""
 
-    reference: Literal["fake_quant", "fp32"]  # FP32 where nothing is quantized
+    reference: Literal["fake_quant", "fp32"]
+    """Model that the engine is compared with: fake-quant, or FP32 where nothing is quantized."""
     seed: int
+    """Seed of the sample draw."""
     blocks: list[BlockCheck]
-    blocks_not_checked: str | None = None  # why the graph could not be cut into blocks
-    stitched_int8_gemms: int  # of the engine whose blocks were judged; the deployed one has engine.int8_gemms
+    """Embeddings, each encoder layer, and pooler with classifier, each given the reference's own input
+    (teacher forcing)."""
+    blocks_not_checked: str | None = None
+    """Reason why the graph could not be cut into blocks; null if it was."""
+    stitched_int8_gemms: int
+    """INT8 GEMMs of the engine whose blocks were checked; equal to `engine.int8_gemms` if cutting changed
+    nothing."""
     shapes: list[ShapeCheck]
+    """Deployed engine on batches of real samples."""
     padding: PaddingCheck
-    answers: AnswersCheck
-    warnings: list[str]  # known hazards of this version, and limits of this verification
+    """The same samples alone, padded, and inside the largest batch."""
+    predictions: PredictionsCheck
+    """Predictions of the deployed engine on a sample of the evaluation split."""
+    warnings: list[str]
+    """Known hazards of the backend's version, and limits of this verification."""
     failures: list[str]
+    """Reasons why the engine is wrong; each is an issue of the gate too."""
     passed: bool
+    """True without failures."""
 
 
 class FileRow(Strict):
     """One exported file."""
 
     name: str
+    """Path in the run directory."""
     bytes: int
-    fp32_ratio: float | None  # size divided by the size of the FP32 twin; None: no ONNX file
+    """Size in bytes."""
+    fp32_ratio: float | None
+    """Size divided by that of the FP32 graph; null for other files than ONNX."""
 
 
 class FindingRow(Strict):
     """One finding of `check`."""
 
     severity: Severity
-    effect: Effect | None = None  # on an engine; None: of a run that did not tell it
+    """Severity; an `error` makes the exit status 2."""
+    effect: Effect
+    """Effect on a TensorRT engine: it is not built, predictions can be wrong, INT8 does not happen, ONNX
+    Runtime alone refuses the file, time, a note."""
     code: str
+    """Stable short name of the rule."""
     node: str
+    """ONNX node or tensor."""
     why: str
+    """Cause."""
     fix: str
+    """Advice."""
 
 
 class Timing(Strict):
     """Cost of one stage of the run."""
 
     wall_s: float
-    cpu_s: float | None = None  # of all threads; None: of a run that did not measure it
-    peak_rss_bytes: int  # of the whole process while the stage ran
-    reused: bool  # nothing had changed, the files of an earlier run were kept
+    """Wall time in seconds."""
+    cpu_s: float
+    """CPU time of all threads in seconds."""
+    peak_rss_bytes: int
+    """Peak memory of the whole process during the stage, in bytes."""
+    reused: bool
+    """True if nothing had changed and the files of an earlier run were kept."""
 
 
 class Results(Tabular):
     """Every number of one run, or of its stages up to one; what those do not write has its default."""
 
     schema_version: int = SCHEMA_VERSION
-    until: str | None = None  # stage that was asked for, or evaluate; None: the run has its report
-    created: str  # ISO 8601, UTC
+    """Version of this schema."""
+    until: str | None = None
+    """Last stage that was requested, or `evaluate`; null once the run has its report."""
+    created: str
+    """Time of the end, ISO 8601, UTC."""
     command: str
-    recipe: dict[str, Any]  # resolved
-    model: dict[str, Any]  # name, sha256; with a report parameters, architecture
-    task: dict[str, Any]  # name, metrics, label names
-    data: dict[str, Any]  # source, calibration and evaluation splits with n
+    """Command line."""
+    recipe: dict[str, Any]
+    """Recipe with every default filled in, as in `recipe.yaml`."""
+    model: dict[str, Any]
+    """Name, sha256 of the files (for a hub model: of id and commit), `revision` (commit of a hub model,
+    null for a folder), number of parameters, architecture."""
+    task: dict[str, Any]
+    """Name, metrics (the primary one first), label names."""
+    data: dict[str, Any]
+    """Source of the data, `revision` (commit of a hub data set, null for a folder), calibration and
+    evaluation splits with their number of samples."""
     seed: int
+    """Seed of all random numbers."""
     quantized_layers: list[str] = []
-    quantized_attention: list[str] = []  # attention modules in INT8
-    quantized_residual: list[str] = []  # modules whose residual is in INT8
-    high_precision_layers: list[str] = []  # linears that stay in FP16 or FP32
+    """Linear layers in INT8."""
+    quantized_attention: list[str] = []
+    """Attention layers in INT8."""
+    quantized_residual: list[str] = []
+    """Modules whose residual is in INT8."""
+    high_precision_layers: list[str] = []
+    """Linear layers that stay in FP16 or FP32."""
     quantizers: list[QuantizerRow] = []
+    """Calibrated quantizers; empty for a recipe without INT8."""
     softmax: list[SoftmaxRow] = []
-    files: list[FileRow] = []  # ONNX files; without a report all files of the stages
+    """Cost of INT8 by softmax; empty without INT8 attention."""
+    files: list[FileRow] = []
+    """Exported ONNX files; before the report all files of the stages."""
     findings: list[FindingRow] = []
+    """Findings of `check` on the quantized ONNX file."""
     parity: Parity | None = None
-    stages: dict[str, StageResult] = {}  # keys: `expected_stages`
-    skipped: dict[str, str] = {}  # stage -> why it has no result, such as no device to run on
-    changed: ChangedAnswers | None = None  # None: nothing but FP32 was scored
-    classes: Classes | None = None  # None: answers are no classes
-    layer_errors: LayerErrors | None = None  # None: nothing is quantized
-    model_changes: list[ModelChange] = []  # besides Q/DQ
-    fp16: StageResult | None = None  # the FP16 twin; None: not asked for
-    vs_fp16: Comparison | None = None  # the stage nearest to deployment against the FP16 twin
-    training: TrainingRun | None = None  # None: the recipe has no QAT
-    qat_vs_ptq: Comparison | None = None  # fake-quant after QAT against before, where Comparison says FP32
+    """ONNX Runtime against the fake-quant model, layer by layer; null when not measured."""
+    stages: dict[str, StageResult] = {}
+    """Evaluation by stage, in this order: `fp32` (PyTorch), `ptq` (only with QAT: quantized PyTorch model
+    before training), `fake_quant` (quantized PyTorch model; with QAT after training), `onnxruntime`
+    (quantized ONNX file), `engine`."""
+    skipped: dict[str, str] = {}
+    """Reason by stage that has no result, such as no device to run on."""
+    changed_predictions: ChangedPredictions | None = None
+    """Samples with another prediction than FP32 in the stage nearest to deployment; null if only FP32 was
+    scored."""
+    classes: Classes | None = None
+    """Confusion and recall by class; null if predictions are not classes."""
+    layer_errors: LayerErrors | None = None
+    """Cost of INT8 by layer; null if nothing is quantized."""
+    model_changes: list[ModelChange] = []
+    """Changes of the model besides Q/DQ, from the records of calibration and export."""
+    fp16: StageResult | None = None
+    """FP16 graph in ONNX Runtime; null until `qdqbench report RUN --fp16`."""
+    vs_fp16: Comparison | None = None
+    """Stage nearest to deployment minus the FP16 graph, on the same samples; null with `fp16`."""
+    training: TrainingRun | None = None
+    """QAT; null for a recipe without `qat`, or before training."""
+    qat_vs_ptq: Comparison | None = None
+    """Fake-quant model after QAT minus before it, on the same samples; null without QAT."""
     engine: EngineResult | None = None
-    gpu_engine: EngineResult | None = None  # built ahead of time beside an engine for this CPU, as a proof
-    lengths: Lengths | None = None  # what the engine's profiles follow; None: the recipe's own shapes
-    verification: Verification | None = None  # None: the engine was not run, or not verified
-    speed: list[Speedup] = []  # of the run's bench; none: it has none, or one of other files
-    twins: list[EngineSize] = []  # engines of the same backend without INT8, by the run's bench
+    """Engine; null if none was built (`stages.engine.reason` says why)."""
+    gpu_engine: EngineResult | None = None
+    """Engine for GPUs, built ahead of time in addition to one for this CPU; null if the run has none."""
+    lengths: Lengths | None = None
+    """Lengths of the evaluation data and the profiles derived from them; null without `shapes: auto`."""
+    verification: Verification | None = None
+    """Outputs of the engine against the reference; null if it was not run or not verified."""
+    speed: list[Speedup] = []
+    """Speed-ups from the run's bench; empty before it."""
+    unquantized_engines: list[EngineSize] = []
+    """Engines without INT8 of the same backend from the run's bench; empty before it."""
     gate: Gate
+    """Verdict of the recipe's gate."""
     timings: dict[str, Timing]
-    warnings: list[str]  # --limit, skipped stages, partial splits, anything a reader must know
-    notes: list[str] = []  # how data were read and calibrated: nothing to do
-    environment: dict[str, Any]  # versions, hardware, git hash
+    """Cost by stage, in the order of the run."""
+    warnings: list[str]
+    """Caveats of the numbers: `--limit`, skipped stages, partial splits."""
+    notes: list[str] = []
+    """Notes on how the data were read and calibrated: delimiter, split, rows requested and available."""
+    environment: dict[str, Any]
+    """Versions of the libraries, hardware, `git`: commit of the checkout, with the suffix `-dirty` if
+    files were changed; null for an installed package."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """As `stage_rows`."""

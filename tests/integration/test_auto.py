@@ -79,7 +79,7 @@ def test_every_step_is_taken(sst2, clipped, tmp_path, qdqbench, monkeypatch):
     assert first.run.vs_previous == {}
     assert [step.run.previous for step in found.steps[1:]] == ["clipped", "methods", "islands", "search"]
     assert first.recipe.calibration != methods.recipe.calibration
-    assert load_recipe(str(out / methods.run.recipe_file)) == methods.recipe
+    assert load_recipe(str(out / f"{methods.run.folder}.yaml")) == methods.recipe
     assert islands.run.int8_linears < methods.run.int8_linears
     assert islands.proposal.linears
     assert search.proposal.trial is not None
@@ -166,7 +166,7 @@ def test_a_killed_command_resumes(sst2, tmp_path, qdqbench):
     assert done.code == 2, done.err
     assert "min_speedup 50 is asked" in done.err
     assert json.loads(found.steps[0].model_dump_json()) == before[0]
-    assert found.steps[1].skipped == "only speed"
+    assert found.steps[1].skipped == "only_speed"
     assert found.steps[3].status == "failed"
     assert "50x as fast" in found.steps[3].failure.text
 

@@ -50,9 +50,9 @@ def test_what_changed_is_found_with_its_text_and_counted(compared, given):
     texts = pandas.read_parquet(given("sst2").data / "sst2" / "validation.parquet")["sentence"]
     for sample in flipped:
         assert rows[sample]["text"] == texts[sample]
-        answers = rows[sample]["answers"]
-        assert answers["finished"]["answer"] != answers["run"]["answer"]
-        assert answers["finished"]["margin"] == pytest.approx(answers["run"]["margin"])
+        predictions = rows[sample]["predictions"]
+        assert predictions["finished"]["prediction"] != predictions["run"]["prediction"]
+        assert predictions["finished"]["margin"] == pytest.approx(predictions["run"]["margin"])
     assert pandas.read_csv(folder / "samples.csv")["sample"].tolist() == [*rows]
     assert {row["what"] for row in found["layers"]} >= {"amax", "output error"}
 
@@ -102,7 +102,7 @@ def test_the_page_in_a_browser(compared, browser, width, scheme, tmp_path):
     page.goto(f"file://{folder}/compare.html")
     assert asked == [f"file://{folder}/compare.html"]  # offline
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    for text in ("finished", "run", "accuracy", "12 of 12", "cannot tell"):
+    for text in ("finished", "run", "accuracy", "12 of 12", "inconclusive"):
         assert page.locator("#runs tbody").get_by_text(text).first.is_visible(), text
     rows = page.locator("#samples tbody tr")
     assert rows.count() == len(flipped)

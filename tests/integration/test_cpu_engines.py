@@ -94,7 +94,7 @@ def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeyp
     found = read_search(out / "search.json")
     assert (found.source.mode, found.source.gpu, found.source.backend) == ("latency", None, "openvino")
     assert found.source.cpu in found.source.label
-    assert f"over {found.source.twin}" in (out / "search.md").read_text()
+    assert f"over {found.source.baseline_precision}" in (out / "search.md").read_text()
     for timed in [row.speedup for row in [*found.trials, *found.confirmed]]:
         assert timed.system_ms > 0
         assert timed.ci95_low <= timed.value <= timed.ci95_high

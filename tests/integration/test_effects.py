@@ -15,11 +15,11 @@ def test_a_run_says_what_it_changed(finished_run, given):
     found = results(finished_run)
     deployed = [name for name, row in found["stages"].items() if row["status"] == "done"][-1]
     versus = found["stages"][deployed]["vs_fp32"]
-    changed, classes = found["changed"], found["classes"]
-    assert (changed["stage"], changed["n"], changed["found"]) == (deployed, 96, versus["disagreements"])
-    lost, won = (changed["counts"].get(name, 0) for name in ("right to wrong", "wrong to right"))
-    assert (won - lost) / 96 == pytest.approx(versus["delta"]["accuracy"])
-    assert sum(row["lost"] for row in classes["rows"]) == lost
+    changed, classes = found["changed_predictions"], found["classes"]
+    assert (changed["stage"], changed["n"], changed["count"]) == (deployed, 96, versus["disagreements"])
+    regressed, fixed = (changed["counts"].get(name, 0) for name in ("regressed", "fixed"))
+    assert (fixed - regressed) / 96 == pytest.approx(versus["delta"]["accuracy"])
+    assert sum(row["regressed"] for row in classes["rows"]) == regressed
     for side in ("fp32", "confusion"):
         counts = classes[side]
         stage = "fp32" if side == "fp32" else deployed
@@ -29,7 +29,7 @@ def test_a_run_says_what_it_changed(finished_run, given):
     texts = pandas.read_parquet(given("sst2").data / "sst2" / "validation.parquet")["sentence"]
     with (finished_run / changed["file"]).open(encoding="utf-8", newline="") as stream:
         rows = [*csv.DictReader(stream)]
-    assert len(rows) == changed["found"]
+    assert len(rows) == changed["count"]
     assert all(row["text"] == " ".join(texts[int(row["sample"])].split()) for row in rows)
 
 
@@ -37,7 +37,7 @@ def test_a_run_knows_the_error_of_its_layers_and_what_was_done_to_them(finished_
     found = results(finished_run)
     linears = [row["name"] for row in found["layer_errors"]["rows"] if row["what"] == "linear"]
     assert linears == found["quantized_layers"]
-    assert all(0 < row["alone"] < 1 for row in found["layer_errors"]["rows"] if row["what"] == "linear")
+    assert all(0 < row["isolated"] < 1 for row in found["layer_errors"]["rows"] if row["what"] == "linear")
     record = json.loads((finished_run / "calibration.json").read_text())
     counts = {change["what"]: change["count"] for change in found["model_changes"]}
     assert counts.get("bias correction", 0) == len(record["biases"])

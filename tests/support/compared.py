@@ -7,7 +7,7 @@ from qdqbench.eval.runs.compare.results import (
     Pair,
     RunComparison,
     RunLatency,
-    SampleAnswer,
+    SamplePrediction,
 )
 
 from .records import comparison, speedup
@@ -50,15 +50,15 @@ def sample_comparison() -> RunComparison:
         )
         for place, name in enumerate(names)
     ]
-    answers = {name: SampleAnswer(answer="positive", margin=0.03, right=True) for name in names}
-    answers[names[1]] = SampleAnswer(answer="negative", margin=0.21, right=False)
+    answers = {name: SamplePrediction(prediction="positive", margin=0.03, right=True) for name in names}
+    answers[names[1]] = SamplePrediction(prediction="negative", margin=0.21, right=False)
     samples = [
         ComparedSample(
             task="sst2",
             sample=number,
             text=f"{number} times a gorgeous, witty, seductive movie " * 3,
             label="positive",
-            answers=answers,
+            predictions=answers,
             distance=0.1 / number,
         )
         for number in (3, 17, 401)
@@ -84,7 +84,7 @@ def sample_comparison() -> RunComparison:
             )
         ],
         samples=samples,
-        samples_found=3,
+        sample_count=3,
         layers=layers,
         notes=["both have the same calibration data"],
     )

@@ -235,7 +235,7 @@ def interval(count: int, of: int) -> str:
 def failing(parity: Parity) -> list[str]:
     """Return the rows that do not hold, with their figures."""
     return [
-        f"{row.name}: {row.differing - row.at_border} of {row.codes} ({row.differing} with borders), "
+        f"{row.name}: {row.differing - row.at_border} of {row.int8_values} ({row.differing} with borders), "
         f"step {row.max_step}, output {row.output_rel_error}"
         for row in parity.rows
         if not row.holds
@@ -301,7 +301,9 @@ def main() -> None:
                     for form, graph in graphs(quantized, recipe):
                         parity = compare_layers(graph, quantized.model, data)
                         healthy.append(parity.passed)
-                        worst = max([worst, *((r.differing - r.at_border) / r.codes for r in parity.rows)])
+                        worst = max(
+                            [worst, *((r.differing - r.at_border) / r.int8_values for r in parity.rows)]
+                        )
                         what = f"{family} seed {seed} {recipe.name} {form}, {moved} channels on borders"
                         if not parity.passed:
                             print(f"FALSE ALARM: {what}", *failing(parity), sep="\n  ", flush=True)

@@ -108,7 +108,7 @@ KEPT = {  # what tables read of a file: None is all of a value, "*" every key of
     "study": _keep("created command base task n finetune recipes summary warnings environment"),
     "search": _keep(
         "created command task metric trials agreement environment",
-        source=_keep("mode label twin batch length"),
+        source=_keep("mode label baseline_precision batch length"),
         outcome=_keep("failures"),
         confirmed=_keep(
             "name status reason recipe metrics dominates",
@@ -546,7 +546,7 @@ def search_tables(searches: Sequence[Record], notes: Notes) -> list[str]:
         "which no trial has seen. Drops are FP32 minus the recipe in points, ± one paired standard error. "
         "Speed-ups are over the engine without INT8, not the fastest there is (`qdqbench bench`)."
     )
-    over = f"over {' or '.join(dict.fromkeys(search.source.twin for search in searches))}"
+    over = f"over {' or '.join(dict.fromkeys(search.source.baseline_precision for search in searches))}"
     header = ["task", "metric", "recipe", "fake-quant", "drop", "engine drop", "ms", over, "trials", "where"]
     lines = [f"- {number}: {text(line)}" for number, line in enumerate(places, 1)]
     lines += [f"- {text(label(each.task))}: {text(line)}" for each in searches for line in _verdicts(each)]

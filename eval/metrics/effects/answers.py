@@ -26,7 +26,13 @@ from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.classification import class_text
 from qdqbench.quantize.tasks.types.tokens import is_named
 from qdqbench.quantize.utils.arrays import Float64, Floats, Int64
-from qdqbench.quantize.utils.comparison import Change, ChangedAnswer, ChangedAnswers, Classes, ClassRow
+from qdqbench.quantize.utils.comparison import (
+    Change,
+    ChangedPrediction,
+    ChangedPredictions,
+    Classes,
+    ClassRow,
+)
 from qdqbench.quantize.utils.files import atomic_path
 from qdqbench.quantize.utils.names import without_formula
 
@@ -86,9 +92,9 @@ KEPT = 200  # of them in results.json and on the page
 ORDER: tuple[Change, ...] = get_args(Change)
 
 
-def changed_answers(
+def changed_predictions(
     both: Beside, dataset: "datasets.Dataset", folder: Path, kept: int = KEPT
-) -> ChangedAnswers:
+) -> ChangedPredictions:
     """The samples whose answers changed, of scores those that are not the same; all go to `changed.csv`.
 
     Raises:
@@ -97,19 +103,19 @@ def changed_answers(
     found = _all(both, dataset)
     _write(found, folder / FILE)
     counts = Counter(row.change for row in found)
-    return ChangedAnswers(
+    return ChangedPredictions(
         stage=both.stage,
         split=both.split,
-        answers_are=both.task.kind.answer,
+        prediction_type=both.task.kind.answer,
         n=len(both.gold),
-        found=len(found),
+        count=len(found),
         counts={change: counts[change] for change in ORDER if counts[change]},
         rows=found[:kept],
         file=FILE,
     )
 
 
-def _all(both: Beside, dataset: "datasets.Dataset") -> list[ChangedAnswer]:
+def _all(both: Beside, dataset: "datasets.Dataset") -> list[ChangedPrediction]:
     """Lost answers first, then won ones, the farthest first."""
     before, after = both.of_fp32, both.of_stage
     flips = has_answers_that_flip(before)
@@ -122,12 +128,12 @@ def _all(both: Beside, dataset: "datasets.Dataset") -> list[ChangedAnswer]:
     labels = sample_labels(both.task, both.gold, both.names, chosen)
     margins = before.margin, after.margin
     return [
-        ChangedAnswer(
+        ChangedPrediction(
             sample=int(sample),
             text=text,
             label=label,
             fp32=before.word(int(sample)),
-            answer=after.word(int(sample)),
+            prediction=after.word(int(sample)),
             fp32_margin=None if margins[0] is None else float(margins[0][sample]),
             margin=None if margins[1] is None else float(margins[1][sample]),
             change=changes[place],
@@ -139,16 +145,16 @@ def _all(both: Beside, dataset: "datasets.Dataset") -> list[ChangedAnswer]:
 
 def _change(both: Beside, sample: int) -> Change:
     if both.of_fp32.right is None or both.of_stage.right is None:
-        return "nearer or farther"
+        return "moved"
     before, after = bool(both.of_fp32.right[sample]), bool(both.of_stage.right[sample])
     if before != after:
-        return "right to wrong" if before else "wrong to right"
-    return "still right" if before else "still wrong"
+        return "regressed" if before else "fixed"
+    return "still_right" if before else "still_wrong"
 
 
-def _write(rows: list[ChangedAnswer], path: Path) -> None:
+def _write(rows: list[ChangedPrediction], path: Path) -> None:
     with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
-        table = csv.DictWriter(stream, [*ChangedAnswer.model_fields])
+        table = csv.DictWriter(stream, [*ChangedPrediction.model_fields])
         table.writeheader()
         for row in rows:
             table.writerow({key: without_formula(value) for key, value in row.model_dump().items()})
@@ -192,7 +198,9 @@ def _row(name: str, labelled: Int64, before: Int64, after: Int64, samples: Int64
     """
     n = int(labelled.sum())
     if not n:
-        return ClassRow(name=name, n=0, fp32=None, recall=None, delta=None, delta_stderr=None, lost=0, won=0)
+        return ClassRow(
+            name=name, n=0, fp32=None, recall=None, delta=None, delta_stderr=None, regressed=0, fixed=0
+        )
     right = [(labelled & each).sum() for each in (before, after)]
     step = after[labelled].astype(np.int64) - before[labelled]
     delta = float(step.mean())
@@ -204,6 +212,6 @@ def _row(name: str, labelled: Int64, before: Int64, after: Int64, samples: Int64
         recall=float(right[1] / n),
         delta=delta,
         delta_stderr=float(np.sqrt(np.square(of_sample).sum()) / n),
-        lost=int((step < 0).sum()),
-        won=int((step > 0).sum()),
+        regressed=int((step < 0).sum()),
+        fixed=int((step > 0).sum()),
     )

@@ -46,7 +46,7 @@ class Done:
 def model_changes(done: Done) -> list[ModelChange]:
     """Each change once, with how often it was made; none where nothing but Q/DQ was added."""
     return [
-        ModelChange(what=what, count=count, said=sentence.format(count_of(count, noun)))
+        ModelChange(what=what, count=count, description=sentence.format(count_of(count, noun)))
         for what, count, noun, sentence in (*_weights(done), *_moved(done), *_graph(done))
         if count
     ]

@@ -14,7 +14,7 @@ from qdqbench.eval.runs.compare.results import (
     ComparedSample,
     Pair,
     RunComparison,
-    SampleAnswer,
+    SamplePrediction,
 )
 from qdqbench.quantize.utils.arrays import Array, Float64
 from qdqbench.quantize.utils.errors import UserError
@@ -45,7 +45,7 @@ def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunC
         runs=[describe_run(run) for run in runs],
         pairs=pairs,
         samples=samples,
-        samples_found=total,
+        sample_count=total,
         layers=[*_layers(runs)],
         notes=list(dict.fromkeys([*notes, *_not_comparable(runs)])),
     )
@@ -116,7 +116,7 @@ def _samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[ComparedSamp
             sample=int(sample),
             text=text,
             label=label,
-            answers={name: _answer(column, int(sample)) for name, column in columns.items()},
+            predictions={name: _answer(column, int(sample)) for name, column in columns.items()},
             distance=float(distance[sample]),
         )
         for sample, text, label in zip(order, texts, labels, strict=True)
@@ -145,9 +145,9 @@ def _distance(runs: list[LoadedRun]) -> Float64:
     return np.asarray(np.max(found, axis=0), dtype=np.float64)
 
 
-def _answer(found: Answered, sample: int) -> SampleAnswer:
-    return SampleAnswer(
-        answer=found.word(sample),
+def _answer(found: Answered, sample: int) -> SamplePrediction:
+    return SamplePrediction(
+        prediction=found.word(sample),
         margin=None if found.margin is None else float(found.margin[sample]),
         right=None if found.right is None else bool(found.right[sample]),
     )

@@ -31,7 +31,7 @@ from qdqbench.eval.runs.compare.results import (
     Pair,
     RunComparison,
     RunLatency,
-    SampleAnswer,
+    SamplePrediction,
 )
 from qdqbench.quantize.utils.comparison import Comparison, GateState
 from qdqbench.quantize.utils.files import atomic_path, write_json
@@ -61,7 +61,7 @@ def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
     tables = {
         "runs": [*comparison.rows()],
         "pairs": [pair.model_dump() for pair in comparison.pairs],
-        "samples": [_flatten(sample.model_dump(), "answers") for sample in comparison.samples],
+        "samples": [_flatten(sample.model_dump(), "predictions") for sample in comparison.samples],
         "layers": [_flatten(layer.model_dump(), "values") for layer in comparison.layers],
     }
     for name, rows in tables.items():
@@ -129,7 +129,7 @@ def _runs_table(comparison: RunComparison) -> Table:
             _points_cell(run.metrics, run.stderr),
             _delta_cell(run.vs_fp32),
             *(_latency_cell(run, config) for config in configs),
-            Cell(run.gate, GATE_STATES.get(run.gate, "unclear")),
+            Cell(run.gate.replace("_", " "), GATE_STATES.get(run.gate, "unclear")),
             _int8_text(run),
             Cell("" if run.onnx_bytes is None else size(run.onnx_bytes), sort=run.onnx_bytes or 0),
             Cell(_engine_size(run), sort=run.engine_bytes or 0),
@@ -151,7 +151,7 @@ def _runs_screen(comparison: RunComparison) -> list[Block]:
         pairs = [
             ("result", f"{score}, against FP32 {drop}"),
             ("INT8", f"{_int8_text(run)}{engine}"),
-            ("gate", run.gate),
+            ("gate", run.gate.replace("_", " ")),
             *(("latency", _latency_text(each)) for each in run.latency),
         ]
         blocks.append(Pairs(pairs, run.name, on=SCREEN))
@@ -221,7 +221,7 @@ def _pair_text(pair: Pair, versus: Comparison) -> str:
 def _sample_blocks(comparison: RunComparison) -> list[Block]:
     if not comparison.samples:
         return [Prose(_samples_text(comparison), on=EVERYWHERE)]
-    names = [*dict.fromkeys(name for sample in comparison.samples for name in sample.answers)]
+    names = [*dict.fromkeys(name for sample in comparison.samples for name in sample.predictions)]
     table = Table(
         ["sample", "text", "label", *names, "distance"],
         [_sample_row(sample, names) for sample in comparison.samples],
@@ -242,34 +242,32 @@ def _sample_row(sample: ComparedSample, names: list[str]) -> Row:
         str(sample.sample),
         Cell("not found" if sample.text is None else sample.text, look="text"),
         sample.label,
-        *(_answer_cell(sample.answers.get(name)) for name in names),
+        *(_answer_cell(sample.predictions.get(name)) for name in names),
         f"{sample.distance:.3g}",
     )
 
 
-def _answer_cell(found: SampleAnswer | None) -> Cell:
+def _answer_cell(found: SamplePrediction | None) -> Cell:
     if found is None:
         return Cell()
     look = "" if found.right is None else "right" if found.right else "wrong-answer"
     if found.margin is None:
-        return Cell(found.answer, look=look)
-    return Cell(found.answer, note=f"{found.margin:.2f}", sort=found.margin, look=look)
+        return Cell(found.prediction, look=look)
+    return Cell(found.prediction, note=f"{found.margin:.2f}", sort=found.margin, look=look)
 
 
 def _samples_text(comparison: RunComparison) -> str:
     """Return how many samples differ, and how many of them are listed."""
-    if not comparison.samples_found:
+    if not comparison.sample_count:
         return "No sample is answered otherwise by any of them."
-    answers = [answer for sample in comparison.samples for answer in sample.answers.values()]
+    answers = [answer for sample in comparison.samples for answer in sample.predictions.values()]
     scores = all(answer.margin is None and answer.right is None for answer in answers)
     what = "scored most differently" if scores else "answered otherwise by at least one of them"
     kept = len(comparison.samples)
     rest = (
-        ""
-        if kept == comparison.samples_found
-        else f"; the {kept} whose answers are farthest apart are listed"
+        "" if kept == comparison.sample_count else f"; the {kept} whose answers are farthest apart are listed"
     )
-    return f"{comparison.samples_found} samples are {what}{rest}."
+    return f"{comparison.sample_count} samples are {what}{rest}."
 
 
 def _layer_section(comparison: RunComparison, what: str, number: int) -> Section | None:

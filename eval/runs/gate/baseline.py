@@ -48,7 +48,7 @@ def judge_baseline(session: Session, row: StageResult) -> GateIssue | None:
     order = "" if above is None else find_label_order(task, logits[split], gold, baseline, stderr)
     return GateIssue(
         code="baseline",
-        state="cannot tell" if above is None else "failed",
+        state="inconclusive" if above is None else "failed",
         stage="fp32",
         metric=metric,
         value=value,

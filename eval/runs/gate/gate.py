@@ -26,7 +26,9 @@ def judge_gate(session: Session, results: Results) -> Gate:
     issues += _judge_int8(session, results)
     row = results.stages.get("engine")
     if results.engine is not None and row is not None and row.status != "done":
-        issues.append(GateIssue(code="engine", state="not judged", stage="engine", detail=row.reason or ""))
+        issues.append(
+            GateIssue(code="engine", state="not_evaluated", stage="engine", detail=row.reason or "")
+        )
     gate = Gate(passed=True, max_drop=asked.max_drop, min_speedup=asked.min_speedup, issues=issues)
     return judge_speed(gate, results.speed)
 
@@ -77,7 +79,7 @@ def judge_speed(gate: Gate, speed: list[Speedup]) -> Gate:
             if row.value < least
         ]
         if not speed:
-            issues.append(GateIssue(code="min_speedup", state="not judged", limit=least))
+            issues.append(GateIssue(code="min_speedup", state="not_evaluated", limit=least))
     passed = not any(issue.state == "failed" for issue in issues)
     return gate.model_copy(update={"passed": passed, "issues": issues})
 
@@ -97,9 +99,9 @@ def _judge_drops(session: Session, results: Results) -> Iterator[GateIssue]:
             needed = samples_to_tell(-delta, error, most, versus.n, counted=counted)
             states: list[IssueState] = []
             if judged != "holds":
-                states.append("failed" if judged == "fails" else "within noise")
+                states.append("failed" if judged == "fails" else "within_noise")
             if judged != "fails" and needed is not None and name == last:
-                states.append("cannot tell")  # of what is deployed; others answered the same samples
+                states.append("inconclusive")  # of what is deployed; others answered the same samples
             for state in states:
                 yield GateIssue(
                     code="accuracy",
@@ -141,15 +143,15 @@ def _judge_engine(engine: EngineResult) -> Iterator[GateIssue]:
 def issue_sentence(issue: GateIssue) -> str:
     """Return what an issue of the gate says to people; an open one says what it takes."""
     text = _SENTENCES[issue.code](issue)
-    if issue.state == "within noise":
+    if issue.state == "within_noise":
         return f"{text}; it holds within noise (two standard errors)"
     if issue.state == "failed":
         return text
-    return f"{issue.state.capitalize()}: {text}; it takes {_needs(issue)}."
+    return f"{issue.state.capitalize().replace('_', ' ')}: {text}; it takes {_needs(issue)}."
 
 
 def _accuracy_sentence(issue: GateIssue) -> str:
-    if issue.state == "cannot tell":
+    if issue.state == "inconclusive":
         return f"whether {issue.stage} loses more than {issue.limit:g} of {issue.metric}"
     split = f" on {issue.split}" if issue.split else ""
     return (
@@ -168,7 +170,7 @@ def _baseline_sentence(issue: GateIssue) -> str:
 
 def _speed_sentence(issue: GateIssue) -> str:
     text = f"min_speedup {issue.limit:g}"
-    if issue.state == "not judged":
+    if issue.state == "not_evaluated":
         return text
     if issue.value is None:
         return f"{text} is asked, and no speed-up is known"

@@ -26,14 +26,14 @@ from qdqbench.eval.reporting.formats import count_of, decibel, label
 from qdqbench.eval.reporting.svg import BLUE, GREEN, ORANGE, dress, figure_of, log_scale, svg_of
 from qdqbench.eval.runs.report.charts import layer_chart, place
 from qdqbench.eval.runs.report.verdict import delta_text, last_measured, metric_text, stage_label, stage_name
-from qdqbench.quantize.utils.comparison import Change, ChangedAnswer, ChangedAnswers, Classes
+from qdqbench.quantize.utils.comparison import Change, ChangedPrediction, ChangedPredictions, Classes
 from qdqbench.quantize.utils.results import Results, StageResult
 
 WIDEST = 12  # classes whose confusion is shown as tables
 MANY_CLASSES = 20  # rows above which a table scrolls
 FEW_ANSWERS = 10  # that Markdown lists
-RIGHT_BEFORE: tuple[Change, ...] = ("right to wrong", "still right")
-RIGHT_NOW: tuple[Change, ...] = ("wrong to right", "still right")
+RIGHT_BEFORE: tuple[Change, ...] = ("regressed", "still_right")
+RIGHT_NOW: tuple[Change, ...] = ("fixed", "still_right")
 EVALUATE_FP16 = "qdqbench report RUN --fp16"
 STYLES = {"int8": (GREEN, "^"), "fp16": (ORANGE, "s"), "fp32": (BLUE, "o")}
 
@@ -48,14 +48,14 @@ def effect_sections(results: Results, of: Literal["answers", "layers"]) -> list[
 
 
 def _answers_section(results: Results) -> Section | None:
-    if (changed := results.changed) is None:
+    if (changed := results.changed_predictions) is None:
         return None
     blocks: list[Block] = [changed_text(results, changed)]
     if changed.rows:
-        scores = "nearer or farther" in changed.counts
+        scores = "moved" in changed.counts
         labels = any(each.label is not None for each in changed.rows)
         margins = any(each.margin is not None for each in changed.rows)
-        stage, kind = stage_name(results, changed.stage), changed.answers_are
+        stage, kind = stage_name(results, changed.stage), changed.prediction_type
         columns = [
             "sample", "text", *(["label"] if labels else []), f"{kind}, FP32", f"{kind}, {stage}",
             *([] if scores else ["change"]),
@@ -81,12 +81,12 @@ def _answers_section(results: Results) -> Section | None:
             ),
             Prose(about, "quiet", PAGE),
         ]
-        if changed.found > FEW_ANSWERS:
+        if changed.count > FEW_ANSWERS:
             blocks.append(Prose(f"The others are in `{changed.file}`.", on=TEXT))
     return Section("changed", "Answers that changed", blocks)
 
 
-def _answer_row(each: ChangedAnswer, scores: bool, labels: bool, margins: bool) -> Row:
+def _answer_row(each: ChangedPrediction, scores: bool, labels: bool, margins: bool) -> Row:
     looks = ["", ""]
     if not scores:
         looks = ["right" if each.change in right else "wrong-answer" for right in (RIGHT_BEFORE, RIGHT_NOW)]
@@ -96,28 +96,30 @@ def _answer_row(each: ChangedAnswer, scores: bool, labels: bool, margins: bool) 
         Cell("not found" if each.text is None else each.text, look="text"),
         *([each.label] if labels else []),
         Cell(each.fp32, look=looks[0]),
-        Cell(each.answer, look=looks[1]),
-        *([] if scores else [each.change]),
+        Cell(each.prediction, look=looks[1]),
+        *([] if scores else [each.change.replace("_", " ")]),
         *(["" if value is None else f"{value:.3f}" for value in values] if margins else []),
         f"{each.distance:.3g}",
     )
 
 
-def changed_text(results: Results, found: ChangedAnswers) -> str:
+def changed_text(results: Results, found: ChangedPredictions) -> str:
     """Return how many answers changed, which way, and how many of them are listed."""
     stage = stage_label(results, found.stage)
     samples = f"Of {count_of(found.n, 'sample')} of {found.split}"
-    if not found.found:
+    if not found.count:
         return f"{samples} each has the answer of FP32 in {stage}."
-    scores = "nearer or farther" in found.counts
-    share = f"{found.found} ({found.found / found.n:.1%})"
+    scores = "moved" in found.counts
+    share = f"{found.count} ({found.count / found.n:.1%})"
     what = f"moved in {stage}, against FP32" if scores else f"have another answer in {stage} than in FP32"
     text = f"{samples} {share} {what}"
     if not scores:
-        text += ": " + ", ".join(f"{count} {change}" for change, count in found.counts.items())
-    if (kept := len(found.rows)) < found.found:
+        text += ": " + ", ".join(
+            f"{count} {change.replace('_', ' ')}" for change, count in found.counts.items()
+        )
+    if (kept := len(found.rows)) < found.count:
         which = "farthest" if scores else "first"
-        text += f". The {which} {kept} of {found.found} are listed, all are in {found.file}"
+        text += f". The {which} {kept} of {found.count} are listed, all are in {found.file}"
     return f"{text}."
 
 
@@ -125,16 +127,16 @@ def _classes_section(results: Results) -> Section | None:
     if (classes := results.classes) is None:
         return None
     stage = stage_label(results, classes.stage)
-    columns = ["class", "change", "recall, FP32", f"recall, {stage}", "lost", "won", classes.unit]
+    columns = ["class", "change", "recall, FP32", f"recall, {stage}", "regressed", "fixed", classes.unit]
     rows = []
     for each in classes.rows:
         known = each.fp32 is not None and each.recall is not None and each.delta is not None
         numbers = [f"{each.delta:+.4f} ± {each.delta_stderr:.4f}", f"{each.fp32:.4f}", f"{each.recall:.4f}"]
-        counts = map(str, (each.lost, each.won, each.n))
+        counts = map(str, (each.regressed, each.fixed, each.n))
         rows.append(row(each.name, *(numbers if known else [""] * 3), *counts))
     about = (
         f"Recall: of the {classes.unit} with this label, the share that is answered so. ± is one paired "
-        f"standard error. Lost and won: right in FP32 alone, and in {stage} alone."
+        f"standard error. Regressed and fixed: right in FP32 alone, and in {stage} alone."
     )
     table = Table(
         columns, rows, look="sortable", filter="classes" if len(rows) > MANY_CLASSES else "", anchor="recall"
@@ -168,7 +170,7 @@ def _confusion_table(classes: Classes, title: str, counts: Sequence[Sequence[int
 def _model_section(results: Results) -> Section | None:
     if not results.model_changes:
         return None
-    pairs = [(change.what, change.said) for change in results.model_changes]
+    pairs = [(change.what, change.description) for change in results.model_changes]
     return Section("besides", "What the recipe changed besides Q/DQ", [Pairs(pairs, definitions=True)])
 
 
@@ -184,9 +186,9 @@ def _errors_section(results: Results) -> Section | None:
     rows = [
         row(
             code(each.name),
-            f"{100 * each.alone:.2f}",
-            decibel(each.alone),
-            "" if each.accumulated is None else f"{100 * each.accumulated:.2f}",
+            f"{100 * each.isolated:.2f}",
+            decibel(each.isolated),
+            "" if each.cumulative is None else f"{100 * each.cumulative:.2f}",
         )
         for each in errors.rows
     ]
@@ -214,11 +216,11 @@ def errors_svg(results: Results, what: str) -> str:
         if what == "linear":
             layer, kind = place(each.name)
             if layer is not None:
-                points[kind][layer] = 100 * each.alone
-        elif each.accumulated is not None and each.name.startswith("layer."):
+                points[kind][layer] = 100 * each.isolated
+        elif each.cumulative is not None and each.name.startswith("layer."):
             number = int(each.name.rpartition(".")[2])
-            points["alone"][number] = 100 * each.alone
-            points["accumulated"][number] = 100 * each.accumulated
+            points["alone"][number] = 100 * each.isolated
+            points["accumulated"][number] = 100 * each.cumulative
     if what == "linear":
         return layer_chart(points, "error of each linear's output alone, %", "linear-errors")
     return layer_chart(points, "error of each layer's output, %", "block-errors")
@@ -227,8 +229,8 @@ def errors_svg(results: Results, what: str) -> str:
 def worst_linears(results: Results) -> list[tuple[str, str]]:
     """Return the three linears with the largest error alone, and that in percent."""
     rows = results.layer_errors.rows if results.layer_errors else []
-    linears = sorted((each for each in rows if each.what == "linear"), key=lambda each: -each.alone)
-    return [(each.name, f"{each.alone:.1%}") for each in linears[:3]]
+    linears = sorted((each for each in rows if each.what == "linear"), key=lambda each: -each.isolated)
+    return [(each.name, f"{each.isolated:.1%}") for each in linears[:3]]
 
 
 def evaluate_fp16_blocks(results: Results) -> list[Block]:

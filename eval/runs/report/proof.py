@@ -176,7 +176,7 @@ def parity_section(results: Results) -> Section:
             str(each.step_limit),
             "" if each.output_rel_error is None else f"{each.output_rel_error:.2g}",
             "" if each.output_rel_error is None else f"{MAX_OUTPUT_ERROR:.2g}",
-            f"{each.codes:,}",
+            f"{each.int8_values:,}",
             f"{each.differing:,}",
             _mark(each.holds),
         )
@@ -283,7 +283,7 @@ def outputs_section(results: Results) -> Section:
 
 
 def _answer_blocks(verification: Verification) -> list[Block]:
-    answers, padding, number = verification.answers, verification.padding, formats.number
+    answers, padding, number = verification.predictions, verification.padding, formats.number
     drawn = f"On {answers.n} samples (seed {verification.seed})"
     if answers.nonfinite:
         text = f"{drawn} {answers.nonfinite} have NaN or infinite logits."

@@ -102,7 +102,7 @@ def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
     speed = read_speed(folder)
     sizes = read_engine_sizes(folder, results.engine.backend if results.engine else None)
     gate = judge_speed(results.gate, speed)
-    results = results.model_copy(update={"speed": speed, "twins": sizes, "gate": gate})
+    results = results.model_copy(update={"speed": speed, "unquantized_engines": sizes, "gate": gate})
     results.warnings[:0] = [line for line in refresh(folder, results) if line not in results.warnings]
     write_results(folder, results)
     return write_reports(results, folder), None
@@ -225,7 +225,7 @@ def _size_tiles(results: Results) -> list[Tile]:
     """Return the size of what is deployed, with that of the same in FP16 and FP32; and the ONNX file's."""
     tiles = []
     if results.engine is not None:
-        others = [f"{row.precision.upper()} {size(row.bytes)}" for row in results.twins]
+        others = [f"{row.precision.upper()} {size(row.bytes)}" for row in results.unquantized_engines]
         remark = ", ".join(filter(None, [*others, missing_engines(results)]))
         tiles.append(Tile("engine", size(results.engine.bytes), remark))
     if (smaller := quantized_file(results)) is not None:
@@ -257,7 +257,7 @@ def missing_engines(results: Results) -> str:
     """
     if results.engine is None or results.engine.on_cpu:
         return ""
-    known = {row.precision for row in results.twins}
+    known = {row.precision for row in results.unquantized_engines}
     lacking = [precision.upper() for precision in ("fp16", "fp32") if precision not in known]
     return f"{' and '.join(lacking)} not built: `qdqbench bench RUN` builds them" if lacking else ""
 
@@ -402,10 +402,10 @@ def _cost_section(results: Results) -> Section:
 def size_rows(results: Results) -> list[tuple[str, int, str, float | None]]:
     """Return file or engine, bytes, what it is, and its size by that of the same in FP32, where known."""
     rows = [(each.name, each.bytes, "ONNX", each.fp32_ratio) for each in results.files]
-    full = next((each.bytes for each in results.twins if each.precision == "fp32"), None)
+    full = next((each.bytes for each in results.unquantized_engines if each.precision == "fp32"), None)
     if (engine := results.engine) is not None:
         rows.append((engine.file, engine.bytes, "engine of this run", engine.bytes / full if full else None))
-    for each in results.twins:
+    for each in results.unquantized_engines:
         rows.append((each.name, each.bytes, "engine of the bench", each.bytes / full if full else None))
     if (gpu := results.gpu_engine) is not None:
         rows.append((f"gpu/engine/{gpu.file}", gpu.bytes, "engine for GPUs, built ahead of time", None))

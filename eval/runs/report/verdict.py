@@ -30,9 +30,13 @@ def run_verdict(results: Results) -> Verdict:
     if (smaller := quantized_file(results)) is not None:
         clauses.append(f"ONNX file {smaller[1]:.2f} of FP32")
     clauses.append(speed_clause(results))
-    clauses.append({"passed": "gate passed", "failed": "gate FAILED"}.get(gate.state, f"gate: {gate.state}"))
+    clauses.append(
+        {"passed": "gate passed", "failed": "gate FAILED"}.get(
+            gate.state, f"gate: {gate.state.replace('_', ' ')}"
+        )
+    )
     sentence = "; ".join(clauses) + "."
-    issues = [*gate.having("cannot tell", "not judged"), *gate.having("within noise")]
+    issues = [*gate.having("inconclusive", "not_evaluated"), *gate.having("within_noise")]
     return Verdict(
         state="bad" if checks else STATES.get(gate.state, "unclear"),
         title=_title(results, checks),
@@ -49,7 +53,7 @@ def _title(results: Results, checks: list[str]) -> str:
         return "Gate failed"
     if checks:
         return "A check does not hold"
-    if gate.state == "cannot tell":
+    if gate.state == "inconclusive":
         return "Nothing fails, but these samples cannot tell"
     if gate.state == "passed":
         return "Gate passed"

@@ -161,9 +161,9 @@ def explain_step(auto: Auto, step: AutoStep) -> str:
     unmet = next((issue_sentence(each.unmet[0]) for each in reversed(before) if each.unmet), "")
     texts: dict[SkipReason, str] = {
         "holds": f"{holding} holds the gate",
-        "no base": "no shipped recipe finished that it could start from",
-        "no remedy": f"it changes nothing about what is unmet: {unmet}",
-        "only speed": f"only speed is lacking, and {REMEDIES.get(step.kind, '')} cannot give it",
+        "no_base": "no shipped recipe finished that it could start from",
+        "no_remedy": f"it changes nothing about what is unmet: {unmet}",
+        "only_speed": f"only speed is lacking, and {REMEDIES.get(step.kind, '')} cannot give it",
         "budget": (
             f"it needs about {seconds(step.estimate_s or 0)}, as the last step did, and {seconds(left)} of "
             f"{seconds(auto.budget_s)} are left; give a larger --budget, and the same command resumes"
@@ -243,7 +243,7 @@ def _tiles(auto: Auto) -> list[Tile]:
         title = f"{label(auto.metric)} against FP32"
         tiles.append(Tile(title, change, f"points, {noise_text(versus)}", "" if holds else "bad"))
         if step.speedup:
-            over = f"over {auto.source.twin}" if auto.source else ""
+            over = f"over {auto.source.baseline_precision}" if auto.source else ""
             state: State = "" if step.speedup.value >= 1 else "bad"
             tiles.append(Tile("speed", f"{step.speedup.value:.2f}x", over, state))
     done = sum(each.status == "done" for each in auto.steps)
@@ -251,7 +251,7 @@ def _tiles(auto: Auto) -> list[Tile]:
 
 
 def _table(auto: Auto) -> Table:
-    over = f"over {auto.source.twin}" if auto.source else "speed-up"
+    over = f"over {auto.source.baseline_precision}" if auto.source else "speed-up"
     columns = ["step", label(auto.metric), "against FP32", "against the step before", "ms", over, "time"]
     return Table(
         columns,
@@ -316,7 +316,10 @@ def _explanation(auto: Auto) -> list[str]:
     ]
     if (source := auto.source) is not None:
         shape = f"batch {source.batch}, {source.length} tokens"
-        lines.append(f"Speed: {source.label}; {shape}, over the {source.twin} engine of the same backend.")
+        lines.append(
+            f"Speed: {source.label}; {shape}, "
+            f"over the {source.baseline_precision} engine of the same backend."
+        )
     return lines
 
 

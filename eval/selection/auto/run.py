@@ -123,7 +123,6 @@ class AutoRun:
             nested = self.evaluation.nest_folds(fp32, answers, len(tried))
         step.run = StepRun(
             folder=f"{name}/{RUN}",
-            recipe_file=f"{name}/{RECIPE}",
             engine=f"{name}/{RUN}/engine/{results.engine.file}" if results.engine else None,
             int8_linears=len(session.plan.int8),
             int8_attention=len(session.plan.attention),
@@ -299,11 +298,11 @@ def find_skip_reason(kind: StepKind, before: Sequence[AutoStep]) -> SkipReason |
     if kind == "shipped":
         return None
     if not done:
-        return "no base"
+        return "no_base"
     if not (done[-1].lacks("accuracy") or done[-1].lacks("min_speedup")):
-        return "no remedy"
+        return "no_remedy"
     if kind != "search" and not any(step.lacks("accuracy") for step in done):
-        return "only speed"
+        return "only_speed"
     return None
 
 

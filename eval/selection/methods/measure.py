@@ -300,7 +300,7 @@ class MethodComparison:
         session, trials, recipe = self.session, self.trials, self.session.recipe
         rows = self._rows(tried)
         best = next(row.section for row in rows if row.best)
-        chosen, text = write_calibrated_recipe(recipe, best)
+        _, text = write_calibrated_recipe(recipe, best)
         files.write_text(session.folder / METHODS_RECIPE, text)
         if any(rule.refines for rule in recipe.rules):
             session.notes.append("what the recipe's rules say on calibration holds in every row")
@@ -311,7 +311,6 @@ class MethodComparison:
             **about,
             fp32={split: trials.fp32_scores(split) for split in splits},
             rows=rows,
-            recipe_name=chosen.name,
             warnings=session.warnings,
             notes=session.notes,
             timings={"total_s": wall_s},

@@ -194,7 +194,7 @@ def judge_confirmed(row: ConfirmedRecipe, gate: GateSettings, metric: str) -> li
             if judged != "holds":
                 issue = GateIssue(
                     code="accuracy",
-                    state="failed" if judged == "fails" else "within noise",
+                    state="failed" if judged == "fails" else "within_noise",
                     stage=stage,
                     split=split,
                     metric=metric,
@@ -247,7 +247,7 @@ def explain_no_int8(found: Search) -> str:
     if not tried:
         return f"{text}no recipe with INT8 was tried to its end, ask for more trials"
     if speeds and max(speeds) <= 1:
-        return f"{text}here no recipe with INT8 is faster than {found.source.twin}"
+        return f"{text}here no recipe with INT8 is faster than {found.source.baseline_precision}"
     faster = ", though some are faster" if speeds else ""
     return f"{text}none of the {len(tried)} tried with INT8 satisfies the gate better{faster}"
 

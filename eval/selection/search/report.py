@@ -51,7 +51,7 @@ def search_report(found: Search) -> Report:
     """Return what a search shows: the answer, the front, the confirmation, the recipe, all trials."""
     found = cleaned(found)
     source, outcome = found.source, found.outcome
-    speed = f"over {source.twin}" if source.mode == "latency" else "INT8 share of multiply-adds"
+    speed = f"over {source.baseline_precision}" if source.mode == "latency" else "INT8 share of multiply-adds"
     tried = [trial for trial in found.trials if trial.is_scored]
     failed, repeated = (
         sum(trial.failure is not None for trial in found.trials),
@@ -107,7 +107,8 @@ def describe_rule(found: Search) -> str:
     """Return the question in words."""
     gate = GateSettings.model_validate(found.recipe["gate"])
     if gate.min_speedup is not None:
-        return f"at least {gate.min_speedup:g}x as fast as the {found.source.twin} engine, most accurate"
+        baseline = f"the {found.source.baseline_precision} engine"
+        return f"at least {gate.min_speedup:g}x as fast as {baseline}, most accurate"
     first = "fastest" if found.source.mode == "latency" else "largest INT8 share of multiply-adds"
     return f"at most {points(gate.max_drop)} lost, {first}"
 
@@ -119,7 +120,11 @@ def describe_choice(found: Search) -> str:
     lost = f"at most {points(gate.max_drop)}"
     chosen = found.chosen
     if chosen is None:
-        text = f"none is {asked} as the {found.source.twin} engine" if asked else f"none loses {lost}"
+        text = (
+            f"none is {asked} as the {found.source.baseline_precision} engine"
+            if asked
+            else f"none loses {lost}"
+        )
         best = next((trial for trial in found.trials if trial.number == outcome.best), None)
         if best is None:
             return f"{text}: no trial came to an end"

@@ -79,7 +79,7 @@ def measured_source(session: Session, options: SearchOptions) -> Source:
         mode="latency",
         gpu=gpu.name if gpu and not on_cpu else None,
         cpu=str(find_cpu()) if on_cpu else None,
-        twin=(cpu_compute(recipe) if on_cpu else recipe.precision.compute).upper(),
+        baseline_precision=(cpu_compute(recipe) if on_cpu else recipe.precision.compute).upper(),
         backend=chosen.name,
         version=chosen.version,
         batch=options.batch,

@@ -117,7 +117,7 @@ def _settings(session: Session, options: SearchOptions, source: Source) -> dict[
         "seed": session.config.seed,
         "objective": options.objective,
         "speed": source.mode,
-        "device": [source.gpu or source.cpu, source.backend, source.version, source.twin],
+        "device": [source.gpu or source.cpu, source.backend, source.version, source.baseline_precision],
         "batch and length": [options.batch, options.length],
         "sensitivity file": files.sha256(sensitivity_file(options.sensitivity))
         if options.sensitivity

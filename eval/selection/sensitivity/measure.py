@@ -208,7 +208,7 @@ class Measurement:
         session, config = self.session, self.session.config
         point, reached = sensitivity_choice.choose_point(curve, config.recipe.gate.max_drop)
         model = session.fp32_model
-        chosen, text = sensitivity_choice.write_up(
+        _, text = sensitivity_choice.write_up(
             config.recipe, point, self.found, module_table(model), model.base_model_prefix
         )
         files.write_text(session.folder / sensitivity_choice.CHOICE_FILE, text)
@@ -224,7 +224,6 @@ class Measurement:
                 kept=point.kept,
                 reached=reached,
                 file=sensitivity_choice.CHOICE_FILE,
-                recipe_name=chosen.name,
             ),
             warnings=session.warnings,
             notes=[*session.notes, *self.found.notes, *list_limits(config.recipe, len(encoded.gold))],

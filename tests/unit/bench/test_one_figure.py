@@ -85,7 +85,7 @@ def test_an_engine_stands_beside_those_without_int8(tmp_path: Path) -> None:
     for row in (row for cell in bench.configs for row in cell.rows):
         row.engine_bytes = None
     before, pages = told(bench, tmp_path, own=False)
-    assert before.twins == []
+    assert before.unquantized_engines == []
     tile = re.compile(r"<span>engine</span><b>(.*?)</b><span>(.*?)</span>")
     assert before.engine is not None
     own = size(before.engine.bytes)
@@ -95,7 +95,7 @@ def test_an_engine_stands_beside_those_without_int8(tmp_path: Path) -> None:
     row = next(row for row in bench.configs[0].rows if row.system == "fp16")
     row.engine_bytes = 45_600_000
     results, pages = told(bench, tmp_path, own=False)
-    assert [(row.precision, row.bytes) for row in results.twins] == [("fp16", 45_600_000)]
+    assert [(row.precision, row.bytes) for row in results.unquantized_engines] == [("fp16", 45_600_000)]
     [(number, remark)] = tile.findall(re.sub("</?code>", "`", pages["report.html"]))
     assert number == own
     assert remark == "FP16 45.6 MB, FP32 not built: `qdqbench bench RUN` builds them"

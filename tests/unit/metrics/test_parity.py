@@ -68,7 +68,7 @@ def test_the_right_graph_passes(tiny_bert: Path, name: str, weights: str, comput
         names |= {f"{a}.{part}" for a in ATTENTIONS for part in ("query", "key", "value", "softmax")}
     assert {row.name for row in parity.rows} == names
     tokens = sum(batch["attention_mask"].sum() for batch in BATCHES)
-    assert {row.name: row.codes for row in parity.rows}[FFN2] == 64 * tokens
+    assert {row.name: row.int8_values for row in parity.rows}[FFN2] == 64 * tokens
     assert {row.limit for row in parity.rows} == {LIMIT_FRACTION}
     assert all(row.differing == row.at_border for row in parity.rows)
     if compute == "fp32":
@@ -221,7 +221,7 @@ def test_each_quantizer_is_cut(tiny_bert: Path) -> None:
     ],
 )
 def test_limits(change: dict[str, float], passes: bool) -> None:
-    row = ParityRow(name="a", codes=1000, differing=1, max_step=1, output_rel_error=None)
+    row = ParityRow(name="a", int8_values=1000, differing=1, max_step=1, output_rel_error=None)
     assert row.model_copy(update=change).holds == passes
 
 
@@ -342,7 +342,7 @@ def test_a_value_that_is_at_a_border_in_every_token_is_no_fault(bordered: Quanti
     assert failing(parity) == []
     if compute == "fp16":  # or the test would not reproduce what it is for
         row = next(row for row in parity.rows if row.name == FFN1)
-        assert row.differing == row.at_border > 2 * LIMIT_FRACTION * row.codes
+        assert row.differing == row.at_border > 2 * LIMIT_FRACTION * row.int8_values
     norm = next(
         t.name for t in graph.graph.initializer if "layer.0.attention.output.LayerNorm.bias" in t.name
     )

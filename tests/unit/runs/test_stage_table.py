@@ -21,7 +21,8 @@ from ...support.records import comparison, engine_result
 def partial_results(*stages: str, failures: Sequence[str] = (), **fields) -> Results:
     """Results of these stages, the first one reused."""
     timings = {
-        name: Timing(wall_s=12.3, peak_rss_bytes=1, reused=number == 0) for number, name in enumerate(stages)
+        name: Timing(wall_s=12.3, cpu_s=20.5, peak_rss_bytes=1, reused=number == 0)
+        for number, name in enumerate(stages)
     }
     about = {
         "created": "",
@@ -47,8 +48,8 @@ def engine(**changes) -> EngineResult:
 
 def parity(differing: int) -> Parity:
     rows = [
-        ParityRow(name="a", codes=1000, differing=0, max_step=0, output_rel_error=0.001),
-        ParityRow(name="b", codes=1000, differing=differing, max_step=1, output_rel_error=0.001),
+        ParityRow(name="a", int8_values=1000, differing=0, max_step=0, output_rel_error=0.001),
+        ParityRow(name="b", int8_values=1000, differing=differing, max_step=1, output_rel_error=0.001),
     ]
     passed = all(row.holds for row in rows)
     return Parity(
@@ -167,9 +168,9 @@ def test_what_does_not_hold_is_named():
     results = partial_results(
         "build",
         findings=[
-            FindingRow(severity="error", code="wrong-axis", **finding),
-            FindingRow(severity="error", code="wrong-axis", **finding),
-            FindingRow(severity="warning", code="odd", **finding),
+            FindingRow(severity="error", effect="wrong", code="wrong-axis", **finding),
+            FindingRow(severity="error", effect="wrong", code="wrong-axis", **finding),
+            FindingRow(severity="warning", effect="note", code="odd", **finding),
         ],
         parity=parity(9),
         engine=engine(int8_gemms=11, not_int8=["/a/MatMul"]),

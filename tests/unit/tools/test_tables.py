@@ -296,7 +296,7 @@ def test_searches_show_what_was_chosen_and_what_would_have_been_better():
     search.agreement["within_noise"] = False
     search.outcome["failures"] = ["it lost 3 points"]
     search.confirmed[3].update(status="failed", reason="out of memory")
-    search.source["twin"] = "BF16"
+    search.source["baseline_precision"] = "BF16"
     made = markdown([search])
     assert f"`{kept[1].name}` ✗ dominates the chosen one" in made
     for part in ("✗ they do not agree", "it lost 3 points", "over BF16"):

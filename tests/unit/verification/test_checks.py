@@ -404,7 +404,7 @@ def verification(**changes: Any) -> Verification:
         "stitched_int8_gemms": 12,
         "shapes": [check_shape(logits(4), logits(4), (4, 16), "padded")],
         "padding": check_padding(np.stack([logits(8)] * 3), cost),
-        "answers": answers(logits(noise=0.2, seed=1)),
+        "predictions": answers(logits(noise=0.2, seed=1)),
         "warnings": [],
         "failures": [],
         "passed": True,
@@ -426,7 +426,7 @@ def test_every_fault_is_a_sentence_that_names_the_place_and_the_next_step() -> N
         blocks=[check(reference * 2, reference, plain, mask), check(bad, reference, plain, mask)],
         shapes=[shape],
         padding=check_padding(np.stack([logits(8), logits(8)[::-1]]), cost),
-        answers=answers(np.roll(logits(), 1, axis=0)),
+        predictions=answers(np.roll(logits(), 1, axis=0)),
     )
     lines = verification_failures(wrong, RUN)
     assert len(lines) == 5
@@ -499,6 +499,13 @@ def session(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     built = {"backend": "tensorrt", "version": "10.0.0.6", "compute_capability": ["8.9"], "file": "x.engine"}
     built |= {"ahead_of_time": False, "bytes": 1, "int8_gemms": 12, "expected_int8_gemms": 12, "not_int8": []}
     built |= {"attention_fused": 2, "attention_int8": 0, "expected_attention_int8": 0, "layers": []}
+    built |= {
+        "int8_residuals": 0,
+        "expected_int8_residuals": 0,
+        "not_int8_residuals": [],
+        "profiles": 1,
+        "kernels": 1,
+    }
     (tmp_path / "build.json").write_text(json.dumps(built))
     sidecar = SimpleNamespace(
         profiles=[Profile((1, 8), (8, 32), (16, 32))],
@@ -533,7 +540,7 @@ def test_a_right_engine_is_verified(session: Any) -> None:
     assert found.reference == "fake_quant"
     assert [row.name for row in found.blocks] == ["embeddings", "layer.0", "layer.1", "head"]
     assert found.stitched_int8_gemms == 12
-    assert found.answers.n == 80
+    assert found.predictions.n == 80
     assert any("_gemm_mha_v2" in line for line in found.warnings)
     assert Verification.model_validate_json(found.model_dump_json()) == found
 
@@ -547,7 +554,7 @@ def test_a_graph_that_cannot_be_cut_is_not_checked_and_says_why(session: Any) ->
     assert found.blocks_not_checked is not None
     assert "cannot be cut into blocks" in found.blocks_not_checked
     assert found.passed
-    assert found.answers.n == 80
+    assert found.predictions.n == 80
 
 
 @pytest.mark.parametrize(
@@ -595,7 +602,7 @@ def test_the_report_shows_it(right: bool, tmp_path: Path) -> None:
     if not right:
         found = verification(
             blocks=[check(reference * np.nan, reference, plain, mask)],
-            answers=answers(logits() * np.nan),
+            predictions=answers(logits() * np.nan),
             passed=False,
         )
     markdown, html = written(sample(verification=found), tmp_path)

@@ -41,12 +41,12 @@ def test_every_linear_and_block_has_an_error_of_the_size_of_int8(made, tiny_bert
     found = errors(made, tiny_bert)
     blocks = [f"layer.{number}" for number in range(LAYERS)]
     assert [*found] == [*made.plan.int8, "embeddings", *blocks, "head"]
-    assert all(1e-3 < found[name].alone < 0.1 for name in made.plan.int8)
-    assert all(found[name].accumulated is None for name in (*made.plan.int8, "embeddings"))
-    assert found["embeddings"].alone < 1e-6
-    assert found["layer.0"].accumulated == pytest.approx(found["layer.0"].alone, rel=1e-3)
-    assert found[blocks[-1]].accumulated > found[blocks[-1]].alone
-    assert found["head"].alone < 1e-6 < found["head"].accumulated
+    assert all(1e-3 < found[name].isolated < 0.1 for name in made.plan.int8)
+    assert all(found[name].cumulative is None for name in (*made.plan.int8, "embeddings"))
+    assert found["embeddings"].isolated < 1e-6
+    assert found["layer.0"].cumulative == pytest.approx(found["layer.0"].isolated, rel=1e-3)
+    assert found[blocks[-1]].cumulative > found[blocks[-1]].isolated
+    assert found["head"].isolated < 1e-6 < found["head"].cumulative
 
 
 def test_a_broken_linear_shows_alone_and_in_all_that_follows(made, tiny_bert):
@@ -62,17 +62,17 @@ def test_a_broken_linear_shows_alone_and_in_all_that_follows(made, tiny_bert):
         after = errors(made, tiny_bert)
     finally:
         handle.remove()
-    assert after[name].alone > 10 * before[name].alone
-    assert after["layer.1"].alone > 2 * before["layer.1"].alone
-    assert after["head"].accumulated > before["head"].accumulated
+    assert after[name].isolated > 10 * before[name].isolated
+    assert after["layer.1"].isolated > 2 * before["layer.1"].isolated
+    assert after["head"].cumulative > before["head"].cumulative
     assert after["layer.0"] == before["layer.0"]
 
 
 def test_a_correction_is_part_of_what_is_judged(made, tiny_bert):
     name = "bert.encoder.layer.0.output.dense"
-    plain = errors(made, tiny_bert)[name].alone
+    plain = errors(made, tiny_bert)[name].isolated
     width = len(made.model.get_submodule(name).bias)
-    assert errors(made, tiny_bert, {name: [1.0] * width})[name].alone > 5 * plain
+    assert errors(made, tiny_bert, {name: [1.0] * width})[name].isolated > 5 * plain
 
 
 def test_shifted_hidden_states_are_no_error(tiny_bert):
@@ -88,11 +88,11 @@ def test_shifted_hidden_states_are_no_error(tiny_bert):
         found = layer_errors(made.model, fp32, [*made.plan.int8], [BATCH], {}, moved)
     assert all(torch.equal(value, before[name]) for name, value in fp32.state_dict().items())
     rows = {row.name: row for row in found.rows}
-    assert rows["embeddings"].alone < 1e-5
-    assert all(0.005 < rows[f"layer.{number}"].alone < 0.1 for number in range(LAYERS))
-    assert rows["layer.0"].accumulated == pytest.approx(rows["layer.0"].alone, rel=0.1)
+    assert rows["embeddings"].isolated < 1e-5
+    assert all(0.005 < rows[f"layer.{number}"].isolated < 0.1 for number in range(LAYERS))
+    assert rows["layer.0"].cumulative == pytest.approx(rows["layer.0"].isolated, rel=0.1)
     without = {row.name: row for row in unshifted(made, tiny_bert).rows}
-    assert without["embeddings"].alone > 0.1
+    assert without["embeddings"].isolated > 0.1
 
 
 def unshifted(made, tiny_bert):

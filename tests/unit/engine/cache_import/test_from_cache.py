@@ -71,8 +71,8 @@ def test_amax_of_a_cache_become_those_of_the_run(folder, graph, found, tmp_path)
         assert record.quantizers[quantizer].amax == pytest.approx(amax[name], rel=1e-6)
         assert record.replaced[quantizer] == pytest.approx(found[name], rel=1e-6)
     rows = {row.name: row for row in record.rows()}
-    assert rows[f"{LINEARS[0]}.input_quantizer"].amax_found == pytest.approx(found[LINEARS[0]], rel=1e-6)
-    assert rows[f"{LINEARS[0]}.weight_quantizer"].amax_found is None
+    assert rows[f"{LINEARS[0]}.input_quantizer"].calibrated_amax == pytest.approx(found[LINEARS[0]], rel=1e-6)
+    assert rows[f"{LINEARS[0]}.weight_quantizer"].calibrated_amax is None
     note = next(text for text in record.notes if "given by the recipe" in text)
     assert "0.40 to 0.90 times" in note
     (warning,) = record.warnings

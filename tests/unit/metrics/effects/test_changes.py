@@ -26,7 +26,7 @@ def done(recipe="bert-int8-linears", scales="channel", attention=(), rewrites=No
 
 
 def said(of):
-    return {change.what: (change.count, change.said) for change in model_changes(of)}
+    return {change.what: (change.count, change.description) for change in model_changes(of)}
 
 
 def test_nothing_is_said_of_plain_qdq():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.metrics.effects.answers import FILE, Beside, changed_answers, classes_of
+from qdqbench.eval.metrics.effects.answers import FILE, Beside, changed_predictions, classes_of
 from qdqbench.quantize.tasks.task import EMBED, TOKEN_TASK, get_task, with_classes
 from qdqbench.quantize.tasks.types.tokens import Tagged
 
@@ -38,12 +38,12 @@ def texts():
 
 
 def test_lost_answers_come_first_the_farthest_of_them_on_top(sentences, texts, tmp_path):
-    found = changed_answers(sentences, texts, tmp_path)
-    assert (found.n, found.found, found.answers_are) == (4, 3, "class")
-    assert found.counts == {"right to wrong": 2, "wrong to right": 1}
+    found = changed_predictions(sentences, texts, tmp_path)
+    assert (found.n, found.count, found.prediction_type) == (4, 3, "class")
+    assert found.counts == {"regressed": 2, "fixed": 1}
     assert [row.sample for row in found.rows] == [3, 0, 1]
     first = found.rows[0]
-    assert (first.text, first.label, first.fp32, first.answer) == (
+    assert (first.text, first.label, first.fp32, first.prediction) == (
         "=lost",
         "negative",
         "negative",
@@ -56,8 +56,8 @@ def test_lost_answers_come_first_the_farthest_of_them_on_top(sentences, texts, t
 
 
 def test_the_page_gets_some_and_the_file_gets_all(sentences, texts, tmp_path):
-    found = changed_answers(sentences, texts, tmp_path, kept=1)
-    assert (found.found, len(found.rows), found.file) == (3, 1, FILE)
+    found = changed_predictions(sentences, texts, tmp_path, kept=1)
+    assert (found.count, len(found.rows), found.file) == (3, 1, FILE)
     with (tmp_path / FILE).open(encoding="utf-8", newline="") as stream:
         rows = [*csv.DictReader(stream)]
     assert [int(row["sample"]) for row in rows] == [3, 0, 1]
@@ -70,9 +70,9 @@ def test_scores_are_sorted_by_how_far_they_moved(tmp_path):
     data = datasets.Dataset.from_dict(
         {"sentence1": ["a", "b", "c"], "sentence2": ["x", "y", "z"], "label": [0.0] * 3}
     )
-    found = changed_answers(both, data, tmp_path)
-    assert found.counts == {"nearer or farther": 2}
-    assert [(row.text, row.label, row.fp32, row.answer, row.fp32_margin) for row in found.rows] == [
+    found = changed_predictions(both, data, tmp_path)
+    assert found.counts == {"moved": 2}
+    assert [(row.text, row.label, row.fp32, row.prediction, row.fp32_margin) for row in found.rows] == [
         ("b | y", "2.5", "2", "3", None),
         ("c | z", "4", "4", "4.5", None),
     ]
@@ -83,7 +83,7 @@ def test_texts_without_labels_have_none(tmp_path):
     moved = made.copy()
     moved[3] = -moved[3]
     both = beside(EMBED, made, moved, made, [])
-    found = changed_answers(both, datasets.Dataset.from_dict({"text": [*map(str, range(12))]}), tmp_path)
+    found = changed_predictions(both, datasets.Dataset.from_dict({"text": [*map(str, range(12))]}), tmp_path)
     assert (found.rows[0].sample, found.rows[0].label) == (3, None)
     assert classes_of(both) is None
 
@@ -92,7 +92,7 @@ def test_confusion_counts_labels_by_answers(sentences):
     found = classes_of(sentences)
     assert (found.fp32, found.confusion) == ([[2, 1], [1, 0]], [[1, 2], [1, 0]])
     negative, positive = found.rows
-    assert (negative.name, negative.n, negative.lost, negative.won) == ("negative", 3, 2, 1)
+    assert (negative.name, negative.n, negative.regressed, negative.fixed) == ("negative", 3, 2, 1)
     assert (negative.fp32, negative.recall, negative.delta) == pytest.approx((2 / 3, 1 / 3, -1 / 3))
     assert (positive.n, positive.delta, positive.delta_stderr) == (1, 0, 0)
 
@@ -121,10 +121,10 @@ def test_words_of_one_sentence_go_together(tmp_path):
     after = np.eye(2)[[0, 0, 0, 0]]
     both = beside(task, before, after, gold, names)
     data = datasets.Dataset.from_dict({"tokens": [["a", "b", "c"], ["d"]], "ner_tags": [[0, 1, 1], [0]]})
-    found = changed_answers(both, data, tmp_path)
-    assert [(row.text, row.label, row.fp32, row.answer) for row in found.rows] == [
+    found = changed_predictions(both, data, tmp_path)
+    assert [(row.text, row.label, row.fp32, row.prediction) for row in found.rows] == [
         ("a b c", "O B-PER B-PER", "O B-PER B-PER", "O O O")
     ]
     classes = classes_of(both)
     assert (classes.unit, classes.fp32, classes.confusion) == ("words", [[2, 0], [0, 2]], [[2, 0], [2, 0]])
-    assert classes.rows[1].lost == 2
+    assert classes.rows[1].regressed == 2

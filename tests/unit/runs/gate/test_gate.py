@@ -18,7 +18,7 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.utils.comparison import Comparison, Gate
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
-from qdqbench.quantize.utils.results import AnswersCheck, StageResult
+from qdqbench.quantize.utils.results import PredictionsCheck, StageResult
 
 from ....support import records
 
@@ -60,11 +60,11 @@ def test_what_a_search_confirms_a_run_does_not_fail() -> None:
         "engine": comparison(accuracy=(0.0084, 0.0112)),
         "fake_quant": comparison(accuracy=(0.0115, 0.0113)),
     }
-    assert confirmation(0.01, **stages) == ["within noise"]
+    assert confirmation(0.01, **stages) == ["within_noise"]
     gate = run_gate("rte", 0.01, **stages)
     assert gate.passed
     assert gate.failures == []
-    assert [issue.state for issue in gate.issues] == ["within noise", "cannot tell"]
+    assert [issue.state for issue in gate.issues] == ["within_noise", "inconclusive"]
     assert issue_sentence(gate.issues[0]) == (
         "fake_quant: accuracy is 0.0115 below FP32 (paired standard error 0.0113), the gate allows 0.01; it "
         "holds within noise (two standard errors)"
@@ -102,9 +102,9 @@ def _point(kept: int, divergence: float, drop: float, error: float) -> CurvePoin
     return CurvePoint(kept=kept, linears=["a"] * kept, attention=[], comparison=compared)
 
 
-def _answers(drop: float, drop_limit: float) -> AnswersCheck:
+def _answers(drop: float, drop_limit: float) -> PredictionsCheck:
     """An engine's answers with nothing wrong but, perhaps, their drop."""
-    return AnswersCheck(
+    return PredictionsCheck(
         n=256,
         nonfinite=0,
         metric="accuracy",
@@ -158,8 +158,8 @@ def test_as_many_samples_as_it_asks_for_can_tell(drop: float, error: float, max_
 @pytest.mark.parametrize(("drop", "error"), [(0.002, 0.006), (0.0115, 0.0113)])
 def test_a_drop_that_these_samples_cannot_tell_is_open(drop: float, error: float) -> None:
     gate = run_gate("sst2", 0.01, fake_quant=comparison(accuracy=(drop, error)))
-    assert (gate.passed, gate.state) == (True, "cannot tell")
-    issue = gate.having("cannot tell")[0]
+    assert (gate.passed, gate.state) == (True, "inconclusive")
+    issue = gate.having("inconclusive")[0]
     assert (issue.code, issue.n) == ("accuracy", 277)
     assert "samples, there are 277." in issue_sentence(issue)
 
@@ -167,7 +167,7 @@ def test_a_drop_that_these_samples_cannot_tell_is_open(drop: float, error: float
 def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell() -> None:
     asked = Gate(passed=True, max_drop=0.01, min_speedup=1.2)
     before = judge_speed(asked, [])
-    assert before.state == "not judged"
+    assert before.state == "not_evaluated"
     assert "it takes `qdqbench bench RUN`" in issue_sentence(before.issues[0])
     fast = records.speedup(1.4, 1.3, 1.5)
     slow = fast.model_copy(update={"config": "b1 s128", "value": 0.74})

@@ -19,8 +19,8 @@ from qdqbench.eval.reporting.render import render_html, render_markdown
 from qdqbench.eval.runs.report import effects
 from qdqbench.eval.runs.report.report import run_report
 from qdqbench.quantize.utils.comparison import (
-    ChangedAnswer,
-    ChangedAnswers,
+    ChangedPrediction,
+    ChangedPredictions,
     Classes,
     ClassRow,
     LayerError,
@@ -35,20 +35,20 @@ from .test_report import measured, one_line, sample, written
 MODULE = "bert.encoder.layer.{}.output.dense"
 
 
-def answer(number, change="right to wrong", **fields):
-    words = {"text": f"text {number}", "label": "good", "fp32": "good", "answer": "bad"}
+def answer(number, change="regressed", **fields):
+    words = {"text": f"text {number}", "label": "good", "fp32": "good", "prediction": "bad"}
     known = {"fp32_margin": 0.25, "margin": 0.125, "change": change, "distance": 0.5}
-    return ChangedAnswer(sample=number, **(words | known | fields))
+    return ChangedPrediction(sample=number, **(words | known | fields))
 
 
-def changed(rows, found=None, **counts):
-    return ChangedAnswers(
+def changed(rows, count=None, **counts):
+    return ChangedPredictions(
         stage="onnxruntime",
         split="validation",
-        answers_are="class",
+        prediction_type="class",
         n=872,
-        found=len(rows) if found is None else found,
-        counts=counts or {"right to wrong": len(rows)},
+        count=len(rows) if count is None else count,
+        counts=counts or {"regressed": len(rows)},
         rows=rows,
         file="changed.csv",
     )
@@ -56,7 +56,7 @@ def changed(rows, found=None, **counts):
 
 def confusion(names=("bad", "good")):
     rows = [
-        ClassRow(name=name, n=10, fp32=0.9, recall=0.8, delta=-0.1, delta_stderr=0.05, lost=1, won=0)
+        ClassRow(name=name, n=10, fp32=0.9, recall=0.8, delta=-0.1, delta_stderr=0.05, regressed=1, fixed=0)
         for name in names
     ]
     made = [[8 if a == b else 2 for b in range(len(names))] for a in range(len(names))]
@@ -66,22 +66,23 @@ def confusion(names=("bad", "good")):
 
 def errors():
     linears = [
-        LayerError(name=MODULE.format(n), what="linear", alone=0.01 * (n + 1), accumulated=None)
+        LayerError(name=MODULE.format(n), what="linear", isolated=0.01 * (n + 1), cumulative=None)
         for n in range(4)
     ]
     blocks = [
-        LayerError(name=f"layer.{n}", what="block", alone=0.02, accumulated=0.02 * (n + 1)) for n in range(4)
+        LayerError(name=f"layer.{n}", what="block", isolated=0.02, cumulative=0.02 * (n + 1))
+        for n in range(4)
     ]
     return LayerErrors(n=16, rows=[*linears, *blocks])
 
 
 def full(text="text", **fields):
-    rows = [answer(3, text=text, fp32=text), answer(5, "wrong to right", text=None)]
+    rows = [answer(3, text=text, fp32=text), answer(5, "fixed", text=None)]
     given = {
-        "changed": changed(rows, **{"right to wrong": 1, "wrong to right": 1}),
+        "changed_predictions": changed(rows, **{"regressed": 1, "fixed": 1}),
         "classes": confusion((text, "good")),
         "layer_errors": errors(),
-        "model_changes": [ModelChange(what="tanh GELU", count=6, said=f"GELU {text}")],
+        "model_changes": [ModelChange(what="tanh GELU", count=6, description=f"GELU {text}")],
     }
     return sample(**(given | fields))
 
@@ -98,7 +99,7 @@ def test_the_sections_hold_what_results_hold(tmp_path):
     markdown, html = written(full(), tmp_path)
     text = one_line(Page(html).text)
     said = (
-        "Of 872 samples of validation 2 (0.2%) have another answer in ONNX Runtime than in FP32: 1 right to"
+        "Of 872 samples of validation 2 (0.2%) have another answer in ONNX Runtime than in FP32: 1 regressed,"
     )
     for shown in (text, markdown):
         assert said in shown
@@ -112,11 +113,11 @@ def test_the_sections_hold_what_results_hold(tmp_path):
     assert effects.EVALUATE_FP16 in text
 
 
-@pytest.mark.parametrize("part", ["changed", "classes", "layer_errors", "model_changes"])
+@pytest.mark.parametrize("part", ["changed_predictions", "classes", "layer_errors", "model_changes"])
 def test_what_a_run_has_not_is_not_shown(part):
     _, html = sections(full(**{part: [] if part == "model_changes" else None}))
     anchor = {
-        "changed": "changed",
+        "changed_predictions": "changed",
         "classes": "classes",
         "layer_errors": "errors",
         "model_changes": "besides",
@@ -134,8 +135,8 @@ def test_texts_of_users_stay_text():
 
 
 def test_columns_that_no_sample_fills_are_left_out():
-    row = answer(1, "nearer or farther", label=None, margin=None, fp32_margin=None)
-    _, html = sections(sample(changed=changed([row], **{"nearer or farther": 1})))
+    row = answer(1, "moved", label=None, margin=None, fp32_margin=None)
+    _, html = sections(sample(changed_predictions=changed([row], **{"moved": 1})))
     heads = re.search(r'id="changed-answers".*?</thead>', html, re.DOTALL)[0]
     assert re.findall(r"<th [^>]*>(.*?)</th>", heads) == [
         "sample",
@@ -148,8 +149,10 @@ def test_columns_that_no_sample_fills_are_left_out():
 
 
 def test_a_list_that_was_cut_says_so():
-    results = sample(changed=changed([answer(n) for n in range(3)], found=90, **{"right to wrong": 90}))
-    said = effects.changed_text(results, results.changed)
+    results = sample(
+        changed_predictions=changed([answer(n) for n in range(3)], count=90, **{"regressed": 90})
+    )
+    said = effects.changed_text(results, results.changed_predictions)
     assert said.endswith("The first 3 of 90 are listed, all are in changed.csv.")
     none = changed([])
     assert effects.changed_text(results, none).endswith("each has the answer of FP32 in ONNX Runtime.")

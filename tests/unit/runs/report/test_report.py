@@ -131,7 +131,7 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
     rows = [
         ParityRow(
             name=module,
-            codes=1_048_576,
+            int8_values=1_048_576,
             differing=(index * 997) % 2400,
             max_step=1,
             output_rel_error=0.0004 + 0.00001 * index,
@@ -164,6 +164,7 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
         "findings": [
             FindingRow(
                 severity="warning",
+                effect="note",
                 code="fp16-near-limit",
                 node="/bert/embeddings/Add",
                 why="a constant uses more than half of the FP16 range",
@@ -188,11 +189,11 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
         "engine": engine(layers, prefix),
         "gate": Gate(passed=True, max_drop=0.01),
         "timings": {
-            "baseline": Timing(wall_s=13.2, peak_rss_bytes=1_310_000_000, reused=False),
-            "calibrate": Timing(wall_s=8.4, peak_rss_bytes=1_720_000_000, reused=False),
-            "export": Timing(wall_s=9.6, peak_rss_bytes=2_050_000_000, reused=False),
-            "build": Timing(wall_s=3.1, peak_rss_bytes=2_110_000_000, reused=True),
-            "evaluate": Timing(wall_s=25.7, peak_rss_bytes=2_310_000_000, reused=False),
+            "baseline": Timing(wall_s=13.2, cpu_s=20.5, peak_rss_bytes=1_310_000_000, reused=False),
+            "calibrate": Timing(wall_s=8.4, cpu_s=20.5, peak_rss_bytes=1_720_000_000, reused=False),
+            "export": Timing(wall_s=9.6, cpu_s=20.5, peak_rss_bytes=2_050_000_000, reused=False),
+            "build": Timing(wall_s=3.1, cpu_s=20.5, peak_rss_bytes=2_110_000_000, reused=True),
+            "evaluate": Timing(wall_s=25.7, cpu_s=20.5, peak_rss_bytes=2_310_000_000, reused=False),
         },
         "warnings": ["the engine was built ahead of time and not run: its outputs are not verified"],
         "environment": {
@@ -283,7 +284,7 @@ def hostile() -> Results:
 
     def poison(value: Any, key: str = "") -> Any:
         if isinstance(value, str):
-            return value if key in {"status", "kind", "severity"} else GARBLED
+            return value if key in {"status", "kind", "severity", "effect"} else GARBLED
         if isinstance(value, dict):
             return {name: poison(item, name) for name, item in value.items()}
         return [poison(item, key) for item in value] if isinstance(value, list) else value
@@ -472,7 +473,7 @@ def test_a_gate_that_holds_within_noise_says_so_everywhere(tmp_path: Path) -> No
     )
     drop = GateIssue(
         code="accuracy",
-        state="within noise",
+        state="within_noise",
         stage="engine",
         metric="accuracy",
         value=0.0115,
@@ -481,11 +482,11 @@ def test_a_gate_that_holds_within_noise_says_so_everywhere(tmp_path: Path) -> No
         n=872,
         needed=9000,
     )
-    unclear = drop.model_copy(update={"state": "cannot tell"})
+    unclear = drop.model_copy(update={"state": "inconclusive"})
     results = sample(gate=Gate(passed=True, max_drop=0.01, issues=[drop, unclear]))
     said = wording.run_verdict(results)
     assert (said.state, said.title) == ("unclear", "Nothing fails, but these samples cannot tell")
-    assert said.sentence.endswith("; gate: cannot tell.")
+    assert said.sentence.endswith("; gate: inconclusive.")
     markdown, html = written(results, tmp_path)
     assert note in markdown
     assert note in one_line(Page(html).text)
@@ -496,7 +497,7 @@ def test_a_gate_that_holds_within_noise_says_so_everywhere(tmp_path: Path) -> No
 
 
 def test_an_engine_that_never_ran_is_not_a_passed_gate() -> None:
-    unclear = GateIssue(code="engine", state="not judged", stage="engine", detail="no GPU")
+    unclear = GateIssue(code="engine", state="not_evaluated", stage="engine", detail="no GPU")
     said = wording.run_verdict(sample(gate=Gate(passed=True, max_drop=0.01, issues=[unclear])))
     assert (said.state, said.title) == ("unclear", "Graph passed, engine not run")
 
@@ -529,7 +530,14 @@ def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause:
     ("change", "reason"),
     [
         (
-            {"findings": [FindingRow(severity="error", code="uint8", node="/a/b", why="w", fix="f")] * 2},
+            {
+                "findings": [
+                    FindingRow(
+                        severity="error", effect="refused", code="uint8", node="/a/b", why="w", fix="f"
+                    )
+                ]
+                * 2
+            },
             "check of the ONNX file: 2 errors: uint8 (2)",
         ),
         (
@@ -538,9 +546,15 @@ def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause:
                     n=4,
                     padded=False,
                     rows=[
-                        ParityRow(name="a.0.b", codes=100, differing=1, max_step=1, output_rel_error=None),
-                        ParityRow(name="a.1.b", codes=1000, differing=1, max_step=2, output_rel_error=None),
-                        ParityRow(name="a.2.b", codes=1000, differing=5, max_step=1, output_rel_error=None),
+                        ParityRow(
+                            name="a.0.b", int8_values=100, differing=1, max_step=1, output_rel_error=None
+                        ),
+                        ParityRow(
+                            name="a.1.b", int8_values=1000, differing=1, max_step=2, output_rel_error=None
+                        ),
+                        ParityRow(
+                            name="a.2.b", int8_values=1000, differing=5, max_step=1, output_rel_error=None
+                        ),
                     ],
                     logits_max_abs_diff=0.5,
                     limit_fraction=0.005,

@@ -45,7 +45,6 @@ def done(name, kind, delta, previous=None, *, nested=None, issues=()):
     source = Source(mode="latency", cpu="a CPU", backend="openvino", version="1", batch=32, length=128)
     run = StepRun(
         folder=f"{name}/run",
-        recipe_file=f"{name}/run.yaml",
         engine=f"{name}/run/engine/model.engine",
         int8_linears=36,
         int8_attention=0,
@@ -193,9 +192,9 @@ def test_the_file_is_read_back(tmp_path):
     ("reason", "words"),
     [
         ("holds", "methods holds the gate"),
-        ("no base", "no shipped recipe finished"),
-        ("no remedy", "it changes nothing about what is unmet: engine: matthews is 0.0290 below"),
-        ("only speed", "only speed is lacking, and weights cannot give it"),
+        ("no_base", "no shipped recipe finished"),
+        ("no_remedy", "it changes nothing about what is unmet: engine: matthews is 0.0290 below"),
+        ("only_speed", "only speed is lacking, and weights cannot give it"),
     ],
 )
 def test_reasons_in_words(reason, words):

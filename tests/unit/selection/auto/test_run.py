@@ -26,7 +26,6 @@ def run_of(*codes, drop=0.0, nested=None):
     """What a run leaves of a recipe that loses so much, a fraction, and has these issues."""
     run = StepRun(
         folder="run",
-        recipe_file="run.yaml",
         engine=None,
         int8_linears=1,
         int8_attention=0,
@@ -132,7 +131,7 @@ def test_without_a_shipped_recipe_there_is_no_base(tmp_path):
     planned = Planned(tmp_path, failing() | dict.fromkeys(NAMES[:2], CheckFailed("NaN")))
     steps = planned.take()
     assert planned.taken == ["attention", "linears"]
-    assert {step.skipped for step in steps[2:]} == {"no base"}
+    assert {step.skipped for step in steps[2:]} == {"no_base"}
     assert choose_step(steps) is None
 
 
@@ -140,12 +139,12 @@ def test_where_only_speed_is_unmet_search_alone_can_help(tmp_path):
     planned = Planned(tmp_path, {name: run_of("min_speedup") for name in NAMES})
     steps = planned.take()
     assert planned.taken == ["attention", "linears", "search"]
-    assert steps[-1].skipped == "only speed"
+    assert steps[-1].skipped == "only_speed"
 
 
 def test_nothing_is_tried_where_no_step_can_help(tmp_path):
     planned = Planned(tmp_path, {name: run_of("require_int8") for name in NAMES})
-    assert planned.take()[-1].skipped == "no remedy"
+    assert planned.take()[-1].skipped == "no_remedy"
     assert planned.taken == ["attention", "linears"]
 
 

@@ -167,7 +167,7 @@ def test_confirmation_holds_or_says_why():
     row.engine["validation"] = records.comparison({"accuracy": -0.02}, 0.001)
     issues = judge_confirmed(row, gate, "accuracy")
     assert [(each.stage, each.state) for each in issues] == [
-        ("fake_quant", "within noise"),
+        ("fake_quant", "within_noise"),
         ("engine", "failed"),
     ]
 
@@ -192,7 +192,7 @@ def test_a_chosen_recipe_that_fails_is_a_failure_with_its_reason(tmp_path):
     ],
 )
 def test_rules_in_words(gate, mode, text):
-    source = Source(mode=mode, backend="b", version="v", batch=1, length=1, twin="BF16")
+    source = Source(mode=mode, backend="b", version="v", batch=1, length=1, baseline_precision="BF16")
     recipe = LINEARS.model_copy(update={"gate": GateSettings(**gate)})
     assert describe_rule(sample_search(source=source, recipe=recipe.model_dump(mode="json"))) == text
 
@@ -214,7 +214,7 @@ def test_choices_in_words():
 
 
 def test_reports_name_the_baseline(tmp_path):
-    source = sample_search().source.model_copy(update={"cpu": "c", "twin": "BF16"})
+    source = sample_search().source.model_copy(update={"cpu": "c", "baseline_precision": "BF16"})
     versions = dict.fromkeys(("torch", "transformers", "nvidia-modelopt"), "1")
     found = sample_search(source=source, environment={"versions": versions})
     for path in write_report(search_report(found), tmp_path, "search"):
