@@ -185,10 +185,9 @@ def profile(folder: RunFolder, json: Json = False) -> None:
     rows = found.timings.values()
     for name, row in found.timings.items():
         reused = "reused" if row.reused else ""
-        table.add_row(
-            name, f"{row.wall_s:.1f}", f"{row.cpu_s:.1f}", f"{row.peak_rss_bytes / 1e6:.0f}", reused
-        )
+        cpu = "-" if row.cpu_s is None else f"{row.cpu_s:.1f}"
+        table.add_row(name, f"{row.wall_s:.1f}", cpu, f"{row.peak_rss_bytes / 1e6:.0f}", reused)
     peak = max(row.peak_rss_bytes for row in rows)
-    wall, cpu = (f"{sum(times):.1f}" for times in ([r.wall_s for r in rows], [r.cpu_s for r in rows]))
+    wall, cpu = (f"{sum(times):.1f}" for times in ([r.wall_s for r in rows], [r.cpu_s or 0 for r in rows]))
     table.add_row("total", wall, cpu, f"{peak / 1e6:.0f}", "")
     console().print(table)

@@ -313,8 +313,8 @@ class Timing(Strict):
 
     wall_s: float
     """Wall time in seconds."""
-    cpu_s: float
-    """CPU time of all threads in seconds."""
+    cpu_s: float | None = None
+    """CPU time of all threads in seconds; null if not measured."""
     peak_rss_bytes: int
     """Peak memory of the whole process during the stage, in bytes."""
     reused: bool
