@@ -15,9 +15,9 @@ from qdqbench.quantize.training.qat.stage import settings_of
 from qdqbench.quantize.training.record import RECORD, spread
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.results import Finetuning, Spread, TrainingRun, training_line
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.environment import now
-from qdqbench.quantize.utils.training_results import Finetuning, Spread, TrainingRun, training_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.reporting.formats import in_points, label, model_label, versions_text
 from qdqbench.eval.runs.study import Study
-from qdqbench.quantize.utils.training_results import Spread
+from qdqbench.quantize.utils.results import Spread
 
 if TYPE_CHECKING:
     from rich.console import Group

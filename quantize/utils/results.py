@@ -1,4 +1,4 @@
-"""Schema of `results.json`, the one file that holds every number of a run (documented in docs/results.md)."""
+"""Schemas of `results.json` and `finetune.json`: every number of a run and of a training (docs/results.md)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.calibration_results import Lengths, QuantizerRow, SoftmaxRow
 from qdqbench.quantize.utils.comparison import (
     ChangedPredictions,
     Classes,
@@ -22,7 +21,203 @@ from qdqbench.quantize.utils.frames import Tabular, stage_rows
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.speedup import Speedup
-from qdqbench.quantize.utils.training_results import TrainingRun
+
+
+class QuantizerRow(Strict):
+    """One calibrated quantizer."""
+
+    name: str
+    """Path of the quantizer."""
+    module: str
+    """Path of the layer that it belongs to."""
+    kind: Literal["weight", "input", "query", "key", "value", "softmax", "residual"]
+    """Kind of tensor; `query`, `key`, `value` and `softmax` of an INT8 attention, `residual` of an INT8
+    residual stream."""
+    axis: int | None
+    """Channel axis; null when one scale serves the whole tensor."""
+    amax: float
+    """Largest magnitude that is representable (the scale is amax / 127); the largest of all channels."""
+    amax_min: float
+    """Smallest amax of all channels; equal to `amax` per tensor."""
+    amax_over_rms: float | None
+    """Outlier measure of an activation: amax / root mean square; null when not measured."""
+    calibrated_amax: float | None = None
+    """Amax from calibration if the recipe overrides it (`calibration.amax`); else null."""
+
+
+class SoftmaxRow(Strict):
+    """What INT8 costs the softmax of an attention on calibration samples of some lengths, alone in INT8."""
+
+    module: str
+    """Path of the attention."""
+    length: int
+    """Longest sample of this row in tokens; shorter ones have rows of their own."""
+    amax: float
+    """Amax of the softmax output; the scale is amax / 127."""
+    centered: bool
+    """Whether values are mean-centered: a row of the attention that loses mass gets their mean instead."""
+    zeroed: float
+    """Share of the attention that rounds to zero."""
+    clipped: float
+    """Share of the attention above the amax."""
+    error: float
+    """Relative error of the attention's output: norm of the difference over the norm in FP32."""
+
+
+class LengthBucket(Strict):
+    """Rows that are padded to the same length."""
+
+    length: int
+    """Length in tokens that its rows are padded to."""
+    rows: int
+    """Number of rows."""
+    tokens: int
+    """Tokens of its rows without padding."""
+
+
+class Lengths(Strict):
+    """Lengths of the evaluation data, and what an engine with `shapes: auto` makes of them."""
+
+    splits: list[str]
+    """Evaluation splits whose rows were counted."""
+    rows: int
+    """Rows of all splits; of questions the windows."""
+    tokens: int
+    """Tokens of all rows, without padding."""
+    shortest: int
+    """Tokens of the shortest row."""
+    longest: int
+    """Tokens of the longest row."""
+    median: float
+    """Median tokens of a row."""
+    p90: int
+    """90th percentile of the tokens of a row."""
+    histogram: list[tuple[int, int]]
+    """Pairs of tokens and the number of rows that have so many."""
+    buckets: list[LengthBucket]
+    """Lengths that rows are padded to; empty for a CPU, whose kernels take every length."""
+    padding: float
+    """Share of the tokens of the engine's batches that is padding."""
+    longest_padding: float
+    """Share of padding if all rows were padded to the longest."""
+    profiles: list[str]
+    """Optimization profiles of the engine, each [min, opt, max]."""
+
+
+class LogRow(Strict):
+    """One look at the loss, or one evaluation on the held-out rows."""
+
+    step: int
+    """Optimizer steps done; 0 is before training."""
+    epoch: float
+    """Passes over the training rows done."""
+    loss: float | None = None
+    """Training loss, mean over the samples since the previous row; null in an evaluation."""
+    learning_rate: float | None = None
+    """Learning rate of the next step; null in an evaluation."""
+    gradient_norm: float | None = None
+    """Norm of the gradient of this step before clipping; null in an evaluation."""
+    score: float | None = None
+    """Score of an evaluation on the held-out rows, higher is better; it chooses the weights. Else null."""
+    values: dict[str, float] = Field(default_factory=dict)
+    """Figures of an evaluation on the held-out rows: `loss` against the labels, the metrics, and for QAT
+    `distance` from the predictions of the FP32 model (KL divergence in nat, squared error for regression)."""
+
+
+class TrainingRun(Strict):
+    """One training run, of one seed."""
+
+    seed: int
+    """Seed of the batches, the dropout, the held-out rows, and of a new classifier."""
+    status: Literal["done", "failed"]
+    """Status; failed: it diverged or its loss was not a number."""
+    reason: str | None = None
+    """Reason of the failure; null where it is done."""
+    folder: str | None = None
+    """Folder of the model, relative to the file; null of a QAT."""
+    settings: dict[str, Any]
+    """The `qat` section of the recipe, or the settings of `finetune`, with every default filled in."""
+    precision: str
+    """Precision: `bf16` (autocast), `tf32` or `fp32`."""
+    device: str
+    """Name of the GPU, or `CPU`."""
+    processes: int
+    """Processes that trained together, one per GPU."""
+    rows: int
+    """Training rows, without those held out."""
+    held_out: int
+    """Rows of the train split that evaluate the training and are never learned from."""
+    steps: int = 0
+    """Optimizer steps done."""
+    planned_steps: int = 0
+    """Optimizer steps that the settings ask for."""
+    best_step: int = 0
+    """Step whose weights are kept, chosen on the held-out rows; 0: the weights before training."""
+    stopped: str | None = None
+    """Reason for the end before the last step; null where there was none."""
+    seconds: float = 0.0
+    """Time spent in steps in seconds, without evaluations and checkpoints."""
+    samples_per_s: float | None = None
+    """Samples per second over `seconds`, of all processes together; null without a step."""
+    parameters: int = 0
+    """Parameters of the model; 0 where they were not counted."""
+    log: list[LogRow] = Field(default_factory=list)
+    """Losses and evaluations, by step."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Metrics on the validation split in FP32, the primary one first; of `finetune` only."""
+    stderr: dict[str, float] = Field(default_factory=dict)
+    """Standard error of each metric over the samples."""
+    n: int = 0
+    """Samples of the first evaluation split."""
+    notes: list[str] = Field(default_factory=list)
+    """Events of the training: resumed, a checkpoint that was not whole."""
+
+
+class Spread(Strict):
+    """A metric over seeds."""
+
+    mean: float
+    """Mean over the seeds."""
+    sd: float | None
+    """Sample standard deviation (n - 1); null for one seed."""
+    n: int
+    """Number of seeds."""
+
+
+class Finetuning(Strict):
+    """`finetune.json`."""
+
+    schema_version: Literal[1] = 1
+    """Version of this schema."""
+    created: str
+    """Time of the end, ISO 8601, UTC."""
+    command: str
+    """Command line."""
+    base: dict[str, Any]
+    """Name, sha256 and `revision` (commit, null for a folder) of the encoder at the start."""
+    task: dict[str, Any]
+    """Name, metrics (the primary one first), label names."""
+    data: str
+    """Fingerprint of the train split."""
+    runs: list[TrainingRun]
+    """One training per seed, failed ones too."""
+    spread: dict[str, Spread]
+    """Metrics of the validation split over the seeds that are done, by metric; empty where none is."""
+    best_seed: int | None
+    """Seed with the best score on its held-out rows, never on the validation split; null where all failed."""
+    warnings: list[str]
+    """Caveats of the figures: `--limit`, failed seeds."""
+    notes: list[str] = Field(default_factory=list)
+    """Notes on how the data were read."""
+    environment: dict[str, Any]
+    """Versions of the libraries, hardware, git hash."""
+
+
+def training_line(row: "LogRow", steps: int) -> str:
+    """Where a training is."""
+    loss = "" if row.loss is None else f", loss {row.loss:.4g}"
+    return f"step {row.step} of {steps}{loss}"
+
 
 SCHEMA_VERSION = 3
 RESULTS_FILE = "results.json"

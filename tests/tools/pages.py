@@ -30,8 +30,7 @@ from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe import shipped
 from qdqbench.quantize.recipe.schema import Recipe, family_free_recipes
 from qdqbench.quantize.tasks.task import KINDS, KNOWN
-from qdqbench.quantize.utils.results import Results
-from qdqbench.quantize.utils.training_results import Finetuning
+from qdqbench.quantize.utils.results import Finetuning, Results
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = "Written by `python tests/tools/pages.py`"

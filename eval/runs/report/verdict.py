@@ -8,9 +8,8 @@ from qdqbench.eval.runs.gate.gate import issue_sentence
 from qdqbench.eval.runs.report.charts import place
 from qdqbench.quantize.models.families.any_family import RUN
 from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, GateState, Parity, ParityRow
-from qdqbench.quantize.utils.results import Results, StageResult
+from qdqbench.quantize.utils.results import Results, StageResult, TrainingRun
 from qdqbench.quantize.utils.speedup import Speedup
-from qdqbench.quantize.utils.training_results import TrainingRun
 
 STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear
 MEASURES = {"codes": "codes that differ", "step": "largest step", "output": "error of the output"}

@@ -12,8 +12,15 @@ from rich.console import Console
 from qdqbench.eval.runs.gate.gate import issue_sentence, judge_stages
 from qdqbench.eval.runs.stage_table import stage_table, stage_text
 from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity, ParityRow
-from qdqbench.quantize.utils.results import EngineResult, FileRow, FindingRow, Results, StageResult, Timing
-from qdqbench.quantize.utils.training_results import TrainingRun
+from qdqbench.quantize.utils.results import (
+    EngineResult,
+    FileRow,
+    FindingRow,
+    Results,
+    StageResult,
+    Timing,
+    TrainingRun,
+)
 
 from ...support.records import comparison, engine_result
 

@@ -20,7 +20,6 @@ from qdqbench.eval.reporting.render import prose, render_screen
 from qdqbench.eval.runs.gate.gate import issue_sentence
 from qdqbench.eval.runs.report import charts, report
 from qdqbench.eval.runs.report import verdict as wording
-from qdqbench.quantize.utils.calibration_results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity, ParityRow
 from qdqbench.quantize.utils.results import (
     BlockCheck,
@@ -28,7 +27,9 @@ from qdqbench.quantize.utils.results import (
     FileRow,
     FindingRow,
     LayerRow,
+    QuantizerRow,
     Results,
+    SoftmaxRow,
     StageResult,
     Timing,
     Verification,
