@@ -1,4 +1,4 @@
-"""Schemas of `results.json` and `finetune.json`: every number of a run and of a training (docs/results.md)."""
+"""Schemas of `results.json` and `finetune.json`, every number of a run and of a training."""
 
 from collections.abc import Iterator
 from pathlib import Path
