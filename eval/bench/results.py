@@ -22,83 +22,138 @@ EngineShapes = Literal["both", "exact", "recipe"]
 class BenchTarget(Strict):
     """The model that was measured."""
 
-    kind: Literal["run", "model", "shape"]  # run directory, a model folder, or a built-in shape
+    kind: Literal["run", "model", "shape"]
+    """Run directory, model folder, or built-in shape."""
     name: str
-    random_weights: bool  # the weights mean nothing: latency is real, accuracy is not
-    calibration: str  # data that set the INT8 scales
-    shape: dict[str, int]  # layers, hidden, heads, intermediate, vocabulary, parameters
-    files: dict[str, str]  # ONNX file -> sha256
+    """Name of the model."""
+    random_weights: bool
+    """True for a built-in shape, whose accuracy means nothing."""
+    calibration: str
+    """Data that set the INT8 scales."""
+    shape: dict[str, int]
+    """Layers, hidden, heads, intermediate, vocabulary, positions, parameters."""
+    files: dict[str, str]
+    """SHA-256 of each ONNX file."""
 
 
 class BenchSettings(Strict):
     """Settings of the measurement."""
 
     batches: list[int]
+    """Batch sizes in sequences."""
     lengths: list[int]
-    dataset: str | None  # task whose evaluation split was timed too
+    """Sequence lengths in tokens."""
+    dataset: str | None
+    """Task whose evaluation split was timed too; null without one."""
     streams: list[int]
+    """Numbers of concurrent inferences; on a CPU they share the threads."""
     rounds: int
+    """Number of interleaved rounds."""
     duration_s: float
+    """Time of latency inferences per system and config in seconds, over all rounds."""
     iterations: int | None
-    input_sets: int  # different random inputs that each system rotates through
+    """Inferences per round; null: as many as `duration_s` takes."""
+    input_sets: int
+    """Number of random inputs that each system rotates through."""
     engine_shapes: EngineShapes
+    """Shapes of the engines: those of the recipe, the exact one of each config, or both."""
     seed: int
-    threads: int | None = None  # of a system on a CPU; null on a GPU
+    """Seed of random weights, inputs and bootstrap."""
+    threads: int | None = None
+    """Threads of each system on a CPU; null on a GPU."""
 
 
 class BenchSystem(Strict):
     """Something that was measured: an engine, PyTorch, another quantizer."""
 
     name: str
+    """Unique short name, such as `int8`, `fp16`, `torch`."""
     label: str
+    """Name in reports."""
     precision: Precision
-    backend: str  # library and version
-    recipe: dict[str, Any] | None = None  # of `--extra-recipe`; null: the bench's own
+    """Compute precision."""
+    backend: str
+    """Library and version."""
+    recipe: dict[str, Any] | None = None
+    """Recipe of `--extra-recipe`; null for the bench's own."""
 
 
 class BenchThroughput(Strict):
     """Sequences per second with several inferences at once."""
 
     streams: int
-    sequences_per_s: float  # median over rounds
-    low: float  # slowest round
+    """Concurrent inferences: on a GPU each with its own buffers and CUDA stream, on a CPU each called by a
+    thread of its own."""
+    sequences_per_s: float
+    """Sequences per second of wall time, median over rounds."""
+    low: float
+    """Sequences per second of the slowest round."""
     high: float
+    """Sequences per second of the fastest round."""
 
 
 class BenchKernels(Strict):
     """Kernels that one inference of a PyTorch baseline ran, by torch.profiler."""
 
-    names: dict[str, int]  # launches of each, most frequent first
-    fused_attention: int  # launches of kernels that compute a whole attention
-    fp32_gemms: int  # launches of matrix products that are not in half precision
+    names: dict[str, int]
+    """Launches of each kernel, most frequent first, names cut at 160 characters."""
+    fused_attention: int
+    """Launches of kernels that compute a whole attention, by their names (flash-attention, CUTLASS
+    memory-efficient, cuDNN, Inductor's flex attention)."""
+    fp32_gemms: int
+    """Launches of matrix products of cuBLAS and CUTLASS that name neither FP16 nor BF16."""
 
 
 class BenchRow(Strict):
     """One system in one config."""
 
     system: str
+    """Name of the system."""
     status: Literal["done", "error", "skipped"]
-    reason: str | None = None  # of an error, or why it was skipped
-    detail: str | None = None  # how it ran: CUDA graph, compile mode, attention mask
+    """`done`; `error` or `skipped`, without numbers."""
+    reason: str | None = None
+    """Reason of an error or skip; null if done."""
+    detail: str | None = None
+    """Execution mode: CUDA graph, compile mode, attention mask, profile; null if it did not run."""
     launches: int = 0
-    median_ms: float | None = None  # median over rounds of the rounds' medians
-    p50_ms: float | None = None  # of all launches
+    """Timed inferences over all rounds."""
+    median_ms: float | None = None
+    """Latency in ms: median over rounds of the rounds' medians; null unless done."""
+    p50_ms: float | None = None
+    """Median latency of all inferences in ms; null unless done."""
     p90_ms: float | None = None
-    p99_ms: float | None = None  # null below 100 launches
+    """90th percentile of the latency in ms; null unless done."""
+    p99_ms: float | None = None
+    """99th percentile of the latency in ms; null below 100 inferences."""
     round_ms: list[float] = Field(default_factory=list)
-    cpu_ms: float | None = None  # CPU time of all threads of one launch, median over rounds; on a CPU only
-    sequences_per_s: float | None = None  # of one inference after the other: sequences / median_ms
+    """Median latency of each round in ms."""
+    cpu_ms: float | None = None
+    """CPU time of all threads per inference in ms, median over rounds; null on a GPU."""
+    sequences_per_s: float | None = None
+    """Sequences per second of consecutive inferences (sequences / `median_ms`); null unless done."""
     throughput: list[BenchThroughput] = Field(default_factory=list)
-    clock_mhz: float | None = None  # medians while this system ran; null where nothing reads them
+    """Throughput by number of concurrent inferences; empty for dataset sequence lengths."""
+    clock_mhz: float | None = None
+    """Median SM clock in MHz while this system ran; null if not read."""
     power_w: float | None = None
+    """Median power draw in W while this system ran; null if not read."""
     temperature_c: float | None = None
-    rel_error: float | None = None  # of its logits, against the config's reference
-    int8_gemms: int | None = None  # of the INT8 engine, from its layer table
+    """Median GPU temperature in degrees Celsius while this system ran; null if not read."""
+    rel_error: float | None = None
+    """Relative error of its logits against the reference (norm of the difference / norm of the reference);
+    null for the reference."""
+    int8_gemms: int | None = None
+    """MatMul and Gemm nodes in INT8 by the layer table of an INT8 engine; null for other systems."""
     expected_int8_gemms: int | None = None
+    """MatMul and Gemm nodes that the recipe puts in INT8; null for other systems."""
     not_int8: list[str] = Field(default_factory=list)
+    """Nodes that the recipe puts in INT8 and the engine runs in another precision."""
     engine_bytes: int | None = None
+    """Size of the engine in bytes; null without one."""
     activation_bytes: int | None = None
-    kernels: BenchKernels | None = None  # of PyTorch on a GPU; null where they were not read
+    """Device memory of one execution context in bytes; null if not known."""
+    kernels: BenchKernels | None = None
+    """Kernels of a PyTorch baseline on a GPU; null if not read."""
 
     @property
     def in_best_form(self) -> bool:
@@ -114,51 +169,87 @@ class BenchConfig(Strict):
     """One shape, or one task's evaluation split at one batch size."""
 
     kind: Literal["fixed", "dataset"]
+    """One shape, or the evaluation split of a task."""
     batch: int
-    length: int | None  # tokens; null for a data set
-    sequences: int  # of one launch: the batch, or the whole split
-    shapes: int  # different (batch, length) in one launch
-    padded_to: list[int] = []  # tokens of a batch; of a data set
-    real_tokens: int  # without padding
+    """Batch size in sequences."""
+    length: int | None
+    """Sequence length in tokens; null for a dataset."""
+    sequences: int
+    """Sequences per inference: the batch, or the whole split."""
+    shapes: int
+    """Number of different shapes (batch, length) per inference."""
+    padded_to: list[int] = []
+    """Padded length in tokens of each batch of a dataset."""
+    real_tokens: int
+    """Tokens without padding."""
     padded_tokens: int
-    reference: str | None  # system whose logits the others are checked against
+    """Tokens with padding."""
+    reference: str | None
+    """System whose logits the others are checked against; null without one."""
     rows: list[BenchRow]
+    """Measurements by system."""
     speedups: list[Speedup]
-    headline: Speedup | None = None  # fastest INT8 engine over the fastest system without INT8
-    slow_reasons: list[str] = []  # where INT8 is slower than its FP16 engine, read from the layers
-    elapsed_s: float | None = None  # wall time of preparing and measuring it
+    """Speed-ups between systems."""
+    headline: Speedup | None = None
+    """Fastest INT8 engine over the fastest system without INT8; null without either."""
+    slow_reasons: list[str] = []
+    """Reasons from the layer tables why INT8 is slower than its FP16 engine; empty where it is not."""
+    elapsed_s: float | None = None
+    """Wall time of preparing and measuring this config in seconds; null if not known."""
 
 
 class BenchCpu(Strict):
     """The CPU of a bench on one."""
 
     name: str
-    cores: int  # that the process may use
-    features: list[str]  # instruction sets for INT8 and BF16
-    load_before: float | None  # load average of the last minute; null where the system has none
+    """Name of the CPU."""
+    cores: int
+    """Cores that the process may use."""
+    features: list[str]
+    """Instruction sets for INT8 and BF16, as Linux names them; empty if not known."""
+    load_before: float | None
+    """Load average of the last minute before the first config; null if not known."""
     load_after: float | None
+    """Load average of the last minute after the last config, the bench itself included; null if not known."""
 
 
 class Bench(Tabular):
     """Every number of one bench."""
 
     schema_version: Literal[2] = 2
+    """Version of this schema."""
     created: str
+    """Time of the end, ISO 8601, UTC."""
     command: str
-    complete: bool  # false: interrupted, the configs that are here were finished
+    """Command line."""
+    complete: bool
+    """False if it was interrupted; the configs in the file are finished."""
     device: Device
+    """Device of the measurement."""
     compute_capability: str | None
-    cpu: BenchCpu | None = None  # null on a GPU
+    """Compute capability of the GPU; null on a CPU."""
+    cpu: BenchCpu | None = None
+    """CPU of the measurement; null on a GPU."""
     target: BenchTarget
+    """Model that was measured."""
     recipe: dict[str, Any]
+    """Recipe with every default filled in."""
     settings: BenchSettings
+    """Settings of the measurement."""
     systems: list[BenchSystem]
+    """Systems that were measured."""
     configs: list[BenchConfig]
-    notes: list[str]  # what holds for every figure: support of this GPU, known hazards
+    """Measurements by config."""
+    notes: list[str]
+    """Notes on all figures: random weights, a GPU without official support, known hazards of the version."""
     warnings: list[str]
+    """Missing figures: baselines that did not run, clocks that were not read."""
     errors: list[str]
+    """Systems that failed or were wrong; they make the exit status 2."""
     environment: dict[str, Any]
-    prepare_s: float | None = None  # wall time of builds and compilations before the first config
+    """Versions of the libraries, hardware, driver, git hash."""
+    prepare_s: float | None = None
+    """Wall time of builds and compilations before the first config in seconds; null if not known."""
 
     @property
     def labels(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import ModelChange
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
-from qdqbench.quantize.utils.training_results import TrainingRun
+from qdqbench.quantize.utils.results import TrainingRun
 
 
 @dataclass(frozen=True)

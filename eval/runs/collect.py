@@ -37,9 +37,8 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Comparison, Gate, LayerErrors, Parity
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase
-from qdqbench.quantize.utils.results import FileRow, Results, StageResult, Timing
+from qdqbench.quantize.utils.results import FileRow, Results, StageResult, Timing, TrainingRun
 from qdqbench.quantize.utils.system.environment import environment, now
-from qdqbench.quantize.utils.training_results import TrainingRun
 
 # of the output of an INT8 attention: up to 128 tokens with scale 1/127 MiniLM is below it
 MOST_SOFTMAX_ERROR = 0.2

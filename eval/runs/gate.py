@@ -152,7 +152,7 @@ def issue_sentence(issue: GateIssue) -> str:
         return f"{text}; it holds within noise (two standard errors)"
     if issue.state == "failed":
         return text
-    return f"{issue.state.capitalize()}: {text}; it takes {_needs(issue)}."
+    return f"{issue.state.capitalize().replace('_', ' ')}: {text}; it takes {_needs(issue)}."
 
 
 def _accuracy_sentence(issue: GateIssue) -> str:

@@ -28,7 +28,7 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.results import RESULTS_FILE, Results, Timing, write_results
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.utils.training_results import LogRow
+    from qdqbench.quantize.utils.results import LogRow
 
 BASELINE = "baseline"
 EVALUATED = (BASELINE, "ptq", "fake_quant", "onnxruntime", "engine")

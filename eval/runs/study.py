@@ -16,11 +16,10 @@ from qdqbench.quantize.training.finetune import Request, finetune
 from qdqbench.quantize.training.qat.stage import settings_of
 from qdqbench.quantize.training.record import RECORD, spread
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.results import Finetuning, Spread, TrainingRun, training_line
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.environment import now
-from qdqbench.quantize.utils.training_results import Finetuning, Spread, TrainingRun, training_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -33,47 +32,73 @@ class StudyRow(Strict):
     """One recipe on the FP32 model of one seed."""
 
     seed: int
+    """Seed of fine-tuning, PTQ and QAT."""
     recipe: str
+    """Name of the recipe."""
     status: Literal["done", "failed"]
+    """`done`, or `failed` without figures."""
     reason: str | None = None
+    """Reason of the failure; null if done."""
     fp32: dict[str, float] = {}
+    """Metrics of the fine-tuned model."""
     ptq: dict[str, float] = {}
+    """Metrics of the fake-quant model before QAT."""
     qat: dict[str, float] = {}
-    ptq_vs_fp32: Comparison | None = None
-    qat_vs_fp32: Comparison | None = None
+    """Metrics of the fake-quant model after QAT."""
     steps: int = 0
+    """Optimizer steps of the QAT."""
     best_step: int = 0
-    training_s: float = 0.0  # in steps
+    """Step of the QAT whose weights were kept; 0: the weights before training."""
     samples_per_s: float | None = None
+    """Samples per second of the QAT; null without a step."""
 
 
 class StudySummary(Strict):
     """One recipe over the seeds that are done, of the primary metric."""
 
     fp32: Spread
+    """Primary metric of the fine-tuned models."""
     ptq: Spread
+    """Primary metric before QAT."""
     qat: Spread
+    """Primary metric after QAT."""
     ptq_minus_fp32: Spread
+    """PTQ minus FP32, paired by seed."""
     qat_minus_fp32: Spread
+    """QAT minus FP32, paired by seed."""
 
 
 class Study(Strict):
     """`study.json`."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
+    """Version of this schema."""
     created: str
+    """Time of the end, ISO 8601, UTC."""
     command: str
-    base: dict[str, Any]  # name, sha256
+    """Command line."""
+    base: dict[str, Any]
+    """Name, sha256 and `revision` (commit, null for a folder) of the encoder at the start of fine-tuning."""
     task: dict[str, Any]
+    """Name, metrics (the primary one first), label names."""
     data: str
-    n: int  # validation samples
-    finetune: dict[str, Any]  # settings of the FP32 models
-    recipes: dict[str, Any]  # by name, resolved
+    """Fingerprint of the train split."""
+    n: int
+    """Number of samples that each seed is evaluated on."""
+    finetune: dict[str, Any]
+    """Settings of the FP32 models."""
+    recipes: dict[str, Any]
+    """Recipes by name, with every default filled in."""
     seeds: list[int]
+    """Seeds of the fine-tuned models."""
     rows: list[StudyRow]
-    summary: dict[str, StudySummary]  # by recipe
+    """Recipes and seeds, failed ones too."""
+    summary: dict[str, StudySummary]
+    """Statistics by recipe with a seed that is done."""
     warnings: list[str]
+    """Warnings of the fine-tunings, and failures."""
     environment: dict[str, Any]
+    """Versions of the libraries, hardware, git hash."""
 
 
 def read_study(path: Path) -> Study:
@@ -168,11 +193,8 @@ def _row(plan: StudyPlan, recipe: Recipe, model: TrainingRun) -> StudyRow:
         fp32=fp32.metrics,
         ptq=ptq.metrics,
         qat=qat.metrics,
-        ptq_vs_fp32=ptq.vs_fp32,
-        qat_vs_fp32=qat.vs_fp32,
         steps=training.steps,
         best_step=training.best_step,
-        training_s=training.seconds,
         samples_per_s=training.samples_per_s,
     )
 

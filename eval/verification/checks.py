@@ -236,7 +236,7 @@ def verification_failures(found: Verification, run: str) -> list[str]:
     bad = [f"{s.what} {s.batch} x {s.length}" for s in found.shapes if s.nonfinite]
     if bad:
         lines.append(f"engine: NaN or infinite logits for batches of shape {', '.join(bad)}; {advice}")
-    padding, answers = found.padding, found.answers
+    padding, answers = found.padding, found.predictions
     if padding.nonfinite:
         lines.append(
             f"engine: NaN or infinite logits for {padding.nonfinite} of {padding.n} samples; {advice}"

@@ -10,10 +10,10 @@ from qdqbench.quantize.calibration.fakequant.quantizers import QuantizerKind, qu
 from qdqbench.quantize.calibration.fakequant.residual import QUANTIZER
 from qdqbench.quantize.recipe.plan import Plan, shifted
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.calibration_results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.frames import Tabular
 from qdqbench.quantize.utils.limits import FP16_MAX
+from qdqbench.quantize.utils.results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.utils.schema import Strict, read
 
 # An amax outside these bounds is a fault of the data or the weights, never a property of a working model.

@@ -22,8 +22,8 @@ import numpy as np
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, quantizers_off
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.utils.arrays import Float64
-from qdqbench.quantize.utils.calibration_results import SoftmaxRow
 from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.results import SoftmaxRow
 
 if TYPE_CHECKING:
     import torch

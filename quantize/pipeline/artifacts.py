@@ -17,10 +17,9 @@ from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.batches import sorted_rows
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
-from qdqbench.quantize.utils.calibration_results import LengthBucket, Lengths
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
-from qdqbench.quantize.utils.results import EngineResult, Verification
+from qdqbench.quantize.utils.results import EngineResult, LengthBucket, Lengths, Verification
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.cpu import find_cpu
 

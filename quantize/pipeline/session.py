@@ -25,8 +25,8 @@ from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.progress import report_phase
+from qdqbench.quantize.utils.results import LogRow
 from qdqbench.quantize.utils.schema import Strict, read
-from qdqbench.quantize.utils.training_results import LogRow
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

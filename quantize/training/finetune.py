@@ -36,9 +36,9 @@ from qdqbench.quantize.training.rows import TrainingData, divide
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.results import Finetuning, LogRow, TrainingRun
 from qdqbench.quantize.utils.system.environment import environment, made_with, now
 from qdqbench.quantize.utils.system.quiet import quiet
-from qdqbench.quantize.utils.training_results import Finetuning, LogRow, TrainingRun
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

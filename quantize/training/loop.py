@@ -30,7 +30,7 @@ from qdqbench.quantize.training.rows import (
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.progress import report_phase
-from qdqbench.quantize.utils.training_results import LogRow
+from qdqbench.quantize.utils.results import LogRow
 
 if TYPE_CHECKING:
     import torch

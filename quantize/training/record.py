@@ -11,8 +11,8 @@ from qdqbench.quantize.training.processes import precision_here
 from qdqbench.quantize.training.rows import TrainingData, total_steps
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.results import Spread, TrainingRun
 from qdqbench.quantize.utils.schema import Strict, read
-from qdqbench.quantize.utils.training_results import Spread, TrainingRun
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -17,29 +17,46 @@ MAX_OUTPUT_ERROR = 0.005  # relative, of a linear's output: FP16 gives 0.0006, a
 class Agreement(Strict):
     """Embeddings of a stage against those of FP32 of the same texts."""
 
-    n: int  # texts
+    n: int
+    """Number of texts; of pairs, both."""
     # cosine to FP32's (mean), cosine_p1 (its 1st percentile), neighbors (of the 10 nearest, share that stays)
     values: dict[str, float]
-    stderr: dict[str, float]  # bootstrap over texts
-    cosine_counts: list[int]  # texts by 1 - cosine, from one of `COSINE_EDGES` to the next
-    neighbor_counts: list[int]  # texts by how many of the nearest stay: none, 1, ..., all
+    """`cosine`: mean cosine to the FP32 embedding of the same text; `cosine_p1`: its 1st percentile;
+    `neighbors`: mean share of the 10 nearest texts by FP32 that stay among the 10 nearest."""
+    stderr: dict[str, float]
+    """Standard error of each value, by bootstrap over the texts with fixed neighbors."""
+    cosine_counts: list[int]
+    """Texts by 1 - cosine: under 1e-7, then four bins a decade; the last is 1 and more."""
+    neighbor_counts: list[int]
+    """Texts by how many of the 10 nearest neighbors stay: 0, 1, ..., 10."""
 
 
 class Comparison(Strict):
     """A model against FP32 on the same samples (paired)."""
 
-    delta: dict[str, float]  # model minus FP32, by metric, primary first
-    delta_stderr: dict[str, float]  # paired bootstrap
-    n: int  # paired samples
-    disagreements: int | None  # samples whose predicted class differs; None for regression
-    mcnemar_p: float | None  # exact McNemar test on the discordant pairs; None for regression
-    within_noise: bool  # |delta| of the primary metric is at most 2 paired standard errors
-    mean_abs_logit_diff: float | None  # None: not kept
-    sqnr_db: float | None  # 10 log10(power of FP32 logits / power of the difference); None when equal
-    agreement: Agreement | None = None  # None but for embeddings
-    # distance of the answers, mean over samples (see `Divergence`); None: of a stage of `run`
+    delta: dict[str, float]
+    """Model minus FP32 by metric; negative is a loss."""
+    delta_stderr: dict[str, float]
+    """Paired bootstrap standard error of `delta`, much smaller than that of the metric."""
+    n: int
+    """Number of paired samples of the first evaluation split."""
+    disagreements: int | None
+    """Samples with another prediction (class, tags of a sentence, text); null for regression."""
+    mcnemar_p: float | None
+    """p-value of the exact McNemar test on the samples that one of the two gets right; null for
+    regression."""
+    within_noise: bool
+    """True if `delta` of the primary metric is at most two of its standard errors."""
+    mean_abs_logit_diff: float
+    """Mean absolute difference of the logits."""
+    sqnr_db: float | None
+    """10 log10(power of the FP32 logits / power of the difference), in dB; null when the logits are equal."""
+    agreement: Agreement | None = None
+    """Embeddings against those of FP32; null for other models."""
     divergence: float | None = None
-    divergence_stderr: float | None = None  # over samples
+    """Mean divergence of the predictions per sample; null for a stage of `run`."""
+    divergence_stderr: float | None = None
+    """Standard error of `divergence` over samples; null with it."""
 
     @property
     def drop(self) -> float:
@@ -61,14 +78,25 @@ class Comparison(Strict):
 class ParityRow(Strict):
     """One quantized tensor with the reference's inputs fed to the ONNX graph (teacher forcing)."""
 
-    name: str  # module path of the quantizer's layer
-    codes: int  # INT8 codes compared
+    name: str
+    """Module path of the layer whose input is compared; with the suffix `@N` for call N of weights that
+    are used several times."""
+    int8_values: int
+    """INT8 values compared."""
     differing: int
-    at_border: int = 0  # of them, one step off for values that are as near as the graph's arithmetic rounds
+    """INT8 values that differ."""
+    at_border: int = 0
+    """Differing values that are one step off at a rounding border of the graph's arithmetic."""
     max_step: int
-    output_rel_error: float | None  # of the layer's own output: ||onnx - reference|| / ||reference||
-    limit: float = 0.005  # largest fraction of codes that may differ and are at no border
-    step_limit: int = 1  # largest step that this tensor may have
+    """Largest difference between two INT8 values."""
+    output_rel_error: float | None
+    """Relative error of the layer's own output (norm of the difference / norm of the reference), at most
+    0.005 passes; null if not measured."""
+    limit: float = 0.005
+    """Largest share of differing INT8 values that passes: 0.005, or with FP16 compute 2^-10 times their
+    mean magnitude, the larger."""
+    step_limit: int = 1
+    """Largest difference of one INT8 value that passes: 1, or 2 for the softmax output with FP16 compute."""
 
     @property
     def share(self) -> float:
@@ -98,14 +126,23 @@ class ParityRow(Strict):
 class Parity(Strict):
     """ONNX Runtime against the fake-quant model, layer by layer."""
 
-    n: int  # samples
-    padded: bool  # the batches hold padding
+    n: int
+    """Number of samples."""
+    padded: bool
+    """True if the batches hold padding."""
     rows: list[ParityRow]
-    logits_max_abs_diff: float  # with teacher forcing
+    """One row per compared tensor."""
+    logits_max_abs_diff: float
+    """Largest logit difference, with teacher forcing."""
     limit_fraction: float
+    """Largest share of differing INT8 values that passes; the `limit` of a row may be larger."""
     limit_step: int
+    """Largest difference of one INT8 value that passes."""
     passed: bool
-    end_to_end: Comparison | None = None  # ONNX Runtime against fake-quant (not FP32) on the whole split
+    """True if every row is within its limits."""
+    end_to_end: Comparison | None = None
+    """ONNX Runtime minus fake-quant on the first evaluation split; not checked, as rounding differences
+    add up over the layers; null if not measured."""
 
 
 Change = Literal["regressed", "fixed", "still_wrong", "still_right", "moved"]
@@ -114,21 +151,31 @@ Change = Literal["regressed", "fixed", "still_wrong", "still_right", "moved"]
 class ChangedPrediction(Strict):
     """A sample that a stage answers otherwise than FP32, or whose score it moved."""
 
-    sample: int  # row of the evaluation split, or number of the sample where it has several rows
-    text: str | None  # in one line, cut where it is long; None: the data was not found
-    label: str | None  # what is right; None: nothing is
+    sample: int
+    """Row of the split from 0, or number of the sample if it has several rows."""
+    text: str | None
+    """Text in one line of at most 600 characters (the first passage of a query with passages); null if the
+    data were not found."""
+    label: str | None
+    """Label in words; null without labels."""
     fp32: str
     prediction: str  # of the stage
     fp32_margin: float | None  # probability of the class less that of the next; None where none compete
     margin: float | None
-    change: Change  # the last is of answers that are neither right nor wrong
-    distance: float  # the kind of task's divergence of the two answers
+    """Margin of the stage, likewise."""
+    change: Change
+    """`regressed` (right to wrong), `fixed` (wrong to right), `still_wrong` and `still_right` (another
+    prediction of the same kind), or `moved` (a score)."""
+    distance: float
+    """Divergence of the two predictions: KL divergence in nat; for scores the squared difference over
+    FP32's variance; for embeddings 1 - cosine."""
 
 
 class ChangedPredictions(Strict):
     """Answers of the stage nearest to deployment against FP32's, on the first evaluation split."""
 
     stage: str
+    """Stage nearest to deployment that was scored: `engine`, `onnxruntime` or `fake_quant`."""
     split: str
     prediction_type: str  # class, score, ...
     n: int  # samples
@@ -142,29 +189,43 @@ class ClassRow(Strict):
     """One class; recall is the share of the samples (or words) with its label that are answered so."""
 
     name: str
-    n: int  # samples with this label, or words
-    fp32: float | None  # recall; None: none has the label
-    recall: float | None  # of the stage
-    delta: float | None  # from FP32
-    delta_stderr: float | None  # paired, over samples
-    lost: int  # right in FP32 alone
-    won: int  # right in the stage alone
+    """Name of the class in the model."""
+    n: int
+    """Samples, or words, with this label."""
+    fp32: float | None
+    """Recall of FP32; null without such labels."""
+    recall: float | None
+    """Recall of the stage; null without such labels."""
+    delta: float | None
+    """Recall of the stage minus that of FP32; null without such labels."""
+    delta_stderr: float | None
+    """Paired standard error of `delta` over samples; null without such labels."""
+    regressed: int
+    """Samples, or words, that only FP32 gets right."""
+    fixed: int
+    """Samples, or words, that only the stage gets right."""
 
 
 class Classes(Strict):
     """Labels against answers of FP32 and of the stage nearest to deployment, class by class."""
 
     stage: str
+    """Stage nearest to deployment that was scored."""
     unit: Literal["samples", "words"]
-    rows: list[ClassRow]  # by class number
-    fp32: list[list[int]]  # confusion, [label][answer]; empty with more than 40 classes
-    confusion: list[list[int]]  # the same of the stage
+    """Unit of the counts."""
+    rows: list[ClassRow]
+    """Classes, by number."""
+    fp32: list[list[int]]
+    """Confusion matrix of FP32, `[label][prediction]`; empty with more than 40 classes."""
+    confusion: list[list[int]]
+    """Confusion matrix of the stage, likewise."""
 
 
 class LayerError(Strict):
     """What INT8 costs the output of one linear, or of a block, against FP32; relative, by its norm."""
 
-    name: str  # module path of a linear; "embeddings", "layer.0", ..., "head" of blocks
+    name: str
+    """Module path of a linear layer; `embeddings`, `layer.0`, ..., `head` of a block."""
     what: Literal["linear", "block"]
     isolated: float  # both get the same input: what its own INT8 costs
     cumulative: float | None  # of a block: all before it is in INT8 too
@@ -173,8 +234,10 @@ class LayerError(Strict):
 class LayerErrors(Strict):
     """Fake-quant against FP32 layer by layer."""
 
-    n: int  # samples
-    rows: list[LayerError]  # in the order of the model
+    n: int
+    """Number of samples."""
+    rows: list[LayerError]
+    """Linear layers, then blocks, in the order of the model."""
 
 
 class ModelChange(Strict):
@@ -188,9 +251,12 @@ class ModelChange(Strict):
 class EngineSize(Strict):
     """An engine without INT8 that the run's bench built, of the backend of the run's own."""
 
-    name: str  # its label
+    name: str
+    """Label in the bench."""
     precision: Literal["fp16", "bf16", "fp32"]
+    """Compute precision."""
     bytes: int
+    """Size of the engine in bytes."""
 
 
 GateState = Literal["passed", "failed", "not_evaluated", "inconclusive"]
@@ -215,28 +281,50 @@ class GateIssue(Strict):
     """One thing that the gate asks and that does not simply hold: `issue_sentence` makes a sentence of it."""
 
     code: GateCode
-    state: IssueState  # within noise: it holds, two paired standard errors included
-    stage: str | None = None  # of the run: fp32, fake_quant, onnxruntime, engine
+    """Check: `accuracy` (drop of the primary metric), `baseline` (FP32 against a constant prediction),
+    `check` (an error of `check`), `engine` (it did not run), `require_int8` (precision of the engine),
+    `min_speedup` (a config of the bench), `parity` (ONNX Runtime against fake-quant), `recipe` (it could
+    not be tried), `verification` (outputs of the engine)."""
+    state: IssueState
+    """State; `within_noise`: it passes with two paired standard errors included."""
+    stage: str | None = None
+    """Stage: `fp32`, `fake_quant`, `onnxruntime`, `engine`; null where none is concerned."""
     split: str | None = None
+    """Evaluation split; null where the task has one."""
     metric: str | None = None
-    value: float | None = None  # accuracy: the drop; baseline: FP32's metric; min_speedup: the speed-up
-    stderr: float | None = None  # of the value
-    limit: float | None = None  # that the value is compared with
-    n: int | None = None  # samples
-    needed: int | None = None  # samples that can tell
-    config: str | None = None  # of the bench: b32 s128
-    baseline: str | None = None  # label of what INT8 is compared with there
-    names: list[str] = Field(default_factory=list)  # modules, nodes, finding and node, or the constant answer
-    detail: str = ""  # cause and advice as the part that measured it words them: shown, never read
+    """Metric; null where none is concerned."""
+    value: float | None = None
+    """Drop (`accuracy`), metric of FP32 (`baseline`) or speed-up (`min_speedup`); null if not measured."""
+    stderr: float | None = None
+    """Standard error of `value`; null without one."""
+    limit: float | None = None
+    """Limit of `value`; null without one."""
+    n: int | None = None
+    """Number of samples; null where none are concerned."""
+    needed: int | None = None
+    """Number of samples that would be conclusive; null where more do not help."""
+    config: str | None = None
+    """Config of the bench, such as `b32 s128`; null for other codes than `min_speedup`."""
+    baseline: str | None = None
+    """Label of the system that INT8 is compared with; null for other codes than `min_speedup`."""
+    names: list[str] = Field(default_factory=list)
+    """Modules, nodes, finding and node, or the constant prediction."""
+    detail: str = ""
+    """Cause and advice in words, for display only."""
 
 
 class Gate(Strict):
     """The recipe's gate."""
 
-    passed: bool  # nothing that was judged fails; `state` says whether all of it was
+    passed: bool
+    """True if nothing that was evaluated fails; else the exit status is 2."""
     max_drop: float
+    """Largest loss of the primary metric against FP32 that passes, absolute, without noise."""
     min_speedup: float | None = None
+    """Lowest speed-up over the fastest system without INT8 that passes in every config of the bench; null
+    if not required."""
     issues: list[GateIssue] = Field(default_factory=list)
+    """Checks that do not simply pass."""
 
     def having(self, *states: IssueState) -> list[GateIssue]:
         """Return the issues in any of these states."""

@@ -1,4 +1,4 @@
-"""Schema of `results.json`, the one file that holds every number of a run (documented in docs/results.md)."""
+"""Schemas of `results.json` and `finetune.json`, every number of a run and of a training."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.calibration_results import Lengths, QuantizerRow, SoftmaxRow
 from qdqbench.quantize.utils.comparison import (
     ChangedPredictions,
     Classes,
@@ -22,9 +21,205 @@ from qdqbench.quantize.utils.frames import Tabular, stage_rows
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.speedup import Speedup
-from qdqbench.quantize.utils.training_results import TrainingRun
 
-SCHEMA_VERSION = 2  # since `n` is of the first split and a drop within noise holds
+
+class QuantizerRow(Strict):
+    """One calibrated quantizer."""
+
+    name: str
+    """Path of the quantizer."""
+    module: str
+    """Path of the layer that it belongs to."""
+    kind: Literal["weight", "input", "query", "key", "value", "softmax", "residual"]
+    """Kind of tensor; `query`, `key`, `value` and `softmax` of an INT8 attention, `residual` of an INT8
+    residual stream."""
+    axis: int | None
+    """Channel axis; null when one scale serves the whole tensor."""
+    amax: float
+    """Largest magnitude that is representable (the scale is amax / 127); the largest of all channels."""
+    amax_min: float
+    """Smallest amax of all channels; equal to `amax` per tensor."""
+    amax_over_rms: float | None
+    """Outlier measure of an activation: amax / root mean square; null when not measured."""
+    calibrated_amax: float | None = None
+    """Amax from calibration if the recipe overrides it (`calibration.amax`); else null."""
+
+
+class SoftmaxRow(Strict):
+    """What INT8 costs the softmax of an attention on calibration samples of some lengths, alone in INT8."""
+
+    module: str
+    """Path of the attention."""
+    length: int
+    """Longest sample of this row in tokens; shorter ones have rows of their own."""
+    amax: float
+    """Amax of the softmax output; the scale is amax / 127."""
+    centered: bool
+    """Whether values are mean-centered: a row of the attention that loses mass gets their mean instead."""
+    zeroed: float
+    """Share of the attention that rounds to zero."""
+    clipped: float
+    """Share of the attention above the amax."""
+    error: float
+    """Relative error of the attention's output: norm of the difference over the norm in FP32."""
+
+
+class LengthBucket(Strict):
+    """Rows that are padded to the same length."""
+
+    length: int
+    """Length in tokens that its rows are padded to."""
+    rows: int
+    """Number of rows."""
+    tokens: int
+    """Tokens of its rows without padding."""
+
+
+class Lengths(Strict):
+    """Lengths of the evaluation data, and what an engine with `shapes: auto` makes of them."""
+
+    splits: list[str]
+    """Evaluation splits whose rows were counted."""
+    rows: int
+    """Rows of all splits; of questions the windows."""
+    tokens: int
+    """Tokens of all rows, without padding."""
+    shortest: int
+    """Tokens of the shortest row."""
+    longest: int
+    """Tokens of the longest row."""
+    median: float
+    """Median tokens of a row."""
+    p90: int
+    """90th percentile of the tokens of a row."""
+    histogram: list[tuple[int, int]]
+    """Pairs of tokens and the number of rows that have so many."""
+    buckets: list[LengthBucket]
+    """Lengths that rows are padded to; empty for a CPU, whose kernels take every length."""
+    padding: float
+    """Share of the tokens of the engine's batches that is padding."""
+    longest_padding: float
+    """Share of padding if all rows were padded to the longest."""
+    profiles: list[str]
+    """Optimization profiles of the engine, each [min, opt, max]."""
+
+
+class LogRow(Strict):
+    """One look at the loss, or one evaluation on the held-out rows."""
+
+    step: int
+    """Optimizer steps done; 0 is before training."""
+    epoch: float
+    """Passes over the training rows done."""
+    loss: float | None = None
+    """Training loss, mean over the samples since the previous row; null in an evaluation."""
+    learning_rate: float | None = None
+    """Learning rate of the next step; null in an evaluation."""
+    gradient_norm: float | None = None
+    """Norm of the gradient of this step before clipping; null in an evaluation."""
+    score: float | None = None
+    """Score of an evaluation on the held-out rows, higher is better; it chooses the weights. Else null."""
+    values: dict[str, float] = Field(default_factory=dict)
+    """Figures of an evaluation on the held-out rows: `loss` against the labels, the metrics, and for QAT
+    `distance` from the predictions of the FP32 model (KL divergence in nat, squared error for regression)."""
+
+
+class TrainingRun(Strict):
+    """One training run, of one seed."""
+
+    seed: int
+    """Seed of the batches, the dropout, the held-out rows, and of a new classifier."""
+    status: Literal["done", "failed"]
+    """Status; failed: it diverged or its loss was not a number."""
+    reason: str | None = None
+    """Reason of the failure; null where it is done."""
+    folder: str | None = None
+    """Folder of the model, relative to the file; null of a QAT."""
+    settings: dict[str, Any]
+    """The `qat` section of the recipe, or the settings of `finetune`, with every default filled in."""
+    precision: str
+    """Precision: `bf16` (autocast), `tf32` or `fp32`."""
+    device: str
+    """Name of the GPU, or `CPU`."""
+    processes: int
+    """Processes that trained together, one per GPU."""
+    rows: int
+    """Training rows, without those held out."""
+    held_out: int
+    """Rows of the train split that evaluate the training and are never learned from."""
+    steps: int = 0
+    """Optimizer steps done."""
+    planned_steps: int = 0
+    """Optimizer steps that the settings ask for."""
+    best_step: int = 0
+    """Step whose weights are kept, chosen on the held-out rows; 0: the weights before training."""
+    stopped: str | None = None
+    """Reason for the end before the last step; null where there was none."""
+    seconds: float = 0.0
+    """Time spent in steps in seconds, without evaluations and checkpoints."""
+    samples_per_s: float | None = None
+    """Samples per second over `seconds`, of all processes together; null without a step."""
+    parameters: int = 0
+    """Parameters of the model; 0 where they were not counted."""
+    log: list[LogRow] = Field(default_factory=list)
+    """Losses and evaluations, by step."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Metrics on the validation split in FP32, the primary one first; of `finetune` only."""
+    stderr: dict[str, float] = Field(default_factory=dict)
+    """Standard error of each metric over the samples."""
+    n: int = 0
+    """Samples of the first evaluation split."""
+    notes: list[str] = Field(default_factory=list)
+    """Events of the training: resumed, a checkpoint that was not whole."""
+
+
+class Spread(Strict):
+    """A metric over seeds."""
+
+    mean: float
+    """Mean over the seeds."""
+    sd: float | None
+    """Sample standard deviation (n - 1); null for one seed."""
+    n: int
+    """Number of seeds."""
+
+
+class Finetuning(Strict):
+    """`finetune.json`."""
+
+    schema_version: Literal[1] = 1
+    """Version of this schema."""
+    created: str
+    """Time of the end, ISO 8601, UTC."""
+    command: str
+    """Command line."""
+    base: dict[str, Any]
+    """Name, sha256 and `revision` (commit, null for a folder) of the encoder at the start."""
+    task: dict[str, Any]
+    """Name, metrics (the primary one first), label names."""
+    data: str
+    """Fingerprint of the train split."""
+    runs: list[TrainingRun]
+    """One training per seed, failed ones too."""
+    spread: dict[str, Spread]
+    """Metrics of the validation split over the seeds that are done, by metric; empty where none is."""
+    best_seed: int | None
+    """Seed with the best score on its held-out rows, never on the validation split; null where all failed."""
+    warnings: list[str]
+    """Caveats of the figures: `--limit`, failed seeds."""
+    notes: list[str] = Field(default_factory=list)
+    """Notes on how the data were read."""
+    environment: dict[str, Any]
+    """Versions of the libraries, hardware, git hash."""
+
+
+def training_line(row: "LogRow", steps: int) -> str:
+    """Where a training is."""
+    loss = "" if row.loss is None else f", loss {row.loss:.4g}"
+    return f"step {row.step} of {steps}{loss}"
+
+
+SCHEMA_VERSION = 3
 RESULTS_FILE = "results.json"
 STAGES = ("fp32", "fake_quant", "onnxruntime", "engine")
 Severity = Literal["error", "warning"]
@@ -38,47 +233,83 @@ class StageResult(Strict):
     """One stage of evaluation."""
 
     status: Literal["done", "skipped"]
-    reason: str | None = None  # why it was skipped
-    metrics: dict[str, float] = Field(default_factory=dict)  # the primary metric comes first
+    """`done`, or `skipped` with a reason."""
+    reason: str | None = None
+    """Reason why it was skipped; null when it ran."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Metrics by name, primary first, from 0 to 1 (correlations from -1): `accuracy`, `f1`, `matthews`,
+    `pearson`, `spearman`; entities: `f1`, `precision`, `recall` (seqeval, micro) and `accuracy` by word;
+    questions: `f1` and `exact_match` (SQuAD); the suffix `_mm` is MNLI's mismatched split."""
     stderr: dict[str, float] = Field(default_factory=dict)
-    n: int = 0  # of the first evaluation split, whose metrics have no suffix
+    """Standard error of each metric over the samples (sentences, questions, queries), regardless of tokens
+    or windows per sample."""
+    n: int = 0
+    """Number of samples of the first evaluation split, whose metrics have no suffix."""
     vs_fp32: Comparison | None = None
-    detail: str | None = None  # what ran: versions, provider, precision
+    """Paired comparison; null for `fp32` itself and for skipped stages."""
+    detail: str | None = None
+    """Library, version, provider and precision that ran; null for skipped stages."""
 
 
 class LayerRow(Strict):
     """One kernel of the engine."""
 
     name: str
-    kind: str  # LayerType of the builder: gemm, kgen, runtime_fusion, ...
-    onnx: list[str]  # ONNX nodes it covers
-    inputs: list[str]  # datatypes of the non-constant inputs
-    constants: list[str]  # datatypes of the constants
+    """Name of the kernel."""
+    kind: str
+    """LayerType of the builder: `gemm`, `kgen`, `runtime_fusion`, ..."""
+    onnx: list[str]
+    """ONNX nodes that it covers; a node whose work is split is listed by several kernels."""
+    inputs: list[str]
+    """Datatypes of the non-constant inputs."""
+    constants: list[str]
+    """Datatypes of the constants."""
     outputs: list[str]
-    kernel: str | None = None  # its implementation, where the runtime tells it: brgemm_avx512_i8
+    """Datatypes of the outputs."""
+    kernel: str | None = None
+    """Implementation of the kernel, as CPU runtimes report it: `brgemm_avx512_i8`, `MatMulIntegerToFloat`;
+    else null."""
 
 
 class EngineResult(Tabular):
     """What was built and what it runs in INT8 (counts are ONNX MatMul/Gemm nodes, not kernels)."""
 
-    backend: str  # tensorrt, tensorrt_rtx, openvino or onnxruntime
+    backend: str
+    """Runtime: `tensorrt`, `tensorrt_rtx`, `openvino` or `onnxruntime`."""
     version: str
-    compute_capability: list[str]  # of GPUs; none for a CPU
-    ahead_of_time: bool  # built without running on a GPU
+    """Version of the builder."""
+    compute_capability: list[str]
+    """GPUs that the engine is for, such as `8.9`; empty for a CPU."""
+    ahead_of_time: bool
+    """True if it was built without running on a GPU."""
     file: str
+    """Path of the engine in the run directory."""
     bytes: int
+    """Size of the engine in bytes."""
     int8_gemms: int
+    """MatMul and Gemm nodes that run in INT8, by the engine's own layer table."""
     expected_int8_gemms: int
-    not_int8: list[str]  # ONNX nodes that the recipe asks for and the engine runs in something else
-    attention_fused: int  # attentions that one fused kernel computes
-    attention_int8: int  # of these, with INT8 q, k and v
+    """MatMul and Gemm nodes that the recipe puts in INT8."""
+    not_int8: list[str]
+    """ONNX nodes that the recipe puts in INT8 and the engine runs in another precision."""
+    attention_fused: int
+    """Attention layers that one fused kernel computes."""
+    attention_int8: int
+    """Fused attention layers with INT8 q, k and v."""
     expected_attention_int8: int
-    int8_residuals: int = 0  # LayerNorms whose kernel reads the residual as INT8
-    expected_int8_residuals: int = 0
-    not_int8_residuals: list[str] = []  # LayerNorms whose kernel should and does not, by ONNX name
-    profiles: int | None = None  # each has kernels of its own in `layers`; None: of a run that did not count
-    kernels: int | None = None  # of one profile (the one with the most), without signals and waits
+    """Attention layers that the recipe puts in INT8, one fused kernel each."""
+    int8_residuals: int
+    """LayerNorms whose kernel reads the residual as INT8."""
+    expected_int8_residuals: int
+    """LayerNorms whose residual the recipe puts in INT8."""
+    not_int8_residuals: list[str]
+    """LayerNorms, by ONNX name, whose residual should be INT8 and is not."""
+    profiles: int
+    """Optimization profiles, each with its own kernels in `layers`."""
+    kernels: int
+    """Kernels of the profile with the most, without signals and waits."""
     layers: list[LayerRow]
+    """Layer table, in the order of execution."""
 
     @property
     def on_cpu(self) -> bool:
@@ -96,17 +327,30 @@ class BlockCheck(Strict):
     None stands for an error that is not a number: the block made NaN or infinity.
     """
 
-    name: str  # "embeddings", "layer.0", ..., "head"
-    n: int  # positions compared, padding left out
-    error: float | None  # ||engine - reference|| / ||reference||
-    quantization_error: float  # what quantization itself costs in this block: fake-quant against FP32
-    limit: float  # of `error`
-    position_error: float | None  # the same at the worst single position
+    name: str
+    """Block: `embeddings`, `layer.0`, ..., `head`."""
+    n: int
+    """Positions compared, without padding."""
+    error: float | None
+    """Relative error of the block's output; null if the block produced NaN or infinity."""
+    quantization_error: float
+    """Relative error of the fake-quant block against the FP32 block: the cost of quantization itself."""
+    limit: float
+    """Limit of `error`: 0.01 or `quantization_error`, the larger."""
+    position_error: float | None
+    """Relative error at the worst single position; null if it is not a number."""
     position_limit: float
-    systematic_error: float | None  # part of `error` that one offset and factor per channel explain
+    """Limit of `position_error`: 0.05 or twice that of quantization itself, the larger."""
+    systematic_error: float | None
+    """Part of `error` that one offset and one factor per channel explain (a lost bias, a wrong scale);
+    null if it is not a number."""
     systematic_limit: float
-    nonfinite: int  # NaN or infinite numbers
-    nonfinite_shapes: list[list[int]]  # [batch, length] of the batches that had them
+    """Limit of `systematic_error`: 0.01 or three standard errors of what noise of this size explains, the
+    larger."""
+    nonfinite: int
+    """Number of NaN or infinite values."""
+    nonfinite_shapes: list[list[int]]
+    """Batch and length of each batch with NaN or infinite values."""
 
     @property
     def holds(self) -> bool:
@@ -123,21 +367,34 @@ class ShapeCheck(Strict):
     """The deployed engine on one batch of real samples, against the reference."""
 
     batch: int
+    """Samples of the batch."""
     length: int
-    what: str  # "padded", "equal lengths", "shortest", "longest"
-    nonfinite: int  # samples with a NaN or infinite logit
-    max_abs_logit_diff: float | None  # over the finite samples
+    """Length in tokens, with padding."""
+    what: str
+    """Selection of the samples: `padded`, `equal lengths` (no padding), `shortest`, `longest`."""
+    nonfinite: int
+    """Samples with a NaN or infinite logit."""
+    max_abs_logit_diff: float | None
+    """Largest absolute logit difference from the reference, over the finite samples; null without one."""
 
 
 class PaddingCheck(Strict):
     """The same samples alone, padded to the longest length, and inside of the largest batch."""
 
-    n: int  # samples
+    n: int
+    """Samples."""
     nonfinite: int
-    mean_abs_logit_diff: float | None  # of a sample's answers among themselves
+    """Samples with a NaN or infinite logit in any setting."""
+    mean_abs_logit_diff: float | None
+    """Mean spread of a logit over the settings; null without a finite sample."""
     mean_limit: float
+    """Limit of the mean: three times the mean logit difference of fake-quant and FP32, at least 3% of the
+    logits' root mean square."""
     max_abs_logit_diff: float | None
+    """Largest spread of a logit over the settings; null without a finite sample."""
     max_limit: float
+    """Limit of the largest: twice the largest logit difference of fake-quant and FP32, at least 10% of the
+    logits' root mean square."""
 
     @property
     def holds(self) -> bool:
@@ -150,18 +407,33 @@ class PredictionsCheck(Strict):
     """The deployed engine's answers to a draw of real samples, against the reference."""
 
     n: int
-    nonfinite: int  # samples; where there are any, nothing else is known
+    """Samples drawn."""
+    nonfinite: int
+    """Samples with a NaN or infinite logit; where there are any, the rest is null."""
     metric: str
-    drop: float | None  # reference minus engine
-    drop_limit: float | None  # the gate's max_drop and two paired standard errors
-    disagreements: int | None  # None for regression
-    disagreement_limit: float | None  # samples
+    """Primary metric of the task."""
+    drop: float | None
+    """Metric of the reference minus that of the engine; null with `nonfinite` samples."""
+    drop_limit: float | None
+    """Limit of `drop`: the gate's `max_drop` plus two paired standard errors; null with `drop`."""
+    disagreements: int | None
+    """Samples whose predicted class differs; null for regression."""
+    disagreement_limit: float | None
+    """Limit of `disagreements` in samples: those that quantization itself changes plus `max_drop` of all,
+    plus two standard errors; null with them."""
     mean_abs_logit_diff: float | None
-    quantization_mean_abs_logit_diff: float  # fake-quant against FP32: what quantization itself costs
+    """Mean absolute logit difference from the reference; null with `nonfinite` samples."""
+    quantization_mean_abs_logit_diff: float
+    """Mean absolute logit difference of the reference from FP32, over all samples drawn."""
     mean_limit: float
-    ks_statistic: float | None  # two-sample Kolmogorov-Smirnov of one answer a sample, worst label
+    """Limit of `mean_abs_logit_diff`, as in the padding check; null with `nonfinite` samples."""
+    ks_statistic: float | None
+    """Two-sample Kolmogorov-Smirnov statistic of the logits, one prediction per sample, of the label with
+    the smallest p; null with `nonfinite` samples."""
     ks_p: float | None
+    """p-value of `ks_statistic`; null with it."""
     ks_p_limit: float
+    """Smallest p-value that passes: 0.001 divided by the number of labels."""
 
     @property
     def holds(self) -> bool:
@@ -176,67 +448,110 @@ class PredictionsCheck(Strict):
 class Verification(Strict):
     """What the engine computes on the GPU, against the model that it was made from."""
 
-    reference: Literal["fake_quant", "fp32"]  # FP32 where nothing is quantized
+    reference: Literal["fake_quant", "fp32"]
+    """Model that the engine is compared with: fake-quant, or FP32 where nothing is quantized."""
     seed: int
+    """Seed of the sample draw."""
     blocks: list[BlockCheck]
-    blocks_not_checked: str | None = None  # why the graph could not be cut into blocks
-    stitched_int8_gemms: int  # of the engine whose blocks were judged; the deployed one has engine.int8_gemms
+    """Embeddings, each encoder layer, and pooler with classifier, each given the reference's own input
+    (teacher forcing)."""
+    blocks_not_checked: str | None = None
+    """Reason why the graph could not be cut into blocks; null if it was."""
+    stitched_int8_gemms: int
+    """INT8 GEMMs of the engine whose blocks were checked; equal to `engine.int8_gemms` if cutting changed
+    nothing."""
     shapes: list[ShapeCheck]
+    """Deployed engine on batches of real samples."""
     padding: PaddingCheck
     predictions: PredictionsCheck
     warnings: list[str]  # known hazards of this version, and limits of this verification
     failures: list[str]
+    """Reasons why the engine is wrong; each is an issue of the gate too."""
     passed: bool
+    """True without failures."""
 
 
 class FileRow(Strict):
     """One exported file."""
 
     name: str
+    """Path in the run directory."""
     bytes: int
-    fp32_ratio: float | None  # size divided by the size of the FP32 twin; None: no ONNX file
+    """Size in bytes."""
+    fp32_ratio: float | None
+    """Size divided by that of the FP32 graph; null for other files than ONNX."""
 
 
 class FindingRow(Strict):
     """One finding of `check`."""
 
     severity: Severity
-    effect: Effect | None = None  # on an engine; None: of a run that did not tell it
+    """Severity; an `error` makes the exit status 2."""
+    effect: Effect
+    """Effect on a TensorRT engine: it is not built, predictions can be wrong, INT8 does not happen, ONNX
+    Runtime alone refuses the file, time, a note."""
     code: str
+    """Stable short name of the rule."""
     node: str
+    """ONNX node or tensor."""
     why: str
+    """Cause."""
     fix: str
+    """Advice."""
 
 
 class Timing(Strict):
     """Cost of one stage of the run."""
 
     wall_s: float
-    cpu_s: float | None = None  # of all threads; None: of a run that did not measure it
-    peak_rss_bytes: int  # of the whole process while the stage ran
-    reused: bool  # nothing had changed, the files of an earlier run were kept
+    """Wall time in seconds."""
+    cpu_s: float | None = None
+    """CPU time of all threads in seconds; null if not measured."""
+    peak_rss_bytes: int
+    """Peak memory of the whole process during the stage, in bytes."""
+    reused: bool
+    """True if nothing had changed and the files of an earlier run were kept."""
 
 
 class Results(Tabular):
     """Every number of one run, or of its stages up to one; what those do not write has its default."""
 
     schema_version: int = SCHEMA_VERSION
-    until: str | None = None  # stage that was asked for, or evaluate; None: the run has its report
-    created: str  # ISO 8601, UTC
+    """Version of this schema."""
+    until: str | None = None
+    """Last stage that was requested, or `evaluate`; null once the run has its report."""
+    created: str
+    """Time of the end, ISO 8601, UTC."""
     command: str
-    recipe: dict[str, Any]  # resolved
-    model: dict[str, Any]  # name, sha256; with a report parameters, architecture
-    task: dict[str, Any]  # name, metrics, label names
-    data: dict[str, Any]  # source, calibration and evaluation splits with n
+    """Command line."""
+    recipe: dict[str, Any]
+    """Recipe with every default filled in, as in `recipe.yaml`."""
+    model: dict[str, Any]
+    """Name, sha256 of the files (for a hub model: of id and commit), `revision` (commit of a hub model,
+    null for a folder), number of parameters, architecture."""
+    task: dict[str, Any]
+    """Name, metrics (the primary one first), label names."""
+    data: dict[str, Any]
+    """Source of the data, `revision` (commit of a hub data set, null for a folder), calibration and
+    evaluation splits with their number of samples."""
     seed: int
+    """Seed of all random numbers."""
     quantized_layers: list[str] = []
-    quantized_attention: list[str] = []  # attention modules in INT8
-    quantized_residual: list[str] = []  # modules whose residual is in INT8
-    high_precision_layers: list[str] = []  # linears that stay in FP16 or FP32
+    """Linear layers in INT8."""
+    quantized_attention: list[str] = []
+    """Attention layers in INT8."""
+    quantized_residual: list[str] = []
+    """Modules whose residual is in INT8."""
+    high_precision_layers: list[str] = []
+    """Linear layers that stay in FP16 or FP32."""
     quantizers: list[QuantizerRow] = []
+    """Calibrated quantizers; empty for a recipe without INT8."""
     softmax: list[SoftmaxRow] = []
-    files: list[FileRow] = []  # ONNX files; without a report all files of the stages
+    """Cost of INT8 by softmax; empty without INT8 attention."""
+    files: list[FileRow] = []
+    """Exported ONNX files; before the report all files of the stages."""
     findings: list[FindingRow] = []
+    """Findings of `check` on the quantized ONNX file."""
     parity: Parity | None = None
     stages: dict[str, StageResult] = {}  # keys: `expected_stages`
     skipped: dict[str, str] = {}  # stage -> why it has no result, such as no device to run on
@@ -255,10 +570,16 @@ class Results(Tabular):
     speed: list[Speedup] = []  # of the run's bench; none: it has none, or one of other files
     unquantized_engines: list[EngineSize] = []  # engines of the same backend without INT8, by the run's bench
     gate: Gate
+    """Verdict of the recipe's gate."""
     timings: dict[str, Timing]
-    warnings: list[str]  # --limit, skipped stages, partial splits, anything a reader must know
-    notes: list[str] = []  # how data were read and calibrated: nothing to do
-    environment: dict[str, Any]  # versions, hardware, git hash
+    """Cost by stage, in the order of the run."""
+    warnings: list[str]
+    """Caveats of the numbers: `--limit`, skipped stages, partial splits."""
+    notes: list[str] = []
+    """Notes on how the data were read and calibrated: delimiter, split, rows requested and available."""
+    environment: dict[str, Any]
+    """Versions of the libraries, hardware, `git`: commit of the checkout, with the suffix `-dirty` if
+    files were changed; null for an installed package."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """As `stage_rows`."""

@@ -11,13 +11,22 @@ class Speedup(Strict):
     """How many times as fast a system is as its baseline, timed in turns in the same rounds."""
 
     system: str
+    """Name of the system."""
     baseline: str
-    config: str  # what both ran, such as "b32 s128"
-    value: float  # baseline_ms / system_ms; below 1: slower
-    ci95_low: float | None  # 95% by bootstrap over rounds; null with fewer than three rounds
+    """Name of the baseline."""
+    config: str
+    """Config that both ran, such as `b32 s128`."""
+    value: float
+    """`baseline_ms` / `system_ms`; below 1: slower."""
+    ci95_low: float | None
+    """Lower end of the 95% confidence interval, by bootstrap over rounds; null with fewer than three
+    rounds."""
     ci95_high: float | None
-    system_ms: float  # median over rounds of the rounds' median latencies
+    """Upper end of the 95% confidence interval; null with fewer than three rounds."""
+    system_ms: float
+    """Latency of the system in ms: median over rounds of the rounds' medians."""
     baseline_ms: float
+    """Latency of the baseline in ms, likewise."""
 
     @property
     def verdict(self) -> SpeedVerdict:

@@ -79,7 +79,7 @@ def test_every_step_is_taken(sst2, clipped, tmp_path, qdqbench, monkeypatch):
     assert first.run.vs_previous == {}
     assert [step.run.previous for step in found.steps[1:]] == ["clipped", "methods", "islands", "search"]
     assert first.recipe.calibration != methods.recipe.calibration
-    assert load_recipe(str(out / methods.run.recipe_file)) == methods.recipe
+    assert load_recipe(str(out / f"{methods.run.folder}.yaml")) == methods.recipe
     assert islands.run.int8_linears < methods.run.int8_linears
     assert islands.proposal.linears
     assert search.proposal.trial is not None

@@ -16,8 +16,7 @@ import yaml
 
 from qdqbench.eval.runs.study import read_study
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.utils.results import Results
-from qdqbench.quantize.utils.training_results import Finetuning
+from qdqbench.quantize.utils.results import Finetuning, Results
 
 from ..tools.tables import markdown, read_records
 from .tiny import MAIN, call_alone, write_data

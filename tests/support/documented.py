@@ -13,11 +13,8 @@ class Base(BaseModel):
 class Documented(Base):
     """One field for each way."""
 
-    below: int  # not this
+    below: int
     """In two lines
     below it."""
-    trailing: int = 1  # at its end
-    # above it
-    above: int = 2
     described: int = Field(default=3, description="in its description")
-    silent: int = 4
+    silent: int = 4  # no meaning

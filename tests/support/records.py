@@ -41,6 +41,11 @@ def engine_result(gemms: int, **changes: Any) -> EngineResult:
         "attention_fused": 0,
         "attention_int8": 0,
         "expected_attention_int8": 0,
+        "int8_residuals": 0,
+        "expected_int8_residuals": 0,
+        "not_int8_residuals": [],
+        "profiles": 1,
+        "kernels": 1,
         "layers": [],
     }
     return EngineResult.model_validate(fields | changes)

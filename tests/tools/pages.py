@@ -3,16 +3,14 @@
     python tests/tools/pages.py             write them
     python tests/tools/pages.py --check     change nothing; exit status 2 where something would change
 
-The meaning of a field is its `description`, the docstring below it, or the comment at its end or above it.
-All but the first are read from the source, so that schemas stay quick to import.
+The meaning of a field is its `description`, or the docstring below it, which is read from the source, so that
+schemas stay quick to import.
 """
 
 import ast
 import inspect
-import io
 import json
 import sys
-import tokenize
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -32,8 +30,7 @@ from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe import shipped
 from qdqbench.quantize.recipe.schema import Recipe, family_free_recipes
 from qdqbench.quantize.tasks.task import KINDS, KNOWN
-from qdqbench.quantize.utils.results import Results
-from qdqbench.quantize.utils.training_results import Finetuning
+from qdqbench.quantize.utils.results import Finetuning, Results
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = "Written by `python tests/tools/pages.py`"
@@ -107,23 +104,11 @@ def reached(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 @cache
-def _comments(path: str) -> dict[int, tuple[str, bool]]:
-    """Comments of a file by line, and whether each has its line to itself."""
-    source = Path(path).read_text(encoding="utf-8")
-    return {
-        token.start[0]: (token.string.lstrip("# "), not token.line[: token.start[1]].strip())
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT and not token.string.startswith(("# fmt:", "# type:", "# noqa"))
-    }
-
-
-@cache
 def meanings(model: type[BaseModel]) -> dict[str, str]:
-    """Return what the source says of each field of a schema."""
+    """Return the meaning of each field of a schema."""
     if model is BaseModel or not issubclass(model, BaseModel):
         return {}
-    path = inspect.getsourcefile(model)
-    tree, comments = ast.parse(Path(path).read_text(encoding="utf-8")), _comments(path)
+    tree = ast.parse(Path(inspect.getsourcefile(model)).read_text(encoding="utf-8"))
     (body,) = (
         node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == model.__name__
     )
@@ -131,17 +116,10 @@ def meanings(model: type[BaseModel]) -> dict[str, str]:
     for base in model.__bases__:
         meaning |= meanings(base)
     for node, after in zip(body, [*body[1:], None], strict=True):
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
-            continue
-        above = node.lineno - 1
-        while comments.get(above, ("", False))[1]:
-            above -= 1
-        own = [comments[line][0] for line in range(above + 1, node.lineno)]
-        trailing = comments.get(node.end_lineno, ("", True))
-        text = trailing[0] if not trailing[1] else " ".join(own)
-        if isinstance(after, ast.Expr) and isinstance(getattr(after.value, "value", None), str):
-            text = inspect.cleandoc(after.value.value)
-        meaning[node.target.id] = " ".join((model.model_fields[node.target.id].description or text).split())
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            documented = isinstance(after, ast.Expr) and isinstance(getattr(after.value, "value", None), str)
+            text = model.model_fields[node.target.id].description or (after.value.value if documented else "")
+            meaning[node.target.id] = " ".join(text.split())
     return meaning
 
 

@@ -147,7 +147,7 @@ def _runs_screen(comparison: RunComparison) -> list[Block]:
         pairs = [
             ("result", f"{score}, against FP32 {drop}"),
             ("INT8", f"{_int8_text(run)}{engine}"),
-            ("gate", run.gate),
+            ("gate", run.gate.replace("_", " ")),
             *(("latency", _latency_text(each)) for each in run.latency),
         ]
         blocks.append(Pairs(pairs, run.name, on=SCREEN))

@@ -12,46 +12,77 @@ from qdqbench.quantize.utils.speedup import Speedup
 class RunLatency(Strict):
     """The INT8 of a run in one config of its bench."""
 
-    config: str  # b32 s128
+    config: str
+    """Config of the bench, such as `b32 s128`."""
     system: str
+    """Name of the fastest INT8 engine."""
     median_ms: float
-    speedup: Speedup | None  # over the fastest system that is not INT8; None where none was measured
+    """Latency in ms: median over rounds of the rounds' medians."""
+    speedup: Speedup | None
+    """Speed-up over the fastest system without INT8; null if none was measured."""
 
 
 class ComparedRun(Strict):
     """One run, as its own results have it."""
 
-    name: str  # unique among those that are compared
+    name: str
+    """Last parts of its path that make the name unique."""
     folder: str
+    """Path of the run directory as given."""
     model: str
+    """Name of the model."""
     recipe: str
+    """Name of the recipe."""
     task: str
-    stage: str  # the measured stage nearest to deployment, whose answers are compared
+    """Name of the task."""
+    stage: str
+    """Stage nearest to deployment that was scored, whose predictions are compared."""
     n: int
-    metrics: dict[str, float]  # of that stage; the primary metric comes first
+    """Number of samples that it scored."""
+    metrics: dict[str, float]
+    """Metrics of that stage, the primary one first."""
     stderr: dict[str, float]
+    """Standard errors of the metrics, where known."""
     fp32: dict[str, float]
-    vs_fp32: Comparison | None  # its own FP32; None where they were not compared
-    backend: str | None  # of the engine; None: none was built
-    int8: int | None  # matrix products in INT8 in the engine
+    """Metrics of the run's own FP32."""
+    vs_fp32: Comparison | None
+    """Comparison with the run's own FP32; null if they were not compared."""
+    backend: str | None
+    """Backend of the engine; null if none was built."""
+    int8: int | None
+    """Matrix products that the engine runs in INT8; null without one."""
     expected_int8: int | None
-    planned_int8: int  # linears
-    onnx_bytes: int | None  # of the quantized file, or of the FP16 twin where nothing is quantized
+    """Matrix products that the recipe puts in INT8; null without an engine."""
+    planned_int8: int
+    """Linear layers that the recipe puts in INT8."""
+    onnx_bytes: int | None
+    """Size in bytes of the quantized ONNX file, or of the FP16 graph if nothing is quantized; null without
+    a file."""
     engine_bytes: int | None
+    """Size of the engine in bytes; null without one."""
     gate: GateState
+    """State of the gate."""
     failures: list[GateCode]
+    """Codes of the gate's failed checks."""
     warnings: list[str]
-    device: str | None  # of the bench
+    """Warnings of its `results.json`."""
+    device: str | None
+    """Device of its bench; null without one, or if its files changed since."""
     latency: list[RunLatency]
+    """Latency by config of its bench."""
 
 
 class Pair(Strict):
     """Two runs on the same samples: the second against the first."""
 
     first: str
+    """Name of the run that is the baseline."""
     second: str
-    not_paired: str | None = None  # why they cannot be: other task, other samples
-    comparison: Comparison | None = None  # None where they are not paired
+    """Name of the run that is compared with it."""
+    not_paired: str | None = None
+    """Reason why they cannot be paired: another task, other samples; null if they are."""
+    comparison: Comparison | None = None
+    """Second run minus the first on the same samples; null if they are not paired."""
 
 
 class SamplePrediction(Strict):
@@ -60,14 +91,18 @@ class SamplePrediction(Strict):
     prediction: str
     margin: float | None  # probability of its class less that of the next; None where no classes compete
     right: bool | None
+    """True if it agrees with the label; null if predictions are neither right nor wrong."""
 
 
 class ComparedSample(Strict):
     """A sample with different answers, or scores that differ most."""
 
     task: str
-    sample: int  # row of the evaluation split, or number of the sample where it has several rows
-    text: str | None  # None: the data was not found any more
+    """Name of the task."""
+    sample: int
+    """Row of the evaluation split, or number of the sample if it has several rows."""
+    text: str | None
+    """Text of the sample; null if the data were not found."""
     label: str | None
     predictions: dict[str, SamplePrediction]  # by run, and of FP32 under "FP32" or "FP32 of MODEL"
     distance: float  # the kind's divergence between the two answers that differ most
@@ -77,22 +112,32 @@ class ComparedLayer(Strict):
     """A quantizer, linear or block beside itself in other runs."""
 
     what: Literal["amax", "output error", "block error"]
+    """Quantity: amax of a quantizer, output error of a linear layer, output error of a block."""
     name: str
-    values: dict[str, float | None]  # by run; None: it has none there, or it is not a number
+    """Name of the quantizer, linear layer or block."""
+    values: dict[str, float | None]
+    """Values by run; null if the run has none, or if it is not a number."""
 
 
 class RunComparison(Tabular):
     """A whole comparison."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
+    """Version of this schema."""
     created: str
+    """Time of the end, ISO 8601, UTC."""
     command: str
+    """Command line."""
     runs: list[ComparedRun]
+    """Runs, in the order given."""
     pairs: list[Pair]
+    """Each pair of runs."""
     samples: list[ComparedSample]
     sample_count: int  # before the longest list that is kept
     layers: list[ComparedLayer]
-    notes: list[str]  # what could not be compared, and why
+    """Quantizers, linear layers and blocks of several runs."""
+    notes: list[str]
+    """Parts that could not be compared, with the reason."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield one row for each run."""

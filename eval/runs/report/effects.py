@@ -157,7 +157,7 @@ def _class_blocks(classes: Classes, stage: str) -> list[Block]:
     )
     about = (
         f"Recall: of the {classes.unit} with this label, the share that is answered so. ± is one paired "
-        f"standard error. Lost and won: right in FP32 alone, and in {stage} alone."
+        f"standard error. Regressed and fixed: right in FP32 alone, and in {stage} alone."
     )
     blocks: list[Block] = [table, Prose(about, "quiet", PAGE)]
     if len(classes.rows) <= WIDEST:

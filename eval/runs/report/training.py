@@ -28,7 +28,7 @@ from qdqbench.eval.reporting.document import (
 from qdqbench.eval.reporting.formats import cleaned, count_of, flat, label, model_label, seconds
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.report.verdict import metric_text
-from qdqbench.quantize.utils.training_results import Finetuning, LogRow, TrainingRun
+from qdqbench.quantize.utils.results import Finetuning, LogRow, TrainingRun
 
 COLORS = (svg.BLUE, svg.ORANGE, svg.GREEN, svg.PURPLE, svg.SKY, svg.INK)
 # after six seeds: color alone is not enough

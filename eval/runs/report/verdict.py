@@ -10,7 +10,6 @@ from qdqbench.quantize.models.families.any_family import RUN
 from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, Comparison, GateState, Parity, ParityRow
 from qdqbench.quantize.utils.results import Results, StageResult
 from qdqbench.quantize.utils.speedup import Speedup
-from qdqbench.quantize.utils.training_results import TrainingRun
 
 STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear
 MEASURES = {"codes": "codes that differ", "step": "largest step", "output": "error of the output"}
@@ -30,7 +29,11 @@ def run_verdict(results: Results) -> Verdict:
     if (smaller := quantized_file(results)) is not None:
         clauses.append(f"ONNX file {smaller[1]:.2f} of FP32")
     clauses.append(speed_clause(results))
-    clauses.append({"passed": "gate passed", "failed": "gate FAILED"}.get(gate.state, f"gate: {gate.state}"))
+    clauses.append(
+        {"passed": "gate passed", "failed": "gate FAILED"}.get(
+            gate.state, f"gate: {gate.state.replace('_', ' ')}"
+        )
+    )
     sentence = "; ".join(clauses) + "."
     issues = [*gate.having("inconclusive", "not_evaluated"), *gate.having("within_noise")]
     return Verdict(

@@ -25,60 +25,93 @@ SkipReason = Literal[
 class Criteria(Strict):
     """The gate: what was asked for."""
 
-    max_drop: float  # of the primary metric, a fraction
-    min_speedup: float | None = None  # over the engine without INT8; None: not asked
+    max_drop: float
+    """Largest drop of the primary metric that passes, absolute."""
+    min_speedup: float | None = None
+    """Lowest speed-up over the engine without INT8 that passes; null if not required."""
 
 
 class NestedFolds(Strict):
     """A recipe that holds, each sample scored with the step that is chosen without it."""
 
-    folds: int  # parts of the samples
-    scores: dict[str, Comparison]  # against FP32, by evaluation split
-    others: float  # share of the samples whose answers are of another step than the chosen one
-    unmet: list[GateIssue]  # of accuracy; empty where it holds
+    folds: int
+    """Number of folds of the samples."""
+    scores: dict[str, Comparison]
+    """Comparisons with FP32 by evaluation split."""
+    others: float
+    """Share of the samples whose fold chooses another step."""
+    unmet: list[GateIssue]
+    """Issues of accuracy; empty if it passes."""
 
 
 class Proposal(Strict):
     """How a step found its recipe."""
 
-    base: str  # recipe that it changes
-    samples: int | None = None  # train rows that it was chosen on
-    share: float | None = None  # of the divergence of the base that is left
-    method: str = ""  # calibration section, in words
-    linears: list[str] = []  # kept out of INT8 by islands
-    trial: int | None = None  # number in the search, of
-    trials: int | None = None  # this many
-    speedup: float | None = None  # of that trial
+    base: str
+    """Name of the recipe that it changes."""
+    samples: int | None = None
+    """Train rows that it was chosen on; null if none were used."""
+    share: float | None = None
+    """Share of the base's divergence that is left; null if not measured."""
+    method: str = ""
+    """Calibration section in words."""
+    linears: list[str] = []
+    """Linear layers that are kept out of INT8."""
+    trial: int | None = None
+    """Number of the trial in the search; null without a search."""
+    trials: int | None = None
+    """Number of trials of the search; null without one."""
+    speedup: float | None = None
+    """Speed-up of the trial; null if not measured."""
 
 
 class StepRun(Strict):
     """A recipe through a whole run."""
 
-    folder: str  # run directory, in the folder
-    recipe_file: str  # in the folder
-    engine: str | None  # in the folder; None where none was built
-    int8_linears: int  # linears in INT8
-    int8_attention: int  # attentions in INT8
-    stage: str  # the last one that was measured, which the scores are of
-    previous: str | None  # the last step before it that was measured
-    vs_previous: dict[str, Comparison]  # by evaluation split; empty for the first
-    source: Source | None  # of the speed-up; None: there is none
-    not_timed: Failure | None  # why there is no speed-up
-    issues: list[GateIssue]  # what keeps it from holding
-    # where nothing does and others were tried before it; None: nothing was chosen by evaluation data
+    folder: str
+    """Run directory, relative to the folder of `auto`."""
+    engine: str | None
+    """Path of the engine, relative to the folder of `auto`; null if none was built."""
+    int8_linears: int
+    """Linear layers in INT8."""
+    int8_attention: int
+    """Attention layers in INT8."""
+    stage: str
+    """Last stage that was measured, whose scores these are."""
+    previous: str | None
+    """Name of the last measured step before it; null for the first."""
+    vs_previous: dict[str, Comparison]
+    """Comparisons with that step by evaluation split; empty for the first."""
+    source: Source | None
+    """Device and baseline of the speed-up; null without one."""
+    not_timed: Failure | None
+    """Reason why there is no speed-up; null if there is one or none is required."""
+    issues: list[GateIssue]
+    """Issues that keep it from passing."""
     nested: NestedFolds | None = None
+    """Nested evaluation of a step that passes after others were tried; null if nothing was chosen by
+    evaluation data."""
 
 
 class AutoStep(Trial):
     """One step: a recipe that was proposed, run and checked against the gate, or why it was not."""
 
-    name: str  # of a shipped recipe its own; else the kind
+    name: str
+    """Name of the shipped recipe, else the kind."""
     kind: StepKind
+    """Kind of step."""
     status: Literal["done", "skipped", "failed"]
-    skipped: SkipReason | None = None  # why
-    proposal: Proposal | None = None  # None: no recipe was proposed
-    estimate_s: float | None = None  # before: the seconds of the last step
-    run: StepRun | None = None  # None unless done
+    """`done`, `skipped` or `failed`."""
+    skipped: SkipReason | None = None
+    """Reason of the skip: an earlier step `holds`; `no_base`: no shipped recipe finished; `no_remedy`: it
+    changes nothing about what is unmet; `only_speed`: only speed is unmet; `budget`: its estimate exceeds
+    what is left; `misfit`: its recipe does not fit the model. Else null."""
+    proposal: Proposal | None = None
+    """Origin of the recipe; null if none was proposed."""
+    estimate_s: float | None = None
+    """Estimated time before it started in seconds; null if not known."""
+    run: StepRun | None = None
+    """Run of the recipe; null unless done."""
 
     @property
     def unmet(self) -> list[GateIssue]:
@@ -105,35 +138,60 @@ class AutoStep(Trial):
 class AutoChoice(Strict):
     """What to deploy, and whether it holds."""
 
-    passed: bool  # a recipe holds
-    step: str | None  # None: no step finished
-    recipe: str | None = None  # files to deploy, with the folder
+    passed: bool
+    """True if a recipe passes."""
+    step: str | None
+    """Name of the chosen step; null if none finished."""
+    recipe: str | None = None
+    """Path of the chosen recipe; null with `step`."""
     engine: str | None = None
+    """Path of its engine; null if none was built."""
     run: str | None = None
-    command: str | None = None  # that repeats it
+    """Path of its run directory; null with `step`."""
+    command: str | None = None
+    """Command that repeats its run; null with `step`."""
 
 
 class Auto(Tabular):
     """Everything that `qdqbench auto` tried."""
 
-    schema_version: Literal[2] = 2
-    created: str  # ISO 8601, UTC
+    schema_version: Literal[3] = 3
+    """Version of this schema."""
+    created: str
+    """Time of the end, ISO 8601, UTC."""
     command: str
-    folder: str  # that the paths of the steps are in
-    model: dict[str, Any]  # name, sha256
+    """Command line."""
+    folder: str
+    """Folder that the paths of the steps are relative to."""
+    model: dict[str, Any]
+    """Name and SHA-256 of its files."""
     task: dict[str, Any]
-    data: dict[str, Any]  # source, evaluated samples by split, rows that proposals are chosen on
+    """Name, columns, metrics, label names."""
+    data: dict[str, Any]
+    """Source, `evaluation`: samples by split, `proposals`: train rows that proposals are chosen on,
+    `limit`."""
     seed: int
+    """Seed of bootstrap, search and folds."""
     gate: Criteria
-    metric: str  # primary metric of the task
-    fp32: dict[str, float]  # metrics of FP32
-    budget_s: float  # seconds that were allowed
-    elapsed_s: float  # of finished steps, those of interrupted calls included
+    """Criteria."""
+    metric: str
+    """Primary metric of the task."""
+    fp32: dict[str, float]
+    """Metrics of FP32."""
+    budget_s: float
+    """Time budget in seconds."""
+    elapsed_s: float
+    """Time of finished steps in seconds, interrupted calls included."""
     steps: list[AutoStep]
+    """Steps, in their order."""
     choice: AutoChoice
-    warnings: list[str]  # what needs a look
-    notes: list[str]  # how data were read, what was calibrated
-    environment: dict[str, Any]  # versions, hardware, git hash
+    """Recipe to deploy."""
+    warnings: list[str]
+    """Caveats of the figures."""
+    notes: list[str]
+    """Notes on how the data were read and calibrated."""
+    environment: dict[str, Any]
+    """Versions, hardware, git hash."""
 
     @property
     def chosen(self) -> AutoStep | None:

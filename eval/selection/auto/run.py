@@ -255,7 +255,6 @@ class AutoRun:
             nested = self.evaluation.nest_folds(fp32, answers, len(tried))
         step.run = StepRun(
             folder=f"{name}/{RUN}",
-            recipe_file=f"{name}/{RECIPE}",
             engine=f"{name}/{RUN}/engine/{results.engine.file}" if results.engine else None,
             int8_linears=len(session.plan.int8),
             int8_attention=len(session.plan.attention),

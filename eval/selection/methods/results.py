@@ -13,12 +13,16 @@ METHODS_FILE = "methods.json"
 class MethodRow(Strict):
     """One calibration section."""
 
-    trial: Trial  # the recipe with another calibration section
-    best: bool = False  # least divergence on the draw
-    # divergence minus that of the best row, paired by sample; None: it failed
+    trial: Trial
+    """Recipe with another calibration section."""
+    best: bool = False
+    """True for the lowest divergence on the draw."""
     above_best: float | None = None
-    above_best_stderr: float | None = None  # paired by sample
-    ties: bool = False  # above_best is at most 2 of its standard errors; true for the best row
+    """Divergence minus that of the best row, paired by sample; null if it failed."""
+    above_best_stderr: float | None = None
+    """Standard error of `above_best`, paired by sample; null if it failed."""
+    ties: bool = False
+    """True if `above_best` is at most two of its standard errors; true for the best row."""
 
     @property
     def section(self) -> Calibration:
@@ -46,25 +50,43 @@ class MethodRow(Strict):
 class Methods(Strict):
     """Everything that `qdqbench methods` measured."""
 
-    schema_version: Literal[2] = 2
-    created: str  # ISO 8601, UTC
+    schema_version: Literal[3] = 3
+    """Version of this schema."""
+    created: str
+    """Time of the end, ISO 8601, UTC."""
     command: str
-    recipe: dict[str, Any]  # with every default filled in
-    model: dict[str, Any]  # name, sha256
+    """Command line."""
+    recipe: dict[str, Any]
+    """Recipe with every default filled in."""
+    model: dict[str, Any]
+    """Name and SHA-256 of its files."""
     task: dict[str, Any]
-    data: dict[str, Any]  # source, split, fingerprint, rows, calibration and scored samples, seed of the draw
-    seed: int  # of the bootstrap; the draws have the recipe's calibration.seed
+    """Name, columns, metrics, label names."""
+    data: dict[str, Any]
+    """Source, split, fingerprint, rows, `calibration` and scored `samples`, seed of the draw, rows of each
+    `evaluation` split."""
+    seed: int
+    """Seed of the bootstrap; the draws use the recipe's `calibration.seed`."""
     batch_size: int
-    metric: str  # primary metric of the task
+    """Batch size of the evaluation in samples."""
+    metric: str
+    """Primary metric of the task."""
     # KL(FP32 || INT8) per sample, nat; MSE / variance of FP32 logits; or 1 - cosine to FP32 embeddings
     divergence: Divergence
-    fp32: dict[str, Scores]  # by evaluation split
-    rows: list[MethodRow]  # the recipe as it is comes first
-    recipe_name: str  # of recipe.yaml
-    warnings: list[str]  # what needs a look
-    notes: list[str]  # how data were read, what was calibrated
-    timings: dict[str, float]  # seconds
-    environment: dict[str, Any]  # versions, hardware, git hash
+    """`kl`: KL(FP32 || INT8) per sample in nat; `squared`: squared error over the variance of FP32 logits;
+    `cosine`: 1 - cosine to FP32 embeddings."""
+    fp32: dict[str, Scores]
+    """Metrics of FP32 by evaluation split."""
+    rows: list[MethodRow]
+    """Calibration sections, the recipe's own first."""
+    warnings: list[str]
+    """Caveats of the figures."""
+    notes: list[str]
+    """Notes on how the data were read and calibrated."""
+    timings: dict[str, float]
+    """`total_s`: time of the whole comparison in seconds."""
+    environment: dict[str, Any]
+    """Versions, hardware, git hash."""
 
     @property
     def best(self) -> MethodRow:

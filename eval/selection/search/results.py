@@ -46,10 +46,14 @@ class PlacedTrial(Trial):
 class SearchTrial(PlacedTrial):
     """One point of the search space; its scores are those on the draw."""
 
-    number: int  # in the study
+    number: int
+    """Number in the study."""
     params: dict[str, Any] = {}
-    shipped: str = ""  # the shipped recipe that was moved into the space
+    """Parameters in the search space."""
+    shipped: str = ""
+    """Name of the shipped recipe that it is derived from; empty for others."""
     int8_linears: int = 0
+    """Linear layers in INT8."""
     int8_attention: int = 0
     duplicate_of: int | None = None  # an earlier trial with the same recipe, whose values it has
     holds: bool = False  # satisfies the gate; a drop that exceeds `max_drop` within noise does
@@ -82,6 +86,7 @@ class ConfirmedRecipe(PlacedTrial):
     engine: dict[str, Comparison] = {}  # of the chosen recipe, by split; empty where no engine ran
     # a shipped recipe that is at least as accurate and as fast as the chosen one, one of both strictly more
     dominates: bool = False
+    """True for a shipped recipe as accurate and as fast as the chosen one, and better in one of both."""
 
     @property
     def score(self) -> Comparison | None:
@@ -93,23 +98,33 @@ class DropAgreement(Strict):
     """The chosen recipe's drop where it was searched, and where it was confirmed."""
 
     searched: float
+    """Drop of the chosen recipe on the search rows."""
     searched_stderr: float
+    """Paired standard error of `searched`."""
     confirmed: float
+    """Drop of the chosen recipe on the evaluation split."""
     confirmed_stderr: float
-    within_noise: bool  # they differ by at most 2 sqrt(sum of squared standard errors)
+    """Paired standard error of `confirmed`."""
+    within_noise: bool
+    """True if they differ by at most two standard errors of their difference."""
 
 
 class Source(Strict):
     """The second objective of a search, and the device that engines are timed on."""
 
-    mode: Literal["latency", "int8-share"]  # measured here, or the INT8 share of multiply-adds
+    mode: Literal["latency", "int8-share"]
+    """Second objective: latency measured here, or the INT8 share of multiply-adds."""
     gpu: str | None = None
     cpu: str | None = None  # where engines run on it
     baseline_precision: str = "FP16"  # datatype of the baseline, and of what an engine has not in INT8
     backend: str = ""
+    """Backend of the engines."""
     version: str = ""
+    """Version of the backend."""
     batch: int
+    """Batch size in sequences."""
     length: int
+    """Sequence length in tokens."""
 
     @property
     def label(self) -> str:
@@ -122,46 +137,76 @@ class Source(Strict):
 class Ranking(Strict):
     """The order in which units and attentions leave INT8, the worst in INT8 first."""
 
-    units: list[tuple[int, str]]  # layer and kind
-    attention: list[int]  # layers
-    file: str | None = None  # sensitivity that it is from
-    samples: int | None = None  # train rows of a sensitivity of its own
+    units: list[tuple[int, str]]
+    """Units (layer and kind) in the order in which they leave INT8, the most costly first."""
+    attention: list[int]
+    """Attention layers by number, the most costly in INT8 first."""
+    file: str | None = None
+    """Path of the sensitivity that it is from; null for one of its own."""
+    samples: int | None = None
+    """Train rows of a sensitivity of its own; null for a given one."""
 
 
 class SearchOutcome(Strict):
     """The trial that the gate asks for, and whether it holds on evaluation data."""
 
     passed: bool = False
-    chosen: int | None = None  # number of the trial; None: none holds the gate
-    best: int | None = None  # where none does, the one that comes nearest
-    holding: int = 0  # trials that hold the gate
-    equal: int = 1  # of them as fast as the fastest, within 1%; the most accurate was taken
+    """True if the chosen trial passes the gate on evaluation data."""
+    chosen: int | None = None
+    """Number of the chosen trial; null if none satisfies the gate."""
+    best: int | None = None
+    """Number of the trial nearest to the gate if none satisfies it; else null."""
+    holding: int = 0
+    """Number of trials that satisfy the gate."""
+    equal: int = 1
+    """Number of these within 1% of the fastest, of which the most accurate was chosen."""
     issues: list[GateIssue] = []
+    """Issues of the gate on evaluation data."""
 
 
 class Search(Strict):
     """Every number of one search."""
 
-    schema_version: Literal[2] = 2
-    created: str  # ISO 8601, UTC
+    schema_version: Literal[3] = 3
+    """Version of this schema."""
+    created: str
+    """Time of the end, ISO 8601, UTC."""
     command: str
-    recipe: dict[str, Any]  # the given one, resolved
+    """Command line."""
+    recipe: dict[str, Any]
+    """Base recipe with every default filled in."""
     model: str
+    """Folder or hub id."""
     task: str
+    """Name of the task."""
     metric: str
-    settings: dict[str, Any]  # what all workers of the study share
+    """Primary metric of the task."""
+    settings: dict[str, Any]
+    """Settings that all workers of the study share."""
     study: str
+    """Name of the study."""
     objective: Objective
+    """First objective."""
     ranking: Ranking
+    """Order in which units and attention layers leave INT8."""
     source: Source
-    fp32: dict[str, Scores]  # by evaluation split
+    """Second objective and its device."""
+    fp32: dict[str, Scores]
+    """Metrics of FP32 by evaluation split."""
     trials: list[SearchTrial]
+    """Finished trials."""
     outcome: SearchOutcome
-    confirmed: list[ConfirmedRecipe]  # the chosen recipe first, then the given and the shipped ones
+    """Chosen trial, and whether it passes."""
+    confirmed: list[ConfirmedRecipe]
+    """Recipes on evaluation data: the chosen one first, then the given and the shipped ones."""
     agreement: DropAgreement | None
+    """Drop in search and confirmation; null without a chosen recipe."""
     warnings: list[str]
-    notes: list[str]  # how data were read
+    """Caveats of the figures."""
+    notes: list[str]
+    """Notes on how the data were read."""
     environment: dict[str, Any]
+    """Versions, hardware, git hash."""
 
     @property
     def chosen(self) -> SearchTrial | None:

@@ -15,59 +15,97 @@ Group = Literal["linear", "attention", "block", "kind"]
 class CandidateRow(Strict):
     """One candidate: a linear, the attention of a layer, a layer, or one kind of tensor in all layers."""
 
-    name: str  # as recipes write it, without the name of the base model; of a kind its name
+    name: str
+    """Name as in recipes, without the name of the base model; for a kind its name."""
     group: Group
-    kind: str  # qkv, output, ffn-in, ffn-out, attention, pooler, classifier, ...; of a block "block"
-    layer: int | None  # None outside of the encoder and for kinds
-    modules: list[str]  # full names of what is switched
-    diagnostic: bool  # no recipe can put it into INT8
-    only: Comparison  # this in INT8, everything else in FP32
-    all_but: Comparison | None  # everything in INT8 but this; None where "everything" does not hold it
+    """`linear`, `attention`, `block` or `kind`."""
+    kind: str
+    """`qkv`, `output`, `ffn-in`, `ffn-out`, `attention`, `pooler`, `classifier`, `LayerNorm input`,
+    `embeddings`, or `block`."""
+    layer: int | None
+    """Number of the encoder layer; null outside of the encoder and for kinds."""
+    modules: list[str]
+    """Full names of the modules that are switched."""
+    diagnostic: bool
+    """True if no recipe can put it in INT8."""
+    only: Comparison
+    """This alone in INT8."""
+    all_but: Comparison | None
+    """Everything but this in INT8; null if it is not part of everything."""
 
 
 class CurvePoint(Strict):
     """The linears that cost the most kept out of INT8, everything else in INT8."""
 
-    kept: int  # number of linears
-    linears: list[str]  # full names, in the order of the ranking
-    attention: list[str]  # attention modules that go to FP16 with their output linear
-    comparison: Comparison  # the rest in INT8
+    kept: int
+    """Number of linear layers kept out of INT8."""
+    linears: list[str]
+    """Full names of these layers, in the order of the ranking."""
+    attention: list[str]
+    """Attention modules that leave INT8 with their output linear layer."""
+    comparison: Comparison
+    """All other layers in INT8."""
 
 
 class SensitivityChoice(Strict):
     """The recipe that was written."""
 
-    kept: int  # linears; 0 and reached: the drop of everything in INT8 is within noise
-    reached: bool  # the drop and the divergence hold; else the best point that was measured
-    file: str  # of the recipe
-    recipe_name: str  # its name
+    kept: int
+    """Number of linear layers kept out of INT8; 0 if the drop of everything in INT8 is within noise."""
+    reached: bool
+    """True if drop and divergence hold; else it is the best point that was measured."""
+    file: str
+    """File of the recipe."""
 
 
 class Sensitivity(Strict):
     """Everything that `qdqbench sensitivity` measured."""
 
-    schema_version: Literal[2] = 2
-    created: str  # ISO 8601, UTC
+    schema_version: Literal[3] = 3
+    """Version of this schema."""
+    created: str
+    """Time of the end, ISO 8601, UTC."""
     command: str
-    recipe: dict[str, Any]  # with every default filled in
-    model: dict[str, Any]  # name, sha256
+    """Command line."""
+    recipe: dict[str, Any]
+    """Recipe with every default filled in."""
+    model: dict[str, Any]
+    """Name and sha256."""
     task: dict[str, Any]
-    data: dict[str, Any]  # source, split, fingerprint, calibration and evaluated samples
-    seed: int  # of the bootstrap; the draw has the recipe's calibration.seed
+    """Name, columns, metrics, label names."""
+    data: dict[str, Any]
+    """Source, split, fingerprint, rows, calibration and evaluated samples, seed of the draw."""
+    seed: int
+    """Seed of the bootstrap; the draw uses the recipe's `calibration.seed`."""
     batch_size: int
-    metric: str  # primary metric of the task
+    """Batch size in samples."""
+    metric: str
+    """Primary metric of the task."""
     # KL(FP32 || INT8) per sample, nat; MSE / variance of FP32 logits; or 1 - cosine to FP32 embeddings
     divergence: Divergence
-    fp32: Scores  # the model without quantizers on the draw
-    full: Comparison  # everything in INT8
-    int8: list[str]  # what "everything" is: full names of linears and attention modules
-    rows: list[CandidateRow]  # in the order of the model
-    curve: list[CurvePoint]  # by rising `kept`
+    """`kl`: KL(FP32 || INT8) per sample in nat; `squared`: squared error over the variance of FP32 logits;
+    `cosine`: 1 - cosine to FP32 embeddings."""
+    fp32: Scores
+    """Metrics of the model without quantizers on the draw."""
+    full: Comparison
+    """Everything in INT8."""
+    int8: list[str]
+    """Full names of the linear layers and attention modules that "everything" is."""
+    rows: list[CandidateRow]
+    """Candidates, in the order of the model."""
+    curve: list[CurvePoint]
+    """Points by rising number of linear layers kept out of INT8."""
     choice: SensitivityChoice
-    warnings: list[str]  # what needs a look
-    notes: list[str]  # how data were read, what was calibrated
-    timings: dict[str, float]  # seconds; candidates of an interrupted run are counted once
-    environment: dict[str, Any]  # versions, hardware, git hash
+    """Recipe that was written."""
+    warnings: list[str]
+    """Caveats of the figures."""
+    notes: list[str]
+    """Notes on how the data were read and calibrated."""
+    timings: dict[str, float]
+    """Times in seconds: `candidates_s` of all measurements, those of interrupted runs included;
+    `this_run_s`."""
+    environment: dict[str, Any]
+    """Versions, hardware, git hash."""
 
     @property
     def chosen(self) -> CurvePoint:

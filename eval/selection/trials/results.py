@@ -25,8 +25,10 @@ FailureCode = Literal["input", "check", "device", "error"]
 class Failure(Strict):
     """Why a recipe could not be tried."""
 
-    code: FailureCode  # "input" and "device" can be fixed, so that the same command tries again
-    text: str  # one line
+    code: FailureCode
+    """Kind of failure; `input` and `device` can be fixed, so that the same command tries again."""
+    text: str
+    """Message in one line."""
 
     @property
     def is_retryable(self) -> bool:
@@ -49,31 +51,49 @@ def failure_of(error: Exception) -> Failure:
 class Scores(Strict):
     """Metrics of FP32 on one split."""
 
-    metrics: dict[str, float]  # primary first
-    stderr: dict[str, float]  # of each metric
-    n: int  # samples
+    metrics: dict[str, float]
+    """Metrics of the task, the primary one first."""
+    stderr: dict[str, float]
+    """Standard error of each metric."""
+    n: int
+    """Number of samples."""
 
 
 class CalibrationCost(Strict):
     """What a calibration took, and the widest activation that it found."""
 
-    seconds: float  # passes over the data, shared or not, and what the recipe adds
-    amax_over_rms: float | None  # largest of an activation; None when no activation is quantized
-    amax_over_rms_at: str | None  # its quantizer
-    notes: list[str] = []  # what calibration did to the model
+    seconds: float
+    """Time of the passes over the data, shared or not, and of the recipe's extra steps in seconds."""
+    amax_over_rms: float | None
+    """Largest outlier measure of an activation (amax / root mean square); null if no activation is
+    quantized."""
+    amax_over_rms_at: str | None
+    """Quantizer of that activation; null if no activation is quantized."""
+    notes: list[str] = []
+    """Changes of the model by calibration."""
 
 
 class Trial(Strict):
     """One recipe that was tried."""
 
-    recipe: Recipe | None  # None: a candidate of a sensitivity
-    origin: Origin  # what proposed it
-    scores: dict[str, Comparison] = {}  # against FP32, by split; `DRAW` has a divergence
-    calibration: CalibrationCost | None = None  # None: not calibrated here
-    speedup: Speedup | None = None  # over an engine without INT8
-    failure: Failure | None = None  # why it has no scores
-    seconds: float = 0.0  # what it took
-    divergences: list[float] = []  # of each sample of the draw; in the store, not in reports
+    recipe: Recipe | None
+    """Recipe; null for a candidate of a sensitivity."""
+    origin: Origin
+    """Origin of the recipe: `given` by the user, `shipped`, `unquantized` (nothing in INT8), `calibration`
+    (another calibration section), `candidate` (one group of tensors, of `sensitivity`), `ranking` (by
+    sensitivity), `tpe` (sampler of a search), `qat`."""
+    scores: dict[str, Comparison] = {}
+    """Comparisons with FP32 by split; `draw` (train rows that do not calibrate) has a divergence."""
+    calibration: CalibrationCost | None = None
+    """Cost of the calibration; null if not calibrated here."""
+    speedup: Speedup | None = None
+    """Speed-up over an engine without INT8; null if not measured."""
+    failure: Failure | None = None
+    """Reason why it has no scores; null if it has."""
+    seconds: float = 0.0
+    """Time of the trial in seconds."""
+    divergences: list[float] = []
+    """Divergence of each sample of the draw, in the store only."""
 
     @property
     def divergence(self) -> float:

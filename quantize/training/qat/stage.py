@@ -31,10 +31,10 @@ from qdqbench.quantize.training.record import CHECKPOINTS, RECORD, blank_run, fi
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.results import TrainingRun
 from qdqbench.quantize.utils.system.environment import made_with
 from qdqbench.quantize.utils.system.process import is_main_process
 from qdqbench.quantize.utils.system.quiet import quiet
-from qdqbench.quantize.utils.training_results import TrainingRun
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

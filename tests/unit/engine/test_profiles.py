@@ -196,6 +196,13 @@ def engine_row(**changes):
     row = {"backend": "tensorrt_rtx", "version": "1.6", "compute_capability": ["8.9"], "file": "x.engine"}
     row |= {"ahead_of_time": False, "bytes": 1, "int8_gemms": 0, "expected_int8_gemms": 0, "not_int8": []}
     row |= {"attention_fused": 0, "attention_int8": 0, "expected_attention_int8": 0, "layers": []}
+    row |= {
+        "int8_residuals": 0,
+        "expected_int8_residuals": 0,
+        "not_int8_residuals": [],
+        "profiles": 1,
+        "kernels": 1,
+    }
     return row | changes
 
 

@@ -6,7 +6,7 @@ from qdqbench.eval.metrics.model_changes import ExportedRun, model_changes
 from qdqbench.quantize.calibration.record import CalibrationRecord, ChannelSplit, Smoothing
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.utils.calibration_results import SoftmaxRow
+from qdqbench.quantize.utils.results import SoftmaxRow
 
 LAYER = "bert.encoder.layer.0"
 SELF = f"{LAYER}.attention.self"

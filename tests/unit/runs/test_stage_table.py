@@ -13,8 +13,15 @@ from qdqbench.eval.reporting.render import render_screen
 from qdqbench.eval.runs.gate import issue_sentence, judge_stages
 from qdqbench.eval.runs.stage_table import stage_text, stages_report
 from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity, ParityRow
-from qdqbench.quantize.utils.results import EngineResult, FileRow, FindingRow, Results, StageResult, Timing
-from qdqbench.quantize.utils.training_results import TrainingRun
+from qdqbench.quantize.utils.results import (
+    EngineResult,
+    FileRow,
+    FindingRow,
+    Results,
+    StageResult,
+    Timing,
+    TrainingRun,
+)
 
 from ...support.records import comparison, engine_result
 
@@ -22,7 +29,8 @@ from ...support.records import comparison, engine_result
 def partial_results(*stages: str, failures: Sequence[str] = (), **fields) -> Results:
     """Results of these stages, the first one reused."""
     timings = {
-        name: Timing(wall_s=12.3, peak_rss_bytes=1, reused=number == 0) for number, name in enumerate(stages)
+        name: Timing(wall_s=12.3, cpu_s=20.5, peak_rss_bytes=1, reused=number == 0)
+        for number, name in enumerate(stages)
     }
     about = {
         "created": "",
@@ -168,9 +176,9 @@ def test_what_does_not_hold_is_named():
     results = partial_results(
         "build",
         findings=[
-            FindingRow(severity="error", code="wrong-axis", **finding),
-            FindingRow(severity="error", code="wrong-axis", **finding),
-            FindingRow(severity="warning", code="odd", **finding),
+            FindingRow(severity="error", effect="wrong", code="wrong-axis", **finding),
+            FindingRow(severity="error", effect="wrong", code="wrong-axis", **finding),
+            FindingRow(severity="warning", effect="note", code="odd", **finding),
         ],
         parity=parity(9),
         engine=engine(int8_gemms=11, not_int8=["/a/MatMul"]),

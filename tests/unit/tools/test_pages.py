@@ -28,19 +28,18 @@ def test_every_schema_of_every_file_has_its_fields_and_an_anchor():
     roots = [root for roots in pages.FILES.values() for root in roots]
     for model in {model for root in roots for model in pages.reached(root).values()}:
         assert f"\n### {model.__name__}" in text
+        assert [name for name, meaning in pages.meanings(model).items() if not meaning] == []
         for name in model.model_fields:
             assert f"\n| `{name}` | " in text
     assert {part.partition(")")[0] for part in text.split("](#")[1:]} <= anchors
 
 
-def test_meanings_come_from_docstrings_then_comments():
+def test_meanings_come_from_descriptions_and_docstrings():
     from ...support.documented import Documented
 
     assert pages.meanings(Documented) == {
         "inherited": "In the base.",
         "below": "In two lines below it.",
-        "trailing": "at its end",
-        "above": "above it",
         "described": "in its description",
         "silent": "",
     }

@@ -499,6 +499,13 @@ def session(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     built = {"backend": "tensorrt", "version": "10.0.0.6", "compute_capability": ["8.9"], "file": "x.engine"}
     built |= {"ahead_of_time": False, "bytes": 1, "int8_gemms": 12, "expected_int8_gemms": 12, "not_int8": []}
     built |= {"attention_fused": 2, "attention_int8": 0, "expected_attention_int8": 0, "layers": []}
+    built |= {
+        "int8_residuals": 0,
+        "expected_int8_residuals": 0,
+        "not_int8_residuals": [],
+        "profiles": 1,
+        "kernels": 1,
+    }
     (tmp_path / "build.json").write_text(json.dumps(built))
     sidecar = SimpleNamespace(
         profiles=[Profile((1, 8), (8, 32), (16, 32))],

@@ -98,7 +98,7 @@ def test_the_sections_hold_what_results_hold(tmp_path):
     markdown, html = written(full(), tmp_path)
     text = one_line(Page(html).text)
     said = (
-        "Of 872 samples of validation 2 (0.2%) have another answer in ONNX Runtime than in FP32: 1 right to"
+        "Of 872 samples of validation 2 (0.2%) have another answer in ONNX Runtime than in FP32: 1 regressed,"
     )
     for shown in (text, markdown):
         assert said in shown
@@ -116,7 +116,7 @@ def test_the_sections_hold_what_results_hold(tmp_path):
 def test_what_a_run_has_not_is_not_shown(part):
     _, html = sections(full(**{part: [] if part == "model_changes" else None}))
     anchor = {
-        "changed": "changed",
+        "changed_predictions": "changed",
         "classes": "classes",
         "layer_errors": "errors",
         "model_changes": "besides",

@@ -20,7 +20,6 @@ from qdqbench.eval.reporting.render import prose, render_screen
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report import charts, report
 from qdqbench.eval.runs.report import verdict as wording
-from qdqbench.quantize.utils.calibration_results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity, ParityRow
 from qdqbench.quantize.utils.results import (
     BlockCheck,
@@ -28,7 +27,9 @@ from qdqbench.quantize.utils.results import (
     FileRow,
     FindingRow,
     LayerRow,
+    QuantizerRow,
     Results,
+    SoftmaxRow,
     StageResult,
     Timing,
     Verification,
@@ -164,6 +165,7 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
         "findings": [
             FindingRow(
                 severity="warning",
+                effect="note",
                 code="fp16-near-limit",
                 node="/bert/embeddings/Add",
                 why="a constant uses more than half of the FP16 range",
@@ -188,11 +190,11 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
         "engine": engine(layers, prefix),
         "gate": Gate(passed=True, max_drop=0.01),
         "timings": {
-            "baseline": Timing(wall_s=13.2, peak_rss_bytes=1_310_000_000, reused=False),
-            "calibrate": Timing(wall_s=8.4, peak_rss_bytes=1_720_000_000, reused=False),
-            "export": Timing(wall_s=9.6, peak_rss_bytes=2_050_000_000, reused=False),
-            "build": Timing(wall_s=3.1, peak_rss_bytes=2_110_000_000, reused=True),
-            "evaluate": Timing(wall_s=25.7, peak_rss_bytes=2_310_000_000, reused=False),
+            "baseline": Timing(wall_s=13.2, cpu_s=20.5, peak_rss_bytes=1_310_000_000, reused=False),
+            "calibrate": Timing(wall_s=8.4, cpu_s=20.5, peak_rss_bytes=1_720_000_000, reused=False),
+            "export": Timing(wall_s=9.6, cpu_s=20.5, peak_rss_bytes=2_050_000_000, reused=False),
+            "build": Timing(wall_s=3.1, cpu_s=20.5, peak_rss_bytes=2_110_000_000, reused=True),
+            "evaluate": Timing(wall_s=25.7, cpu_s=20.5, peak_rss_bytes=2_310_000_000, reused=False),
         },
         "warnings": ["the engine was built ahead of time and not run: its outputs are not verified"],
         "environment": {
@@ -487,7 +489,7 @@ def test_a_gate_that_holds_within_noise_says_so_everywhere(tmp_path: Path) -> No
     results = sample(gate=Gate(passed=True, max_drop=0.01, issues=[drop, unclear]))
     said = wording.run_verdict(results)
     assert (said.state, said.title) == ("unclear", "Nothing fails, but these samples cannot tell")
-    assert said.sentence.endswith("; gate: cannot tell.")
+    assert said.sentence.endswith("; gate: inconclusive.")
     markdown, html = written(results, tmp_path)
     assert note in markdown
     assert note in one_line(Page(html).text)
@@ -531,7 +533,14 @@ def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause:
     ("change", "reason"),
     [
         (
-            {"findings": [FindingRow(severity="error", code="uint8", node="/a/b", why="w", fix="f")] * 2},
+            {
+                "findings": [
+                    FindingRow(
+                        severity="error", effect="refused", code="uint8", node="/a/b", why="w", fix="f"
+                    )
+                ]
+                * 2
+            },
             "check of the ONNX file: 2 errors: uint8 (2)",
         ),
         (

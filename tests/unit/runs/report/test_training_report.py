@@ -17,8 +17,15 @@ from qdqbench.eval.reporting.render import prose, render_screen
 from qdqbench.eval.runs.report import training
 from qdqbench.eval.runs.report import verdict as wording
 from qdqbench.quantize.utils.comparison import Comparison
-from qdqbench.quantize.utils.results import QAT_STAGES, STAGES, Results
-from qdqbench.quantize.utils.training_results import Finetuning, LogRow, Spread, TrainingRun
+from qdqbench.quantize.utils.results import (
+    QAT_STAGES,
+    STAGES,
+    Finetuning,
+    LogRow,
+    Results,
+    Spread,
+    TrainingRun,
+)
 
 from ....support.pages import Page, offline, plain
 from .test_report import GARBLED, measured, one_line, poisoned, terminal, written

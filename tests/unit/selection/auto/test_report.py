@@ -45,7 +45,6 @@ def done(name, kind, delta, previous=None, *, nested=None, issues=()):
     source = Source(mode="latency", cpu="a CPU", backend="openvino", version="1", batch=32, length=128)
     run = StepRun(
         folder=f"{name}/run",
-        recipe_file=f"{name}/run.yaml",
         engine=f"{name}/run/engine/model.engine",
         int8_linears=36,
         int8_attention=0,

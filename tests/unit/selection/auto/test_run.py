@@ -36,7 +36,6 @@ def run_of(*codes, drop=0.0, nested=None):
     """What a run leaves of a recipe that loses so much, a fraction, and has these issues."""
     run = StepRun(
         folder="run",
-        recipe_file="run.yaml",
         engine=None,
         int8_linears=1,
         int8_attention=0,

@@ -148,7 +148,6 @@ def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> M
             row("entropy", 0.001, best=True, smoothing=0.65, splits=splits),
             row("percentile/99.9", 0.0, failed=True),
         ],
-        recipe_name="bert-int8-linears-calibrated",
         warnings=[f"a warning {name}"],
         notes=[f"a note {name}"],
         timings={"total_s": 100.0},

@@ -85,7 +85,7 @@ def sample(name: str = "a-model") -> Sensitivity:
             schema.CurvePoint(kept=kept, linears=order[:kept], attention=[], comparison=compared(amount))
             for kept, amount in points
         ],
-        choice=schema.SensitivityChoice(kept=2, reached=True, file="recipe.yaml", recipe_name="r"),
+        choice=schema.SensitivityChoice(kept=2, reached=True, file="recipe.yaml"),
         warnings=["a warning"],
         notes=["a note"],
         timings={"candidates_s": 200.0, "this_run_s": 220.0},
