@@ -18,7 +18,13 @@ from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.classification import class_text
 from qdqbench.quantize.tasks.types.tokens import is_named
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
-from qdqbench.quantize.utils.comparison import Change, ChangedPrediction, ChangedPredictions, Classes, ClassRow
+from qdqbench.quantize.utils.comparison import (
+    Change,
+    ChangedPrediction,
+    ChangedPredictions,
+    Classes,
+    ClassRow,
+)
 from qdqbench.quantize.utils.files import atomic_path
 from qdqbench.quantize.utils.names import without_formula
 
@@ -274,7 +280,9 @@ def _row(name: str, labelled: Int64, before: Int64, after: Int64, samples: Int64
     """
     n = int(labelled.sum())
     if not n:
-        return ClassRow(name=name, n=0, fp32=None, recall=None, delta=None, delta_stderr=None, regressed=0, fixed=0)
+        return ClassRow(
+            name=name, n=0, fp32=None, recall=None, delta=None, delta_stderr=None, regressed=0, fixed=0
+        )
     right = [(labelled & each).sum() for each in (before, after)]
     step = after[labelled].astype(np.int64) - before[labelled]
     delta = float(step.mean())

@@ -112,7 +112,9 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
     )
     if whole:
         results.speed = read_speed(folder)
-        results.unquantized_engines = read_engine_sizes(folder, results.engine.backend if results.engine else None)
+        results.unquantized_engines = read_engine_sizes(
+            folder, results.engine.backend if results.engine else None
+        )
         results.warnings = list(dict.fromkeys(_warnings(session, results, calibrated)))
         results.gate = judge_gate(session, results)
         _add_effects(session, results)

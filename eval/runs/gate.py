@@ -33,7 +33,9 @@ def judge_gate(session: Session, results: Results) -> Gate:
     issues += _judge_int8(session, results)
     row = results.stages.get("engine")
     if results.engine is not None and row is not None and row.status != "done":
-        issues.append(GateIssue(code="engine", state="not_evaluated", stage="engine", detail=row.reason or ""))
+        issues.append(
+            GateIssue(code="engine", state="not_evaluated", stage="engine", detail=row.reason or "")
+        )
     gate = Gate(passed=True, max_drop=asked.max_drop, min_speedup=asked.min_speedup, issues=issues)
     return judge_speed(gate, results.speed)
 

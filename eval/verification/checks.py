@@ -20,7 +20,13 @@ from qdqbench.eval.metrics.compare import compare
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
-from qdqbench.quantize.utils.results import PredictionsCheck, BlockCheck, PaddingCheck, ShapeCheck, Verification
+from qdqbench.quantize.utils.results import (
+    BlockCheck,
+    PaddingCheck,
+    PredictionsCheck,
+    ShapeCheck,
+    Verification,
+)
 from qdqbench.quantize.utils.schema import Strict
 
 MIN_LIMIT = 0.01  # relative error that FP16 alone may have; measured 0.004 end to end

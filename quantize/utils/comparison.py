@@ -159,8 +159,11 @@ class ChangedPrediction(Strict):
     label: str | None
     """Label in words; null without labels."""
     fp32: str
-    prediction: str  # of the stage
-    fp32_margin: float | None  # probability of the class less that of the next; None where none compete
+    """Prediction of FP32 in words."""
+    prediction: str
+    """Prediction of the stage in words."""
+    fp32_margin: float | None
+    """Probability of FP32's class minus that of the next one; null without competing classes."""
     margin: float | None
     """Margin of the stage, likewise."""
     change: Change
@@ -177,12 +180,19 @@ class ChangedPredictions(Strict):
     stage: str
     """Stage nearest to deployment that was scored: `engine`, `onnxruntime` or `fake_quant`."""
     split: str
-    prediction_type: str  # class, score, ...
-    n: int  # samples
-    found: int  # of them with another answer; of scores those that are not the same number
+    """First evaluation split."""
+    prediction_type: str
+    """Type of a prediction: `class`, `score`, `tags`, ..."""
+    n: int
+    """Number of samples."""
+    count: int
+    """Samples with another prediction; for scores another number."""
     counts: dict[Change, int]
-    rows: list[ChangedPrediction]  # lost answers first, then won ones, the farthest first; at most 200
-    file: str  # with all of them
+    """Samples by `change`."""
+    rows: list[ChangedPrediction]
+    """Regressed samples first, then fixed ones, by falling distance; at most 200."""
+    file: str
+    """CSV in the run directory with all of them, in the same columns."""
 
 
 class ClassRow(Strict):
@@ -227,8 +237,12 @@ class LayerError(Strict):
     name: str
     """Module path of a linear layer; `embeddings`, `layer.0`, ..., `head` of a block."""
     what: Literal["linear", "block"]
-    isolated: float  # both get the same input: what its own INT8 costs
-    cumulative: float | None  # of a block: all before it is in INT8 too
+    """Linear layer, or block."""
+    isolated: float
+    """Relative error if both models get the fake-quant model's input there: the cost of its own INT8."""
+    cumulative: float | None
+    """Relative error from the tokens on: the cost of all INT8 so far; null for linear layers and
+    embeddings."""
 
 
 class LayerErrors(Strict):
@@ -244,8 +258,12 @@ class ModelChange(Strict):
     """What the recipe changed in the model besides Q/DQ."""
 
     what: str
-    count: int  # of what the sentence names
+    """Name of the change, such as `training`, `bias correction`, `tanh GELU`, `smoothing`, `INT8
+    attention`, `FP16`."""
+    count: int
+    """Number of changed parts, as the description names them."""
     description: str
+    """Change in a sentence."""
 
 
 class EngineSize(Strict):

@@ -463,8 +463,11 @@ class Verification(Strict):
     shapes: list[ShapeCheck]
     """Deployed engine on batches of real samples."""
     padding: PaddingCheck
+    """The same samples alone, padded, and inside the largest batch."""
     predictions: PredictionsCheck
-    warnings: list[str]  # known hazards of this version, and limits of this verification
+    """Predictions of the deployed engine on a sample of the evaluation split."""
+    warnings: list[str]
+    """Known hazards of the backend's version, and limits of this verification."""
     failures: list[str]
     """Reasons why the engine is wrong; each is an issue of the gate too."""
     passed: bool
@@ -553,22 +556,42 @@ class Results(Tabular):
     findings: list[FindingRow] = []
     """Findings of `check` on the quantized ONNX file."""
     parity: Parity | None = None
-    stages: dict[str, StageResult] = {}  # keys: `expected_stages`
-    skipped: dict[str, str] = {}  # stage -> why it has no result, such as no device to run on
-    changed_predictions: ChangedPredictions | None = None  # None: nothing but FP32 was scored
-    classes: Classes | None = None  # None: answers are no classes
-    layer_errors: LayerErrors | None = None  # None: nothing is quantized
-    model_changes: list[ModelChange] = []  # besides Q/DQ
-    fp16: StageResult | None = None  # the FP16 twin; None: not asked for
-    vs_fp16: Comparison | None = None  # the stage nearest to deployment against the FP16 twin
-    training: TrainingRun | None = None  # None: the recipe has no QAT
-    qat_vs_ptq: Comparison | None = None  # fake-quant after QAT against before, where Comparison says FP32
+    """ONNX Runtime against the fake-quant model, layer by layer; null when not measured."""
+    stages: dict[str, StageResult] = {}
+    """Evaluation by stage, in this order: `fp32` (PyTorch), `ptq` (only with QAT: quantized PyTorch model
+    before training), `fake_quant` (quantized PyTorch model; with QAT after training), `onnxruntime`
+    (quantized ONNX file), `engine`."""
+    skipped: dict[str, str] = {}
+    """Reason by stage that has no result, such as no device to run on."""
+    changed_predictions: ChangedPredictions | None = None
+    """Samples with another prediction than FP32 in the stage nearest to deployment; null if only FP32 was
+    scored."""
+    classes: Classes | None = None
+    """Confusion and recall by class; null if predictions are not classes."""
+    layer_errors: LayerErrors | None = None
+    """Cost of INT8 by layer; null if nothing is quantized."""
+    model_changes: list[ModelChange] = []
+    """Changes of the model besides Q/DQ, from the records of calibration and export."""
+    fp16: StageResult | None = None
+    """FP16 graph in ONNX Runtime; null until `qdqbench report RUN --fp16`."""
+    vs_fp16: Comparison | None = None
+    """Stage nearest to deployment minus the FP16 graph, on the same samples; null with `fp16`."""
+    training: TrainingRun | None = None
+    """QAT; null for a recipe without `qat`, or before training."""
+    qat_vs_ptq: Comparison | None = None
+    """Fake-quant model after QAT minus before it, on the same samples; null without QAT."""
     engine: EngineResult | None = None
-    gpu_engine: EngineResult | None = None  # built ahead of time beside an engine for this CPU, as a proof
-    lengths: Lengths | None = None  # what the engine's profiles follow; None: the recipe's own shapes
-    verification: Verification | None = None  # None: the engine was not run, or not verified
-    speed: list[Speedup] = []  # of the run's bench; none: it has none, or one of other files
-    unquantized_engines: list[EngineSize] = []  # engines of the same backend without INT8, by the run's bench
+    """Engine; null if none was built (`stages.engine.reason` says why)."""
+    gpu_engine: EngineResult | None = None
+    """Engine for GPUs, built ahead of time in addition to one for this CPU; null if the run has none."""
+    lengths: Lengths | None = None
+    """Lengths of the evaluation data and the profiles derived from them; null without `shapes: auto`."""
+    verification: Verification | None = None
+    """Outputs of the engine against the reference; null if it was not run or not verified."""
+    speed: list[Speedup] = []
+    """Speed-ups from the run's bench; empty before it."""
+    unquantized_engines: list[EngineSize] = []
+    """Engines without INT8 of the same backend from the run's bench; empty before it."""
     gate: Gate
     """Verdict of the recipe's gate."""
     timings: dict[str, Timing]

@@ -52,7 +52,7 @@ def test_what_changed_is_found_with_its_text_and_counted(compared, given):
         assert rows[sample]["text"] == texts[sample]
         predictions = rows[sample]["predictions"]
         assert predictions["finished"]["prediction"] != predictions["run"]["prediction"]
-        assert answers["finished"]["margin"] == pytest.approx(answers["run"]["margin"])
+        assert predictions["finished"]["margin"] == pytest.approx(predictions["run"]["margin"])
     assert pandas.read_csv(folder / "samples.csv")["sample"].tolist() == [*rows]
     assert {row["what"] for row in found["layers"]} >= {"amax", "output error"}
 

@@ -301,7 +301,9 @@ def main() -> None:
                     for form, graph in graphs(quantized, recipe):
                         parity = compare_layers(graph, quantized.model, data)
                         healthy.append(parity.passed)
-                        worst = max([worst, *((r.differing - r.at_border) / r.int8_values for r in parity.rows)])
+                        worst = max(
+                            [worst, *((r.differing - r.at_border) / r.int8_values for r in parity.rows)]
+                        )
                         what = f"{family} seed {seed} {recipe.name} {form}, {moved} channels on borders"
                         if not parity.passed:
                             print(f"FALSE ALARM: {what}", *failing(parity), sep="\n  ", flush=True)

@@ -245,7 +245,7 @@ def _answer_cell(name: str, sample: ComparedSample) -> Cell:
     if (answer := sample.predictions.get(name)) is None:
         return Cell()
     look = "" if answer.right is None else "right" if answer.right else "wrong-answer"
-    return Cell(answer.answer, note=known(answer.margin, ".2f"), sort=answer.margin, look=look)
+    return Cell(answer.prediction, note=known(answer.margin, ".2f"), sort=answer.margin, look=look)
 
 
 def _samples_text(comparison: RunComparison) -> str:

@@ -71,7 +71,9 @@ def layer_sections(results: Results) -> list[Section]:
     """Return the sections on what changed in the model and its layers; what a run has."""
     sections = []
     if results.model_changes:
-        pairs = Pairs([(change.what, change.description) for change in results.model_changes], definitions=True)
+        pairs = Pairs(
+            [(change.what, change.description) for change in results.model_changes], definitions=True
+        )
         sections.append(Section("besides", "What the recipe changed besides Q/DQ", [pairs]))
     if (errors := results.layer_errors) is not None:
         sections.append(Section("errors", "Error of INT8, layer by layer", _error_blocks(results, errors)))
@@ -94,7 +96,7 @@ def _changed_blocks(results: Results, changed: ChangedPredictions) -> list[Block
         ("text", lambda row: Cell("not found" if row.text is None else row.text, look="text")),
         *([("label", lambda row: row.label)] if labels else []),
         (f"{kind}, FP32", lambda row: answer_cell(row.fp32, row.change, RIGHT_BEFORE)),
-        (f"{kind}, {stage}", lambda row: answer_cell(row.answer, row.change, RIGHT_NOW)),
+        (f"{kind}, {stage}", lambda row: answer_cell(row.prediction, row.change, RIGHT_NOW)),
         *([] if scores else [("change", lambda row: row.change)]),
         *([("margin, FP32", lambda row: known(row.fp32_margin, ".3f"))] if margins else []),
         *([(f"margin, {stage}", lambda row: known(row.margin, ".3f"))] if margins else []),
@@ -148,8 +150,8 @@ def _class_blocks(classes: Classes, stage: str) -> list[Block]:
         ("change", lambda row: with_fp32(row, with_error(row.delta or 0.0, row.delta_stderr, "+.4f"))),
         ("recall, FP32", lambda row: with_fp32(row, known(row.fp32, ".4f"))),
         (f"recall, {stage}", lambda row: with_fp32(row, known(row.recall, ".4f"))),
-        ("lost", lambda row: row.lost),
-        ("won", lambda row: row.won),
+        ("regressed", lambda row: row.regressed),
+        ("fixed", lambda row: row.fixed),
         (classes.unit, lambda row: row.n),
         look="sortable",
         filter="classes" if many else "",
@@ -187,13 +189,13 @@ def _error_blocks(results: Results, errors: LayerErrors) -> list[Block]:
     worst = ", ".join(f"`{name}` {error}" for name, error in worst_linears(results))
     text = (
         f"The fake-quant model against FP32 on {errors.n} samples, relative to the norm of FP32's output. "
-        "Alone: both get the same input. Accumulated: each goes its own way from the tokens on."
+        "Isolated: both get the same input. Cumulative: each goes its own way from the tokens on."
     )
     columns: list[Column[LayerError]] = [
         ("linear or block", lambda layer: code(layer.name)),
-        ("alone, %", lambda layer: f"{100 * layer.alone:.2f}"),
-        ("alone, dB", lambda layer: decibel(layer.alone)),
-        ("accumulated, %", lambda layer: known(layer.cumulative and 100 * layer.cumulative, ".2f")),
+        ("isolated, %", lambda layer: f"{100 * layer.isolated:.2f}"),
+        ("isolated, dB", lambda layer: decibel(layer.isolated)),
+        ("cumulative, %", lambda layer: known(layer.cumulative and 100 * layer.cumulative, ".2f")),
     ]
     table = table_of(errors.rows, *columns, look="sortable", anchor="layer-errors")
     return [

@@ -179,7 +179,7 @@ def parity_section(results: Results) -> Section:
         ("limit", lambda tensor: tensor.step_limit),
         ("output error", lambda tensor: known(tensor.output_rel_error, ".2g")),
         ("limit", lambda tensor: "" if tensor.output_rel_error is None else f"{MAX_OUTPUT_ERROR:.2g}"),
-        ("codes", lambda tensor: f"{tensor.codes:,}"),
+        ("codes", lambda tensor: f"{tensor.int8_values:,}"),
         ("differing", lambda tensor: f"{tensor.differing:,}"),
         ("", lambda tensor: mark(tensor.holds)),
         texts=(0, -1),

@@ -8,7 +8,7 @@ from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report.charts import place
 from qdqbench.quantize.models.families.any_family import RUN
 from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, Comparison, GateState, Parity, ParityRow
-from qdqbench.quantize.utils.results import Results, StageResult
+from qdqbench.quantize.utils.results import Results, StageResult, TrainingRun
 from qdqbench.quantize.utils.speedup import Speedup
 
 STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear

@@ -316,7 +316,9 @@ def _explanation(auto: Auto) -> list[str]:
     ]
     if (source := auto.source) is not None:
         shape = f"batch {source.batch}, {source.length} tokens"
-        lines.append(f"Speed: {source.label}; {shape}, over the {source.baseline_precision} engine of the same backend.")
+        lines.append(
+            f"Speed: {source.label}; {shape}, over the {source.baseline_precision} engine of the same backend."
+        )
     return lines
 
 

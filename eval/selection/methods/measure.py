@@ -296,7 +296,6 @@ class MethodComparison:
             **about,
             fp32={split: trials.fp32_scores(split) for split in splits},
             rows=rows,
-            recipe_name=name,
             warnings=session.warnings,
             notes=session.notes,
             timings={"total_s": wall_s},

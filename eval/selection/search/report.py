@@ -119,7 +119,11 @@ def describe_choice(found: Search) -> str:
     lost = f"at most {points(gate.max_drop)}"
     chosen = found.chosen
     if chosen is None:
-        text = f"none is {asked} as the {found.source.baseline_precision} engine" if asked else f"none loses {lost}"
+        text = (
+            f"none is {asked} as the {found.source.baseline_precision} engine"
+            if asked
+            else f"none loses {lost}"
+        )
         best = next((trial for trial in found.trials if trial.number == outcome.best), None)
         if best is None:
             return f"{text}: no trial came to an end"

@@ -346,7 +346,6 @@ class Measurement:
                 kept=point.kept,
                 reached=reached,
                 file=RECIPE_FILE,
-                recipe_name=chosen.name,
             ),
             warnings=session.warnings,
             notes=[*session.notes, *self.found.notes, *list_limits(config.recipe, len(encoded.gold))],

@@ -70,7 +70,8 @@ def errors():
         for n in range(4)
     ]
     blocks = [
-        LayerError(name=f"layer.{n}", what="block", isolated=0.02, cumulative=0.02 * (n + 1)) for n in range(4)
+        LayerError(name=f"layer.{n}", what="block", isolated=0.02, cumulative=0.02 * (n + 1))
+        for n in range(4)
     ]
     return LayerErrors(n=16, rows=[*linears, *blocks])
 
@@ -148,7 +149,9 @@ def test_columns_that_no_sample_fills_are_left_out():
 
 
 def test_a_list_that_was_cut_says_so():
-    results = sample(changed_predictions=changed([answer(n) for n in range(3)], count=90, **{"regressed": 90}))
+    results = sample(
+        changed_predictions=changed([answer(n) for n in range(3)], count=90, **{"regressed": 90})
+    )
     said = effects.changed_text(results, results.changed_predictions)
     assert said.endswith("The first 3 of 90 are listed, all are in changed.csv.")
     none = changed([])

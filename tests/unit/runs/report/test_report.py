@@ -549,9 +549,15 @@ def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause:
                     n=4,
                     padded=False,
                     rows=[
-                        ParityRow(name="a.0.b", int8_values=100, differing=1, max_step=1, output_rel_error=None),
-                        ParityRow(name="a.1.b", int8_values=1000, differing=1, max_step=2, output_rel_error=None),
-                        ParityRow(name="a.2.b", int8_values=1000, differing=5, max_step=1, output_rel_error=None),
+                        ParityRow(
+                            name="a.0.b", int8_values=100, differing=1, max_step=1, output_rel_error=None
+                        ),
+                        ParityRow(
+                            name="a.1.b", int8_values=1000, differing=1, max_step=2, output_rel_error=None
+                        ),
+                        ParityRow(
+                            name="a.2.b", int8_values=1000, differing=5, max_step=1, output_rel_error=None
+                        ),
                     ],
                     logits_max_abs_diff=0.5,
                     limit_fraction=0.005,
