@@ -263,12 +263,14 @@ def parity(session: Session) -> list[Path]:
     ]
 
 
-def torch_stage(name: str, needs: tuple[str, ...], model: "Callable[[Session], PreTrainedModel]") -> Stage:
-    """Return the stage that evaluates a PyTorch model."""
+def torch_stage(
+    name: str, needs: tuple[str, ...], model: "Callable[[Session], PreTrainedModel]", results_name: str = ""
+) -> Stage:
+    """Return the stage that evaluates a PyTorch model; results may have it under another name."""
 
     def evaluate(session: Session) -> list[Path]:
         with evaluating(model(session)) as placed_model:
-            return [evaluate_stage(session, name, torch_runner(placed_model))]
+            return [evaluate_stage(session, results_name or name, torch_runner(placed_model))]
 
     return Stage(name, evaluate, needs, _evaluation)
 
@@ -348,7 +350,7 @@ def stages(session: Session) -> dict[str, Stage]:
     evaluated = (*calibrated, "baseline", *(["fake_quant"] if quantized else []))
     listed = {  # and whether this run has it
         Stage("embedded", embedded, (), lambda s: s.config.seed): bool(first),
-        torch_stage("baseline", first, lambda s: s.fp32_model): True,
+        torch_stage("baseline", first, lambda s: s.fp32_model, "fp32"): True,
         Stage("quantize", quantize_stage, first, _calibration): quantized,
         torch_stage(
             "ptq", (*first, "quantize"), lambda s: s.new_ptq_model()
