@@ -4,9 +4,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import ConfigDict
+
 from qdqbench.eval.bench.dataset import BatchedSplit
 from qdqbench.eval.bench.lanes import random_sets
-from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, Device, EngineShapes
+from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSettings, BenchSystem, Device
 from qdqbench.eval.bench.rounds import ReadySystem
 from qdqbench.eval.bench.target import Target
 from qdqbench.quantize.engine.profiles import Profile
@@ -18,30 +20,20 @@ from qdqbench.quantize.utils.progress import report_phase
 if TYPE_CHECKING:
     from qdqbench.quantize.utils.results import LayerRow
 
-INPUT_SETS = 8
 
+class BenchPlan(BenchSettings):
+    """What is measured; `BenchSettings` of it are recorded."""
 
-@dataclass(frozen=True)
-class BenchOptions:
-    """What the user asked for."""
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
     device: Device
-    batches: tuple[int, ...]
-    lengths: tuple[int, ...]
-    splits: tuple[BatchedSplit, ...]  # of the data set, one for each batch size
-    streams: tuple[int, ...]
-    rounds: int
-    duration_s: float
-    iterations: int | None
+    splits: tuple[BatchedSplit, ...] = ()  # of the data set, one for each batch size
     baselines: bool
     fp32: bool  # the FP32 engine too
-    engine_shapes: EngineShapes  # on a GPU
-    seed: int
+    compile_seconds: float = 90.0  # for each shape and mode of torch.compile on a GPU
     keep_engines: bool = False
-    threads: int = 1  # of a system on a CPU
     exclude: tuple[str, ...] = ()  # names of systems
     build_only: bool = False
-    compile_s: float = 90.0  # for each shape and mode of torch.compile on a GPU
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ class Config:
         return f"b{self.batch}.{self.split.task}" if self.split else f"b{self.batch}.s{self.length}"
 
 
-def configs_of(options: BenchOptions) -> list[Config]:
+def configs_of(options: BenchPlan) -> list[Config]:
     """Return the grid, batches inside lengths, then the data set."""
     fixed = [Config(batch, length, None) for length in options.lengths for batch in options.batches]
     return fixed + [Config(split.batch, None, split) for split in options.splits]
@@ -126,7 +118,7 @@ def profiles_of(target: Target, shapes: str, config: Config) -> list[Profile]:
     return [Profile(min=(min(rows), min(lengths)), opt=opt, max=(max(rows), max(lengths)))]
 
 
-def input_sets(target: Target, options: BenchOptions, config: Config) -> list[Batch]:
+def input_sets(target: Target, options: BenchPlan, config: Config) -> list[Batch]:
     """Return random input sets of a fixed shape, or the split's batches."""
     if config.split:
         return config.split.batches
@@ -135,6 +127,6 @@ def input_sets(target: Target, options: BenchOptions, config: Config) -> list[Ba
         batch=config.batch,
         length=config.length or 0,
         vocabulary=target.vocabulary,
-        sets=INPUT_SETS,
+        sets=options.input_sets,
         seed=options.seed,
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.config import BenchOptions, Config, Entry, input_sets, prepare_each, profiles_of
+from qdqbench.eval.bench.config import BenchPlan, Config, Entry, input_sets, prepare_each, profiles_of
 from qdqbench.eval.bench.lanes import HostLane, WallTimer, session_sets
 from qdqbench.eval.bench.results import BenchRow, BenchSystem
 from qdqbench.eval.bench.rounds import ReadySystem
@@ -68,7 +68,7 @@ class CpuConfig:
     """One config to prepare systems for."""
 
     target: Target
-    options: BenchOptions
+    options: BenchPlan
     config: Config
     work: CpuWork
     stack: ExitStack  # frees what the config holds
@@ -82,7 +82,7 @@ class CpuConfig:
 
 def prepare_on_cpu(  # noqa: PLR0913, PLR0917
     target: Target,
-    options: BenchOptions,
+    options: BenchPlan,
     config: Config,
     work: CpuWork,
     systems: Sequence[BenchSystem],
@@ -244,7 +244,7 @@ def _torch_model(here: CpuConfig, system: System) -> "PreTrainedModel":
 def _torch_lane(here: CpuConfig, forward: "Callable[..., Any]", streams: int) -> Answer:
     import torch
 
-    threads, names = max(1, here.options.threads // streams), here.target.family.inputs
+    threads, names = max(1, (here.options.threads or 1) // streams), here.target.family.inputs
 
     def run(batch: Batch) -> Float32:
         if torch.get_num_threads() != threads:  # each thread has a number of its own
@@ -263,7 +263,7 @@ def _compiled_lanes(
 
     def lanes(streams: int) -> Sequence[Answer]:
         model_lanes = compiled(
-            backend, model, blob=blob, compute=compute, threads=here.options.threads, streams=streams
+            backend, model, blob=blob, compute=compute, threads=here.options.threads or 1, streams=streams
         )
         return [partial(_answers, run, outputs) for run in model_lanes.lanes()]
 

@@ -45,7 +45,7 @@ class MethodRow(Strict):
 
 
 class Methods(Strict):
-    """Everything that `qdqbench methods` measured."""
+    """Everything that `qdqbench compare-calibration` measured."""
 
     schema_version: Literal[2] = 2
     created: str  # ISO 8601, UTC

@@ -12,7 +12,8 @@ from qdqbench.eval.bench.measure import (
     open_engine,
     write_engine_graph,
 )
-from qdqbench.eval.selection.search.results import SearchOptions, Source
+from qdqbench.eval.selection.search.options import SearchOptions
+from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.search.workspace import Measure, Workspace
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.build import require_int8

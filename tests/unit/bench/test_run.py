@@ -2,7 +2,6 @@
 
 import math
 from contextlib import ExitStack
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench.clocks import Clocks
-from qdqbench.eval.bench.config import BenchOptions, Entry
+from qdqbench.eval.bench.config import BenchPlan, Entry
 from qdqbench.eval.bench.dataset import BatchedSplit
 from qdqbench.eval.bench.gpu import GpuWork
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, BenchTarget, compute_speedups
@@ -21,12 +20,14 @@ from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.gpu import Gpu
 
-OPTIONS = BenchOptions(
+OPTIONS = BenchPlan(
     device="gpu",
-    batches=(1, 8),
-    lengths=(128,),
+    batches=[1, 8],
+    lengths=[128],
+    dataset=None,
+    input_sets=8,
     splits=(),
-    streams=(1, 2),
+    streams=[1, 2],
     rounds=4,
     duration_s=0.1,
     iterations=30,
@@ -196,7 +197,7 @@ def test_kernels_of_peers_are_read_and_what_they_show_is_warned_about(machine, t
 
     unfused = BenchKernels(names={"ampere_sgemm": 24}, fused_attention=0, fp32_gemms=24)
     machine.prepare = lambda *_: entries(lambda: unfused, unread)
-    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
+    found = measure(machine, target, OPTIONS.model_copy(update={"batches": [1]}), command="")
     assert row(found.configs[0], COMPILED).kernels == unfused
     assert row(found.configs[0], "fp16").kernels is None
     assert found.warnings == [
@@ -212,7 +213,7 @@ def test_random_weights_and_the_unsupported_gpu_are_noted(machine, target):
 
 
 def test_p99_needs_a_hundred_launches(machine, target):
-    found = measure(machine, target, replace(OPTIONS, iterations=24), command="")
+    found = measure(machine, target, OPTIONS.model_copy(update={"iterations": 24}), command="")
     assert row(found.configs[0], "int8").launches == 96
     assert row(found.configs[0], "int8").p99_ms is None
 
@@ -239,7 +240,7 @@ def test_missing_peers_are_warnings_and_missing_engines_errors(machine, target):
         COMPILED: BenchRow(system=COMPILED, status="skipped", reason="no C compiler"),
         "fp32": BenchRow(system="fp32", status="error", reason="out of memory"),
     }
-    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
+    found = measure(machine, target, OPTIONS.model_copy(update={"batches": [1]}), command="")
     assert found.warnings == ["b1 s128: COMPILE-FP16: no C compiler (not measured)"]
     assert found.errors == ["b1 s128: FP32: out of memory"]
     assert {s.baseline for s in found.configs[0].speedups} == {"fp16"}
@@ -247,7 +248,7 @@ def test_missing_peers_are_warnings_and_missing_engines_errors(machine, target):
 
 def test_all_contestants_failing_is_a_cell_of_errors(machine, target):
     machine.entries = {name: BenchRow(system=name, status="error", reason="no") for name in MS}
-    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
+    found = measure(machine, target, OPTIONS.model_copy(update={"batches": [1]}), command="")
     assert len(found.errors) == len(MS)
     assert found.configs[0].speedups == []
 
@@ -258,7 +259,7 @@ def test_a_slow_int8_engine_gets_its_reasons_from_the_layers(machine, target, mo
         bench_run, "slow_reasons", lambda *layers: asked.append(layers) or ["24 GEMMs in FP16"]
     )
     machine.ms = MS | {"int8": 2.0}
-    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
+    found = measure(machine, target, OPTIONS.model_copy(update={"batches": [1]}), command="")
     by_over = {s.baseline: s for s in found.configs[0].speedups if s.system == "int8"}
     assert found.configs[0].slow_reasons == ["24 GEMMs in FP16"]
     assert [by_over[name].verdict for name in ("fp16", COMPILED, "fp32")] == ["slower", "slower", "faster"]
@@ -268,7 +269,7 @@ def test_a_slow_int8_engine_gets_its_reasons_from_the_layers(machine, target, mo
 def test_gemms_that_are_not_int8_are_warned_about(machine, target):
     bad = BenchRow(system="int8", status="error", reason="x", expected_int8_gemms=2, not_int8=["/a/MatMul"])
     machine.entries = {"int8": bad}
-    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
+    found = measure(machine, target, OPTIONS.model_copy(update={"batches": [1]}), command="")
     assert found.warnings == ["b1 s128: 1 of 2 GEMMs do not run in INT8: /a/MatMul"]
 
 
@@ -314,7 +315,12 @@ def test_dataset_are_a_cell_of_the_whole_split(machine, target):
         for rows, length in ((32, 48), (32, 24), (32, 24), (8, 16))
     ]
     split = BatchedSplit("sst2", 32, batches, [32, 32, 32, 8], 104, 2000, bucketed=True)
-    found = measure(machine, target, replace(OPTIONS, batches=(1,), splits=(split,)), command="")
+    found = measure(
+        machine,
+        target,
+        OPTIONS.model_copy(update={"batches": [1], "dataset": "sst2", "splits": (split,)}),
+        command="",
+    )
     cell = found.configs[-1]
     assert (cell.kind, cell.batch, cell.length, cell.sequences, cell.shapes) == ("dataset", 32, None, 104, 3)
     assert cell.padded_to == [16, 24, 48]
