@@ -30,7 +30,7 @@ class TaskOptions(Options):
     )
     data: str = Field(
         default="hub",
-        description="hub, hub:OWNER/NAME[:CONFIG], either with @REVISION, a folder, or a file with all "
+        description="hub or hub:OWNER/NAME, with :CONFIG and @REVISION; a folder; or a file with all "
         "samples.",
     )
     revision: str | None = Field(
@@ -245,7 +245,7 @@ class BenchOptions(FolderOptions):
 
     model: str | None = Field(
         default=None,
-        description="Model folder, or a published size with random weights: bert-base, xlm-roberta-base...",
+        description="Model folder, or a published size with random weights, such as bert-base.",
     )
     pooling: Literal["mean", "cls", "last"] | None = Field(
         default=None, description="With --model: pooling of a plain encoder as embedding model."

@@ -3,9 +3,8 @@
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 import typer
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
@@ -13,6 +12,7 @@ from pydantic.fields import FieldInfo
 from qdqbench.quantize.utils.options import take_options
 
 RecipeName = Annotated[str, typer.Argument(help="Shipped name, with or without the family, or YAML file.")]
+LONG_CHOICES = 16  # characters; wider ones squeeze the help
 
 
 def note(text: str) -> None:
@@ -35,16 +35,17 @@ def _strip(annotation: Any) -> Any:
 
 
 def _annotate(name: str, field: FieldInfo) -> Any:
-    """Return the annotation that makes an option of a field: its help, bounds, and no flag to switch off."""
-    bounds: dict[str, Any] = {}
-    for each in field.metadata:
-        if isinstance(each, annotated_types.Ge):
-            bounds["min"] = each.ge
-        elif isinstance(each, annotated_types.Le):
-            bounds["max"] = each.le
-    kind = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    """Return the annotation that makes an option of a field: its help, and no flag to switch it off.
+
+    Long choices stand in the help, where they can wrap.
+    """
+    shown = _strip(Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation)
+    text, more = field.description, dict[str, Any]()
+    choices = next((get_args(each) for each in (shown, *get_args(shown)) if get_origin(each) is Literal), ())
+    if len("|".join(map(str, choices))) > LONG_CHOICES:
+        more, text = {"metavar": "NAME"}, f"{text} One of {', '.join(map(str, choices))}."
     flags = [f"--{name.replace('_', '-')}"] if field.default is False else []
-    return Annotated[_strip(kind), typer.Option(*flags, help=field.description, **bounds)]
+    return Annotated[shown, typer.Option(*flags, help=text, **more)]
 
 
 command: Callable[[Callable[..., None]], Callable[..., None]] = partial(take_options, annotate=_annotate)

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 def doctor(
     backend: Annotated[
-        BackendChoice | None, typer.Option(help="Exit with 3 where this backend cannot run.")
+        BackendChoice | None,
+        typer.Option(
+            metavar="NAME",
+            help="Exit with 3 where it cannot run: tensorrt, tensorrt_rtx, openvino, onnxruntime or auto.",
+        ),
     ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Do not ask whether the hub is there.")] = False,
     report: Annotated[
