@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
-MEASURE = ["bench", "runs/bert-int8-linears-embedded", "--batch", "32", "--length", "32", "--no-peers"]
+MEASURE = ["bench", "runs/bert-int8-linears-embedded", "--batch", "32", "--length", "32", "--no-baselines"]
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 
 

@@ -69,7 +69,7 @@ class _Quantize(ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `qdqbench._models.quantize`."""
-        return importlib.import_module(f"{__name__}.eval.api.models").quantize(*args, **kwargs)
+        return importlib.import_module(f"{__name__}._models").quantize(*args, **kwargs)
 
 
 importlib.import_module(f"{__name__}.quantize").__class__ = _Quantize

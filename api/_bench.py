@@ -1,19 +1,19 @@
 """Latency: a bench of a run directory, a model or a built-in shape, with its reports."""
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
+from qdqbench._options import BenchOptions
 from qdqbench._runs import silent
-from qdqbench.eval.bench.config import BenchOptions
+from qdqbench.eval.bench.config import BenchPlan
 from qdqbench.eval.bench.cpu import CpuWork
 from qdqbench.eval.bench.dataset import batched_splits
 from qdqbench.eval.bench.gpu import GpuWork, start_compiles, start_export
 from qdqbench.eval.bench.prebuild import background
 from qdqbench.eval.bench.report import write_bench_reports
-from qdqbench.eval.bench.results import BENCH_FILE, Bench, EngineShapes, write_bench
+from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
 from qdqbench.eval.bench.systems import TABLE, own_backend, runs_on_cpu
 from qdqbench.eval.bench.target import Target, check_lengths, model_target, recipe_for, run_target
@@ -32,43 +32,20 @@ from qdqbench.quantize.pipeline.ownership import (
 from qdqbench.quantize.pipeline.session import read_config
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.options import take_options
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
 DEFAULT_BATCHES, DEFAULT_CPU_BATCHES = (1, 8, 32, 128), (1, 8)
 DEFAULT_DATASET_BATCH = 32
+INPUT_SETS = 8  # different random inputs of each shape
 DEFAULT_ROUNDS, DEFAULT_CPU_ROUNDS = 12, 6  # 12 is balanced for 2, 3, 4 and 6 contestants
 
 
+@take_options
 def bench(  # noqa: PLR0913
     target: str | Path | None = None,
     *,
-    model: str | None = None,
-    pooling: str | None = None,
-    normalize: bool = False,
-    recipe: str | None = None,
-    extra_recipe: Sequence[str] | None = None,
-    batch: Sequence[int] | None = None,
-    length: Sequence[int] | None = None,
-    dataset: str | None = None,
-    dataset_batch: Sequence[int] | None = None,
-    data: str | None = None,
-    tokenizer: str | None = None,
-    streams: Sequence[int] | None = None,
-    threads: int | None = None,
-    rounds: int | None = None,
-    duration: float = 1.0,
-    iterations: int | None = None,
-    baselines: bool = True,
-    fp32: bool = True,
-    compile_seconds: float = 90.0,
-    engine_shapes: EngineShapes = "both",
-    cpu: bool = False,
-    keep_engines: bool = False,
-    build_only: bool = False,
-    exclude: Sequence[str] | None = None,
-    seed: int = 0,
-    out: str | Path | None = None,
-    replace: bool = False,
+    options: BenchOptions,
     progress: Callable[[str], None] = silent,
     written: Callable[[Path], None] = silent,
     note: Callable[[str], None] = silent,
@@ -80,37 +57,9 @@ def bench(  # noqa: PLR0913
 
     Args:
         target: run directory; or `model` is given.
-        model: model folder, or a name of `families.shapes` with random weights, such as "bert-base".
-        pooling: with `model`: as an embedding model that pools by mean, cls or last.
-        normalize: to length 1; with `pooling`.
-        recipe: with `model`: name or YAML file; None: the default.
-        extra_recipe: with `model`, on a GPU: INT8 engines by these recipes too, in the same process.
-        batch: batch sizes; None: 1, 8, 32 and 128, on a CPU 1 and 8; with `dataset` none.
-        length: tokens per sequence; None: 128.
-        dataset: task whose whole evaluation split is timed, in batches of similar lengths.
-        dataset_batch: batch sizes of `dataset`; None: 32.
-        data: data of `dataset`; None: the run's.
-        tokenizer: of `dataset` for a built-in shape.
-        streams: inferences at once; None: 1 and 2.
-        threads: of each system on a CPU, all streams together; None: one for each core.
-        rounds: interleaved rounds; None: 12, on a CPU 6.
-        duration: seconds of latency per system and config, over all rounds.
-        iterations: launches per round, instead of `duration`.
-        baselines: PyTorch, torch.compile, unpadded FP16 and other quantizers too.
-        fp32: the FP32 engine too.
-        compile_seconds: for each shape and mode of torch.compile on a GPU; what takes longer is left out.
-        engine_shapes: engines for the recipe's shapes, for exactly each shape, or both; on a GPU.
-        cpu: on the CPU, even where a GPU is; without a GPU that is so if the recipe's backend allows it.
-        keep_engines: leave the engines in the work folder; the next bench takes them.
-        build_only: measure nothing, only leave there what a bench needs; on a GPU.
-        exclude: names of systems that are left out.
-        seed: of weights, inputs and bootstrap.
-        out: folder; None: that of the run, or runs/bench-MODEL-RECIPE.
-        replace: what an earlier bench left in a folder of its own is removed, whatever it was of; else
-            another recipe or model is refused.
         progress: called with what is being done.
         written: called with each report.
-        note: called with what was removed.
+        note: called with what was moved.
         command: recorded in the result.
 
     Raises:
@@ -118,79 +67,85 @@ def bench(  # noqa: PLR0913
         MissingDevice: the GPU or the runtime that is asked for is not there; before anything is exported.
     """
     path = None if target is None else Path(target)
-    _check_target(path, model, recipe)
-    asked = asked_pooling(pooling, normalize)
-    if path is not None and asked:
+    _check_target(path, options.model, options.recipe)
+    pooling = asked_pooling(options.pooling, options.normalize)
+    if path is not None and pooling:
         raise UserError(f"--pooling belongs to --model; {path} has its own")
-    for option, value in (("--duration", duration), ("--compile-seconds", compile_seconds)):
-        if not value > 0:
-            raise UserError(f"{option} is {value}; give a positive number")
-    own_recipe = read_config(path).recipe if path else recipe_for(str(model), recipe)
-    if own_recipe.auto_shapes and path is None and engine_shapes != "exact":
+    own_recipe = read_config(path).recipe if path else recipe_for(str(options.model), options.recipe)
+    if own_recipe.auto_shapes and path is None and options.engine_shapes != "exact":
         raise UserError(
             f"the shapes of recipe {own_recipe.name} are those of a run's data (shapes: auto); give its "
             "run directory, or --engine-shapes exact"
         )
     choice = own_recipe.engine.backend
-    if cpu := cpu or runs_on_cpu(choice):
+    if cpu := options.cpu or runs_on_cpu(choice):
         own_backend(choice)
     backend = ("", "") if cpu else require_gpu(choice)
-    extra = tuple(extra_recipe or ())
-    if extra and (model is None or cpu):
+    extra = options.extra_recipe or []
+    if extra and (options.model is None or cpu):
         raise UserError("--extra-recipe belongs to --model on a GPU: other recipes of the model measured")
-    if cpu and build_only:
+    if cpu and options.build_only:
         raise UserError("--build-only belongs to a bench on a GPU")
-    _check_names(exclude or ())
-    running, counts = _threads(threads, streams, cpu)
+    _check_names(options.exclude or ())
+    plan = _plan(options, cpu)
     progress("exporting")
-    sizes: Sequence[int] = DEFAULT_CPU_BATCHES if cpu else DEFAULT_BATCHES
-    if dataset is not None and length is None:
-        sizes = ()
-    options = BenchOptions(
-        device="cpu" if cpu else "gpu",
-        batches=tuple(dict.fromkeys(batch or sizes)),
-        lengths=tuple(dict.fromkeys(length or (128,))),
-        splits=(),
-        streams=counts,
-        rounds=rounds or (DEFAULT_CPU_ROUNDS if cpu else DEFAULT_ROUNDS),
-        duration_s=duration,
-        iterations=iterations,
-        baselines=baselines,
-        fp32=fp32,
-        compile_s=compile_seconds,
-        engine_shapes=engine_shapes,
-        seed=seed,
-        keep_engines=keep_engines or build_only,
-        exclude=tuple(exclude or ()),
-        build_only=build_only,
-        threads=running,
-    )
-    place = Path(out) if out else path or default_folder("bench", model, own_recipe.name)
+    place = options.out or path or default_folder("bench", options.model, own_recipe.name)
     with ExitStack() as stack:
-        stack.enter_context(_owned_folder(place, path, model, own_recipe, replace=replace, note=note))
+        stack.enter_context(_owned_folder(place, path, own_recipe, options, note))
         work = CpuWork() if cpu else GpuWork(stack.enter_context(background(os.cpu_count() or 1)))
-        opened = _open_all(path, model, (recipe, *extra), place, options, asked, work)
-        if dataset is not None:
+        opened = _open_all(path, options.model, (options.recipe, *extra), place, plan, pooling, work)
+        if options.dataset is not None:
             splits = batched_splits(
                 opened,
-                dataset,
-                batches=tuple(dict.fromkeys(dataset_batch or (DEFAULT_DATASET_BATCH,))),
-                data=data,
-                tokenizer=tokenizer,
+                options.dataset,
+                batches=tuple(dict.fromkeys(options.dataset_batch or (DEFAULT_DATASET_BATCH,))),
+                data=options.data,
+                tokenizer=options.tokenizer,
                 buckets=not cpu,
             )
-            options = dataclasses.replace(options, splits=splits)
-        check_lengths(opened, options.lengths)
+            plan = plan.model_copy(update={"splits": splits})
+        check_lengths(opened, plan.lengths)
         result = run_bench(
             opened,
-            options,
+            plan,
             work,
             command=command,
             backend=backend,
             save=lambda partial: write_bench(place / BENCH_FILE, partial),
             announce=progress,
         )
-        return result if build_only else _report(result, place, written)
+        return result if options.build_only else _report(result, place, written)
+
+
+def _plan(options: BenchOptions, cpu: bool) -> BenchPlan:
+    """Return what is measured, with the defaults of the device."""
+    threads, streams = _threads(options.threads, options.streams, cpu)
+    batches: Sequence[int] = DEFAULT_CPU_BATCHES if cpu else DEFAULT_BATCHES
+    if options.dataset is not None and options.length is None:
+        batches = ()
+    same = {
+        "dataset",
+        "iterations",
+        "baselines",
+        "fp32",
+        "compile_seconds",
+        "engine_shapes",
+        "seed",
+        "build_only",
+    }
+    return BenchPlan(
+        **options.model_dump(include=same),
+        device="cpu" if cpu else "gpu",
+        batches=list(dict.fromkeys(options.batch or batches)),
+        lengths=list(dict.fromkeys(options.length or (128,))),
+        streams=list(streams),
+        rounds=options.rounds or (DEFAULT_CPU_ROUNDS if cpu else DEFAULT_ROUNDS),
+        duration_s=options.duration,
+        input_sets=INPUT_SETS,
+        keep_engines=options.keep_engines or options.build_only,
+        exclude=tuple(options.exclude or ()),
+        threads=threads if cpu else None,
+    )
 
 
 def _report(bench: Bench, folder: Path, written: Callable[[Path], None]) -> Bench:
@@ -235,24 +190,18 @@ def _threads(threads: int | None, streams: Sequence[int] | None, cpu: bool) -> t
     return running, tuple(count for count in counts if count <= running)
 
 
-def _owned_folder(  # noqa: PLR0913
-    place: Path,
-    target: Path | None,
-    model: str | None,
-    recipe: Recipe,
-    *,
-    replace: bool,
-    note: Callable[[str], None],
+def _owned_folder(
+    place: Path, target: Path | None, recipe: Recipe, options: BenchOptions, note: Callable[[str], None]
 ) -> AbstractContextManager[None]:
     """Hold the folder of a bench: of the run that is measured, or one for this model and recipe."""
     if target is not None and place.resolve() == target.resolve():
-        if replace:
-            raise UserError(f"--replace would move the run that is measured, {target}; give another --out")
+        if options.overwrite:
+            raise UserError(f"--overwrite would move the run that is measured, {target}; give another --out")
         return locked_folder(place)
-    name = read_config(target).model if target else model
+    name = read_config(target).model if target else options.model
     known = None if name in MODEL_SHAPES or name is None else model_fingerprint(name)
     identity = RunIdentity(kind="bench", recipe=recipe.name, model=model_location(name), model_sha256=known)
-    return owned_folder(place, identity, replace=replace, say=note)
+    return owned_folder(place, identity, overwrite=options.overwrite, say=note)
 
 
 def _open_all(  # noqa: PLR0913, PLR0917
@@ -260,7 +209,7 @@ def _open_all(  # noqa: PLR0913, PLR0917
     model: str | None,
     recipes: Sequence[str | None],
     folder: Path,
-    options: BenchOptions,
+    options: BenchPlan,
     pooling: Pooling | None,
     work: GpuWork | CpuWork,
 ) -> Target:

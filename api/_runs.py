@@ -1,13 +1,14 @@
 """A run directory: the whole path, or the stages up to one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from qdqbench._options import RunOptions
 from qdqbench.eval.runs.run import StageProgress, follow, require_inputs, run_until
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.pipeline.artifacts import backend_of
-from qdqbench.quantize.pipeline.config import adapted, find_recipe, run_config
+from qdqbench.quantize.pipeline.config import find_recipe
 from qdqbench.quantize.pipeline.ownership import identity_of, open_session, owned_folder, run_folder
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe
@@ -15,6 +16,7 @@ from qdqbench.quantize.recipe.schema import load_recipe as load_named
 from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
+from qdqbench.quantize.utils.options import take_options
 from qdqbench.quantize.utils.results import Results
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
@@ -40,79 +42,29 @@ def load_recipe(recipe: str | Path | Recipe, model: str | Path | None = None) ->
     return load_named(str(recipe)) if model is None else find_recipe(str(recipe), str(model))
 
 
-def run(  # noqa: PLR0913
+@take_options
+def run(
     recipe: str | Path | Recipe = DEFAULT_RECIPE,
-    model: str | Path | None = None,
-    task: str | None = None,
-    data: str | Path = "hub",
+    options: RunOptions = RunOptions(),  # noqa: B008  (frozen)
     *,
-    out: str | Path | None = None,
-    replace: bool = False,
     until: str | None = None,
-    revision: str | None = None,
-    text_column: Sequence[str] | None = None,
-    label_column: str | None = None,
-    num_labels: int | None = None,
-    metric: Sequence[str] | None = None,
-    max_length: int | None = None,
-    shapes: str | None = None,
-    pooling: str | None = None,
-    normalize: bool = False,
-    batch_size: int = 32,
-    seed: int = 0,
-    limit: int | None = None,
     progress: StageCallback = silent,
 ) -> Results:
-    """The main job: recipe and model in, engine and report out. A gate that fails is in the results.
+    """Take a recipe and a model to an engine and a report. A gate that fails is in the results.
 
     Args:
         recipe: shipped name, YAML file, or what `load_recipe` gave.
-        model: folder or hub id; None with `task` None: the embedded default.
-        task: GLUE task, embed, tokens, qa, squad, squad_v2, or a free name with `text_column`.
-        data: "hub", "hub:OWNER/NAME[:CONFIG]", either with "@REVISION", or a folder; of task embed also a
-            file with one text a line.
-        out: run directory; None: runs/MODEL-RECIPE-TASK. Unchanged stages of an earlier run in it are reused.
-        replace: what an earlier run left there moves to OUT.old, whatever it belongs to; else another recipe,
-            model or task is refused.
         until: a stage to stop after, "evaluate" after all evaluations; None: everything and the report.
-        revision: of a hub model: branch, tag or commit.
-        text_column: text column of your own data, or the two of a pair.
-        label_column: label column of your own data.
-        num_labels: classes of your own data; 1 is regression.
-        metric: metrics of your own data, the first decides.
-        max_length: tokens of a sample; None: as the recipe says. Its profiles follow.
-        shapes: "auto": profiles of the lengths that the evaluation data has; None: the recipe's.
-        pooling: of a plain encoder as embedding model: "mean", "cls" or "last".
-        normalize: embeddings of length 1; with `pooling`.
-        batch_size: of the evaluation.
-        seed: of bootstrap, parity draw and embedded default.
-        limit: evaluate on this many samples; the results warn.
-        progress: called as stages start and go on.
+        progress: called as stages start and continue.
 
     Raises:
         UserError: input that cannot be used.
         CheckFailed: a stage gives what no report can hold, such as NaN.
     """
-    model = None if model is None else str(model)
-    chosen = recipe if isinstance(recipe, Recipe) else find_recipe(str(recipe), model, revision)
-    config = run_config(
-        adapted(chosen, max_length=max_length, shapes=shapes),
-        model=model,
-        revision=revision,
-        task=task,
-        data=str(data),
-        text_column=text_column,
-        label_column=label_column,
-        num_labels=num_labels,
-        metric=metric,
-        pooling=pooling,
-        normalize=normalize,
-        batch_size=batch_size,
-        seed=seed,
-        limit=limit,
-        command="qdqbench.run",
-    )
-    return start(config, run_folder("run", config, out), until, progress, replace=replace)
+    chosen = options.adapt(recipe) if isinstance(recipe, Recipe) else options.find_recipe(str(recipe))
+    config = options.config(chosen, "qdqbench.run")
+    folder = run_folder("run", config, options.out)
+    return start(config, folder, until, progress, overwrite=options.overwrite)
 
 
 def start(  # noqa: PLR0913
@@ -121,13 +73,13 @@ def start(  # noqa: PLR0913
     until: str | None = None,
     progress: StageCallback = silent,
     *,
-    replace: bool = False,
+    overwrite: bool = False,
     say: Callable[[str], None] = silent,
 ) -> Results:
     """Open a run directory for what was asked, and take it up to a stage as `resume` does.
 
     Args:
-        replace, say: as of `owned_folder`.
+        overwrite, say: as of `owned_folder`.
 
     Raises:
         UserError: the folder holds something else.
@@ -139,7 +91,7 @@ def start(  # noqa: PLR0913
     with owned_folder(
         folder,
         identity_of("run", session),
-        replace=replace,
+        overwrite=overwrite,
         ready=lambda: require_inputs(session, until),
         say=say,
     ):

@@ -31,24 +31,24 @@ STAGES = {stage: run.stage_command(stage, text) for stage, text in STAGE_COMMAND
 STAGES["report"] = run.report
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by what they are for, as help shows them
     "Run": {"run": run.run, "auto": auto.auto, **STAGES, "build": run.build, "verify": run.verify},
-    "Look": {
+    "Inspect": {
         "check": check.check,
         "inspect": inspect.inspect,
         "diagnose": diagnose.diagnose,
         "fix": diagnose.fix,
         "compare": compare.compare,
         "bench": bench.bench,
-        "profile": run.profile,
+        "timings": run.timings,
         "doctor": doctor.doctor,
     },
-    "Choose": {
+    "Tune": {
         "sensitivity": sensitivity.sensitivity,
-        "methods": sensitivity.methods,
+        "compare-calibration": sensitivity.compare_calibration,
         "search": search.search,
     },
     "Train": {"qat": run.qat, "finetune": train.finetune},
     "Deploy": {"deploy": serve.deploy, "serve": serve.serve, "export-triton": serve.export_triton},
-    "Maintain qdqbench": {"study": train.study},
+    "Maintainers": {"study": train.study},
 }
 for panel, commands in COMMANDS.items():
     for name, command in commands.items():
@@ -95,10 +95,10 @@ def _invoke() -> None:
         raise UserError(f"{message.rstrip('.')}; see `{where} --help`") from error
 
 
-MEASURES_TORCH = ("bench",)  # commands that leave threads and memory as PyTorch does
-GOES_ON = {  # commands that go on with what an interrupted call left
+KEEPS_TORCH_DEFAULTS = ("bench",)  # commands that leave threads and memory as PyTorch does
+RESUMABLE = {  # commands that resume what an interrupted call left
     *("run", "auto", *STAGE_COMMANDS, "build", "verify", "qat", "finetune", "study"),
-    *("sensitivity", "methods", "search"),
+    *("sensitivity", "compare-calibration", "search"),
 }
 
 
@@ -110,7 +110,7 @@ def program() -> None:
     """The installed command: `main`, and the end of the process, without waiting for threads."""
     process.open_streams()
     process.interruption.watch()
-    if not any(name in sys.argv[1:2] for name in MEASURES_TORCH):
+    if not any(name in sys.argv[1:2] for name in KEEPS_TORCH_DEFAULTS):
         process.use_passive_wait()
         process.disable_malloc_trim()
         process.relax_gc()
@@ -144,8 +144,8 @@ def main() -> None:
             complain(str(error))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        goes_on = any(name in GOES_ON for name in sys.argv[1:2])
-        kept, then = ("what is finished is kept, and ", "goes on") if goes_on else ("", "starts anew")
+        resumes = any(name in RESUMABLE for name in sys.argv[1:2])
+        kept, then = ("what is finished is kept, and ", "goes on") if resumes else ("", "starts anew")
         if process.is_main_process():
             complain(f"interrupted; {kept}the same command {then}")
         raise _Interrupted(process.interruption.status) from None

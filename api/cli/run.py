@@ -1,4 +1,4 @@
-"""The commands `run`, `qat`, `profile`, and one for each stage of a run."""
+"""The commands `run`, `qat`, `timings`, and one for each stage of a run."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qdqbench.cli import options, progress
-from qdqbench.cli.options import grouped
-from qdqbench.cli.terminal import Json, RunFolder, console, plain, print_json, show
+from qdqbench._options import RunOptions
+from qdqbench.cli import progress
+from qdqbench.cli.options import RecipeName, command, note
+from qdqbench.cli.terminal import Json, RunFolder, command_line, console, plain, print_json, show
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -19,67 +20,41 @@ if TYPE_CHECKING:
 DEFAULT_QAT = "int8-attention-qat"
 
 
-@grouped
-def run(  # noqa: PLR0913  (a command's options)
-    recipe: options.RecipeName = DEFAULT_RECIPE,
+@command
+def run(
+    recipe: RecipeName = DEFAULT_RECIPE,
     *,
-    subject: options.Subject,
-    out: options.RunOut = None,
-    replace: options.Replace = False,
-    max_length: options.MaxLength = None,
-    backend: options.Backend = None,
-    shapes: options.ShapesOfData = None,
-    limit: options.RunLimit = None,
-    batch_size: options.BatchSize = 32,
-    seed: options.RunSeed = 0,
+    options: RunOptions,
     until: Annotated[
         str | None, typer.Option(help="Stop after this stage; the others can follow later.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """The main job: recipe and model in, engine and report out."""
+    """Run the main job: recipe and model in, engine and report out."""
     from qdqbench._runs import start
     from qdqbench.quantize.pipeline.ownership import run_folder
 
-    config = subject.config(
-        subject.recipe(recipe, max_length, backend, shapes), batch_size=batch_size, seed=seed, limit=limit
-    )
-    folder = run_folder("run", config, out)
+    config = options.config(options.find_recipe(recipe), command_line())
+    folder = run_folder("run", config, options.out)
     with progress.stages() as shown:
-        found = start(config, folder, until, shown, replace=replace, say=options.note)
-    print_results(found, folder, json=json)
+        results = start(config, folder, until, shown, overwrite=options.overwrite, say=note)
+    print_results(results, folder, json=json)
 
 
-@grouped
-def qat(  # noqa: PLR0913  (a command's options)
-    recipe: options.RecipeName = DEFAULT_QAT,
-    *,
-    subject: options.Subject,
-    out: options.RunOut = None,
-    replace: options.Replace = False,
-    max_length: options.MaxLength = None,
-    backend: options.Backend = None,
-    shapes: options.ShapesOfData = None,
-    limit: options.RunLimit = None,
-    batch_size: options.BatchSize = 32,
-    seed: options.RunSeed = 0,
-    json: Json = False,
-) -> None:
-    """Quantization-aware training, then on to engine and report; on one GPU or many."""
+@command
+def qat(recipe: RecipeName = DEFAULT_QAT, *, options: RunOptions, json: Json = False) -> None:
+    """Train with quantization, then continue to engine and report; on one GPU or many."""
     from qdqbench.eval.runs.run import require_inputs
     from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
     from qdqbench.quantize.pipeline.session import Session
     from qdqbench.quantize.training.qat.stage import settings_of
 
-    config = subject.config(
-        subject.recipe(recipe, max_length, backend, shapes), batch_size=batch_size, seed=seed, limit=limit
-    )
-    folder = run_folder("run", config, out)
+    config = options.config(options.find_recipe(recipe), command_line())
+    folder = run_folder("run", config, options.out)
     session = Session(config, folder)
     settings_of(session)  # before anything is written
-    identity = identity_of("run", session)
-    ready = partial(require_inputs, session)
-    with owned_folder(folder, identity, replace=replace, ready=ready, say=options.note):
+    identity, ready = identity_of("run", session), partial(require_inputs, session)
+    with owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note):
         _train(session, json)
 
 
@@ -131,15 +106,15 @@ def print_results(results: "Results", folder: Path, *, json: bool) -> None:
 def stage_command(target: str, text: str) -> Callable[..., None]:
     """A sub-command that takes a run directory up to one stage."""
 
-    def command(folder: RunFolder, json: Json = False) -> None:
+    def run_stage(folder: RunFolder, json: Json = False) -> None:
         from qdqbench._runs import resume
 
         with progress.stages() as shown:
             found = resume(folder, target, shown)
         print_results(found, folder, json=json)
 
-    command.__doc__ = text
-    return command
+    run_stage.__doc__ = text
+    return run_stage
 
 
 verify = stage_command("verify", "Verify what the engine computes, where it runs.")
@@ -170,8 +145,8 @@ def report(
     print_results(found, folder, json=json)
 
 
-def profile(folder: RunFolder, json: Json = False) -> None:
-    """Wall time, CPU time and peak memory of each stage of a finished run."""
+def timings(folder: RunFolder, json: Json = False) -> None:
+    """Show wall time, CPU time and peak memory of each stage of a finished run."""
     from qdqbench.quantize.utils.results import read_results
 
     found = read_results(folder)

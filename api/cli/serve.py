@@ -5,17 +5,14 @@ from typing import Annotated
 
 import typer
 
-from qdqbench.cli.options import grouped
+from qdqbench.cli.options import command
 from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, RunFolder, plain, say, show_json
 from qdqbench.quantize.deployment.server.settings import Settings
 
 
-@grouped
-def serve(
-    run: RunFolder,
-    settings: Settings,
-) -> None:
+@command
+def serve(run: RunFolder, settings: Settings) -> None:
     """Answer requests over HTTP with a run's engine, and compare it with FP32 on a page; for small loads."""
     from qdqbench.quantize.utils.errors import MissingDevice
 
@@ -72,7 +69,9 @@ def deploy(
 def export_triton(
     run: RunFolder,
     out: Annotated[Path, typer.Argument(metavar="DIR", help="New folder.", show_default=False)],
-    name: Annotated[str | None, typer.Option(help="Of the model in Triton; none: the run's folder.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model in Triton; none: the run's folder.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write a run as a model repository of NVIDIA Triton, with what deploys it."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from pydantic import ConfigDict
+
 from qdqbench.eval.bench.dataset import BatchedSplit
 from qdqbench.eval.bench.lanes import random_sets
-from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, Device, EngineShapes
+from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSettings, BenchSystem, Device
 from qdqbench.eval.bench.rounds import ReadySystem
 from qdqbench.eval.bench.target import Target
 from qdqbench.quantize.engine.profiles import Profile
@@ -21,31 +23,22 @@ from qdqbench.quantize.utils.progress import report_phase
 if TYPE_CHECKING:
     from qdqbench.quantize.utils.results import LayerRow
 
-INPUT_SETS = 8
 Work = TypeVar("Work")
 
 
-@dataclass(frozen=True)
-class BenchOptions:
-    """Options of the user, checked."""
+class BenchPlan(BenchSettings):
+    """What is measured; `BenchSettings` of it are recorded."""
+
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
     device: Device
-    batches: tuple[int, ...]
-    lengths: tuple[int, ...]
-    splits: tuple[BatchedSplit, ...]  # of the data set, one for each batch size
-    streams: tuple[int, ...]
-    rounds: int
-    duration_s: float
-    iterations: int | None
+    splits: tuple[BatchedSplit, ...] = ()  # of the data set, one for each batch size
     baselines: bool
     fp32: bool  # the FP32 engine too
-    engine_shapes: EngineShapes  # on a GPU
-    seed: int
+    compile_seconds: float = 90.0  # for each shape and mode of torch.compile on a GPU
     keep_engines: bool = False
-    threads: int = 1  # of a system on a CPU
     exclude: tuple[str, ...] = ()  # names of systems
     build_only: bool = False
-    compile_s: float = 90.0  # for each shape and mode of torch.compile on a GPU
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class Config:
         return f"b{self.batch}.{self.split.task}" if self.split else f"b{self.batch}.s{self.length}"
 
 
-def configs_of(options: BenchOptions) -> list[Config]:
+def configs_of(options: BenchPlan) -> list[Config]:
     """Return the grid, batches inside lengths, then the data set."""
     fixed = [Config(batch, length, None) for length in options.lengths for batch in options.batches]
     return fixed + [Config(split.batch, None, split) for split in options.splits]
@@ -83,7 +76,7 @@ class Preparation(Generic[Work]):
     """One config to prepare systems for."""
 
     target: Target
-    options: BenchOptions
+    options: BenchPlan
     config: Config
     work: Work  # what all configs of a bench share
     stack: ExitStack  # frees what the config holds
@@ -105,7 +98,7 @@ class Preparation(Generic[Work]):
             batch=config.batch,
             length=config.length or 0,
             vocabulary=target.about.shape["vocabulary"],
-            sets=INPUT_SETS,
+            sets=self.options.input_sets,
             seed=self.options.seed,
         )
 

@@ -201,7 +201,7 @@ RUNS: dict[str, Callable[[Preparation[CpuWork], System], CpuRuns]] = {
 def _torch_lane(here: Preparation[CpuWork], forward: "Callable[..., Any]", streams: int) -> Answer:
     import torch
 
-    threads, names = max(1, here.options.threads // streams), here.target.family.inputs
+    threads, names = max(1, (here.options.threads or 1) // streams), here.target.family.inputs
 
     def run(batch: Batch) -> Float32:
         if torch.get_num_threads() != threads:  # each thread has a number of its own
@@ -220,7 +220,7 @@ def _compiled_lanes(
 
     def lanes(streams: int) -> Sequence[Answer]:
         model_lanes = compiled(
-            backend, model, blob=blob, compute=compute, threads=here.options.threads, streams=streams
+            backend, model, blob=blob, compute=compute, threads=here.options.threads or 1, streams=streams
         )
         return [partial(_answers, run, outputs) for run in model_lanes.lanes()]
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +20,7 @@ import numpy as np
 
 from qdqbench.eval.bench import peers
 from qdqbench.eval.bench.config import (
-    BenchOptions,
+    BenchPlan,
     Config,
     Entry,
     Preparation,
@@ -119,16 +119,16 @@ class GpuWork:
         return next((f"torch.compile: {failed[task]}" for task in tasks if task in failed), "")
 
 
-def start_compiles(work: GpuWork, run: Path, options: BenchOptions) -> None:
+def start_compiles(work: GpuWork, run: Path, options: BenchPlan) -> None:
     """Start to compile the models of a bench for all of its shapes, the slowest mode first."""
     modes = {system.mode for system in systems_of(None, options).values() if system.mode}
     for mode in sorted(modes, key=len, reverse=True):
         for config in configs_of(options):
-            _compile(work, run, mode, config, options.compile_s)
+            _compile(work, run, mode, config, options.compile_seconds)
 
 
 def start_export(
-    work: GpuWork, model: str, recipe: str, folder: Path, options: BenchOptions
+    work: GpuWork, model: str, recipe: str, folder: Path, options: BenchPlan
 ) -> Callable[[], None]:
     """Start to export a model by another recipe into a folder; returns a function that waits for it."""
     arguments = ["export", str(folder), model, recipe, str(options.seed), str(max(options.lengths))]
@@ -137,7 +137,7 @@ def start_export(
 
 
 def prebuild(
-    work: GpuWork, target: Target, options: BenchOptions, backend: str, announce: Callable[[str], None]
+    work: GpuWork, target: Target, options: BenchPlan, backend: str, announce: Callable[[str], None]
 ) -> None:
     """Build and compile in processes, as far as nothing is timed meanwhile; waits for all of it.
 
@@ -146,7 +146,7 @@ def prebuild(
     """
     target.stack.callback(work.models.clear)
     if options.splits:
-        start_compiles(work, target.session.folder, replace(options, lengths=()))
+        start_compiles(work, target.session.folder, options.model_copy(update={"lengths": []}))
     specs = _all_engines(target, options)
     if not options.keep_engines:
         target.stack.callback(_forget_markers, target.session.folder / "bench")
@@ -384,7 +384,7 @@ def _forget_markers(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _all_engines(target: Target, options: BenchOptions) -> list[EngineSpec]:
+def _all_engines(target: Target, options: BenchPlan) -> list[EngineSpec]:
     """Return every engine of a bench once, with all shapes that it will run; those of many profiles first."""
     specs: dict[Path, EngineSpec] = {}
     for system in systems_of(target, options).values():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pynvml
 
-from qdqbench.eval.bench.config import INPUT_SETS, BenchOptions, Config, Entry, Preparation, configs_of
+from qdqbench.eval.bench.config import BenchPlan, Config, Entry, Preparation, configs_of
 from qdqbench.eval.bench.cpu import CpuWork, prepare_on_cpu
 from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu
 from qdqbench.eval.bench.lanes import gpu_uuid
@@ -187,7 +187,7 @@ REFERENCES = ("torch-fp32", "fp32", "fp16", "fp32-onnxruntime", "fp32-openvino")
 
 def run_bench(  # noqa: PLR0913
     target: Target,
-    options: BenchOptions,
+    options: BenchPlan,
     work: GpuWork | CpuWork,
     *,
     command: str,
@@ -218,7 +218,7 @@ def run_bench(  # noqa: PLR0913
         cpu=cpu_now() if on_cpu else None,
         target=target.about,
         recipe=target.session.recipe.model_dump(mode="json"),
-        settings=_settings(options),
+        settings=BenchSettings(**options.model_dump(include={*BenchSettings.model_fields})),
         systems=describe_systems(target, options, " ".join(backend)),
         configs=[],
         notes=_notes(target, options, backend, capability),
@@ -247,7 +247,7 @@ def run_bench(  # noqa: PLR0913
 def _measure_config(  # noqa: PLR0913, PLR0917
     result: Bench,
     target: Target,
-    options: BenchOptions,
+    options: BenchPlan,
     config: Config,
     work: GpuWork | CpuWork,
     monitor: GpuMonitor | None,
@@ -259,7 +259,7 @@ def _measure_config(  # noqa: PLR0913, PLR0917
         rounds=options.rounds,
         duration_s=options.duration_s,
         iterations=options.iterations,
-        streams=() if config.split else options.streams,
+        streams=() if config.split else tuple(options.streams),
         least=(1 if config.split else CPU_LEAST) if on_cpu else Effort.least,
         rest_s=CPU_REST_S if on_cpu else 0,
     )
@@ -389,21 +389,7 @@ def _record_problems(result: Bench, config: BenchConfig) -> None:
             )
 
 
-def _settings(options: BenchOptions) -> BenchSettings:
-    same = {name: value for name, value in vars(options).items() if name in BenchSettings.model_fields}
-    return BenchSettings.model_validate(
-        same
-        | {
-            "threads": options.threads if options.device == "cpu" else None,
-            "dataset": options.splits[0].task if options.splits else None,
-            "input_sets": INPUT_SETS,
-        }
-    )
-
-
-def _notes(
-    target: Target, options: BenchOptions, backend: tuple[str, str], capability: str | None
-) -> list[str]:
+def _notes(target: Target, options: BenchPlan, backend: tuple[str, str], capability: str | None) -> list[str]:
     notes = softmax_notes(target, options.lengths)
     if target.about.random_weights:
         notes.append("random weights: latency is that of the shape, accuracy means nothing")

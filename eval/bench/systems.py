@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Literal
 
-from qdqbench.eval.bench.config import BenchOptions
+from qdqbench.eval.bench.config import BenchPlan
 from qdqbench.eval.bench.results import BenchSystem, Device, Precision
 from qdqbench.eval.bench.target import Target
 from qdqbench.quantize.engine.backend import choose_backend, preferred_backend
@@ -71,7 +71,7 @@ TABLE = (
 )  # fmt: skip
 
 
-def systems_of(target: Target | None, options: BenchOptions) -> dict[str, System]:
+def systems_of(target: Target | None, options: BenchPlan) -> dict[str, System]:
     """Return the systems to measure by their names in results; without a target the baselines alone.
 
     On a CPU the bench's own INT8 engine is first and called "int8". On a GPU other recipes' engines are last.
@@ -105,7 +105,7 @@ def systems_of(target: Target | None, options: BenchOptions) -> dict[str, System
     return {system.name: system for system in systems if system.name not in options.exclude}
 
 
-def describe_systems(target: Target, options: BenchOptions, backend: str) -> list[BenchSystem]:
+def describe_systems(target: Target, options: BenchPlan, backend: str) -> list[BenchSystem]:
     """Return who takes part, in the order of tables and charts.
 
     Args:

@@ -1,6 +1,8 @@
 """The configuration of a run from what a user asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
 
 from qdqbench.quantize.models.families.known import BERT, family_of
 from qdqbench.quantize.models.identity import says_pooling
@@ -30,26 +32,31 @@ def find_recipe(name: str, model: str | None, revision: str | None = None) -> Re
 
 
 def adapted(
-    recipe: Recipe, *, max_length: int | None = None, backend: str | None = None, shapes: str | None = None
+    recipe: Recipe,
+    *,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    max_length: int | None = None,
+    backend: str | None = None,
+    shapes: Literal["auto"] | None = None,
 ) -> Recipe:
-    """A recipe for what a call asks for beside it; None: as the recipe has it.
+    """Return a recipe with what a call asks for beside it; None: as the recipe has it.
 
     Args:
         recipe: not changed.
-        max_length: tokens of a sample: it is cut there, and the longest profiles end there.
+        fields: values of any fields, by path: calibration.samples, rules.0.precision.
+        max_length: tokens of a sample, which is cut there; the longest profiles end there.
         backend: of the engine.
         shapes: "auto": profiles follow the data.
 
     Raises:
-        UserError: no such backend or shapes, or what the recipe asks for does not go with them.
+        UserError: no such field, or values that do not go together.
     """
     data, asked = recipe.model_dump(mode="json"), []
+    for path, value in fields.items():
+        _set_field(data, path, value)
+        asked.append(f"{path}={value}")
     if shapes is not None:
-        if shapes != AUTO:
-            raise UserError(
-                f"--shapes {shapes} is not known; give auto, or write engine.shapes into a recipe"
-            )
-        data["engine"]["shapes"] = AUTO
+        data["engine"]["shapes"] = shapes
         asked.append("shapes of the data")
     if backend is not None:
         data["engine"]["backend"] = backend
@@ -64,6 +71,25 @@ def adapted(
             ]
         asked.append(f"{max_length} tokens")
     return validated(data, f"recipe {recipe.name} for {', '.join(asked)}") if asked else recipe
+
+
+def _set_field(data: Any, path: str, value: Any) -> None:
+    """Set a field of a recipe's data; validation names a key that does not exist.
+
+    Raises:
+        UserError: the path goes through a value without fields.
+    """
+    parts: list[Any] = [int(part) if part.isdigit() else part for part in path.split(".")]
+    try:
+        for part in parts[:-1]:
+            if isinstance(data, dict) and data.get(part) is None:
+                data[part] = {}
+            data = data[part]
+        data[parts[-1]] = value
+    except (TypeError, IndexError) as error:
+        raise UserError(
+            f"--set {path}: a recipe has no such path; `qdqbench recipes show RECIPE --resolved` prints all"
+        ) from error
 
 
 def find_task(  # noqa: PLR0913

@@ -143,14 +143,14 @@ def owned_folder(
     folder: Path,
     identity: RunIdentity,
     *,
-    replace: bool = False,
+    overwrite: bool = False,
     ready: Callable[[], object] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[None]:
     """Hold a folder for one run in this process; a command that fails before any result leaves it as it was.
 
     Args:
-        replace: move what an earlier command left there to an unused FOLDER.old, whatever it belongs to.
+        overwrite: move what an earlier command left there to an unused FOLDER.old, whatever it belongs to.
         ready: raises where the command cannot work; called before anything is written or moved.
         say: called with what was moved, and where it is.
 
@@ -161,12 +161,12 @@ def owned_folder(
     if not is_main_process():
         yield
         return
-    _require_owner(folder, identity, replace)  # before a lock is written into a folder of somebody else
+    _require_owner(folder, identity, overwrite)  # before a lock is written into a folder of somebody else
     files.require_writable(folder)
     with locked_folder(folder):
-        owner = _require_owner(folder, identity, replace)
+        owner = _require_owner(folder, identity, overwrite)
         ready()
-        if owner is not None and replace:
+        if owner is not None and overwrite:
             say(f"{folder}: {_describe(folder, owner)} is now in {_set_aside(folder)}")
             owner = None
         try:
@@ -236,7 +236,7 @@ def locked_for_reading(folder: Path) -> AbstractContextManager[None]:
     return locked_folder(folder) if os.access(folder, os.W_OK) else nullcontext()
 
 
-def _require_owner(folder: Path, identity: RunIdentity, replace: bool) -> RunIdentity | None:
+def _require_owner(folder: Path, identity: RunIdentity, overwrite: bool) -> RunIdentity | None:
     """Return the identity of a folder; None where it holds nothing.
 
     Raises:
@@ -250,13 +250,13 @@ def _require_owner(folder: Path, identity: RunIdentity, replace: bool) -> RunIde
         return None
     if (owner := _read_owner(folder)) is None:
         raise UserError(f"{folder} holds other files than a {kind}; give --out an empty or new folder")
-    if not replace and not owner.same(identity):
+    if not overwrite and not owner.same(identity):
         wanted = identity.describe(owner)
         if identity.kind != owner.kind:
             wanted = f"a {kind} of {identity.describe()}"
         raise UserError(
             f"{folder} holds {_describe(folder, owner)}, and asked for is {wanted}; give another --out, or "
-            f"--replace to move that to {_unused(folder)} and start over"
+            f"--overwrite to move that to {_unused(folder)} and start over"
         )
     return owner
 

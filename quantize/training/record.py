@@ -76,7 +76,7 @@ def read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
     if differing := sorted(key for key in {**known, **identity} if known.get(key) != identity.get(key)):
         raise UserError(
             f"{path.parent} holds a finished training of another {', '.join(differing)}; give another --out, "
-            "or --replace to begin again"
+            "or --overwrite to begin again"
         )
     return stored.run
 

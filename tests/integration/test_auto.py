@@ -43,7 +43,18 @@ def read_auto(folder):
 def options(given, out, *more):
     return [
         str(word)
-        for word in ("auto", given.model, "--task", given.task, "--data", given.data, "--out", out, *more)
+        for word in (
+            "auto",
+            "--model",
+            given.model,
+            "--task",
+            given.task,
+            "--data",
+            given.data,
+            "--out",
+            out,
+            *more,
+        )
     ]
 
 
@@ -119,9 +130,9 @@ def test_the_first_recipe_that_holds_is_deployed_and_repeated(sst2, tmp_path, qd
 def test_bad_input_is_told_before_anything_is_written(sst2, tmp_path, qdqbench):
     out = tmp_path / OUT
     for words, said in (
-        (["--budget", "soon"], "--budget soon is no time"),
-        (["--max-drop", "2"], "half a point is 0.005"),
-        (["--min-speedup", "0"], "no positive factor"),
+        (["--budget", "soon"], "--budget soon: no duration"),
+        (["--max-drop", "2"], "less than or equal to 1"),
+        (["--min-speedup", "0"], "should be greater than 0"),
         (["--recipe", "fp16"], "puts nothing into INT8"),
         (["--recipe", "int8-linears", "--recipe", "int8-linears"], "two steps would be called"),
     ):

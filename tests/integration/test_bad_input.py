@@ -426,9 +426,9 @@ def test_unreadable_manifest_means_that_nothing_is_reused(text, a_run, qdqbench)
 
 
 def test_profile_before_the_report(sst2, tmp_path, qdqbench):
-    one_sentence(qdqbench("profile", tmp_path), 1, r"results\.json", "run")
+    one_sentence(qdqbench("timings", tmp_path), 1, r"results\.json", "run")
     (tmp_path / "results.json").write_text("{}")
-    one_sentence(qdqbench("profile", tmp_path), 1, r"results\.json")
+    one_sentence(qdqbench("timings", tmp_path), 1, r"results\.json")
 
 
 # ONNX files that are none.

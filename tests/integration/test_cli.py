@@ -265,10 +265,10 @@ def test_check_of_something_else(tmp_path, qdqbench):
 
 def test_profile(finished_run, qdqbench):
     timings = json.loads((finished_run / "results.json").read_text())["timings"]
-    done = qdqbench("profile", finished_run, "--json")
+    done = qdqbench("timings", finished_run, "--json")
     assert (done.code, done.err) == (0, "")
     assert json.loads(done.out) == timings
-    shown = qdqbench("profile", finished_run)
+    shown = qdqbench("timings", finished_run)
     assert shown.code == 0
     for name, row in timings.items():
         told = rf"{name}\s+{row['wall_s']:.1f}\s+{row['cpu_s']:.1f}\s+{row['peak_rss_bytes'] / 1e6:.0f}\b"
@@ -309,7 +309,7 @@ def test_a_closed_pipe_is_no_error(finished_run):
     os.close(reader)
     with os.fdopen(writer, "w") as pipe:
         done = subprocess.run(
-            [sys.executable, "-c", MAIN, "profile", str(finished_run), "--json"],
+            [sys.executable, "-c", MAIN, "timings", str(finished_run), "--json"],
             stdout=pipe,
             stderr=subprocess.PIPE,
             text=True,
@@ -325,4 +325,4 @@ def test_version_short_help_and_the_groups(qdqbench):
     shown = qdqbench("-h").out
     assert "--debug" in shown
     groups = re.findall(r"^╭─ ([A-Z][\w ]+?) ─+╮$", shown, re.MULTILINE)
-    assert groups == ["Options", "Run", "Look", "Choose", "Train", "Deploy", "Maintain qdqbench"]
+    assert groups == ["Options", "Run", "Inspect", "Tune", "Train", "Deploy", "Maintainers"]

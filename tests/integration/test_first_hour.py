@@ -90,7 +90,7 @@ def test_no_step_of_the_first_hour_is_a_dead_end(qdqbench, desk, tmp_path):
     ]
 
     another = qdqbench("run", "int8-ffn", *given, *COLUMNS, "--out", folders[0])
-    refused(another, "recipe bert-int8-linears", "another --out", "--replace")
+    refused(another, "recipe bert-int8-linears", "another --out", "--overwrite")
 
     compared = qdqbench("compare", *folders)
     assert compared.code == 0, compared.err

@@ -17,7 +17,7 @@ COMMANDS = {  # with what names a recipe
     "run": ["run", "bert-int8-linears"],
     "qat": ["qat", QAT],
     "sensitivity": ["sensitivity", "bert-int8-linears", "--samples", "16"],
-    "methods": ["methods", "bert-int8-linears", "--samples", "16"],
+    "methods": ["compare-calibration", "bert-int8-linears", "--samples", "16"],
     "search": ["search", "bert-int8-linears", "--samples", "16", "--trials", "2"],
     "auto": ["auto", "--recipe", "bert-int8-linears", "--samples", "32"],
     "finetune": ["finetune", "--max-steps", "4000"],
@@ -31,7 +31,7 @@ def words(command, model, task, data):
     """A command on a model and its data."""
     given = COMMANDS[command]
     if command == "auto":
-        return ["auto", str(model), *given[1:], "--task", task, "--data", str(data)]
+        return ["auto", "--model", str(model), *given[1:], "--task", task, "--data", str(data)]
     if command == "bench":
         return [*given, "--model", str(model)]
     return [*given, "--model", str(model), "--task", task, "--data", str(data)]
@@ -74,13 +74,13 @@ def test_another_recipe_is_refused_and_the_run_is_moved_aside(a_run, sst2, qdqbe
     assert f"{a_run} holds a finished run of recipe bert-int8-linears" in done.err
     assert "asked for is recipe bert-fp16" in done.err
     assert listing(a_run) == sorted([*before, "notes.txt"])
-    done = qdqbench(*other, "--out", a_run, "--replace")
+    done = qdqbench(*other, "--out", a_run, "--overwrite")
     assert done.code == 0
     old = a_run.with_name(f"{a_run.name}.old")
     assert f"is now in {old}" in done.err
     assert listing(old) == sorted([*before, "notes.txt"])
     assert listing(a_run) == ["logits/fp32.npz", "recipe.yaml", "run.json", "stages.json"]
-    done = qdqbench("methods", "bert-fp16", *sst2.options, "--out", a_run)
+    done = qdqbench("compare-calibration", "bert-fp16", *sst2.options, "--out", a_run)
     assert done.code == 1
 
 

@@ -1,4 +1,4 @@
-"""`qdqbench methods` on a tiny model: what it writes, what it refuses, and that no validation row chooses."""
+"""`qdqbench compare-calibration` on a tiny model: its files, what it refuses; no validation row chooses."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def refused(done, *told):
 def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     out, path = tmp_path / "out", recipe("bert-int8-ffn")
-    done = qdqbench("methods", path, *sst2.options, "--out", out, "--samples", 96)
+    done = qdqbench("compare-calibration", path, *sst2.options, "--out", out, "--samples", 96)
     assert (done.code, done.err) == (0, "")
     assert listing(out) == FILES
     found = read_methods(out)
@@ -75,7 +75,16 @@ def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, t
 def test_a_killed_comparison_goes_on(qdqbench, sst2, recipe, tmp_path, monkeypatch):
     """Killed at its second row, then once more with a torn line, against one that was not."""
     three = ("--method", "max", "--method", "mse", "--method", "percentile/99.9", "--smoothing", "none")
-    options = ("methods", recipe(ATTENTION), *sst2.options, "--samples", 32, "--limit", 32, *three)
+    options = (
+        "compare-calibration",
+        recipe(ATTENTION),
+        *sst2.options,
+        "--samples",
+        32,
+        "--limit",
+        32,
+        *three,
+    )
     assert qdqbench(*options, "--out", tmp_path / "whole").code == 0
     answer, made = Trials.answer, []
 
@@ -108,7 +117,7 @@ def test_rows_are_those_of_a_run(qdqbench, sst2, recipe, tmp_path):
     """The fake-quant stage of `run` on the same recipe answers as the row, but for rounding flips."""
     path = recipe(ATTENTION, smoothing=0.5, bias_correction=True, method="percentile/99.99")
     options = (path, *sst2.options, "--out")
-    assert qdqbench("methods", *options, tmp_path / "a", "--samples", 64, *NARROW).code == 0
+    assert qdqbench("compare-calibration", *options, tmp_path / "a", "--samples", 64, *NARROW).code == 0
     for stage in ("baseline", "fake_quant"):
         assert qdqbench("run", *options, tmp_path / "b", "--until", stage).code == 0
     import numpy as np
@@ -136,7 +145,7 @@ def test_the_choice_sees_no_validation_row(qdqbench, sst2, recipe, tmp_path):
     found = []
     for name, source in (("a", sst2.data), ("b", data), ("c", sst2.data)):
         options = ("--model", sst2.model, "--task", "sst2", "--data", source, "--out", tmp_path / name)
-        assert qdqbench("methods", path, *options, "--samples", 64, *NARROW).code == 0
+        assert qdqbench("compare-calibration", path, *options, "--samples", 64, *NARROW).code == 0
         found.append(read_methods(tmp_path / name))
     first, other, again = found
     assert lasting(first) == lasting(again)
@@ -150,7 +159,15 @@ def test_named_rows_of_a_regression(qdqbench, given, recipe, tmp_path):
     stsb = given("stsb")
     out = tmp_path / "out"
     done = qdqbench(
-        "methods", recipe("bert-int8-ffn"), *stsb.options, "--out", out, "--samples", 500, *NARROW, "--json"
+        "compare-calibration",
+        recipe("bert-int8-ffn"),
+        *stsb.options,
+        "--out",
+        out,
+        "--samples",
+        500,
+        *NARROW,
+        "--json",
     )
     assert (done.code, done.err) == (0, "")
     found = read_methods(out)
@@ -165,7 +182,7 @@ def test_named_rows_of_a_regression(qdqbench, given, recipe, tmp_path):
 def test_both_splits_of_mnli(qdqbench, given, recipe, tmp_path):
     mnli, out = given("mnli"), tmp_path / "out"
     few = ("--samples", 64, "--limit", 48, *NARROW)
-    done = qdqbench("methods", recipe(ATTENTION), *mnli.options, "--out", out, *few)
+    done = qdqbench("compare-calibration", recipe(ATTENTION), *mnli.options, "--out", out, *few)
     assert (done.code, done.err) == (0, "")
     found = read_methods(out)
     assert list(found.fp32) == ["validation_matched", "validation_mismatched"]
@@ -188,7 +205,7 @@ def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_p
     monkeypatch.setattr(methods, "apply_methods", broken)
     out = tmp_path / "out"
     options = (recipe(ATTENTION), *sst2.options, "--samples", 64, "--out")
-    done = qdqbench("methods", *options, out, *NARROW)
+    done = qdqbench("compare-calibration", *options, out, *NARROW)
     assert (done.code, done.err) == (0, "")
     assert "amax is a joke" in done.out
     found = read_methods(out)
@@ -196,7 +213,8 @@ def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_p
     assert found.best.section.method == "percentile/99.9"
     nothing = tmp_path / "nothing"
     refused(
-        qdqbench("methods", *options, nothing, "--method", "max", "--smoothing", "none"), "amax is a joke"
+        qdqbench("compare-calibration", *options, nothing, "--method", "max", "--smoothing", "none"),
+        "amax is a joke",
     )
     assert listing(nothing) == ["methods.trials.fp32.npz", "methods.trials.jsonl"]
 
@@ -213,7 +231,7 @@ def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_p
 )
 def test_wrong_options(case, qdqbench, sst2, recipe, tmp_path):
     (arguments, told), out = case, tmp_path / "out"
-    refused(qdqbench("methods", recipe(ATTENTION), *sst2.options, "--out", out, *arguments), told)
+    refused(qdqbench("compare-calibration", recipe(ATTENTION), *sst2.options, "--out", out, *arguments), told)
     assert not out.exists()
 
 
@@ -224,19 +242,24 @@ def test_wrong_options(case, qdqbench, sst2, recipe, tmp_path):
 )
 def test_wrong_data(case, qdqbench, sst2, recipe, tmp_path):
     calibration, told = case
-    done = qdqbench("methods", recipe(ATTENTION, **calibration), *sst2.options, "--out", tmp_path / "out")
+    done = qdqbench(
+        "compare-calibration", recipe(ATTENTION, **calibration), *sst2.options, "--out", tmp_path / "out"
+    )
     refused(done, told)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_recipe_without_int8(qdqbench, sst2, tmp_path):
-    refused(qdqbench("methods", "bert-fp16", *sst2.options, "--out", tmp_path / "out"), "nothing into INT8")
+    refused(
+        qdqbench("compare-calibration", "bert-fp16", *sst2.options, "--out", tmp_path / "out"),
+        "nothing into INT8",
+    )
 
 
 def test_folders_of_others_are_left_alone(qdqbench, sst2, recipe, tmp_path):
     path = recipe(ATTENTION)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    refused(qdqbench("methods", path, *sst2.options, "--out", tmp_path / "mine"), "other files")
-    refused(qdqbench("methods", path, *sst2.options, "--out", path), "is a file")
+    refused(qdqbench("compare-calibration", path, *sst2.options, "--out", tmp_path / "mine"), "other files")
+    refused(qdqbench("compare-calibration", path, *sst2.options, "--out", path), "is a file")
     assert listing(tmp_path / "mine") == ["notes.txt"]

@@ -171,11 +171,11 @@ def test_a_finished_search_is_not_replaced_by_another(searched, given, files, qd
 
 @pytest.mark.long
 def test_a_budget_of_time_ends_it_with_a_report(given, files, tmp_path, qdqbench):
-    done = qdqbench(*options(given, files, tmp_path / "out", "--budget", "0"))
+    done = qdqbench(*options(given, files, tmp_path / "out", "--budget", "0.001s"))
     found = read_search(tmp_path / "out" / "search.json")
     assert done.code == (0 if found.outcome.passed else 2), done.err
     assert len(found.trials) == 1
-    assert f"1 of {TRIALS} trials fitted into 0 s; the same command resumes" in found.warnings
+    assert f"1 of {TRIALS} trials fitted into 0.001 s; the same command resumes" in found.warnings
 
 
 def test_a_study_of_other_settings_is_refused(searched, given, files, qdqbench):

@@ -30,7 +30,7 @@ COMMANDS = [
     ["recipes"],
     ["recipes", "list"],
     ["check"],
-    ["profile"],
+    ["timings"],
     ["inspect"],
     ["bench"],
     ["quantize"],

@@ -6,15 +6,17 @@ from typing import Annotated
 
 import typer
 
-from qdqbench.cli import options
+from qdqbench._options import FolderOptions
+from qdqbench.cli.options import command, note
 from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, command_line, show
 
 
+@command
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder for page, JSON and CSV.")] = Path("runs/compare"),
-    replace: options.Replace = False,
+    *,
+    options: FolderOptions,
     json: Json = False,
 ) -> None:
     """Runs side by side: accuracy paired on the same samples, speed, size, answers that flipped, layers."""
@@ -23,10 +25,11 @@ def compare(
     from qdqbench.eval.runs.compare.report import NAME, comparison_report, write_comparison
     from qdqbench.quantize.pipeline.ownership import RunIdentity, owned_folder
 
+    out = options.out or Path("runs/compare")
     compared = cache(partial(compare_runs, runs, command_line()))
     with status() as say:
         say("comparing")
-        with owned_folder(out, RunIdentity(kind=NAME), replace=replace, ready=compared, say=options.note):
+        with owned_folder(out, RunIdentity(kind=NAME), overwrite=options.overwrite, ready=compared, say=note):
             found = compared()
             written = write_comparison(found, out)
     show(

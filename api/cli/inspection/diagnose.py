@@ -1,11 +1,12 @@
 """The commands `diagnose` and `fix`: files of any origin. Everything heavy is imported inside."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdqbench.cli.options import Subject, grouped
+from qdqbench._options import FixCommandOptions
+from qdqbench.cli.options import command
 from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, console, plain, print_json
 
@@ -32,7 +33,7 @@ def diagnose(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Why INT8 is slow, wrong or not there: files of any origin, read together, the worst finding first."""
+    """Find why INT8 is slow, wrong or missing: files of any origin, read together, worst finding first."""
     from qdqbench.quantize.engine.diagnose.diagnose import diagnose as diagnosed
 
     with status() as say:
@@ -84,75 +85,48 @@ def print_one(number: int, found: "Finding", told: dict[str, int]) -> None:
         out.print(f"   fix: {text}", highlight=False)
 
 
-@grouped
-def fix(  # noqa: PLR0913
+@command
+def fix(
     onnx_file: Annotated[Path, typer.Argument(help="ONNX file of any origin.")],
     *,
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")],
-    subject: Subject,
-    compute: Annotated[
-        str, typer.Option(help="Of what is not INT8, in a file that is all FP32: fp16, or keep.")
-    ] = "fp16",
-    weights: Annotated[
-        str,
-        typer.Option(help="Scales of weight_scales: channel, or factored, which TensorRT-RTX runs faster."),
-    ] = "channel",
-    inputs: Annotated[
-        Path | None,
-        typer.Option(
-            help="Samples (.npz, one array an input): compared on, and calibrate what has no scale."
-        ),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Of the train split of --data, with --model and --task.")
-    ] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Of random inputs, or of the draw of samples.")] = 0,
-    limit: Annotated[
-        float, typer.Option(min=0, help="Of the relative error of outputs to the file without Q/DQ.")
-    ] = 0.1,
-    no_engine: Annotated[bool, typer.Option("--no-engine", help="Build no engine before and after.")] = False,
+    options: FixCommandOptions,
     json: Json = False,
 ) -> None:
     """Rewrite what keeps INT8 from working in an ONNX file, and prove it: outputs, check, layer tables.
 
     Samples are --inputs, or rows of --data as --model and --task say; without both they are random tokens.
     """
-    from typing import Any, cast
-
-    from qdqbench.quantize.engine.repair.fix import COMPUTE, WEIGHTS, FixOptions
-    from qdqbench.quantize.engine.repair.fix import fix as mended
+    from qdqbench.quantize.engine.repair.fix import FixOptions
+    from qdqbench.quantize.engine.repair.fix import fix as fix_file
     from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
-    for name, value, known in (("--compute", compute, COMPUTE), ("--weights", weights, WEIGHTS)):
-        if value not in known:
-            raise UserError(f"{name} {value} is unknown; use {' or '.join(known)}")
-    given: Any = inputs
-    if subject.model is not None or subject.task is not None:
+    inputs: Any = options.inputs
+    if options.model is not None or options.task is not None:
         from qdqbench.quantize.engine.repair.runs import sample_feeds
 
         if inputs is not None:
             raise UserError("--inputs and --model both give samples; give one of them")
-        found = subject.found_task()
-        given = sample_feeds(str(subject.model), subject.revision, found, subject.data, samples, seed)
-    source = f"{samples} rows of {subject.task} in {subject.data}, seed {seed}"
-    options = FixOptions(
-        cast("Any", compute),
-        cast("Any", weights),
-        given,
-        source,
-        seed=seed,
-        limit=limit,
-        engine=not no_engine,
+        task, count = options.find_task(), options.samples
+        inputs = sample_feeds(str(options.model), options.revision, task, options.data, count, options.seed)
+    settings = FixOptions(
+        options.compute,
+        options.weights,
+        inputs,
+        f"{options.samples} rows of {options.task} in {options.data}, seed {options.seed}",
+        seed=options.seed,
+        max_error=options.max_error,
+        engine=not options.no_engine,
     )
     with status() as say:
-        say("mending, and building engines before and after")
-        report = mended(onnx_file, out, options)
+        say("fixing, and building engines before and after")
+        report = fix_file(onnx_file, out, settings)
     if json:
         print_json(report.model_dump(mode="json") | {"failures": report.failures})
     else:
         _print_fix(report)
     if report.failures:
-        raise CheckFailed(f"{out} is written, and not all is mended: {'; '.join(report.failures[:4])}")
+        raise CheckFailed(f"{out} is written, and not all is fixed: {'; '.join(report.failures[:4])}")
 
 
 def _print_fix(report: "FixReport") -> None:

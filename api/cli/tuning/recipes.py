@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdqbench.cli import options
 from qdqbench.cli.terminal import Json, console, plain, print_json, show, show_json
 from qdqbench.quantize.utils.names import name_list
 
@@ -18,6 +17,9 @@ if TYPE_CHECKING:
     from qdqbench.quantize.recipe.shipped import Shipped
 
 ConfigOf = Annotated[str, typer.Option(help="Folder or hub id; its configuration is read, no weights.")]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a hub model; none: its default branch.")
+]
 NewFile = Annotated[Path | None, typer.Option(help="Recipe file; none: NAME.yaml here.")]
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show, write, validate and document recipes.")
@@ -82,9 +84,7 @@ def recipes_validate(recipe: list[str], json: Json = False) -> None:
 
 
 @recipes_app.command("new")
-def recipes_new(
-    model: ConfigOf, revision: options.Revision = None, out: NewFile = None, json: Json = False
-) -> None:
+def recipes_new(model: ConfigOf, revision: Revision = None, out: NewFile = None, json: Json = False) -> None:
     """Write a recipe for a model of any type, and list what was recognised in it and what was not."""
     from qdqbench.quantize.recipe.new import new_lines, new_recipe
 
@@ -98,7 +98,7 @@ def recipes_from_cache(  # noqa: PLR0913, PLR0917  (a command's options)
     onnx: Annotated[
         Path | None, typer.Option(help="The ONNX file that was calibrated; none: names of an export here.")
     ] = None,
-    revision: options.Revision = None,
+    revision: Revision = None,
     out: NewFile = None,
     json: Json = False,
 ) -> None:

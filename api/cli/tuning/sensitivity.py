@@ -1,17 +1,15 @@
-"""The commands `sensitivity` and `methods`; registered in cli.py. Everything heavy is imported inside."""
+"""The commands `sensitivity` and `compare-calibration`. Everything heavy is imported inside."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from qdqbench.cli import options
-from qdqbench.cli.options import grouped
+from qdqbench._options import CalibrationOptions, RecipeOptions, SensitivityOptions
+from qdqbench.cli.options import RecipeName, command, note
 from qdqbench.cli.progress import time_left
-from qdqbench.cli.terminal import Json, show
+from qdqbench.cli.terminal import Json, command_line, show
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -20,33 +18,21 @@ if TYPE_CHECKING:
     from qdqbench.quantize.utils.progress import Progress
 
 
-@grouped
-def sensitivity(  # noqa: PLR0913  (a command's options)
-    recipe: options.RecipeName = DEFAULT_RECIPE,
-    *,
-    subject: options.Subject,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder; none: one in runs/ for model, recipe and task.")
-    ] = None,
-    replace: options.Replace = False,
-    samples: Annotated[int, typer.Option(min=2, help="Training samples to measure on.")] = 512,
-    max_length: options.MaxLength = None,
-    backend: options.Backend = None,
-    batch_size: options.BatchSize = 32,
-    seed: options.MeasureSeed = 0,
-    json: Json = False,
+@command
+def sensitivity(
+    recipe: RecipeName = DEFAULT_RECIPE, *, options: SensitivityOptions, json: Json = False
 ) -> None:
-    """Which layer costs the accuracy: each alone in INT8, and everything but it; writes a recipe."""
+    """Measure which layer costs the accuracy: each alone in INT8, and everything but it; write a recipe."""
     from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.selection.sensitivity.measure import Measurement
     from qdqbench.eval.selection.sensitivity.report import choice_text, sensitivity_report, write_sensitivity
     from qdqbench.quantize.pipeline.ownership import run_folder
     from qdqbench.quantize.utils.errors import CheckFailed
 
-    config = subject.config(subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed)
-    folder = run_folder("sensitivity", config, out)
-    with _open_session("sensitivity", config, folder, replace) as (session, show_progress):
-        measurement = Measurement(session, samples, show_progress)
+    config = options.config(options.find_recipe(recipe).ptq, command_line())
+    folder = run_folder("sensitivity", config, options.out)
+    with _open_session("sensitivity", config, folder, options) as (session, show_progress):
+        measurement = Measurement(session, options.samples, show_progress)
         _note_resume(measurement.trials.store)
         found = measurement.run()
         write_sensitivity(found, folder)
@@ -58,12 +44,12 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
 
 def _note_resume(store: "Store[Any]") -> None:
     if store.resume_note:
-        options.note(store.resume_note)
+        note(store.resume_note)
 
 
 @contextmanager
 def _open_session(
-    kind: str, config: "RunConfig", folder: Path, replace: bool
+    kind: str, config: "RunConfig", folder: Path, options: RecipeOptions
 ) -> "Iterator[tuple[Session, Progress]]":
     """Yield a session that nobody else uses, with the embedded default where no model is given."""
     from qdqbench.eval.stages import stages
@@ -74,7 +60,7 @@ def _open_session(
     identity = identity_of(kind, session)
     ready = partial(session.require_inputs, evaluates=kind == "methods")
     with (
-        owned_folder(folder, identity, replace=replace, ready=ready, say=options.note),
+        owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note),
         time_left() as show_progress,
     ):
         session.progress = lambda done, total: show_progress(done, total, "embedded default")
@@ -83,52 +69,27 @@ def _open_session(
         yield session, show_progress
 
 
-MethodOption = Annotated[
-    list[str] | None, typer.Option(help="max, percentile/P, mse or entropy; several. None: all of them.")
-]
-
-SmoothOption = Annotated[
-    list[str] | None, typer.Option(help="none, gain or an alpha; several. None: none and 0.65.")
-]
-
-
-@grouped
-def methods(  # noqa: PLR0913  (a command's options)
-    recipe: options.RecipeName = DEFAULT_RECIPE,
-    *,
-    subject: options.Subject,
-    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/methods-MODEL-RECIPE-TASK.")] = None,
-    replace: options.Replace = False,
-    method: MethodOption = None,
-    smoothing: SmoothOption = None,
-    samples: Annotated[int, typer.Option(min=2, help="Training samples to compare on.")] = 1024,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Validate on this many samples; the report warns.")
-    ] = None,
-    max_length: options.MaxLength = None,
-    backend: options.Backend = None,
-    batch_size: options.BatchSize = 32,
-    seed: options.MeasureSeed = 0,
-    json: Json = False,
+@command
+def compare_calibration(
+    recipe: RecipeName = DEFAULT_RECIPE, *, options: CalibrationOptions, json: Json = False
 ) -> None:
-    """Compare calibration methods in one table; writes the recipe with the best one."""
+    """Compare calibration methods in one table; write the recipe with the best one."""
     from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.selection.methods.measure import MethodComparison, list_sections, require_quantized
     from qdqbench.eval.selection.methods.report import methods_report, write_methods
     from qdqbench.eval.selection.trials.store import RECIPE_FILE
     from qdqbench.quantize.pipeline.ownership import run_folder
 
-    config = subject.config(
-        subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed, limit=limit
-    )
-    folder = run_folder("methods", config, out)
+    config = options.config(options.find_recipe(recipe).ptq, command_line())
+    folder = run_folder("methods", config, options.out)
+    methods, smoothing = options.method or (), options.smoothing or ()
     # a wrong name fails before anything is loaded
-    list_sections(config.recipe.calibration, method or (), smoothing or ())
+    list_sections(config.recipe.calibration, methods, smoothing)
     require_quantized(config.recipe)
-    with _open_session("methods", config, folder, replace) as (session, show_progress):
-        comparison = MethodComparison(session, samples, method or (), smoothing or (), show_progress)
+    with _open_session("methods", config, folder, options) as (session, show_progress):
+        comparison = MethodComparison(session, options.samples, methods, smoothing, show_progress)
         _note_resume(comparison.trials.store)
         found = comparison.run()
         write_methods(found, folder)
     written = f"recipe: {folder / RECIPE_FILE}", f"report: {folder / 'methods.html'}"
-    show(found, json, lambda methods: render_screen(methods_report(methods)), *written)
+    show(found, json, lambda table: render_screen(methods_report(table)), *written)

@@ -32,7 +32,8 @@ from qdqbench.eval.selection.auto.results import (
     StepRun,
     choose_step,
 )
-from qdqbench.eval.selection.search.results import SearchOptions, Source
+from qdqbench.eval.selection.search.options import SearchOptions
+from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.search.workspace import measured_source
 from qdqbench.eval.selection.trials.results import Failure, Origin, failure_of
 from qdqbench.eval.selection.trials.store import TRIALS, Store

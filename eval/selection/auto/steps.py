@@ -6,7 +6,7 @@ never on evaluation data; these only say whether to take the next step.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.selection.auto.results import AutoStep, Proposal
@@ -119,11 +119,12 @@ class Steps:
         ranking = auto.folder / "islands" / SENSITIVITY_FILE
         known = files.sha256(ranking) if ranking.is_file() else None
         run_s = before[-1].seconds if before else 0.0
-        options = replace(
-            auto.options,
-            budget_s=max(left - run_s, 1.0),  # the recipe that it finds is run too
-            sensitivity=ranking if known else None,
-            study=hash_of([auto.session.model_sha256, base.model_dump(mode="json"), known])[:16],
+        options = auto.options.model_copy(
+            update={
+                "budget": max(left - run_s, 1.0),  # the recipe that it finds is run too
+                "sensitivity": ranking if known else None,
+                "study_name": hash_of([auto.session.model_sha256, base.model_dump(mode="json"), known])[:16],
+            }
         )
         with ExitStack() as stack:
             session = auto.open_session(base, auto.folder / "search" / WORK)

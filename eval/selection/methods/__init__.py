@@ -1,1 +1,1 @@
-"""Which calibration is best: `qdqbench methods`."""
+"""Which calibration is best: `qdqbench compare-calibration`."""

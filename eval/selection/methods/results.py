@@ -48,7 +48,7 @@ class MethodRow(Strict):
 
 
 class Methods(Strict):
-    """Everything that `qdqbench methods` measured."""
+    """Everything that `qdqbench compare-calibration` measured."""
 
     schema_version: Literal[3] = 3
     """Version of this schema."""

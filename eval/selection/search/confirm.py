@@ -205,8 +205,8 @@ def _warn(worker: Worker, found: Search) -> Iterable[str]:
     if worker.work.session.recipe.calibration.bias_correction:
         yield "trials are scored before biases are corrected; the chosen recipe is confirmed with it"
     done, wanted = sum(trial.duplicate_of is None for trial in found.trials), worker.options.trials
-    if done < wanted and worker.options.budget_s is not None:
-        yield f"{done} of {wanted} trials fitted into {worker.options.budget_s:g} s; the same command resumes"
+    if done < wanted and worker.options.budget is not None:
+        yield f"{done} of {wanted} trials fitted into {worker.options.budget:g} s; the same command resumes"
     if failed := [trial for trial in found.trials if trial.failure]:
         yield f"{len(failed)} of {len(found.trials)} trials failed; their reasons are in the table"
     if found.chosen is not None and not found.chosen.int8_linears:

@@ -1,10 +1,10 @@
 """Schema of `search.json`, which holds every number of a search, and the choice among its trials."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from qdqbench.eval.metrics.gate import limit
+from qdqbench.eval.selection.search.options import Objective
 from qdqbench.eval.selection.trials.results import DRAW, Scores, Trial
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.utils.comparison import Comparison, GateIssue
@@ -12,24 +12,6 @@ from qdqbench.quantize.utils.schema import Strict, read
 
 SEARCH_FILE = "search.json"
 EQUAL = 1.01  # engines within 1% of each other count as equally fast: rounds differ by as much
-
-Objective = Literal["divergence", "drop"]
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """What the user asks for."""
-
-    trials: int = 40
-    budget_s: float | None = None  # after which no trial is started
-    samples: int = 1024
-    batch: int = 32
-    length: int = 128
-    speed: Literal["auto", "latency", "int8-share"] = "auto"
-    objective: Objective = "divergence"
-    storage: str | None = None
-    study: str | None = None
-    sensitivity: Path | None = None
 
 
 class PlacedTrial(Trial):

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import (
     Ranking,
-    SearchOptions,
     SearchTrial,
     Source,
     choose_trial,
@@ -99,7 +99,7 @@ def open_worker(
     }
     work.identity = hash_of(shared)
     url = options.storage or f"sqlite:///{session.folder.parent.resolve() / 'study.db'}"
-    name = options.study or f"{session.recipe.name}-{session.config.task.name}"
+    name = options.study_name or f"{session.recipe.name}-{session.config.task.name}"
     with quiet("optuna"):
         study = _open_study(url, name, session.config.seed, settings, work, options)
     ranking = Ranking.model_validate(study.user_attrs["ranking"])
@@ -307,14 +307,14 @@ def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambd
     """
     import optuna
 
-    study, wanted, budget_s = worker.study, worker.options.trials, worker.options.budget_s
+    study, wanted, budget = worker.study, worker.options.trials, worker.options.budget
     start = time.monotonic()
     with quiet("optuna"):
         while True:
             optuna.storages.fail_stale_trials(study)
             done, active, queued_again = count_trials(study)
             progress(min(done, wanted), wanted, _describe_best(worker))
-            if budget_s is not None and done and time.monotonic() - start >= budget_s:
+            if budget is not None and done and time.monotonic() - start >= budget:
                 return
             if done + active < wanted or queued_again:
                 _run_one(worker)

@@ -18,7 +18,8 @@ from qdqbench.eval.bench.measure import (
     write_engine_graph,
 )
 from qdqbench.eval.metrics.runners import evaluating, placed
-from qdqbench.eval.selection.search.results import SearchOptions, Source
+from qdqbench.eval.selection.search.options import SearchOptions
+from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.search.space import Space, count_multiply_adds, int8_share
 from qdqbench.eval.selection.trials.calibrations import widest_activation
 from qdqbench.eval.selection.trials.results import CalibrationCost, Origin, Trial, failure_of

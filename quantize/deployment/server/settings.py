@@ -1,30 +1,28 @@
 """The options of a server, of the command line too."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
+from pydantic import Field
+
+from qdqbench.quantize.utils.options import Options
 
 ModelName = Literal["engine", "fp32"]
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(Options):
     """How a run is served."""
 
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes, each with its engine.")] = 1
-    max_batch: Annotated[int, typer.Option(min=1, help="Rows of a batch at most.")] = 32
-    max_wait_ms: Annotated[float, typer.Option(min=0, max=1000, help="Wait for more rows.")] = 2.0
-    queue: Annotated[int, typer.Option(min=1, max=100_000, help="Rows of a worker at once.")] = 256
-    timeout: Annotated[float, typer.Option(min=0.1, max=600, help="Seconds of a request.")] = 10.0
-    max_texts: Annotated[int, typer.Option(min=1, max=1000, help="Texts of a request.")] = 64
-    max_characters: Annotated[int, typer.Option(min=1, max=1_000_000, help="Of a text.")] = 20_000
-    max_body_kb: Annotated[int, typer.Option(min=1, max=16_384, help="Of a request, KiB.")] = 1024
-    no_fp32: Annotated[bool, typer.Option("--no-fp32", help="Without the FP32 model to compare with.")] = (
-        False
-    )
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port; 0: any that is free.")
+    workers: int = Field(default=1, ge=1, le=64, description="Processes, each with its engine.")
+    max_batch: int = Field(default=32, ge=1, description="Rows of a batch at most.")
+    max_wait_ms: float = Field(default=2.0, ge=0, le=1000, description="Wait for more rows, milliseconds.")
+    queue: int = Field(default=256, ge=1, le=100_000, description="Rows of a worker at once.")
+    timeout: float = Field(default=10.0, ge=0.1, le=600, description="Seconds of a request.")
+    max_texts: int = Field(default=64, ge=1, le=1000, description="Texts of a request.")
+    max_characters: int = Field(default=20_000, ge=1, le=1_000_000, description="Characters of a text.")
+    max_body_kb: int = Field(default=1024, ge=1, le=16_384, description="Size of a request, KiB.")
+    no_fp32: bool = Field(default=False, description="Without the FP32 model to compare with.")
 
     @property
     def models(self) -> tuple[ModelName, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -270,7 +270,6 @@ class FixReport(Strict):
 
 Compute = Literal["fp16", "keep"]
 WeightForm = Literal["channel", "factored"]
-COMPUTE, WEIGHTS = get_args(Compute), get_args(WeightForm)
 LIMIT = 0.1  # relative error of outputs to the same graph without Q/DQ
 
 
@@ -283,7 +282,7 @@ class FixOptions:
     inputs: Path | Mapping[str, Array] | None = None  # samples, which calibrate what has no scale too
     source: str = ""  # where given arrays come from
     seed: int = 0  # of random inputs
-    limit: float = LIMIT
+    max_error: float = LIMIT
     engine: bool = True  # build engines before and after
 
 
@@ -309,7 +308,7 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
     after = check_model(work)
     with files.atomic_path(out) as temporary:
         temporary.write_bytes(data)
-        compared = compare_outputs(path, plain, temporary, feeds, inputs=where, limit=options.limit)
+        compared = compare_outputs(path, plain, temporary, feeds, inputs=where, limit=options.max_error)
         builder = find_builder() if options.engine else None
         engines = [engine_row(each, builder) if builder else None for each in (path, temporary)]
     left += [f"{row.code} at {row.node}: {row.fix}" for row in after.errors[:20]]

@@ -2,7 +2,6 @@
 
 import json
 from contextlib import ExitStack
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -23,7 +22,7 @@ from ...support.tiny_bert import LINEARS
 from ...unit.cli.test_bench import some_target, split_of
 from .test_run import OPTIONS as STATIC
 
-OPTIONS = replace(STATIC, engine_shapes="both")
+OPTIONS = STATIC.model_copy(update={"engine_shapes": "both"})
 
 
 class FakeBound:
@@ -143,7 +142,7 @@ def a_target(tmp_path, recipe="bert-int8-linears", model_type="bert"):
 
 
 def systems_of(target, **changes):
-    return describe_systems(target, replace(OPTIONS, **changes), "tensorrt_rtx 1.4")
+    return describe_systems(target, OPTIONS.model_copy(update=changes), "tensorrt_rtx 1.4")
 
 
 def prepare(device, target, options, config):
@@ -179,7 +178,7 @@ def test_who_takes_part(tmp_path):
 
 
 def test_engines_of_a_config(device, tmp_path):
-    target, options = a_target(tmp_path), replace(OPTIONS, batches=(8,))
+    target, options = a_target(tmp_path), OPTIONS.model_copy(update={"batches": [8]})
     prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
     with ExitStack() as stack:
         listed = describe_systems(target, options, "")
@@ -211,13 +210,13 @@ def test_engines_of_a_config(device, tmp_path):
 
 def test_what_can_be_done_before_is_done_in_processes_and_once(device, tmp_path):
     target = a_target(tmp_path)
-    options = replace(OPTIONS, fp32=False, batches=(1, 8, 32), keep_engines=True)
+    options = OPTIONS.model_copy(update={"fp32": False, "batches": [1, 8, 32], "keep_engines": True})
     start_compiles(device.work, tmp_path, options)
     tasks = device.work.background.tasks
     modes = ["max-autotune-no-cudagraphs"] * 3 + ["default"] * 3
     assert [arguments[2] for arguments, _ in tasks.values()] == modes
     assert {arguments[3] for arguments, _ in tasks.values()} == {"[[1, 128]]", "[[8, 128]]", "[[32, 128]]"}
-    assert {seconds for _, seconds in tasks.values()} == {options.compile_s}
+    assert {seconds for _, seconds in tasks.values()} == {options.compile_seconds}
     prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
     specs = [EngineSpec.model_validate_json(args[1]) for args, _ in tasks.values() if args[0] == "engine"]
     assert len(specs) == 2 * (2 + 3)  # batches 8 and 32 take the same profile of the recipe
@@ -238,7 +237,7 @@ def test_what_can_be_done_before_is_done_in_processes_and_once(device, tmp_path)
 
 
 def test_another_recipe_of_the_model_is_an_engine_more(device, tmp_path):
-    target, options = a_target(tmp_path), replace(OPTIONS, baselines=False)
+    target, options = a_target(tmp_path), OPTIONS.model_copy(update={"baselines": False})
     target.extra["mine"] = a_target(tmp_path / "mine", "bert-int8-attention")
     (tmp_path / "mine").mkdir()
     listed = describe_systems(target, options, "")
@@ -277,7 +276,7 @@ def test_a_split_is_packed_across_batches_into_launches_of_the_fastest_size(devi
     target, split = a_target(tmp_path), split_of((32, 64), (32, 40), (9, 40), rows=(32, 32, 8))
     for batch in split.batches:
         batch["attention_mask"][:, 32:] = 0  # 32 tokens a row
-    options = replace(OPTIONS, splits=(split,))
+    options = OPTIONS.model_copy(update={"splits": (split,)})
     entry = prepare(device, target, options, Config(32, None, split))["unpadded-fp16"]
     (lane,) = entry.system.lanes
     assert [len(step.rows) for step in lane.steps] == [36, 36]  # 72 rows, without the copy
@@ -301,7 +300,7 @@ def test_an_engine_that_is_not_built_is_an_error_and_a_baseline_that_does_not_ru
         raise AttributeError("no C compiler")
 
     monkeypatch.setattr(gpu.peers, "compiled_forward", no_compiler)
-    target, options = a_target(tmp_path), replace(OPTIONS, batches=(1,), lengths=(16,))
+    target, options = a_target(tmp_path), OPTIONS.model_copy(update={"batches": [1], "lengths": [16]})
     start_compiles(device.work, tmp_path, options)
     prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
     device.work.background.failed["max-autotune-no-cudagraphs [(1, 16)]"] = "it took over 90 s"
@@ -315,7 +314,7 @@ def test_an_engine_that_is_not_built_is_an_error_and_a_baseline_that_does_not_ru
 
 def test_all_shapes_of_a_split_share_a_stream_and_each_is_compiled(device, tmp_path):
     target, split = a_target(tmp_path), split_of((32, 64), (32, 40), (8, 40))
-    options = replace(OPTIONS, splits=(split,))
+    options = OPTIONS.model_copy(update={"splits": (split,)})
     prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
     compiled = [args for args, _ in device.work.background.tasks.values() if args[0] == "compile"]
     assert [json.loads(args[3]) for args in compiled] == [[[32, 64], [32, 40], [8, 40]]] * 2

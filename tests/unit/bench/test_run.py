@@ -2,14 +2,13 @@
 
 import math
 from contextlib import ExitStack
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from qdqbench.eval.bench import run as bench_run
-from qdqbench.eval.bench.config import BenchOptions, Entry
+from qdqbench.eval.bench.config import BenchPlan, Entry
 from qdqbench.eval.bench.dataset import BatchedSplit
 from qdqbench.eval.bench.gpu import GpuWork
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, BenchTarget, compute_speedups
@@ -22,12 +21,14 @@ from qdqbench.quantize.utils.system.gpu import Gpu
 
 from .test_rounds import FakeLane, FakeTimer
 
-OPTIONS = BenchOptions(
+OPTIONS = BenchPlan(
     device="gpu",
-    batches=(1, 8),
-    lengths=(128,),
+    batches=[1, 8],
+    lengths=[128],
+    dataset=None,
+    input_sets=8,
     splits=(),
-    streams=(1, 2),
+    streams=[1, 2],
     rounds=4,
     duration_s=0.1,
     iterations=30,
@@ -36,7 +37,7 @@ OPTIONS = BenchOptions(
     engine_shapes="exact",
     seed=0,
 )
-ONE = replace(OPTIONS, batches=(1,))
+ONE = OPTIONS.model_copy(update={"batches": [1]})
 COMPILED = "compile-fp16"
 MS = {"int8": 1.0, "fp16": 1.5, "fp32": 4.0, COMPILED: 1.25}
 KERNEL = LayerRow(name="gemm", kind="gemm", onnx=["/a"], inputs=["Int8"], constants=[], outputs=["Half"])
@@ -195,7 +196,7 @@ def test_random_weights_and_the_unsupported_gpu_are_noted(machine, target):
 
 
 def test_p99_needs_a_hundred_launches(machine, target):
-    found = measure(target, replace(OPTIONS, iterations=24))
+    found = measure(target, OPTIONS.model_copy(update={"iterations": 24}))
     assert row(found.configs[0], "int8").launches == 96
     assert row(found.configs[0], "int8").p99_ms is None
 
@@ -290,7 +291,8 @@ def test_dataset_are_a_cell_of_the_whole_split(machine, target):
         for rows, length in ((32, 48), (32, 24), (32, 24), (8, 16))
     ]
     split = BatchedSplit("sst2", 32, batches, [32, 32, 32, 8], 104, 2000, bucketed=True)
-    found = measure(target, replace(OPTIONS, batches=(1,), splits=(split,)))
+    changes = {"batches": [1], "dataset": "sst2", "splits": (split,)}
+    found = measure(target, OPTIONS.model_copy(update=changes))
     cell = found.configs[-1]
     assert (cell.kind, cell.batch, cell.length, cell.sequences, cell.shapes) == ("dataset", 32, None, 104, 3)
     assert cell.padded_to == [16, 24, 48]

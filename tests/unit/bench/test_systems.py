@@ -1,6 +1,5 @@
 """Who takes part on a CPU: what was asked for, what is installed, and why the rest cannot."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ from ...support.tiny_bert import recipe_with
 from .test_run import OPTIONS as ON_GPU
 
 ALL = {system.name: system for system in TABLE if system.device == "cpu"}
-OPTIONS = replace(ON_GPU, device="cpu")
+OPTIONS = ON_GPU.model_copy(update={"device": "cpu"})
 
 
 def target_of(recipe):
@@ -24,7 +23,9 @@ def target_of(recipe):
 
 
 def names(recipe, **changes):
-    return [about.name for about in describe_systems(target_of(recipe), replace(OPTIONS, **changes), "")]
+    return [
+        about.name for about in describe_systems(target_of(recipe), OPTIONS.model_copy(update=changes), "")
+    ]
 
 
 def test_the_engine_of_the_recipes_backend_comes_first():

@@ -1,4 +1,4 @@
-"""No run is lost under another one: the owner of a folder, its lock, its default name, and --replace."""
+"""No run is lost under another one: the owner of a folder, its lock, its default name, and --overwrite."""
 
 import errno
 import re
@@ -55,7 +55,7 @@ def test_another_recipe_model_task_or_command_is_refused(
     said = str(caught.value)
     assert "holds a finished run of recipe bert-int8-linears, model /m/one, task sst2, and" in said
     assert re.search(
-        rf"{told}.*; give another --out, or --replace to move that to .*run\.old and start over$", said
+        rf"{told}.*; give another --out, or --overwrite to move that to .*run\.old and start over$", said
     )
     assert (folder / "results.json").read_text() == "1234"
 
@@ -75,13 +75,13 @@ def everything(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_replace_moves_everything_aside_and_deletes_nothing(tmp_path: Path) -> None:
+def test_overwrite_moves_everything_aside_and_deletes_nothing(tmp_path: Path) -> None:
     folder, other, told = tmp_path / "run", RUN.model_copy(update={"recipe": "bert-fp16"}), list[str]()
     begun(folder, RUN, "logits/fp32.npz", "work/thesis/chapter1.tex", "report.docx", "notes.tmp/todo.txt")
     (tmp_path / "run.old").mkdir()
     (folder / "link").symlink_to(tmp_path / "run.old")
     before = {name: text for name, text in everything(folder).items() if name != ".lock"}
-    with owned_folder(folder, other, replace=True, say=told.append):
+    with owned_folder(folder, other, overwrite=True, say=told.append):
         assert sorted(path.name for path in folder.iterdir()) == [".lock", HOLDER, MARK]
     old = tmp_path / "run.old-2"
     assert everything(old) == before
@@ -100,15 +100,15 @@ def test_what_cannot_be_moved_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Path, "rename", mounted)
     with (
         pytest.raises(UserError, match=r"cannot move what is in .*Invalid cross-device link.*another --out"),
-        owned_folder(folder, RUN, replace=True),
+        owned_folder(folder, RUN, overwrite=True),
     ):
         pass
     assert (folder / "results.json").is_file()
     assert not (tmp_path / "run.old").exists()
 
 
-@pytest.mark.parametrize("replace", [False, True])
-def test_nothing_is_removed_before_what_is_asked_can_be_done(tmp_path: Path, replace: bool) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_nothing_is_removed_before_what_is_asked_can_be_done(tmp_path: Path, overwrite: bool) -> None:
     folder = tmp_path / "run"
     begun(folder)
 
@@ -117,18 +117,18 @@ def test_nothing_is_removed_before_what_is_asked_can_be_done(tmp_path: Path, rep
 
     with (
         pytest.raises(UserError, match="no such data"),
-        owned_folder(folder, RUN, replace=replace, ready=ready),
+        owned_folder(folder, RUN, overwrite=overwrite, ready=ready),
     ):
         (folder / "results.json").unlink()
     assert (folder / "results.json").is_file()
 
 
-@pytest.mark.parametrize("replace", [False, True])
-def test_a_folder_of_somebody_else_is_never_touched(tmp_path: Path, replace: bool) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_of_somebody_else_is_never_touched(tmp_path: Path, overwrite: bool) -> None:
     (tmp_path / "thesis.txt").touch()
     with (
         pytest.raises(UserError, match="holds other files than a run"),
-        owned_folder(tmp_path, RUN, replace=replace),
+        owned_folder(tmp_path, RUN, overwrite=overwrite),
     ):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

@@ -183,7 +183,7 @@ def test_samples_replace_scales_that_are_bad(tmp_path):
     model = healthy("fp32", int8_attention=False)
     stored("/layer/query/input.scale", 0.0)(model)
     onnx.save(model, tmp_path / "bad.onnx")
-    options = FixOptions(inputs=inputs_file(tmp_path), engine=False, limit=1.0)
+    options = FixOptions(inputs=inputs_file(tmp_path), engine=False, max_error=1.0)
     report = fix(tmp_path / "bad.onnx", tmp_path / "out.onnx", options)
     assert report.left == []
     assert report.findings_after == {}

@@ -103,7 +103,7 @@ def sample(name="a-model", *, passed=True):
     ]
     return Auto(
         created="2026-01-01T00:00:00+00:00",
-        command=f"qdqbench auto {name}",
+        command=f"qdqbench auto --model {name}",
         folder="runs/a",
         model={"name": name, "sha256": "0" * 64},
         task={"name": "cola", "metrics": ["matthews"]},

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from qdqbench._auto import parse_duration
 from qdqbench.eval.selection.auto.steps import Steps, choose_trial, find_islands, find_qat_settings
 from qdqbench.eval.selection.search.results import SearchTrial
 from qdqbench.eval.selection.sensitivity.results import CurvePoint
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.errors import CheckFailed
+from qdqbench.quantize.utils.options import parse_duration
 
 from ....support import records
 
@@ -86,5 +86,5 @@ def test_times(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "soon", "-1m", "0", "3d", "1m30s"])
 def test_what_is_no_time(text):
-    with pytest.raises(UserError, match="give one such as"):
+    with pytest.raises(ValueError, match="give one such as"):
         parse_duration(text)

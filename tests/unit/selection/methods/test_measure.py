@@ -132,7 +132,7 @@ def row(
 def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> Methods:
     return Methods(
         created="2026-01-01T00:00:00+00:00",
-        command=f"qdqbench methods {name}",
+        command=f"qdqbench compare-calibration {name}",
         recipe=load_recipe("bert-int8-linears").model_dump(mode="json"),
         model={"name": name, "sha256": "0"},
         task={"name": "mrpc"},

@@ -12,7 +12,8 @@ import optuna
 import pytest
 
 from qdqbench.eval.selection.search import study as study_module
-from qdqbench.eval.selection.search.results import Ranking, SearchOptions, Source
+from qdqbench.eval.selection.search.options import SearchOptions
+from qdqbench.eval.selection.search.results import Ranking, Source
 from qdqbench.eval.selection.search.space import make_space
 from qdqbench.eval.selection.search.study import (
     count_trials,
@@ -212,7 +213,7 @@ def test_failed_trials_count_and_a_budget_ends_a_search(open_study, monkeypatch)
 
     run(study, monkeypatch, fail, trials=2)
     assert count_trials(study) == (2, 0, 0)
-    run(study, monkeypatch, trials=9, budget_s=0.0)
+    run(study, monkeypatch, trials=9, budget=1e-9)
     assert count_trials(study) == (2, 0, 0)
 
 
@@ -235,7 +236,8 @@ import sys, time
 from pathlib import Path
 import optuna
 from qdqbench.eval.selection.search import study
-from qdqbench.eval.selection.search.results import Ranking, SearchOptions, Source
+from qdqbench.eval.selection.search.options import SearchOptions
+from qdqbench.eval.selection.search.results import Ranking, Source
 from qdqbench.quantize.utils.system.quiet import quiet
 
 def point(worker, trial):

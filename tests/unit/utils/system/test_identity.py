@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from qdqbench.eval.selection.search import study
-from qdqbench.eval.selection.search.results import SearchOptions, Source
+from qdqbench.eval.selection.search.options import SearchOptions
+from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.sensitivity import measure
 from qdqbench.quantize.calibration.record import CalibrationRecord
 from qdqbench.quantize.pipeline import pipeline
