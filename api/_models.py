@@ -15,12 +15,11 @@ from qdqbench.quantize.calibration.record import CalibrationRecord
 from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.graph.check.check import CheckReport, check_file
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
-from qdqbench.quantize.graph.modules import recipe_modules
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.load import load_model, prepare_model, use_tanh_gelu
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.config import asked_pooling
-from qdqbench.quantize.pipeline.inspect_target import checked_graph
+from qdqbench.quantize.pipeline.inspect_target import checked_graph, recipe_modules
 from qdqbench.quantize.pipeline.session import require_fit
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe

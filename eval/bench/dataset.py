@@ -13,7 +13,7 @@ import numpy as np
 
 from qdqbench.eval.bench.lanes import rounded_up
 from qdqbench.eval.bench.target import Target
-from qdqbench.quantize.engine.runtime.buckets import choose_edges
+from qdqbench.quantize.engine.profiles import choose_edges
 from qdqbench.quantize.models.inputs import widened
 from qdqbench.quantize.models.load import load_tokenizer
 from qdqbench.quantize.pipeline.artifacts import length_edges

@@ -29,9 +29,8 @@ from onnx import TensorProto, helper
 
 from qdqbench.eval.metrics.runners import session_of
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, seen_by
-from qdqbench.quantize.graph.index import GraphIndex, tensor_values
-from qdqbench.quantize.graph.layout import turned
-from qdqbench.quantize.graph.runs import use_of
+from qdqbench.quantize.graph.index import GraphIndex, tensor_values, use_of
+from qdqbench.quantize.graph.rewrites import turned
 from qdqbench.quantize.models.inputs import inputs_of
 from qdqbench.quantize.tasks.types.kind import joined
 from qdqbench.quantize.utils.arrays import Array, Float32, Float64, Int32, Int64

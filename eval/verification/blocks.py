@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.graph.index import module_of, prune, replace_nodes, tensor_values
-from qdqbench.quantize.graph.layout import turn, turned
+from qdqbench.quantize.graph.rewrites import turn, turned
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.runs import first_inputs, hidden_of, resumed

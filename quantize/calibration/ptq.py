@@ -21,6 +21,13 @@ from qdqbench.quantize.calibration.fakequant.quantizers import (
     round_weight_scales,
     seen_by,
 )
+from qdqbench.quantize.calibration.qkv_bias_folding import (
+    equalize,
+    moved_biases,
+    share_scales,
+    shift,
+    watched,
+)
 from qdqbench.quantize.calibration.record import (
     CalibrationRecord,
     ChannelSplit,
@@ -30,7 +37,6 @@ from qdqbench.quantize.calibration.record import (
     require_plausible,
     require_shared,
 )
-from qdqbench.quantize.calibration.straight import equalize, moved_biases, share_scales, shift, watched
 from qdqbench.quantize.recipe.plan import Plan, linears_of, notes_on, shifted, straight, straight_linears
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.utils.arrays import Batch
@@ -82,7 +88,7 @@ def named(given: Mapping[str, float], names: Collection[str], plan: Plan, prefix
 
 
 def _straightened(plan: Plan) -> set[str]:
-    """Quantizers of tensors that `straight.py` changes."""
+    """Quantizers of tensors that `qkv_bias_folding.py` changes."""
     attentions, linears = straight(plan), list[str]()
     for name in shifted(plan):
         linears += linears_of(plan, name, "query", "key", "value")

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import onnx
 
-from qdqbench.quantize.graph.index import prune
-from qdqbench.quantize.graph.layout import tokens_first
+from qdqbench.quantize.graph.index import name_runs, prune
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.graph.rewrites import (
     has_straight_heads,
@@ -24,9 +23,9 @@ from qdqbench.quantize.graph.rewrites import (
     join_heads,
     share_scaled_inputs,
     shorten_gelu,
+    tokens_first,
     unjoined_note,
 )
-from qdqbench.quantize.graph.runs import name_runs
 from qdqbench.quantize.graph.weights import drop_zero_biases, factor_scales, fold_weights
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.recipe.plan import Plan, straight_linears

@@ -11,8 +11,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from qdqbench.quantize.graph.index import MATMULS, GraphIndex, attribute, module_of, replace_nodes
-from qdqbench.quantize.graph.runs import run_of
+from qdqbench.quantize.graph.index import MATMULS, GraphIndex, attribute, module_of, replace_nodes, run_of
 from qdqbench.quantize.utils.arrays import Array, Float32, Int8
 from qdqbench.quantize.utils.errors import CheckFailed
 

@@ -9,8 +9,7 @@ from qdqbench.quantize.engine.backend import preferred_backend
 from qdqbench.quantize.engine.build import gemm_names
 from qdqbench.quantize.engine.cpu.compiled import Compute
 from qdqbench.quantize.engine.cpu.runtimes import compute_type
-from qdqbench.quantize.engine.profiles import Profile, spanning
-from qdqbench.quantize.engine.runtime.buckets import LARGEST_BATCH, bucket_profiles, choose_edges
+from qdqbench.quantize.engine.profiles import LARGEST_BATCH, Profile, bucket_profiles, choose_edges, spanning
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe

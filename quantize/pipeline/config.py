@@ -9,7 +9,7 @@ from qdqbench.quantize.models.pooling import MODES, Pooling
 from qdqbench.quantize.pipeline.session import RunConfig
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, validated
 from qdqbench.quantize.recipe.sections import AUTO
-from qdqbench.quantize.tasks.labels import with_values_of
+from qdqbench.quantize.tasks.rows import with_values_of
 from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task, of_embeddings, with_classes
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.utils.errors import UserError

@@ -11,10 +11,14 @@ from qdqbench.quantize.engine.layers import parse_inspector_json, read_table
 from qdqbench.quantize.engine.runtime.cpu import CpuEngine
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar, sidecar_path
-from qdqbench.quantize.graph.index import module_of
-from qdqbench.quantize.graph.modules import recipe_modules
+from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of
+from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.graph.residuals import residuals
+from qdqbench.quantize.models.families.known import family_named
+from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.pipeline.artifacts import BUILD, Skipped, checked_path, graph_path, read_built
 from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
@@ -22,6 +26,36 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.schema import read
 from qdqbench.quantize.utils.system.gpu import find_gpu
+
+
+def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
+    """Modules whose MatMul and Gemm nodes, or whose residual, the recipe wants in INT8.
+
+    Linears are the modules with a MatMul or Gemm, less the attentions, which have a Softmax. The head
+    size is not in the names, so the check of the attention itself judges it.
+
+    Raises:
+        UserError: unreadable file or recipe, or rules that match nothing in it.
+    """
+    loaded, model = load_recipe(recipe), read_model(onnx_file)
+    family = family_named(loaded.model.family)
+    modules: dict[str, ModuleInfo] = {}
+    for node in model.graph.node:
+        if node.op_type in MATMULS:
+            place = family.place(module := module_of(node.name))
+            if place is None or place.path not in family.terms:
+                modules.setdefault(module, ModuleInfo("Linear"))
+        elif node.op_type == "LayerNormalization":
+            modules[module_of(node.name)] = ModuleInfo("LayerNorm")
+        elif node.op_type == "Softmax":
+            modules[module_of(node.name)] = ModuleInfo("Attention", head_size=64)
+            modules[f"{module_of(node.name)}.softmax"] = ModuleInfo("Softmax")
+    added = [found.module for found in residuals(GraphIndex(model))]
+    modules |= {name: ModuleInfo("Residual") for name in added if family.residual_readers(name)}
+    prefix = next(iter(modules), "").partition(".")[0]
+    plan = resolve(loaded, modules, prefix)
+    return {*plan.int8, *plan.attention, *plan.residual}
+
 
 MEASURED = ("gpu", "cpu")  # places where kernel times are measured
 

@@ -3,7 +3,7 @@
 import re
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.models.detection.recognise import ModuleRow, Recognised, inventory, recognise
+from qdqbench.quantize.models.detection.detect_layout import ModuleRow, Recognised, inventory, recognise
 from qdqbench.quantize.models.detection.untrained import config_of, untrained
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import BERT, known_family

@@ -14,13 +14,12 @@ from qdqbench.quantize.models.inputs import inputs_of
 from qdqbench.quantize.models.load import class_names, load_config, load_encoder, tokenizer_of
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.labels import with_values_of
-from qdqbench.quantize.tasks.rows import encode, load_split, with_classes_of
+from qdqbench.quantize.tasks.rows import encode, load_split, with_classes_of, with_values_of
 from qdqbench.quantize.tasks.sources import from_hub, read_split
 from qdqbench.quantize.tasks.task import Task, by_split, with_classes
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.tasks.types.kind import joined
-from qdqbench.quantize.training.judge import collapsed, predict_rows
+from qdqbench.quantize.training.evaluate import collapsed, predict_rows
 from qdqbench.quantize.training.loop import HeldOut, Job, decayed, train
 from qdqbench.quantize.training.record import (
     CHECKPOINTS,

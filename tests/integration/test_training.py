@@ -196,7 +196,7 @@ def test_what_qat_saved_gives_the_same_answers_everywhere(trained, given):
     import torch
 
     from qdqbench.quantize.pipeline.session import Session, read_config
-    from qdqbench.quantize.training.qat.modelopt import load_modelopt
+    from qdqbench.quantize.training.qat.stage import load_modelopt
 
     session = Session(read_config(trained), trained)
     ours, theirs = session.new_qat_model(), load_modelopt(trained / "qat" / "modelopt")

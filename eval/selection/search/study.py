@@ -23,7 +23,7 @@ from qdqbench.eval.selection.search.workspace import Measure, Workspace, plan_ke
 from qdqbench.eval.selection.sensitivity.results import Sensitivity, read_sensitivity, sensitivity_file
 from qdqbench.eval.selection.trials.results import DRAW, Failure, failure_of
 from qdqbench.eval.selection.trials.store import hash_of
-from qdqbench.quantize.calibration.narrow import without_corrections
+from qdqbench.quantize.calibration.record import without_corrections
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes

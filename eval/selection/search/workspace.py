@@ -12,8 +12,13 @@ from qdqbench.eval.selection.trials.calibrations import widest_activation
 from qdqbench.eval.selection.trials.results import CalibrationCost, Origin, Trial, failure_of
 from qdqbench.eval.selection.trials.store import TRIALS, Trials, hash_of
 from qdqbench.quantize.calibration import ptq
-from qdqbench.quantize.calibration.narrow import narrowed, without_corrections
-from qdqbench.quantize.calibration.record import CalibrationRecord, read_record, write_record
+from qdqbench.quantize.calibration.record import (
+    CalibrationRecord,
+    narrowed,
+    read_record,
+    without_corrections,
+    write_record,
+)
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import quantizer_kind
+from qdqbench.quantize.calibration.qkv_bias_folding import share_scales
 from qdqbench.quantize.calibration.record import QuantizerState, require_plausible
-from qdqbench.quantize.calibration.straight import share_scales
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.utils.arrays import Batch

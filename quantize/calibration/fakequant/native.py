@@ -220,7 +220,7 @@ def frozen(model: "PreTrainedModel") -> Iterator[None]:
 def learn_amax(
     model: "PreTrainedModel", names: Iterable[str] | None = None, together: Iterable[Sequence[str]] = ()
 ) -> list[nn.Parameter]:
-    """Give quantizers a learnable ratio to their calibrated amax, that starts at 1 (LSQ: `learned_amax.py`).
+    """Give quantizers a learnable ratio to their calibrated amax, that starts at 1 (`learned_scales.py`).
 
     A ratio is the parameter `amax_ratio` of its quantizer, () or [channels], FP32; it should not decay.
     Quantizers of one tensor share one, that of the first of them, if they have equal scales: q, k and v,

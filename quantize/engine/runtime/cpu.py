@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 
 from qdqbench.quantize.engine.cpu.runtimes import compiled, first_run
-from qdqbench.quantize.engine.runtime.feeds import fitted
+from qdqbench.quantize.engine.runtime.tensors import fitted
 from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_notes
 from qdqbench.quantize.tasks.types.kind import LOGITS, joined
 from qdqbench.quantize.utils.arrays import Array, Float32, Int64

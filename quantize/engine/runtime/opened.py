@@ -11,8 +11,7 @@ from qdqbench.quantize.engine.profiles import LENGTH_STEP
 from qdqbench.quantize.engine.runtime.bound import BoundRun
 from qdqbench.quantize.engine.runtime.cpu import CpuEngine, CpuRunner
 from qdqbench.quantize.engine.runtime.engine import Engine
-from qdqbench.quantize.engine.runtime.feeds import fitted
-from qdqbench.quantize.engine.runtime.tensors import Arrays
+from qdqbench.quantize.engine.runtime.tensors import Arrays, fitted
 from qdqbench.quantize.engine.sidecar import read_sidecar
 from qdqbench.quantize.tasks.types.kind import LOGITS, joined
 from qdqbench.quantize.utils.arrays import Float32, Int64

@@ -1,11 +1,13 @@
 """Arrays on the host and buffers on the GPU, by the datatypes of an engine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qdqbench.quantize.utils.arrays import Array
+from qdqbench.quantize.engine.profiles import Profile, fit
+from qdqbench.quantize.models.inputs import widened
+from qdqbench.quantize.utils.arrays import Array, Int64
 from qdqbench.quantize.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -101,3 +103,21 @@ def to_numpy(tensor: "torch.Tensor") -> Array:
     if tensor.dtype.is_floating_point and tensor.dtype not in wide:
         tensor = tensor.float()
     return np.asarray(tensor.cpu().numpy())
+
+
+def fitted(
+    batch: Mapping[str, Int64], profiles: Sequence[Profile], inputs: Iterable[str], pad_id: int, step: int
+) -> Arrays:
+    """Inputs by name, padded with masked positions, and with copies of the last row.
+
+    Args:
+        batch: int64 [B, L] arrays.
+        step: lengths are rounded up to multiples of this, where the profile allows.
+
+    Raises:
+        CheckFailed: it is larger than every profile.
+    """
+    rows, length = next(iter(batch.values())).shape
+    _, to_rows, to_length = fit(profiles, rows, length, step)
+    wide, missing = widened(batch, to_length - length, pad_id), ((0, to_rows - rows), (0, 0))
+    return {name: np.pad(wide[name], missing, mode="edge") for name in inputs}

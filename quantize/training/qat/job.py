@@ -6,26 +6,56 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant import native
+from qdqbench.quantize.calibration.qkv_bias_folding import of_one_scale
 from qdqbench.quantize.calibration.record import shifted_states
 from qdqbench.quantize.calibration.splitting import keep_equal
-from qdqbench.quantize.calibration.straight import of_one_scale
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import inputs_of
 from qdqbench.quantize.pipeline.session import QAT, Session
 from qdqbench.quantize.recipe.plan import straight_linears
 from qdqbench.quantize.recipe.training import Distill, Qat
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.losses import hidden_distance
 from qdqbench.quantize.tasks.rows import encode
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.tasks.types.kind import TaskKind, joined
-from qdqbench.quantize.training.judge import collapsed, own_batches, predict_rows
+from qdqbench.quantize.training.evaluate import collapsed, own_batches, predict_rows
 from qdqbench.quantize.training.loop import HeldOut, Job, decayed
 from qdqbench.quantize.training.record import CHECKPOINTS
 from qdqbench.quantize.training.rows import TrainingData, divide
 from qdqbench.quantize.utils.arrays import Float32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def hidden_distance(
+    hidden: "tuple[torch.Tensor, ...]", teacher: "tuple[torch.Tensor, ...]", mask: "torch.Tensor"
+) -> "torch.Tensor":
+    """Squared error of every layer's output relative to its power in the teacher, mean over layers.
+
+    Sample by sample, so that nothing depends on how a batch is split. As in Jiao et al. 2019, "TinyBERT",
+    arXiv 1909.10351, equation 8, without a projection as the sizes agree.
+
+    Args:
+        hidden: of the student, [B, L, H] each.
+        teacher: likewise.
+        mask: int64 [B, L]; padding does not count.
+
+    Returns:
+        float32 scalar, the sum over B.
+    """
+    import torch
+
+    weight = (mask / mask.sum(dim=1, keepdim=True))[..., None]
+    total = torch.zeros((), device=mask.device)
+    for mine, wanted in zip(hidden, teacher, strict=True):
+        error = ((mine.float() - wanted.float()).square() * weight).sum(dim=(1, 2))
+        power = (wanted.float().square() * weight).sum(dim=(1, 2))
+        total = total + (error / power).sum()
+    return total / len(hidden)
+
 
 if TYPE_CHECKING:
     import torch

@@ -1,9 +1,8 @@
 """A plain Triton INT8 GEMM with the epilogues of gemm.cu: what needs neither CUTLASS nor nvcc."""
 
+import triton
 import triton.language as tl
 from triton.language.extra import libdevice
-
-import triton
 
 # (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages)
 CONFIGS = [(128, 128, 128, 8, 4), (128, 256, 128, 8, 3), (64, 128, 128, 4, 4), (64, 64, 128, 4, 5)]

@@ -8,7 +8,7 @@ import torch
 
 from qdqbench.quantize.calibration import bias, ptq, splitting
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
-from qdqbench.quantize.calibration.narrow import narrowed
+from qdqbench.quantize.calibration.record import narrowed
 from qdqbench.quantize.models.families.known import MODERNBERT
 from qdqbench.quantize.models.inputs import inputs_of
 from qdqbench.quantize.models.load import prepare_model

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from qdqbench.quantize.calibration import ptq, softmax
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX
-from qdqbench.quantize.calibration.narrow import narrowed
-from qdqbench.quantize.calibration.record import CalibrationRecord
+from qdqbench.quantize.calibration.record import CalibrationRecord, narrowed
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import load_recipe

@@ -18,7 +18,7 @@ from qdqbench.quantize.engine.kernels import kernel_kind
 from qdqbench.quantize.engine.layers import parse_log
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
-from qdqbench.quantize.graph.layout import tokens_first, turned
+from qdqbench.quantize.graph.rewrites import tokens_first, turned
 from qdqbench.quantize.graph.weights import fold_weights
 from qdqbench.quantize.models.families.known import BERT
 

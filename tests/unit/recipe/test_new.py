@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from qdqbench.cli.app import main
-from qdqbench.quantize.models.detection.recognise import recognise
+from qdqbench.quantize.models.detection.detect_layout import recognise
 from qdqbench.quantize.models.detection.untrained import untrained
 from qdqbench.quantize.models.families import known
 from qdqbench.quantize.models.families.family import Family

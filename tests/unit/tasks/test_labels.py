@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.tasks.labels import with_values_of
-from qdqbench.quantize.tasks.rows import load_split
+from qdqbench.quantize.tasks.rows import load_split, with_values_of
 from qdqbench.quantize.tasks.task import Task, get_task
 from qdqbench.quantize.utils.errors import UserError
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.tasks.losses import hidden_distance
 from qdqbench.quantize.tasks.task import get_task
+from qdqbench.quantize.training.qat.job import hidden_distance
 
 CLASSES, SCORES = get_task("mnli"), get_task("stsb")
 

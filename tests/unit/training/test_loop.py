@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from qdqbench.quantize.recipe.training import Distill, Training
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.training import checkpoints, finetune, processes
-from qdqbench.quantize.training.judge import collapsed
+from qdqbench.quantize.training.evaluate import collapsed
 from qdqbench.quantize.training.loop import train
 from qdqbench.quantize.training.processes import new_accelerator
 from qdqbench.quantize.training.rows import divide, epoch_batches, evaluation_steps, shares, total_steps

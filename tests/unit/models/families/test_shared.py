@@ -19,8 +19,7 @@ from qdqbench.quantize.engine.build import attention_count
 from qdqbench.quantize.engine.kernels import block_of_node, kernel_operator, short
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.check.check import check_model
-from qdqbench.quantize.graph.index import GraphIndex, module_of
-from qdqbench.quantize.graph.runs import run_of
+from qdqbench.quantize.graph.index import GraphIndex, module_of, run_of
 from qdqbench.quantize.models.families.any_family import part_of
 from qdqbench.quantize.models.families.known import ALBERT
 from qdqbench.quantize.models.load import load_model

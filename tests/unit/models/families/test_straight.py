@@ -12,8 +12,8 @@ from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.quantize.calibration.bias import apply_biases
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.calibration.ptq import calibrate
+from qdqbench.quantize.calibration.qkv_bias_folding import moved_biases, shift, watched
 from qdqbench.quantize.calibration.smoothing import Ranges
-from qdqbench.quantize.calibration.straight import moved_biases, shift, watched
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.build import TOGETHER, one_gemm
 from qdqbench.quantize.engine.kernels import kernel_kind

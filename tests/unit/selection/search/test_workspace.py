@@ -7,7 +7,7 @@ from qdqbench.eval.selection.search.space import make_space
 from qdqbench.eval.selection.search.workspace import plan_key
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
-from qdqbench.quantize.calibration.narrow import narrowed
+from qdqbench.quantize.calibration.record import narrowed
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import resolve

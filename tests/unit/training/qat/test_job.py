@@ -9,7 +9,7 @@ import torch
 
 from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.calibration.fakequant.quantizers import enabled_quantizers, quantizers_off
-from qdqbench.quantize.calibration.straight import of_one_scale
+from qdqbench.quantize.calibration.qkv_bias_folding import of_one_scale
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import straight_linears
 from qdqbench.quantize.recipe.training import Qat

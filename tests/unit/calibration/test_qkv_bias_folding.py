@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.bias import apply_biases
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
-from qdqbench.quantize.calibration.record import CalibrationRecord, Smoothing
-from qdqbench.quantize.calibration.smoothing import Ranges
-from qdqbench.quantize.calibration.straight import (
+from qdqbench.quantize.calibration.qkv_bias_folding import (
     LARGEST_REST,
     RIDGE,
     chosen,
@@ -24,6 +22,8 @@ from qdqbench.quantize.calibration.straight import (
     shift,
     watched,
 )
+from qdqbench.quantize.calibration.record import CalibrationRecord, Smoothing
+from qdqbench.quantize.calibration.smoothing import Ranges
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import merged, shifted, straight, straight_linears
 from qdqbench.quantize.utils.errors import UserError

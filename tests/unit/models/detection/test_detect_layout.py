@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from qdqbench.quantize.models.detection.recognise import Recognised, inventory, recognise
+from qdqbench.quantize.models.detection.detect_layout import Recognised, inventory, recognise
 from qdqbench.quantize.models.detection.untrained import untrained
 from qdqbench.quantize.models.families.known import BERT, FAMILIES
 from qdqbench.quantize.utils.errors import UserError
@@ -160,7 +160,7 @@ def test_libraries_are_silent_while_a_model_runs(monkeypatch: pytest.MonkeyPatch
     def seen(model: object) -> None:
         raise RuntimeError(f"level {logging.getLogger('transformers').level}")
 
-    monkeypatch.setattr("qdqbench.quantize.models.detection.recognise.follow", seen)
+    monkeypatch.setattr("qdqbench.quantize.models.detection.detect_layout.follow", seen)
     with pytest.raises(UserError, match=rf"level {logging.ERROR}\)"):
         recognised("ernie")
 
