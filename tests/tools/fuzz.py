@@ -26,7 +26,7 @@ from tests.support.foreign_layer import float_layer
 from tests.support.fuzz import broken
 from tests.support.records import engine_result
 from tests.support.tiny_layer import FORMS, healthy
-from tests.unit.diagnose.test_hostile import BASES
+from tests.unit.engine.diagnose.test_hostile import BASES
 
 from qdqbench.eval.metrics.logits import read_answers
 from qdqbench.quantize.engine.cache_import.cache_file import read_cache_file

@@ -46,7 +46,7 @@ def environment() -> dict[str, Any]:
         "cores": cpu.cores,
         "gpu": gpu.name if gpu else "none",
         "driver": gpu.driver if gpu else None,
-        "git": _commit(Path(__file__).resolve().parents[2]),
+        "git": _commit(Path(__file__).resolve().parents[3]),
         "versions": versions,
     }
 

@@ -19,7 +19,7 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.tiny_bert import LINEARS
-from ..cli.test_bench import some_target, split_of
+from ...unit.cli.test_bench import some_target, split_of
 from .test_run import OPTIONS as STATIC
 
 OPTIONS = replace(STATIC, engine_shapes="both")

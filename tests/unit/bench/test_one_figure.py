@@ -12,7 +12,7 @@ from qdqbench.eval.runs.report.report import missing_engines, refresh_reports
 from qdqbench.eval.runs.report.verdict import run_verdict
 from qdqbench.quantize.utils.results import Results, read_results
 
-from ..runreport.test_report import sample as sample_run
+from ...unit.runs.report.test_report import sample as sample_run
 from .test_results import sample_bench
 
 

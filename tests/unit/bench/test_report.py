@@ -40,7 +40,7 @@ from qdqbench.quantize.utils.files import sha256
 
 from ...support.pages import HOSTILE, offline, plain
 from ...support.records import speedup
-from ..runreport.test_report import sample as sample_run
+from ...unit.runs.report.test_report import sample as sample_run
 from .test_results import REASON, sample_bench, sample_row
 
 

@@ -13,7 +13,7 @@ from qdqbench.quantize.recipe.schema import shipped_recipes
 from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.results import Results
 
-from ..runs.test_stage_table import partial_results
+from ...unit.runs.test_stage_table import partial_results
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "json.md").read_text(encoding="utf-8")
 WITHOUT = {"serve", "recipes schema"}  # ends never; is JSON

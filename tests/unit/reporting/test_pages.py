@@ -20,13 +20,13 @@ from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.sensitivity.report import write_sensitivity
 
 from ...support.compared import sample_comparison
-from ..auto.test_report import sample as sample_auto
-from ..bench.test_results import sample_bench
-from ..methods.test_measure import table
-from ..runreport.test_report import sample as sample_run
-from ..runreport.test_training_report import failed_run, finetuning, run_of
-from ..search.test_results import sample_search
-from ..sensitivity.test_report import sample as sample_sensitivity
+from ...unit.bench.test_results import sample_bench
+from ...unit.runs.report.test_report import sample as sample_run
+from ...unit.runs.report.test_training_report import failed_run, finetuning, run_of
+from ...unit.selection.auto.test_report import sample as sample_auto
+from ...unit.selection.methods.test_measure import table
+from ...unit.selection.search.test_results import sample_search
+from ...unit.selection.sensitivity.test_report import sample as sample_sensitivity
 
 
 def _run(folder: Path) -> None:

@@ -27,9 +27,9 @@ from qdqbench.quantize.utils.results import write_results
 
 from ...support.compared import sample_comparison
 from ...support.records import comparison, speedup
-from ..gate.test_gate import run_gate
+from ...unit.runs.gate.test_gate import run_gate
+from ...unit.selection.search.test_results import NOTHING, sample_search
 from ..runreport import test_report as runs
-from ..search.test_results import NOTHING, sample_search
 
 MODULES = [
     "eval.runs.gate.baseline",

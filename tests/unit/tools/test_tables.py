@@ -16,9 +16,9 @@ from qdqbench.quantize.utils.results import write_results
 
 from ...tools import tables
 from ...tools.tables import BEGIN, END, differences, figures_of, insert, markdown, read_records, run_of
-from ..bench.test_results import sample_bench
-from ..runreport.test_report import sample as sample_run
-from ..runreport.test_training_report import qat_run
+from ...unit.bench.test_results import sample_bench
+from ...unit.runs.report.test_report import sample as sample_run
+from ...unit.runs.report.test_training_report import qat_run
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "tables"

@@ -11,7 +11,7 @@ import torch
 from qdqbench.quantize.calibration.fakequant.quantizers import import_modelopt
 from qdqbench.quantize.utils.errors import UserError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 HERE = ROOT / "quantize" / "fakequant" / "modelopt.py"
 PRIVATE = {
     "TensorQuantizer": (

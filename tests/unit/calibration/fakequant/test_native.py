@@ -22,7 +22,7 @@ from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.tiny_bert import (
+from ....support.tiny_bert import (
     ATTENTIONS,
     LINEARS,
     Quantized,

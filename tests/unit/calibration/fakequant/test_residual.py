@@ -33,7 +33,7 @@ from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.results import LayerRow
 
-from ...support.tiny_bert import (
+from ....support.tiny_bert import (
     INT8,
     LAYERS,
     LINEARS,
@@ -46,7 +46,7 @@ from ...support.tiny_bert import (
     recipe_with,
     run_onnx,
 )
-from ...support.tiny_modernbert import new_modernbert
+from ....support.tiny_modernbert import new_modernbert
 
 ADDERS = [f"bert.encoder.layer.{n}.{name}" for n in range(LAYERS) for name in ("attention.output", "output")]
 READERS = {

@@ -16,8 +16,8 @@ from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import LOOK
 
-from ...support.fake_served import Engine, fake_served
-from ...support.http_client import call, finished
+from ....support.fake_served import Engine, fake_served
+from ....support.http_client import call, finished
 
 LIMITS = Settings(max_texts=4, max_characters=100, max_body_kb=2, timeout=0.5, queue=16)
 HOSTS = ("localhost", "127.0.0.1")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from qdqbench.quantize.deployment.server.batches import Batcher, choose_shape, list_rows, pad_to_shape
 from qdqbench.quantize.deployment.server.metrics import Metrics
 
-from ...support.fake_served import PAD, Engine
-from ...support.http_client import finished
+from ....support.fake_served import PAD, Engine
+from ....support.http_client import finished
 
 SIZES = [(16, 32), (64, 12), (128, 1)]
 

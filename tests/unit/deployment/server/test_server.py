@@ -12,7 +12,7 @@ import uvicorn
 from qdqbench.quantize.deployment.server import server
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.http_client import Client, finished
+from ....support.http_client import Client, finished
 
 
 async def answer(scope, receive, send):

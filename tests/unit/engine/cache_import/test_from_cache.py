@@ -13,8 +13,8 @@ from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.schema import parse_recipe
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.fuzz import hold_to_one_sentence
-from ...support.tiny_bert import (
+from ....support.fuzz import hold_to_one_sentence
+from ....support.tiny_bert import (
     LINEARS,
     calibrate,
     calibration_batches,

@@ -19,7 +19,7 @@ from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.cpu import Cpu
 
-from ...support.tiny_bert import quantized, recipe_with, traced
+from ....support.tiny_bert import quantized, recipe_with, traced
 
 BACKENDS = ("openvino", "onnxruntime")
 PROFILE = Profile((1, 16), (2, 16), (4, 32))

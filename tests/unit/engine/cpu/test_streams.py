@@ -7,7 +7,7 @@ import pytest
 
 from qdqbench.quantize.engine.cpu.runtimes import compiled
 
-from ...support.tiny_bert import exported, padded_batch
+from ....support.tiny_bert import exported, padded_batch
 
 
 @pytest.mark.parametrize("threads", [2, 4])

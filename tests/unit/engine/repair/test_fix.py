@@ -21,9 +21,9 @@ from qdqbench.quantize.graph.check.check import check_file, check_model
 from qdqbench.quantize.graph.check.view import PLAIN_FORMS
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.broken_layers import CASES, IDS, Case
-from ...support.foreign_layer import float_layer, samples, write_dynamic, write_static
-from ...support.tiny_layer import healthy, stored
+from ....support.broken_layers import CASES, IDS, Case
+from ....support.foreign_layer import float_layer, samples, write_dynamic, write_static
+from ....support.tiny_layer import healthy, stored
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 # What no rewrite can know: a bad scale's range, a mix's right type, a constant's lost value.

@@ -22,7 +22,7 @@ from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.system.gpu import Gpu
 
-from ...support import fake_gpu
+from ....support import fake_gpu
 
 SMALL, LARGE = Profile((1, 16), (1, 16), (4, 64)), Profile((2, 16), (32, 64), (64, 100))
 HERE = Gpu("H200", "9.0", "580.10")

@@ -9,9 +9,9 @@ from qdqbench.quantize.engine.trtexec import read
 from qdqbench.quantize.engine.trtexec.read import kernel_ms, read_profile, read_times
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.fuzz import hold_to_one_sentence
+from ....support.fuzz import hold_to_one_sentence
 
-MADE = Path(__file__).parents[2] / "golden" / "trtexec"  # by hand
+MADE = Path(__file__).parents[3] / "golden" / "trtexec"  # by hand
 READERS = {"times.json": read_times, "profile.json": read_profile}
 
 

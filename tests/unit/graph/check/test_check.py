@@ -15,7 +15,7 @@ from qdqbench.quantize.graph.check.check import CheckReport, check_model, to_jso
 from qdqbench.quantize.graph.check.codes import CODES
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.broken_layers import (
+from ....support.broken_layers import (
     CASES,
     IDS,
     Case,
@@ -24,7 +24,7 @@ from ...support.broken_layers import (
     quantized_gemm,
     rightly_transposed_weight,
 )
-from ...support.tiny_layer import (
+from ....support.tiny_layer import (
     CONTEXT,
     FORMS,
     HIDDEN,

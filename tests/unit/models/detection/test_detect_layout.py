@@ -11,8 +11,8 @@ from qdqbench.quantize.models.detection.untrained import untrained
 from qdqbench.quantize.models.families.known import BERT, FAMILIES
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.families import SIZES
-from ...support.unknown import config_for
+from ....support.families import SIZES
+from ....support.unknown import config_for
 
 KNOWN = [each for family in FAMILIES if not family.shared_layers for each in family.model_types]
 
@@ -32,7 +32,7 @@ def test_a_known_family_is_recognised_as_it_is_described(model_type: str) -> Non
     """Names say nothing to the one, and all to the other."""
     from transformers import AutoConfig
 
-    from ...support.families import SIZES
+    from ....support.families import SIZES
 
     described = next(family for family in FAMILIES if model_type in family.model_types)
     config = AutoConfig.for_model(model_type, vocab_size=80, **SIZES[model_type])

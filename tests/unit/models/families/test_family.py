@@ -38,8 +38,8 @@ from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
 
-from ...support.families import new_model, write_model
-from ...support.tiny_bert import INT8, new_bert, padded_batch, recipe_with
+from ....support.families import new_model, write_model
+from ....support.tiny_bert import INT8, new_bert, padded_batch, recipe_with
 
 every_model = pytest.mark.parametrize(
     ("family", "model_type"), [pytest.param(f, name, id=name) for f in FAMILIES for name in f.model_types]

@@ -27,8 +27,8 @@ from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 
-from ...support.families import INTERMEDIATE, LAYERS, write_model
-from ...support.tiny_bert import calibration_batches, padded_batch
+from ....support.families import INTERMEDIATE, LAYERS, write_model
+from ....support.tiny_bert import calibration_batches, padded_batch
 
 GROUPS, RUNS = LAYERS, 2 * LAYERS
 LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.0"

@@ -31,8 +31,8 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.families import LAYERS, write_model
-from ...support.tiny_bert import calibration_batches, padded_batch
+from ....support.families import LAYERS, write_model
+from ....support.tiny_bert import calibration_batches, padded_batch
 
 ONE = {"weights": "int8/per-tensor", "input": "int8/per-tensor"}
 FAMILIES = ("roberta", "electra", "distilbert", "mpnet")

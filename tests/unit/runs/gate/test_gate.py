@@ -20,7 +20,7 @@ from qdqbench.quantize.utils.comparison import Comparison, Gate
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.results import AnswersCheck, StageResult
 
-from ...support import records
+from ....support import records
 
 
 def comparison(**drops: tuple[float, float]) -> Comparison:

@@ -28,8 +28,8 @@ from qdqbench.quantize.utils.comparison import (
     ModelChange,
 )
 
-from ...support.pages import HOSTILE, Page
-from ...support.records import speedup
+from ....support.pages import HOSTILE, Page
+from ....support.records import speedup
 from .test_report import measured, one_line, sample, written
 
 MODULE = "bert.encoder.layer.{}.output.dense"

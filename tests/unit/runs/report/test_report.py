@@ -34,8 +34,8 @@ from qdqbench.quantize.utils.results import (
     Verification,
 )
 
-from ...support.pages import HOSTILE, Page, offline, plain
-from ...support.records import comparison, engine_result, speedup
+from ....support.pages import HOSTILE, Page, offline, plain
+from ....support.records import comparison, engine_result, speedup
 
 LINEARS = (
     "attention.self.query",

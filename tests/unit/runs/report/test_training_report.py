@@ -20,7 +20,7 @@ from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.results import QAT_STAGES, STAGES, Results
 from qdqbench.quantize.utils.training_results import Finetuning, LogRow, Spread, TrainingRun
 
-from ...support.pages import Page, offline, plain
+from ....support.pages import Page, offline, plain
 from .test_report import GARBLED, measured, one_line, terminal, written
 from .test_report import sample as sample_run
 

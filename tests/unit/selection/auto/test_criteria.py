@@ -12,7 +12,7 @@ from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.results import Results
 
-from ...support.records import speedup
+from ....support.records import speedup
 
 N = 400
 SST2 = get_task("sst2")
@@ -119,7 +119,7 @@ def test_a_regression_is_judged_the_same_way():
 
 def gated(**how):
     """A measured run with another gate."""
-    path = Path(__file__).parents[3] / "docs" / "measured" / "sst2-bert-fp16" / "results.json"
+    path = Path(__file__).parents[4] / "docs" / "measured" / "sst2-bert-fp16" / "results.json"
     found = Results.model_validate_json(path.read_text())
     return found.model_copy(update={"gate": found.gate.model_copy(update=how)})
 

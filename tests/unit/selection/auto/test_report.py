@@ -18,8 +18,8 @@ from qdqbench.eval.selection.trials.results import Failure
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.comparison import GateIssue
 
-from ...support.pages import HOSTILE, offline, plain
-from ...support.records import comparison, speedup
+from ....support.pages import HOSTILE, offline, plain
+from ....support.records import comparison, speedup
 
 LATE = "it needs about 71.5 s, as the last step did, and"
 

@@ -11,7 +11,7 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
-from ...support.records import comparison
+from ....support.records import comparison
 
 KINDS = ("shipped", "shipped", "methods", "islands", "search", "qat")
 NAMES = ("attention", "linears", "methods", "islands", "search", "qat")

@@ -11,7 +11,7 @@ from qdqbench.eval.selection.sensitivity.results import CurvePoint
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
-from ...support import records
+from ....support import records
 
 
 def point(kept, divergence):

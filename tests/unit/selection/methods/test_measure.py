@@ -23,9 +23,9 @@ from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support import records
-from ...support.pages import HOSTILE, offline, plain
-from ...support.tiny_bert import recipe_with
+from ....support import records
+from ....support.pages import HOSTILE, offline, plain
+from ....support.tiny_bert import recipe_with
 
 OWN = Calibration()
 

@@ -33,8 +33,8 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support import records
-from ...support.pages import offline, plain
+from ....support import records
+from ....support.pages import offline, plain
 
 GATE = GateSettings(max_drop=0.003)
 LINEARS = load_recipe("bert-int8-linears")

@@ -13,7 +13,7 @@ from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 
-from ...support.tiny_bert import calibration_batches, padded_batch, write_tiny_bert
+from ....support.tiny_bert import calibration_batches, padded_batch, write_tiny_bert
 
 HOW = {"method": "max", "smoothing": "0.5", "weights_method": "max"}
 

@@ -29,7 +29,7 @@ from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import CheckFailed
 
-from ...support import records, tiny_bert
+from ....support import records, tiny_bert
 
 LAYERS = 3
 OUTPUTS = [f"bert.encoder.layer.{layer}.attention.output.dense" for layer in range(LAYERS)]

@@ -21,8 +21,8 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support import records
-from ...support.pages import HOSTILE, offline, plain
+from ....support import records
+from ....support.pages import HOSTILE, offline, plain
 
 KINDS = {"attention.self.query": "qkv", "attention.output.dense": "output", "output.dense": "ffn-out"}
 

@@ -19,7 +19,7 @@ from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.types.encoded import Encoded
 
-from ...support import tiny_bert
+from ....support import tiny_bert
 
 LAYERS = 3  # a first, a middle and a last one
 SMOOTHED = Calibration(method="percentile/99.9", smoothing=0.5)

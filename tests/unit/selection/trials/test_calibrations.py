@@ -16,7 +16,7 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.utils.errors import CheckFailed
 
-from ...support.tiny_bert import calibration_batches, plan_of, recipe_with, write_tiny_bert
+from ....support.tiny_bert import calibration_batches, plan_of, recipe_with, write_tiny_bert
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.regression import REGRESSION
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.tiny_bert import write_tiny_bert
+from ....support.tiny_bert import write_tiny_bert
 
 KINDS = pytest.mark.parametrize(
     ("kind", "count"), [(CLASSIFICATION, 3), (REGRESSION, 1)], ids=["classification", "regression"]

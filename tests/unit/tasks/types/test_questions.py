@@ -12,8 +12,8 @@ from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.tasks.types.questions import LONGEST, QUESTIONS, Questions, exact_match, f1, normalized
 from qdqbench.quantize.utils.errors import UserError
 
-from ...integration import heads
-from ...integration.tiny import tokenizer
+from ....integration import heads
+from ....integration.tiny import tokenizer
 
 QA = get_task("qa")
 

@@ -16,7 +16,7 @@ from qdqbench.quantize.tasks.types.encoded import Layout
 from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.families import new_tokenizer
+from ....support.families import new_tokenizer
 
 ROWS = [  # of one query not together
     ("a cat", "c", 0.0), ("the dog", "d e", 1.0), ("a cat", "c a t", 1.0), ("the dog", "x", 0.0),

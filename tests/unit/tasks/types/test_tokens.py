@@ -15,8 +15,8 @@ from qdqbench.quantize.tasks.task import get_task, with_classes
 from qdqbench.quantize.tasks.types.tokens import TOKENS, Tagged
 from qdqbench.quantize.utils.errors import UserError
 
-from ...integration import heads
-from ...integration.tiny import tokenizer
+from ....integration import heads
+from ....integration.tiny import tokenizer
 
 IOB2 = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
 TASK = with_classes(get_task("tokens"), IOB2)

@@ -16,7 +16,7 @@ from qdqbench.quantize.training.qat.stage import STATE, load_modelopt, save_mode
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
 
-from ...support.tiny_bert import Quantized, calibrate, padded_batch, recipe_with
+from ....support.tiny_bert import Quantized, calibrate, padded_batch, recipe_with
 
 SMOOTH: dict[str, Any] = {"calibration": {"smoothing": 0.5}}
 RECIPES: dict[str, dict[str, Any]] = {
