@@ -13,7 +13,7 @@ from qdqbench.eval.selection.auto.run import AutoRun, run_auto
 from qdqbench.eval.selection.auto.steps import Steps
 from qdqbench.eval.selection.search.results import SearchOptions
 from qdqbench.quantize.engine.backend import choose_backend
-from qdqbench.quantize.pipeline.config import adapted, find_recipe, run_config
+from qdqbench.quantize.pipeline.config import adapt_recipe, find_recipe, make_run_config
 from qdqbench.quantize.pipeline.ownership import default_folder, identity_of, owned_folder
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe
@@ -108,7 +108,7 @@ def auto(  # noqa: PLR0913
     name = None if model is None else str(model)
     criteria = Criteria(max_drop=max_drop, min_speedup=min_speedup)
     recipes = [
-        adapted(_set_gate(each, criteria), max_length=max_length, backend=backend)
+        adapt_recipe(_set_gate(each, criteria), max_length=max_length, backend=backend)
         for each in _first_recipes(
             recipe, name, revision, fast=min_speedup is not None and backend not in CPU_BACKENDS
         )
@@ -127,7 +127,7 @@ def auto(  # noqa: PLR0913
         "seed": seed,
         "limit": limit,
     }
-    config = run_config(recipes[0], model=name, command=command, **asked)
+    config = make_run_config(recipes[0], model=name, command=command, **asked)
     for each in recipes:
         if each.engine.backend in CPU_BACKENDS:
             choose_backend(each.engine.backend)

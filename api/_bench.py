@@ -21,7 +21,7 @@ from qdqbench.eval.runs.report.report import refresh_reports
 from qdqbench.quantize.models.families.shapes import MODEL_SHAPES
 from qdqbench.quantize.models.identity import model_fingerprint
 from qdqbench.quantize.models.pooling import Pooling
-from qdqbench.quantize.pipeline.config import asked_pooling
+from qdqbench.quantize.pipeline.config import select_pooling
 from qdqbench.quantize.pipeline.ownership import (
     RunIdentity,
     default_folder,
@@ -119,7 +119,7 @@ def bench(  # noqa: PLR0913
     """
     path = None if target is None else Path(target)
     _check_target(path, model, recipe)
-    asked = asked_pooling(pooling, normalize)
+    asked = select_pooling(pooling, normalize)
     if path is not None and asked:
         raise UserError(f"--pooling belongs to --model; {path} has its own")
     for option, value in (("--duration", duration), ("--compile-seconds", compile_seconds)):

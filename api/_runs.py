@@ -7,7 +7,7 @@ from typing import Any
 from qdqbench.eval.runs.run import StageProgress, follow, require_inputs, run_until
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.pipeline.artifacts import backend_of
-from qdqbench.quantize.pipeline.config import adapted, find_recipe, run_config
+from qdqbench.quantize.pipeline.config import adapt_recipe, find_recipe, make_run_config
 from qdqbench.quantize.pipeline.ownership import identity_of, open_session, owned_folder, run_folder
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe
@@ -95,8 +95,8 @@ def run(  # noqa: PLR0913
     """
     model = None if model is None else str(model)
     chosen = recipe if isinstance(recipe, Recipe) else find_recipe(str(recipe), model, revision)
-    config = run_config(
-        adapted(chosen, max_length=max_length, shapes=shapes),
+    config = make_run_config(
+        adapt_recipe(chosen, max_length=max_length, shapes=shapes),
         model=model,
         revision=revision,
         task=task,

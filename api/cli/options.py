@@ -88,10 +88,10 @@ class Subject:
         shapes: str | None = None,
     ) -> "Recipe":
         """A recipe for the model; errors are those of `find_recipe` and of `adapted` beside it."""
-        from qdqbench.quantize.pipeline.config import adapted, find_recipe
+        from qdqbench.quantize.pipeline.config import adapt_recipe, find_recipe
 
         found = find_recipe(name, self.model, self.revision)
-        return adapted(found, max_length=max_length, backend=backend, shapes=shapes)
+        return adapt_recipe(found, max_length=max_length, backend=backend, shapes=shapes)
 
     def found_task(self) -> "Task":
         """The task; errors are those of `rundir.config.find_task`."""
@@ -103,10 +103,10 @@ class Subject:
     def config(
         self, recipe: "Recipe", *, batch_size: int, seed: int, limit: int | None = None
     ) -> "RunConfig":
-        """The configuration of a run; errors are those of `rundir.config.run_config`."""
-        from qdqbench.quantize.pipeline.config import run_config
+        """The configuration of a run; errors are those of `rundir.config.make_run_config`."""
+        from qdqbench.quantize.pipeline.config import make_run_config
 
-        return run_config(
+        return make_run_config(
             recipe, **asdict(self), batch_size=batch_size, seed=seed, limit=limit, command=command_line()
         )
 

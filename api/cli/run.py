@@ -69,14 +69,14 @@ def qat(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.runs.run import require_inputs
     from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
     from qdqbench.quantize.pipeline.session import Session
-    from qdqbench.quantize.training.qat.stage import settings_of
+    from qdqbench.quantize.training.qat.stage import get_settings
 
     config = subject.config(
         subject.recipe(recipe, max_length, backend, shapes), batch_size=batch_size, seed=seed, limit=limit
     )
     folder = run_folder("run", config, out)
     session = Session(config, folder)
-    settings_of(session)  # before anything is written
+    get_settings(session)  # before anything is written
     identity = identity_of("run", session)
     ready = partial(require_inputs, session)
     with owned_folder(folder, identity, replace=replace, ready=ready, say=options.note):

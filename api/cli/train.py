@@ -75,7 +75,7 @@ def finetune(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.runs.report.training import finetuning_report, write_finetuning
     from qdqbench.quantize.pipeline.ownership import default_folder
-    from qdqbench.quantize.training.finetune import RESULT, Request, finetune
+    from qdqbench.quantize.training.finetune import RESULT, FinetuneRequest, finetune
     from qdqbench.quantize.training.record import require_all
 
     settings = _settings(**asdict(optimization) | {"patience": optimization.patience or None})
@@ -87,7 +87,7 @@ def finetune(  # noqa: PLR0913  (a command's options)
     ):
         base, source = _base(subject, folder, accelerator)
         with progress.seeds(seeds, quiet=not accelerator.is_main_process) as report:
-            request = Request(
+            request = FinetuneRequest(
                 base=base,
                 task=chosen,
                 data=source,
@@ -129,7 +129,7 @@ def study(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.runs.study import STUDY_FILE, StudyPlan, study
     from qdqbench.eval.runs.study_screen import study_summary
     from qdqbench.quantize.pipeline.ownership import default_folder
-    from qdqbench.quantize.training.finetune import Request
+    from qdqbench.quantize.training.finetune import FinetuneRequest
     from qdqbench.quantize.training.record import require_all
 
     recipes = [subject.recipe(name) for name in recipe]
@@ -142,7 +142,7 @@ def study(  # noqa: PLR0913  (a command's options)
         progress.status() as say,
     ):
         base, source = _base(subject, folder, accelerator)
-        request = Request(
+        request = FinetuneRequest(
             base=base,
             task=chosen,
             data=source,
@@ -208,7 +208,7 @@ def _base(subject: given.BaseSubject, folder: Path, accelerator: "Accelerator") 
 @contextmanager
 def _processes(precision: str) -> "Iterator[Accelerator]":
     """Accelerate on the processes that are here; the group ends with the block."""
-    from qdqbench.quantize.training.processes import group, new_accelerator
+    from qdqbench.quantize.training.processes import join_group, new_accelerator
 
-    with group():
+    with join_group():
         yield new_accelerator(precision)

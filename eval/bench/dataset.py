@@ -14,7 +14,7 @@ import numpy as np
 from qdqbench.eval.bench.lanes import rounded_up
 from qdqbench.eval.bench.target import Target
 from qdqbench.quantize.engine.profiles import choose_edges
-from qdqbench.quantize.models.inputs import widened
+from qdqbench.quantize.models.inputs import pad_columns
 from qdqbench.quantize.models.load import load_tokenizer
 from qdqbench.quantize.pipeline.artifacts import length_edges
 from qdqbench.quantize.tasks.batches import sorted_batches, sorted_rows
@@ -118,6 +118,6 @@ def _batches(
         return rows, [rounded_up(batch, longest, pad_id) for batch in batches]
     lengths = (length for length, _ in sorted_rows(encoded.lengths, size, edges))
     return rows, [
-        widened(batch, length - batch["input_ids"].shape[1], pad_id)
+        pad_columns(batch, length - batch["input_ids"].shape[1], pad_id)
         for length, batch in zip(lengths, batches, strict=True)
     ]

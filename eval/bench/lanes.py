@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from qdqbench.eval.bench.rounds import Lane
-from qdqbench.quantize.models.inputs import MASK, TOKENS, widened
+from qdqbench.quantize.models.inputs import MASK, TOKENS, pad_columns
 from qdqbench.quantize.pipeline.session import Session
-from qdqbench.quantize.tasks.types.kind import joined
+from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def rounded_up(batch: Batch, longest: int, pad_id: int, step: int = PADDING_STEP
     """A batch padded with masked positions to the next multiple of `step`, at most `longest`."""
     length = batch["input_ids"].shape[1]
     more = max(0, min(-(-length // step) * step, longest) - length)
-    return widened(batch, more, pad_id)
+    return pad_columns(batch, more, pad_id)
 
 
 class DeviceLane:
@@ -142,7 +142,7 @@ class SplitLane:
 
 
 def _host_logits(outputs: "Mapping[str, torch.Tensor]") -> Float32:
-    return by_row(np.array(joined(outputs, sorted(outputs)).float().cpu().numpy()))
+    return by_row(np.array(join_outputs(outputs, sorted(outputs)).float().cpu().numpy()))
 
 
 def by_row(answers: Float32) -> Float32:

@@ -9,10 +9,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from qdqbench.quantize.calibration.fakequant.quantizers import outputs_of
+from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
 from qdqbench.quantize.models.attention import use_attention
 from qdqbench.quantize.models.inputs import MASK
-from qdqbench.quantize.tasks.types.kind import joined
+from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ class TorchRun:
 
 def eager_forward(model: "PreTrainedModel") -> "Callable[..., torch.Tensor]":
     """Keyword inputs to answers."""
-    names = list(outputs_of(model))
-    return lambda **inputs: joined(model(**inputs), names)
+    names = list(name_outputs(model))
+    return lambda **inputs: join_outputs(model(**inputs), names)
 
 
 def compiled_forward(model: "PreTrainedModel", mode: str, *, dynamic: bool) -> "Callable[..., torch.Tensor]":

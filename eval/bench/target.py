@@ -18,7 +18,7 @@ from qdqbench.quantize.calibration.softmax import LONG
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_named, family_of
 from qdqbench.quantize.models.families.shapes import MODEL_SHAPES
-from qdqbench.quantize.models.identity import says_pooling
+from qdqbench.quantize.models.identity import has_pooling
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.pooling import Pooling
 from qdqbench.quantize.pipeline import artifacts
@@ -213,7 +213,7 @@ def _target(session: Session, kind: Any, model_name: str, calibration: str) -> T
 
 def random_ids_task(model: str | None, pooling: Pooling | None = None) -> Task:
     """A task without data for a model folder; None: for a model of `write_random_model`."""
-    if pooling or (model is not None and says_pooling(model)):
+    if pooling or (model is not None and has_pooling(model)):
         return EMBED.model_copy(update={"name": "random-token-ids"})
     labels = int(load_model(model).config.num_labels or 0) if model else 2
     metrics = ("pearson",) if labels == 1 else ("accuracy",)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qdqbench.eval.bench.peers import eager_forward
-from qdqbench.quantize.calibration.fakequant.quantizers import outputs_of
+from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
 from qdqbench.quantize.models.families.family import QKV
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import MASK, TOKENS
@@ -134,7 +134,7 @@ class UnpaddedEncoder:
         self.project: Any = getattr(base, family.embeddings_linear or "", None)
         self.layers = [_layer_weights(model, name) for name in family.layer_names(model)]
         self.eps = float(_norm(model, family.layer_names(model)[0], "attention").eps)
-        self.of_tokens = any("length" in axes for axes in outputs_of(model).values())
+        self.of_tokens = any("length" in axes for axes in name_outputs(model).values())
         self.pooling = str(getattr(getattr(model, "pooling", None), "mode", "cls"))
         self._layer: Callable[..., torch.Tensor] = encoder_layer
         self._embed: Callable[..., torch.Tensor] = self._embedded

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.tasks.rows import encode, load_split, whole
+from qdqbench.quantize.tasks.rows import complete_samples, encode, load_split
 from qdqbench.quantize.tasks.sources import Split
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.system.environment import environment, now
+from qdqbench.quantize.utils.system.environment import describe_environment, now
 
 if TYPE_CHECKING:
     from qdqbench.quantize.pipeline.session import Session
@@ -36,7 +36,7 @@ def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[S
     known = [f"{wanted} samples asked for, split {settings.split!r} has {split.rows}", *session.notes]
     session.notes += [note for note in split.notes if note not in known]
     session.warnings += [line for line in split.warnings if line not in session.warnings]
-    taken = whole(split.dataset, task, settings.samples)
+    taken = complete_samples(split.dataset, task, settings.samples)
     left = len(split.dataset) - taken
     if left < min(samples, least):
         raise UserError(
@@ -82,5 +82,5 @@ def described(session: "Session", split: Split, samples: int) -> dict[str, Any]:
         "batch_size": config.batch_size,
         "metric": config.task.metrics[0],
         "divergence": config.task.kind.divergence_name,
-        "environment": environment(),
+        "environment": describe_environment(),
     }

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, enabled_quantizers
+from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, list_quantizers
 from qdqbench.quantize.recipe.plan import Plan
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Switches:
         for name in plan.residual:
             residual: Any = model.get_submodule(name)
             self._activations[name] = [residual.residual_quantizer]
-        for quantizer in enabled_quantizers(model).values():
+        for quantizer in list_quantizers(model).values():
             quantizer.disable()
         for name, amax in norms.items():
             norm: Any = model.get_submodule(name)

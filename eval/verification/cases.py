@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qdqbench.quantize.models.inputs import widened
+from qdqbench.quantize.models.inputs import pad_columns
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 from qdqbench.quantize.utils.errors import UserError
 
@@ -99,7 +99,7 @@ def block_cases(lengths: Int64, profile: "Profile", seed: int) -> list[InputCase
 def batch_of(encoded: "Encoded", case: InputCase, pad_id: int) -> dict[str, Int64]:
     """int64 [B, L] arrays of a case."""
     _, batch = encoded.batch(case.rows, pad_id)
-    return widened(batch, case.length - batch["input_ids"].shape[1], pad_id)
+    return pad_columns(batch, case.length - batch["input_ids"].shape[1], pad_id)
 
 
 def padding_answers(

@@ -33,13 +33,13 @@ from qdqbench.eval.verification.checks import (
     verification_failures,
 )
 from qdqbench.quantize.engine.build import build
-from qdqbench.quantize.engine.hazards import hazards
+from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.runtime.cpu import CpuEngine
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.opened import open_engine, open_runner
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.pipeline.artifacts import Skipped, expected_gemms, graph_path, read_built
 from qdqbench.quantize.utils.arrays import Floats, Int64
 from qdqbench.quantize.utils.errors import MissingDevice
@@ -193,7 +193,7 @@ def judged(
             seed=seed,
         ),
         warnings=[
-            text for cc in built.compute_capability for text in hazards(built.backend, built.version, cc)
+            text for cc in built.compute_capability for text in find_hazards(built.backend, built.version, cc)
         ],
         failures=[],
         passed=True,
@@ -242,7 +242,7 @@ def _run_rows(run: "Predict", data: _Data, profiles: "Sequence[Profile]", sessio
 
 def _run_blocks(session: "Session", sidecar: "Sidecar", data: _Data) -> tuple[list[BlockCheck], int]:
     """Build the stitched engine, feed it the reference's block inputs, and judge each block."""
-    from qdqbench.quantize.calibration.fakequant.native import frozen
+    from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
 
     family = session.plan.family
     stitched = stitch(read_model(graph_path(session)), family)
@@ -254,7 +254,7 @@ def _run_blocks(session: "Session", sidecar: "Sidecar", data: _Data) -> tuple[li
     cases = block_cases(data.encoded.lengths, profile, session.config.seed)
     report_phase("building the engine of blocks")
     with (
-        frozen(model) if quantized else nullcontext(),
+        use_frozen_weights(model) if quantized else nullcontext(),
         session.fp32_shifted() if quantized else nullcontext() as fp32,
         engine_of(stitched.model, sidecar, expected_gemms(session)) as (engine, built),
     ):
@@ -262,7 +262,7 @@ def _run_blocks(session: "Session", sidecar: "Sidecar", data: _Data) -> tuple[li
             batch = batch_of(data.encoded, case, session.pad_id)
             tensors = reference_blocks(model, fp32, batch, half=half)
             inputs = {name: t.input for name, t in tensors.items() if t.input is not None}
-            got = engine.run(inputs_of(model, batch) | stitched.feeds(inputs))
+            got = engine.run(select_inputs(model, batch) | stitched.feeds(inputs))
             for block in stitched.blocks:
                 made = tensors[block.name]
                 mask = batch["attention_mask"]

@@ -10,34 +10,41 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibration import smoothing, softmax, splitting
-from qdqbench.quantize.calibration.bias import apply_biases, bias_notes, correct_biases
+from qdqbench.quantize.calibration.bias import apply_biases, correct_biases, note_missing_biases
 from qdqbench.quantize.calibration.fakequant import residual
 from qdqbench.quantize.calibration.fakequant.quantizers import (
     _silent,
-    enabled_quantizers,
     forward,
+    get_quantizer_kind,
     import_modelopt,
-    quantizer_kind,
+    list_quantizers,
     round_weight_scales,
-    seen_by,
+    smooth_input,
 )
 from qdqbench.quantize.calibration.qkv_bias_folding import (
+    choose_shifts,
+    compute_moved_biases,
     equalize,
-    moved_biases,
+    record_inputs,
     share_scales,
-    shift,
-    watched,
 )
 from qdqbench.quantize.calibration.record import (
     CalibrationRecord,
     ChannelSplit,
     Shift,
     Smoothing,
-    quantizer_state,
+    read_quantizer_state,
     require_plausible,
     require_shared,
 )
-from qdqbench.quantize.recipe.plan import Plan, linears_of, notes_on, shifted, straight, straight_linears
+from qdqbench.quantize.recipe.plan import (
+    Plan,
+    folds_kv_bias,
+    folds_q_bias,
+    get_linears,
+    list_bias_free_linears,
+    note_kept_biases,
+)
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -50,7 +57,9 @@ if TYPE_CHECKING:
 FAR = 2.0  # times what calibration found, or a part of it, from which on an amax is named
 
 
-def named(given: Mapping[str, float], names: Collection[str], plan: Plan, prefix: str) -> dict[str, float]:
+def name_overrides(
+    given: Mapping[str, float], names: Collection[str], plan: Plan, prefix: str
+) -> dict[str, float]:
     """Given amax by the full names of quantizers.
 
     Args:
@@ -61,8 +70,8 @@ def named(given: Mapping[str, float], names: Collection[str], plan: Plan, prefix
     Raises:
         UserError: names that no quantizer has, or whose tensor is changed before; lists all of them.
     """
-    straightened = _straightened(plan)
-    known = {name for name in names if quantizer_kind(name) not in ("weight", "softmax")}
+    straightened = _list_folded(plan)
+    known = {name for name in names if get_quantizer_kind(name) not in ("weight", "softmax")}
     found: dict[str, float] = {}
     wrong = []
     for name, amax in given.items():
@@ -87,19 +96,19 @@ def named(given: Mapping[str, float], names: Collection[str], plan: Plan, prefix
     return found
 
 
-def _straightened(plan: Plan) -> set[str]:
+def _list_folded(plan: Plan) -> set[str]:
     """Quantizers of tensors that `qkv_bias_folding.py` changes."""
-    attentions, linears = straight(plan), list[str]()
-    for name in shifted(plan):
-        linears += linears_of(plan, name, "query", "key", "value")
+    attentions, linears = folds_kv_bias(plan), list[str]()
+    for name in folds_q_bias(plan):
+        linears += get_linears(plan, name, "query", "key", "value")
     for name in attentions:
-        linears += linears_of(plan, name, "output")
+        linears += get_linears(plan, name, "output")
     return {f"{linear}.input_quantizer" for linear in linears} | {
         f"{name}.{x}_bmm_quantizer" for name in attentions for x in "qkv"
     }
 
 
-def impose(quantizers: Mapping[str, Any], given: Mapping[str, float]) -> dict[str, float]:
+def apply_overrides(quantizers: Mapping[str, Any], given: Mapping[str, float]) -> dict[str, float]:
     """Set the given amax; what calibration found for them, by quantizer."""
     import torch
 
@@ -111,7 +120,7 @@ def impose(quantizers: Mapping[str, Any], given: Mapping[str, float]) -> dict[st
     return found
 
 
-def compared(given: Mapping[str, float], found: Mapping[str, float]) -> tuple[list[str], list[str]]:
+def compare_overrides(given: Mapping[str, float], found: Mapping[str, float]) -> tuple[list[str], list[str]]:
     """How given amax compare with what calibration found: a note, and a warning of those that are far off."""
     ratios = {name: given[name] / amax for name, amax in found.items() if amax > 0 and math.isfinite(amax)}
     if not ratios:
@@ -132,7 +141,7 @@ def compared(given: Mapping[str, float], found: Mapping[str, float]) -> tuple[li
     ]
 
 
-def modelopt_config(plan: Plan) -> dict[str, Any]:
+def make_modelopt_config(plan: Plan) -> dict[str, Any]:
     """ModelOpt configuration for a plan: everything denied, then exact quantizer names.
 
     `INT8_DEFAULT_CFG` would also quantize the input of every LayerNorm, and patterns that match nothing
@@ -162,10 +171,10 @@ def insert_quantizers(model: "PreTrainedModel", plan: Plan) -> dict[str, Any]:
         CheckFailed: ModelOpt enabled other quantizers than the plan names.
     """
     mtq = import_modelopt()
-    config = modelopt_config(plan)
-    with _silent(), residual.registered(model, plan.residual):
+    config = make_modelopt_config(plan)
+    with _silent(), residual.register_residuals(model, plan.residual):
         mtq.quantize(model, config, None)
-    found = enabled_quantizers(model)
+    found = list_quantizers(model)
     wanted = {entry["quantizer_name"] for entry in config["quant_cfg"] if "cfg" in entry}
     if wanted != set(found):
         raise CheckFailed(
@@ -199,7 +208,7 @@ def calibrate(
             and the linears that read the same tensor do not share; names every layer.
     """
     from qdqbench.quantize.calibration import histograms
-    from qdqbench.quantize.calibration.fakequant.onednn import quick_linears
+    from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 
     mtq = import_modelopt()
     _require_finite_weights(model)
@@ -207,7 +216,7 @@ def calibrate(
 
     def forward_loop(inner: "PreTrainedModel") -> None:
         lengths.clear()
-        with quick_linears(inner.device.type, again=True):
+        with use_quick_linears(inner.device.type, again=True):
             for batch in batches:
                 forward(inner, batch)
                 lengths.extend(batch["attention_mask"].sum(axis=1).tolist())
@@ -218,23 +227,23 @@ def calibrate(
             )
 
     quantizers = insert_quantizers(model, plan)
-    fixed = named(settings.amax, quantizers, plan, model.base_model_prefix)
+    fixed = name_overrides(settings.amax, quantizers, plan, model.base_model_prefix)
     report_phase("looking at ranges")
     shifts, moved, splits, warnings = _prepare(model, plan, settings.outlier_channel_splitting, forward_loop)
-    without = moved_biases(model, plan)
+    without = compute_moved_biases(model, plan)
     apply_biases(model, without)
     report_phase("looking at softmax")
-    by_error = _by_error(settings, plan, batches)
-    chosen = softmax.choose(model, plan, forward_loop, straight(plan), by_error=by_error)
-    centred = softmax.deltas_of(model, plan, chosen.centers)
+    by_error = _choose_softmax(settings, plan, batches)
+    chosen = softmax.choose_softmax_scales(model, plan, forward_loop, folds_kv_bias(plan), by_error=by_error)
+    centred = softmax.get_bias_deltas(model, plan, chosen.centers)
     apply_biases(model, centred)
     for name, amax in chosen.amax.items():
         quantizers[f"{name}.p_bmm_quantizer"].amax = amax
-    histograms.install(quantizers, plan)
+    histograms.install_calibrators(quantizers, plan)
     report_phase("calibrating")
-    with _silent(), _moments(quantizers) as moments:
+    with _silent(), _record_rms(quantizers) as moments:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
-    notes = [*_shared_notes(model, plan), *notes_on(plan), *chosen.notes]
+    notes = [*_note_shared(model, plan), *note_kept_biases(plan), *chosen.notes]
     notes += _revive_dead_channels(model, quantizers)
     for name in track("scales of weights", plan.int8):
         if plan.scaling_of(name).weights == "mse":
@@ -242,20 +251,20 @@ def calibrate(
             histograms.clip_weight(linear.weight_quantizer, linear.weight.detach())
     share_scales(plan, quantizers)
     round_weight_scales(quantizers)
-    replaced = impose(quantizers, fixed)
-    told, far_off = compared(fixed, replaced)
+    replaced = apply_overrides(quantizers, fixed)
+    told, far_off = compare_overrides(fixed, replaced)
     notes, warnings = notes + told, warnings + far_off
-    states = {name: quantizer_state(name, q, moments.get(name)) for name, q in quantizers.items()}
+    states = {name: read_quantizer_state(name, q, moments.get(name)) for name, q in quantizers.items()}
     require_plausible(states)
     require_shared(states, plan)
     biases: dict[str, list[float]] = {}
-    corrected = [name for name in plan.int8 if name not in straight_linears(plan)]
+    corrected = [name for name in plan.int8 if name not in list_bias_free_linears(plan)]
     if settings.bias_correction:
-        from qdqbench.quantize.calibration.fakequant.native import evaluated
+        from qdqbench.quantize.calibration.fakequant.native import use_evaluation
 
-        with evaluated(model):
+        with use_evaluation(model):
             biases = correct_biases(model, corrected, batches)
-        notes += bias_notes(model, corrected)
+        notes += note_missing_biases(model, corrected)
     return CalibrationRecord(
         method=settings.method,
         methods={n: s.method for n, s in plan.scaling.items() if s.method != settings.method},
@@ -279,17 +288,17 @@ def _prepare(
 ) -> tuple[dict[str, Shift], Smoothing, dict[str, ChannelSplit], list[str]]:
     """Shift, smooth, and split outlier channels, in one pass over the data; only what the plan asks for."""
     seconds = plan.family.splittable(plan.int8) if extra else []
-    with watched(model, plan) as seen:
+    with record_inputs(model, plan) as seen:
         ranges = smoothing.measure_ranges(model, plan, forward_loop, seconds, always=bool(seen))
-    shifts, warnings = shift(model, plan, seen, ranges)
+    shifts, warnings = choose_shifts(model, plan, seen, ranges)
     for each in shifts.values():
         apply_biases(model, each.added)
-    moved = equalize(model, plan, smoothing.smooth(model, plan, ranges, straight(plan)))
-    splits = splitting.split(model, {name: ranges.inputs[name] for name in seconds}, extra)
+    moved = equalize(model, plan, smoothing.smooth(model, plan, ranges, folds_kv_bias(plan)))
+    splits = splitting.split_outliers(model, {name: ranges.inputs[name] for name in seconds}, extra)
     return shifts, moved, splits, warnings
 
 
-def _by_error(settings: Calibration, plan: Plan, batches: Iterable[Batch]) -> bool:
+def _choose_softmax(settings: Calibration, plan: Plan, batches: Iterable[Batch]) -> bool:
     """Whether the form of the INT8 softmax is chosen; `auto` reads the lengths first."""
     if settings.softmax_scale != "auto" or not plan.attention:
         return settings.softmax_scale == "min-error"
@@ -313,8 +322,8 @@ def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> 
     require_shared(record.quantizers, plan)
     for each in record.shifts.values():
         apply_biases(model, each.added)
-    smoothing.apply(model, record.smoothing)
-    splitting.apply(model, record.splits)
+    smoothing.apply_factors(model, record.smoothing)
+    splitting.apply_copies(model, record.splits)
     apply_biases(model, record.centers)
     apply_biases(model, record.biases)
     device = next(model.parameters()).device
@@ -335,14 +344,14 @@ def _require_finite_weights(model: "PreTrainedModel") -> None:
 
 
 @contextlib.contextmanager
-def _moments(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
+def _record_rms(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
     """Root mean square of everything that each activation quantizer sees; filled when the block ends."""
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
     result: dict[str, float] = {}
 
     def watch(name: str, quantizer: Any, inputs: tuple[Any, ...]) -> None:
-        power = float(seen_by(quantizer, inputs[0]).double().square().sum())
+        power = float(smooth_input(quantizer, inputs[0]).double().square().sum())
         if not math.isfinite(power):  # ModelOpt would fail here without naming the layer
             raise CheckFailed(f"calibration met NaN or infinity at {name}; look at the layers before it")
         sums[name] = sums.get(name, 0.0) + power
@@ -350,13 +359,13 @@ def _moments(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
 
     with contextlib.ExitStack() as hooks:
         for name, quantizer in quantizers.items():
-            if quantizer_kind(name) != "weight":
+            if get_quantizer_kind(name) != "weight":
                 hooks.enter_context(quantizer.register_forward_pre_hook(partial(watch, name)))
         yield result
     result.update({name: math.sqrt(sums[name] / counts[name]) for name in sums})
 
 
-def _shared_notes(model: "PreTrainedModel", plan: Plan) -> list[str]:
+def _note_shared(model: "PreTrainedModel", plan: Plan) -> list[str]:
     """Says where linears run several times."""
     layers, runs = len(plan.family.layer_names(model)), len(plan.family.runs(model))
     if runs == layers:
@@ -374,7 +383,7 @@ def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) 
     notes = []
     for name, quantizer in quantizers.items():
         amax = quantizer.amax
-        if quantizer_kind(name) != "weight" or amax is None or not torch.isfinite(amax).all():
+        if get_quantizer_kind(name) != "weight" or amax is None or not torch.isfinite(amax).all():
             continue
         dead = amax == 0
         if dead.any() and not dead.all():

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qdqbench.quantize.calibration.fakequant.quantizers import QuantizerKind, quantizer_kind
+from qdqbench.quantize.calibration.fakequant.quantizers import QuantizerKind, get_quantizer_kind
 from qdqbench.quantize.calibration.fakequant.residual import QUANTIZER
-from qdqbench.quantize.recipe.plan import Plan, shifted
+from qdqbench.quantize.recipe.plan import Plan, folds_q_bias
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.calibration_results import QuantizerRow, SoftmaxRow
@@ -83,17 +83,18 @@ class CalibrationRecord(Tabular):
     def rows(self) -> list[QuantizerRow]:
         """The quantizers as rows of results.json."""
         return [
-            quantizer_row(name, state, self.replaced.get(name)) for name, state in self.quantizers.items()
+            make_quantizer_row(name, state, self.replaced.get(name))
+            for name, state in self.quantizers.items()
         ]
 
 
-def quantizer_state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
+def read_quantizer_state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
     """What the record holds of a quantizer; `rms` of an activation while calibrating."""
     amax = quantizer.amax
     values = [] if amax is None else amax.detach().float().cpu().flatten().tolist()
     scalar = amax is not None and quantizer.axis is None
     return QuantizerState(
-        kind=quantizer_kind(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
+        kind=get_quantizer_kind(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
     )
 
 
@@ -139,7 +140,7 @@ def _implausible(state: QuantizerState) -> str | None:
     return None
 
 
-def quantizer_row(name: str, state: QuantizerState, found: float | None = None) -> QuantizerRow:
+def make_quantizer_row(name: str, state: QuantizerState, found: float | None = None) -> QuantizerRow:
     """A quantizer as a row of results.json; `found` by calibration, where the recipe gives another amax."""
     values = np.atleast_1d(np.asarray(state.amax, dtype=np.float64))
     return QuantizerRow(
@@ -154,9 +155,9 @@ def quantizer_row(name: str, state: QuantizerState, found: float | None = None) 
     )
 
 
-def shifted_states(record: CalibrationRecord, plan: Plan) -> dict[int, list[float]]:
+def get_state_shifts(record: CalibrationRecord, plan: Plan) -> dict[int, list[float]]:
     """What shifts add to hidden states, [hidden], by their number: 0 is that behind the embeddings."""
-    makers = shifted(plan)
+    makers = folds_q_bias(plan)
     return {
         place.number: shift.added[makers[name]]
         for name, shift in record.shifts.items()
@@ -164,7 +165,7 @@ def shifted_states(record: CalibrationRecord, plan: Plan) -> dict[int, list[floa
     }
 
 
-def shared_quantizers(plan: Plan) -> list[tuple[str, ...]]:
+def group_shared_quantizers(plan: Plan) -> list[tuple[str, ...]]:
     """Full names of the quantizers that round one tensor, and so have one amax, for each INT8 residual.
 
     The residual's comes first, then the input quantizers of its readers.
@@ -181,7 +182,7 @@ def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
     """
     lost = [
         f"{group[0]} ({', '.join(f'{states[name].amax:g}' for name in group)})"
-        for group in shared_quantizers(plan)
+        for group in group_shared_quantizers(plan)
         if len({states[name].amax for name in group}) > 1
     ]
     if lost:
@@ -191,7 +192,7 @@ def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
         )
 
 
-def narrowed(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> CalibrationRecord:
+def select_record(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> CalibrationRecord:
     """The record of a plan, from records with every candidate in INT8.
 
     An amax is measured in full precision, so it does not depend on what else is INT8, and smoothing looks at
@@ -240,7 +241,7 @@ def _without_copies(state: QuantizerState, extra: int, parts: int) -> QuantizerS
     return state.model_copy(update={"amax": kept})
 
 
-def without_corrections(recipe: Recipe) -> Recipe:
+def disable_bias_correction(recipe: Recipe) -> Recipe:
     """The recipe as trials judge it."""
     section = recipe.calibration.model_copy(update={"bias_correction": False})
     return recipe.model_copy(update={"calibration": section})

@@ -29,7 +29,7 @@ import numpy as np
 from qdqbench.quantize.calibration.fakequant.quantizers import quantizers_off
 from qdqbench.quantize.calibration.fakequant.residual import QUANTIZER
 from qdqbench.quantize.calibration.record import Smoothing
-from qdqbench.quantize.models.families.family import Family, Rows
+from qdqbench.quantize.models.families.family import Family, LinearRows
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.utils.arrays import Float64
@@ -49,7 +49,7 @@ class Ranges:
     outputs: dict[str, Float64]
 
 
-def largest_of(
+def record_ranges(
     model: "PreTrainedModel",
     inputs: Sequence[str],
     outputs: Sequence[str],
@@ -120,10 +120,10 @@ def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges", left: Collect
         balance = _power_of_two(np.sqrt(_ratio(theirs, ours)))
         _scale_rows(rows, model, query, balance)
         _scale_rows(rows, model, key, 1 / balance)
-    apply(model, rows)
+    apply_factors(model, rows)
     left = {name: how for name, how in wanted.items() if name not in rows.columns}
     inputs = _move_from_inputs(model, left, sources, ranges)
-    apply(model, inputs)
+    apply_factors(model, inputs)
     return Smoothing(inputs=inputs.inputs, columns=rows.columns | inputs.columns, rows=rows.rows)
 
 
@@ -133,12 +133,12 @@ def _smoothed(plan: Plan, names: Iterable[str]) -> dict[str, Any]:
     return {name: how for name, how in found.items() if how != "none"}
 
 
-def _scored(plan: Plan, attention: str) -> tuple[Rows, Rows]:
+def _scored(plan: Plan, attention: str) -> tuple[LinearRows, LinearRows]:
     """What makes q and k of an attention."""
     return plan.family.made_by(attention, "query"), plan.family.made_by(attention, "key")
 
 
-def _head_ranges(ranges: "Ranges", made: Rows, size: int, family: Family) -> Float64:
+def _head_ranges(ranges: "Ranges", made: LinearRows, size: int, family: Family) -> Float64:
     """Largest magnitude of each channel of q or k; the same for both of a pair that is rotated together."""
     found: Float64 = ranges.outputs[made.linear].reshape(made.parts, -1)[made.part]
     if family.rotary:
@@ -147,7 +147,7 @@ def _head_ranges(ranges: "Ranges", made: Rows, size: int, family: Family) -> Flo
     return found
 
 
-def _scale_rows(found: Smoothing, model: "PreTrainedModel", made: Rows, factors: Float64) -> None:
+def _scale_rows(found: Smoothing, model: "PreTrainedModel", made: LinearRows, factors: Float64) -> None:
     """Add factors of q, k or v to those of the linear that makes it."""
     before = found.rows.get(made.linear) or [1.0] * len(_weight(model, made.linear))
     parts = np.reshape(np.array(before), (made.parts, -1))
@@ -169,7 +169,7 @@ def _move_into_rows(
 
 
 def _move_from_inputs(
-    model: "PreTrainedModel", wanted: dict[str, Any], sources: "_Sources", ranges: "Ranges"
+    model: "PreTrainedModel", wanted: dict[str, Any], sources: "_RangeSources", ranges: "Ranges"
 ) -> Smoothing:
     """Factors of linears whose input is divided before its Q; one for all that read the same tensor."""
     found = Smoothing()
@@ -186,7 +186,7 @@ def _move_from_inputs(
     return found
 
 
-def apply(model: "PreTrainedModel", smoothing: Smoothing) -> None:
+def apply_factors(model: "PreTrainedModel", smoothing: Smoothing) -> None:
     """Multiply weights, and set the factors of inputs (ModelOpt's `pre_quant_scale`), in place."""
     import torch
 
@@ -202,17 +202,17 @@ def apply(model: "PreTrainedModel", smoothing: Smoothing) -> None:
         for name, factors in smoothing.inputs.items():
             linear = model.get_submodule(name)
             linear.input_quantizer.pre_quant_scale = linear.weight.new_tensor(factors)
-            smooth_like(model, name, linear.weight.new_tensor(factors))
+            copy_factors(model, name, linear.weight.new_tensor(factors))
 
 
-def take_back(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str, torch.Tensor]":
-    """Weights of a fake-quant model without the factors of `apply`: a state dict that needs no quantizers.
+def remove_factors(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str, torch.Tensor]":
+    """Return the weights of a fake-quant model without factors: a state dict that needs no quantizers.
 
-    Without quantizers both compute the same, and `apply` on these gives the model's own back bit for bit:
-    every factor is a power of two. Tensors without factors are not copied.
+    Without quantizers both compute the same, and `apply_factors` on these gives the model's own back bit for
+    bit: every factor is a power of two. Tensors without factors are not copied.
 
     Args:
-        model: fake-quant model, trained since `apply` or not; left as it is.
+        model: fake-quant model, trained since `apply_factors` or not; left as it is.
         smoothing: factors that are in its weights.
 
     Raises:
@@ -241,7 +241,7 @@ def take_back(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str, torc
 
 
 def _product(smoothing: Smoothing, name: str, value: "torch.Tensor") -> "torch.Tensor":
-    """What `apply` multiplied a weight [N, K] or a bias [N] with; broadcasts against it."""
+    """What `apply_factors` multiplied a weight [N, K] or a bias [N] with; broadcasts against it."""
     rows, columns = smoothing.rows.get(name), smoothing.columns.get(name)
     factor = value.new_ones(1) if rows is None else value.new_tensor(rows)
     if value.ndim == 1:
@@ -292,18 +292,18 @@ def measure_ranges(
     """
     inputs = [*_smoothed(plan, plan.int8), *also]
     outputs = [made.linear for name in _smoothed(plan, plan.attention) for made in _scored(plan, name)]
-    return largest_of(model, inputs, list(dict.fromkeys(outputs)), run, always=always)
+    return record_ranges(model, inputs, list(dict.fromkeys(outputs)), run, always=always)
 
 
 @dataclass
-class _Sources:
+class _RangeSources:
     """Where linears read from."""
 
     readers: list[list[str]]  # linears that read the same tensor
     gains: dict[str, Float64]  # of the LayerNorm that made a linear's input, as powers of two
 
 
-def _sources(model: "PreTrainedModel", names: list[str]) -> _Sources:
+def _sources(model: "PreTrainedModel", names: list[str]) -> _RangeSources:
     import torch
     from torch import nn
 
@@ -332,14 +332,14 @@ def _sources(model: "PreTrainedModel", names: list[str]) -> _Sources:
         if pointer in norms:
             gain = norms[pointer].weight.detach().abs().double().cpu().numpy()
             gains |= dict.fromkeys(members, _power_of_two(gain))
-    return _Sources(list(readers.values()), gains)
+    return _RangeSources(list(readers.values()), gains)
 
 
 def _weight(model: "PreTrainedModel", name: str) -> Any:
     return model.get_submodule(name).weight
 
 
-def smooth_like(model: "PreTrainedModel", linear: str, factors: "torch.Tensor") -> None:
+def copy_factors(model: "PreTrainedModel", linear: str, factors: "torch.Tensor") -> None:
     """Give the residual that reads the same tensor as a linear the factors of its input, in place."""
     name = family_of(model.config).residual_read_by(linear)
     quantizer: Any = getattr(model.get_submodule(name), QUANTIZER, None) if name else None

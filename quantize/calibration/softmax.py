@@ -47,7 +47,7 @@ class Softmax:
 
 
 @dataclass
-class _Sums:
+class _SoftmaxSums:
     """Of one attention and one range of lengths; tensors are float64 on the model's device."""
 
     rows: int = 0
@@ -93,7 +93,7 @@ class _Try:
         return max(float(found), 0.0)
 
 
-def choose(
+def choose_softmax_scales(
     model: "PreTrainedModel",
     plan: Plan,
     run: Callable[["PreTrainedModel"], None],
@@ -112,13 +112,13 @@ def choose(
         left: attentions whose values are not centred, as nothing can be added behind their GEMM.
         by_error: choose; else amax 1 and no centring, and their loss.
     """
-    sums: dict[str, dict[int, _Sums]] = {name: {} for name in plan.attention}
+    sums: dict[str, dict[int, _SoftmaxSums]] = {name: {} for name in plan.attention}
     if not sums:
         return Softmax({}, {}, [])
     with ExitStack() as hooks, quantizers_off(model):
         for name, by_length in sums.items():
             amaxes = AMAXES if by_error else (PLAIN,)
-            hooks.enter_context(_watched(model.get_submodule(name), by_length, amaxes))
+            hooks.enter_context(_record_sums(model.get_submodule(name), by_length, amaxes))
         run(model)
     found = Softmax({}, {}, [])
     to_centre = [name for name in sums if by_error and name not in left]
@@ -146,7 +146,9 @@ def choose(
     return found
 
 
-def deltas_of(model: "PreTrainedModel", plan: Plan, centers: dict[str, Float64]) -> dict[str, list[float]]:
+def get_bias_deltas(
+    model: "PreTrainedModel", plan: Plan, centers: dict[str, Float64]
+) -> dict[str, list[float]]:
     """What centring adds to the biases of a model, float32 values by linear."""
     import torch
 
@@ -167,11 +169,13 @@ def _without_bias(model: "PreTrainedModel", plan: Plan, attention: str) -> list[
     return [name for name in linears if getattr(model.get_submodule(name), "bias", None) is None]
 
 
-def _relative(part: _Sums, amax: float, center: "torch.Tensor | None") -> float:
+def _relative(part: _SoftmaxSums, amax: float, center: "torch.Tensor | None") -> float:
     return part.tries[amax].error(center) / max(float(part.power), 1e-30)
 
 
-def _row(name: str, length: int, part: _Sums, amax: float, center: "torch.Tensor | None") -> SoftmaxRow:
+def _row(
+    name: str, length: int, part: _SoftmaxSums, amax: float, center: "torch.Tensor | None"
+) -> SoftmaxRow:
     tried = part.tries[amax]
     return SoftmaxRow(
         module=name,
@@ -185,7 +189,7 @@ def _row(name: str, length: int, part: _Sums, amax: float, center: "torch.Tensor
 
 
 @contextmanager
-def _watched(module: Any, sums: dict[int, _Sums], amaxes: tuple[float, ...]) -> Iterator[None]:
+def _record_sums(module: Any, sums: dict[int, _SoftmaxSums], amaxes: tuple[float, ...]) -> Iterator[None]:
     """Add up what an attention's softmax and values are, by the length of the input."""
     import torch
 
@@ -198,7 +202,7 @@ def _watched(module: Any, sums: dict[int, _Sums], amaxes: tuple[float, ...]) -> 
         value, weights = values.pop(), inputs[0].detach()
         length = value.shape[-2]
         edge = next((edge for edge in LENGTHS if length <= edge), length)
-        part = sums.setdefault(edge, _Sums(tries={amax: _Try() for amax in amaxes}))
+        part = sums.setdefault(edge, _SoftmaxSums(tries={amax: _Try() for amax in amaxes}))
         some = max(1, CHUNK // weights[0].numel())
         for p, v in zip(torch.split(weights, some), torch.split(value, some), strict=True):
             part.add(p, v)

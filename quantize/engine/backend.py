@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from qdqbench.quantize.engine.caches import TimingCache, origin
+from qdqbench.quantize.engine.caches import TimingCache, describe_origin
 from qdqbench.quantize.engine.log import (
     BuildLog,
     BuildProgress,
@@ -171,7 +171,9 @@ def build_engine(  # noqa: PLR0913  the options are keywords
         add_profiles(builder, network, config, profiles)
         timings = None
         if timing_cache and backend.name == "tensorrt":
-            timings = TimingCache(config, timing_cache, origin(backend.name, backend.version, backend.gpu))
+            timings = TimingCache(
+                config, timing_cache, describe_origin(backend.name, backend.version, backend.gpu)
+            )
         monitor = progress_monitor(trt, progress) if progress else None
         config.progress_monitor = monitor
         serialized = builder.build_serialized_network(network, config)

@@ -18,7 +18,7 @@ _FORMAT = "qdqbench cache 1"
 _MAX_HEADER = 4096
 
 
-def origin(backend: str, version: str, gpu: Gpu | None) -> dict[str, str]:
+def describe_origin(backend: str, version: str, gpu: Gpu | None) -> dict[str, str]:
     """What must be the same for a cache to be used."""
     return {
         "backend": backend,
@@ -33,7 +33,7 @@ def read_cache(path: Path, here: dict[str, str]) -> tuple[bytes, str | None]:
     """Content of a cache and a note on why it is not used.
 
     Args:
-        here: the present `origin`.
+        here: the present `describe_origin`.
 
     Returns:
         The blob (empty where there is none to use), and one sentence where a file was ignored.
@@ -43,19 +43,19 @@ def read_cache(path: Path, here: dict[str, str]) -> tuple[bytes, str | None]:
     except FileNotFoundError:
         return b"", None
     except OSError as error:
-        return b"", ignored(path, f"it cannot be read ({error.strerror})")
+        return b"", note_ignored(path, f"it cannot be read ({error.strerror})")
     line, _, blob = data.partition(b"\n")
     try:
         header = json.loads(line[:_MAX_HEADER])
         there = dict(header.pop("origin"))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return b"", ignored(path, "it is not a cache of qdqbench")
+        return b"", note_ignored(path, "it is not a cache of qdqbench")
     if header != {"format": _FORMAT, "bytes": len(blob)}:
-        return b"", ignored(path, "it is not whole, or of another format")
+        return b"", note_ignored(path, "it is not whole, or of another format")
     if there != here:
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         changed = ", ".join(f"{name} was {there.get(name)} and is {here.get(name)}" for name in names)
-        return b"", ignored(path, changed)
+        return b"", note_ignored(path, changed)
     return blob, None
 
 
@@ -65,7 +65,7 @@ def write_cache(path: Path, here: dict[str, str], blob: bytes) -> None:
     files.write_bytes(path, json.dumps(header).encode() + b"\n" + blob)
 
 
-def ignored(path: Path, why: str) -> str:
+def note_ignored(path: Path, why: str) -> str:
     """The note on a cache that is not used."""
     return f"{path.name} is ignored and made anew: {why}"
 
@@ -78,7 +78,7 @@ class TimingCache:
         self._found, note = read_cache(path, here)
         timing_cache = config.create_timing_cache(self._found)
         if self._found and (timing_cache is None or not config.set_timing_cache(timing_cache, False)):
-            self._found, note = b"", ignored(path, "the builder refuses it")
+            self._found, note = b"", note_ignored(path, "the builder refuses it")
             timing_cache = config.create_timing_cache(b"")
         if not self._found:
             config.set_timing_cache(timing_cache, False)

@@ -11,18 +11,18 @@ from pathlib import Path
 from onnx import TensorProto
 
 from qdqbench.quantize.engine.kernels import (
-    count_text,
     float_residuals,
+    format_count,
     is_gelu,
     is_norm,
     kernel_kind,
     kernel_label,
     kernel_operator,
     norm_precision,
-    one_profile,
+    select_profile,
 )
 from qdqbench.quantize.engine.layers import (
-    computing_rows,
+    find_computing_rows,
     is_attention,
     is_int8,
     name_parts,
@@ -30,7 +30,7 @@ from qdqbench.quantize.engine.layers import (
 from qdqbench.quantize.graph.check.types import walk_types
 from qdqbench.quantize.graph.index import MATMULS, module_of, opset_of, run_of
 from qdqbench.quantize.graph.read import read_model, validate_names
-from qdqbench.quantize.graph.residuals import int8_norms
+from qdqbench.quantize.graph.residuals import list_int8_norms
 from qdqbench.quantize.models.families.any_family import ANY_MERGED_QKV, ANY_QKV
 from qdqbench.quantize.utils.results import LayerRow
 
@@ -54,7 +54,7 @@ class Graph:
 
 
 @dataclass
-class Facts:
+class EngineFacts:
     """What one copy of the network does; the lists hold ONNX names in the order of the table."""
 
     rows: list[LayerRow]
@@ -92,7 +92,7 @@ class Facts:
         return any(row.kernel is not None for row in self.rows)
 
 
-def graph_of(path: Path) -> Graph:
+def read_graph(path: Path) -> Graph:
     """Nodes of an ONNX file.
 
     Raises:
@@ -113,11 +113,11 @@ def graph_of(path: Path) -> Graph:
         elif node.op_type == "Softmax":
             found.softmaxes.append(node.name)
             found.softmax_types[node.name] = _FLOATS.get(types.get(node.input[0], 0), "unknown")
-    found.residuals.extend(int8_norms(model))
+    found.residuals.extend(list_int8_norms(model))
     return found
 
 
-def graph_from_table(layers: Sequence[LayerRow]) -> Graph:
+def rebuild_graph(layers: Sequence[LayerRow]) -> Graph:
     """Nodes by the names in the table: a MatMul in the module of a softmax has no weights."""
     listed = dict.fromkeys(
         name for row in layers for name in ((*name_parts(row), *row.onnx) if row.kind == "gemm" else row.onnx)
@@ -136,12 +136,12 @@ def graph_from_table(layers: Sequence[LayerRow]) -> Graph:
     )
 
 
-def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
+def collect_facts(layers: Sequence[LayerRow], graph: Graph | None = None) -> EngineFacts:
     """Read one copy of the network: the one with the most kernels."""
-    graph = graph or graph_from_table(layers)
-    rows, profiles = one_profile(layers)
+    graph = graph or rebuild_graph(layers)
+    rows, profiles = select_profile(layers)
     deciding = {
-        node: found[0] for node, found in computing_rows(rows, [*graph.linears, *graph.products]).items()
+        node: found[0] for node, found in find_computing_rows(rows, [*graph.linears, *graph.products]).items()
     }
     computed: dict[str, list[str]] = defaultdict(list)
     for node, makers in deciding.items():
@@ -164,10 +164,10 @@ def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
         if is_norm(row):
             norms[norm_precision(row)].append(kernel_label(row))
     fused = [row for row in rows if is_attention(row)]
-    return Facts(
+    return EngineFacts(
         rows=rows,
         profiles=profiles,
-        count=count_text(layers),
+        count=format_count(layers),
         kernels=Counter(kernel_kind(row) for row in rows),
         computed=dict(computed),
         linears=linears,

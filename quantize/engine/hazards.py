@@ -69,7 +69,7 @@ HAZARDS = (
 RTX_WITHOUT_GPU = "1.6"  # first TensorRT-RTX that builds where no GPU is
 
 
-def hazards(backend: str, version: str, compute_capability: str | None) -> list[str]:
+def find_hazards(backend: str, version: str, compute_capability: str | None) -> list[str]:
     """Warnings for an engine, one sentence each.
 
     Args:

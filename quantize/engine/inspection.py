@@ -4,9 +4,15 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from qdqbench.quantize.engine.facts import Facts, Graph, facts_of, graph_from_table
-from qdqbench.quantize.engine.kernels import block_of_node, block_order, kernel_block, kernel_kind, short
-from qdqbench.quantize.engine.layers import Coverage, NotInt8, copy_of, coverage, name_parts, why_not
+from qdqbench.quantize.engine.facts import EngineFacts, Graph, collect_facts, rebuild_graph
+from qdqbench.quantize.engine.kernels import (
+    block_of_node,
+    block_order,
+    kernel_block,
+    kernel_kind,
+    shorten_node,
+)
+from qdqbench.quantize.engine.layers import Coverage, NotInt8, copy_of, measure_coverage, name_parts, why_not
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.models.families.any_family import first_feed_forwards
 from qdqbench.quantize.utils.errors import UserError
@@ -34,7 +40,7 @@ class Inspection:
     """The whole judgement; see docs of each figure in `Facts`."""
 
     proof: Coverage
-    facts: Facts
+    facts: EngineFacts
     graph: Graph
     gemms: int  # linears, and the products that a recipe wants in INT8
     expected: list[str] | None  # ONNX names that the recipe wants in INT8; None: no recipe
@@ -78,9 +84,9 @@ def inspect_layers(
     Raises:
         UserError: the table names no node of `graph`.
     """
-    graph = graph or graph_from_table(layers)
+    graph = graph or rebuild_graph(layers)
     wanted = graph.linears if expected is None else list(expected)
-    proof = coverage(layers, wanted, [*graph.linears, *graph.products])
+    proof = measure_coverage(layers, wanted, [*graph.linears, *graph.products])
     if graph.linears and len(proof.unknown) == len({*wanted, *graph.linears, *graph.products}):
         raise UserError(
             "no kernel of the table names a MatMul or Gemm of the ONNX file; give the file that the engine "
@@ -93,7 +99,7 @@ def inspect_layers(
     ran = layers if times is None else _copies_that_ran(layers, times)
     return Inspection(
         proof=proof,
-        facts=facts_of(ran, graph),
+        facts=collect_facts(ran, graph),
         graph=graph,
         gemms=len({*graph.linears, *wanted}),
         expected=None if expected is None else wanted,
@@ -130,14 +136,14 @@ def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
     )
 
 
-def findings(facts: Facts) -> list[str]:
+def find_problems(facts: EngineFacts) -> list[str]:
     """What is wrong, or costs time or accuracy, in one engine: a sentence each, with what to change."""
     found = []
     if facts.raw_outputs:
         found.append(
             f"{len(facts.raw_outputs)} INT8 GEMMs store raw INT32 sums as FP16 and scale them in the next "
-            f"kernel ({named(facts.raw_outputs)}), so that sums over {FP16_MAX:.0f} become infinite and "
-            "logits NaN: set `export.weight_scales: factored`, or `weights: int8/per-tensor`"
+            f"kernel ({format_nodes(facts.raw_outputs)}), so that sums over {FP16_MAX:.0f} become infinite "
+            "and logits NaN: set `export.weight_scales: factored`, or `weights: int8/per-tensor`"
         )
     if facts.dequantized:
         found.append(_dequantized(facts))
@@ -165,12 +171,12 @@ def findings(facts: Facts) -> list[str]:
     return found
 
 
-def slow_reasons(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow]) -> list[str]:
+def explain_slowdown(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow]) -> list[str]:
     """Why an INT8 engine can be slower than its FP16 twin, read from their layers: a sentence each.
 
     Each has figures of both engines and what to change in the recipe; none where the layers show no reason.
     """
-    ours, twin = facts_of(layers_int8), facts_of(layers_fp16)
+    ours, twin = collect_facts(layers_int8), collect_facts(layers_fp16)
     found = []
     encoder = [node for node in ours.linears if block_of_node(node).startswith("layer.")]
     done = {*ours.int8, *ours.dequantized}
@@ -178,7 +184,7 @@ def slow_reasons(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow
     if rest:
         found.append(
             f"{len(rest)} of {len(encoder)} encoder linears are not in INT8 and gain nothing "
-            f"({named(rest)}): give them `weights` and `input` in the recipe's rules"
+            f"({format_nodes(rest)}): give them `weights` and `input` in the recipe's rules"
         )
     if ours.dequantized:
         found.append(_dequantized(ours))
@@ -222,26 +228,26 @@ def slow_reasons(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow
 _QKV_FIX = "for small batches set `export.qkv_scales: shared` with factored weights, which makes it one"
 
 
-def _dequantized(facts: Facts) -> str:
+def _dequantized(facts: EngineFacts) -> str:
     return (
         f"{len(facts.dequantized)} linears dequantize INT8 codes and then multiply in floating point, "
-        f"slower than plain FP16 ({named(facts.dequantized)}): give both operands Q/DQ that a GEMM takes, "
-        "`qdqbench check` names the fault"
+        f"slower than plain FP16 ({format_nodes(facts.dequantized)}): give both operands Q/DQ that a GEMM "
+        "takes, `qdqbench check` names the fault"
     )
 
 
-def _qkv_apart(facts: Facts) -> str:
+def _qkv_apart(facts: EngineFacts) -> str:
     return f"q, k and v are three GEMMs in {facts.qkv_apart} of {facts.qkv} attentions"
 
 
-def _float_residuals(facts: Facts) -> str:
+def _float_residuals(facts: EngineFacts) -> str:
     return (
         f"{len(facts.float_residuals)} of {len(facts.residuals)} LayerNorms do not read their INT8 residual "
-        f"as INT8 ({named(facts.float_residuals)})"
+        f"as INT8 ({format_nodes(facts.float_residuals)})"
     )
 
 
-def _attention_apart(facts: Facts) -> str:
+def _attention_apart(facts: EngineFacts) -> str:
     limits = limits_of()
     return (
         f"{facts.attentions - len(facts.fused)} of {facts.attentions} attentions fall apart into single "
@@ -251,14 +257,14 @@ def _attention_apart(facts: Facts) -> str:
     )
 
 
-def _wide_outputs(facts: Facts) -> str:
+def _wide_outputs(facts: EngineFacts) -> str:
     return (
         f"{len(facts.fp32_outputs)} of {len(facts.int8)} INT8 GEMMs write FP32, twice the bytes of FP16 "
-        f"({named(facts.fp32_outputs)}): set `export.weight_scales: factored`"
+        f"({format_nodes(facts.fp32_outputs)}): set `export.weight_scales: factored`"
     )
 
 
-def _more_kernels(ours: Facts, twin: Facts) -> str:
+def _more_kernels(ours: EngineFacts, twin: EngineFacts) -> str:
     kinds = [kind for kind in ours.kernels if ours.kernels[kind] > twin.kernels[kind]]
     kinds.sort(key=lambda kind: twin.kernels[kind] - ours.kernels[kind])
     listed = ", ".join(f"{kind} {ours.kernels[kind]} against {twin.kernels[kind]}" for kind in kinds)
@@ -269,25 +275,25 @@ def _more_kernels(ours: Facts, twin: Facts) -> str:
     )
 
 
-def named(nodes: Sequence[str]) -> str:
+def format_nodes(nodes: Sequence[str]) -> str:
     """ONNX nodes in few words, those of several layers together: `layer.0-11: attention key, output`."""
     layers: dict[str, list[int]] = defaultdict(list)
     for node in nodes:
-        block, _, name = short(node).partition(" ")
+        block, _, name = shorten_node(node).partition(" ")
         number = block.removeprefix("layer.")
         if block.startswith("layer.") and number.isdecimal() and name:
             layers[name].append(int(number[:9]))
         else:
-            layers[short(node)] = []
+            layers[shorten_node(node)] = []
     groups: dict[str, list[str]] = defaultdict(list)
     for name, numbers in layers.items():
-        groups[ranges(numbers)].append(name)
+        groups[format_ranges(numbers)].append(name)
     texts = [f"layer.{key}: {name_list(names)}" if key else name_list(names) for key, names in groups.items()]
     more = f"; and {len(texts) - MAX_LAYERS_NAMED} more" if len(texts) > MAX_LAYERS_NAMED else ""
     return "; ".join(texts[:MAX_LAYERS_NAMED]) + more
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """`0-2,5` for 0, 1, 2, 5."""
     spans: list[list[int]] = []
     for number in sorted({*numbers}):

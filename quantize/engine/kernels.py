@@ -82,7 +82,7 @@ def kernel_kind(row: LayerRow) -> KernelKind:
     return found
 
 
-def one_profile(layers: Sequence[LayerRow]) -> tuple[list[LayerRow], int]:
+def select_profile(layers: Sequence[LayerRow]) -> tuple[list[LayerRow], int]:
     """Kernels of the profile that has the most, without signals and waits; and the number of profiles.
 
     An engine has kernels of its own for each profile, and its layer table lists all of them.
@@ -93,9 +93,9 @@ def one_profile(layers: Sequence[LayerRow]) -> tuple[list[LayerRow], int]:
     return rows, max(len(copies), 1)
 
 
-def count_text(layers: Sequence[LayerRow]) -> str:
+def format_count(layers: Sequence[LayerRow]) -> str:
     """`120 kernels`, or `480 kernels, 120 for each of 4 profiles`."""
-    rows, profiles = one_profile(layers)
+    rows, profiles = select_profile(layers)
     total = sum(kernel_kind(row) != "none" for row in layers)
     if profiles == 1:
         return count_of(total, "kernel")
@@ -146,7 +146,7 @@ def block_order(block: str) -> tuple[int, int]:
     return places.get(name, 3), int(number[:9]) if number.isdecimal() else 0
 
 
-def short(node: str) -> str:
+def shorten_node(node: str) -> str:
     """`layer.3 attention value` for `/bert/encoder/layer.3/attention/self/value/MatMul`."""
     layer, number = ANY_LAYER.search(node), layer_of_node(node)
     parts = RUN.sub("", node[layer.end() if layer else 0 :]).strip("/").split("/")
@@ -167,7 +167,7 @@ def kernel_label(row: LayerRow, linears: Iterable[str] = ()) -> str:
     """
     kind = kernel_kind(row)
     if found := list(linears):
-        return _together([short(node) for node in found])
+        return _together([shorten_node(node) for node in found])
     fixed = {
         "attention": f"{kernel_block(row)} attention",
         "embeddings": EMBEDDINGS,
@@ -178,13 +178,13 @@ def kernel_label(row: LayerRow, linears: Iterable[str] = ()) -> str:
         return fixed.get(kind, base_name(row))
     if kind == "GELU":
         place = next(filter(_of_gelu, own), own[0])
-        return f"{short(place.rpartition('/')[0])} GELU"
+        return f"{shorten_node(place.rpartition('/')[0])} GELU"
     biased = [node.rpartition("/")[0] for node in own if kernel_operator(node) == "Add"]
     if kind == "layout" and biased:  # the linears whose bias and result it moves
-        return _together([short(node) for node in dict.fromkeys(biased)])
+        return _together([shorten_node(node) for node in dict.fromkeys(biased)])
     telling = {"LayerNorm": "LayerNormalization", "softmax": "Softmax"}.get(kind, "")
     order = (telling, "MatMul", "Gemm", "Add", "Transpose")
-    return short(
+    return shorten_node(
         min(
             own, key=lambda node: order.index(kernel_operator(node)) if kernel_operator(node) in order else 99
         )

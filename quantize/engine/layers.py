@@ -152,7 +152,7 @@ def parse_inspector_json(text: str) -> list[LayerRow]:
     ]
 
 
-def coverage(
+def measure_coverage(
     layers: Sequence[LayerRow], expected_gemms: Collection[str], all_gemms: Collection[str]
 ) -> Coverage:
     """Hold the layer table against the ONNX nodes that must run in INT8.
@@ -165,7 +165,7 @@ def coverage(
     A node counts as INT8 only if it does in each copy of the network in the table.
     """
     expected, known = set(expected_gemms), set(expected_gemms) | set(all_gemms)
-    copies = computing_rows(layers, known)
+    copies = find_computing_rows(layers, known)
     proven = {node for node, parts in copies.items() if all(is_int8(row) for rows in parts for row in rows)}
     linear = {
         node for node, parts in copies.items() if all(_is_linear(row) for rows in parts for row in rows)
@@ -185,7 +185,9 @@ def coverage(
     )
 
 
-def computing_rows(layers: Sequence[LayerRow], known: Collection[str]) -> dict[str, list[list[LayerRow]]]:
+def find_computing_rows(
+    layers: Sequence[LayerRow], known: Collection[str]
+) -> dict[str, list[list[LayerRow]]]:
     """For each node that the table names: the rows that compute it, for each copy of the network."""
     names = frozenset(known)
     found: dict[str, dict[str, list[LayerRow]]] = defaultdict(lambda: defaultdict(list))

@@ -40,7 +40,7 @@ class Profile:
         return "{" + ", ".join(f"{name}: [{a}, {b}, {c}]" for name, a, b, c in rows) + "}"
 
 
-def spanning(profiles: Sequence[Profile]) -> Profile:
+def span_profiles(profiles: Sequence[Profile]) -> Profile:
     """One profile for all shapes of several, with the opt of the last."""
     low, high = (
         [each(getattr(shapes, end)[axis] for shapes in profiles) for axis in (0, 1)]
@@ -49,7 +49,7 @@ def spanning(profiles: Sequence[Profile]) -> Profile:
     return Profile((low[0], low[1]), profiles[-1].opt, (high[0], high[1]))
 
 
-def concrete(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, ...]:
+def fill_shape(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, ...]:
     """Shape of an input, with (batch, length) in place of its dynamic axes (-1)."""
     return tuple(known if known != -1 else size[min(axis, 1)] for axis, known in enumerate(shape))
 
@@ -75,7 +75,7 @@ def add_profiles(builder: Any, network: Any, config: Any, profiles: Sequence[Pro
                     f"input {name} is fixed at {list(shape)} and cannot take {shapes.min} to {shapes.max}; "
                     "export with dynamic axes or ask for that shape"
                 )
-            low, opt, high = (concrete(shape, size) for size in (shapes.min, shapes.opt, shapes.max))
+            low, opt, high = (fill_shape(shape, size) for size in (shapes.min, shapes.opt, shapes.max))
             profile.set_shape(name, low, opt, high)
         if config.add_optimization_profile(profile) < 0:
             raise UserError(f"the builder refuses the shapes {shapes}; change engine.shapes")
@@ -93,10 +93,10 @@ def choose_profile(profiles: Sequence[Profile], batch: int, length: int) -> int:
     holding = [index for index, shapes in enumerate(profiles) if _holds(shapes, size)]
     if not holding:
         raise CheckFailed(_refused(profiles, size))
-    return min(holding, key=lambda index: distance(profiles[index].opt, size))
+    return min(holding, key=lambda index: measure_distance(profiles[index].opt, size))
 
 
-def fit(profiles: Sequence[Profile], batch: int, length: int, step: int = 1) -> tuple[int, int, int]:
+def fit_batch(profiles: Sequence[Profile], batch: int, length: int, step: int = 1) -> tuple[int, int, int]:
     """Profile, batch and length to pad a batch of sequences to.
 
     Args:
@@ -114,10 +114,10 @@ def fit(profiles: Sequence[Profile], batch: int, length: int, step: int = 1) -> 
     if not sizes:
         raise CheckFailed(_refused(profiles, (batch, length)))
     # least padding first, then the nearest opt
-    return min(sizes, key=lambda size: (size[1] * size[2], distance(profiles[size[0]].opt, size[1:])))
+    return min(sizes, key=lambda size: (size[1] * size[2], measure_distance(profiles[size[0]].opt, size[1:])))
 
 
-def distance(one: Sequence[int], other: Sequence[int]) -> float:
+def measure_distance(one: Sequence[int], other: Sequence[int]) -> float:
     """How far apart two shapes are: the sum over their axes of |log of the ratio|."""
     return sum(abs(math.log(a / b)) for a, b in zip(one, other, strict=True))
 
@@ -150,7 +150,7 @@ def require_room(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -
             )
 
 
-def notes_on_data(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -> list[str]:
+def note_distant_data(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -> list[str]:
     """Warn where the data is far from what the engine is tuned for, with the shapes to ask for instead.
 
     Kernels are chosen for opt; the data counts as far when the 90th percentile of its padded batch lengths,
@@ -167,7 +167,7 @@ def notes_on_data(profiles: Sequence[Profile], lengths: Int64, batch_size: int) 
     typical, longest = int(np.percentile(padded, 90, method="higher")), int(padded[0])
     batch = min(batch_size, max(shapes.max[0] for shapes in profiles), len(lengths))
     try:
-        index, batch, length = fit(profiles, batch, typical, LENGTH_STEP)
+        index, batch, length = fit_batch(profiles, batch, typical, LENGTH_STEP)
     except CheckFailed:
         return []  # running it says so
     used = profiles[index]

@@ -73,7 +73,7 @@ def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
     return sidecar
 
 
-def sidecar_notes(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
+def note_sidecar(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
     """What is worth a note, and no reason to refuse an engine that `check_sidecar` accepted."""
     if sidecar.cpu is not None:
         here = find_cpu().name

@@ -18,17 +18,17 @@ import onnx
 from qdqbench.quantize.graph.index import name_runs, prune
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.graph.rewrites import (
-    has_straight_heads,
+    has_direct_heads,
     is_tanh_gelu,
     join_heads,
+    note_unjoined,
     share_scaled_inputs,
     shorten_gelu,
-    tokens_first,
-    unjoined_note,
+    use_sequence_first,
 )
 from qdqbench.quantize.graph.weights import drop_zero_biases, factor_scales, fold_weights
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.recipe.plan import Plan, straight_linears
+from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.types.kind import LOGITS
 from qdqbench.quantize.utils import files
@@ -74,19 +74,19 @@ class ExportSettings:
 
 
 @dataclass(frozen=True)
-class Form:
+class ExportForm:
     """The form of a graph that a backend runs best; docs/performance.md has what each one buys."""
 
     weights: WeightForm
     for_gpu: bool = True
 
 
-FORMS: dict[BackendName, Form] = {
-    "tensorrt": Form("channel"),  # it has per-channel epilogues
+FORMS: dict[BackendName, ExportForm] = {
+    "tensorrt": ExportForm("channel"),  # it has per-channel epilogues
     # puts a scalar scale into the GEMM and fuses the Mul behind it, which measured 1.5x faster
-    "tensorrt_rtx": Form("factored"),
-    "openvino": Form("channel", for_gpu=False),
-    "onnxruntime": Form("channel", for_gpu=False),
+    "tensorrt_rtx": ExportForm("factored"),
+    "openvino": ExportForm("channel", for_gpu=False),
+    "onnxruntime": ExportForm("channel", for_gpu=False),
 }
 
 
@@ -166,17 +166,17 @@ def finish_graph(
     done = {} if done is None else done
     if folded:
         share_scaled_inputs(model)
-        done["dropped biases"] = drop_zero_biases(model, straight_linears(plan))
+        done["dropped biases"] = drop_zero_biases(model, list_bias_free_linears(plan))
         done["tanh GELU"] = sum(map(is_tanh_gelu, model.graph.node))
     if settings.weights == "factored":
         factor_scales(model, merge=settings.merge_qkv)
     if folded and settings.for_gpu:
         # a copy of q, k and v that is needed anyway costs the same in either order
-        straight = bool(plan.attention) and has_straight_heads(model)
+        straight = bool(plan.attention) and has_direct_heads(model)
         joined = join_heads(model)
-        turned = tokens_first(model) if straight else 0
+        turned = use_sequence_first(model) if straight else 0
         done |= {"joined heads": joined, "tokens first": turned}
-        note = unjoined_note(plan.family, folded, max(joined, turned))
+        note = note_unjoined(plan.family, folded, max(joined, turned))
         if note and notes is not None:
             notes.append(note)
         done["short GELU"] = shorten_gelu(model)

@@ -26,7 +26,7 @@ class ResidualAdd:
         return module_of(self.add.name)
 
 
-def residuals(index: GraphIndex) -> list[ResidualAdd]:
+def find_residuals(index: GraphIndex) -> list[ResidualAdd]:
     """Every Add before a normalization, in the order of the graph."""
     found = []
     for norm in index.graph.node:
@@ -38,12 +38,12 @@ def residuals(index: GraphIndex) -> list[ResidualAdd]:
     return found
 
 
-def int8_norms(model: onnx.ModelProto) -> list[str]:
+def list_int8_norms(model: onnx.ModelProto) -> list[str]:
     """Names of the normalizations that add an INT8 residual, in the order of the graph."""
-    return [found.norm.name for found in residuals(GraphIndex(model)) if found.dq is not None]
+    return [found.norm.name for found in find_residuals(GraphIndex(model)) if found.dq is not None]
 
 
-def other_rounding(index: GraphIndex, residual: ResidualAdd) -> onnx.NodeProto | None:
+def find_other_rounding(index: GraphIndex, residual: ResidualAdd) -> onnx.NodeProto | None:
     """A QuantizeLinear of the same tensor with another scale or other factors than the residual's."""
     if residual.dq is None:
         return None

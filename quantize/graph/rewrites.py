@@ -108,14 +108,14 @@ def _joinable(index: GraphIndex, members: list[_Branch]) -> bool:
     return len(scales) == len(members) and len(same) == 1
 
 
-def has_straight_heads(model: onnx.ModelProto) -> bool:
+def has_direct_heads(model: onnx.ModelProto) -> bool:
     """Whether an INT8 linear of an attention has nothing between its GEMM and its heads."""
     index = GraphIndex(model)
     branches = (_branch(index, node) for node in model.graph.node)
     return any(branch.straight for branch in branches if branch is not None)
 
 
-def unjoined_note(family: Family, linears: Iterable[str], joined: int) -> str | None:
+def note_unjoined(family: Family, linears: Iterable[str], joined: int) -> str | None:
     """One sentence where fewer attentions were joined than have q, k and v in INT8; else None.
 
     Args:
@@ -276,7 +276,7 @@ _BY_TOKEN = {
 }  # fmt: skip
 
 
-def tokens_first(model: onnx.ModelProto) -> int:
+def use_sequence_first(model: onnx.ModelProto) -> int:
     """Turn the hidden states between the embeddings and the head of an encoder, in place; values stay.
 
     Returns:
@@ -299,15 +299,17 @@ def tokens_first(model: onnx.ModelProto) -> int:
         for position, name in enumerate(node.input):
             if name in region.tensors and id(node) not in inside:
                 node.input[position] = back = f"{name}/batch_first"
-                behind.setdefault(id(index.producers[name]), [turn(name, back, f"{_BACK}_{len(behind)}")])
+                behind.setdefault(
+                    id(index.producers[name]), [transpose_hidden(name, back, f"{_BACK}_{len(behind)}")]
+                )
     for number, name in enumerate(value.name for value in model.graph.output if value.name in region.tensors):
         # a head that computes every token alone
         maker, inner = index.producers[name], f"{name}/turned"
         backs = behind.setdefault(id(maker), [])
         _rename([maker, *index.consumers.get(name, []), *backs], name, inner)
-        backs.append(turn(inner, name, f"{_BACK}_out_{number}"))
+        backs.append(transpose_hidden(inner, name, f"{_BACK}_out_{number}"))
     # ahead of the LayerNorm, where the kernel of the embeddings does it by the way
-    first = turn(norm.input[0], f"{norm.input[0]}/tokens_first", _START)
+    first = transpose_hidden(norm.input[0], f"{norm.input[0]}/tokens_first", _START)
     norm.input[0] = first.output[0]
     nodes = [new for node in model.graph.node for new in (node, *behind.get(id(node), []))]
     nodes.insert(nodes.index(norm), first)
@@ -316,8 +318,8 @@ def tokens_first(model: onnx.ModelProto) -> int:
     return len(region.out)
 
 
-def turned(model: onnx.ModelProto) -> set[str]:
-    """Tensors of a graph that are [length, batch, ...] where `tokens_first` has turned it; else none."""
+def list_sequence_first(model: onnx.ModelProto) -> set[str]:
+    """Return the tensors that are [length, batch, ...] after `use_sequence_first`; else none."""
     index = GraphIndex(model)
     starts = [node.output[0] for node in model.graph.node if node.name == _START]
     return _walk(index, starts[0], _OUT_TURNED).tensors if starts else set()
@@ -437,6 +439,6 @@ def _set(node: onnx.NodeProto, name: str, value: int | list[int]) -> None:
     node.attribute.extend([*kept, helper.make_attribute(name, value)])
 
 
-def turn(source: str, target: str, name: str) -> onnx.NodeProto:
+def transpose_hidden(source: str, target: str, name: str) -> onnx.NodeProto:
     """A Transpose between [batch, length, hidden] and [length, batch, hidden]."""
     return helper.make_node("Transpose", [source], [target], name=name, perm=list(TURN))

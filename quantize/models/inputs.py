@@ -11,7 +11,7 @@ from qdqbench.quantize.utils.arrays import Array
 TOKENS, MASK = "input_ids", "attention_mask"
 
 
-def inputs_of(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+def select_inputs(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays or tensors of a batch that a transformers model takes.
 
     Raises:
@@ -23,7 +23,7 @@ def inputs_of(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name in taken}
 
 
-def widened(batch: Mapping[str, Array], columns: int, pad_id: int) -> dict[str, Array]:
+def pad_columns(batch: Mapping[str, Array], columns: int, pad_id: int) -> dict[str, Array]:
     """Int arrays [B, L] with masked positions added behind, to [B, L + columns]."""
     fill = {TOKENS: pad_id}  # all else is 0 there, the mask above all
     return {

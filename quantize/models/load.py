@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench.quantize.models.attention import ATTENTION, use_attention
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.identity import explained, model_commit, read_config
+from qdqbench.quantize.models.identity import explain_load_errors, model_commit, read_config
 from qdqbench.quantize.models.pooling import (
     FIELD,
     Pooling,
-    chosen_pooling,
+    choose_pooling,
     read_sentence_folder,
 )
 from qdqbench.quantize.tasks.task import kind_of
@@ -40,13 +40,13 @@ def load_model(
         UserError: not found, no such head in the weights, an unsupported architecture, or pooling that is not
             known, not supported or said twice.
     """
-    with quiet("transformers"), explained(name):
+    with quiet("transformers"), explain_load_errors(name):
         commit = model_commit(name, revision)
         folder = read_sentence_folder(name, commit) if kind.embeds else None
         inside = folder.encoder if folder else ""
         config = _supported_config(name, commit, inside)
         if kind.embeds:
-            chosen = chosen_pooling(name, folder, getattr(config, FIELD, None), pooling)
+            chosen = choose_pooling(name, folder, getattr(config, FIELD, None), pooling)
             setattr(config, FIELD, chosen.model_dump(mode="json"))
         _require_head(config, name, kind)
         model, loading = _pretrained(name, kind, commit, config, subfolder=inside)
@@ -109,7 +109,7 @@ def load_encoder(  # noqa: PLR0913
     Raises:
         UserError: not found, unsupported, without encoder weights, or no such classifier to keep.
     """
-    with quiet("transformers"), explained(name):
+    with quiet("transformers"), explain_load_errors(name):
         commit = model_commit(name, revision)
         config = _supported_config(name, commit)
         known = config.num_labels
@@ -149,9 +149,9 @@ def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **op
     import transformers
 
     if kind.embeds:
-        from qdqbench.quantize.models.pooling import embedder_class
+        from qdqbench.quantize.models.pooling import make_embedder_class
 
-        made: Any = embedder_class(config.__class__)
+        made: Any = make_embedder_class(config.__class__)
     else:
         made = getattr(transformers, kind.model_class)
     return made.from_pretrained(
@@ -172,13 +172,13 @@ def load_config(name: str, revision: str | None = None) -> Any:
     Raises:
         UserError: not found, or an unsupported architecture.
     """
-    with quiet("transformers"), explained(name):
+    with quiet("transformers"), explain_load_errors(name):
         commit = model_commit(name, revision)
         folder = read_sentence_folder(name, commit)
         return _supported_config(name, commit, folder.encoder if folder else "")
 
 
-def class_names(name: str, revision: str | None, kind: TaskKind) -> list[str]:
+def read_class_names(name: str, revision: str | None, kind: TaskKind) -> list[str]:
     """Names of a model's classes, by their number; arguments as `load_model`.
 
     Raises:
@@ -215,7 +215,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    with quiet("transformers"), explained(name, "tokenizer"):
+    with quiet("transformers"), explain_load_errors(name, "tokenizer"):
         commit = model_commit(name, revision)
         folder = read_sentence_folder(name, commit) if kind.embeds else None
         tokenizer = AutoTokenizer.from_pretrained(
@@ -243,7 +243,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def tokenizer_of(
+def load_matching_tokenizer(
     model: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION
 ) -> "PreTrainedTokenizerBase":
     """The tokenizer of a supported model, held to its configuration; arguments as `load_model`.

@@ -68,7 +68,7 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
     Raises:
         UserError: it has modules, or ways of pooling, that are not supported; names them all.
     """
-    if (listed := read_file(name, MODULES, commit)) is None:
+    if (listed := read_model_json(name, MODULES, commit)) is None:
         return None
     modules = {str(each["type"]).rpartition(".")[2]: str(each.get("path", "")) for each in listed}
     there = [kind for kind in _ORDER if kind in modules]
@@ -76,10 +76,12 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
         found = ", ".join(str(each["type"]).rpartition(".")[2] for each in listed)
         raise UserError(f"model {name} is made of {found} ({MODULES}); supported here: {_SUPPORTED}")
     encoder, dense = modules["Transformer"], modules.get("Dense", "")
-    pooling = read_file(name, f"{modules['Pooling']}/config.json", commit) or {}
-    own = read_file(name, "config_sentence_transformers.json", commit) or {}
+    pooling = read_model_json(name, f"{modules['Pooling']}/config.json", commit) or {}
+    own = read_model_json(name, "config_sentence_transformers.json", commit) or {}
     files = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")
-    texts: Any = next((read for file in files if (read := read_file(name, f"{encoder}/{file}", commit))), {})
+    texts: Any = next(
+        (read for file in files if (read := read_model_json(name, f"{encoder}/{file}", commit))), {}
+    )
     notes = []
     if prompts := [key for key, prompt in (own.get("prompts") or {}).items() if prompt]:
         notes.append(
@@ -114,7 +116,7 @@ def _mode(name: str, pooling: dict[str, Any]) -> Mode:
 def _dense(name: str, folder: str, commit: str | None) -> Dense | None:
     if not folder:
         return None
-    settings = read_file(name, f"{folder}/config.json", commit) or {}
+    settings = read_model_json(name, f"{folder}/config.json", commit) or {}
     activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[
         2
     ]
@@ -126,7 +128,7 @@ def _dense(name: str, folder: str, commit: str | None) -> Dense | None:
     return Dense(width=settings["out_features"], bias=settings.get("bias", True), activation=activation)
 
 
-def chosen_pooling(name: str, folder: SentenceFolder | None, saved: Any, asked: Pooling | None) -> Pooling:
+def choose_pooling(name: str, folder: SentenceFolder | None, saved: Any, asked: Pooling | None) -> Pooling:
     """The pooling of a model: what its folder says, what was saved with it, or what was asked for.
 
     Args:
@@ -155,7 +157,7 @@ def chosen_pooling(name: str, folder: SentenceFolder | None, saved: Any, asked: 
     return found
 
 
-def model_file(name: str, file: str, commit: str | None) -> Path | None:
+def find_model_file(name: str, file: str, commit: str | None) -> Path | None:
     """A file of a folder or hub model; None where it has none."""
     from transformers.utils.hub import cached_file
 
@@ -169,9 +171,9 @@ def model_file(name: str, file: str, commit: str | None) -> Path | None:
     return Path(found) if found else None
 
 
-def read_file(name: str, file: str, commit: str | None) -> Any:
+def read_model_json(name: str, file: str, commit: str | None) -> Any:
     """What a JSON file of a folder or hub model holds; None where it has none."""
-    path = model_file(name, file.lstrip("/"), commit)
+    path = find_model_file(name, file.lstrip("/"), commit)
     return json.loads(path.read_text(encoding="utf-8")) if path else None
 
 
@@ -200,14 +202,14 @@ class SentencePooling(nn.Module):
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Embedding float32 [B, width] of hidden states [B, L, H] of any floating type and a mask [B, L]."""
-        made = pooled(hidden.float(), mask, self.mode)
+        made = pool_tokens(hidden.float(), mask, self.mode)
         if self.dense is not None:
             made = self.activation(self.dense(made.to(self.dense.weight.dtype))).float()
         # as functional.normalize, whose expand_as would leave the width out of the graph
         return made / made.norm(dim=1, keepdim=True).clamp(min=1e-12) if self.normalize else made
 
 
-def pooled(hidden: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
+def pool_tokens(hidden: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
     """One vector float32 [B, H] of the attended tokens [B, L, H].
 
     The mean is a sum of parts, not a sum that is divided: it cannot overflow where the hidden states do not.
@@ -224,7 +226,7 @@ def pooled(hidden: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 @functools.cache
-def embedder_class(config: type) -> type[PreTrainedModel]:
+def make_embedder_class(config: type) -> type[PreTrainedModel]:
     """Class of the embedding models over the encoders of a configuration class.
 
     A child of the encoder's own base class, with the encoder under the name that it has in a classifier:
@@ -267,7 +269,7 @@ def load_dense(model: PreTrainedModel, name: str, folder: str, commit: str | Non
     """
     from safetensors.torch import load_file
 
-    if (path := model_file(name, f"{folder}/model.safetensors", commit)) is None:
+    if (path := find_model_file(name, f"{folder}/model.safetensors", commit)) is None:
         raise UserError(
             f"model {name} has no {folder}/model.safetensors; save it again with sentence-transformers 3 or "
             "later"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def resumed(
+def resume_from(
     model: "PreTrainedModel", start: int, hidden: "torch.Tensor | None", stop: int | None = None
 ) -> Iterator[list[Any]]:
     """Let a model go on from a hidden state in the block; what it gets as tokens is not looked at.
@@ -46,7 +46,7 @@ def resumed(
         given = args if hidden is None or number != start else (hidden, *args[1:])
         output = own(*given, **kwargs)
         if number == stop - 1:
-            made.append(hidden_of(output))
+            made.append(get_hidden(output))
         return output
 
     numbers = count()
@@ -61,7 +61,7 @@ def resumed(
 
 
 @contextmanager
-def first_inputs(model: "PreTrainedModel") -> "Iterator[list[torch.Tensor]]":
+def record_first_inputs(model: "PreTrainedModel") -> "Iterator[list[torch.Tensor]]":
     """What the first layer reads while the block runs, [B, L, hidden], one for each call of the model."""
     names = family_of(model.config).runs(model)
     numbers, found = count(), []
@@ -74,6 +74,6 @@ def first_inputs(model: "PreTrainedModel") -> "Iterator[list[torch.Tensor]]":
         yield found
 
 
-def hidden_of(output: Any) -> "torch.Tensor":
+def get_hidden(output: Any) -> "torch.Tensor":
     """The hidden state in what a layer returns."""
     return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]

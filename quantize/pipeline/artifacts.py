@@ -6,10 +6,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from qdqbench.quantize.engine.backend import preferred_backend
-from qdqbench.quantize.engine.build import gemm_names
+from qdqbench.quantize.engine.build import list_gemms
 from qdqbench.quantize.engine.cpu.compiled import Compute
-from qdqbench.quantize.engine.cpu.runtimes import compute_type
-from qdqbench.quantize.engine.profiles import LARGEST_BATCH, Profile, bucket_profiles, choose_edges, spanning
+from qdqbench.quantize.engine.cpu.runtimes import choose_compute
+from qdqbench.quantize.engine.profiles import (
+    LARGEST_BATCH,
+    Profile,
+    bucket_profiles,
+    choose_edges,
+    span_profiles,
+)
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe
@@ -56,7 +62,7 @@ def checked_path(session: Session) -> Path:
 
 def cpu_compute(recipe: Recipe) -> Compute:
     """How an engine for this CPU computes what is not quantized."""
-    return compute_type(backend_of(recipe), find_cpu(), recipe.precision.compute)
+    return choose_compute(backend_of(recipe), find_cpu(), recipe.precision.compute)
 
 
 def graph_bytes(session: Session) -> int:
@@ -78,7 +84,7 @@ def expected_modules(session: Session) -> set[str]:
 def expected_gemms(session: Session) -> list[str]:
     """ONNX MatMul and Gemm nodes that must run in INT8."""
     modules = expected_modules(session)
-    return [name for name in gemm_names(graph_path(session)) if module_of(name) in modules]
+    return [name for name in list_gemms(graph_path(session)) if module_of(name) in modules]
 
 
 def engine_profiles(session: Session) -> list[Any]:
@@ -89,7 +95,7 @@ def engine_profiles(session: Session) -> list[Any]:
     if session.recipe.auto_shapes:
         return auto_profiles(session)
     profiles = recipe_profiles(session.recipe)
-    return [spanning(profiles)] if backend_of(session.recipe) in CPU_BACKENDS else profiles
+    return [span_profiles(profiles)] if backend_of(session.recipe) in CPU_BACKENDS else profiles
 
 
 def recipe_profiles(recipe: Recipe) -> list[Profile]:
@@ -122,7 +128,7 @@ def auto_profiles(session: Session) -> list[Profile]:
     return [Profile((1, 1), (batch, typical), (max(batch, LARGEST_BATCH), longest))]
 
 
-def found_lengths(session: Session) -> Lengths | None:
+def describe_lengths(session: Session) -> Lengths | None:
     """Return lengths, buckets and profiles of a run with `shapes: auto` for its results; None without."""
     if not session.recipe.auto_shapes:
         return None

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from qdqbench.quantize.models.families.known import BERT, family_of
-from qdqbench.quantize.models.identity import says_pooling
-from qdqbench.quantize.models.load import class_names, load_config
+from qdqbench.quantize.models.identity import has_pooling
+from qdqbench.quantize.models.load import load_config, read_class_names
 from qdqbench.quantize.models.pooling import MODES, Pooling
 from qdqbench.quantize.pipeline.session import RunConfig
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, validated
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, validate_recipe
 from qdqbench.quantize.recipe.sections import AUTO
-from qdqbench.quantize.tasks.rows import with_values_of
-from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task, of_embeddings, with_classes
+from qdqbench.quantize.tasks.rows import add_label_values
+from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task, score_embeddings, with_classes
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.utils.errors import UserError
 
@@ -29,7 +29,7 @@ def find_recipe(name: str, model: str | None, revision: str | None = None) -> Re
     return load_recipe(name, lambda: BERT if model is None else family_of(load_config(model, revision)))
 
 
-def adapted(
+def adapt_recipe(
     recipe: Recipe, *, max_length: int | None = None, backend: str | None = None, shapes: str | None = None
 ) -> Recipe:
     """A recipe for what a call asks for beside it; None: as the recipe has it.
@@ -63,7 +63,7 @@ def adapted(
                 max_length if size == longest else min(size, max_length) for size in each["length"]
             ]
         asked.append(f"{max_length} tokens")
-    return validated(data, f"recipe {recipe.name} for {', '.join(asked)}") if asked else recipe
+    return validate_recipe(data, f"recipe {recipe.name} for {', '.join(asked)}") if asked else recipe
 
 
 def find_task(  # noqa: PLR0913
@@ -93,7 +93,7 @@ def find_task(  # noqa: PLR0913
     )
 
 
-def asked_pooling(mode: str | None, normalize: bool) -> Pooling | None:
+def select_pooling(mode: str | None, normalize: bool) -> Pooling | None:
     """What --pooling and --normalize ask for.
 
     Raises:
@@ -108,7 +108,7 @@ def asked_pooling(mode: str | None, normalize: bool) -> Pooling | None:
     return Pooling(mode=mode, normalize=normalize)
 
 
-def run_config(  # noqa: PLR0913
+def make_run_config(  # noqa: PLR0913
     recipe: Recipe,
     *,
     model: str | None = None,
@@ -143,12 +143,12 @@ def run_config(  # noqa: PLR0913
     if revision is not None and model is None:
         raise UserError(f"--revision {revision} belongs to --model with a hub id; give that too")
     if model is not None and chosen.kind.names_classes:
-        chosen = with_classes(chosen, class_names(model, revision, chosen.kind))
+        chosen = with_classes(chosen, read_class_names(model, revision, chosen.kind))
     if model is not None and chosen.kind is CLASSIFICATION:
-        chosen = with_values_of(chosen, data, class_names(model, revision, chosen.kind))
-    asked = asked_pooling(pooling, normalize)
-    if model is not None and (asked or says_pooling(model, revision)):
-        chosen = of_embeddings(chosen, metric or ())
+        chosen = add_label_values(chosen, data, read_class_names(model, revision, chosen.kind))
+    asked = select_pooling(pooling, normalize)
+    if model is not None and (asked or has_pooling(model, revision)):
+        chosen = score_embeddings(chosen, metric or ())
     return RunConfig(
         recipe=recipe,
         model=model,

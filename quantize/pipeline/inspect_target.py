@@ -6,14 +6,14 @@ from pathlib import Path
 
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine import log
-from qdqbench.quantize.engine.facts import graph_of
+from qdqbench.quantize.engine.facts import read_graph
 from qdqbench.quantize.engine.layers import parse_inspector_json, read_table
 from qdqbench.quantize.engine.runtime.cpu import CpuEngine
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar, sidecar_path
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.graph.residuals import residuals
+from qdqbench.quantize.graph.residuals import find_residuals
 from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.pipeline.artifacts import BUILD, Skipped, checked_path, graph_path, read_built
@@ -50,7 +50,7 @@ def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
         elif node.op_type == "Softmax":
             modules[module_of(node.name)] = ModuleInfo("Attention", head_size=64)
             modules[f"{module_of(node.name)}.softmax"] = ModuleInfo("Softmax")
-    added = [found.module for found in residuals(GraphIndex(model))]
+    added = [found.module for found in find_residuals(GraphIndex(model))]
     modules |= {name: ModuleInfo("Residual") for name in added if family.residual_readers(name)}
     prefix = next(iter(modules), "").partition(".")[0]
     plan = resolve(loaded, modules, prefix)
@@ -96,7 +96,7 @@ def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None)
     return found
 
 
-def checked_graph(path: Path) -> tuple[Path, str | None]:
+def find_checked_graph(path: Path) -> tuple[Path, str | None]:
     """The ONNX file that `check` reads, and the recipe that it is held to: of a run directory its own.
 
     Raises:
@@ -111,13 +111,13 @@ def checked_graph(path: Path) -> tuple[Path, str | None]:
     return graph, str(path / "recipe.yaml")
 
 
-def expectations(target: InspectTarget) -> tuple[list[str] | None, int]:
+def count_expected(target: InspectTarget) -> tuple[list[str] | None, int]:
     """ONNX GEMMs, and the number of attentions, that the recipe wants in INT8; (None, 0) without one."""
     if target.onnx is None or target.recipe is None:
         return None, 0
     if not load_recipe(target.recipe).quantizes:
         return [], 0
-    graph, modules = graph_of(target.onnx), recipe_modules(target.onnx, target.recipe)
+    graph, modules = read_graph(target.onnx), recipe_modules(target.onnx, target.recipe)
     gemms = [name for name in (*graph.linears, *graph.products) if module_of(name) in modules]
     return gemms, sum(module_of(name) in modules for name in graph.softmaxes)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.calibration import ptq
-from qdqbench.quantize.calibration.bias import biased
+from qdqbench.quantize.calibration.bias import add_biases_temporarily
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
 from qdqbench.quantize.models.families.known import require_family
 from qdqbench.quantize.models.identity import embedding_notes, model_fingerprint
-from qdqbench.quantize.models.load import class_names, load_model, tokenizer_of, use_tanh_gelu
+from qdqbench.quantize.models.load import load_matching_tokenizer, load_model, read_class_names, use_tanh_gelu
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.models.pooling import Pooling
 from qdqbench.quantize.recipe.plan import Plan, resolve
@@ -134,7 +134,7 @@ class Session:
     @functools.cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The model's fast tokenizer."""
-        return tokenizer_of(self.model_name, self.config.revision, self.config.task.kind)
+        return load_matching_tokenizer(self.model_name, self.config.revision, self.config.task.kind)
 
     @property
     def pad_id(self) -> int:
@@ -172,7 +172,9 @@ class Session:
     @contextmanager
     def fp32_shifted(self) -> Iterator["PreTrainedModel"]:
         """The FP32 model with the shifts of calibration: it answers as before, with INT8's hidden states."""
-        with biased(self.fp32_model, [shift.added for shift in self.ptq_record.shifts.values()]):
+        with add_biases_temporarily(
+            self.fp32_model, [shift.added for shift in self.ptq_record.shifts.values()]
+        ):
             yield self.fp32_model
 
     @functools.cached_property
@@ -261,7 +263,7 @@ class Session:
             report_phase(f"reading {name}")
             split = self.split(name, limit=self.config.limit)
             if task.kind is CLASSIFICATION:
-                require_order(split, task, class_names(self.model_name, self.config.revision, task.kind))
+                require_order(split, task, read_class_names(self.model_name, self.config.revision, task.kind))
             encoded = encode(split, task, self.tokenizer, self.recipe.export.max_length)
             found[name] = split, encoded
             self.warnings += [line for line in encoded.warnings if line not in self.warnings]

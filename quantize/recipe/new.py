@@ -3,13 +3,18 @@
 import re
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.models.detection.detect_layout import ModuleRow, Recognised, inventory, recognise
-from qdqbench.quantize.models.detection.untrained import config_of, untrained
+from qdqbench.quantize.models.detection.detect_layout import (
+    ModuleRow,
+    Recognised,
+    detect_layout,
+    list_modules,
+)
+from qdqbench.quantize.models.detection.untrained import create_untrained, read_model_config
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import BERT, known_family
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, short_yaml
-from qdqbench.quantize.recipe.sections import Layout
-from qdqbench.quantize.recipe.shipped import shipped
+from qdqbench.quantize.recipe.schema import Recipe, dump_short_recipe, load_recipe
+from qdqbench.quantize.recipe.sections import FamilyLayout
+from qdqbench.quantize.recipe.shipped import list_shipped
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import limits_of
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
@@ -42,12 +47,12 @@ def new_recipe(name: str, revision: str | None = None) -> NewRecipe:
     Raises:
         UserError: a model that cannot be used here, or in which no encoder layers were recognised.
     """
-    config = config_of(name, revision)
+    config = read_model_config(name, revision)
     if family := known_family(config.model_type):
-        return _of_known(name, config, family)
-    model = untrained(name, config)
-    found = recognise(model)
-    recipe, notes = _described(found, config, name)
+        return _fit_shipped(name, config, family)
+    model = create_untrained(name, config)
+    found = detect_layout(model)
+    recipe, notes = _add_layout(found, config, name)
     left = [f"# stays in FP16: {module}: {why}" for module, why in found.left.items()]
     head = [
         f"# Written by `qdqbench recipes new` for models of type {config.model_type}.",
@@ -57,33 +62,33 @@ def new_recipe(name: str, revision: str | None = None) -> NewRecipe:
         model=name,
         model_type=config.model_type,
         recipe=recipe.name,
-        text="\n".join([*head, *left, short_yaml(recipe)]),
+        text="\n".join([*head, *left, dump_short_recipe(recipe)]),
         shipped=[],
-        modules=inventory(model, found),
+        modules=list_modules(model, found),
         left=found.left,
         notes=notes,
     )
 
 
-def _of_known(name: str, config: Any, family: Family) -> NewRecipe:
+def _fit_shipped(name: str, config: Any, family: Family) -> NewRecipe:
     """A shipped recipe of a family, fitted to a model."""
-    recipe = _fitted(load_recipe(DEFAULT_RECIPE, lambda: family), config, family, name)
+    recipe = _fit_recipe(load_recipe(DEFAULT_RECIPE, lambda: family), config, family, name)
     return NewRecipe(
         model=name,
         model_type=config.model_type,
         recipe=recipe.name,
-        text=short_yaml(recipe),
-        shipped=[row.recipe for row in shipped(family)],
+        text=dump_short_recipe(recipe),
+        shipped=[row.recipe for row in list_shipped(family)],
         modules=[],
         left={},
         notes=[],
     )
 
 
-def _described(found: Recognised, config: Any, name: str) -> tuple[Recipe, list[str]]:
+def _add_layout(found: Recognised, config: Any, name: str) -> tuple[Recipe, list[str]]:
     """The recipe with the layout, and what its reader should know."""
     family, notes = found.family, []
-    base = _fitted(load_recipe(DEFAULT_RECIPE, lambda: BERT), config, family, name)
+    base = _fit_recipe(load_recipe(DEFAULT_RECIPE, lambda: BERT), config, family, name)
     int8 = {"weights": "int8/per-channel", "input": "int8/per-tensor"}
     rules: list[dict[str, Any]] = [{"match": f"{family.layers}.*", "type": "Linear", **int8}]
     others = [path for path, role in family.linears.items() if role == "other"]
@@ -111,14 +116,14 @@ def _described(found: Recognised, config: Any, name: str) -> tuple[Recipe, list[
     data = base.model_dump(mode="json") | {
         "name": re.sub(r"[^a-z0-9._-]", "-", f"{family.name}-{DEFAULT_RECIPE}".lower()),
         "description": f"Every recognised linear in the layers of {family.name} in INT8; attention in FP16.",
-        "model": {"family": family.name, "layout": Layout.of(family).model_dump(mode="json")},
+        "model": {"family": family.name, "layout": FamilyLayout.of(family).model_dump(mode="json")},
         "rules": rules,
         "calibration": calibration,
     }
     return Recipe.model_validate(data), notes
 
 
-def _fitted(recipe: Recipe, config: Any, family: Family, name: str) -> Recipe:
+def _fit_recipe(recipe: Recipe, config: Any, family: Family, name: str) -> Recipe:
     """A recipe whose lengths and activation are those of a model.
 
     Raises:
@@ -139,7 +144,7 @@ def _fitted(recipe: Recipe, config: Any, family: Family, name: str) -> Recipe:
     return Recipe.model_validate(data)
 
 
-def new_lines(new: NewRecipe) -> "Group":
+def render_new(new: NewRecipe) -> "Group":
     """What was recognised, as a rich renderable."""
     from rich.console import Group
     from rich.table import Table

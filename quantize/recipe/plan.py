@@ -59,7 +59,7 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
             not have.
     """
     family = family_named(recipe.model.family)
-    if unmatched := [rule for rule in recipe.rules if not matched(rule, modules, prefix)]:
+    if unmatched := [rule for rule in recipe.rules if not match_modules(rule, modules, prefix)]:
         raise UserError("; ".join(_unmatched(rule, modules, prefix) for rule in unmatched))
     formats: dict[str, str] = {}
     if recipe.attention == "int8":
@@ -67,7 +67,7 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
     for rule in recipe.rules:
         target = _target(rule)
         if target and (rule.type, target) != ("Residual", "int8"):  # that is nothing for the modules inside
-            formats.update(dict.fromkeys(matched(rule, modules, prefix), target))
+            formats.update(dict.fromkeys(match_modules(rule, modules, prefix), target))
     linears = [name for name, info in modules.items() if info.kind == "Linear"]
     family.require_known(linears)
     inherited = {name: _inherited(name, formats) for name in modules}
@@ -107,7 +107,7 @@ def _scaling(
     for rule in (rule for rule in recipe.rules if rule.refines):
         changes = {"method": rule.method, "weights": rule.weights_method, "smoothing": rule.smoothing}
         given: Any = {key: value for key, value in changes.items() if value is not None}
-        names = [name for name in matched(rule, modules, prefix) if name in found]
+        names = [name for name in match_modules(rule, modules, prefix) if name in found]
         idle += [] if names else [rule.match]
         found.update({name: replace(found[name], **given) for name in names})
     if idle:
@@ -118,7 +118,7 @@ def _scaling(
     return found
 
 
-def matched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "") -> list[str]:
+def match_modules(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "") -> list[str]:
     """Names that a rule applies to: pattern and type both hold."""
     kind = rule.type or ("Linear" if rule.weights else None)
     return [
@@ -192,7 +192,7 @@ def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: s
     formats: dict[str, str] = dict.fromkeys(known, recipe.residual)
     for rule in recipe.rules:
         if rule.precision and rule.type in (None, "Residual"):
-            names = [name for name in matched(rule, modules, prefix) if name in formats]
+            names = [name for name in match_modules(rule, modules, prefix) if name in formats]
             formats.update(dict.fromkeys(names, rule.precision))
     return tuple(name for name in known if formats[name] == "int8")
 
@@ -247,33 +247,37 @@ def _require_quantized_outputs(plan: Plan) -> None:
         )
 
 
-def straight(plan: Plan) -> list[str]:
+def folds_kv_bias(plan: Plan) -> list[str]:
     """INT8 attentions whose k and v have linears of their own with one weight scale."""
-    return [] if _why_kept(plan) else _meant(plan)
+    return [] if _why_kept(plan) else _list_unscaled_kv(plan)
 
 
-def shifted(plan: Plan) -> dict[str, str]:
+def folds_q_bias(plan: Plan) -> dict[str, str]:
     """Those of them whose q has one weight scale too, with the module whose bias can shift what all read."""
     linears = {*plan.int8, *plan.high}
-    found = {name: plan.family.read_by(name, linears) for name in straight(plan)}
+    found = {name: plan.family.read_by(name, linears) for name in folds_kv_bias(plan)}
     return {name: by for name, by in found.items() if by and _one_scale(plan, name, "query")}
 
 
-def merged(plan: Plan) -> list[str]:
+def shares_qkv_scales(plan: Plan) -> list[str]:
     """Those of them whose q, k and v share all scales, so that an engine makes one GEMM of the three."""
-    return [*shifted(plan)] if plan.merge_qkv else []
+    return [*folds_q_bias(plan)] if plan.merge_qkv else []
 
 
-def straight_linears(plan: Plan) -> set[str]:
+def list_bias_free_linears(plan: Plan) -> set[str]:
     """The linears that have neither scales nor a bias behind their GEMM."""
-    found = {linear for name in straight(plan) for linear in linears_of(plan, name, "key", "value")}
-    return found.union(*(linears_of(plan, name, "query") for name in shifted(plan)))
+    found = {linear for name in folds_kv_bias(plan) for linear in get_linears(plan, name, "key", "value")}
+    return found.union(*(get_linears(plan, name, "query") for name in folds_q_bias(plan)))
 
 
-def notes_on(plan: Plan) -> list[str]:
+def note_kept_biases(plan: Plan) -> list[str]:
     """Says which of q, k and v have one weight scale and keep their biases all the same, and why."""
-    why, which, whole = _why_kept(plan), "q, k and v", shifted(plan)
-    lost = [name for name in _meant(plan) if why or (_one_scale(plan, name, "query") and name not in whole)]
+    why, which, whole = _why_kept(plan), "q, k and v", folds_q_bias(plan)
+    lost = [
+        name
+        for name in _list_unscaled_kv(plan)
+        if why or (_one_scale(plan, name, "query") and name not in whole)
+    ]
     if not why:
         which, why = "q", "what makes its input is not known"
         if plan.family.shared_layers:
@@ -283,12 +287,12 @@ def notes_on(plan: Plan) -> list[str]:
     return [f"{said}so that a kernel stands between GEMM and attention: {why}"] if lost else []
 
 
-def linears_of(plan: Plan, attention: str, *roles: Role) -> list[str]:
+def get_linears(plan: Plan, attention: str, *roles: Role) -> list[str]:
     """Linears of an attention by their roles."""
     return [plan.family.made_by(attention, role).linear for role in roles]
 
 
-def _meant(plan: Plan) -> list[str]:
+def _list_unscaled_kv(plan: Plan) -> list[str]:
     """INT8 attentions whose k and v have linears of their own with one weight scale."""
     return [name for name in plan.attention if all(_one_scale(plan, name, role) for role in ("key", "value"))]
 

@@ -165,10 +165,10 @@ def parse_recipe(text: str, source: str) -> Recipe:
         raise UserError(f"{source} is not valid recipe YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise UserError(f"{source} holds no recipe: expected keys like version, name and rules at top level")
-    return validated(data, source)
+    return validate_recipe(data, source)
 
 
-def validated(data: Any, source: str) -> Recipe:
+def validate_recipe(data: Any, source: str) -> Recipe:
     """A recipe from what its YAML holds; arguments and errors as `parse_recipe`."""
     try:
         return Recipe.model_validate(data)
@@ -251,7 +251,7 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
 
 
-def short_yaml(recipe: Recipe) -> str:
+def dump_short_recipe(recipe: Recipe) -> str:
     """YAML with what differs from the defaults; parses back to the same recipe."""
     data = recipe.model_dump(mode="json", exclude_defaults=True)
     kept: dict[str, Any] = {"version": recipe.version, "name": recipe.name}

@@ -14,12 +14,12 @@ RESAMPLES = 1000
 BLOCK = 1 << 20  # resampled counts held at a time (8 MiB)
 
 
-def against(task: Task, gold: Gold, reference: Floats) -> Gold:
+def select_reference(task: Task, gold: Gold, reference: Floats) -> Gold:
     """What answers are scored against: FP32's answers [answers, width] where there are no labels."""
     return gold if task.kind.labelled else reference
 
 
-def predictions(task: Task, answers: Floats, gold: Gold) -> Array:
+def predict(task: Task, answers: Floats, gold: Gold) -> Array:
     """What is scored of each sample, [samples]: of a classification the class, of a regression the score.
 
     Args:
@@ -50,13 +50,13 @@ def compute(task: Task, answers: Floats, gold: Gold) -> dict[str, float]:
 
     Args:
         answers: float32 [answers, width].
-        gold: as `predictions` takes it.
+        gold: as `predict` takes it.
 
     Raises:
         CheckFailed: wrong shape, NaN or infinite answers.
         UserError: a correlation with labels that are all equal.
     """
-    table = task.kind.table(predictions(task, answers, gold), gold)
+    table = task.kind.table(predict(task, answers, gold), gold)
     return {name: task.kind.metrics[name].value(table) for name in task.metrics}
 
 
@@ -70,7 +70,7 @@ def stderr(
 
     Args and errors as in `compute`; `seed` seeds the draws.
     """
-    predicted = predictions(task, answers, gold)
+    predicted = predict(task, answers, gold)
     table, found = task.kind.table(predicted, gold), {}
     drawn = bootstrap(task, gold, [predicted], seed=seed, resamples=resamples)
     for name, values in drawn.items():
@@ -91,8 +91,8 @@ def bootstrap(
     `python -m timeit -s "import numpy, sklearn.metrics as m; y = numpy.arange(1500) % 2" "m.f1_score(y, y)"`
 
     Args:
-        gold: as `predictions` takes it.
-        systems: Predictions of each system, [samples] each, as `predictions` returns them.
+        gold: as `predict` takes it.
+        systems: Predictions of each system, [samples] each, as `predict` returns them.
 
     Returns:
         By metric, float64 [systems, resamples].

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from qdqbench.quantize.tasks.sources import Split, read_split
-from qdqbench.quantize.tasks.task import GLUE, Task, nearest, with_classes
+from qdqbench.quantize.tasks.task import GLUE, Task, find_nearest, with_classes
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, NUMBERS
-from qdqbench.quantize.tasks.types.encoded import Encoded, Layout, Units
+from qdqbench.quantize.tasks.types.encoded import Encoded, RowLayout, Units
 from qdqbench.quantize.tasks.types.tokens import class_names
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import UserError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MOST_VALUES = 1000  # different texts up to which a column may be one of classes
 
 
-def with_values_of(task: Task, source: str, classes: Sequence[str] = ()) -> Task:
+def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Task:
     """A classification of one's own, with the values of its label column by class number.
 
     Texts are matched with the names of the model's classes, whatever their case; where these are others, they
@@ -50,7 +50,7 @@ def with_values_of(task: Task, source: str, classes: Sequence[str] = ()) -> Task
         found |= {str(value) for value in column.unique().to_pylist() if value is not None}
     if not found:
         return task
-    values = _by_name(found, classes) if texts else _from_one(found, task.num_labels)
+    values = _order_by_name(found, classes) if texts else _number_from_one(found, task.num_labels)
     if texts and not 2 <= len(values) <= MOST_VALUES:
         raise UserError(
             f"the labels (column {task.label_column!r}) of {source} are {len(values)} different texts, not "
@@ -64,7 +64,7 @@ def with_values_of(task: Task, source: str, classes: Sequence[str] = ()) -> Task
     return task.model_copy(update={"values": values})
 
 
-def _by_name(found: set[str], classes: Sequence[str]) -> tuple[str, ...]:
+def _order_by_name(found: set[str], classes: Sequence[str]) -> tuple[str, ...]:
     """Texts by class number: the model's, where each is one of its names, else in sorted order."""
     spelled = {text.strip().lower(): text for text in found}
     names = [name.strip().lower() for name in classes]
@@ -73,18 +73,18 @@ def _by_name(found: set[str], classes: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _from_one(found: set[str], count: int) -> tuple[str, ...]:
+def _number_from_one(found: set[str], count: int) -> tuple[str, ...]:
     """Numbers by class number where they go from 1 to the number of classes; empty where they do not."""
     whole = {int(value) for value in found}
     ours = whole and min(whole) >= 1 and max(whole) == count
     return tuple(str(number) for number in range(1, count + 1)) if ours else ()
 
 
-def numbered(split: Split, task: Task) -> tuple["datasets.Dataset", str]:
+def number_labels(split: Split, task: Task) -> tuple["datasets.Dataset", str]:
     """A split with the class numbers of its labels, and the note of what is which.
 
     Raises:
-        UserError: a label that `with_values_of` did not see.
+        UserError: a label that `add_label_values` did not see.
     """
     dataset, column = split.dataset, task.label_column
     values = [None if each is None else str(each) for each in dataset.data.column(column).to_pylist()]
@@ -139,7 +139,7 @@ def load_split(  # noqa: PLR0913
     columns = _check_columns(loaded, task, labelled)
     dataset, told = loaded.dataset.select_columns(columns), list[str]()
     if labelled and task.values:
-        dataset, note = numbered(replace(loaded, dataset=dataset), task)
+        dataset, note = number_labels(replace(loaded, dataset=dataset), task)
         told.append(note)
     _check_texts(dataset, task, loaded.source)
     if labelled:
@@ -148,14 +148,14 @@ def load_split(  # noqa: PLR0913
     if limit is not None and limit > loaded.rows:
         notes.append(f"{limit} samples asked for, split {split!r} has {loaded.rows}")
     dataset = _ordered(dataset, task, seed)
-    kept = loaded.rows if limit is None else whole(dataset, task, min(limit, loaded.rows))
+    kept = loaded.rows if limit is None else complete_samples(dataset, task, min(limit, loaded.rows))
     dataset = dataset.select(range(kept))
     if kept < loaded.rows and seed is None:  # a draw is asked for, a cut must be seen
         notes.append(f"the first {kept} of {loaded.rows} rows of split {split!r}")
     return Split(dataset, loaded.source, loaded.fingerprint, loaded.rows, tuple(notes), tuple(warnings))
 
 
-def with_classes_of(task: Task, source: str) -> Task:
+def add_tag_classes(task: Task, source: str) -> Task:
     """A task with the classes that the tags of its train split name.
 
     Raises:
@@ -178,14 +178,14 @@ def with_classes_of(task: Task, source: str) -> Task:
     return with_classes(task, names)
 
 
-def samples_of(dataset: "datasets.Dataset", task: Task) -> Int64:
+def list_samples(dataset: "datasets.Dataset", task: Task) -> Int64:
     """The sample of each row of a data set, [rows]."""
     return np.arange(len(dataset)) if task.kind.groups is None else task.kind.groups(dataset, task)
 
 
-def whole(dataset: "datasets.Dataset", task: Task, rows: int) -> int:
+def complete_samples(dataset: "datasets.Dataset", task: Task, rows: int) -> int:
     """Rows of all samples that the first rows are of; the rows of a sample stand together."""
-    samples = samples_of(dataset, task)
+    samples = list_samples(dataset, task)
     return rows if rows >= len(samples) else int(np.searchsorted(samples, samples[rows - 1], side="right"))
 
 
@@ -193,7 +193,7 @@ def _ordered(dataset: "datasets.Dataset", task: Task, seed: int | None) -> "data
     """The samples as they come, or shuffled, with the rows of each together."""
     if seed is None and task.kind.groups is None:
         return dataset
-    samples = samples_of(dataset, task)
+    samples = list_samples(dataset, task)
     count = int(samples.max()) + 1
     order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
     return dataset.select(np.argsort(np.argsort(order)[samples], kind="stable"))
@@ -203,7 +203,11 @@ def _check_columns(split: Split, task: Task, labelled: bool) -> list[str]:
     wanted = [*task.text_columns, *([task.label_column] if labelled else [])]
     there = split.dataset.column_names
     if missing := [name for name in wanted if name not in there]:
-        hint = ", ".join(f"{name} (nearest: {nearest(name, there)})" for name in missing) if there else "any"
+        hint = (
+            ", ".join(f"{name} (nearest: {find_nearest(name, there)})" for name in missing)
+            if there
+            else "any"
+        )
         raise UserError(
             f"{split.source} has no column {hint}; its columns are {', '.join(there)}; name yours with "
             "--text-column and --label-column, or give the data of this --task"
@@ -351,8 +355,8 @@ def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded
         rows.append(row._replace(coded=None))  # large
         if kind.units is not None:
             units.append(kind.units(row.coded))
-    samples = samples_of(split.dataset, task)[[row.sample for row in rows]]
-    made = kind.targets(split.dataset, task, Layout(samples, units))
+    samples = list_samples(split.dataset, task)[[row.sample for row in rows]]
+    made = kind.targets(split.dataset, task, RowLayout(samples, units))
     return Encoded(
         input_ids=[row.input_ids for row in rows],
         token_type_ids=[row.token_type_ids for row in rows],

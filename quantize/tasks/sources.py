@@ -47,7 +47,7 @@ def read_lines(paths: Sequence[Path]) -> list[str]:
     return lines
 
 
-def distinct(texts: Sequence[str | None], source: str) -> tuple[list[str], list[str]]:
+def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str], list[str]]:
     """Each text with a word once, in the order of its first place, and notes on what was left out.
 
     The same text twice would be its own nearest neighbour, and could calibrate what it judges.
@@ -67,7 +67,7 @@ def distinct(texts: Sequence[str | None], source: str) -> tuple[list[str], list[
     return [*first.values()], notes
 
 
-def half(texts: Sequence[str], names: tuple[str, str], asked: str, source: str) -> list[str]:
+def draw_half(texts: Sequence[str], names: tuple[str, str], asked: str, source: str) -> list[str]:
     """One of the halves of a single file: a seeded draw of its texts, in their order.
 
     The draw is of the file alone, so both halves are the same in every run.
@@ -91,7 +91,7 @@ def half(texts: Sequence[str], names: tuple[str, str], asked: str, source: str) 
     return [texts[row] for row in np.sort(order[:first] if asked == names[0] else order[first:])]
 
 
-def as_dataset(texts: list[str], column: str) -> "datasets.Dataset":
+def make_dataset(texts: list[str], column: str) -> "datasets.Dataset":
     """Texts as the only column of a dataset."""
     import datasets
 
@@ -153,8 +153,8 @@ def read_table(
             )
     except Exception as error:  # the readers raise ArrowInvalid, DatasetGenerationError, even StopIteration
         raise UserError(
-            f"cannot read {names} as {kind} ({innermost(error)}); it has no rows, another form than its name "
-            "says, or is damaged"
+            f"cannot read {names} as {kind} ({find_root_cause(error)}); it has no rows, another form than "
+            "its name says, or is damaged"
         ) from error
     if "__index_level_0__" in dataset.column_names:
         raise UserError(
@@ -164,7 +164,7 @@ def read_table(
     return dataset, notes, warnings
 
 
-def innermost(error: BaseException) -> str:
+def find_root_cause(error: BaseException) -> str:
     """The innermost cause, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -200,7 +200,7 @@ def _encoding(path: Path) -> str:
     return "utf-8-sig" if start.startswith(codecs.BOM_UTF8) else "utf-8"
 
 
-def part_of_one_file(samples: Any, *, judged: bool) -> Any:
+def draw_part(samples: Any, *, judged: bool) -> Any:
     """Rows of a single file that train, or that are judged, ascending: a draw of samples, always the same.
 
     Args:
@@ -238,20 +238,20 @@ def read_split(task: Task, source: str, split: str) -> Split:
     Raises:
         UserError: nothing found, or unreadable.
     """
-    if from_hub(source):
+    if is_hub_source(source):
         found = _load_hub(task, source, split)
     else:
         found = _load_files(task, *_find_files(task, Path(source), split))
     if task.kind.labelled:
-        return _part(found, task, split) if not from_hub(source) and Path(source).is_file() else found
+        return _part(found, task, split) if not is_hub_source(source) and Path(source).is_file() else found
     column, dataset = task.text_columns[0], found.dataset
     if column not in dataset.column_names or "string" not in str(dataset.data.column(column).type):
         return found  # the caller says what is wrong
-    texts, left_out = distinct(dataset.data.column(column).to_pylist(), found.source)
+    texts, left_out = drop_duplicates(dataset.data.column(column).to_pylist(), found.source)
     if Path(source).is_file():
-        texts = half(texts, (task.train_split, task.eval_splits[0]), split, source)
+        texts = draw_half(texts, (task.train_split, task.eval_splits[0]), split, source)
     return replace(
-        found, dataset=as_dataset(texts, column), rows=len(texts), warnings=(*found.warnings, *left_out)
+        found, dataset=make_dataset(texts, column), rows=len(texts), warnings=(*found.warnings, *left_out)
     )
 
 
@@ -260,7 +260,7 @@ def _part(found: Split, task: Task, split: str) -> Split:
     columns = found.dataset.column_names
     grouped = task.kind.groups is not None and {*task.text_columns, task.label_column} <= {*columns}
     samples = task.kind.groups(found.dataset, task) if grouped else np.arange(found.rows)  # type: ignore[misc]
-    rows = part_of_one_file(samples, judged=split != task.train_split)
+    rows = draw_part(samples, judged=split != task.train_split)
     if not len(rows):
         raise UserError(
             f"{found.source} is one file of {found.rows} rows, too few for one part that is evaluated on and "
@@ -286,10 +286,10 @@ def has_only_texts(task: Task, source: str, split: str) -> bool:
     Raises:
         UserError: nothing found.
     """
-    return not from_hub(source) and _find_files(task, Path(source), split)[0][0].suffix == ".txt"
+    return not is_hub_source(source) and _find_files(task, Path(source), split)[0][0].suffix == ".txt"
 
 
-def from_hub(source: str) -> bool:
+def is_hub_source(source: str) -> bool:
     """Whether a source is `hub[:OWNER/NAME[:CONFIG]][@REVISION]` rather than a folder."""
     return source == "hub" or source.startswith(("hub:", "hub@"))
 
@@ -323,7 +323,7 @@ def source_commit(task: Task, source: str) -> str | None:
     Raises:
         UserError: it names no set, or the commit cannot be found out.
     """
-    if not from_hub(source):
+    if not is_hub_source(source):
         return None
     repository, _, revision = _hub_set(task, source)
     try:
@@ -345,8 +345,8 @@ def _load_hub(task: Task, source: str, split: str) -> Split:
             dataset = datasets.load_dataset(repository, config or None, split=split, revision=commit)
     except Exception as error:  # the hub's clients raise OSError, ValueError, RuntimeError, httpx errors, ...
         raise UserError(
-            f"cannot load split {split!r} of {name} from the hub ({innermost(error)}); check the name and "
-            "the connection, or give --data FOLDER with the files"
+            f"cannot load split {split!r} of {name} from the hub ({find_root_cause(error)}); check the name "
+            "and the connection, or give --data FOLDER with the files"
         ) from error
     fingerprint = f"{dataset._fingerprint} {commit}"
     return Split(dataset, f"hub {name}, split {split}", fingerprint, len(dataset))
@@ -356,7 +356,7 @@ def _load_files(task: Task, paths: list[Path], warnings: list[str]) -> Split:
     notes = list[str]()
     names, kind = ", ".join(str(path) for path in paths), FORMATS[paths[0].suffix]
     if kind == "text":
-        dataset = as_dataset(read_lines(paths), task.text_columns[0])
+        dataset = make_dataset(read_lines(paths), task.text_columns[0])
     else:
         dataset, notes, doubts = read_table(task, paths, kind, _cache_folder())
         warnings = [*warnings, *doubts]
@@ -430,7 +430,7 @@ def source_fingerprint(task: Task, source: str, split: str) -> str:
     Raises:
         UserError: nothing found.
     """
-    if from_hub(source):
+    if is_hub_source(source):
         return f"{source} {split} {source_commit(task, source)}"
     paths, _ = _find_files(task, Path(source), split)
     return " ".join(files.sha256(path) for path in paths)

@@ -129,7 +129,7 @@ def with_classes(task: Task, names: Sequence[str]) -> Task:
     return task.model_copy(update={"classes": tuple(names), "num_labels": len(names)})
 
 
-def by_split(splits: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def merge_splits(splits: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Numbers by metric of all evaluation splits as one mapping; names of the second end with `SECOND`."""
     return {
         f"{name}{SECOND if position else ''}": value
@@ -138,7 +138,7 @@ def by_split(splits: Iterable[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def find_nearest(name: str, known: Iterable[str]) -> str:
     """The known name that looks most like `name`."""
     return difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
 
@@ -180,8 +180,8 @@ def get_task(
             fields["metrics"] = KNOWN[name].metrics if kind is KNOWN[name].kind else kind.default_metrics
     elif not text_columns:
         raise UserError(
-            f"unknown task {name!r}, nearest is {nearest(name, KNOWN)!r}; choose one of {', '.join(KNOWN)}, "
-            "or name the columns of your own set with --text-column (twice for pairs), --label-column and "
+            f"unknown task {name!r}, nearest is {find_nearest(name, KNOWN)!r}; choose one of "
+            f"{', '.join(KNOWN)}, or name the columns of your own set with --text-column (twice for pairs), --label-column and "
             "--num-labels"
         )
     elif num_labels is None:
@@ -227,7 +227,7 @@ def _check_fields(task: Task) -> None:
         )
 
 
-def of_embeddings(task: Task, metrics: Sequence[str]) -> Task:
+def score_embeddings(task: Task, metrics: Sequence[str]) -> Task:
     """A task as it judges embeddings: a score of pairs by the cosine of their texts.
 
     Args:

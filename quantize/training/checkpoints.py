@@ -22,7 +22,7 @@ WEIGHTS = "model.safetensors"
 KEPT = 2  # the last, and the one before it in case the last is damaged; their best are kept as well
 
 
-class _Manifest(Strict):
+class _CheckpointManifest(Strict):
     schema_version: Literal[1] = 1
     identity: dict[str, Any]  # what the run is of, as JSON values
     state: dict[str, Any]  # of the training loop
@@ -60,7 +60,7 @@ def save_checkpoint(
     Raises:
         UserError: it cannot be written.
     """
-    final = at(folder, step)
+    final = get_checkpoint_folder(folder, step)
     temporary = folder / f".{final.name}.tmp"
 
     def prepare() -> None:
@@ -69,14 +69,17 @@ def save_checkpoint(
 
     def finish() -> None:
         hashes = {path.name: files.sha256(path) for path in sorted(temporary.iterdir())}
-        written = _Manifest(identity=identity, state=state, files=hashes)
+        written = _CheckpointManifest(identity=identity, state=state, files=hashes)
         files.write_json(temporary / CHECKPOINT_FILE, written.model_dump(mode="json"))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         # later ones were passed over as damaged
         kept = [path for path in _all(folder) if path.name <= final.name][:KEPT]
         known = filter(None, map(_manifest, kept))
-        for other in set(_all(folder)) - {*kept, *(at(folder, each.best_step) for each in known)}:
+        for other in set(_all(folder)) - {
+            *kept,
+            *(get_checkpoint_folder(folder, each.best_step) for each in known),
+        }:
             shutil.rmtree(other)
 
     main = accelerator.is_main_process
@@ -85,12 +88,12 @@ def save_checkpoint(
     _together(accelerator, folder, finish if main else None)
 
 
-def at(folder: Path, step: int) -> Path:
+def get_checkpoint_folder(folder: Path, step: int) -> Path:
     """Folder of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
-def find(folder: Path, identity: dict[str, Any], notes: list[str]) -> Checkpoint | None:
+def find_checkpoint(folder: Path, identity: dict[str, Any], notes: list[str]) -> Checkpoint | None:
     """The last whole checkpoint of a run, if any.
 
     Args:
@@ -106,7 +109,7 @@ def find(folder: Path, identity: dict[str, Any], notes: list[str]) -> Checkpoint
             _require_same(found, manifest.identity, identity)
         bad = _damaged(found)
         if manifest is not None and not bad:
-            best = at(folder, manifest.best_step)
+            best = get_checkpoint_folder(folder, manifest.best_step)
             bad = [f"{best.name}/{name}" for name in _damaged(best)]  # the run would end without weights
             if not bad:
                 return Checkpoint(found, manifest.state)
@@ -147,10 +150,10 @@ def _all(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
 
 
-def _manifest(folder: Path) -> _Manifest | None:
+def _manifest(folder: Path) -> _CheckpointManifest | None:
     """What a checkpoint says of itself; None where that cannot be read."""
     try:
-        return read(folder / CHECKPOINT_FILE, _Manifest, "checkpoint", "go on from another")
+        return read(folder / CHECKPOINT_FILE, _CheckpointManifest, "checkpoint", "go on from another")
     except UserError:
         return None
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.training.loop import Trained
-from qdqbench.quantize.training.processes import precision_here
+from qdqbench.quantize.training.processes import resolve_precision
 from qdqbench.quantize.training.rows import TrainingData, total_steps
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -21,7 +21,7 @@ RECORD = "training.json"
 CHECKPOINTS = "checkpoints"
 
 
-def blank_run(settings: Training, data: TrainingData, accelerator: "Accelerator") -> TrainingRun:
+def start_record(settings: Training, data: TrainingData, accelerator: "Accelerator") -> TrainingRun:
     """The record of a run that is about to begin."""
     import torch
 
@@ -30,7 +30,7 @@ def blank_run(settings: Training, data: TrainingData, accelerator: "Accelerator"
         seed=settings.seed,
         status="done",
         settings=settings.model_dump(mode="json"),
-        precision=precision_here(settings.precision),
+        precision=resolve_precision(settings.precision),
         device=torch.cuda.get_device_name(accelerator.device) if cuda else "CPU",
         processes=accelerator.num_processes,
         rows=len(data.rows),
@@ -39,7 +39,7 @@ def blank_run(settings: Training, data: TrainingData, accelerator: "Accelerator"
     )
 
 
-def finished(run: TrainingRun, outcome: Trained) -> TrainingRun:
+def complete_record(run: TrainingRun, outcome: Trained) -> TrainingRun:
     """The record with what came of it."""
     return run.model_copy(
         update={

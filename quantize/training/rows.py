@@ -65,7 +65,7 @@ def epoch_batches(data: TrainingData, batch_size: int, seed: int, epoch: int) ->
     return [batches[index] for index in generator.permutation(len(batches))]
 
 
-def shares(rows: Int64, rank: int, world: int, accumulate: int) -> list[Int64]:
+def split_batch(rows: Int64, rank: int, world: int, accumulate: int) -> list[Int64]:
     """The parts of a global batch that one process goes through before it steps; none of them is empty.
 
     Every process has at least one row: where the batch is too short for all, the others get its first row,

@@ -191,7 +191,7 @@ def test_the_runtime_cache_is_kept_in_the_run_directory(run, tmp_path):
 def test_several_profiles(linears, tmp_path):
     """Each shape in the profile that is made for it, against ONNX Runtime, with memory for each."""
     from qdqbench.eval.metrics.runners import onnxruntime_runner
-    from qdqbench.quantize.engine.build import build, gemm_names
+    from qdqbench.quantize.engine.build import build, list_gemms
     from qdqbench.quantize.engine.profiles import Profile
     from qdqbench.quantize.engine.runtime.engine import Engine
     from qdqbench.quantize.engine.runtime.opened import EngineRunner
@@ -203,7 +203,7 @@ def test_several_profiles(linears, tmp_path):
         tmp_path / "x.engine",
         backend=results(linears)["engine"]["backend"],
         profiles=profiles,
-        expected_gemms=gemm_names(onnx)[:1],
+        expected_gemms=list_gemms(onnx)[:1],
         expected_attention=0,
         timing_cache=tmp_path / "timing.cache",
     )

@@ -12,8 +12,8 @@ import yaml
 from qdqbench.cli.app import app
 from qdqbench.quantize.models.families import known
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe, parse_recipe, shipped_recipes
-from qdqbench.quantize.recipe.shipped import fastest, figures
-from qdqbench.quantize.recipe.shipped import start_with as start_by_device
+from qdqbench.quantize.recipe.shipped import choose_start as start_by_device
+from qdqbench.quantize.recipe.shipped import find_fastest, read_figures
 from qdqbench.quantize.tasks.task import get_task
 
 from ..support.unknown import config_for
@@ -99,13 +99,15 @@ def test_the_readme_is_one_short_page():
 def test_the_figure_of_the_readme_is_measured():
     """The recipe to start with on a GPU, at all shapes that were timed, and its largest loss."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    chosen = fastest("gpu", figures())
-    (figure,) = (each for each in figures() if (each.recipe, each.device) == (chosen, "gpu"))
+    chosen = find_fastest("gpu", read_figures())
+    (figure,) = (each for each in read_figures() if (each.recipe, each.device) == (chosen, "gpu"))
     said = text[text.index("**BERT-base with ") :].partition("## ")[0]
     assert said.startswith(f"**BERT-base with `{chosen}` is ")
     speeds = {f"{row.value:.2f}x" for row in figure.speed if row.model == "bert-base"}
     speeds |= {f"{row.value:.2f}x" for row in figure.speed if (row.model, row.batch) == ("bert-large", 128)}
-    (other,) = (each for each in figures() if (each.recipe, each.device) == ("bert-int8-residual", "gpu"))
+    (other,) = (
+        each for each in read_figures() if (each.recipe, each.device) == ("bert-int8-residual", "gpu")
+    )
     speeds |= {f"{row.value:.2f}x" for row in other.speed if (row.model, row.batch) == ("bert-base", 128)}
     assert f"on MRPC it lost {-other.worst.points:.2f} ± {other.worst.stderr:.2f} points" in said
     assert (other.worst.task, other.worst.n) == ("mrpc", figure.worst.n)

@@ -285,7 +285,7 @@ def test_what_is_trained_has_a_gradient(trained, tmp_path, logits):
     session = again(trained, tmp_path)
     parts = Distill(logits=logits, hidden=1.0)
     settings = session.recipe.qat.model_copy(update={"amax": "learned", "distill": parts})
-    data, _ = qat_job.training_data(session, settings)
+    data, _ = qat_job.load_training_data(session, settings)
     model = qat_job.prepare_student(session, settings)
     job = qat_job.new_job(session, settings, new_accelerator("fp32"), model, data)
     _, batch = data.batch(data.rows[:4])

@@ -13,8 +13,8 @@ from qdqbench.eval.metrics.logits import read_answers
 from qdqbench.eval.reporting.formats import model_label
 from qdqbench.eval.runs.compare.results import ComparedRun, RunLatency
 from qdqbench.eval.runs.report.verdict import last_measured, quantized_file
-from qdqbench.quantize.models.load import class_names
-from qdqbench.quantize.pipeline.pipeline import finished
+from qdqbench.quantize.models.load import read_class_names
+from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
@@ -67,7 +67,7 @@ class LoadedRun:
         if self.task.classes:
             return list(self.task.classes)
         try:
-            return class_names(self.session.model_name, self.config.revision, self.task.kind)
+            return read_class_names(self.session.model_name, self.config.revision, self.task.kind)
         except UserError:
             return [str(number) for number in range(self.task.num_labels)]
 
@@ -160,7 +160,7 @@ def _answers_file(folder: Path, stage: str) -> Path:
     """
     name = f"logits/{stage}.npz"
     path = folder / name
-    recorded = {done.outputs[name] for done in finished(folder).values() if name in done.outputs}
+    recorded = {done.outputs[name] for done in read_finished(folder).values() if name in done.outputs}
     if recorded and path.is_file() and files.sha256(path) not in recorded:
         raise UserError(f"{path} changed after its stage; run `qdqbench evaluate {folder}` again")
     return path

@@ -27,7 +27,7 @@ from qdqbench.eval.reporting.svg import (
     log_scale,
     svg_of,
 )
-from qdqbench.quantize.engine.layers import computing_rows, is_int8
+from qdqbench.quantize.engine.layers import find_computing_rows, is_int8
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.models.families.any_family import PARTS, adds_behind_attention, part_of
 from qdqbench.quantize.utils.comparison import COSINE_EDGES, Agreement
@@ -129,7 +129,7 @@ def _measured(results: Results) -> dict[str, GridCell]:
     computing: dict[str, list[LayerRow]] = {module: [] for module in linears}
     layers = results.engine.layers
     matmuls = {node for row in layers for node in row.onnx if _MATMUL.search(node)}
-    for node, copies in computing_rows(layers, matmuls).items():
+    for node, copies in find_computing_rows(layers, matmuls).items():
         computing.setdefault(module_of(node), []).extend(chain.from_iterable(copies))
     wrong = {module_of(node) for node in results.engine.not_int8}
     cells = {}

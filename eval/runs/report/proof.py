@@ -22,7 +22,7 @@ from qdqbench.eval.reporting.document import (
 from qdqbench.eval.reporting.formats import label
 from qdqbench.eval.runs.report import charts
 from qdqbench.eval.runs.report.verdict import nearest_text, part_text, worst_first
-from qdqbench.quantize.engine.facts import facts_of
+from qdqbench.quantize.engine.facts import collect_facts
 from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, Parity
 from qdqbench.quantize.utils.results import EngineResult, Results, Verification
 
@@ -118,7 +118,7 @@ def _precision_text(results: Results, engine: EngineResult | None) -> Block:
 
 
 def _kernel_blocks(engine: EngineResult) -> list[Block]:
-    facts = facts_of(engine.layers)
+    facts = collect_facts(engine.layers)
     several = facts.profiles > 1
     counts = ", ".join(f"{count} {kind}" for kind, count in facts.kernels.most_common())
     rows = [

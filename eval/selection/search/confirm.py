@@ -26,14 +26,14 @@ from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_
 from qdqbench.quantize.engine.runtime.opened import open_runner
 from qdqbench.quantize.pipeline.artifacts import backend_of
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes, short_yaml
+from qdqbench.quantize.recipe.schema import Recipe, dump_short_recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.limits import INT8_RESIDUALS
 from qdqbench.quantize.utils.speedup import Speedup
-from qdqbench.quantize.utils.system.environment import environment, now, versions
+from qdqbench.quantize.utils.system.environment import describe_environment, now, versions
 
 SEARCH_RECIPE = "recipe.yaml"
 
@@ -69,7 +69,7 @@ def finish_search(
         agreement=None,
         warnings=[],
         notes=[],
-        environment=environment() | {"optuna": metadata.version("optuna"), **versions()},
+        environment=describe_environment() | {"optuna": metadata.version("optuna"), **versions()},
     )
     (folder / SEARCH_RECIPE).unlink(missing_ok=True)
     if chosen is not None and chosen.recipe is not None:
@@ -81,7 +81,7 @@ def finish_search(
         outcome.issues = judge_confirmed(found.confirmed[0], worker.gate, found.metric)
         outcome.passed = not any(issue.state == "failed" for issue in outcome.issues)
         named = chosen.recipe.model_copy(update={"name": searched_name(chosen.recipe.name)})
-        files.write_text(folder / SEARCH_RECIPE, short_yaml(named))
+        files.write_text(folder / SEARCH_RECIPE, dump_short_recipe(named))
     found.warnings = [*dict.fromkeys([*session.warnings, *_warn(worker, found)])]
     found.notes = session.notes
     files.write_text(folder / SEARCH_FILE, found.model_dump_json(indent=2) + "\n")

@@ -13,8 +13,8 @@ from typing import Any
 from qdqbench.quantize.models.families.family import ENCODER_KINDS, Family, Place
 from qdqbench.quantize.models.families.known import family_named, family_of
 from qdqbench.quantize.models.modules import ModuleInfo
-from qdqbench.quantize.recipe.plan import Plan, matched, resolve
-from qdqbench.quantize.recipe.schema import Recipe, parse_recipe, short_yaml
+from qdqbench.quantize.recipe.plan import Plan, match_modules, resolve
+from qdqbench.quantize.recipe.schema import Recipe, dump_short_recipe, parse_recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import limits_of
@@ -114,7 +114,7 @@ class Space:
         }
         data["precision"]["never_quantize"] = keep
         data["calibration"] |= calibration
-        text = short_yaml(Recipe.model_validate(data))
+        text = dump_short_recipe(Recipe.model_validate(data))
         recipe = parse_recipe(text, "the trial's recipe")
         plan = resolve(recipe, self.modules, self.prefix)
         wanted = {name for unit in units for name in self.units[unit]}
@@ -242,7 +242,9 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
         for name, scales in plan.int8.items()
         if name not in searched
     ]
-    islands = [rule for rule in base.rules if rule.precision == "fp32" and matched(rule, modules, prefix)]
+    islands = [
+        rule for rule in base.rules if rule.precision == "fp32" and match_modules(rule, modules, prefix)
+    ]
     formats = Counter(plan.int8[name] for name in searched if name in plan.int8)
     granularity = formats.most_common(1)[0][0] if formats else "channel"
     return Space(base, modules, prefix, free, attention, granularity, (*outside, *islands))

@@ -10,7 +10,7 @@ from qdqbench.eval.reporting.formats import count_of
 from qdqbench.eval.selection.sensitivity.candidates import Choices
 from qdqbench.eval.selection.sensitivity.results import CurvePoint
 from qdqbench.quantize.models.modules import ModuleInfo
-from qdqbench.quantize.recipe.plan import matched, resolve, short_name
+from qdqbench.quantize.recipe.plan import match_modules, resolve, short_name
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, parse_recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.comparison import Comparison
@@ -112,7 +112,7 @@ def _not_idle(
     rule: Rule, int8: frozenset[str], modules: Mapping[str, ModuleInfo], prefix: str
 ) -> Rule | None:
     """Return the rule without what it says on the calibration of linears that are no longer in INT8."""
-    if not rule.refines or any(name in int8 for name in matched(rule, modules, prefix)):
+    if not rule.refines or any(name in int8 for name in match_modules(rule, modules, prefix)):
         return rule
     if rule.weights is None and rule.precision is None:
         return None

@@ -10,7 +10,7 @@ import torch
 
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.runs import first_inputs, resumed
+from qdqbench.quantize.models.runs import record_first_inputs, resume_from
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
@@ -52,7 +52,7 @@ class Suffixes:
 
     def start(self) -> tuple[list[Held], Float32]:
         """States at the input of the first layer, and logits, in whatever precision the model is now."""
-        with first_inputs(self.model) as found:
+        with record_first_inputs(self.model) as found:
             logits = self.full()
         states = zip(self.batches, found, strict=True)
         return [Held(rows, batch, hidden) for (rows, batch), hidden in states], logits
@@ -66,7 +66,7 @@ class Suffixes:
 
         def logits() -> Iterator[tuple[Int64, torch.Tensor]]:
             for state in states:
-                with resumed(self.model, layer, state.hidden):
+                with resume_from(self.model, layer, state.hidden):
                     yield state.rows, quantizers.forward(self.model, state.batch)
 
         return self._gather(logits())
@@ -75,7 +75,7 @@ class Suffixes:
         """States behind `layer`."""
         found = []
         for state in states:
-            with resumed(self.model, layer, state.hidden, layer + 1) as made:
+            with resume_from(self.model, layer, state.hidden, layer + 1) as made:
                 quantizers.forward(self.model, state.batch)
             found.append(replace(state, hidden=made[0]))
         return found

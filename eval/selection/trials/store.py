@@ -26,7 +26,7 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.system.environment import made_with
+from qdqbench.quantize.utils.system.environment import get_code_identity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -169,7 +169,7 @@ class Trials:
             "limit": config.limit,
             "batch_size": config.batch_size,
             "seed": config.seed,
-            **made_with(),
+            **get_code_identity(),
         }
 
     @cached_property
@@ -208,7 +208,7 @@ class Trials:
     def fp32_scores(self, split: str) -> Scores:
         """Return FP32's metrics on a split."""
         task, answers = self.session.config.task, self.fp32[split]
-        gold = metrics.against(task, self.encoded[split].gold, answers)
+        gold = metrics.select_reference(task, self.encoded[split].gold, answers)
         return Scores(
             metrics=metrics.compute(task, answers, gold),
             stderr=metrics.stderr(task, answers, gold, seed=self.session.config.seed),

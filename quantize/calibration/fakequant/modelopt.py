@@ -24,7 +24,7 @@ from modelopt.torch.quantization.model_calib import _mse_quant_func  # noqa: E40
 from modelopt.torch.quantization.nn import TensorQuantizer  # noqa: E402
 
 
-def calibrator_of(quantizer: Any) -> Any:
+def get_calibrator(quantizer: Any) -> Any:
     """What collects the values of a quantizer while it calibrates."""
     return quantizer._calibrator
 
@@ -39,12 +39,12 @@ def set_histogram(calibrator: HistogramCalibrator, counts: torch.Tensor, edges: 
     calibrator._calib_hist, calibrator._calib_bin_edges = counts, edges
 
 
-def quantized_with(quantizer: Any, value: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+def quantize_with(quantizer: Any, value: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """`value` as the quantizer would make it if it had this amax."""
     return _mse_quant_func(value, amax, quantizer)  # type: ignore[no-any-return]
 
 
-def stored_amax(quantizer: Any) -> torch.Tensor:
+def get_stored_amax(quantizer: Any) -> torch.Tensor:
     """The buffer itself, without the property's questions."""
     return quantizer._buffers["_amax"]  # type: ignore[no-any-return]
 
@@ -62,7 +62,7 @@ def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
     """
     if (learned := quantizer.__dict__.get("learned")) is not None:
         return learned.quantized(inputs)  # type: ignore[no-any-return]
-    scale = prepared(quantizer)
+    scale = prepare_scales(quantizer)
     if scale.per_channel is None or scale.zero is None:
         return torch.fake_quantize_per_tensor_affine(inputs, scale.per_tensor, 0, scale.low, INT8_MAX)
     return torch.fake_quantize_per_channel_affine(
@@ -72,7 +72,7 @@ def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
 
 def quantize_exactly(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
     """ModelOpt's arithmetic on FP32 to the bit, without gradients; in place it is faster on a CPU."""
-    scale = prepared(quantizer)
+    scale = prepare_scales(quantizer)
     values = inputs.contiguous() * scale.steps
     return values.round_().clamp_(scale.low, INT8_MAX).div_(scale.divisors)
 
@@ -92,7 +92,7 @@ class _Scale:
     zero: torch.Tensor | None = None  # FP32: the host would look at integers at every call
 
 
-def prepared(quantizer: Any) -> _Scale:
+def prepare_scales(quantizer: Any) -> _Scale:
     """The quantizer's scales; computed where its amax is another than before."""
     scale = quantizer._quantizer_cache
     if torch.compiler.is_compiling() and scale is not None:
@@ -113,7 +113,7 @@ def _prepare(quantizer: Any) -> _Scale:
     steps = torch.tensor(float(INT8_MAX), device=amax.device) / amax.float()
     nothing = amax <= 2**-24
     steps, divisors = steps.masked_fill(nothing, 0.0), steps.masked_fill(nothing, 1.0)
-    found = _Scale(amax, amax._version, lowest_code(quantizer), steps, divisors)
+    found = _Scale(amax, amax._version, get_lowest_code(quantizer), steps, divisors)
     if quantizer.axis is None:
         found.per_tensor = float(scales)
     else:
@@ -122,7 +122,7 @@ def _prepare(quantizer: Any) -> _Scale:
     return found
 
 
-def lowest_code(quantizer: Any) -> int:
+def get_lowest_code(quantizer: Any) -> int:
     """-128, or -127 in the narrow range."""
     return -INT8_MAX if quantizer.narrow_range else -INT8_MAX - 1
 

@@ -24,21 +24,21 @@ from torch import nn
 from torch.nn import functional
 
 from qdqbench.quantize.calibration.fakequant import residual
-from qdqbench.quantize.calibration.fakequant.learned_scales import LOWEST_RATIO, Learned, Table
+from qdqbench.quantize.calibration.fakequant.learned_scales import LOWEST_RATIO, Learned, ScaleTable
 from qdqbench.quantize.calibration.fakequant.modelopt import (
     ShortQuantizer,
     fake_quantize,
     forget_scale,
-    lowest_code,
-    prepared,
+    get_lowest_code,
+    prepare_scales,
 )
-from qdqbench.quantize.calibration.fakequant.onednn import quick_linears
+from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 from qdqbench.quantize.calibration.fakequant.quantizers import (
-    enabled_quantizers,
+    get_quantizer_kind,
     import_modelopt,
-    quantizer_kind,
+    list_quantizers,
     round_weight_scales,
-    rounded_weights,
+    use_rounded_weights,
 )
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.utils.errors import UserError
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 import_modelopt()
 
 
-class Linear(nn.Linear):
+class FakeQuantLinear(nn.Linear):
     """A linear whose input and weight are quantized."""
 
     input_quantizer: TensorQuantizer
@@ -66,7 +66,7 @@ def _residual_class(original: type[nn.Module]) -> type[nn.Module]:
     """A module that adds a residual, and quantizes it before."""
 
     def forward(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> Any:
-        rounded = residual.fake_quantized(self.residual_quantizer, input_tensor)
+        rounded = residual.quantize_residual(self.residual_quantizer, input_tensor)
         return original.forward(self, hidden_states, rounded)
 
     return type(f"Native{original.__name__}", (original,), {"forward": forward})
@@ -100,7 +100,7 @@ class SharedQuantizer:
         if torch.compiler.is_compiling():
             return quantizer.quantized(inputs)  # type: ignore[no-any-return]
         learned, last = quantizer.__dict__.get("learned"), self.last
-        scale = prepared(quantizer).version if learned is None else learned.seen
+        scale = prepare_scales(quantizer).version if learned is None else learned.seen
         version = None if inputs.is_inference() else inputs._version  # which inference tensors do not count
         state = (version, torch.is_grad_enabled(), scale)
         if inputs is not last.inputs or state != last.state or id(quantizer) in last.served:
@@ -126,7 +126,7 @@ def shorten(module: nn.Module) -> None:
         if not active and not scaled:
             short = original
         elif original is nn.Linear and active <= {"input_quantizer", "weight_quantizer"}:
-            short = Linear
+            short = FakeQuantLinear
         elif active == {residual.QUANTIZER}:
             short = _residual_class(original)
     if short is not None:
@@ -145,9 +145,9 @@ def lengthen(module: nn.Module) -> None:
         module.__dict__.pop("exact", None)
 
 
-def readers_of_one_tensor(model: "PreTrainedModel") -> Iterator[list[Any]]:
+def group_readers(model: "PreTrainedModel") -> Iterator[list[Any]]:
     """Quantizers of one tensor that have equal scales and factors: of q, k, v, and of an INT8 residual."""
-    found, family = enabled_quantizers(model), family_of(model.config)
+    found, family = list_quantizers(model), family_of(model.config)
     for name, _ in model.named_modules():
         readers = [f"{linear}.input_quantizer" for linear in family.residual_readers(name)]
         group = [found[key] for key in (*readers, f"{name}.{residual.QUANTIZER}") if key in found]
@@ -175,10 +175,10 @@ def use_native(model: "PreTrainedModel") -> None:
     if not tensor_quantizer.is_registered_quant_backend(BACKEND):
         tensor_quantizer.register_quant_backend(BACKEND, fake_quantize)
     _undo(model)
-    for quantizer in enabled_quantizers(model).values():
+    for quantizer in list_quantizers(model).values():
         quantizer.backend = BACKEND
-        prepared(quantizer)
-    groups = list(readers_of_one_tensor(model))
+        prepare_scales(quantizer)
+    groups = list(group_readers(model))
     for module in model.modules():
         shorten(module)
     for group in groups:
@@ -188,21 +188,23 @@ def use_native(model: "PreTrainedModel") -> None:
 
 
 def use_modelopt(model: "PreTrainedModel") -> None:
-    """Undo `use_native`: ModelOpt's modules and arithmetic, same scales; `settle` learned ones first."""
-    if learned(model):
-        raise RuntimeError("ModelOpt's quantizers know no ratios; settle(model) writes them into amax")
+    """Undo `use_native`: ModelOpt's modules and arithmetic, same scales; call `settle_learned` first."""
+    if list_learned(model):
+        raise RuntimeError(
+            "ModelOpt's quantizers know no ratios; settle_learned(model) writes them into amax"
+        )
     _undo(model)
 
 
 @contextmanager
-def evaluated(model: "PreTrainedModel") -> Iterator[None]:
+def use_evaluation(model: "PreTrainedModel") -> Iterator[None]:
     """Fake quantization without gradients: torch's kernels on a GPU, ModelOpt's results to the bit on a CPU.
 
     On a GPU ModelOpt would first compile its own kernels, on each new machine. On a CPU its arithmetic takes
     fewer steps here.
     """
     use_native(model)
-    for quantizer in enabled_quantizers(model).values():
+    for quantizer in list_quantizers(model).values():
         quantizer.exact = quantizer.amax.device.type == "cpu"
     try:
         yield
@@ -211,9 +213,9 @@ def evaluated(model: "PreTrainedModel") -> Iterator[None]:
 
 
 @contextmanager
-def frozen(model: "PreTrainedModel") -> Iterator[None]:
-    """`evaluated`, and weights rounded and laid out once: a model that only runs meanwhile."""
-    with evaluated(model), rounded_weights(model), quick_linears(model.device.type, again=True):
+def use_frozen_weights(model: "PreTrainedModel") -> Iterator[None]:
+    """`use_evaluation`, and weights rounded and laid out once: a model that only runs meanwhile."""
+    with use_evaluation(model), use_rounded_weights(model), use_quick_linears(model.device.type, again=True):
         yield
 
 
@@ -239,14 +241,16 @@ def learn_amax(
         UserError: names that are no enabled quantizer, or the softmax output's.
     """
     use_native(model)
-    possible = {name: q for name, q in enabled_quantizers(model).items() if quantizer_kind(name) != "softmax"}
+    possible = {
+        name: q for name, q in list_quantizers(model).items() if get_quantizer_kind(name) != "softmax"
+    }
     wanted = set(possible if names is None else names)
     if lost := sorted(wanted - set(possible)):
         raise UserError(
             f"no scale to learn at {name_list(lost)}; name quantizers that the recipe makes INT8, other than "
             "the softmax output's"
         )
-    equal = [*readers_of_one_tensor(model), *([possible[name] for name in group] for group in together)]
+    equal = [*group_readers(model), *([possible[name] for name in group] for group in together)]
     groups = {id(quantizer): group for group in equal for quantizer in group}
     chosen = {id(member) for name in wanted for member in groups.get(id(possible[name]), [possible[name]])}
     items: list[Learned] = []
@@ -257,11 +261,11 @@ def learn_amax(
             for member in groups.get(id(quantizer), [quantizer]):
                 member.learned = item
     if items:
-        model.register_forward_pre_hook(Table(items).expire)
+        model.register_forward_pre_hook(ScaleTable(items).expire)
     return [item.ratio for item in items]
 
 
-def learned(model: "PreTrainedModel") -> list[nn.Parameter]:
+def list_learned(model: "PreTrainedModel") -> list[nn.Parameter]:
     """The ratios of `learn_amax`, in model order."""
     return [value for name, value in model.named_parameters() if name.rpartition(".")[2] == PARAMETER]
 
@@ -274,13 +278,13 @@ def keep_positive(model: "PreTrainedModel") -> None:
             torch._foreach_clamp_min_(ratios, LOWEST_RATIO)
 
 
-def settle(model: "PreTrainedModel") -> None:
+def settle_learned(model: "PreTrainedModel") -> None:
     """Write learned ratios into amax and remove them: a plain ModelOpt model with the scales of training.
 
     Bit for bit, as a weight's scale was rounded up to 11 significant bits all along; its amax is 127 times
     that, as calibration makes it. Without learned ratios this is `use_modelopt`.
     """
-    changed = {name: q for name, q in enabled_quantizers(model).items() if "learned" in q.__dict__}
+    changed = {name: q for name, q in list_quantizers(model).items() if "learned" in q.__dict__}
     with torch.no_grad():
         values = {name: q.learned.ratio * q.learned.amax for name, q in changed.items()}
     for name, quantizer in changed.items():
@@ -296,7 +300,7 @@ def settle(model: "PreTrainedModel") -> None:
 
 def _learned(model: "PreTrainedModel", name: str, quantizer: Any) -> Learned:
     """A ratio of 1 for a quantizer."""
-    kind, module = quantizer_kind(name), model.get_submodule(name.rpartition(".")[0])
+    kind, module = get_quantizer_kind(name), model.get_submodule(name.rpartition(".")[0])
     per_channel = quantizer.axis is not None
     if kind == "weight":
         weight: Any = module.weight
@@ -308,21 +312,21 @@ def _learned(model: "PreTrainedModel", name: str, quantizer: Any) -> Learned:
         nn.Parameter(torch.ones(shape, device=quantizer.amax.device)),
         quantizer,
         rounded=kind == "weight",
-        low=lowest_code(quantizer),
+        low=get_lowest_code(quantizer),
         axis=int(quantizer.axis) if per_channel else None,
         count=count,
     )
 
 
-def _tables(model: "PreTrainedModel") -> dict[int, Table]:
+def _tables(model: "PreTrainedModel") -> dict[int, ScaleTable]:
     """Tables of learned scales, by the key of their hook on the model."""
     owners = {key: getattr(hook, "__self__", None) for key, hook in model._forward_pre_hooks.items()}
-    return {key: owner for key, owner in owners.items() if isinstance(owner, Table)}
+    return {key: owner for key, owner in owners.items() if isinstance(owner, ScaleTable)}
 
 
 def _undo(model: "PreTrainedModel") -> None:
     for module in model.modules():
         lengthen(module)
-    for quantizer in enabled_quantizers(model).values():
+    for quantizer in list_quantizers(model).values():
         if quantizer.backend == BACKEND:
             quantizer.backend = None

@@ -25,7 +25,7 @@ Parts = list[tuple[slice, torch.Tensor]]  # of K, and the weight there, in any l
 
 
 @contextmanager
-def quick_linears(device: str = "cpu", *, again: bool = False) -> Iterator[None]:
+def use_quick_linears(device: str = "cpu", *, again: bool = False) -> Iterator[None]:
     """Linears without gradients that run in the block take the quicker library, where there is one.
 
     Args:
@@ -34,7 +34,7 @@ def quick_linears(device: str = "cpu", *, again: bool = False) -> Iterator[None]
             Nothing in the block may write into one through `.data`, or into one that was made in inference
             mode; to make `.data` another tensor is fine.
     """
-    if device != "cpu" or _QuickLinears.entered or not onednn_is_quicker():
+    if device != "cpu" or _QuickLinears.entered or not is_onednn_quicker():
         yield
         return
     _QuickLinears.entered = True
@@ -61,15 +61,15 @@ class _QuickLinears(TorchFunctionMode):
             inputs, weight, *bias = args
             threads = torch.get_num_threads()
             if inputs.numel() >= ROWS * threads * weight.shape[1] and _same(*weight.shape, threads):
-                return by_blocks(inputs, self._parts(weight), *bias)
+                return multiply_blocks(inputs, self._parts(weight), *bias)
         return function(*args, **(kwargs or {}))
 
     def _parts(self, weight: torch.Tensor) -> Parts:
-        """`parts_of` a weight; laid out once as long as there is room."""
+        """`split_weight` a weight; laid out once as long as there is room."""
         version = None if weight.is_inference() else weight._version
         held, known, parts = self._held.get(weight.data_ptr(), (weight, -1, []))
         if known != version or held.shape != weight.shape:
-            parts = parts_of(weight)
+            parts = split_weight(weight)
             if weight.nbytes <= self._room:
                 self._room -= weight.nbytes
                 lay_out = torch.ops.mkldnn._reorder_linear_weight
@@ -78,7 +78,7 @@ class _QuickLinears(TorchFunctionMode):
         return parts
 
 
-def parts_of(weight: torch.Tensor) -> Parts:
+def split_weight(weight: torch.Tensor) -> Parts:
     """The blocks of K of a weight [N, K] that MKL adds up, and where they are."""
     count = weight.shape[1]
     block = (count + 1) // 2 if BLOCK < count < 2 * BLOCK else BLOCK
@@ -87,8 +87,8 @@ def parts_of(weight: torch.Tensor) -> Parts:
     return [(part, weight[:, part].contiguous()) for part in slices]
 
 
-def by_blocks(inputs: torch.Tensor, parts: Parts, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`functional.linear` of inputs [..., K], contiguous, and a weight's `parts_of`, added up as MKL does."""
+def multiply_blocks(inputs: torch.Tensor, parts: Parts, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute `functional.linear` of contiguous inputs [..., K] and a split weight, added up as MKL does."""
     rows = inputs.view(-1, inputs.shape[-1])
     made: torch.Tensor | None = None
     for part, weight in parts:
@@ -100,7 +100,7 @@ def by_blocks(inputs: torch.Tensor, parts: Parts, bias: torch.Tensor | None = No
 
 
 @cache
-def onednn_is_quicker() -> bool:
+def is_onednn_quicker() -> bool:
     """Whether this is a CPU that MKL has no kernels of full width for, and torch has both libraries."""
     cpu = find_cpu()
     backends: Any = torch.backends
@@ -116,7 +116,7 @@ def _same(outputs: int, inputs: int, threads: int) -> bool:
     given = [torch.randn(*shape, generator=random) for shape in shapes]
     expected = functional.linear(*given)
     layouts = (_QuickLinears(room)._parts(given[1]) for room in (0, HELD_BYTES))
-    return all(by_blocks(given[0], parts, given[2]).equal(expected) for parts in layouts)
+    return all(multiply_blocks(given[0], parts, given[2]).equal(expected) for parts in layouts)
 
 
 def _dense(inputs: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.models.attention import UNROUNDED
-from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.tasks.task import kind_of
-from qdqbench.quantize.tasks.types.kind import LOGITS, joined
+from qdqbench.quantize.tasks.types.kind import LOGITS, join_outputs
 from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import unprinted
@@ -22,14 +22,14 @@ MODELOPT = "0.47"  # `modelopt.py` in this folder uses private names of it
 FP16_BITS = 11  # significant bits, the hidden one included
 
 
-def enabled_quantizers(model: "PreTrainedModel") -> dict[str, Any]:
+def list_quantizers(model: "PreTrainedModel") -> dict[str, Any]:
     """Enabled TensorQuantizer modules by full name, in model order."""
     from modelopt.torch.quantization.nn import TensorQuantizer
 
     return {n: m for n, m in model.named_modules() if isinstance(m, TensorQuantizer) and m.is_enabled}
 
 
-def seen_by(quantizer: Any, value: "torch.Tensor") -> "torch.Tensor":
+def smooth_input(quantizer: Any, value: "torch.Tensor") -> "torch.Tensor":
     """What a quantizer rounds: its input, times the factors of smoothing where it has them."""
     factors = quantizer.pre_quant_scale
     return value if factors is None else value * factors
@@ -39,17 +39,20 @@ def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
     """Answers [B, width] or [B, L, width] of one batch, on the model's device, without gradients."""
     import torch
 
-    from qdqbench.quantize.calibration.fakequant.onednn import quick_linears
+    from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 
     device = next(model.parameters()).device
-    with torch.inference_mode(), quick_linears(device.type):
+    with torch.inference_mode(), use_quick_linears(device.type):
         output = model(
-            **{name: torch.from_numpy(array).to(device) for name, array in inputs_of(model, batch).items()}
+            **{
+                name: torch.from_numpy(array).to(device)
+                for name, array in select_inputs(model, batch).items()
+            }
         )
-    return joined(output, outputs_of(model))  # type: ignore[no-any-return]
+    return join_outputs(output, name_outputs(model))  # type: ignore[no-any-return]
 
 
-def outputs_of(model: "PreTrainedModel") -> Mapping[str, tuple[str, ...]]:
+def name_outputs(model: "PreTrainedModel") -> Mapping[str, tuple[str, ...]]:
     """Names of a model's outputs, and of their axes."""
     kind = kind_of(type(model).__name__)
     return LOGITS if kind is None else kind.outputs
@@ -104,7 +107,7 @@ def round_weight_scales(quantizers: dict[str, Any]) -> None:
     import torch
 
     for name, quantizer in quantizers.items():
-        if quantizer_kind(name) != "weight" or not torch.isfinite(quantizer.amax).all():
+        if get_quantizer_kind(name) != "weight" or not torch.isfinite(quantizer.amax).all():
             continue
         mantissa, exponent = torch.frexp(quantizer.amax / INT8_MAX)
         scale = torch.ldexp(torch.ceil(mantissa * 2**FP16_BITS), exponent - FP16_BITS)
@@ -124,7 +127,7 @@ _KINDS: dict[str, QuantizerKind] = {
 }
 
 
-def quantizer_kind(name: str) -> QuantizerKind:
+def get_quantizer_kind(name: str) -> QuantizerKind:
     """What a quantizer is for, by its full name."""
     return _KINDS[name.rpartition(".")[2]]
 
@@ -132,7 +135,7 @@ def quantizer_kind(name: str) -> QuantizerKind:
 @contextmanager
 def quantizers_off(model: "PreTrainedModel") -> Iterator[None]:
     """Run the model unquantized; without an amax ModelOpt would quantize by each batch's own range."""
-    enabled = list(enabled_quantizers(model).values())
+    enabled = list(list_quantizers(model).values())
     for quantizer in enabled:
         quantizer.disable()
     try:
@@ -143,14 +146,14 @@ def quantizers_off(model: "PreTrainedModel") -> Iterator[None]:
 
 
 @contextmanager
-def rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None = None) -> Iterator[None]:
+def use_rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None = None) -> Iterator[None]:
     """Round the weights of quantized linears (all, if None) once, and not at every batch.
 
     What reads a weight past its quantizer, as DeBERTa's relative positions do, finds it as it was.
     """
     import torch
 
-    names = [n.rpartition(".")[0] for n in enabled_quantizers(model) if quantizer_kind(n) == "weight"]
+    names = [n.rpartition(".")[0] for n in list_quantizers(model) if get_quantizer_kind(n) == "weight"]
     wanted = set(names if linears is None else linears)
     found: list[Any] = [model.get_submodule(name) for name in names if name in wanted]
     plain = [linear.weight.data for linear in found]

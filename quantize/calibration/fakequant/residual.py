@@ -23,7 +23,7 @@ QUANTIZER = "residual_quantizer"
 
 
 @contextmanager
-def registered(model: "PreTrainedModel", wanted: Collection[str] = ("all",)) -> Iterator[None]:
+def register_residuals(model: "PreTrainedModel", wanted: Collection[str] = ("all",)) -> Iterator[None]:
     """Let ModelOpt give a model's residuals a quantizer while the block runs, and keep its own attention.
 
     Not for good: every such model that the process quantizes later would get them, and ModelOpt restores a
@@ -59,13 +59,13 @@ def _quantized_class() -> type:
             self.residual_quantizer = TensorQuantizer()
 
         def forward(self, hidden_states: "torch.Tensor", input_tensor: "torch.Tensor") -> "torch.Tensor":
-            rounded = fake_quantized(self.residual_quantizer, input_tensor)
+            rounded = quantize_residual(self.residual_quantizer, input_tensor)
             return super().forward(hidden_states, rounded)  # type: ignore[misc,no-any-return]
 
     return QuantResidual
 
 
-def fake_quantized(quantizer: Any, value: "torch.Tensor") -> "torch.Tensor":
+def quantize_residual(quantizer: Any, value: "torch.Tensor") -> "torch.Tensor":
     """A residual after its quantizer, without the factors of smoothing: powers of two, so both are exact."""
     rounded: torch.Tensor = quantizer(value)
     factors = quantizer.pre_quant_scale

@@ -15,7 +15,7 @@ _RUNTIMES: dict[BackendName, type[openvino.OpenVinoModel | onnxruntime.OnnxRunti
 }
 
 
-def compiled(  # noqa: PLR0913
+def compile_model(  # noqa: PLR0913
     backend: BackendName,
     data: Any,
     *,
@@ -46,12 +46,12 @@ def compiled(  # noqa: PLR0913
     )
 
 
-def compute_type(backend: BackendName, cpu: Cpu, precision: str) -> Compute:
+def choose_compute(backend: BackendName, cpu: Cpu, precision: str) -> Compute:
     """Datatype of what is not quantized: BF16 where a recipe allows half precision and both can do it."""
     return "bf16" if backend == "openvino" and precision == "fp16" and cpu.bf16 else "fp32"
 
 
-def first_run(model: Compiled, shape: tuple[int, int]) -> None:
+def warm_up(model: Compiled, shape: tuple[int, int]) -> None:
     """Run a model once on inputs that say nothing, of (batch, length); that decides its kernels."""
     feeds = {}
     for name, takes in model.inputs.items():

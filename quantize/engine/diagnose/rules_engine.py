@@ -6,9 +6,9 @@ from statistics import median
 from qdqbench.quantize.engine.diagnose.findings import Finding
 from qdqbench.quantize.engine.diagnose.rules_graph import FIX, RUN, with_file
 from qdqbench.quantize.engine.diagnose.sources import Evidence, Share
-from qdqbench.quantize.engine.facts import Facts
-from qdqbench.quantize.engine.hazards import hazards
-from qdqbench.quantize.engine.inspection import named
+from qdqbench.quantize.engine.facts import EngineFacts
+from qdqbench.quantize.engine.hazards import find_hazards
+from qdqbench.quantize.engine.inspection import format_nodes
 from qdqbench.quantize.engine.kernels import block_of_node, kernel_kind, kernel_label
 from qdqbench.quantize.engine.layers import NotInt8, base_name, is_attention
 from qdqbench.quantize.engine.trtexec.read import Times
@@ -49,7 +49,7 @@ def _found(  # noqa: PLR0913, PLR0917
         why=why,
         fixes=with_file(fixes, evidence.sources.paths.get("onnx")),
         nodes=nodes or [],
-        where=named(nodes) if nodes else "",
+        where=format_nodes(nodes) if nodes else "",
         share=share[0] if share else None,
         basis=share[1] if share else "",
         files=[name for name in (evidence.sources.name("layers"), _timed(evidence)) if name],
@@ -60,7 +60,7 @@ def _timed(evidence: Evidence) -> str:
     return evidence.sources.name("profile") if evidence.joined_time else ""
 
 
-def _gemms(evidence: Evidence, facts: Facts, explained: set[str]) -> Iterator[Finding]:
+def _gemms(evidence: Evidence, facts: EngineFacts, explained: set[str]) -> Iterator[Finding]:
     inspection = evidence.inspection
     assert inspection is not None
     total = len(facts.linears)
@@ -96,7 +96,7 @@ def _gemms(evidence: Evidence, facts: Facts, explained: set[str]) -> Iterator[Fi
         )  # fmt: skip
 
 
-def _attention(evidence: Evidence, facts: Facts) -> Iterator[Finding]:
+def _attention(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
     apart = facts.attentions - len(facts.fused)
     if apart > 0:
         rows = [row for row in facts.rows if kernel_kind(row) == "softmax"]
@@ -137,7 +137,7 @@ def _products(evidence: Evidence) -> Iterable[LayerRow]:
     return [row for row in facts.rows if wanted.intersection(facts.computed.get(row.name, ()))]
 
 
-def _copies(evidence: Evidence, facts: Facts) -> Iterator[Finding]:
+def _copies(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
     """Kernels that only move, cast, quantize or dequantize."""
     clean = evidence.onnx is not None and not evidence.onnx.groups  # then `fix` changes nothing
     way = RUN if clean else FIX
@@ -181,7 +181,7 @@ def _copies_by_name(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _norms(evidence: Evidence, facts: Facts) -> Iterator[Finding]:
+def _norms(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
     low = facts.norms.get("FP16", [])
     if low:
         yield _found(
@@ -204,7 +204,7 @@ def _version(evidence: Evidence) -> Iterator[Finding]:
     files = [
         evidence.sources.name(kind) for kind in ("engine", "log", "layers") if evidence.sources.name(kind)
     ]
-    for text in hazards(backend, version, None) if version else []:
+    for text in find_hazards(backend, version, None) if version else []:
         if "_gemm_mha" not in text or fused or not names:
             yield Finding(
                 code="known-fault", effect="wrong",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qdqbench.quantize.engine.diagnose.findings import WORST_FIRST, Finding
 from qdqbench.quantize.engine.diagnose.sources import Evidence, OnnxFile
-from qdqbench.quantize.engine.inspection import named
+from qdqbench.quantize.engine.inspection import format_nodes
 from qdqbench.quantize.graph.check.check import CheckReport, Group
 from qdqbench.quantize.utils.limits import limits_of
 
@@ -152,7 +152,7 @@ def of_group(report: CheckReport, group: Group, path: Path) -> Finding:
         why=why,
         fixes=fixes,
         nodes=nodes,
-        where=named([node.removesuffix("_quant") for node in nodes]),
+        where=format_nodes([node.removesuffix("_quant") for node in nodes]),
         files=[path.name],
     )
 
@@ -206,7 +206,7 @@ def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
             "the attention and LayerNorm of transformers, and TensorRT 11 no longer has",
             fixes=[RUN],
             nodes=weighted,
-            where=named(weighted),
+            where=format_nodes(weighted),
             share=share[0] if share else None,
             basis=share[1] if share else "",
             files=[onnx.path.name],
@@ -225,7 +225,7 @@ def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
             why="they gain nothing from INT8",
             fixes=[RUN],
             nodes=bare,
-            where=named(bare),
+            where=format_nodes(bare),
             share=share[0],
             basis=share[1],
             files=[onnx.path.name],
@@ -248,7 +248,7 @@ def _float32(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
         "only, where the file decides",
         fixes=with_file([FIX], onnx.path),
         nodes=rest,
-        where=named(rest),
+        where=format_nodes(rest),
         share=share[0] if share else None,
         basis=share[1] if share else "",
         files=[onnx.path.name],

@@ -11,9 +11,9 @@ import onnx
 
 from qdqbench.quantize.engine.cache_import.cache_file import CalibrationCache, is_cache, read_cache_file
 from qdqbench.quantize.engine.diagnose.log_file import LogFile, is_log, read_log
-from qdqbench.quantize.engine.facts import Facts, Graph, graph_of
+from qdqbench.quantize.engine.facts import EngineFacts, Graph, read_graph
 from qdqbench.quantize.engine.inspection import Inspection, inspect_layers
-from qdqbench.quantize.engine.layers import computing_rows, read_table
+from qdqbench.quantize.engine.layers import find_computing_rows, read_table
 from qdqbench.quantize.engine.trtexec.read import Times, kernel_ms, read_profile, read_times
 from qdqbench.quantize.graph.check.check import CheckReport, Group, check_model
 from qdqbench.quantize.graph.check.codes import finding_label
@@ -361,7 +361,7 @@ class Evidence:
     def graph(self) -> Graph | None:
         """Nodes of the ONNX file."""
         stopped = self.onnx is None or not self.onnx.products
-        return None if stopped or self.onnx is None else graph_of(self.onnx.path)
+        return None if stopped or self.onnx is None else read_graph(self.onnx.path)
 
     @cached_property
     def inspection(self) -> Inspection | None:
@@ -382,7 +382,7 @@ class Evidence:
         return inspect_layers(self.layers, times=times)
 
     @property
-    def facts(self) -> Facts | None:
+    def facts(self) -> EngineFacts | None:
         """What one copy of the network does in the engine."""
         return self.inspection.facts if self.inspection else None
 
@@ -398,7 +398,7 @@ class Evidence:
             return {}
         graph = self.inspection.graph
         known = [*graph.linears, *graph.products, *graph.softmaxes]
-        return {name: rows[0] for name, rows in computing_rows(self.facts.rows, known).items()}
+        return {name: rows[0] for name, rows in find_computing_rows(self.facts.rows, known).items()}
 
     def share_of_nodes(self, nodes: Collection[str]) -> Share | None:
         """Share of profiled time that kernels of these GEMMs take, else of FLOPs; None: unknown."""

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qdqbench.quantize.engine.profiles import concrete
-from qdqbench.quantize.engine.runtime.tensors import DEVICE, Arrays, load, poison, to_numpy, to_torch
+from qdqbench.quantize.engine.profiles import fill_shape
+from qdqbench.quantize.engine.runtime.tensors import DEVICE, Arrays, load, make_poisoned, to_numpy, to_torch
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import CheckFailed
 
@@ -50,7 +50,7 @@ class BoundRun:
             self.inputs: dict[str, torch.Tensor] = {}
             for name in owner.inputs:
                 make = gpu.ones if "mask" in name else gpu.zeros
-                shape = concrete(owner.shapes[name], (batch, length))
+                shape = fill_shape(owner.shapes[name], (batch, length))
                 self.inputs[name] = make(shape, dtype=owner.dtypes[name], device=DEVICE)
             self.outputs: dict[str, torch.Tensor] = owner.attach(self._context, self.inputs)
         for _ in range(2):  # kernels are compiled and memory is taken at the first run of a shape
@@ -83,7 +83,7 @@ class BoundRun:
         with self._torch.cuda.stream(self.stream):
             load(tensors, self.inputs)
             for buffer in self.outputs.values():
-                buffer.copy_(poison(tuple(buffer.shape), buffer.dtype, DEVICE))
+                buffer.copy_(make_poisoned(tuple(buffer.shape), buffer.dtype, DEVICE))
             self.stream.synchronize()
 
     def read(self) -> Arrays:

@@ -11,12 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.engine.backend import choose_backend
-from qdqbench.quantize.engine.caches import ignored, keep, origin, read_cache
+from qdqbench.quantize.engine.caches import describe_origin, keep, note_ignored, read_cache
 from qdqbench.quantize.engine.log import capture
-from qdqbench.quantize.engine.profiles import choose_profile, distance
+from qdqbench.quantize.engine.profiles import choose_profile, measure_distance
 from qdqbench.quantize.engine.runtime.bound import BoundRun
-from qdqbench.quantize.engine.runtime.tensors import DEVICE, Arrays, poison, to_numpy, to_torch, torch_dtype
-from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_notes
+from qdqbench.quantize.engine.runtime.tensors import (
+    DEVICE,
+    Arrays,
+    make_poisoned,
+    to_numpy,
+    to_torch,
+    torch_dtype,
+)
+from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.system.gpu import find_gpu
@@ -38,7 +45,7 @@ class RuntimeCache:
         if path is not None:
             self._found, note = read_cache(path, here)
             if self._found and not runtime_cache.deserialize(self._found):
-                self._found, note = b"", ignored(path, "the runtime refuses it")
+                self._found, note = b"", note_ignored(path, "the runtime refuses it")
             self.notes += [note] if note else []
         self._cache: Any = runtime_cache
 
@@ -111,7 +118,7 @@ class Engine:
         backend = choose_backend(sidecar.backend)  # type: ignore[arg-type]
         trt = self._trt = backend.module
         self.name, self.profiles, self.specialize = path.name, sidecar.profiles, specialize
-        self.notes = sidecar_notes(sidecar, gpu)
+        self.notes = note_sidecar(sidecar, gpu)
         self._contexts: dict[int, Any] = {}
         self._bound: weakref.WeakSet[BoundRun] = weakref.WeakSet()
         self._jit: RuntimeCache | None = None
@@ -130,7 +137,9 @@ class Engine:
         self.memory = EngineMemory(sidecar.engine_bytes, used, max(sizes, default=0), sizes)
         self._describe(trt, engine)
         if backend.name == "tensorrt_rtx":
-            self._jit = RuntimeCache(engine, runtime_cache, origin(backend.name, backend.version, gpu))
+            self._jit = RuntimeCache(
+                engine, runtime_cache, describe_origin(backend.name, backend.version, gpu)
+            )
             self.notes += self._jit.notes
         self.stream: torch.cuda.Stream = self.torch.cuda.Stream()
 
@@ -252,7 +261,7 @@ class Engine:
             shape = tuple(context.get_tensor_shape(name))
             if min(shape, default=0) < 0:
                 raise CheckFailed(f"{self.name} has output {name} whose shape depends on the data: {shape}")
-            outputs[name] = poison(shape, self.dtypes[name], DEVICE)
+            outputs[name] = make_poisoned(shape, self.dtypes[name], DEVICE)
             context.set_tensor_address(name, outputs[name].data_ptr())
         return outputs
 
@@ -268,7 +277,7 @@ class Engine:
         costs = {}
         for index, ranges in enumerate(self._ranges):
             if all(_within(shapes[name], *ranges[name]) for name in self.inputs):
-                costs[index] = sum(distance(ranges[name][1], shapes[name]) for name in self.inputs)
+                costs[index] = sum(measure_distance(ranges[name][1], shapes[name]) for name in self.inputs)
         if not costs:
             listed = ", ".join(f"{name} {list(shapes[name])}" for name in self.inputs)
             takes = " or ".join(map(str, self.profiles)) or "its fixed shapes"

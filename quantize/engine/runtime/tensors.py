@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qdqbench.quantize.engine.profiles import Profile, fit
-from qdqbench.quantize.models.inputs import widened
+from qdqbench.quantize.engine.profiles import Profile, fit_batch
+from qdqbench.quantize.models.inputs import pad_columns
 from qdqbench.quantize.utils.arrays import Array, Int64
 from qdqbench.quantize.utils.errors import UserError
 
@@ -84,7 +84,7 @@ def load(tensors: "Mapping[str, torch.Tensor]", buffers: "Mapping[str, torch.Ten
         buffers[name].copy_(tensor)
 
 
-def poison(shape: tuple[int, ...], dtype: "torch.dtype", device: str) -> "torch.Tensor":
+def make_poisoned(shape: tuple[int, ...], dtype: "torch.dtype", device: str) -> "torch.Tensor":
     """A buffer full of NaN, or of the smallest value of an integer type."""
     import torch
 
@@ -105,7 +105,7 @@ def to_numpy(tensor: "torch.Tensor") -> Array:
     return np.asarray(tensor.cpu().numpy())
 
 
-def fitted(
+def pad_to_profile(
     batch: Mapping[str, Int64], profiles: Sequence[Profile], inputs: Iterable[str], pad_id: int, step: int
 ) -> Arrays:
     """Inputs by name, padded with masked positions, and with copies of the last row.
@@ -118,6 +118,6 @@ def fitted(
         CheckFailed: it is larger than every profile.
     """
     rows, length = next(iter(batch.values())).shape
-    _, to_rows, to_length = fit(profiles, rows, length, step)
-    wide, missing = widened(batch, to_length - length, pad_id), ((0, to_rows - rows), (0, 0))
+    _, to_rows, to_length = fit_batch(profiles, rows, length, step)
+    wide, missing = pad_columns(batch, to_length - length, pad_id), ((0, to_rows - rows), (0, 0))
     return {name: np.pad(wide[name], missing, mode="edge") for name in inputs}

@@ -6,7 +6,7 @@ Options are those of `sampleOptions.cpp` in TensorRT's open sources.
 import re
 from collections.abc import Mapping, Sequence
 
-from qdqbench.quantize.engine.profiles import Profile, concrete
+from qdqbench.quantize.engine.profiles import Profile, fill_shape
 from qdqbench.quantize.utils.errors import UserError
 
 Inputs = Mapping[str, Sequence[int]]  # shape of each input; -1: a dynamic axis
@@ -41,7 +41,7 @@ def build_options(onnx: str, stem: str, inputs: Inputs, profiles: Sequence[Profi
 def shapes_text(inputs: Inputs, size: tuple[int, int]) -> str:
     """`input_ids:32x128,attention_mask:32x128`: inputs at (batch, length)."""
     return ",".join(
-        f"{quoted(name)}:{'x'.join(map(str, concrete(shape, size)))}" for name, shape in inputs.items()
+        f"{quoted(name)}:{'x'.join(map(str, fill_shape(shape, size)))}" for name, shape in inputs.items()
     )
 
 

@@ -39,7 +39,7 @@ from qdqbench.quantize.graph.check.view import (
 )
 from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, module_of, opset_of
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
-from qdqbench.quantize.graph.residuals import ResidualAdd, residuals
+from qdqbench.quantize.graph.residuals import ResidualAdd, find_residuals
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.frames import Tabular
 from qdqbench.quantize.utils.names import count_of
@@ -90,7 +90,7 @@ def gemm_rows(graph: CheckGraph, findings: Sequence[FindingRow]) -> list[GemmRow
     return rows
 
 
-def grouped(findings: Sequence[FindingRow], gemms: Sequence[GemmRow]) -> list[Group]:
+def group_findings(findings: Sequence[FindingRow], gemms: Sequence[GemmRow]) -> list[Group]:
     """Findings by code, in their order."""
     found: dict[str, list[FindingRow]] = defaultdict(list)
     for row in findings:
@@ -166,7 +166,7 @@ class CheckReport(Tabular):
     @property
     def groups(self) -> list[Group]:
         """Findings of one code together."""
-        return grouped(self.findings, self.gemms)
+        return group_findings(self.findings, self.gemms)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -252,7 +252,7 @@ def _check(model: onnx.ModelProto, expected: Collection[str] | None) -> CheckRep
         return report
     types, mixes = walk_types(model, opset)
     graph = CheckGraph(model, types)
-    added = residuals(graph.index)
+    added = find_residuals(graph.index)
     report.residual_quantized = [finding_label(found.norm) for found in added if found.dq is not None]
     report.findings = [
         *mixes,

@@ -19,7 +19,7 @@ from qdqbench.quantize.graph.check.view import (
     operator,
 )
 from qdqbench.quantize.graph.index import ONNX_DOMAINS, attribute
-from qdqbench.quantize.graph.residuals import ResidualAdd, other_rounding
+from qdqbench.quantize.graph.residuals import ResidualAdd, find_other_rounding
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.limits import FP16_MAX, limits_of
 from qdqbench.quantize.utils.names import name_list
@@ -337,7 +337,7 @@ def check_residuals(
         if expected is not None and residual.module not in expected:
             why = f"its residual is in INT8, but the recipe keeps that of {residual.module} in floating point"
             yield finding("recipe-surplus", residual.add, why)
-        elif other := other_rounding(graph.index, residual):
+        elif other := find_other_rounding(graph.index, residual):
             why = (
                 f"its residual and {finding_label(other)!r} round one tensor with scales of two values or "
                 "types, so the engine keeps it in floating point and in INT8"

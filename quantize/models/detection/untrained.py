@@ -4,7 +4,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.models.families.known import BERT
-from qdqbench.quantize.models.identity import explained, model_commit, read_config
+from qdqbench.quantize.models.identity import explain_load_errors, model_commit, read_config
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 TOKENS = BERT.inputs[0]
 
 
-def config_of(name: str, revision: str | None = None) -> Any:
+def read_model_config(name: str, revision: str | None = None) -> Any:
     """Configuration of a model, from a folder or a hub id.
 
     Raises:
         UserError: there is none, or transformers does not know its type.
     """
-    with quiet("transformers"), explained(name):
+    with quiet("transformers"), explain_load_errors(name):
         return read_config(name, model_commit(name, revision))
 
 
-def untrained(name: str, config: Any) -> "PreTrainedModel":
+def create_untrained(name: str, config: Any) -> "PreTrainedModel":
     """An encoder of the configuration's own class, or with a classifier where that class has no head.
 
     No file is read, and no code but that of transformers is run.
@@ -41,8 +41,8 @@ def untrained(name: str, config: Any) -> "PreTrainedModel":
         )
     if config.is_encoder_decoder:
         raise UserError(f"{what}, an encoder with a decoder; only encoders are supported")
-    with quiet("transformers"), explained(name):
-        model = _class_of(config)._from_config(config, attn_implementation="eager").eval()
+    with quiet("transformers"), explain_load_errors(name):
+        model = _find_class(config)._from_config(config, attn_implementation="eager").eval()
     if TOKENS not in inspect.signature(model.forward).parameters:
         raise UserError(f"{what}, which does not read {TOKENS}; only encoders of text are supported")
     if model.config.pad_token_id is None:
@@ -50,7 +50,7 @@ def untrained(name: str, config: Any) -> "PreTrainedModel":
     return model  # type: ignore[no-any-return]
 
 
-def _class_of(config: Any) -> Any:
+def _find_class(config: Any) -> Any:
     """The class that config.json names, with a head; else the classifier or the encoder of the model type."""
     import transformers
 

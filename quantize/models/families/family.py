@@ -40,7 +40,7 @@ class Place(NamedTuple):
     path: str  # inside the layer; empty for the layer itself
 
 
-class Rows(NamedTuple):
+class LinearRows(NamedTuple):
     """One of equal parts of the rows of a linear's weight."""
 
     linear: str
@@ -143,7 +143,7 @@ class Family:
             raise UserError(f"family {self.name} has no linear of its own for {role} beside {name}")
         return found
 
-    def made_by(self, name: str, role: Role) -> Rows:
+    def made_by(self, name: str, role: Role) -> LinearRows:
         """What makes q, k or v in the layer that a module is in: a linear of its own, or a part of one.
 
         Raises:
@@ -152,7 +152,7 @@ class Family:
         place = self.place(name)
         for path, roles in ((path, found.split(", ")) for path, found in self.linears.items()):
             if place and role in roles:
-                return Rows(f"{place.layers}.{place.number}.{path}", roles.index(role), len(roles))
+                return LinearRows(f"{place.layers}.{place.number}.{path}", roles.index(role), len(roles))
         raise UserError(f"family {self.name} has no linear that makes the {role} beside {name}")
 
     def read_by(self, attention: str, linears: Container[str]) -> str | None:

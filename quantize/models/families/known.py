@@ -240,7 +240,7 @@ def known_family(model_type: str) -> Family | None:
     return next((family for family in FAMILIES if model_type in family.model_types), None)
 
 
-def describe(family: Family) -> None:
+def register_family(family: Family) -> None:
     """Let models of this process be of a family that a recipe describes; of two the last counts."""
     _DESCRIBED.update(dict.fromkeys(family.model_types, family))
 

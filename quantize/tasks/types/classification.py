@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qdqbench.quantize.tasks.types.encoded import Layout, Targets
+from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
 from qdqbench.quantize.tasks.types.kind import LOGITS, SAME, Described, TaskKind
 from qdqbench.quantize.tasks.types.scores import CLASSES
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
@@ -31,10 +31,10 @@ def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
     return ""
 
 
-def labels_as(dtype: type) -> "Callable[[datasets.Dataset, Described, Layout], Targets]":
+def labels_as(dtype: type) -> "Callable[[datasets.Dataset, Described, RowLayout], Targets]":
     """`TaskKind.targets` of a label column that holds a number in each row."""
 
-    def targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+    def targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
         values = dataset.select_columns([task.label_column])[:][task.label_column]
         return Targets(np.array(values, dtype=dtype))
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qdqbench.quantize.tasks.types.classification import NUMBERS, TEXTS, label_and_prediction
-from qdqbench.quantize.tasks.types.encoded import Layout, Targets
+from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
 from qdqbench.quantize.tasks.types.kind import Described, TaskKind
 from qdqbench.quantize.tasks.types.regression import REGRESSION
 from qdqbench.quantize.tasks.types.scores import CORRELATIONS, Metric
@@ -120,12 +120,12 @@ def _pair_divergence(reference: Float64, answers: Float64, labels: Array) -> Flo
     return np.asarray(1 - cosines(reference, answers).reshape(-1, 2).mean(axis=1))
 
 
-def _pair_targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+def _pair_targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
     made = REGRESSION.targets(dataset, task, layout).labels
     return Targets(np.repeat(made, 2), gold=made)
 
 
-def _text_targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+def _text_targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
     count = len(layout.samples)
     if count <= NEIGHBORS:
         raise UserError(

@@ -19,7 +19,7 @@ class Units(NamedTuple):
     about: Int64  # [answers] or [answers, 2]
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     """How the samples of a split became rows."""
 
     samples: Int64  # of each row, ascending

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from qdqbench.quantize.tasks.types.encoded import Layout, Targets, Units
+from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
 from qdqbench.quantize.tasks.types.scores import Metric
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 
@@ -70,7 +70,7 @@ class TaskKind:
     label_type: str  # pattern of the label column's Arrow type
     label_values: str  # in errors: takes `last`, the largest class
     label_problem: "Callable[[datasets.Dataset, Described], str]"  # empty: nothing is wrong
-    targets: "Callable[[datasets.Dataset, Described, Layout], Targets]"
+    targets: "Callable[[datasets.Dataset, Described, RowLayout], Targets]"
     # Scores
     metrics: Mapping[str, Metric]  # that can score it
     default_metrics: tuple[str, ...]
@@ -134,7 +134,7 @@ def mean_over_rows(
     return mean
 
 
-def joined(outputs: Any, names: Iterable[str]) -> Any:
+def join_outputs(outputs: Any, names: Iterable[str]) -> Any:
     """The answers [batch, ...] in a model's outputs: the only one, or several stacked along a new last axis.
 
     Args:

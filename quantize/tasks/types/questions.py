@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.tasks.types.classification import TEXTS, kl
-from qdqbench.quantize.tasks.types.encoded import Layout, Targets, Units
+from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
 from qdqbench.quantize.tasks.types.kind import SAME, Described, TaskKind, mean_over_rows
 from qdqbench.quantize.tasks.types.scores import of_sums, ratio
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
@@ -100,7 +100,7 @@ def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
     return ""
 
 
-def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+def _targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
     rows = dataset.select_columns([*task.text_columns, task.label_column])[:]
     answers = rows[task.label_column]
     windows: list[list[Int64]] = [[] for _ in answers]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.tasks.types.encoded import Layout, Targets
+from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
 from qdqbench.quantize.tasks.types.kind import SAME, Described
 from qdqbench.quantize.tasks.types.regression import REGRESSION
 from qdqbench.quantize.tasks.types.scores import Metric, ratio
@@ -60,7 +60,7 @@ def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
     return ""
 
 
-def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+def _targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
     labels, counts = _labels(dataset, task), np.bincount(layout.samples)
     gold = np.full((len(counts), counts.max()), np.nan)
     gold[np.arange(counts.max()) < counts[:, None]] = labels

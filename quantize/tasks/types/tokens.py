@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.tasks.types.classification import class_text, kl, same_for_all
-from qdqbench.quantize.tasks.types.encoded import Layout, Targets, Units
+from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
 from qdqbench.quantize.tasks.types.kind import Described, TaskKind, mean_over_rows
 from qdqbench.quantize.tasks.types.scores import of_sums, ratio
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
@@ -128,7 +128,7 @@ def _names_problem(names: tuple[str, ...], task: Described, *, texts: bool) -> s
     return ""
 
 
-def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+def _targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
     names, classes, warnings = class_names(dataset, task.label_column), task.classes, []
     if not is_named(classes) and names:
         classes = names

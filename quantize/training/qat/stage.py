@@ -14,28 +14,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.calibration.fakequant import residual
-from qdqbench.quantize.calibration.fakequant.quantizers import enabled_quantizers, import_modelopt
+from qdqbench.quantize.calibration.fakequant.quantizers import import_modelopt, list_quantizers
 from qdqbench.quantize.calibration.record import (
     CalibrationRecord,
-    quantizer_state,
+    read_quantizer_state,
     read_record,
     require_plausible,
     write_record,
 )
-from qdqbench.quantize.calibration.smoothing import take_back
-from qdqbench.quantize.calibration.splitting import merge
+from qdqbench.quantize.calibration.smoothing import remove_factors
+from qdqbench.quantize.calibration.splitting import remove_copies
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.pipeline.session import QAT, Session
 from qdqbench.quantize.recipe.training import Qat
 from qdqbench.quantize.training.checkpoints import WEIGHTS
 from qdqbench.quantize.training.loop import train
-from qdqbench.quantize.training.processes import group, launched, leave, new_accelerator
-from qdqbench.quantize.training.record import CHECKPOINTS, RECORD, blank_run, finished
+from qdqbench.quantize.training.processes import count_processes, join_group, leave_group, new_accelerator
+from qdqbench.quantize.training.record import CHECKPOINTS, RECORD, complete_record, start_record
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import name_list
-from qdqbench.quantize.utils.system.environment import made_with
+from qdqbench.quantize.utils.system.environment import get_code_identity
 from qdqbench.quantize.utils.system.process import is_main_process
 from qdqbench.quantize.utils.system.quiet import quiet
 from qdqbench.quantize.utils.training_results import TrainingRun
@@ -59,7 +59,7 @@ def save_modelopt(model: "PreTrainedModel", folder: Path) -> None:
 
     from qdqbench.quantize.calibration.fakequant.native import BACKEND
 
-    if any(quantizer.backend == BACKEND for quantizer in enabled_quantizers(model).values()):
+    if any(quantizer.backend == BACKEND for quantizer in list_quantizers(model).values()):
         raise RuntimeError("the model computes as in training; settle(model) before it is saved")
     with quiet("transformers"):
         model.save_pretrained(folder)
@@ -85,7 +85,7 @@ def load_modelopt(folder: Path) -> "PreTrainedModel":
         if not ModeloptStateManager.is_converted(model):  # it is where transformers was patched
             with (
                 contextlib.redirect_stdout(io.StringIO()),
-                residual.registered(model, names),
+                residual.register_residuals(model, names),
             ):
                 restore_from_modelopt_state(model, state)
         model.load_state_dict(load_file(folder / WEIGHTS))
@@ -122,15 +122,16 @@ def _quantizers(state: dict[str, Any]) -> list[str]:
 
 def train_qat(session: Session) -> list[Path]:
     """The stage: train, and write `qat/`."""
-    if session.accelerator is None and launched() > 1:
+    if session.accelerator is None and count_processes() > 1:
         raise UserError(
-            f"{launched()} processes would each go through this run; under a launcher use `-m qdqbench qat`"
+            f"{count_processes()} processes would each go through this run; under a launcher use "
+            "`-m qdqbench qat`"
         )
     session.before_training()
-    return train_quantized(session, session.accelerator or new_accelerator(settings_of(session).precision))
+    return train_quantized(session, session.accelerator or new_accelerator(get_settings(session).precision))
 
 
-def settings_of(session: Session) -> Qat:
+def get_settings(session: Session) -> Qat:
     """The recipe's QAT section.
 
     Raises:
@@ -160,8 +161,8 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
 
     if is_main_process():
         lead("ptq")
-    with group():
-        accelerator = new_accelerator(settings_of(session).precision)
+    with join_group():
+        accelerator = new_accelerator(get_settings(session).precision)
         if not is_main_process():
             if broadcast_object_list([None])[0]:
                 train_quantized(session, accelerator)
@@ -190,21 +191,21 @@ def train_quantized(session: Session, accelerator: "Accelerator") -> list[Path]:
         CheckFailed: the training diverged, or what was written does not rebuild the model.
     """
     from qdqbench.quantize.calibration.fakequant import native
-    from qdqbench.quantize.training.qat.job import new_job, prepare_student, training_data
+    from qdqbench.quantize.training.qat.job import load_training_data, new_job, prepare_student
 
-    settings = settings_of(session)
+    settings = get_settings(session)
     record = read_record(session.folder / "calibration.json")
-    data, fingerprint = training_data(session, settings)
+    data, fingerprint = load_training_data(session, settings)
     model = prepare_student(session, settings)
     job = new_job(session, settings, accelerator, model, data)
     job.identity = _identity(session, settings, record, fingerprint)
-    run = blank_run(settings, data, accelerator)
+    run = start_record(settings, data, accelerator)
     run.parameters = sum(p.numel() for p in model.parameters())
     outcome = train(job, accelerator)
-    leave()  # what follows is done by the main process alone
-    native.settle(model)
+    leave_group()  # what follows is done by the main process alone
+    native.settle_learned(model)
     native.use_modelopt(model)
-    run = finished(run, outcome).model_copy(update={"folder": "model", "notes": job.notes})
+    run = complete_record(run, outcome).model_copy(update={"folder": "model", "notes": job.notes})
     session.notes += job.notes
     return write_trained(session, model.cpu(), record, run) if accelerator.is_main_process else []
 
@@ -215,7 +216,7 @@ def _identity(session: Session, settings: Qat, record: CalibrationRecord, finger
     placed = [rule.model_dump(mode="json") for rule in recipe.rules], recipe.attention, recipe.export.gelu
     return {
         "job": "qat",
-        **made_with(),
+        **get_code_identity(),
         "model": session.model_sha256,
         "task": session.config.task.model_dump(mode="json"),
         "data": fingerprint,
@@ -231,7 +232,7 @@ def write_trained(
 ) -> list[Path]:
     """Write model, record and training log, and prove that they rebuild the trained model."""
     folder = session.folder / QAT
-    trained = trained_record(model, record)
+    trained = make_trained_record(model, record)
     with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
         _save_plain(session, model, trained, temporary)
     write_record(folder / "calibration.json", trained)
@@ -248,15 +249,15 @@ def remove_checkpoints(session: Session) -> None:
     shutil.rmtree(session.folder / QAT / CHECKPOINTS, ignore_errors=True)
 
 
-def trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> CalibrationRecord:
+def make_trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> CalibrationRecord:
     """The calibration record with the final amax; what was added to biases is in the trained ones.
 
     Raises:
         CheckFailed: an amax that is no longer plausible.
     """
     states = {
-        name: quantizer_state(name, quantizer, record.quantizers[name].rms)
-        for name, quantizer in enabled_quantizers(model).items()
+        name: read_quantizer_state(name, quantizer, record.quantizers[name].rms)
+        for name, quantizer in list_quantizers(model).items()
     }
     require_plausible(states)
     return record.model_copy(update={"quantizers": states, "shifts": {}, "centers": {}, "biases": {}})
@@ -265,7 +266,7 @@ def trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> Calib
 def _save_plain(session: Session, model: "PreTrainedModel", record: CalibrationRecord, folder: Path) -> None:
     """An ordinary Hugging Face folder: no quantizers, no smoothing factors in the weights, no copies."""
     plain = session.new_model()
-    weights = merge(take_back(model, record.smoothing), record.splits, family_of(model.config))
+    weights = remove_copies(remove_factors(model, record.smoothing), record.splits, family_of(model.config))
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
     plain.save_pretrained(folder)
     session.tokenizer.save_pretrained(folder)

@@ -30,7 +30,7 @@ PACKAGES = (
 VERSIONED = ("qdqbench", "torch", "transformers", "nvidia-modelopt", "onnx", "onnxruntime")
 
 
-def environment() -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """Versions, hardware and the code's git hash: what a number is worth nothing without."""
     versions = {}
     for name in PACKAGES:
@@ -77,7 +77,7 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def made_with() -> dict[str, Any]:
+def get_code_identity() -> dict[str, Any]:
     """Code and library versions, as JSON: part of the identity of all that is reused or resumed."""
     return {"versions": versions(), "code": _code_hash()}
 

@@ -86,7 +86,7 @@ class Usage:
 
 
 @contextmanager
-def measured() -> Iterator[Usage]:
+def measure_cost() -> Iterator[Usage]:
     """Measure a block: wall and CPU seconds, and the largest resident set of this process, every 50 ms."""
     import psutil
 

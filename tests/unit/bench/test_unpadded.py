@@ -20,7 +20,7 @@ from qdqbench.eval.bench.unpadded import (
     unpadded_rows,
 )
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.pooling import FIELD, embedder_class
+from qdqbench.quantize.models.pooling import FIELD, make_embedder_class
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.families import SIZES, new_model
@@ -93,7 +93,7 @@ def test_embeddings_are_pooled_over_the_tokens_of_their_row(mode):
     torch.manual_seed(0)
     config = AutoConfig.for_model("bert", vocab_size=99, **SIZES["bert"])
     setattr(config, FIELD, {"mode": mode, "normalize": True})
-    model = embedder_class(type(config))(config).eval()
+    model = make_embedder_class(type(config))(config).eval()
     batch = padded(model)
     reference = expected(model, batch)
     answers, packing = unpadded(model, batch, 2)

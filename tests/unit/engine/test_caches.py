@@ -5,10 +5,10 @@ import json
 import pytest
 
 from qdqbench.quantize.engine import caches
-from qdqbench.quantize.engine.caches import TimingCache, origin, read_cache, write_cache
+from qdqbench.quantize.engine.caches import TimingCache, describe_origin, read_cache, write_cache
 from qdqbench.quantize.utils.system.gpu import Gpu
 
-HERE = origin("tensorrt", "10.16.0", Gpu("L4", "8.9", "580.1"))
+HERE = describe_origin("tensorrt", "10.16.0", Gpu("L4", "8.9", "580.1"))
 
 
 class Cache:
@@ -92,4 +92,9 @@ def test_a_folder_in_the_place_of_the_file(tmp_path):
 
 
 def test_no_gpu_has_an_origin_too():
-    assert set(origin("tensorrt_rtx", "1.7", None).values()) == {"tensorrt_rtx", "1.7", "none", "unknown"}
+    assert set(describe_origin("tensorrt_rtx", "1.7", None).values()) == {
+        "tensorrt_rtx",
+        "1.7",
+        "none",
+        "unknown",
+    }

@@ -14,7 +14,7 @@ from qdqbench.eval.stages import stages
 from qdqbench.quantize.engine import backend, sidecar
 from qdqbench.quantize.engine import build as build_module
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
-from qdqbench.quantize.engine.profiles import Profile, fit, require_room
+from qdqbench.quantize.engine.profiles import Profile, fit_batch, require_room
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.pipeline import artifacts, session
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
@@ -40,7 +40,7 @@ def takes(profiles, lengths, batch_size):
     falling = sorted(lengths, reverse=True)
     try:
         for start in range(0, len(falling), size):
-            fit(profiles, len(falling[start : start + size]), falling[start], 16)
+            fit_batch(profiles, len(falling[start : start + size]), falling[start], 16)
     except CheckFailed:
         return False
     return True

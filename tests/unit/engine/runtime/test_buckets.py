@@ -14,8 +14,8 @@ from qdqbench.quantize.engine.profiles import (
     STEP,
     bucket_profiles,
     choose_edges,
-    fit,
-    notes_on_data,
+    fit_batch,
+    note_distant_data,
 )
 
 LENGTHS = st.lists(st.integers(1, 75), min_size=1, max_size=40)
@@ -59,11 +59,11 @@ def test_every_row_runs_at_its_edge_which_is_what_kernels_are_chosen_for(lengths
     edges = choose_edges(np.array(lengths), longest)
     profiles = bucket_profiles(edges, longest, batch)
     for length in range(1, longest + 1):
-        index, _, to = fit(profiles, batch, length, LENGTH_STEP)
+        index, _, to = fit_batch(profiles, batch, length, LENGTH_STEP)
         if length <= edges[-1]:
             assert to == edges[index] == min(edge for edge in edges if edge >= length)
             assert profiles[index].opt == (batch, to)
         else:
             assert length <= to <= longest
-    notes = notes_on_data(profiles, np.array(lengths), batch)
+    notes = note_distant_data(profiles, np.array(lengths), batch)
     assert not any("length" in note.partition("(")[0] for note in notes)

@@ -471,7 +471,7 @@ def test_four_bit_tensors_are_refused(gpu, engine_file, monkeypatch):
 @pytest.mark.parametrize("name", list(tensors._DTYPES))
 def test_buffers_of_every_type(name):
     dtype = tensors.torch_dtype(name)
-    buffer = tensors.poison((2, 3), dtype, "cpu")
+    buffer = tensors.make_poisoned((2, 3), dtype, "cpu")
     array = tensors.to_numpy(buffer)
     assert (buffer.dtype, array.shape) == (dtype, (2, 3))
     if dtype.is_floating_point:

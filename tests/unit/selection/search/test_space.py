@@ -21,7 +21,13 @@ from qdqbench.eval.selection.search.space import (
 from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import resolve
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes, short_yaml
+from qdqbench.quantize.recipe.schema import (
+    Recipe,
+    dump_short_recipe,
+    load_recipe,
+    parse_recipe,
+    shipped_recipes,
+)
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils.errors import UserError
 
@@ -77,7 +83,7 @@ def test_every_point_is_a_recipe_with_exactly_its_units(params, random):
     random.shuffle(order)
     space = SPACE.ranked(order, random.sample(range(LAYERS), LAYERS))
     recipe = space.recipe(params)
-    plan = resolve(parse_recipe(short_yaml(recipe), "again"), modules(), "bert")
+    plan = resolve(parse_recipe(dump_short_recipe(recipe), "again"), modules(), "bert")
     units = space.int8_units(params)
     assert set(plan.int8) == {name for unit in units for name in space.units[unit]}
     inside = {BERT.layer_of(name) for name in plan.attention}
