@@ -117,13 +117,13 @@ def _correct_layer(  # noqa: PLR0913
 
 
 def _error(made: "list[torch.Tensor]", exact: "list[torch.Tensor]") -> float:
-    """Squared error of a layer's output over every batch."""
+    """Return the squared error of a layer's output over every batch."""
     pairs = zip(made, exact, strict=True)
     return sum(float((ours - theirs).double().square().sum()) for ours, theirs in pairs)
 
 
 def note_missing_biases(model: "PreTrainedModel", linears: Iterable[str]) -> list[str]:
-    """One sentence where INT8 linears of encoder layers have no bias that could be corrected."""
+    """Return a sentence where INT8 linears of encoder layers have no bias that could be corrected."""
     family = family_of(model.config)
     found = [name for name in linears if family.layer_of(name) is not None]
     lost = [name for name in found if model.get_submodule(name).bias is None]
@@ -240,7 +240,7 @@ def _hooks(model: "PreTrainedModel", names: Iterable[str], hook: Callable[..., N
 
 
 def _steps(layer: str, linears: Iterable[str], family: Family) -> list[list[str]]:
-    """Linears of a layer in the order in which they run; q, k and v run side by side."""
+    """Return the linears of a layer in the order in which they run; q, k and v run side by side."""
     groups: dict[str, list[str]] = {}
     for name in linears:
         if name.startswith(f"{layer}."):
@@ -260,7 +260,7 @@ def _some(batches: Iterable[Batch]) -> Iterator[Batch]:
 def _record_calls(
     model: "PreTrainedModel", runs: Counter[str], batches: Iterable[Batch]
 ) -> "tuple[list[torch.Tensor], dict[str, list[Given]]]":
-    """What the first layer reads for every batch, and what each layer gets besides: masks, positions.
+    """Record what the first layer reads for every batch, and its other arguments: masks, positions.
 
     No layer runs meanwhile.
     """

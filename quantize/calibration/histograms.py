@@ -78,7 +78,7 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
         self.counts[:], self.limit, self.largest, self._found = 0, 0.0, 0.0, None
 
     def compute_amax(self, *_: Any, **__: Any) -> torch.Tensor | None:
-        """Amax, float32 scalar; None when nothing but zeros was seen. It is never above the largest value."""
+        """Return the amax, a float32 scalar, at most the largest value; None when only zeros were seen."""
         if not self.limit:
             return None
         if self._found is None:
@@ -103,7 +103,7 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
 
 
 def _least_error(counts: Int64, width: float) -> torch.Tensor:
-    """Amax with the least squared error of rounding and clipping, over a histogram with bins of `width`."""
+    """Return the amax with the least squared error of rounding and clipping, by a histogram."""
     centers = (np.arange(len(counts)) + 0.5) * width
     candidates = np.linspace(min(MAGNITUDES, len(counts)), len(counts), CANDIDATES) * width
     scales = candidates[:, None] / (MAGNITUDES - 1)

@@ -60,7 +60,7 @@ FAR = 2.0  # times what calibration found, or a part of it, from which on an ama
 def name_overrides(
     given: Mapping[str, float], names: Collection[str], plan: Plan, prefix: str
 ) -> dict[str, float]:
-    """Given amax by the full names of quantizers.
+    """Return the given amax by the full names of quantizers.
 
     Args:
         given: by quantizer, with or without the prefix of the base model.
@@ -97,7 +97,7 @@ def name_overrides(
 
 
 def _list_folded(plan: Plan) -> set[str]:
-    """Quantizers of tensors that `qkv_bias_folding.py` changes."""
+    """Return the quantizers of tensors that `qkv_bias_folding.py` changes."""
     attentions, linears = folds_kv_bias(plan), list[str]()
     for name in folds_q_bias(plan):
         linears += get_linears(plan, name, "query", "key", "value")
@@ -121,7 +121,7 @@ def apply_overrides(quantizers: Mapping[str, Any], given: Mapping[str, float]) -
 
 
 def compare_overrides(given: Mapping[str, float], found: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """How given amax compare with what calibration found: a note, and a warning of those that are far off."""
+    """Compare given amax with what calibration found: a note, and a warning of those that are far off."""
     ratios = {name: given[name] / amax for name, amax in found.items() if amax > 0 and math.isfinite(amax)}
     if not ratios:
         return [], []
@@ -142,7 +142,7 @@ def compare_overrides(given: Mapping[str, float], found: Mapping[str, float]) ->
 
 
 def make_modelopt_config(plan: Plan) -> dict[str, Any]:
-    """ModelOpt configuration for a plan: everything denied, then exact quantizer names.
+    """Return the ModelOpt configuration for a plan: everything denied, then exact quantizer names.
 
     `INT8_DEFAULT_CFG` would also quantize the input of every LayerNorm, and patterns that match nothing
     are silent in ModelOpt, so neither is used.
@@ -299,7 +299,7 @@ def _prepare(
 
 
 def _choose_softmax(settings: Calibration, plan: Plan, batches: Iterable[Batch]) -> bool:
-    """Whether the form of the INT8 softmax is chosen; `auto` reads the lengths first."""
+    """Return whether the form of the INT8 softmax is chosen; read the lengths first for `auto`."""
     if settings.softmax_scale != "auto" or not plan.attention:
         return settings.softmax_scale == "min-error"
     return any(batch["input_ids"].shape[1] > softmax.LONG for batch in batches)
@@ -345,7 +345,7 @@ def _require_finite_weights(model: "PreTrainedModel") -> None:
 
 @contextlib.contextmanager
 def _record_rms(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
-    """Root mean square of everything that each activation quantizer sees; filled when the block ends."""
+    """Record the root mean square of all that each activation quantizer sees; filled when the block ends."""
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
     result: dict[str, float] = {}
@@ -366,7 +366,7 @@ def _record_rms(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
 
 
 def _note_shared(model: "PreTrainedModel", plan: Plan) -> list[str]:
-    """Says where linears run several times."""
+    """Return a note where linears run several times."""
     layers, runs = len(plan.family.layer_names(model)), len(plan.family.runs(model))
     if runs == layers:
         return []

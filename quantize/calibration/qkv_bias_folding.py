@@ -70,7 +70,7 @@ class _Seen:
 
 @contextmanager
 def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _Seen]]:
-    """What q, k and v read in each attention to be shifted, filled while calibration data go through.
+    """Record what q, k and v read in each attention to be shifted, while calibration data go through.
 
     Raises:
         UserError: they read another tensor than that whose maker the family names.
@@ -151,7 +151,7 @@ def choose_shifts(
 
 
 def _needs_shift(model: "PreTrainedModel", plan: Plan, attention: str, maker: str) -> bool:
-    """Whether q of an attention has a bias; all that a shift goes through must have one then."""
+    """Return whether q of an attention has a bias; all that a shift goes through must have one then."""
     through = [*get_linears(plan, attention, *ROLES, "output"), maker]
     without = [name for name in through if getattr(model.get_submodule(name), "bias", None) is None]
     if through[0] in without:
@@ -167,7 +167,7 @@ def _needs_shift(model: "PreTrainedModel", plan: Plan, attention: str, maker: st
 def solve_shift(  # noqa: PLR0913, PLR0917
     query: Float64, key: Float64, bias: Float64, size: int, spread: Float64, half: Float64
 ) -> tuple[Float64, float]:
-    """The shift d of x that does best what the bias b of q does, and what is left of that.
+    """Return the shift d of x that best does what the bias b of q does, and the rest of that bias.
 
     d is the smallest sum of the mean square of ((b - W d) k) / sqrt(D), over heads and over the differences
     of keys k of a sample, and of `RIDGE_LAMBDA` times the mean square of d / half.
@@ -221,7 +221,7 @@ def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing) -> Smoothin
 
 
 def compute_moved_biases(model: "PreTrainedModel", plan: Plan) -> dict[str, list[float]]:
-    """What takes the biases out of q, k and v, and v's into the output projection; float32 values."""
+    """Return what takes the biases out of q, k and v, and v's into the output projection; float32."""
     added: dict[str, list[float]] = {}
     dropped = [linear for name in folds_kv_bias(plan) for linear in get_linears(plan, name, "key")]
     dropped += [linear for name in folds_q_bias(plan) for linear in get_linears(plan, name, "query")]
@@ -248,27 +248,27 @@ def share_scales(plan: Plan, quantizers: dict[str, Any]) -> None:
 
 
 def group_shared_scales(plan: Plan) -> Iterator[list[str]]:
-    """Full names of quantizers that have one amax, so that an engine makes one GEMM of q, k and v."""
+    """Group the quantizers that have one amax, so that an engine makes one GEMM of q, k and v."""
     for name in shares_qkv_scales(plan):
         yield [f"{linear}.weight_quantizer" for linear in get_linears(plan, name, *ROLES)]
         yield [f"{name}.{x}_bmm_quantizer" for x in "qkv"]
 
 
 def _row_ranges(model: "PreTrainedModel", linear: str) -> Float64:
-    """Largest magnitude of every row of a weight."""
+    """Return the largest magnitude of every row of a weight."""
     module: Any = model.get_submodule(linear)
     ranges: Float64 = module.weight.detach().abs().amax(dim=1).double().cpu().numpy()
     return ranges
 
 
 def _mean(ranges: Float64) -> float:
-    """Geometric mean of what is not zero."""
+    """Return the geometric mean of the values other than zero."""
     alive = ranges[ranges > 0]
     return float(np.exp2(np.log2(alive).mean())) if len(alive) else 1.0
 
 
 def _towards(goal: Float64 | float, ranges: Float64) -> Float64:
-    """Powers of two that bring ranges near a goal; 1 where either is zero."""
+    """Return powers of two that bring ranges near a goal; 1 where either is zero."""
     goals = np.broadcast_to(goal, ranges.shape)
     alive = (ranges > 0) & (goals > 0)
     exponents = np.log2(np.where(alive, goals, 1.0)) - np.log2(np.where(alive, ranges, 1.0))
@@ -277,6 +277,6 @@ def _towards(goal: Float64 | float, ranges: Float64) -> Float64:
 
 
 def _times(one: dict[str, list[float]], other: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Products of factors by linear; of one alone where the other has none."""
+    """Multiply factors by linear; those of one alone stay where the other has none."""
     both = {name: (np.array(one[name]) * other[name]).tolist() for name in one.keys() & other.keys()}
     return one | other | both

@@ -81,7 +81,7 @@ class CalibrationRecord(Tabular):
     quantizers: dict[str, QuantizerState]
 
     def rows(self) -> list[QuantizerRow]:
-        """The quantizers as rows of results.json."""
+        """Return the quantizers as rows of results.json."""
         return [
             make_quantizer_row(name, state, self.replaced.get(name))
             for name, state in self.quantizers.items()
@@ -89,7 +89,7 @@ class CalibrationRecord(Tabular):
 
 
 def read_quantizer_state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
-    """What the record holds of a quantizer; `rms` of an activation while calibrating."""
+    """Return the record of a quantizer; with `rms` of an activation while calibrating."""
     amax = quantizer.amax
     values = [] if amax is None else amax.detach().float().cpu().flatten().tolist()
     scalar = amax is not None and quantizer.axis is None
@@ -141,7 +141,7 @@ def _implausible(state: QuantizerState) -> str | None:
 
 
 def make_quantizer_row(name: str, state: QuantizerState, found: float | None = None) -> QuantizerRow:
-    """A quantizer as a row of results.json; `found` by calibration, where the recipe gives another amax."""
+    """Return a quantizer as a row of results.json; `found` where the recipe gives another amax."""
     values = np.atleast_1d(np.asarray(state.amax, dtype=np.float64))
     return QuantizerRow(
         name=name,
@@ -156,7 +156,7 @@ def make_quantizer_row(name: str, state: QuantizerState, found: float | None = N
 
 
 def get_state_shifts(record: CalibrationRecord, plan: Plan) -> dict[int, list[float]]:
-    """What shifts add to hidden states, [hidden], by their number: 0 is that behind the embeddings."""
+    """Return what shifts add to hidden states, [hidden], by number: 0 is that after the embeddings."""
     makers = folds_q_bias(plan)
     return {
         place.number: shift.added[makers[name]]
@@ -166,7 +166,7 @@ def get_state_shifts(record: CalibrationRecord, plan: Plan) -> dict[int, list[fl
 
 
 def group_shared_quantizers(plan: Plan) -> list[tuple[str, ...]]:
-    """Full names of the quantizers that round one tensor, and so have one amax, for each INT8 residual.
+    """Group, by INT8 residual, the quantizers that round one tensor and so have one amax.
 
     The residual's comes first, then the input quantizers of its readers.
     """
@@ -193,7 +193,7 @@ def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
 
 
 def select_record(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> CalibrationRecord:
-    """The record of a plan, from records with every candidate in INT8.
+    """Select the record of a plan from records with every candidate in INT8.
 
     An amax is measured in full precision, so it does not depend on what else is INT8, and smoothing looks at
     one layer alone. Only what a layer's attention is has a say there: an INT8 one is smoothed too.
@@ -233,7 +233,7 @@ def select_record(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord
 
 
 def _without_copies(state: QuantizerState, extra: int, parts: int) -> QuantizerState:
-    """Amax of the rows that the model has, which come first: of the channels, and of their gates."""
+    """Return the amax of the model's own rows, which come first: of the channels, and of their gates."""
     if not isinstance(state.amax, list):
         return state
     width = len(state.amax) // parts
@@ -242,6 +242,6 @@ def _without_copies(state: QuantizerState, extra: int, parts: int) -> QuantizerS
 
 
 def disable_bias_correction(recipe: Recipe) -> Recipe:
-    """The recipe as trials judge it."""
+    """Return the recipe without bias correction, as trials evaluate it."""
     section = recipe.calibration.model_copy(update={"bias_correction": False})
     return recipe.model_copy(update={"calibration": section})

@@ -57,7 +57,7 @@ def record_ranges(
     *,
     always: bool = False,
 ) -> Ranges:
-    """Ranges of what modules read and of what they make, by full name; quantizers are off meanwhile.
+    """Record ranges of what modules read and make, by full name; quantizers are off meanwhile.
 
     `run` passes the calibration data through the model once; not called where there is nothing to measure,
     or `always`, where others watch meanwhile.
@@ -128,18 +128,18 @@ def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges", left: Collect
 
 
 def _smoothed(plan: Plan, names: Iterable[str]) -> dict[str, Any]:
-    """How each of these is smoothed, of those that are."""
+    """Return the smoothing of each of these that has one."""
     found = {name: plan.scaling_of(name).smoothing for name in names}
     return {name: how for name, how in found.items() if how != "none"}
 
 
 def _scored(plan: Plan, attention: str) -> tuple[LinearRows, LinearRows]:
-    """What makes q and k of an attention."""
+    """Return the makers of q and k of an attention."""
     return plan.family.made_by(attention, "query"), plan.family.made_by(attention, "key")
 
 
 def _head_ranges(ranges: "Ranges", made: LinearRows, size: int, family: Family) -> Float64:
-    """Largest magnitude of each channel of q or k; the same for both of a pair that is rotated together."""
+    """Return the largest magnitude of each channel of q or k; equal for a pair that is rotated together."""
     found: Float64 = ranges.outputs[made.linear].reshape(made.parts, -1)[made.part]
     if family.rotary:
         pairs = found.reshape(-1, 2, size // 2)
@@ -158,7 +158,7 @@ def _scale_rows(found: Smoothing, model: "PreTrainedModel", made: LinearRows, fa
 def _move_into_rows(
     model: "PreTrainedModel", plan: Plan, wanted: dict[str, Any], ranges: "Ranges"
 ) -> Smoothing:
-    """Factors of output projections that go into the rows of the value projections."""
+    """Return the factors of output projections that go into the rows of the value projections."""
     found = Smoothing()
     for name, how in wanted.items():
         if plan.family.role(name) == "output" and how != "gain":
@@ -171,7 +171,7 @@ def _move_into_rows(
 def _move_from_inputs(
     model: "PreTrainedModel", wanted: dict[str, Any], sources: "_RangeSources", ranges: "Ranges"
 ) -> Smoothing:
-    """Factors of linears whose input is divided before its Q; one for all that read the same tensor."""
+    """Return the factors of linears whose input is divided before its Q; one for all readers of a tensor."""
     found = Smoothing()
     for readers in sources.readers:
         members = [name for name in readers if name in wanted]
@@ -241,7 +241,7 @@ def remove_factors(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str,
 
 
 def _product(smoothing: Smoothing, name: str, value: "torch.Tensor") -> "torch.Tensor":
-    """What `apply_factors` multiplied a weight [N, K] or a bias [N] with; broadcasts against it."""
+    """Return the product of factors in a weight [N, K] or a bias [N]; broadcasts against it."""
     rows, columns = smoothing.rows.get(name), smoothing.columns.get(name)
     factor = value.new_ones(1) if rows is None else value.new_tensor(rows)
     if value.ndim == 1:
@@ -250,24 +250,24 @@ def _product(smoothing: Smoothing, name: str, value: "torch.Tensor") -> "torch.T
 
 
 def _scales(weights: Iterable["torch.Tensor"], ranges: Float64, alpha: float) -> Float64:
-    """Factor of each input channel, powers of two [K]; 1 for channels that are always zero."""
+    """Return the factor of each input channel, powers of two [K]; 1 for channels that are always zero."""
     largest = np.max([column_ranges(weight) for weight in weights], axis=0)
     return _power_of_two(_ratio(ranges**alpha, largest ** (1 - alpha)))
 
 
 def column_ranges(weight: "torch.Tensor") -> Float64:
-    """Largest magnitude of each column of a weight [N, K], float64 [K]."""
+    """Return the largest magnitude of each column of a weight [N, K], float64 [K]."""
     ranges: Float64 = weight.detach().abs().amax(dim=0).double().cpu().numpy()
     return ranges
 
 
 def _ratio(above: Float64, below: Float64) -> Float64:
-    """Quotient, and 0 where either is 0: a channel that is always zero."""
+    """Return the quotient, and 0 where either is 0: a channel that is always zero."""
     return np.divide(above, below, out=np.zeros_like(above), where=(above > 0) & (below > 0))
 
 
 def _power_of_two(raw: Float64) -> Float64:
-    """Nearest powers of two, of geometric mean 1: a common factor changes no quantization; 1 for 0."""
+    """Return the nearest powers of two, 1 for 0, of geometric mean 1, as a common factor changes nothing."""
     alive = raw > 0
     if not alive.any():
         return np.ones_like(raw)
@@ -286,7 +286,7 @@ def measure_ranges(
     *,
     always: bool = False,
 ) -> Ranges:
-    """Ranges of the inputs of linears that the plan smooths and `also`, and of q and k of its attentions.
+    """Measure the inputs of linears that the plan smooths and `also`, and q and k of its attentions.
 
     The data go through the model where there is something to measure, or `always`.
     """

@@ -149,7 +149,7 @@ def choose_softmax_scales(
 def get_bias_deltas(
     model: "PreTrainedModel", plan: Plan, centers: dict[str, Float64]
 ) -> dict[str, list[float]]:
-    """What centring adds to the biases of a model, float32 values by linear."""
+    """Return what centering adds to the biases of a model, float32 values by linear."""
     import torch
 
     added: dict[str, list[float]] = {}
@@ -164,7 +164,7 @@ def get_bias_deltas(
 
 
 def _without_bias(model: "PreTrainedModel", plan: Plan, attention: str) -> list[str]:
-    """The linears that make v and the output of an attention, of these that have no bias."""
+    """Return those of the linears of v and of an attention's output that have no bias."""
     linears = [plan.family.made_by(attention, role).linear for role in ("value", "output")]
     return [name for name in linears if getattr(model.get_submodule(name), "bias", None) is None]
 

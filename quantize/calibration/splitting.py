@@ -80,7 +80,7 @@ def choose_channels(activations: Float64, weights: Float64, extra: int) -> Chann
 
 
 def _outlier(ranges: Float64) -> tuple[float, int]:
-    """How far the largest channel is above the next ones, and which it is."""
+    """Return how far the largest channel is above the next ones, and its number."""
     order = np.argsort(-ranges, kind="stable")
     largest, like = float(ranges[order[0]]), float(ranges[order[min(LIKE, len(order) - 1)]])
     return (largest / like if like > 0 else 1.0), int(order[0])
@@ -113,7 +113,7 @@ def apply_copies(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> N
 
 
 def keep_equal(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> Callable[[], None]:
-    """To be called after each step of a training: copies follow their original again, bit for bit."""
+    """Let copies follow their original bit for bit; call it after each step of a training."""
     import torch
 
     ties, family = [], family_of(model.config)
@@ -159,7 +159,7 @@ def remove_copies(
 
 
 def list_copied_rows(channels: Int64, width: int, family: Family) -> Int64:
-    """Rows of the first linear that make these of `width` channels: their own, and those of their gates."""
+    """Return the rows of the first linear, gates included, that make these of `width` channels."""
     return np.concatenate([channels + half * width for half in range(1 + family.gated)])
 
 
@@ -173,7 +173,7 @@ class SplitLayout:
 
 
 def make_split_layout(found: ChannelSplit, width: int) -> SplitLayout:
-    """What a split makes of K = `width` channels."""
+    """Return the layout that a split makes of K = `width` channels."""
     channels, spread = list(range(width)), [0.0] * width
     inputs, columns = np.ones(width), np.ones(width)
     for channel, (by_input, by_weight) in found.outliers.items():

@@ -71,7 +71,7 @@ class BuiltEngine:
 
 
 def _import(name: BackendName) -> Any | None:
-    """The module, or None where it is not installed; any other import error becomes MissingDevice."""
+    """Return the module, or None where it is not installed; any other import error becomes MissingDevice."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # a broken install raises ImportError, OSError, RuntimeError, ...
@@ -82,12 +82,12 @@ def _import(name: BackendName) -> Any | None:
 
 
 def _version(module: Any) -> str:
-    """Without the commit that OpenVINO adds: 2026.4.1-22982-e213a147257-releases/2026/4."""
+    """Return a version without the commit that OpenVINO adds: 2026.4.1-22982-e213a147257-releases/2026/4."""
     return "-".join(str(module.__version__).split("-")[:2])
 
 
 def available_backends() -> dict[str, str]:
-    """Version of each backend that imports, by module name; a broken install draws a RuntimeWarning."""
+    """Return versions of the backends that import, by module name; warn of a broken install."""
     found: dict[str, str] = {}
     for name in INSTALL:
         try:
@@ -108,12 +108,12 @@ def preferred_backend(name: BackendChoice) -> BackendName:
 
 
 def gpu_backend() -> BackendName:
-    """What builds for GPUs: TensorRT where it imports and a GPU is there, else TensorRT-RTX."""
+    """Return the backend for GPUs: TensorRT where it imports and a GPU is there, else TensorRT-RTX."""
     return "tensorrt" if find_gpu() and "tensorrt" in available_backends() else "tensorrt_rtx"
 
 
 def choose_backend(name: BackendChoice) -> Backend:
-    """The backend to build with.
+    """Return the backend to build with.
 
     Raises:
         MissingDevice: not installed, broken, or TensorRT without a GPU; says what to install.
@@ -202,7 +202,7 @@ def build_engine(  # noqa: PLR0913  the options are keywords
 
 
 def _start(backend: Backend, logger: Any, log: BuildLog) -> Any:
-    """A builder; without a usable GPU TensorRT's library returns none and its bindings raise TypeError."""
+    """Return a builder; without a usable GPU TensorRT returns none and its bindings raise TypeError."""
     trt = backend.module
     try:
         return trt.Builder(logger)
@@ -212,7 +212,7 @@ def _start(backend: Backend, logger: Any, log: BuildLog) -> Any:
 
 
 def _refused(what: str, text: str, backend: Backend) -> UserError:
-    """The error for a file that the backend does not take."""
+    """Return the error for a file that the backend does not take."""
     return UserError(
         f"{backend.name} {backend.version} {what}: {text or 'it gives no reason'}; {hint_for(text)}"
     )
@@ -260,7 +260,7 @@ def _set_target(config: Any, backend: Backend, wanted: str | None) -> tuple[list
 
 
 def inspect_engine(trt: Any, logger: Any, data: bytes) -> str | None:
-    """Layer table of an engine built for this machine's GPU, as JSON; None where it cannot be loaded."""
+    """Return the layer table of an engine for this machine's GPU, as JSON; None if it cannot be loaded."""
     runtime = trt.Runtime(logger)
     engine = runtime.deserialize_cuda_engine(data)
     if engine is None:

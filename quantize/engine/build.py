@@ -231,7 +231,7 @@ def _build_for_cpu(
 
 
 def list_gemms(onnx_path: Path) -> list[str]:
-    """Names of the MatMul and Gemm nodes of an ONNX file, in graph order.
+    """Return the names of the MatMul and Gemm nodes of an ONNX file, in graph order.
 
     Raises:
         UserError: the file is missing, truncated or not ONNX.
@@ -240,7 +240,7 @@ def list_gemms(onnx_path: Path) -> list[str]:
 
 
 def count_attentions(gemms: Iterable[str], modules: Collection[str]) -> int:
-    """How often the attentions of these modules run, by the names of a graph's MatMuls: each has two."""
+    """Count how often the attentions of these modules run, by the MatMuls of a graph: each has two."""
     return sum(module_of(name) in modules for name in gemms) // 2
 
 
@@ -286,7 +286,7 @@ def require_int8(result: EngineResult) -> None:
 
 
 def _check_names(path: Path, gemms: list[str], expected: Collection[str]) -> None:
-    """Names must exist and be unique, or the layer table proves nothing."""
+    """Require names to exist and be unique, or the layer table proves nothing."""
     counts = Counter(gemms)
     if missing := sorted(set(expected) - set(counts)):
         raise UserError(f"{path} has no MatMul or Gemm named {', '.join(missing)}; export the model again")
@@ -309,7 +309,7 @@ class _LinearNodes:
 
 
 def merge_qkv_gemms(model: onnx.ModelProto) -> onnx.ModelProto | None:
-    """The graph with one MatMul for linears that read the same codes, have one scale and end in one Concat.
+    """Return the graph with one MatMul for linears of the same codes and one scale that end in one Concat.
 
     Names of nodes are joined by `TOGETHER`; no value changes, as integer sums are exact.
 
@@ -343,7 +343,7 @@ def merge_qkv_gemms(model: onnx.ModelProto) -> onnx.ModelProto | None:
 
 
 def _group(index: GraphIndex, concat: onnx.NodeProto) -> list[_LinearNodes]:
-    """Linears whose results a Concat joins, if one MatMul can make them; else none."""
+    """Return the linears whose results a Concat joins, if one MatMul can make them; else none."""
     if concat.op_type != "Concat" or attribute(concat, "axis") not in (2, -1):
         return []
     if any(value.name in concat.input for value in index.graph.output):  # a bisection looks at one alone

@@ -19,7 +19,7 @@ _MAX_HEADER = 4096
 
 
 def describe_origin(backend: str, version: str, gpu: Gpu | None) -> dict[str, str]:
-    """What must be the same for a cache to be used."""
+    """Return the conditions that must be the same for a cache to be used."""
     return {
         "backend": backend,
         "version": version,
@@ -30,7 +30,7 @@ def describe_origin(backend: str, version: str, gpu: Gpu | None) -> dict[str, st
 
 
 def read_cache(path: Path, here: dict[str, str]) -> tuple[bytes, str | None]:
-    """Content of a cache and a note on why it is not used.
+    """Return the content of a cache and a note on why it is not used.
 
     Args:
         here: the present `describe_origin`.
@@ -66,7 +66,7 @@ def write_cache(path: Path, here: dict[str, str], blob: bytes) -> None:
 
 
 def note_ignored(path: Path, why: str) -> str:
-    """The note on a cache that is not used."""
+    """Return the note on a cache that is not used."""
     return f"{path.name} is ignored and made anew: {why}"
 
 

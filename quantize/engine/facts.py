@@ -88,12 +88,12 @@ class EngineFacts:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the table is of a runtime for CPUs."""
+        """Return whether the table is of a runtime for CPUs."""
         return any(row.kernel is not None for row in self.rows)
 
 
 def read_graph(path: Path) -> Graph:
-    """Nodes of an ONNX file.
+    """Return the nodes of an ONNX file.
 
     Raises:
         UserError: not a readable ONNX file.
@@ -118,7 +118,7 @@ def read_graph(path: Path) -> Graph:
 
 
 def rebuild_graph(layers: Sequence[LayerRow]) -> Graph:
-    """Nodes by the names in the table: a MatMul in the module of a softmax has no weights."""
+    """Return the nodes by the names in the table: a MatMul in the module of a softmax has no weights."""
     listed = dict.fromkeys(
         name for row in layers for name in ((*name_parts(row), *row.onnx) if row.kind == "gemm" else row.onnx)
     )
@@ -200,7 +200,7 @@ def collect_facts(layers: Sequence[LayerRow], graph: Graph | None = None) -> Eng
 
 
 def _merged_qkv(linears: Iterable[str], made: Mapping[str, LayerRow]) -> list[bool]:
-    """For each attention with q, k and v linears: whether one GEMM makes them."""
+    """Return for each attention with q, k and v linears whether one GEMM makes them."""
     groups: dict[str, list[str]] = defaultdict(list)
     whole = 0
     for node in linears:
@@ -212,7 +212,7 @@ def _merged_qkv(linears: Iterable[str], made: Mapping[str, LayerRow]) -> list[bo
 
 
 def _is_separate(node: str, row: LayerRow, listing: Mapping[str, list[LayerRow]]) -> bool:
-    """Whether another kernel applies the bias, or the scale, of a linear."""
+    """Return whether another kernel applies the bias, or the scale, of a linear."""
     bias = f"{node.rpartition('/')[0]}/Add{run_of(node)}"
     after = [found for name in (node, bias) for found in listing.get(name, ())]
     return any(found is not row for found in after)

@@ -50,7 +50,7 @@ class Inspection:
 
     @property
     def failures(self) -> list[str]:
-        """What the recipe asks for and the engine does not do."""
+        """Return the requests of the recipe that the engine does not meet."""
         found = []
         if self.expected is not None and self.proof.not_int8:
             found.append(f"{len(self.proof.not_int8)} of {len(self.expected)} GEMMs do not run in INT8")
@@ -110,7 +110,7 @@ def inspect_layers(
 
 
 def _copies_that_ran(layers: Sequence[LayerRow], times: Mapping[str, float]) -> list[LayerRow]:
-    """Kernels of the profiles that were measured; each profile has kernels of its own for every layer."""
+    """Return the kernels of the profiles that were measured; each profile has its own for every layer."""
     ran = {copy_of(row) for row in layers if row.name in times} | {""}
     rows = [row for row in layers if copy_of(row) in ran]
     return rows if len(ran) > 1 else list(layers)
@@ -137,7 +137,7 @@ def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
 
 
 def find_problems(facts: EngineFacts) -> list[str]:
-    """What is wrong, or costs time or accuracy, in one engine: a sentence each, with what to change."""
+    """Find what is wrong, or costs time or accuracy, in one engine: a sentence each, with a remedy."""
     found = []
     if facts.raw_outputs:
         found.append(
@@ -172,7 +172,7 @@ def find_problems(facts: EngineFacts) -> list[str]:
 
 
 def explain_slowdown(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow]) -> list[str]:
-    """Why an INT8 engine can be slower than its FP16 twin, read from their layers: a sentence each.
+    """Explain why an INT8 engine can be slower than the FP16 engine, read from their layers.
 
     Each has figures of both engines and what to change in the recipe; none where the layers show no reason.
     """
@@ -276,7 +276,7 @@ def _more_kernels(ours: EngineFacts, twin: EngineFacts) -> str:
 
 
 def format_nodes(nodes: Sequence[str]) -> str:
-    """ONNX nodes in few words, those of several layers together: `layer.0-11: attention key, output`."""
+    """Format ONNX nodes in few words, several layers together: `layer.0-11: attention key, output`."""
     layers: dict[str, list[int]] = defaultdict(list)
     for node in nodes:
         block, _, name = shorten_node(node).partition(" ")
@@ -294,7 +294,7 @@ def format_nodes(nodes: Sequence[str]) -> str:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """`0-2,5` for 0, 1, 2, 5."""
+    """Format 0, 1, 2, 5 as `0-2,5`."""
     spans: list[list[int]] = []
     for number in sorted({*numbers}):
         if spans and number == spans[-1][1] + 1:

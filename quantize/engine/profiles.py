@@ -41,7 +41,7 @@ class Profile:
 
 
 def span_profiles(profiles: Sequence[Profile]) -> Profile:
-    """One profile for all shapes of several, with the opt of the last."""
+    """Return one profile for all shapes of several, with the opt of the last."""
     low, high = (
         [each(getattr(shapes, end)[axis] for shapes in profiles) for axis in (0, 1)]
         for end, each in (("min", min), ("max", max))
@@ -50,7 +50,7 @@ def span_profiles(profiles: Sequence[Profile]) -> Profile:
 
 
 def fill_shape(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, ...]:
-    """Shape of an input, with (batch, length) in place of its dynamic axes (-1)."""
+    """Fill the dynamic axes (-1) of an input's shape with (batch, length)."""
     return tuple(known if known != -1 else size[min(axis, 1)] for axis, known in enumerate(shape))
 
 
@@ -82,7 +82,7 @@ def add_profiles(builder: Any, network: Any, config: Any, profiles: Sequence[Pro
 
 
 def choose_profile(profiles: Sequence[Profile], batch: int, length: int) -> int:
-    """Index of the profile that holds a shape, the one whose opt is nearest.
+    """Return the index of the profile that holds a shape, the one whose opt is nearest.
 
     Raises:
         CheckFailed: no profile holds it.
@@ -97,7 +97,7 @@ def choose_profile(profiles: Sequence[Profile], batch: int, length: int) -> int:
 
 
 def fit_batch(profiles: Sequence[Profile], batch: int, length: int, step: int = 1) -> tuple[int, int, int]:
-    """Profile, batch and length to pad a batch of sequences to.
+    """Return the profile, batch and length to pad a batch of sequences to.
 
     Args:
         length: tokens of the longest.
@@ -118,7 +118,7 @@ def fit_batch(profiles: Sequence[Profile], batch: int, length: int, step: int = 
 
 
 def measure_distance(one: Sequence[int], other: Sequence[int]) -> float:
-    """How far apart two shapes are: the sum over their axes of |log of the ratio|."""
+    """Return the distance of two shapes: the sum over their axes of |log of the ratio|."""
     return sum(abs(math.log(a / b)) for a, b in zip(one, other, strict=True))
 
 
@@ -207,7 +207,7 @@ LARGEST_BATCH = 128  # that profiles take, as those of the shipped recipes
 
 
 def choose_edges(lengths: Int64, longest: int, most: int = MOST) -> list[int]:
-    """Lengths to pad to, rising, that make the fewest tokens: by dynamic programming over the histogram.
+    """Choose rising lengths to pad to that make the fewest tokens: dynamic programming over the histogram.
 
     Fewer than `most` where one more would save less than LEAST_SAVING.
 
@@ -241,7 +241,7 @@ def choose_edges(lengths: Int64, longest: int, most: int = MOST) -> list[int]:
 
 
 def bucket_profiles(edges: Sequence[int], longest: int, batch: int) -> list[Profile]:
-    """A profile of fixed length for each bucket, and one for what is longer than all of them.
+    """Return a profile of fixed length for each bucket, and one for what is longer than all of them.
 
     Args:
         edges: from `choose_edges`.

@@ -36,12 +36,12 @@ class Sidecar(Strict):
 
 
 def sidecar_path(engine_path: Path) -> Path:
-    """`x.engine.json` for `x.engine`."""
+    """Return `x.engine.json` for `x.engine`."""
     return engine_path.with_name(engine_path.name + ".json")
 
 
 def read_sidecar(engine_path: Path) -> Sidecar:
-    """What an engine was made from and for, not held to anything.
+    """Read the sidecar of an engine without checking the engine against it.
 
     Raises:
         UserError: it is missing, or of another version.
@@ -74,7 +74,7 @@ def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
 
 
 def note_sidecar(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
-    """What is worth a note, and no reason to refuse an engine that `check_sidecar` accepted."""
+    """Return notes that are no reason to refuse an engine that `check_sidecar` accepted."""
     if sidecar.cpu is not None:
         here = find_cpu().name
         other = f"the engine was built on {sidecar.cpu} and runs on {here}: latency may not be the best"
@@ -90,14 +90,14 @@ def note_sidecar(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
 
 
 def _how_to_rebuild(engine_path: Path) -> str:
-    """The command that builds an engine of a run directory again."""
+    """Return the command that builds an engine of a run directory again."""
     folder = engine_path.parent.parent
     run = shlex.quote(str(folder)) if (folder / "run.json").is_file() else "RUN"
     return f"build it again with `qdqbench build {run}`"
 
 
 def _differences(sidecar: Sidecar, engine_path: Path, onnx_path: Path | None, gpu: Gpu | None) -> list[str]:
-    """What differs between an engine's sidecar and the files and machine at hand."""
+    """Return the differences between an engine's sidecar and the files and machine at hand."""
     found = []
     if files.sha256(engine_path) != sidecar.engine_sha256:
         found.append("the file is not the one that was built")

@@ -58,7 +58,7 @@ class ExportSettings:
 
     @classmethod
     def of(cls, recipe: Recipe, backend: BackendName, compute: Compute | None = None) -> "ExportSettings":
-        """What a recipe asks for, in the form that a backend runs best; a twin may compute in another type.
+        """Return a recipe's settings in the form that a backend runs best; another compute type on request.
 
         CPU runtimes choose their own datatype for an FP32 graph.
         """
@@ -93,7 +93,7 @@ FORMS: dict[BackendName, ExportForm] = {
 def trace(
     model: "PreTrainedModel", opset: int, outputs: Mapping[str, tuple[str, ...]] = LOGITS
 ) -> onnx.ModelProto:
-    """TorchScript export of an FP32 model, fake-quantized or not, as an FP32 ONNX graph.
+    """Export an FP32 model by TorchScript, fake-quantized or not, as an FP32 ONNX graph.
 
     Inputs are int64 [batch, length]; outputs are float32.
 
@@ -146,7 +146,7 @@ def finish_graph(
     notes: list[str] | None = None,
     done: dict[str, int] | None = None,
 ) -> onnx.ModelProto:
-    """Typed graph of a traced model: INT8 weights, weight form, FP16 compute with FP32 islands. A new model.
+    """Type the graph of a traced model: INT8 weights, their form, FP16 with FP32 islands. A new model.
 
     Args:
         traced: not changed.
@@ -189,7 +189,7 @@ def finish_graph(
 def write_graph(
     traced: onnx.ModelProto, plan: Plan, settings: ExportSettings, path: Path, notes: list[str] | None = None
 ) -> dict[str, int]:
-    """`finish` a traced model and `save` it: INT8, or a twin where it has no quantizers.
+    """Finish a traced model and save it, as INT8, or as FP16 or FP32 where it has no quantizers.
 
     Returns:
         How often each rewrite was made.
@@ -219,7 +219,7 @@ def save(model: onnx.ModelProto, path: Path, recipe: str) -> None:
 
 @contextlib.contextmanager
 def _silent_exporter() -> Iterator[None]:
-    """None of the exporter's advice on its own deprecation."""
+    """Silence the exporter's advice on its own deprecation."""
     with unprinted():
         warnings.simplefilter("ignore")
         yield

@@ -58,7 +58,7 @@ class GraphIndex:
         return found
 
     def origin(self, name: str, moves: Collection[str]) -> tuple[onnx.NodeProto | None, str]:
-        """What made a tensor before operators of `moves` passed it on (None: not computed), and its name."""
+        """Return the maker of a tensor before operators of `moves` (None: not computed), and its name."""
         for _ in range(MAX_STEPS):
             node = self.producers.get(name)
             if node is None or _standard(node) not in moves or not node.input:
@@ -67,14 +67,14 @@ class GraphIndex:
         return self.producers.get(name), name
 
     def stored(self, name: str) -> onnx.TensorProto | None:
-        """The tensor of an initializer or of a Constant node; None for anything computed, and for text."""
+        """Return the tensor of an initializer or a Constant node; None if computed, and for text."""
         tensor, node = self.initializers.get(name), self.producers.get(name)
         if tensor is None and node is not None and _standard(node) == "Constant":
             tensor = next((_tensor(item) for item in node.attribute), None)
         return None if tensor is None or tensor.data_type == TensorProto.STRING else tensor
 
     def constant(self, name: str, through: tuple[str, ...] = FOLDED) -> Array | None:
-        """Number that a graph holds, directly or behind nodes of the operators `through`; else None."""
+        """Return the number that a graph holds, directly or behind operators in `through`; else None."""
         if (name, through) not in self._constants:
             self._constants[name, through] = self._read_constant(name, through)
         return self._constants[name, through]
@@ -100,12 +100,12 @@ class GraphIndex:
 
 
 def _standard(node: onnx.NodeProto) -> str:
-    """Operator of a node, or '' for one of another domain."""
+    """Return the operator of a node, or '' for one of another domain."""
     return str(node.op_type) if node.domain in ONNX_DOMAINS else ""
 
 
 def _tensor(item: onnx.AttributeProto) -> onnx.TensorProto | None:
-    """What the attribute of a Constant node holds, where it is a tensor or numbers."""
+    """Return the value of a Constant node, where it is a tensor or numbers."""
     if item.name == "value":
         return item.t
     kind = {"value_float": np.float32, "value_int": np.int64}.get(item.name.removesuffix("s"))
@@ -115,12 +115,12 @@ def _tensor(item: onnx.AttributeProto) -> onnx.TensorProto | None:
 
 
 def attribute(node: onnx.NodeProto, name: str, default: int = 0) -> int:
-    """Integer attribute of a node, or `default`."""
+    """Return the integer attribute of a node, or `default`."""
     return next((int(item.i) for item in node.attribute if item.name == name), default)
 
 
 def module_of(node_name: str) -> str:
-    """Module path inside the node name that the TorchScript exporter writes.
+    """Return the module path inside the node name that the TorchScript exporter writes.
 
     `/bert/encoder/layer.0/output/dense/MatMul` is made by `bert.encoder.layer.0.output.dense`.
     """
@@ -142,7 +142,7 @@ def tensor_values(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
 
 
 def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same graph; its large constants have no values, which say nothing about shapes."""
+    """Return the same graph; its large constants have no values, which say nothing about shapes."""
     own = model.graph
     constants = [
         tensor
@@ -180,7 +180,7 @@ def prune(model: onnx.ModelProto) -> None:
 
 
 def _reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Names that a node reads, inside of its subgraphs too."""
+    """Return the names that a node reads, inside of its subgraphs too."""
     yield from node.input
     for item in node.attribute:
         for graph in (*item.graphs, *([item.g] if item.HasField("g") else [])):
@@ -190,7 +190,7 @@ def _reads(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def opset_of(model: onnx.ModelProto) -> int:
-    """Version of ONNX's own operators; 0 where a file does not say."""
+    """Return the version of ONNX's own operators; 0 where a file does not say."""
     return next((int(entry.version) for entry in model.opset_import if entry.domain in ONNX_DOMAINS), 0)
 
 
@@ -219,11 +219,11 @@ def name_runs(graph: onnx.GraphProto, model: "PreTrainedModel") -> None:
 
 
 def run_of(name: str) -> str:
-    """`@3` of a node of run 3 of a shared layer; else empty."""
+    """Return `@3` of a node of run 3 of a shared layer; else empty."""
     found = RUN.search(name)
     return found[0] if found else ""
 
 
 def use_of(name: str) -> str:
-    """Module of a node, with its run where that is shared: `albert.encoder.(...).attention.query@3`."""
+    """Return the module of a node, with `@run` of a shared one: `albert.encoder.(...).attention.query@3`."""
     return module_of(name) + run_of(name)

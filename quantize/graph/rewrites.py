@@ -34,7 +34,7 @@ class _Branch:
 
     @property
     def straight(self) -> bool:
-        """Whether nothing stands behind the GEMM, which then writes INT8 itself: no copy is to be shared."""
+        """Return whether the GEMM writes INT8 itself, with no kernel after it: no copy is to be shared."""
         return self.product == str(self.matmul.output[0])
 
 
@@ -109,14 +109,14 @@ def _joinable(index: GraphIndex, members: list[_Branch]) -> bool:
 
 
 def has_direct_heads(model: onnx.ModelProto) -> bool:
-    """Whether an INT8 linear of an attention has nothing between its GEMM and its heads."""
+    """Return whether an INT8 linear of an attention has nothing between its GEMM and its heads."""
     index = GraphIndex(model)
     branches = (_branch(index, node) for node in model.graph.node)
     return any(branch.straight for branch in branches if branch is not None)
 
 
 def note_unjoined(family: Family, linears: Iterable[str], joined: int) -> str | None:
-    """One sentence where fewer attentions were joined than have q, k and v in INT8; else None.
+    """Return a sentence where fewer attentions were joined than have q, k and v in INT8; else None.
 
     Args:
         linears: modules with INT8 weights, once for each time that they run.
@@ -135,7 +135,7 @@ def note_unjoined(family: Family, linears: Iterable[str], joined: int) -> str | 
 
 
 def is_tanh_gelu(node: onnx.NodeProto) -> bool:
-    """Whether a node is a GELU in its tanh form."""
+    """Return whether a node is a GELU in its tanh form."""
     tanh = any(item.name == "approximate" and item.s == b"tanh" for item in node.attribute)
     return node.op_type == "Gelu" and tanh
 
@@ -162,7 +162,7 @@ def shorten_gelu(model: onnx.ModelProto) -> int:
 
 
 def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
-    """The branch that a MatMul with INT8 weights starts, if it ends in the heads of an attention."""
+    """Return the branch that a MatMul with INT8 weights starts, if it ends in the heads of an attention."""
     width = _width(index, matmul) if matmul.op_type == "MatMul" else 0
     if not width:
         return None
@@ -181,7 +181,7 @@ def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
 
 
 def _joined(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodeProto]:
-    """Nodes that replace the Reshape and Transpose of three branches."""
+    """Return the nodes that replace the Reshape and Transpose of three branches."""
     size, width = members[0].size, members[0].width
     reshape = members[0].nodes[0].name
     path = f"{reshape.rpartition('/')[0]}/joined{run_of(reshape)}"
@@ -215,7 +215,7 @@ def _joined(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodePro
 
 
 def _sigmoid_form(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Nodes of one GELU; their names stay inside its module."""
+    """Return the nodes of one GELU; their names stay inside its module."""
     x, name = gelu.input[0], gelu.name
     constants = {f"{name}_linear": _GELU_LINEAR, f"{name}_cubic": _GELU_CUBIC}
     for key, value in constants.items():
@@ -236,7 +236,7 @@ def _sigmoid_form(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.Nod
 
 
 def _width(index: GraphIndex, matmul: onnx.NodeProto) -> int:
-    """Output features of a MatMul whose weight is INT8 codes [N, K], as `fold_weights` writes it; else 0."""
+    """Return the output features of a MatMul whose weight is INT8 codes [N, K]; else 0."""
     dq = weight_dq(index, matmul)
     behind = index.producers.get(matmul.input[1])
     if dq is None or dq.op_type != "DequantizeLinear" or behind is None or behind.op_type != "Transpose":
@@ -246,7 +246,7 @@ def _width(index: GraphIndex, matmul: onnx.NodeProto) -> int:
 
 
 def _head_size(index: GraphIndex, reshape: onnx.NodeProto) -> int:
-    """D of a Reshape whose shape [B, L, H, D] is constant or a Concat that ends in D; 0 or -1 if unknown."""
+    """Return D of a Reshape to a constant [B, L, H, D], or to a Concat that ends in D; 0 or -1 if unknown."""
     shape = index.constant(reshape.input[1])
     if shape is not None:
         return int(np.ravel(shape)[-1])
@@ -359,7 +359,7 @@ def _walk(index: GraphIndex, start: str, out: tuple[int, ...]) -> _Region:
 
 
 def _by_token(index: GraphIndex, node: onnx.NodeProto, tensors: set[str], computed: set[str]) -> bool:
-    """Whether a node's other operands are constants that every token gets alike."""
+    """Return whether a node's other operands are constants that every token gets alike."""
     others = [name for name in node.input if name and name not in tensors]
     if node.op_type == "MatMul":
         return node.input[0] in tensors and others == [node.input[1]] and node.input[1] not in computed
@@ -370,14 +370,14 @@ def _by_token(index: GraphIndex, node: onnx.NodeProto, tensors: set[str], comput
 
 
 def _splits(index: GraphIndex, reshape: onnx.NodeProto) -> bool:
-    """Whether a Reshape makes [batch, length, (3,) heads, size], which Transposes alone read."""
+    """Return whether a Reshape makes [batch, length, (3,) heads, size], which Transposes alone read."""
     moves = index.consumers.get(reshape.output[0], [])
     moved = all(move.op_type == "Transpose" and len(_perm(move)) in (4, 5) for move in moves)
     return bool(moves) and moved and _constant_width(index, reshape) is not None
 
 
 def _merges(index: GraphIndex, move: onnx.NodeProto) -> bool:
-    """Whether a Reshape to [batch, length, hidden] alone reads a Transpose."""
+    """Return whether a Reshape to [batch, length, hidden] alone reads a Transpose."""
     readers = index.consumers.get(move.output[0], [])
     return (
         len(readers) == 1
@@ -387,7 +387,7 @@ def _merges(index: GraphIndex, move: onnx.NodeProto) -> bool:
 
 
 def _constant_width(index: GraphIndex, reshape: onnx.NodeProto) -> list[int] | None:
-    """What a Reshape's shape holds behind batch and length; None where it is not constant."""
+    """Return the size after batch and length in a Reshape's shape; None where it is not constant."""
     shape, concat = index.constant(reshape.input[1]), index.producers.get(reshape.input[1])
     if shape is not None:
         return [int(size) for size in np.ravel(shape)[2:]]
@@ -398,7 +398,7 @@ def _constant_width(index: GraphIndex, reshape: onnx.NodeProto) -> list[int] | N
 
 
 def _first_token(index: GraphIndex, node: onnx.NodeProto) -> bool:
-    """Whether a node takes the hidden state of one token, such as the first, of every sample."""
+    """Return whether a node takes the hidden state of one token, such as the first, of every sample."""
     if node.op_type != "Gather" or attribute(node, "axis") != 1:
         return False
     number = index.constant(node.input[1])
@@ -440,5 +440,5 @@ def _set(node: onnx.NodeProto, name: str, value: int | list[int]) -> None:
 
 
 def transpose_hidden(source: str, target: str, name: str) -> onnx.NodeProto:
-    """A Transpose between [batch, length, hidden] and [length, batch, hidden]."""
+    """Return a Transpose between [batch, length, hidden] and [length, batch, hidden]."""
     return helper.make_node("Transpose", [source], [target], name=name, perm=list(TURN))

@@ -31,7 +31,7 @@ class ModelInfo:
 
 
 def model_commit(name: str, revision: str | None = None) -> str | None:
-    """Commit of a hub model; None for a folder.
+    """Return the commit of a hub model; None for a folder.
 
     Raises:
         UserError: it cannot be found out, or a folder is given with a revision.
@@ -44,7 +44,7 @@ def model_commit(name: str, revision: str | None = None) -> str | None:
 
 
 def read_config(name: str, commit: str | None, inside: str = "") -> Any:
-    """Configuration of a model of any type that transformers has; `inside` is a folder of the model's.
+    """Read the configuration of a model of any type that transformers has; `inside` is a folder of it.
 
     Raises:
         UserError: transformers has no such type.
@@ -65,7 +65,7 @@ def read_config(name: str, commit: str | None, inside: str = "") -> Any:
 
 
 def describe_model(name: str, model: "PreTrainedModel", revision: str | None = None) -> ModelInfo:
-    """Identity of a loaded model; for a folder the hash covers its config and safetensors files."""
+    """Describe a loaded model; for a folder the hash covers its config and safetensors files."""
     config = model.config
     problem = config.problem_type or ("regression" if config.num_labels == 1 else None)
     return ModelInfo(
@@ -80,7 +80,7 @@ def describe_model(name: str, model: "PreTrainedModel", revision: str | None = N
 
 
 def model_fingerprint(name: str, revision: str | None = None) -> str:
-    """SHA-256 over the files that define a model: config, weights, tokenizer; of id and commit on the hub.
+    """Hash the files that define a model (config, weights, tokenizer); id and commit on the hub.
 
     Raises:
         UserError: the commit of a hub model cannot be found out.
@@ -102,7 +102,7 @@ def model_fingerprint(name: str, revision: str | None = None) -> str:
 
 
 def has_pooling(name: str, revision: str | None = None) -> bool:
-    """Whether a model says how its tokens become an embedding; False of one that cannot be loaded."""
+    """Return whether a model says how its tokens become an embedding; False if it cannot be loaded."""
     try:
         with quiet("transformers"), explain_load_errors(name):
             commit = model_commit(name, revision)
@@ -114,7 +114,7 @@ def has_pooling(name: str, revision: str | None = None) -> bool:
 
 
 def embedding_notes(name: str, revision: str | None, max_length: int) -> list[str]:
-    """What a reader must know of an embedding model that is exported for texts of `max_length` tokens."""
+    """Return notes on an embedding model that is exported for texts of `max_length` tokens."""
     with quiet("transformers"), explain_load_errors(name):
         folder = read_sentence_folder(name, model_commit(name, revision))
     if folder is None:

@@ -28,7 +28,7 @@ TANH, SAME = "gelu_pytorch_tanh", "gelu_new"  # one function, as one operator an
 def load_model(
     name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION, pooling: Pooling | None = None
 ) -> "PreTrainedModel":
-    """FP32 model with its head, in eval mode, from a folder or a hub id; never runs code from the repository.
+    """Load an FP32 model with its head, in eval mode; never runs code from the repository.
 
     Args:
         name: a sentence-transformers folder, too, where the kind of task is about embeddings.
@@ -94,7 +94,7 @@ def load_encoder(  # noqa: PLR0913
     keep_head: bool = False,
     revision: str | None = None,
 ) -> "PreTrainedModel":
-    """FP32 encoder with a classifier to fine-tune, with PyTorch's fused attention.
+    """Load an FP32 encoder with a classifier to fine-tune, with PyTorch's fused attention.
 
     With ours where layers have windows: one may hold nothing but padding, and what fused kernels make of a
     softmax over nothing, and of its gradient, differs.
@@ -144,7 +144,7 @@ def load_encoder(  # noqa: PLR0913
 
 
 def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **options: Any) -> Any:
-    """A model in FP32, and what transformers tells of its weights."""
+    """Load a model in FP32, and return it with what transformers tells of its weights."""
     import torch
     import transformers
 
@@ -167,7 +167,7 @@ def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **op
 
 
 def load_config(name: str, revision: str | None = None) -> Any:
-    """Configuration of a supported model, of sentence-transformers too; arguments as `load_model`.
+    """Load the configuration of a supported model, of sentence-transformers too; arguments as `load_model`.
 
     Raises:
         UserError: not found, or an unsupported architecture.
@@ -179,7 +179,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
 
 
 def read_class_names(name: str, revision: str | None, kind: TaskKind) -> list[str]:
-    """Names of a model's classes, by their number; arguments as `load_model`.
+    """Read the names of a model's classes, by their number; arguments as `load_model`.
 
     Raises:
         UserError: as `load_config`, or a head of another kind.
@@ -208,7 +208,7 @@ def _require_head(config: Any, name: str, kind: TaskKind) -> None:
 def load_tokenizer(
     name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION
 ) -> "PreTrainedTokenizerBase":
-    """Fast tokenizer with a pad token; arguments as `load_model`.
+    """Load a fast tokenizer with a pad token; arguments as `load_model`.
 
     Raises:
         UserError: no tokenizer files, only a slow tokenizer, or one that cannot pad.
@@ -246,7 +246,7 @@ def load_tokenizer(
 def load_matching_tokenizer(
     model: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION
 ) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a supported model, held to its configuration; arguments as `load_model`.
+    """Load a supported model's tokenizer, checked against its configuration; arguments as `load_model`.
 
     Raises:
         UserError: as `load_tokenizer` and `load_config`, or it pads otherwise than the model expects.

@@ -63,7 +63,7 @@ class SentenceFolder:
 
 
 def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None:
-    """What a sentence-transformers folder or hub model says; None where it is another kind of model.
+    """Read the settings of a sentence-transformers folder or hub model; None for another kind of model.
 
     Raises:
         UserError: it has modules, or ways of pooling, that are not supported; names them all.
@@ -129,7 +129,7 @@ def _dense(name: str, folder: str, commit: str | None) -> Dense | None:
 
 
 def choose_pooling(name: str, folder: SentenceFolder | None, saved: Any, asked: Pooling | None) -> Pooling:
-    """The pooling of a model: what its folder says, what was saved with it, or what was asked for.
+    """Choose the pooling of a model: of its folder, of what was saved with it, or of the request.
 
     Args:
         name: of the model, for errors.
@@ -158,7 +158,7 @@ def choose_pooling(name: str, folder: SentenceFolder | None, saved: Any, asked: 
 
 
 def find_model_file(name: str, file: str, commit: str | None) -> Path | None:
-    """A file of a folder or hub model; None where it has none."""
+    """Find a file of a folder or hub model; None where it has none."""
     from transformers.utils.hub import cached_file
 
     found = cached_file(
@@ -172,7 +172,7 @@ def find_model_file(name: str, file: str, commit: str | None) -> Path | None:
 
 
 def read_model_json(name: str, file: str, commit: str | None) -> Any:
-    """What a JSON file of a folder or hub model holds; None where it has none."""
+    """Read a JSON file of a folder or hub model; None where it has none."""
     path = find_model_file(name, file.lstrip("/"), commit)
     return json.loads(path.read_text(encoding="utf-8")) if path else None
 
@@ -201,7 +201,7 @@ class SentencePooling(nn.Module):
         self.width = dense.width if dense else width
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Embedding float32 [B, width] of hidden states [B, L, H] of any floating type and a mask [B, L]."""
+        """Return the embedding float32 [B, width] of hidden states [B, L, H] and a mask [B, L]."""
         made = pool_tokens(hidden.float(), mask, self.mode)
         if self.dense is not None:
             made = self.activation(self.dense(made.to(self.dense.weight.dtype))).float()
@@ -210,7 +210,7 @@ class SentencePooling(nn.Module):
 
 
 def pool_tokens(hidden: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
-    """One vector float32 [B, H] of the attended tokens [B, L, H].
+    """Return one vector float32 [B, H] of the attended tokens [B, L, H].
 
     The mean is a sum of parts, not a sum that is divided: it cannot overflow where the hidden states do not.
     """
@@ -227,7 +227,7 @@ def pool_tokens(hidden: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Te
 
 @functools.cache
 def make_embedder_class(config: type) -> type[PreTrainedModel]:
-    """Class of the embedding models over the encoders of a configuration class.
+    """Return the class of the embedding models over the encoders of a configuration class.
 
     A child of the encoder's own base class, with the encoder under the name that it has in a classifier:
     weights, recipes and family descriptions then fit without change.

@@ -62,7 +62,7 @@ def resume_from(
 
 @contextmanager
 def record_first_inputs(model: "PreTrainedModel") -> "Iterator[list[torch.Tensor]]":
-    """What the first layer reads while the block runs, [B, L, hidden], one for each call of the model."""
+    """Record what the first layer reads in the block, [B, L, hidden] for each call of the model."""
     names = family_of(model.config).runs(model)
     numbers, found = count(), []
 
@@ -75,5 +75,5 @@ def record_first_inputs(model: "PreTrainedModel") -> "Iterator[list[torch.Tensor
 
 
 def get_hidden(output: Any) -> "torch.Tensor":
-    """The hidden state in what a layer returns."""
+    """Return the hidden state in what a layer returns."""
     return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]

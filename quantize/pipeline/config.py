@@ -16,7 +16,7 @@ from qdqbench.quantize.utils.errors import UserError
 
 
 def find_recipe(name: str, model: str | None, revision: str | None = None) -> Recipe:
-    """A recipe by name, which may be family-free, or from a YAML file.
+    """Find a recipe by name, which may be family-free, or from a YAML file.
 
     Args:
         name: as of `recipe.schema.load_recipe`.
@@ -32,7 +32,7 @@ def find_recipe(name: str, model: str | None, revision: str | None = None) -> Re
 def adapt_recipe(
     recipe: Recipe, *, max_length: int | None = None, backend: str | None = None, shapes: str | None = None
 ) -> Recipe:
-    """A recipe for what a call asks for beside it; None: as the recipe has it.
+    """Adapt a recipe to the options of a call; None: as the recipe has it.
 
     Args:
         recipe: not changed.
@@ -75,7 +75,7 @@ def find_task(  # noqa: PLR0913
     num_labels: int | None = None,
     metric: Sequence[str] | None = None,
 ) -> Task:
-    """The task that was asked for; without model and task that of the embedded default.
+    """Return the task that was asked for; without model and task that of the embedded default.
 
     Raises:
         UserError: a model without a task, a task without a model, or as `tasks.task.get_task`.
@@ -94,7 +94,7 @@ def find_task(  # noqa: PLR0913
 
 
 def select_pooling(mode: str | None, normalize: bool) -> Pooling | None:
-    """What --pooling and --normalize ask for.
+    """Return the pooling of --pooling and --normalize.
 
     Raises:
         UserError: an unknown mode, or normalization alone.
@@ -126,7 +126,7 @@ def make_run_config(  # noqa: PLR0913
     limit: int | None = None,
     command: str = "qdqbench run",
 ) -> RunConfig:
-    """What a run with these options was asked to do.
+    """Return the configuration of a run with these options.
 
     Raises:
         UserError: as `find_task`, a revision without a model, or an embedding model and a task that cannot

@@ -29,7 +29,7 @@ from qdqbench.quantize.utils.system.gpu import find_gpu
 
 
 def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
-    """Modules whose MatMul and Gemm nodes, or whose residual, the recipe wants in INT8.
+    """Return the modules whose MatMul and Gemm nodes, or whose residual, the recipe wants in INT8.
 
     Linears are the modules with a MatMul or Gemm, less the attentions, which have a Softmax. The head
     size is not in the names, so the check of the attention itself judges it.
@@ -97,7 +97,7 @@ def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None)
 
 
 def find_checked_graph(path: Path) -> tuple[Path, str | None]:
-    """The ONNX file that `check` reads, and the recipe that it is held to: of a run directory its own.
+    """Return the ONNX file for `check`, and the recipe to compare with: of a run directory its own.
 
     Raises:
         UserError: a folder that is no run directory, or has no graph yet.
@@ -112,7 +112,7 @@ def find_checked_graph(path: Path) -> tuple[Path, str | None]:
 
 
 def count_expected(target: InspectTarget) -> tuple[list[str] | None, int]:
-    """ONNX GEMMs, and the number of attentions, that the recipe wants in INT8; (None, 0) without one."""
+    """Return the ONNX GEMMs and the number of attentions that the recipe wants in INT8; (None, 0) without."""
     if target.onnx is None or target.recipe is None:
         return None, 0
     if not load_recipe(target.recipe).quantizes:
@@ -125,7 +125,7 @@ def count_expected(target: InspectTarget) -> tuple[list[str] | None, int]:
 def measure_times(
     target: InspectTarget, place: str, batch: int | None, length: int | None
 ) -> tuple[dict[str, float], str]:
-    """Kernel times on this GPU or CPU, and the shape they were measured at.
+    """Measure the kernels on this GPU or CPU; return the times and their shape.
 
     Raises:
         UserError: a saved JSON, which cannot run, or an engine for the other place.
@@ -154,7 +154,7 @@ def measure_times(
 
 
 def _run(folder: Path) -> InspectTarget:
-    """A run directory, whose engine must be of its present graph."""
+    """Open a run directory, whose engine must be of its present graph."""
     session = Session(read_config(folder), folder)
     built = read_built(folder)
     if isinstance(built, Skipped):
@@ -175,7 +175,7 @@ def _run(folder: Path) -> InspectTarget:
 
 
 def _engine(path: Path) -> InspectTarget:
-    """An engine file with its sidecar; in a run directory with its recipe."""
+    """Open an engine file with its sidecar; in a run directory with its recipe."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give a run directory, an .engine file or a saved JSON")
     sidecar = _sidecar(path)
@@ -201,7 +201,7 @@ def _engine(path: Path) -> InspectTarget:
 
 
 def _engine_layers(path: Path, sidecar: Sidecar) -> list[LayerRow]:
-    """The saved table that is certainly this engine's; else the inspector's, which needs the GPU."""
+    """Return the saved table that is certainly this engine's; else the inspector's, which needs the GPU."""
     own, folder = path.with_suffix(".layers.json"), path.resolve().parent
     if own.is_file():
         return read_table(own)
@@ -246,7 +246,7 @@ def _built_file(folder: Path) -> str | None:
 
 
 def _check_graph(target: InspectTarget) -> None:
-    """Names of another graph would prove nothing about this engine."""
+    """Require the engine's own graph: names of another one would prove nothing about this engine."""
     assert target.onnx is not None
     assert target.sidecar is not None
     if not target.onnx.is_file():

@@ -116,17 +116,17 @@ def _run_stage(session: Session, stage: Stage, key: str, before: FinishedStage |
 
 
 def get_timing(done: FinishedStage, *, reused: bool) -> Timing:
-    """Cost of a finished stage."""
+    """Return the cost of a finished stage."""
     return Timing(wall_s=done.wall_s, cpu_s=done.cpu_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused)
 
 
 def read_finished(folder: Path) -> dict[str, FinishedStage]:
-    """What the finished stages of a run directory left, by name."""
+    """Read the finished stages of a run directory, by name."""
     return _read(folder / STAGES_FILE).stages
 
 
 def explain_stale(folder: Path, names: Iterable[str]) -> str:
-    """Which finished stages other code or libraries made, so that they are made again; empty where none."""
+    """Name the finished stages of other code or libraries, which are run again; empty where none."""
     known, here = read_finished(folder), get_code_identity()
     stale = [name for name in names if name in known and known[name].made_with != here]
     if not stale:
@@ -151,7 +151,7 @@ def remove_other_stages(folder: Path, known: Iterable[str]) -> None:
 
 
 def select_stages(stages: dict[str, Stage], targets: Iterable[str]) -> list[Stage]:
-    """The targets and all that they need, in the order of `stages`."""
+    """Return the targets and all that they need, in the order of `stages`."""
     wanted = set(targets)
     for name in reversed(stages):
         if name in wanted:
@@ -160,7 +160,7 @@ def select_stages(stages: dict[str, Stage], targets: Iterable[str]) -> list[Stag
 
 
 def _key(session: Session, stage: Stage, manifest: _StageManifest) -> str:
-    """Hash of everything that a stage's outputs depend on."""
+    """Return the hash of everything that a stage's outputs depend on."""
     needs = {name: manifest.stages[name].outputs for name in stage.needs if name in manifest.stages}
     known = {
         "stage": stage.name,
@@ -178,14 +178,14 @@ def _intact(folder: Path, done: FinishedStage) -> bool:
 
 
 def _remove_stale(folder: Path, before: FinishedStage | None, now: dict[str, str]) -> None:
-    """Files of an earlier recipe in this folder would be taken for this one's."""
+    """Remove files of an earlier recipe in this folder, which would be taken for this one's."""
     for name in set(before.outputs if before else ()) - set(now):
         if (folder / name).resolve().is_relative_to(folder.resolve()):  # whatever the manifest says
             (folder / name).unlink(missing_ok=True)
 
 
 def _read(path: Path) -> _StageManifest:
-    """No manifest, or an unreadable one, means that nothing can be reused."""
+    """Read the manifest; without a readable one nothing can be reused."""
     try:
         return read(path, _StageManifest, "list of stages", "run them again")
     except UserError:

@@ -71,7 +71,7 @@ def new_recipe(name: str, revision: str | None = None) -> NewRecipe:
 
 
 def _fit_shipped(name: str, config: Any, family: Family) -> NewRecipe:
-    """A shipped recipe of a family, fitted to a model."""
+    """Fit a shipped recipe of a family to a model."""
     recipe = _fit_recipe(load_recipe(DEFAULT_RECIPE, lambda: family), config, family, name)
     return NewRecipe(
         model=name,
@@ -86,7 +86,7 @@ def _fit_shipped(name: str, config: Any, family: Family) -> NewRecipe:
 
 
 def _add_layout(found: Recognised, config: Any, name: str) -> tuple[Recipe, list[str]]:
-    """The recipe with the layout, and what its reader should know."""
+    """Add the layout to the recipe, and what its reader should know."""
     family, notes = found.family, []
     base = _fit_recipe(load_recipe(DEFAULT_RECIPE, lambda: BERT), config, family, name)
     int8 = {"weights": "int8/per-channel", "input": "int8/per-tensor"}
@@ -124,7 +124,7 @@ def _add_layout(found: Recognised, config: Any, name: str) -> tuple[Recipe, list
 
 
 def _fit_recipe(recipe: Recipe, config: Any, family: Family, name: str) -> Recipe:
-    """A recipe whose lengths and activation are those of a model.
+    """Fit the lengths and activation of a recipe to a model.
 
     Raises:
         UserError: the configuration does not say how many tokens a sample can have.
@@ -145,7 +145,7 @@ def _fit_recipe(recipe: Recipe, config: Any, family: Family, name: str) -> Recip
 
 
 def render_new(new: NewRecipe) -> "Group":
-    """What was recognised, as a rich renderable."""
+    """Render what was recognized."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -40,7 +40,7 @@ class Plan:
     family: Family = BERT  # of the model
 
     def scaling_of(self, name: str) -> Scaling:
-        """How the scales of an INT8 linear or attention are found."""
+        """Return the scaling of an INT8 linear or attention."""
         return self.scaling.get(name, Scaling())
 
 
@@ -96,7 +96,7 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
 def _scaling(
     recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str, int8: set[str]
 ) -> dict[str, Scaling]:
-    """Calibration of every INT8 module: the recipe's section, refined by its rules."""
+    """Return the calibration of every INT8 module: the recipe's section, refined by its rules."""
     section = recipe.calibration
     found = {name: Scaling(section.method, section.weights_method) for name in modules if name in int8}
     # not the others: outliers of GELU are rare, and factors from them fail on data that has more
@@ -119,7 +119,7 @@ def _scaling(
 
 
 def match_modules(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "") -> list[str]:
-    """Names that a rule applies to: pattern and type both hold."""
+    """Return the names that a rule applies to: pattern and type both match."""
     kind = rule.type or ("Linear" if rule.weights else None)
     return [
         name
@@ -130,17 +130,17 @@ def match_modules(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "
 
 
 def short_name(name: str, prefix: str) -> str:
-    """A module's name without that of the base model."""
+    """Return a module's name without that of the base model."""
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
 def _target(rule: Rule) -> str | None:
-    """Format that a rule gives; None when it only says how to calibrate."""
+    """Return the format that a rule gives; None when it only says how to calibrate."""
     return rule.precision or (rule.weights.removeprefix("int8/per-") if rule.weights else None)
 
 
 def _inherited(name: str, formats: Mapping[str, str]) -> str | None:
-    """Format of a module: its own, or else that of the nearest module around it."""
+    """Return the format of a module: its own, or else that of the nearest module around it."""
     while name not in formats and name:
         name = name.rpartition(".")[0]
     return formats.get(name)
@@ -179,7 +179,7 @@ def _int8_attention(
 
 
 def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> tuple[str, ...]:
-    """Modules whose residual is INT8: by the recipe's key, and by rules, the later wins."""
+    """Return the modules whose residual is INT8: by the recipe's key, and by rules, the later wins."""
     known = [name for name, info in modules.items() if info.kind == "Residual"]
     if recipe.int8_residual and not known:
         family = family_named(recipe.model.family)
@@ -200,7 +200,7 @@ def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: s
 def _require_int8_readers(
     readers: Mapping[str, tuple[str, ...]], int8: Mapping[str, str], scaling: Mapping[str, Scaling]
 ) -> None:
-    """An INT8 residual is the tensor that linears read, so they must be INT8, and round it in one way."""
+    """Require readers of an INT8 residual to be INT8, and to round it in one way: it is their tensor."""
     lost: dict[str, None] = {}
     split = []
     for name, linears in readers.items():
@@ -223,7 +223,7 @@ def _require_int8_readers(
 
 
 def _require_splittable(names: list[str], scaling: Mapping[str, Scaling]) -> None:
-    """Splitting is for second feed-forward linears in INT8, and divides their input itself."""
+    """Require split layers to be second feed-forward linears in INT8, and divide their input themselves."""
     if not names:
         raise UserError(
             "calibration.outlier_channel_splitting is for the second linear of feed-forwards, and none of "
@@ -237,7 +237,7 @@ def _require_splittable(names: list[str], scaling: Mapping[str, Scaling]) -> Non
 
 
 def _require_quantized_outputs(plan: Plan) -> None:
-    """A fused INT8 attention needs a Q after its second matmul: the input of the output linear."""
+    """Require an INT8 output linear of an INT8 attention: the fusion needs a Q after its second matmul."""
     outputs = [plan.family.require_beside(name, "output") for name in plan.attention]
     lost = [name for name in outputs if name not in plan.int8]
     if lost:
@@ -248,30 +248,30 @@ def _require_quantized_outputs(plan: Plan) -> None:
 
 
 def folds_kv_bias(plan: Plan) -> list[str]:
-    """INT8 attentions whose k and v have linears of their own with one weight scale."""
+    """Return the INT8 attentions whose k and v have linears of their own with one weight scale."""
     return [] if _why_kept(plan) else _list_unscaled_kv(plan)
 
 
 def folds_q_bias(plan: Plan) -> dict[str, str]:
-    """Those of them whose q has one weight scale too, with the module whose bias can shift what all read."""
+    """Return those whose q has one weight scale too, with the module whose bias can shift their input."""
     linears = {*plan.int8, *plan.high}
     found = {name: plan.family.read_by(name, linears) for name in folds_kv_bias(plan)}
     return {name: by for name, by in found.items() if by and _one_scale(plan, name, "query")}
 
 
 def shares_qkv_scales(plan: Plan) -> list[str]:
-    """Those of them whose q, k and v share all scales, so that an engine makes one GEMM of the three."""
+    """Return those whose q, k and v share all scales, so that an engine makes one GEMM of the three."""
     return [*folds_q_bias(plan)] if plan.merge_qkv else []
 
 
 def list_bias_free_linears(plan: Plan) -> set[str]:
-    """The linears that have neither scales nor a bias behind their GEMM."""
+    """Return the linears that have neither scales nor a bias behind their GEMM."""
     found = {linear for name in folds_kv_bias(plan) for linear in get_linears(plan, name, "key", "value")}
     return found.union(*(get_linears(plan, name, "query") for name in folds_q_bias(plan)))
 
 
 def note_kept_biases(plan: Plan) -> list[str]:
-    """Says which of q, k and v have one weight scale and keep their biases all the same, and why."""
+    """Note which of q, k and v have one weight scale and yet keep their biases, and why."""
     why, which, whole = _why_kept(plan), "q, k and v", folds_q_bias(plan)
     lost = [
         name
@@ -288,17 +288,17 @@ def note_kept_biases(plan: Plan) -> list[str]:
 
 
 def get_linears(plan: Plan, attention: str, *roles: Role) -> list[str]:
-    """Linears of an attention by their roles."""
+    """Return the linears of an attention by their roles."""
     return [plan.family.made_by(attention, role).linear for role in roles]
 
 
 def _list_unscaled_kv(plan: Plan) -> list[str]:
-    """INT8 attentions whose k and v have linears of their own with one weight scale."""
+    """Return the INT8 attentions whose k and v have linears of their own with one weight scale."""
     return [name for name in plan.attention if all(_one_scale(plan, name, role) for role in ("key", "value"))]
 
 
 def _why_kept(plan: Plan) -> str:
-    """Why k cannot lose its bias in any model of a family; empty where it can."""
+    """Return why k cannot lose its bias in any model of a family; empty where it can."""
     if plan.family.rotary:
         return f"family {plan.family.name} rotates q and k"
     return f"family {plan.family.name} has other terms of scores that read k" if plan.family.terms else ""

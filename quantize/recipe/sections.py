@@ -80,13 +80,13 @@ class FamilyLayout(Frozen):
     )
 
     def family(self, name: str) -> Family:
-        """The family of the model type `name`."""
+        """Return the family of the model type `name`."""
         added = tuple(Residual(*each) for each in self.residuals.items())
         return Family(name=name, model_types=(name,), **(dict(self) | {"residuals": added}))
 
     @classmethod
     def of(cls, family: Family) -> "FamilyLayout":
-        """What a description says."""
+        """Return the family of a description."""
         fields = {name: getattr(family, name) for name in cls.model_fields}
         return cls(**(fields | {"residuals": {each.module: each.readers for each in family.residuals}}))
 
@@ -103,7 +103,7 @@ Smooth = Annotated[float, Field(ge=0, le=1, strict=True)] | Literal["gain", "non
 
 
 def parse_percentile(method: str) -> float | None:
-    """Percentile of a method such as "percentile/99.99", else None."""
+    """Return the percentile of a method such as "percentile/99.99", else None."""
     kind, _, value = method.partition("/")
     try:
         return float(value) if kind == "percentile" else None
@@ -229,7 +229,7 @@ class Rule(Frozen):
 
     @property
     def refines(self) -> bool:
-        """Whether the rule says how to calibrate."""
+        """Return whether the rule says how to calibrate."""
         return any(value is not None for value in (self.method, self.weights_method, self.smoothing))
 
 

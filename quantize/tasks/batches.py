@@ -16,7 +16,7 @@ from qdqbench.quantize.utils.arrays import Batch, Int64
 def sorted_batches(
     encoded: Encoded, batch_size: int, *, pad_id: int, edges: Sequence[int] | None = None
 ) -> Iterator[IndexedBatch]:
-    """Batches for evaluation: longest samples first, each batch padded to its own longest.
+    """Yield batches for evaluation: longest samples first, each batch padded to its own longest.
 
     Sorting by length keeps padding small; the longest first makes the largest allocation the first one.
 
@@ -41,7 +41,7 @@ def sorted_batches(
 def sorted_rows(
     lengths: Int64, batch_size: int, edges: Sequence[int] | None = None
 ) -> list[tuple[int, Int64]]:
-    """The length that each batch is to be padded to, and its rows; the longest first.
+    """Return the length that each batch is to be padded to, and its rows; the longest first.
 
     Args:
         lengths: tokens of each row, int64 [rows].
@@ -62,7 +62,7 @@ def sorted_rows(
 def equal_length_batches(
     samples: Iterable[Sample], batch_size: int, *, pad_id: int
 ) -> Iterator[IndexedBatch]:
-    """Batches for calibration: every sample of a batch has the same length, so no padding token is ever seen.
+    """Yield batches for calibration: all samples of one length, so no padding token is ever seen.
 
     A quantizer sees all positions whatever the attention mask says. Samples wait in one bucket per length; a
     full bucket is a batch, the rest follows at the end, shortest first. So at most `batch_size - 1` samples

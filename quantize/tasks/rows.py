@@ -23,7 +23,7 @@ MOST_VALUES = 1000  # different texts up to which a column may be one of classes
 
 
 def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Task:
-    """A classification of one's own, with the values of its label column by class number.
+    """Return a classification of one's own, with the values of its label column by class number.
 
     Texts are matched with the names of the model's classes, whatever their case; where these are others, they
     are numbered in sorted order. Whole numbers from 1 to the number of classes are numbered from 0. They are
@@ -65,7 +65,7 @@ def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Ta
 
 
 def _order_by_name(found: set[str], classes: Sequence[str]) -> tuple[str, ...]:
-    """Texts by class number: the model's, where each is one of its names, else in sorted order."""
+    """Order texts by class number: the model's, where each is one of its names, else sorted."""
     spelled = {text.strip().lower(): text for text in found}
     names = [name.strip().lower() for name in classes]
     if len(spelled) == len(found) and {*spelled} <= {*names}:
@@ -74,14 +74,14 @@ def _order_by_name(found: set[str], classes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _number_from_one(found: set[str], count: int) -> tuple[str, ...]:
-    """Numbers by class number where they go from 1 to the number of classes; empty where they do not."""
+    """Return numbers by class number where they go from 1 to the number of classes; else none."""
     whole = {int(value) for value in found}
     ours = whole and min(whole) >= 1 and max(whole) == count
     return tuple(str(number) for number in range(1, count + 1)) if ours else ()
 
 
 def number_labels(split: Split, task: Task) -> tuple["datasets.Dataset", str]:
-    """A split with the class numbers of its labels, and the note of what is which.
+    """Return a split with the class numbers of its labels, and a note of the numbers.
 
     Raises:
         UserError: a label that `add_label_values` did not see.
@@ -156,7 +156,7 @@ def load_split(  # noqa: PLR0913
 
 
 def add_tag_classes(task: Task, source: str) -> Task:
-    """A task with the classes that the tags of its train split name.
+    """Return a task with the classes that the tags of its train split name.
 
     Raises:
         UserError: as `load_split`, or they are numbers without names.
@@ -179,18 +179,18 @@ def add_tag_classes(task: Task, source: str) -> Task:
 
 
 def list_samples(dataset: "datasets.Dataset", task: Task) -> Int64:
-    """The sample of each row of a data set, [rows]."""
+    """Return the sample of each row of a data set, [rows]."""
     return np.arange(len(dataset)) if task.kind.groups is None else task.kind.groups(dataset, task)
 
 
 def complete_samples(dataset: "datasets.Dataset", task: Task, rows: int) -> int:
-    """Rows of all samples that the first rows are of; the rows of a sample stand together."""
+    """Return the rows of all samples that the first rows belong to; rows of a sample stand together."""
     samples = list_samples(dataset, task)
     return rows if rows >= len(samples) else int(np.searchsorted(samples, samples[rows - 1], side="right"))
 
 
 def _ordered(dataset: "datasets.Dataset", task: Task, seed: int | None) -> "datasets.Dataset":
-    """The samples as they come, or shuffled, with the rows of each together."""
+    """Return the samples as they come, or shuffled, with the rows of each together."""
     if seed is None and task.kind.groups is None:
         return dataset
     samples = list_samples(dataset, task)
@@ -269,7 +269,7 @@ def require_order(split: Split, task: Task, classes: Sequence[str]) -> None:
 
 
 def _blank(dataset: "datasets.Dataset", task: Task, split: str) -> list[str]:
-    """Texts without a word: an empty cell of a CSV file is one, so this may be a fault of the data."""
+    """Find texts without a word: an empty cell of a CSV file is one, so this may be a fault of the data."""
     found = []
     for name in task.text_columns:
         texts = dataset.data.column(name).to_pylist()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def read_lines(paths: Sequence[Path]) -> list[str]:
-    """UTF-8 text files, one text a line; empty lines are texts too.
+    """Read UTF-8 text files, one text a line; empty lines are texts too.
 
     Raises:
         UserError: one is not UTF-8.
@@ -48,7 +48,7 @@ def read_lines(paths: Sequence[Path]) -> list[str]:
 
 
 def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str], list[str]]:
-    """Each text with a word once, in the order of its first place, and notes on what was left out.
+    """Return each text with a word once, in the order of first places, and notes on omissions.
 
     The same text twice would be its own nearest neighbour, and could calibrate what it judges.
     """
@@ -68,7 +68,7 @@ def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str]
 
 
 def draw_half(texts: Sequence[str], names: tuple[str, str], asked: str, source: str) -> list[str]:
-    """One of the halves of a single file: a seeded draw of its texts, in their order.
+    """Draw one of the halves of a single file: a seeded draw of its texts, in their order.
 
     The draw is of the file alone, so both halves are the same in every run.
 
@@ -92,7 +92,7 @@ def draw_half(texts: Sequence[str], names: tuple[str, str], asked: str, source: 
 
 
 def make_dataset(texts: list[str], column: str) -> "datasets.Dataset":
-    """Texts as the only column of a dataset."""
+    """Return the texts as the only column of a dataset."""
     import datasets
 
     return datasets.Dataset.from_dict(
@@ -118,7 +118,7 @@ JUDGED = 0.2  # share of a single file that is evaluated on
 def read_table(
     task: "Task", paths: list[Path], kind: str, cache: str
 ) -> "tuple[datasets.Dataset, list[str], list[str]]":
-    """Rows of files of one kind, notes on their form, and what in it may be wrong.
+    """Read rows of files of one kind, notes on their form, and what in it may be wrong.
 
     Args:
         kind: of `FORMATS`, but text.
@@ -165,14 +165,14 @@ def read_table(
 
 
 def find_root_cause(error: BaseException) -> str:
-    """The innermost cause, in one line."""
+    """Return the innermost cause, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(": ")
 
 
 def _form(task: "Task", path: Path) -> tuple[str, str]:
-    """Encoding of a file, and the separator under which its header has the task's columns."""
+    """Return the encoding of a file, and the separator under which its header has the task's columns."""
     encoding = _encoding(path)
     with path.open("rb") as stream:
         head = stream.read(HEAD).decode(encoding, errors="ignore")
@@ -184,7 +184,7 @@ def _form(task: "Task", path: Path) -> tuple[str, str]:
 
 
 def _encoding(path: Path) -> str:
-    """UTF-8 where all of it is, UTF-16 where its first bytes say so, else that of Windows."""
+    """Return the encoding: UTF-8 where all is, UTF-16 by its first bytes, else that of Windows."""
     with path.open("rb") as stream:
         start = stream.read(4)
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -201,7 +201,7 @@ def _encoding(path: Path) -> str:
 
 
 def draw_part(samples: Any, *, judged: bool) -> Any:
-    """Rows of a single file that train, or that are judged, ascending: a draw of samples, always the same.
+    """Draw the rows of a single file for training or for evaluation, ascending; always the same.
 
     Args:
         samples: the sample of each row, int64 [rows].
@@ -256,7 +256,7 @@ def read_split(task: Task, source: str, split: str) -> Split:
 
 
 def _part(found: Split, task: Task, split: str) -> Split:
-    """The split's part of a single file that holds all samples."""
+    """Return the split's part of a single file that holds all samples."""
     columns = found.dataset.column_names
     grouped = task.kind.groups is not None and {*task.text_columns, task.label_column} <= {*columns}
     samples = task.kind.groups(found.dataset, task) if grouped else np.arange(found.rows)  # type: ignore[misc]
@@ -274,14 +274,14 @@ def _part(found: Split, task: Task, split: str) -> Split:
 
 @lru_cache
 def _cache_folder() -> str:
-    """Arrow copies of the user's files live as long as the process, so nothing is left behind."""
+    """Return a folder of this process for Arrow copies of the user's files; nothing is left behind."""
     folder = tempfile.mkdtemp(prefix="qdqbench-data-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def has_only_texts(task: Task, source: str, split: str) -> bool:
-    """Whether a split is a text file, in which there are no labels.
+    """Return whether a split is a text file, in which there are no labels.
 
     Raises:
         UserError: nothing found.
@@ -290,12 +290,12 @@ def has_only_texts(task: Task, source: str, split: str) -> bool:
 
 
 def is_hub_source(source: str) -> bool:
-    """Whether a source is `hub[:OWNER/NAME[:CONFIG]][@REVISION]` rather than a folder."""
+    """Return whether a source is `hub[:OWNER/NAME[:CONFIG]][@REVISION]` rather than a folder."""
     return source == "hub" or source.startswith(("hub:", "hub@"))
 
 
 def _hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
-    """Repository, config or "", and revision of a hub source.
+    """Return the repository, config or "", and revision of a hub source.
 
     Raises:
         UserError: it names none.
@@ -318,7 +318,7 @@ def _hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
 
 
 def source_commit(task: Task, source: str) -> str | None:
-    """Commit of a hub source; None for a folder.
+    """Return the commit of a hub source; None for a folder.
 
     Raises:
         UserError: it names no set, or the commit cannot be found out.
@@ -366,7 +366,7 @@ def _load_files(task: Task, paths: list[Path], warnings: list[str]) -> Split:
 
 
 def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[str]]:
-    """Files of a split in FOLDER/TASK or FOLDER, or the only file, and what to know about them.
+    """Return the files of a split in FOLDER/TASK or FOLDER, or the only file, and what to know about them.
 
     `datasets` would take patterns too, but reads one shard of two, or one of two formats, without a word.
     """
@@ -425,7 +425,7 @@ def _shards(place: Path, stem: str, suffix: str) -> list[Path]:
 
 
 def source_fingerprint(task: Task, source: str, split: str) -> str:
-    """What tells whether a split's data changed: SHA-256 of its files; for the hub name and commit.
+    """Return the fingerprint of a split's data: SHA-256 of its files; name and commit for the hub.
 
     Raises:
         UserError: nothing found.

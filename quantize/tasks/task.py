@@ -32,7 +32,7 @@ class Task(Frozen):
 
     @property
     def kind(self) -> TaskKind:
-        """What labels and answers are, and everything that follows."""
+        """Return the meaning of labels and answers."""
         return KINDS[self.type] if self.type else task_kind(self.num_labels)
 
 
@@ -42,7 +42,7 @@ KINDS = {
 
 
 def kind_of(architecture: str) -> TaskKind | None:
-    """The kind of task that a class of transformers is for; None where its head is not known.
+    """Return the kind of task that a class of transformers is for; None where its head is not known.
 
     Classifiers and regressors share a class: classification is found. Libraries put names before it.
     """
@@ -50,7 +50,7 @@ def kind_of(architecture: str) -> TaskKind | None:
 
 
 def task_kind(num_labels: int, problem_type: str | None = None) -> TaskKind:
-    """The kind of a task with so many labels, or of a model's head (`config.problem_type`)."""
+    """Return the kind of a task with so many labels, or of a model's head (`config.problem_type`)."""
     return REGRESSION if num_labels == 1 or problem_type == REGRESSION.problem_type else CLASSIFICATION
 
 
@@ -125,12 +125,12 @@ KNOWN = {**GLUE, EMBEDDED.name: EMBEDDED, RERANK.name: RERANK, EMBED.name: EMBED
 
 
 def with_classes(task: Task, names: Sequence[str]) -> Task:
-    """A task whose classes are known by their names."""
+    """Return a task whose classes are known by their names."""
     return task.model_copy(update={"classes": tuple(names), "num_labels": len(names)})
 
 
 def merge_splits(splits: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Numbers by metric of all evaluation splits as one mapping; names of the second end with `SECOND`."""
+    """Merge numbers by metric of all evaluation splits; names of the second end with `SECOND`."""
     return {
         f"{name}{SECOND if position else ''}": value
         for position, values in enumerate(splits)
@@ -139,7 +139,7 @@ def merge_splits(splits: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def find_nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that looks most like `name`."""
+    """Return the known name that looks most like `name`."""
     return difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
 
 
@@ -151,7 +151,7 @@ def get_task(
     num_labels: int | None = None,
     metrics: Sequence[str] = (),
 ) -> Task:
-    """A known task (with the given fields changed), or a new one from its columns.
+    """Return a known task (with the given fields changed), or a new one from its columns.
 
     Args:
         name: A GLUE task, `tokens`, `qa`, `squad`, `squad_v2`, `rerank`, `embedded`, or any name when
@@ -181,8 +181,8 @@ def get_task(
     elif not text_columns:
         raise UserError(
             f"unknown task {name!r}, nearest is {find_nearest(name, KNOWN)!r}; choose one of "
-            f"{', '.join(KNOWN)}, or name the columns of your own set with --text-column (twice for pairs), --label-column and "
-            "--num-labels"
+            f"{', '.join(KNOWN)}, or name the columns of your own set with --text-column (twice for pairs), "
+            "--label-column and --num-labels"
         )
     elif num_labels is None:
         raise UserError(
@@ -228,7 +228,7 @@ def _check_fields(task: Task) -> None:
 
 
 def score_embeddings(task: Task, metrics: Sequence[str]) -> Task:
-    """A task as it judges embeddings: a score of pairs by the cosine of their texts.
+    """Return a task for embeddings: a score of pairs by the cosine of their texts.
 
     Args:
         metrics: that were asked for, if any.

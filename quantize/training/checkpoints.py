@@ -89,12 +89,12 @@ def save_checkpoint(
 
 
 def get_checkpoint_folder(folder: Path, step: int) -> Path:
-    """Folder of the checkpoint of a step."""
+    """Return the folder of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
 def find_checkpoint(folder: Path, identity: dict[str, Any], notes: list[str]) -> Checkpoint | None:
-    """The last whole checkpoint of a run, if any.
+    """Find the last whole checkpoint of a run, if any.
 
     Args:
         identity: of the run that wants to go on.
@@ -146,12 +146,12 @@ def _require_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> 
 
 
 def _all(folder: Path) -> list[Path]:
-    """Checkpoints, the last first."""
+    """Return the checkpoints, the last first."""
     return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
 
 
 def _manifest(folder: Path) -> _CheckpointManifest | None:
-    """What a checkpoint says of itself; None where that cannot be read."""
+    """Read the manifest of a checkpoint; None where that cannot be read."""
     try:
         return read(folder / CHECKPOINT_FILE, _CheckpointManifest, "checkpoint", "go on from another")
     except UserError:
@@ -159,7 +159,7 @@ def _manifest(folder: Path) -> _CheckpointManifest | None:
 
 
 def _damaged(folder: Path) -> list[str]:
-    """Files of a checkpoint that are not as they were written."""
+    """Return the files of a checkpoint that are not as they were written."""
     manifest = _manifest(folder)
     if manifest is None:
         return [CHECKPOINT_FILE]

@@ -23,7 +23,7 @@ BATCH = 64
 def share_batches(
     accelerator: "Accelerator", model: "nn.Module", encoded: Encoded, pad_id: int
 ) -> "Iterator[tuple[Int64, dict[str, torch.Tensor]]]":
-    """This process's share of the rows, and what the model takes of them; the longest first."""
+    """Yield this process's share of the rows, and the model's inputs of them; the longest first."""
     import torch
 
     order = np.argsort(-encoded.lengths, kind="stable")
@@ -38,7 +38,7 @@ def share_batches(
 def predict_rows(
     accelerator: "Accelerator", model: "nn.Module", kind: TaskKind, encoded: Encoded, pad_id: int
 ) -> Float32:
-    """Answers float32 [answers, width] to a split, the same on every process.
+    """Compute the answers float32 [answers, width] to a split, the same on every process.
 
     Each process computes a share; the model is in eval mode, on the accelerator's device.
     """
@@ -58,5 +58,5 @@ def predict_rows(
 
 
 def is_collapsed(task: Task, logits: Float32, labels: Array) -> bool:
-    """Whether the answers are not finite, or do not depend on the input though the labels do."""
+    """Return whether the answers are not finite, or do not depend on the input though the labels do."""
     return not np.isfinite(logits).all() or task.kind.constant(logits, labels)

@@ -107,7 +107,7 @@ def finetune(request: FinetuneRequest, accelerator: "Accelerator") -> Finetuning
 
 
 def load_base(request: FinetuneRequest, seed: int) -> "PreTrainedModel":
-    """An encoder with a classifier for the task; the classifier is new unless `keep_head`.
+    """Load an encoder with a classifier for the task; the classifier is new unless `keep_head`.
 
     Raises:
         UserError: not found, unsupported, without encoder weights, or too short for the samples.
@@ -200,7 +200,7 @@ def _train_seed(
 
 
 def _identity(request: FinetuneRequest, data: _FinetuneData, settings: Training) -> dict[str, Any]:
-    """What makes two runs the same; JSON values."""
+    """Return the identity of a run: equal for the same run; JSON values."""
     return {
         "job": "finetune",
         **get_code_identity(),
@@ -259,7 +259,7 @@ def _job(  # noqa: PLR0913, PLR0917
 def _validate(
     request: FinetuneRequest, data: _FinetuneData, model: "PreTrainedModel", accelerator: "Accelerator"
 ) -> dict[str, Any]:
-    """Metrics of the validation split in FP32; of MNLI's second one under a suffix."""
+    """Compute metrics of the validation split in FP32; of MNLI's second one under a suffix."""
     task = request.task
     found = [
         (predict_rows(accelerator, model, task.kind, each, data.pad_id), each.gold)

@@ -85,7 +85,7 @@ class State:
         self.far = self.far + 1 if -judged.score > max(-FURTHER * self.first_score, far) else 0
 
     def ends(self, settings: Training) -> str | None:
-        """Why the run ends here, if it does.
+        """Return why the run ends here, if it does.
 
         Raises:
             CheckFailed: it diverged.
@@ -190,7 +190,7 @@ def _train(job: Job, accelerator: "Accelerator") -> Trained:
 
 
 def _prepare(job: Job, accelerator: "Accelerator", steps: int) -> tuple[Any, Any, Any]:
-    """Model, optimizer and scheduler, wrapped by Accelerate."""
+    """Wrap model, optimizer and scheduler by Accelerate."""
     import torch
     from transformers import get_scheduler
 
@@ -209,14 +209,14 @@ def _prepare(job: Job, accelerator: "Accelerator", steps: int) -> tuple[Any, Any
 
 
 def group_decayed(model: "nn.Module", weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of a model: biases and LayerNorms are not decayed (Devlin et al. 2018)."""
+    """Group the parameters of a model: biases and LayerNorms are not decayed (Devlin et al. 2018)."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def _identity(job: Job, accelerator: "Accelerator") -> dict[str, Any]:
-    """What a resumed run must share: other arithmetic would go on, but to other weights."""
+    """Return the identity that a resumed run must share: with other arithmetic it ends in other weights."""
     return {
         **job.identity,
         "processes": accelerator.num_processes,
@@ -240,7 +240,7 @@ def _resume(job: Job, accelerator: "Accelerator") -> State | None:
 def _advance(
     job: Job, accelerator: "Accelerator", prepared: tuple[Any, Any, Any], state: State, until: int
 ) -> None:
-    """Optimizer steps up to the next evaluation."""
+    """Step the optimizer up to the next evaluation."""
     model, optimizer, scheduler = prepared
     settings, data = job.settings, job.data
     per_epoch = steps_per_epoch(data, settings.batch_size)
@@ -280,7 +280,7 @@ def _advance(
 
 
 def _gradient(job: Job, accelerator: "Accelerator", model: Any, rows: Int64) -> Any:
-    """Gradient of the mean loss over a global batch; returns this process's part of that mean."""
+    """Compute the gradient of the mean loss over a global batch; return this process's part of that mean."""
     world = accelerator.num_processes
     parts = split_batch(rows, accelerator.process_index, world, job.settings.gradient_accumulation_steps)
     weight = float(accelerator.process_index < len(rows)) / len(rows)  # 0 for a row that another process has
@@ -302,7 +302,7 @@ def _tensors(job: Job, accelerator: "Accelerator", rows: Int64) -> Tensors:
 
 
 def _mean_loss(accelerator: "Accelerator", losses: list[Any], norms: list[Any], step: int) -> float:
-    """Mean over the steps since the last look, the same on every process.
+    """Return the mean over the steps since the last look, the same on every process.
 
     Raises:
         CheckFailed: a loss or a gradient is not a number: a quantizer makes a code of NaN.

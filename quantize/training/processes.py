@@ -17,7 +17,7 @@ AMPERE = (8, 0)  # the first with TF32
 
 
 def resolve_precision(precision: str) -> str:
-    """What a setting of precision comes to on this machine: `bf16`, `tf32` or `fp32`.
+    """Return the precision of a setting on this machine: `bf16`, `tf32` or `fp32`.
 
     `auto` is bf16, and `tf32` is TF32, where the GPU has it; else both are FP32. TF32 products have the
     10 bits of mantissa that FP16 has, bf16 has 7: about those of INT8, whose steps QAT is to learn.
@@ -34,7 +34,7 @@ def resolve_precision(precision: str) -> str:
 
 @contextmanager
 def use_matmul_precision(precision: str) -> Iterator[None]:
-    """FP32 matrix products in TF32, if the setting comes to that here; as before, afterwards.
+    """Compute FP32 matrix products in TF32, if the setting means that here; as before, afterwards.
 
     Fused attention is not cuDNN's: at lengths of 64 modulo 128 its gradient is NaN where a mask leaves a row
     nothing (github.com/pytorch/pytorch/issues/196678).
@@ -53,7 +53,7 @@ def use_matmul_precision(precision: str) -> Iterator[None]:
 
 
 def new_accelerator(precision: str) -> "Accelerator":
-    """Accelerate on what is here: one process, or those that `accelerate launch` or `torchrun` started."""
+    """Create an accelerator for one process, or those that `accelerate launch` or `torchrun` started."""
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState
@@ -75,7 +75,7 @@ def new_accelerator(precision: str) -> "Accelerator":
 
 
 def count_processes() -> int:
-    """Processes that a launcher started; 1 where there is none."""
+    """Return the number of processes that a launcher started; 1 where there is none."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -89,7 +89,7 @@ def leave_group() -> None:
 
 @contextmanager
 def join_group() -> Iterator[None]:
-    """The group of processes ends with the block.
+    """End the group of processes with the block.
 
     Every process raises the same `QdqError`. Any other exception may be one process's alone, for which the
     others would wait in a collective, as ending the group would for them: it ends this process at once, and

@@ -25,7 +25,7 @@ LOWEST_RATIO = 2.0**-7  # one code of the calibrated scale
 
 
 def round_up(scale: torch.Tensor) -> torch.Tensor:
-    """Positive FP32 scales, in place, rounded up to 11 significant bits as `ptq.round_weight_scales` does.
+    """Round positive FP32 scales up, in place, to 11 significant bits, as `ptq.round_weight_scales` does.
 
     A carry out of the mantissa goes into the exponent, as it should.
     """
@@ -43,7 +43,7 @@ _known_constant = functools.cache(_make_constant)
 
 
 def _constant(value: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor [1], made once for each device."""
+    """Return a tensor [1], made once for each device."""
     make = _make_constant if torch.compiler.is_compiling() else _known_constant
     return make(value, dtype, device)
 
@@ -115,7 +115,7 @@ class Learned:
         return get_stored_amax(self.quantizer).float().reshape(self.ratio.shape)
 
     def quantized(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Fake-quantized `inputs`, in their own type."""
+        """Fake-quantize `inputs`, in their own type."""
         scale, gain = self.table.current(self)
         output: torch.Tensor = _quantize(inputs, self.ratio, scale, gain, self.axis, self.low)
         return output
@@ -147,11 +147,11 @@ class ScaleTable:
         self.seen: list[tuple[int, int]] = []
 
     def expire(self, *_: Any) -> None:
-        """Forward pre-hook of the model: the optimizer may have made a step."""
+        """Note, as a forward pre-hook of the model, that the optimizer may have made a step."""
         self.seen = []
 
     def current(self, item: Learned) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and gain of an item: scalars or [channels]."""
+        """Return the scale and gain of an item: scalars or [channels]."""
         if torch.compiler.is_compiling():
             scale = item.ratio.detach() * item.amax / INT8_MAX
             return (round_up(scale) if item.rounded else scale), item.factor / item.ratio.detach()

@@ -25,7 +25,7 @@ from modelopt.torch.quantization.nn import TensorQuantizer  # noqa: E402
 
 
 def get_calibrator(quantizer: Any) -> Any:
-    """What collects the values of a quantizer while it calibrates."""
+    """Return the collector of a quantizer's values while it calibrates."""
     return quantizer._calibrator
 
 
@@ -40,12 +40,12 @@ def set_histogram(calibrator: HistogramCalibrator, counts: torch.Tensor, edges: 
 
 
 def quantize_with(quantizer: Any, value: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """`value` as the quantizer would make it if it had this amax."""
+    """Return `value` as the quantizer would make it with this amax."""
     return _mse_quant_func(value, amax, quantizer)  # type: ignore[no-any-return]
 
 
 def get_stored_amax(quantizer: Any) -> torch.Tensor:
-    """The buffer itself, without the property's questions."""
+    """Return the buffer itself, without the property's questions."""
     return quantizer._buffers["_amax"]  # type: ignore[no-any-return]
 
 
@@ -55,7 +55,7 @@ def forget_scale(quantizer: Any) -> None:
 
 
 def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """ModelOpt quant backend: `inputs` on the grid of the quantizer's scales, in their type; no host sync.
+    """Round `inputs` to the grid of the quantizer's scales, in their type, for ModelOpt; no host sync.
 
     Against ModelOpt's arithmetic, codes are equal where value / scale is further than 2^-15 from a tie, and
     values of equal codes to 2^-22 of themselves. NaN becomes a code, as in any engine: find it before.
@@ -71,7 +71,7 @@ def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
 
 
 def quantize_exactly(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """ModelOpt's arithmetic on FP32 to the bit, without gradients; in place it is faster on a CPU."""
+    """Compute ModelOpt's FP32 arithmetic to the bit, without gradients; in place it is faster on a CPU."""
     scale = prepare_scales(quantizer)
     values = inputs.contiguous() * scale.steps
     return values.round_().clamp_(scale.low, INT8_MAX).div_(scale.divisors)
@@ -93,7 +93,7 @@ class _Scale:
 
 
 def prepare_scales(quantizer: Any) -> _Scale:
-    """The quantizer's scales; computed where its amax is another than before."""
+    """Return the quantizer's scales; compute them where its amax is another than before."""
     scale = quantizer._quantizer_cache
     if torch.compiler.is_compiling() and scale is not None:
         return scale  # type: ignore[no-any-return]
@@ -123,7 +123,7 @@ def _prepare(quantizer: Any) -> _Scale:
 
 
 def get_lowest_code(quantizer: Any) -> int:
-    """-128, or -127 in the narrow range."""
+    """Return -128, or -127 in the narrow range."""
     return -INT8_MAX if quantizer.narrow_range else -INT8_MAX - 1
 
 
@@ -134,7 +134,7 @@ class ShortQuantizer(TensorQuantizer):  # type: ignore[misc]
     exact: bool = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Fake-quantized `inputs`; ModelOpt's own way while it calibrates."""
+        """Fake-quantize `inputs`; while it calibrates in ModelOpt's own way."""
         if self._if_calib or not self._if_quant:
             return super().forward(inputs)  # type: ignore[no-any-return]
         if self.shared is not None and not self._disabled:
@@ -142,7 +142,7 @@ class ShortQuantizer(TensorQuantizer):  # type: ignore[misc]
         return self.quantized(inputs)
 
     def quantized(self, inputs: torch.Tensor) -> torch.Tensor:
-        """`inputs` times the factors of smoothing, fake-quantized unless disabled."""
+        """Fake-quantize `inputs` times the factors of smoothing, unless disabled."""
         factors = self._buffers.get("_pre_quant_scale")
         if factors is not None and self._enable_pre_quant_scale:
             inputs = inputs * factors

@@ -57,13 +57,13 @@ class FakeQuantLinear(nn.Linear):
     weight_quantizer: TensorQuantizer
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Output of the linear."""
+        """Return the output of the linear."""
         return functional.linear(self.input_quantizer(inputs), self.weight_quantizer(self.weight), self.bias)
 
 
 @functools.cache
 def _residual_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A module that adds a residual, and quantizes it before."""
+    """Return the class of a module that adds a residual, and quantizes it before."""
 
     def forward(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> Any:
         rounded = residual.quantize_residual(self.residual_quantizer, input_tensor)
@@ -81,7 +81,7 @@ class _Last:
     served: frozenset[int] = frozenset()
 
     def __deepcopy__(self, _: Any) -> "_Last":
-        """A copy of a model has quantized nothing yet."""
+        """Copy a model; the copy has quantized nothing yet."""
         return _Last()
 
 
@@ -96,7 +96,7 @@ class SharedQuantizer:
         self.last = _Last()
 
     def quantized(self, inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
-        """What `quantizer` makes of `inputs`; for another reader of the tensor, the same tensor again."""
+        """Quantize `inputs`; return the same tensor again for another reader of it."""
         if torch.compiler.is_compiling():
             return quantizer.quantized(inputs)  # type: ignore[no-any-return]
         learned, last = quantizer.__dict__.get("learned"), self.last
@@ -146,7 +146,7 @@ def lengthen(module: nn.Module) -> None:
 
 
 def group_readers(model: "PreTrainedModel") -> Iterator[list[Any]]:
-    """Quantizers of one tensor that have equal scales and factors: of q, k, v, and of an INT8 residual."""
+    """Return the quantizers of one tensor with equal scales and factors: q, k, v and an INT8 residual."""
     found, family = list_quantizers(model), family_of(model.config)
     for name, _ in model.named_modules():
         readers = [f"{linear}.input_quantizer" for linear in family.residual_readers(name)]
@@ -198,7 +198,7 @@ def use_modelopt(model: "PreTrainedModel") -> None:
 
 @contextmanager
 def use_evaluation(model: "PreTrainedModel") -> Iterator[None]:
-    """Fake quantization without gradients: torch's kernels on a GPU, ModelOpt's results to the bit on a CPU.
+    """Fake-quantize without gradients: by torch's kernels on a GPU, ModelOpt's results to the bit on a CPU.
 
     On a GPU ModelOpt would first compile its own kernels, on each new machine. On a CPU its arithmetic takes
     fewer steps here.
@@ -214,7 +214,7 @@ def use_evaluation(model: "PreTrainedModel") -> Iterator[None]:
 
 @contextmanager
 def use_frozen_weights(model: "PreTrainedModel") -> Iterator[None]:
-    """`use_evaluation`, and weights rounded and laid out once: a model that only runs meanwhile."""
+    """Do as `use_evaluation`, with weights rounded and laid out once: the model only runs meanwhile."""
     with use_evaluation(model), use_rounded_weights(model), use_quick_linears(model.device.type, again=True):
         yield
 
@@ -266,7 +266,7 @@ def learn_amax(
 
 
 def list_learned(model: "PreTrainedModel") -> list[nn.Parameter]:
-    """The ratios of `learn_amax`, in model order."""
+    """Return the ratios of `learn_amax`, in model order."""
     return [value for name, value in model.named_parameters() if name.rpartition(".")[2] == PARAMETER]
 
 
@@ -299,7 +299,7 @@ def settle_learned(model: "PreTrainedModel") -> None:
 
 
 def _learned(model: "PreTrainedModel", name: str, quantizer: Any) -> Learned:
-    """A ratio of 1 for a quantizer."""
+    """Return a ratio of 1 for a quantizer."""
     kind, module = get_quantizer_kind(name), model.get_submodule(name.rpartition(".")[0])
     per_channel = quantizer.axis is not None
     if kind == "weight":
@@ -319,7 +319,7 @@ def _learned(model: "PreTrainedModel", name: str, quantizer: Any) -> Learned:
 
 
 def _tables(model: "PreTrainedModel") -> dict[int, ScaleTable]:
-    """Tables of learned scales, by the key of their hook on the model."""
+    """Return the tables of learned scales, by the key of their hook on the model."""
     owners = {key: getattr(hook, "__self__", None) for key, hook in model._forward_pre_hooks.items()}
     return {key: owner for key, owner in owners.items() if isinstance(owner, ScaleTable)}
 

@@ -26,7 +26,7 @@ Parts = list[tuple[slice, torch.Tensor]]  # of K, and the weight there, in any l
 
 @contextmanager
 def use_quick_linears(device: str = "cpu", *, again: bool = False) -> Iterator[None]:
-    """Linears without gradients that run in the block take the quicker library, where there is one.
+    """Let linears without gradients that run in the block take the quicker library, where there is one.
 
     Args:
         device: type of the model's; elsewhere than on such a CPU nothing stands before torch's functions.
@@ -56,7 +56,7 @@ class _QuickLinears(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], _: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """What torch calls for each of its functions."""
+        """Handle a call of one of torch's functions."""
         if function is functional.linear and not kwargs and _dense(*args[:2]):
             inputs, weight, *bias = args
             threads = torch.get_num_threads()
@@ -65,7 +65,7 @@ class _QuickLinears(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _parts(self, weight: torch.Tensor) -> Parts:
-        """`split_weight` a weight; laid out once as long as there is room."""
+        """Call `split_weight` for a weight; once as long as there is room."""
         version = None if weight.is_inference() else weight._version
         held, known, parts = self._held.get(weight.data_ptr(), (weight, -1, []))
         if known != version or held.shape != weight.shape:
@@ -79,7 +79,7 @@ class _QuickLinears(TorchFunctionMode):
 
 
 def split_weight(weight: torch.Tensor) -> Parts:
-    """The blocks of K of a weight [N, K] that MKL adds up, and where they are."""
+    """Return the blocks of K of a weight [N, K] that MKL adds up, and where they are."""
     count = weight.shape[1]
     block = (count + 1) // 2 if BLOCK < count < 2 * BLOCK else BLOCK
     slices = (slice(start, start + block) for start in range(0, count, block))
@@ -101,7 +101,7 @@ def multiply_blocks(inputs: torch.Tensor, parts: Parts, bias: torch.Tensor | Non
 
 @cache
 def is_onednn_quicker() -> bool:
-    """Whether this is a CPU that MKL has no kernels of full width for, and torch has both libraries."""
+    """Return whether MKL has no kernels of full width for this CPU, and torch has both libraries."""
     cpu = find_cpu()
     backends: Any = torch.backends
     both = backends.mkl.is_available() and backends.mkldnn.is_available()
@@ -110,7 +110,7 @@ def is_onednn_quicker() -> bool:
 
 @cache
 def _same(outputs: int, inputs: int, threads: int) -> bool:
-    """Whether both libraries give the same bits for a weight [outputs, inputs], on random values."""
+    """Return whether both libraries give the same bits for a weight [outputs, inputs], on random values."""
     random = torch.Generator().manual_seed(0)
     shapes = (ROWS * threads, inputs), (outputs, inputs), (outputs,)
     given = [torch.randn(*shape, generator=random) for shape in shapes]
@@ -120,7 +120,7 @@ def _same(outputs: int, inputs: int, threads: int) -> bool:
 
 
 def _dense(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether both are what oneDNN takes as it is, and no gradient is asked for."""
+    """Return whether both are as oneDNN takes them, and no gradient is asked for."""
     return torch.is_inference_mode_enabled() and all(
         value.device.type == "cpu" and value.dtype == torch.float32 and value.is_contiguous()
         for value in (inputs, weight)

@@ -23,20 +23,20 @@ FP16_BITS = 11  # significant bits, the hidden one included
 
 
 def list_quantizers(model: "PreTrainedModel") -> dict[str, Any]:
-    """Enabled TensorQuantizer modules by full name, in model order."""
+    """Return the enabled TensorQuantizer modules by full name, in model order."""
     from modelopt.torch.quantization.nn import TensorQuantizer
 
     return {n: m for n, m in model.named_modules() if isinstance(m, TensorQuantizer) and m.is_enabled}
 
 
 def smooth_input(quantizer: Any, value: "torch.Tensor") -> "torch.Tensor":
-    """What a quantizer rounds: its input, times the factors of smoothing where it has them."""
+    """Return what a quantizer rounds: its input, times the factors of smoothing where it has them."""
     factors = quantizer.pre_quant_scale
     return value if factors is None else value * factors
 
 
 def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
-    """Answers [B, width] or [B, L, width] of one batch, on the model's device, without gradients."""
+    """Return answers [B, width] or [B, L, width] of one batch, on the model's device, without gradients."""
     import torch
 
     from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
@@ -53,13 +53,13 @@ def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
 
 
 def name_outputs(model: "PreTrainedModel") -> Mapping[str, tuple[str, ...]]:
-    """Names of a model's outputs, and of their axes."""
+    """Return the names of a model's outputs, and of their axes."""
     kind = kind_of(type(model).__name__)
     return LOGITS if kind is None else kind.outputs
 
 
 def import_modelopt() -> Any:
-    """`modelopt.torch.quantization`, without its warning on transformers versions that it did not test.
+    """Import `modelopt.torch.quantization` without its warning on untested transformers versions.
 
     What it has for FP8 is not compiled by torch: to say so would load Inductor, which takes a second.
 
@@ -86,13 +86,13 @@ def import_modelopt() -> Any:
 
 
 def _as_it_is(function: Any = None, **_: Any) -> Any:
-    """`torch.compile`, which compiles nothing."""
+    """Stand in for `torch.compile`; compile nothing."""
     return _as_it_is if function is None else function
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """ModelOpt prints what it registers and inserts, and warns where several processes train together."""
+    """Silence what ModelOpt prints, and its warning where several processes train together."""
     with unprinted():
         warnings.filterwarnings("ignore", message="Distributed training is initialized")
         yield
@@ -128,7 +128,7 @@ _KINDS: dict[str, QuantizerKind] = {
 
 
 def get_quantizer_kind(name: str) -> QuantizerKind:
-    """What a quantizer is for, by its full name."""
+    """Return the purpose of a quantizer, by its full name."""
     return _KINDS[name.rpartition(".")[2]]
 
 

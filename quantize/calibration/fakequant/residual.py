@@ -49,7 +49,7 @@ def register_residuals(model: "PreTrainedModel", wanted: Collection[str] = ("all
 
 
 def _quantized_class() -> type:
-    """What ModelOpt mixes into a module that adds a residual."""
+    """Return the mix-in of ModelOpt for a module that adds a residual."""
     from modelopt.torch.quantization.nn import TensorQuantizer
 
     class QuantResidual:
@@ -66,7 +66,7 @@ def _quantized_class() -> type:
 
 
 def quantize_residual(quantizer: Any, value: "torch.Tensor") -> "torch.Tensor":
-    """A residual after its quantizer, without the factors of smoothing: powers of two, so both are exact."""
+    """Quantize a residual and take the factors of smoothing out: powers of two, so both are exact."""
     rounded: torch.Tensor = quantizer(value)
     factors = quantizer.pre_quant_scale
     return rounded if factors is None else rounded * (1 / factors)

@@ -44,13 +44,13 @@ class Compiled(Protocol):
         """Run once; every output by name."""
 
     def lanes(self) -> list[Run]:
-        """One function a stream, each as `run`; they may run at once."""
+        """Return one function a stream, each as `run`; they may run at once."""
 
     def blob(self) -> bytes:
-        """The engine: what it compiled, for this version of the runtime and this kind of CPU."""
+        """Return the engine: what it compiled, for this version of the runtime and this kind of CPU."""
 
     def kernels(self) -> list[Kernel]:
-        """Executed kernels in their order."""
+        """Return the executed kernels in their order."""
 
 
 ATTENTION = "attention"  # kind of a row that is a whole one

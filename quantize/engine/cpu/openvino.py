@@ -89,7 +89,7 @@ class OpenVinoModel:
         return self._infer(self._requests[0], feeds)
 
     def lanes(self) -> list[Run]:
-        """One function a stream, each as `run`; they may run at once."""
+        """Return one function a stream, each as `run`; they may run at once."""
         return [partial(self._infer, request) for request in self._requests]
 
     def _infer(self, request: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -97,12 +97,12 @@ class OpenVinoModel:
         return {name: made[index].copy() for index, name in enumerate(self.outputs)}
 
     def blob(self) -> bytes:
-        """The compiled model, for this version of OpenVINO and this kind of CPU."""
+        """Return the compiled model, for this version of OpenVINO and this kind of CPU."""
         data: bytes = self._model.export_model().getvalue()
         return data
 
     def kernels(self) -> list[Kernel]:
-        """Executed kernels in their order; their implementations are known after the first run.
+        """Return the executed kernels in their order; their implementations are known after the first run.
 
         Milliseconds are those of the last run, with `profile`.
         """
@@ -133,24 +133,24 @@ class OpenVinoModel:
 
 
 def read_model(data: bytes) -> Any:
-    """An ONNX file in OpenVINO's memory, for libraries that change it there."""
+    """Return an ONNX file in OpenVINO's memory, for libraries that change it there."""
     return importlib.import_module("openvino").Core().read_model(data)
 
 
 def _kind(layer_type: str, names: list[str]) -> str:
-    """A subgraph that holds a softmax is an attention."""
+    """Return the kind of a node: a subgraph that holds a softmax is an attention."""
     if layer_type == "Subgraph" and any(name.rpartition("/")[2].startswith("Softmax") for name in names):
         return ATTENTION
     return "gemm" if layer_type in _GEMMS else layer_type
 
 
 def _onnx_name(name: str) -> str:
-    """A node that OpenVINO split, as its scales moved behind it, has another name there."""
+    """Return the ONNX name of a node: one that OpenVINO split to move its scales has another there."""
     return _PARTS.sub("", name)
 
 
 def _sized(port: Any, fixed: Sizes) -> list[int]:
-    """Shape of an input with the batch on axis 0 and the length on axis 1 fixed; -1 is free."""
+    """Return the shape of an input with the batch on axis 0 and the length on axis 1 fixed; -1 is free."""
     known = [-1 if size.is_dynamic else size.get_length() for size in port.get_partial_shape()]
     return [size or old for size, old in zip(fixed, known, strict=False)] + known[2:]
 

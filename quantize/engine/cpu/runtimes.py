@@ -26,7 +26,7 @@ def compile_model(  # noqa: PLR0913
     streams: int = 1,
     profile: bool = False,
 ) -> Compiled:
-    """A model that a CPU runtime compiled, from its ONNX file or from an engine that it made.
+    """Return a model that a CPU runtime compiled, from its ONNX file or from an engine that it made.
 
     Args:
         backend: one of CPU_BACKENDS.
@@ -47,7 +47,7 @@ def compile_model(  # noqa: PLR0913
 
 
 def choose_compute(backend: BackendName, cpu: Cpu, precision: str) -> Compute:
-    """Datatype of what is not quantized: BF16 where a recipe allows half precision and both can do it."""
+    """Return the datatype of what is not quantized: BF16 where recipe, runtime and CPU allow it."""
     return "bf16" if backend == "openvino" and precision == "fp16" and cpu.bf16 else "fp32"
 
 

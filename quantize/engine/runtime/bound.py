@@ -23,10 +23,10 @@ class Owner(Protocol):
     dtypes: Any  # by name
 
     def new_context(self, profile: int, stream: Any) -> Any:
-        """An execution context of its own."""
+        """Return an execution context of its own."""
 
     def choose_profile(self, batch: int, length: int) -> int:
-        """The profile that takes a shape."""
+        """Return the profile that takes a shape."""
 
     def attach(self, context: Any, inputs: Any) -> Any:
         """Bind buffers, and make those of the outputs."""
@@ -60,7 +60,7 @@ class BoundRun:
 
     @property
     def captured(self) -> bool:
-        """Whether `launch` replays a CUDA graph; the notes of the engine say where it cannot be captured."""
+        """Return whether `launch` replays a CUDA graph; the engine's notes say where it cannot."""
         return self._graph is not None
 
     def launch(self) -> None:

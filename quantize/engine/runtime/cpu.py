@@ -24,7 +24,7 @@ class CpuMemory:
     resident_bytes: int  # of the process after loading minus before
 
     def __str__(self) -> str:
-        """One clause for the report."""
+        """Return one clause for the report."""
         file = f"file {self.engine_bytes / 1e6:.1f} MB"
         return f"memory {self.resident_bytes / 1e6:.1f} MB after loading; {file}"
 
@@ -79,12 +79,12 @@ class CpuEngine:
         return self._model.run({name: np.ascontiguousarray(feeds[name]) for name in self.inputs})
 
     def kernels(self) -> list[LayerRow]:
-        """The layer table, after one run of the first profile's opt shape."""
+        """Return the layer table, after one run of the first profile's opt shape."""
         warm_up(self._model, self.profiles[0].opt)
         return [kernel.row for kernel in self._model.kernels()]
 
     def kernel_times(self, feeds: Mapping[str, Array], repeats: int = 20) -> dict[str, float]:
-        """Mean milliseconds of each kernel, by the name that the layer table gives it; needs `profile`."""
+        """Return mean milliseconds of each kernel, by the name in the layer table; needs `profile`."""
         self.run(feeds)  # compiles what is compiled at first use
         total: dict[str, float] = {}
         for _ in range(repeats):

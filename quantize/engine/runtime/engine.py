@@ -50,7 +50,7 @@ class RuntimeCache:
         self._cache: Any = runtime_cache
 
     def config(self, trt: Any, engine: Any, specialize: Specialize) -> Any:
-        """Settings of one execution context, which shares this cache.
+        """Return the settings of one execution context, which shares this cache.
 
         LAZY runs fallback kernels until those of a new shape are compiled, so that the first runs of a shape
         are slower than the rest, and a CUDA graph would keep the fallback; EAGER compiles first.
@@ -81,7 +81,7 @@ class EngineMemory:
     activation_bytes_per_profile: tuple[int, ...]
 
     def __str__(self) -> str:
-        """One clause for the report."""
+        """Return one clause for the report."""
         profiles = ", ".join(f"{size / 1e6:.1f}" for size in self.activation_bytes_per_profile)
         return (
             f"GPU memory {self.weights_and_code_bytes / 1e6:.1f} MB for weights and code, {profiles} MB for "
@@ -144,7 +144,7 @@ class Engine:
         self.stream: torch.cuda.Stream = self.torch.cuda.Stream()
 
     def _describe(self, trt: Any, engine: Any) -> None:
-        """Names, datatypes and shapes of the engine's inputs and outputs."""
+        """Return the names, datatypes and shapes of the engine's inputs and outputs."""
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         modes = {name: engine.get_tensor_mode(name) for name in names}
         self.inputs = [name for name in names if modes[name] == trt.TensorIOMode.INPUT]
@@ -157,7 +157,7 @@ class Engine:
         ]
 
     def choose_profile(self, batch: int, length: int) -> int:
-        """Index of the profile that holds the shape, the one whose opt is nearest.
+        """Return the index of the profile that holds the shape, the one whose opt is nearest.
 
         Raises:
             CheckFailed: none holds it.
@@ -190,7 +190,7 @@ class Engine:
             return {name: to_numpy(buffer) for name, buffer in outputs.items()}
 
     def bind(self, batch: int, length: int, *, stream: Any = None, graph: bool = True) -> "BoundRun":
-        """Buffers and an execution context for one fixed shape, by default as a CUDA graph.
+        """Return the buffers and an execution context for one fixed shape, by default as a CUDA graph.
 
         Each has its own activation memory (`memory.activation_bytes`).
 
@@ -202,7 +202,7 @@ class Engine:
         return bound
 
     def kernel_times(self, feeds: Mapping[str, Array], repeats: int = 20) -> dict[str, float]:
-        """Mean milliseconds of each kernel, by the name that the layer table gives it.
+        """Return the mean milliseconds of each kernel, by the name that the layer table gives it.
 
         Kernels run one after the other with a timer around each, so the sum is more than a run takes.
 
@@ -231,7 +231,7 @@ class Engine:
         return {name: total / repeats for name, total in profiler.total_ms.items() if total > 0}
 
     def new_context(self, profile: int, stream: Any) -> Any:
-        """An execution context with its own activation memory, switched to a profile."""
+        """Return an execution context with its own activation memory, switched to a profile."""
         engine = self._engine
         with capture(self._trt) as (_, log):
             if self._jit is not None:
@@ -272,7 +272,7 @@ class Engine:
                 raise CheckFailed(f"{self.name} fails to run ({log.errors() or 'it gives no reason'})")
 
     def _profile_of(self, tensors: "Mapping[str, torch.Tensor]") -> int:
-        """The profile that takes the shapes of all inputs, the one whose opt is nearest."""
+        """Return the profile that takes the shapes of all inputs, the one whose opt is nearest."""
         shapes = {name: tuple(buffer.shape) for name, buffer in tensors.items()}
         costs = {}
         for index, ranges in enumerate(self._ranges):
@@ -321,7 +321,7 @@ def _cuda_torch() -> Any:
 
 
 def _profiler(trt: Any) -> Any:
-    """A profiler that adds up milliseconds by layer name."""
+    """Return a profiler that adds up milliseconds by layer name."""
 
     class Profiler(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:

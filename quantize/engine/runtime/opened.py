@@ -116,7 +116,7 @@ def open_runner(
     runtime_cache: Path | None = None,
     outputs: Iterable[str] = LOGITS,
 ) -> EngineRunner | CpuRunner:
-    """A runner of an engine; arguments and errors are those of both."""
+    """Return a runner of an engine; arguments and errors are those of both."""
     if is_for_cpu(path):
         return CpuRunner(path, onnx_path, pad_id=pad_id, outputs=outputs)
     return EngineRunner(path, onnx_path, pad_id=pad_id, runtime_cache=runtime_cache, outputs=outputs)
@@ -125,7 +125,7 @@ def open_runner(
 def open_fp32_graph(
     path: Path, backend: BackendName, outputs: Iterable[str] = LOGITS
 ) -> Callable[[Mapping[str, Int64]], Float32]:
-    """A runner of an FP32 graph on this CPU, optimized as its runtime does; batches of any shape.
+    """Return a runner of an FP32 graph on this CPU, optimized as its runtime does; batches of any shape.
 
     Raises:
         UserError: the runtime refuses the graph.
@@ -140,5 +140,5 @@ def open_fp32_graph(
 
 
 def is_for_cpu(path: Path) -> bool:
-    """Whether an engine is for a CPU; errors are those of its sidecar."""
+    """Return whether an engine is for a CPU; errors are those of its sidecar."""
     return read_sidecar(path).backend in CPU_BACKENDS

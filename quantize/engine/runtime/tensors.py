@@ -29,7 +29,7 @@ _DTYPES = {  # trt.DataType member: torch dtype
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """Datatype of torch for a member of trt.DataType.
+    """Return the datatype of torch for a member of trt.DataType.
 
     Raises:
         UserError: torch has no such buffers (4-bit types).
@@ -45,7 +45,7 @@ def torch_dtype(name: str) -> "torch.dtype":
 def to_torch(
     feeds: Mapping[str, Array], dtypes: "Mapping[str, torch.dtype]", what: str
 ) -> "dict[str, torch.Tensor]":
-    """Host tensors for every input, in the engine's datatypes.
+    """Return the host tensors for every input, in the engine's datatypes.
 
     Raises:
         UserError: names are missing or unknown, or an array holds another kind of number; lists all.
@@ -85,7 +85,7 @@ def load(tensors: "Mapping[str, torch.Tensor]", buffers: "Mapping[str, torch.Ten
 
 
 def make_poisoned(shape: tuple[int, ...], dtype: "torch.dtype", device: str) -> "torch.Tensor":
-    """A buffer full of NaN, or of the smallest value of an integer type."""
+    """Return a buffer full of NaN, or of the smallest value of an integer type."""
     import torch
 
     if dtype.is_floating_point:
@@ -96,7 +96,7 @@ def make_poisoned(shape: tuple[int, ...], dtype: "torch.dtype", device: str) -> 
 
 
 def to_numpy(tensor: "torch.Tensor") -> Array:
-    """An array on the host; types that numpy lacks become float32."""
+    """Return an array on the host; types that numpy lacks become float32."""
     import torch
 
     wide = (torch.float16, torch.float32, torch.float64)
@@ -108,7 +108,7 @@ def to_numpy(tensor: "torch.Tensor") -> Array:
 def pad_to_profile(
     batch: Mapping[str, Int64], profiles: Sequence[Profile], inputs: Iterable[str], pad_id: int, step: int
 ) -> Arrays:
-    """Inputs by name, padded with masked positions, and with copies of the last row.
+    """Return the inputs by name, padded with masked positions, and with copies of the last row.
 
     Args:
         batch: int64 [B, L] arrays.

@@ -24,7 +24,7 @@ _CARRIES = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Concat", "Neg", "Max",
 
 
 def walk_types(model: onnx.ModelProto, opset: int) -> tuple[dict[str, int], list[FindingRow]]:
-    """Element type (TensorProto.DataType) of every tensor whose type is known, and what does not fit.
+    """Return the known element type (TensorProto.DataType) of every tensor, and what does not fit.
 
     Args:
         model: a model that onnx.checker accepts.
@@ -107,14 +107,14 @@ def _schema(operator: str, opset: int) -> Any:
 
 
 def _stretch(parameters: Any, count: int) -> list[Any]:
-    """Formal parameters for `count` actual ones: the last may stand for many."""
+    """Return the formal parameters for `count` actual ones: the last may stand for many."""
     formal = list(parameters)
     return formal + formal[-1:] * max(0, count - len(formal))
 
 
 @cache
 def _fixed_type(text: str) -> int:
-    """DataType of a text like `tensor(int64)`; 0 for a type variable."""
+    """Return the DataType of a text like `tensor(int64)`; 0 for a type variable."""
     if not text.startswith("tensor("):
         return 0
     name = text[len("tensor(") : -1]
@@ -138,7 +138,7 @@ def _own_type(node: onnx.NodeProto, schema: Any, variable: str) -> int:
 
 
 def check_constants(graph: CheckGraph) -> list[FindingRow]:
-    """NaN in constants, and values that FP16 does not hold where FP16 reads them (or may, after a cast)."""
+    """Find NaN in constants, and values too large for FP16 where FP16 reads them (or may, after a cast)."""
     findings = []
     for tensor, name, node in _float_constants(graph):
         value = numpy_helper.to_array(tensor)
@@ -154,7 +154,7 @@ def check_constants(graph: CheckGraph) -> list[FindingRow]:
 
 
 def _float_constants(graph: CheckGraph) -> Iterator[tuple[TensorProto, str, onnx.NodeProto]]:
-    """Floating-point tensors with the first node that reads them as data (not as the scale of a Q/DQ)."""
+    """Return floating-point tensors with the first node that reads them as data (not as a Q/DQ's scale)."""
     stored = [(tensor, tensor.name, None) for tensor in graph.index.graph.initializer]
     for node in graph.nodes:
         if operator(node) in ("Constant", "ConstantOfShape"):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def find_config_fields(model: "PreTrainedModel", layer: str, first: str, wide: int) -> dict[str, Any]:
-    """The fields of a configuration that a `Family` names.
+    """Return the fields of a configuration that a `Family` names.
 
     Args:
         model: of any device; not changed.
@@ -50,7 +50,7 @@ def find_config_fields(model: "PreTrainedModel", layer: str, first: str, wide: i
 
 
 def _rebuilt(model: "PreTrainedModel", name: str, value: Any) -> Any:
-    """The model with another value of a field; None where there is no such model."""
+    """Return the model with another value of a field; None where there is no such model."""
     import torch
 
     config = copy.deepcopy(model.config)
@@ -63,7 +63,7 @@ def _rebuilt(model: "PreTrainedModel", name: str, value: Any) -> Any:
 
 
 def _bare(model: Any, layer: str) -> list[str]:
-    """Classes of the modules of a layer that have no weights, its activation among them."""
+    """Return the classes of the modules of a layer that have no weights, its activation among them."""
     inner = model.get_submodule(layer).modules() if model is not None else ()
     return [type(module).__name__ for module in inner if next(module.parameters(), None) is None]
 
@@ -82,25 +82,25 @@ class Frame:
     flow: Flow
 
     def path(self, name: str) -> tuple[str, str] | None:
-        """Layer and path inside of it; None outside of the layers."""
+        """Return the layer and path inside of it; None outside of the layers."""
         pattern = re.escape(self.layers).replace(r"\*", r"\d+")
         found = re.match(rf"({pattern}\.\d+)(?:\.(.+))?$", name)
         return (found[1], found[2] or "") if found else None
 
     def pattern(self, name: str) -> str:
-        """A module's name with * for the number of its layer."""
+        """Return a module's name with * for the number of its layer."""
         place = self.path(name)
         return f"{self.layers}.*.{place[1]}" if place else name
 
     def linears(self) -> list[str]:
-        """Every linear by full name."""
+        """Return every linear by full name."""
         from torch import nn
 
         return [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
 
 
 def find_layer_list(attentions: Collection[str], modules: Mapping[str, Any], name: str) -> str:
-    """Full name of the list whose elements hold an attention each; * stands for a number.
+    """Return the full name of the list whose elements hold an attention each; * stands for a number.
 
     Args:
         attentions: full names of modules.
@@ -130,12 +130,12 @@ def find_layer_list(attentions: Collection[str], modules: Mapping[str, Any], nam
 
 
 def mask_numbers(name: str) -> str:
-    """A module's name with * for each number."""
+    """Return a module's name with * for each number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _list_around(attention: str, modules: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The innermost list with an attention inside of an element, and the element's number."""
+    """Return the innermost list with an attention inside of an element, and the element's number."""
     from torch import nn
 
     parts = attention.split(".")
@@ -166,7 +166,7 @@ class DetectedRoles:
 
 
 def find_attention_roles(flow: Flow) -> DetectedRoles:
-    """Linears around each softmax: what makes its scores, what it weighs, and what reads the result."""
+    """Return the linears around each softmax: those of its scores, its values and its result."""
     found = DetectedRoles()
     for softmax in flow.of("softmax"):
         scores = flow.behind(softmax.reads[0], "product")
@@ -188,7 +188,7 @@ def find_attention_roles(flow: Flow) -> DetectedRoles:
 
 
 def _weighed(flow: Flow, softmax: FlowStep) -> tuple[FlowStep | None, list[FlowStep]]:
-    """The product with the values, and the linears that make them."""
+    """Return the product with the values, and the linears that make them."""
     for step in flow.readers(softmax.number):
         if step.kind == "product":
             other = [read for read in step.reads if softmax.number not in read]
@@ -198,7 +198,7 @@ def _weighed(flow: Flow, softmax: FlowStep) -> tuple[FlowStep | None, list[FlowS
 
 
 def add_feed_forward_roles(frame: Frame, found: DetectedRoles) -> None:
-    """Of each layer the widest linear that reads nothing but what linears made, and those linears."""
+    """Add of each layer the widest linear that reads nothing but linears' output, and these linears."""
     pairs: dict[str, list[tuple[int, FlowStep, list[FlowStep]]]] = defaultdict(list)
     for step in frame.flow.of("linear"):
         place = frame.path(step.module)
@@ -220,7 +220,7 @@ def add_feed_forward_roles(frame: Frame, found: DetectedRoles) -> None:
 def find_other_products(
     flow: Flow, found: DetectedRoles, named: Callable[[str], str] = mask_numbers
 ) -> dict[str, str]:
-    """What multiplies matrices and is no linear, nor the product of a recognised attention."""
+    """Find products of matrices that are neither linears nor of a recognized attention."""
     left = {}
     for step in flow.steps:
         if step.kind == "convolution":
@@ -233,12 +233,12 @@ def find_other_products(
 
 
 def join_reasons(left: Mapping[str, str]) -> str:
-    """The first few for one sentence."""
+    """Join the first few reasons for one sentence."""
     return "; ".join(f"{name}: {why}" for name, why in [*left.items()][:4])
 
 
 def find_inner_roles(frame: Frame, found: DetectedRoles) -> tuple[dict[str, Role], dict[str, str]]:
-    """Role of each linear of a layer by its path; reasons for those that have none."""
+    """Return the role of each linear of a layer by its path; reasons for those that have none."""
     ran = {step.module for step in frame.flow.steps}
     roles: dict[str, set[Role]] = defaultdict(set)
     running: dict[str, str] = {}
@@ -260,14 +260,14 @@ def find_inner_roles(frame: Frame, found: DetectedRoles) -> tuple[dict[str, Role
 
 
 def find_shared_weights(frame: Frame, linears: Mapping[str, Role]) -> str | None:
-    """A linear behind an attention that runs more than once for a sample; None where there is none."""
+    """Return a linear behind an attention that runs more than once for a sample; None where there is none."""
     ran = Counter(step.module for step in frame.flow.of("linear"))
     ends = (name for name in ran if (at := frame.path(name)) and linears.get(at[1]) == "output")
     return next((name for name in ends if ran[name] > 1), None)
 
 
 def find_outer_roles(frame: Frame) -> tuple[dict[str, Role], dict[str, str]]:
-    """Role of each linear before and behind the layers; reasons for those that have none."""
+    """Return the role of each linear before and behind the layers; reasons for those that have none."""
     ran = [step.module for step in frame.flow.of("linear")]
     places = [at for at, name in enumerate(ran) if frame.path(name)]
     roles, left = dict[str, Role](), dict[str, str]()
@@ -287,7 +287,7 @@ def find_outer_roles(frame: Frame) -> tuple[dict[str, Role], dict[str, str]]:
 
 
 def can_replace_attention(frame: Frame, found: DetectedRoles) -> bool:
-    """Whether every attention can get INT8 q, k, v and softmax.
+    """Return whether every attention can get INT8 q, k, v and softmax.
 
     One that rotates q and k cannot here: which channels are a pair is not known, and smoothing must not part
     them.
@@ -297,13 +297,13 @@ def can_replace_attention(frame: Frame, found: DetectedRoles) -> bool:
 
 
 def _rotates(frame: Frame, found: DetectedRoles, each: FlowSum) -> bool:
-    """Whether both parts of a sum are of the same query."""
+    """Return whether both parts of a sum are of the same query."""
     one, two = ({s.module for s in frame.flow.behind(part, "linear")} for part in each.parts)
     return any(found.roles[name] & {"query", QKV[-1]} for name in one & two)
 
 
 def find_residuals(frame: Frame, found: DetectedRoles) -> Iterator[Residual]:
-    """What is added behind attention and feed-forward, where a quantizer has a place for it."""
+    """Find what is added after attention and feed-forward, where a quantizer has a place for it."""
     wanted: dict[Role, tuple[Role, ...]] = {"output": QKV, "ffn-out": ("ffn-in",)}
     for role, readers in wanted.items():
         added = (each for each in reversed(frame.flow.sums) if _adds_to(frame, found, each, role))
@@ -323,13 +323,13 @@ def _adds_to(frame: Frame, found: DetectedRoles, each: FlowSum, role: Role) -> b
 
 
 def _made_by(frame: Frame, found: DetectedRoles, part: frozenset[int], role: Role) -> bool:
-    """Whether a tensor is what one linear of a role made."""
+    """Return whether a tensor is what one linear of a role made."""
     steps = frame.flow.behind(part, "linear")
     return len(part) == len(steps) == 1 and found.roles[steps[0].module] == {role}
 
 
 def find_norms(frame: Frame, found: DetectedRoles) -> dict[str, Norm]:
-    """What each LayerNorm of a layer normalises."""
+    """Find the input of each LayerNorm of a layer."""
     named: dict[str, Norm] = {}
     for step in frame.flow.of("norm"):
         if (place := frame.path(step.module)) is None or not step.reads:
@@ -354,7 +354,7 @@ def _roles(frame: Frame, found: DetectedRoles, steps: Iterable[FlowStep], layer:
 
 
 def find_embeddings(frame: Frame, model: "PreTrainedModel") -> str:
-    """The module of the base model that makes vectors of tokens."""
+    """Return the module of the base model that makes vectors of tokens."""
     words: str = next(
         name for name, module in frame.modules.items() if module is model.get_input_embeddings()
     )
@@ -362,27 +362,27 @@ def find_embeddings(frame: Frame, model: "PreTrainedModel") -> str:
 
 
 def find_embeddings_norm(frame: Frame, model: "PreTrainedModel") -> str:
-    """The last LayerNorm of the embeddings; empty where they have none."""
+    """Return the last LayerNorm of the embeddings; empty where they have none."""
     around = f"{frame.prefix}{find_embeddings(frame, model)}."
     names = [step.module for step in frame.flow.of("norm") if step.module.startswith(around)]
     return names[-1].removeprefix(frame.prefix) if names else ""
 
 
 def find_embeddings_linear(frame: Frame) -> str | None:
-    """The linear between the embeddings, their LayerNorm included, and the layers; None without one."""
+    """Return the linear between the embeddings with their LayerNorm and the layers; None without one."""
     first = next(step.number for step in frame.flow.steps if frame.path(step.module))
     before = [s for s in frame.flow.steps if s.number < first and s.kind in {"linear", "norm"}]
     return before[-1].module.removeprefix(frame.prefix) if before and before[-1].kind == "linear" else None
 
 
 def find_pooler(frame: Frame, outside: Mapping[str, Role]) -> str | None:
-    """The module of the base model that makes what the classifier reads."""
+    """Return the module of the base model that makes the classifier's input."""
     poolers = (name for name, role in outside.items() if role == "pooler")
     return next((n.partition(".")[0] for n in poolers if frame.prefix + n in frame.modules), None)
 
 
 def find_inputs(frame: Frame) -> tuple[str, ...]:
-    """Inputs that say something: not what an embedding with a single row reads."""
+    """Return the inputs with information: not those of an embedding with a single row."""
     single = [s.reads[0] for s in frame.flow.of("embedding") if frame.modules[s.module].num_embeddings == 1]
     read = {
         n for step in frame.flow.steps for numbers in step.reads if numbers not in single for n in numbers
@@ -391,7 +391,7 @@ def find_inputs(frame: Frame) -> tuple[str, ...]:
 
 
 def positions_follow_padding(frame: Frame, model: "PreTrainedModel") -> bool:
-    """Whether positions are counted from the tokens, past the padding."""
+    """Return whether positions are counted from the tokens, past the padding."""
     words, tokens = model.get_input_embeddings(), frozenset([0])
     return any(
         step.reads[0] == tokens and frame.modules[step.module] is not words
@@ -400,7 +400,7 @@ def positions_follow_padding(frame: Frame, model: "PreTrainedModel") -> bool:
 
 
 def find_attribute(module: Any, size: int) -> str:
-    """What an attention calls its head size; of several that are equal, the one with the longest name."""
+    """Return the attribute of an attention that holds its head size; of equal ones the longest name."""
     equal = [name for name, value in vars(module).items() if type(value) is int and value == size]
     sizes = [name for name in equal if re.search("size|dim|head_d", name)]
     found: str = max(sizes or [*equal, ""], key=len)
@@ -510,7 +510,7 @@ class ModuleRow(NamedTuple):
 
 
 def list_modules(model: "PreTrainedModel", found: Recognised) -> list[ModuleRow]:
-    """Every module that computes, in model order; those without weights by class alone."""
+    """Return every module that computes, in model order; those without weights by class alone."""
     prefix = f"{model.base_model_prefix}."
     rows: Counter[tuple[str, str, str, str]] = Counter()
     for name, module in model.named_modules():

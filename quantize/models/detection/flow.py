@@ -69,7 +69,7 @@ class Flow:
 
 
 def list_inputs(model: "PreTrainedModel") -> tuple[str, ...]:
-    """The arrays of a sample that a model's `forward` takes."""
+    """Return the arrays of a sample that a model's `forward` takes."""
     known = inspect.signature(model.forward).parameters
     return tuple(name for name in BERT.inputs if name in known)
 
@@ -113,7 +113,7 @@ def _samples(model: "PreTrainedModel") -> "dict[str, torch.Tensor]":
 
 
 def _attends_ahead(model: "PreTrainedModel") -> bool:
-    """Whether the first token's last hidden state depends on the last token."""
+    """Return whether the first token's last hidden state depends on the last token."""
     import torch
 
     given = {name: value[:1] for name, value in _samples(model).items() if name in BERT.inputs[:2]}
@@ -145,7 +145,7 @@ class _Recorder:
             self.known[id(tensor)] = (tensor, sources)
 
     def made(self, kind: Kind, module: str, operands: tuple[Any, ...], output: Any) -> None:
-        """A new step, and what it made."""
+        """Add a step, and note what it made."""
         reads = tuple(self.sources(value) for value in operands)
         width = int(operands[0].shape[-1]) if operands and operands[0].dim() else 0
         reads = reads or (frozenset(),)
@@ -213,7 +213,7 @@ SUMS = ("add", "add_", "__add__", "__iadd__", "__radd__")
 
 
 def module_kind(module: "nn.Module") -> Kind | None:
-    """What a module makes, where it is one of torch's that compute with weights."""
+    """Return the product of a module, where it is one of torch's that compute with weights."""
     from torch import nn
 
     if isinstance(module, nn.Linear):
@@ -241,7 +241,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _register_recorded(recorder: _Recorder) -> None:
-    """The attention that can be quantized, which also says which modules call it, and with what."""
+    """Register the attention that can be quantized, and record which modules call it with what."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     _register_attention()

@@ -16,7 +16,7 @@ TOKENS = BERT.inputs[0]
 
 
 def read_model_config(name: str, revision: str | None = None) -> Any:
-    """Configuration of a model, from a folder or a hub id.
+    """Read the configuration of a model, from a folder or a hub id.
 
     Raises:
         UserError: there is none, or transformers does not know its type.
@@ -26,7 +26,7 @@ def read_model_config(name: str, revision: str | None = None) -> Any:
 
 
 def create_untrained(name: str, config: Any) -> "PreTrainedModel":
-    """An encoder of the configuration's own class, or with a classifier where that class has no head.
+    """Create an encoder of the configuration's own class, with a classifier where that has no head.
 
     No file is read, and no code but that of transformers is run.
 
@@ -51,7 +51,7 @@ def create_untrained(name: str, config: Any) -> "PreTrainedModel":
 
 
 def _find_class(config: Any) -> Any:
-    """The class that config.json names, with a head; else the classifier or the encoder of the model type."""
+    """Return the class that config.json names, with a head; else the type's classifier or encoder."""
     import transformers
 
     for name in config.architectures or ():

@@ -35,20 +35,20 @@ _PART |= {path: role for family in FAMILIES for path, role in family.linears.ite
 
 
 def part_of(module: str) -> tuple[int, str, str] | None:
-    """Layer or run, part (one of `PARTS`, or "") and path of a module; None outside of numbered layers."""
+    """Return layer or run, part (one of `PARTS`, or "") and path of a module; None outside of layers."""
     name, _, run = module.partition("@")
     found = re.match(r"(?:.*?\.)?(\d+)\.(.+)$", name)
     return (int(run or found[1]), _PART.get(found[2], ""), found[2]) if found else None
 
 
 def layer_of_node(node: str) -> int | None:
-    """Encoder layer of an ONNX node, or which run of one; None outside of the encoder."""
+    """Return the encoder layer of an ONNX node, or which run of one; None outside of the encoder."""
     found = (RUN.search(node) if ANY_LAYER.search(node) else None) or ANY_LAYER.search(node)
     return int(found[1]) if found else None
 
 
 def first_feed_forwards(linears: Iterable[str]) -> str | None:
-    """Pattern of a rule for the first feed-forward linears among these; None where no family has them."""
+    """Return the pattern of a rule for the first feed-forward linears; None where no family has them."""
     for name in linears:
         for family in FAMILIES:
             place = family.place(name)
@@ -58,5 +58,5 @@ def first_feed_forwards(linears: Iterable[str]) -> str | None:
 
 
 def adds_behind_attention(module: str) -> bool:
-    """Whether the residual that a module adds is that of the attention, in any family."""
+    """Return whether the residual that a module adds is that of the attention, in any family."""
     return any(family.behind_attention(module) for family in FAMILIES)

@@ -219,7 +219,7 @@ _DESCRIBED: dict[str, Family] = {}
 
 
 def family_of(of: Any, model: str = "") -> Family:
-    """The family of a model type such as "bert", or of a transformers configuration; `model` is for messages.
+    """Return the family of a model type such as "bert", or of a transformers configuration.
 
     Raises:
         UserError: it is not supported.
@@ -236,7 +236,7 @@ def family_of(of: Any, model: str = "") -> Family:
 
 
 def known_family(model_type: str) -> Family | None:
-    """The family of a model type that needs no description by a recipe."""
+    """Return the family of a model type that needs no description by a recipe."""
     return next((family for family in FAMILIES if model_type in family.model_types), None)
 
 
@@ -246,12 +246,12 @@ def register_family(family: Family) -> None:
 
 
 def family_named(name: str) -> Family:
-    """The family that a recipe names; the schema has refused all other names."""
+    """Return the family that a recipe names; the schema has refused all other names."""
     return next(family for family in (*FAMILIES, *_DESCRIBED.values()) if family.name == name)
 
 
 def require_family(recipe: str, family: str, model: str, config: Any) -> Family:
-    """The family of a model, which must be the one that a recipe is for: `family` is its `model.family`.
+    """Return the family of a model, which must be that of the recipe: its `model.family`.
 
     Raises:
         UserError: they differ.

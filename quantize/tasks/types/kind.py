@@ -37,7 +37,7 @@ class Described(Protocol):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """That score it."""
+        """Return the metrics that score the task."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class TaskKind:
 
     @property
     def embeds(self) -> bool:
-        """Whether models give embeddings: an encoder with pooling and no head of its own."""
+        """Return whether models give embeddings: an encoder with pooling and no head of its own."""
         return self.model_class == "AutoModel"
 
 
@@ -122,7 +122,7 @@ SAME = 1e-3  # spread of the answers, relative to that of the labels or in nat, 
 def mean_over_rows(
     loss: "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]",
 ) -> "Callable[[Floats, Array, Array], float]":
-    """`TaskKind.mean_loss` of a `loss`."""
+    """Make `TaskKind.mean_loss` of a `loss`."""
 
     def mean(answers: Floats, labels: Array, counts: Array) -> float:
         import numpy as np
@@ -135,7 +135,7 @@ def mean_over_rows(
 
 
 def join_outputs(outputs: Any, names: Iterable[str]) -> Any:
-    """The answers [batch, ...] in a model's outputs: the only one, or several stacked along a new last axis.
+    """Return the answers [batch, ...] in a model's outputs; several are stacked along a new last axis.
 
     Args:
         outputs: a mapping by name, of tensors or of arrays.

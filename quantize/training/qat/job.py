@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def compute_hidden_distance(
     hidden: "tuple[torch.Tensor, ...]", teacher: "tuple[torch.Tensor, ...]", mask: "torch.Tensor"
 ) -> "torch.Tensor":
-    """Squared error of every layer's output relative to its power in the teacher, mean over layers.
+    """Compute the squared error of every layer's output by its power in the teacher, mean over layers.
 
     Sample by sample, so that nothing depends on how a batch is split. As in Jiao et al. 2019, "TinyBERT",
     arXiv 1909.10351, equation 8, without a projection as the sizes agree.
@@ -74,7 +74,7 @@ def new_job(
     model: "PreTrainedModel",
     data: TrainingData,
 ) -> Job:
-    """The training of a student, without its identity."""
+    """Create the training of a student, without its identity."""
     teacher = session.new_model().to(accelerator.device)
     kind = session.config.task.kind
     answers = compute_targets(accelerator, teacher, kind, data)
@@ -106,7 +106,7 @@ def new_job(
 
 
 def load_training_data(session: Session, settings: Qat) -> tuple[TrainingData, str]:
-    """The train split, tokenized and divided, and its fingerprint."""
+    """Load the train split, tokenized and divided, and its fingerprint."""
     task = session.config.task
     split = session.split(task.train_split, limit=None)
     encoded = encode(split, task, session.tokenizer, session.recipe.export.max_length)
@@ -114,7 +114,7 @@ def load_training_data(session: Session, settings: Qat) -> tuple[TrainingData, s
 
 
 def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
-    """The PTQ model with quantizers made for training.
+    """Load the PTQ model with quantizers made for training.
 
     Raises:
         UserError: only some of its feed-forwards have outlier channels split.
@@ -151,7 +151,7 @@ def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
 
 
 def _own_states(session: Session, accelerator: "Accelerator") -> "Callable[[States], States]":
-    """Gives hidden states of the student without what shifts add to them, as the teacher has them."""
+    """Take what shifts add out of hidden states of the student, as the teacher has them."""
     import torch
 
     moved = {
@@ -164,7 +164,7 @@ def _own_states(session: Session, accelerator: "Accelerator") -> "Callable[[Stat
 
 
 def group_parameters(model: "PreTrainedModel", settings: Qat) -> list[dict[str, Any]]:
-    """Weights, biases and LayerNorms, and learned ratios of amax with a rate of their own."""
+    """Group weights, biases and LayerNorms, and learned ratios of amax with a rate of their own."""
     ratios = native.list_learned(model)
     known = {id(ratio) for ratio in ratios}
     groups = group_decayed(model, settings.weight_decay)
@@ -177,7 +177,7 @@ def group_parameters(model: "PreTrainedModel", settings: Qat) -> list[dict[str, 
 def compute_targets(
     accelerator: "Accelerator", teacher: "PreTrainedModel", kind: TaskKind, data: TrainingData
 ) -> Float32:
-    """The teacher's answers to the train split, float32 [answers, width].
+    """Compute the teacher's answers to the train split, float32 [answers, width].
 
     Raises:
         CheckFailed: NaN or infinite answers.
@@ -199,7 +199,7 @@ def make_distillation(  # noqa: PLR0913, PLR0917
     answers: Float32,
     own: "Callable[[States], States]",
 ) -> "Callable[[Any, Int64, dict[str, torch.Tensor]], torch.Tensor]":
-    """The loss of a batch, summed over its rows."""
+    """Return the loss of a batch, summed over its rows."""
     import torch
 
     parts, kind, device = settings.distill, session.config.task.kind, accelerator.device
@@ -235,7 +235,7 @@ def _judge(  # noqa: PLR0913, PLR0917
     answers: Float32,
     own: "Callable[[States], States]",
 ) -> Callable[[Any], HeldOut]:
-    """The loss of the training, on the held-out rows."""
+    """Compute the loss of the training, on the held-out rows."""
     task, judged = session.config.task, data.judged
     wanted, labels, counts = _held_out(answers, data), judged.labels, judged.answers
 
@@ -265,13 +265,13 @@ def _judge(  # noqa: PLR0913, PLR0917
 
 
 def _held_out(answers: Float32, data: TrainingData) -> Float32:
-    """The answers to the held-out samples, of those to the train split."""
+    """Select the answers to the held-out samples from those to the train split."""
     encoded = data.encoded
     return answers[encoded.answers_of(encoded.rows_of(data.held_out))]
 
 
 def _get_worst_distance(task: Task, parts: Distill, wanted: Float32) -> float:
-    """A distance that no sound student has, though PTQ may be so near that ten times its own is nothing.
+    """Return a distance that no sound student has; ten times that of PTQ may be next to nothing.
 
     A tenth of 1 nat, of the power of the hidden states, and for a regression of the variance of the answers.
     """
@@ -285,7 +285,7 @@ def _held_out_hidden(
     data: TrainingData,
     own: "Callable[[States], States]",
 ) -> float:
-    """Mean distance of hidden states over the held-out rows, each process with its share."""
+    """Return the mean distance of hidden states over the held-out rows, each process with its share."""
     import torch
 
     total = torch.zeros((), device=accelerator.device)

@@ -68,7 +68,7 @@ def save_modelopt(model: "PreTrainedModel", folder: Path) -> None:
 
 
 def load_modelopt(folder: Path) -> "PreTrainedModel":
-    """The fake-quant model that `save_modelopt` wrote, in FP32 and eval mode: every bit as it was saved.
+    """Load the fake-quant model of `save_modelopt`, in FP32 and eval mode: every bit as it was saved.
 
     Runs no code from the files: the state is read with `weights_only`.
 
@@ -112,7 +112,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def _quantizers(state: dict[str, Any]) -> list[str]:
-    """Full names of the quantizers in a state."""
+    """Return the full names of the quantizers in a state."""
     return [
         name
         for _, mode in state["modelopt_state_dict"]
@@ -121,7 +121,7 @@ def _quantizers(state: dict[str, Any]) -> list[str]:
 
 
 def train_qat(session: Session) -> list[Path]:
-    """The stage: train, and write `qat/`."""
+    """Run the stage: train, and write `qat/`."""
     if session.accelerator is None and count_processes() > 1:
         raise UserError(
             f"{count_processes()} processes would each go through this run; under a launcher use "
@@ -132,7 +132,7 @@ def train_qat(session: Session) -> list[Path]:
 
 
 def get_settings(session: Session) -> Qat:
-    """The recipe's QAT section.
+    """Return the recipe's QAT section.
 
     Raises:
         UserError: it has none.
@@ -211,7 +211,7 @@ def train_quantized(session: Session, accelerator: "Accelerator") -> list[Path]:
 
 
 def _identity(session: Session, settings: Qat, record: CalibrationRecord, fingerprint: str) -> dict[str, Any]:
-    """What makes two runs the same; JSON values."""
+    """Return the identity of a run: equal for the same run; JSON values."""
     recipe = session.recipe
     placed = [rule.model_dump(mode="json") for rule in recipe.rules], recipe.attention, recipe.export.gelu
     return {
@@ -245,12 +245,12 @@ def write_trained(
 
 
 def remove_checkpoints(session: Session) -> None:
-    """Once the stage is recorded: killed before, it goes on from the last one and trains no step again."""
+    """Remove checkpoints once the stage is recorded; killed before, it resumes and trains no step again."""
     shutil.rmtree(session.folder / QAT / CHECKPOINTS, ignore_errors=True)
 
 
 def make_trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> CalibrationRecord:
-    """The calibration record with the final amax; what was added to biases is in the trained ones.
+    """Return the calibration record with the final amax; what was added to biases is in the trained ones.
 
     Raises:
         CheckFailed: an amax that is no longer plausible.
@@ -264,7 +264,7 @@ def make_trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> 
 
 
 def _save_plain(session: Session, model: "PreTrainedModel", record: CalibrationRecord, folder: Path) -> None:
-    """An ordinary Hugging Face folder: no quantizers, no smoothing factors in the weights, no copies."""
+    """Save an ordinary Hugging Face folder: no quantizers, no smoothing factors in weights, no copies."""
     plain = session.new_model()
     weights = remove_copies(remove_factors(model, record.smoothing), record.splits, family_of(model.config))
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})

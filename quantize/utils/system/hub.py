@@ -17,7 +17,7 @@ class HubError(UserError):
 
 @functools.lru_cache
 def commit_of(repository: str, kind: RepoKind, revision: str | None = None) -> str:
-    """Commit of a repository: as the hub says, or of the local cache where the hub cannot be reached.
+    """Return the commit of a repository, from the hub, or from its local cache if it is unreachable.
 
     Within one process it stays the same, whatever happens on the hub.
 
@@ -50,7 +50,7 @@ def commit_of(repository: str, kind: RepoKind, revision: str | None = None) -> s
 
 
 def _cached(repository: str, kind: RepoKind, revision: str | None) -> str | None:
-    """Commit by the refs in the hub's cache, or the only one that is there."""
+    """Return the commit by the refs in the hub's cache, or the only one that is there."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
