@@ -23,8 +23,7 @@ from qdqbench.quantize.pipeline.inspect_target import find_checked_graph, recipe
 from qdqbench.quantize.pipeline.session import require_fit
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
-from qdqbench.quantize.tasks.batches import equal_length_batches
-from qdqbench.quantize.tasks.rows import Sample
+from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
 from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE

@@ -17,8 +17,7 @@ from qdqbench.quantize.engine.profiles import choose_edges
 from qdqbench.quantize.models.inputs import pad_columns
 from qdqbench.quantize.models.load import load_tokenizer
 from qdqbench.quantize.pipeline.artifacts import length_edges
-from qdqbench.quantize.tasks.batches import sorted_batches, sorted_rows
-from qdqbench.quantize.tasks.rows import encode, load_split
+from qdqbench.quantize.tasks.rows import encode, load_split, sorted_batches, sorted_rows
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.arrays import Batch, Int64

@@ -19,7 +19,7 @@ from qdqbench.quantize.engine.backend import available_backends, gpu_backend
 from qdqbench.quantize.engine.build import build as build_engine
 from qdqbench.quantize.engine.build import count_attentions
 from qdqbench.quantize.engine.profiles import note_distant_data
-from qdqbench.quantize.engine.runtime.opened import open_runner
+from qdqbench.quantize.engine.runtime.runners import open_runner
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.check.check import check_file, to_json
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph

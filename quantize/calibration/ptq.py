@@ -11,7 +11,7 @@ import numpy as np
 
 from qdqbench.quantize.calibration import smoothing, softmax, splitting
 from qdqbench.quantize.calibration.bias import apply_biases, correct_biases, note_missing_biases
-from qdqbench.quantize.calibration.fakequant import residual
+from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import (
     _silent,
     forward,
@@ -157,7 +157,9 @@ def make_modelopt_config(plan: Plan) -> dict[str, Any]:
         entries += [{"quantizer_name": f"{name}.{x}_bmm_quantizer", "cfg": per_tensor} for x in "qkv"]
         given = {**per_tensor, "constant_amax": softmax.PLAIN}  # until `calibrate` chooses another
         entries.append({"quantizer_name": f"{name}.p_bmm_quantizer", "cfg": given})
-    entries += [{"quantizer_name": f"{n}.{residual.QUANTIZER}", "cfg": per_tensor} for n in plan.residual]
+    entries += [
+        {"quantizer_name": f"{n}.{quantizers.RESIDUAL_QUANTIZER}", "cfg": per_tensor} for n in plan.residual
+    ]
     return {"quant_cfg": entries, "algorithm": None}
 
 
@@ -172,7 +174,7 @@ def insert_quantizers(model: "PreTrainedModel", plan: Plan) -> dict[str, Any]:
     """
     mtq = import_modelopt()
     config = make_modelopt_config(plan)
-    with _silent(), residual.register_residuals(model, plan.residual):
+    with _silent(), quantizers.register_residuals(model, plan.residual):
         mtq.quantize(model, config, None)
     found = list_quantizers(model)
     wanted = {entry["quantizer_name"] for entry in config["quant_cfg"] if "cfg" in entry}

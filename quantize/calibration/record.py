@@ -6,8 +6,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qdqbench.quantize.calibration.fakequant.quantizers import QuantizerKind, get_quantizer_kind
-from qdqbench.quantize.calibration.fakequant.residual import QUANTIZER
+from qdqbench.quantize.calibration.fakequant.quantizers import (
+    RESIDUAL_QUANTIZER,
+    QuantizerKind,
+    get_quantizer_kind,
+)
 from qdqbench.quantize.recipe.plan import Plan, folds_q_bias
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.utils import files
@@ -171,7 +174,9 @@ def group_shared_quantizers(plan: Plan) -> list[tuple[str, ...]]:
     The residual's comes first, then the input quantizers of its readers.
     """
     readers = {name: plan.family.residual_readers(name) for name in plan.residual}
-    return [(f"{name}.{QUANTIZER}", *(f"{n}.input_quantizer" for n in readers[name])) for name in readers]
+    return [
+        (f"{name}.{RESIDUAL_QUANTIZER}", *(f"{n}.input_quantizer" for n in readers[name])) for name in readers
+    ]
 
 
 def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibration.fakequant.quantizers import quantizers_off
-from qdqbench.quantize.calibration.fakequant.residual import QUANTIZER
+from qdqbench.quantize.calibration.fakequant.quantizers import RESIDUAL_QUANTIZER, quantizers_off
 from qdqbench.quantize.calibration.record import Smoothing
 from qdqbench.quantize.models.families.family import Family, LinearRows
 from qdqbench.quantize.models.families.known import family_of
@@ -342,6 +341,6 @@ def _weight(model: "PreTrainedModel", name: str) -> Any:
 def copy_factors(model: "PreTrainedModel", linear: str, factors: "torch.Tensor") -> None:
     """Give the residual that reads the same tensor as a linear the factors of its input, in place."""
     name = family_of(model.config).residual_read_by(linear)
-    quantizer: Any = getattr(model.get_submodule(name), QUANTIZER, None) if name else None
+    quantizer: Any = getattr(model.get_submodule(name), RESIDUAL_QUANTIZER, None) if name else None
     if quantizer is not None and quantizer.is_enabled:
         quantizer.pre_quant_scale = factors

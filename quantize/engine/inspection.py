@@ -14,7 +14,7 @@ from qdqbench.quantize.engine.kernels import (
 )
 from qdqbench.quantize.engine.layers import Coverage, NotInt8, copy_of, measure_coverage, name_parts, why_not
 from qdqbench.quantize.graph.index import module_of
-from qdqbench.quantize.models.families.any_family import first_feed_forwards
+from qdqbench.quantize.models.families.known import first_feed_forwards
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX, limits_of
 from qdqbench.quantize.utils.names import name_list

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from qdqbench.quantize.engine.layers import base_name, copy_of, is_attention, name_parts
-from qdqbench.quantize.models.families.any_family import (
+from qdqbench.quantize.models.families.known import (
     ACTIVATION,
     ANY_EMBEDDINGS,
     ANY_HEAD,

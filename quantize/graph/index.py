@@ -11,8 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from qdqbench.quantize.models.families.any_family import RUN
-from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.families.known import RUN, family_of
 from qdqbench.quantize.utils.arrays import Array
 
 if TYPE_CHECKING:

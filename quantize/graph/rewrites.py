@@ -279,6 +279,10 @@ _BY_TOKEN = {
 def use_sequence_first(model: onnx.ModelProto) -> int:
     """Turn the hidden states between the embeddings and the head of an encoder, in place; values stay.
 
+    A fused attention reads q, k and v as [batch * heads, length, head size] with one stride for all of
+    batch * heads. A linear's [batch, length, hidden] has no such view and is copied; [length, batch, hidden]
+    has one.
+
     Returns:
         Attentions whose q, k and v need no copy any more. 0: nothing was changed, as no attention was
         recognised, or something between two of them is not computed for every token alone.

@@ -1,17 +1,13 @@
 """Load a BERT-class model and its tokenizer, with an attention whose every tensor can be quantized."""
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench.quantize.models.attention import ATTENTION, use_attention
-from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.families.known import BERT, family_of
 from qdqbench.quantize.models.identity import explain_load_errors, model_commit, read_config
-from qdqbench.quantize.models.pooling import (
-    FIELD,
-    Pooling,
-    choose_pooling,
-    read_sentence_folder,
-)
+from qdqbench.quantize.models.pooling import FIELD, Pooling, choose_pooling, read_sentence_folder
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.kind import TaskKind
@@ -282,3 +278,56 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
             if isinstance(found, (GELUActivation, NewGELUActivation)) and family.place(path):
                 setattr(module, child, ACT2FN[TANH])
     setattr(model.config, field, TANH)
+
+
+TOKENS = BERT.inputs[0]
+
+
+def read_model_config(name: str, revision: str | None = None) -> Any:
+    """Read the configuration of a model, from a folder or a hub id.
+
+    Raises:
+        UserError: there is none, or transformers does not know its type.
+    """
+    with quiet("transformers"), explain_load_errors(name):
+        return read_config(name, model_commit(name, revision))
+
+
+def create_untrained(name: str, config: Any) -> "PreTrainedModel":
+    """Create an encoder of the configuration's own class, with a classifier where that has no head.
+
+    No file is read, and no code but that of transformers is run.
+
+    Raises:
+        UserError: quantized weights, an encoder with a decoder, or a model that does not read tokens.
+    """
+    what = f"model {name} is a {config.model_type!r}"
+    if quantized := getattr(config, "quantization_config", None):
+        method = dict(quantized).get("quant_method", "an unknown method")
+        raise UserError(
+            f"{what} whose weights are quantized already ({method}); give the model it was made of"
+        )
+    if config.is_encoder_decoder:
+        raise UserError(f"{what}, an encoder with a decoder; only encoders are supported")
+    with quiet("transformers"), explain_load_errors(name):
+        model = _find_class(config)._from_config(config, attn_implementation="eager").eval()
+    if TOKENS not in inspect.signature(model.forward).parameters:
+        raise UserError(f"{what}, which does not read {TOKENS}; only encoders of text are supported")
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = 0  # some classifiers look for the last token that is none
+    return model  # type: ignore[no-any-return]
+
+
+def _find_class(config: Any) -> Any:
+    """Return the class that config.json names, with a head; else the type's classifier or encoder."""
+    import transformers
+
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if "For" in name and found is not None and issubclass(found, transformers.PreTrainedModel):
+            return found
+    heads = getattr(transformers, CLASSIFICATION.model_class)._model_mapping
+    mapping = heads if type(config) in heads else transformers.AutoModel._model_mapping
+    if type(config) not in mapping:
+        raise UserError(f"transformers has no model for the type {config.model_type!r}")
+    return mapping[type(config)]

@@ -19,7 +19,7 @@ from qdqbench.quantize.engine.profiles import (
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.batches import sorted_rows
+from qdqbench.quantize.tasks.rows import sorted_rows
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.calibration_results import LengthBucket, Lengths

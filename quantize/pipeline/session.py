@@ -17,8 +17,7 @@ from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.models.pooling import Pooling
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.batches import CalibrationBatches
-from qdqbench.quantize.tasks.rows import encode, load_split, require_order
+from qdqbench.quantize.tasks.rows import CalibrationBatches, encode, load_split, require_order
 from qdqbench.quantize.tasks.sources import Split, has_only_texts
 from qdqbench.quantize.tasks.task import Task, check_model_fits
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION

@@ -9,9 +9,9 @@ from qdqbench.quantize.models.detection.detect_layout import (
     detect_layout,
     list_modules,
 )
-from qdqbench.quantize.models.detection.untrained import create_untrained, read_model_config
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import BERT, known_family
+from qdqbench.quantize.models.load import create_untrained, read_model_config
 from qdqbench.quantize.recipe.schema import Recipe, dump_short_recipe, load_recipe
 from qdqbench.quantize.recipe.sections import FamilyLayout
 from qdqbench.quantize.recipe.shipped import list_shipped

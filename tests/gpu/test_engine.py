@@ -56,7 +56,7 @@ def batch(rng, rows, length, padding=0):
 def test_any_shape_of_the_profile(run, rows, length, padding):
     """Shapes at the profile's corners, odd ones, and ones shorter than its minimum, against ONNX Runtime."""
     from qdqbench.eval.metrics.runners import onnxruntime_runner
-    from qdqbench.quantize.engine.runtime.opened import EngineRunner
+    from qdqbench.quantize.engine.runtime.runners import EngineRunner
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -74,7 +74,7 @@ def test_any_shape_of_the_profile(run, rows, length, padding):
 
 def test_padding_changes_nothing(run):
     """A sentence alone, and the same sentence padded to 128 in a batch of others."""
-    from qdqbench.quantize.engine.runtime.opened import EngineRunner
+    from qdqbench.quantize.engine.runtime.runners import EngineRunner
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -90,7 +90,7 @@ def test_padding_changes_nothing(run):
 
 
 def test_shapes_outside_of_the_profile_are_refused(run):
-    from qdqbench.quantize.engine.runtime.opened import EngineRunner
+    from qdqbench.quantize.engine.runtime.runners import EngineRunner
     from qdqbench.quantize.utils.errors import CheckFailed
 
     recipe, folder = run
@@ -194,7 +194,7 @@ def test_several_profiles(linears, tmp_path):
     from qdqbench.quantize.engine.build import build, list_gemms
     from qdqbench.quantize.engine.profiles import Profile
     from qdqbench.quantize.engine.runtime.engine import Engine
-    from qdqbench.quantize.engine.runtime.opened import EngineRunner
+    from qdqbench.quantize.engine.runtime.runners import EngineRunner
 
     onnx = linears / "model.int8.onnx"
     profiles = [Profile((1, 16), (1, 32), (2, 128)), Profile((4, 16), (32, 128), (64, 128))]

@@ -29,7 +29,7 @@ from qdqbench.eval.reporting.svg import (
 )
 from qdqbench.quantize.engine.layers import find_computing_rows, is_int8
 from qdqbench.quantize.graph.index import module_of
-from qdqbench.quantize.models.families.any_family import PARTS, adds_behind_attention, part_of
+from qdqbench.quantize.models.families.known import PARTS, adds_behind_attention, part_of
 from qdqbench.quantize.utils.comparison import COSINE_EDGES, Agreement
 from qdqbench.quantize.utils.results import LayerRow, Results, StageResult
 

@@ -23,7 +23,7 @@ from qdqbench.eval.selection.search.space import searched_name
 from qdqbench.eval.selection.search.study import Worker, list_trials
 from qdqbench.eval.selection.search.workspace import Workspace
 from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_of
-from qdqbench.quantize.engine.runtime.opened import open_runner
+from qdqbench.quantize.engine.runtime.runners import open_runner
 from qdqbench.quantize.pipeline.artifacts import backend_of
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, dump_short_recipe, load_recipe, shipped_recipes

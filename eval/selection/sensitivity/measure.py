@@ -25,7 +25,7 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.batches import sorted_batches
+from qdqbench.quantize.tasks.rows import sorted_batches
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.comparison import Comparison

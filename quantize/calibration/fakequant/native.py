@@ -23,7 +23,6 @@ from modelopt.torch.quantization.nn import QuantModule, TensorQuantizer
 from torch import nn
 from torch.nn import functional
 
-from qdqbench.quantize.calibration.fakequant import residual
 from qdqbench.quantize.calibration.fakequant.learned_scales import LOWEST_RATIO, Learned, ScaleTable
 from qdqbench.quantize.calibration.fakequant.modelopt import (
     ShortQuantizer,
@@ -34,9 +33,11 @@ from qdqbench.quantize.calibration.fakequant.modelopt import (
 )
 from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 from qdqbench.quantize.calibration.fakequant.quantizers import (
+    RESIDUAL_QUANTIZER,
     get_quantizer_kind,
     import_modelopt,
     list_quantizers,
+    quantize_residual,
     round_weight_scales,
     use_rounded_weights,
 )
@@ -66,7 +67,7 @@ def _residual_class(original: type[nn.Module]) -> type[nn.Module]:
     """Return the class of a module that adds a residual, and quantizes it before."""
 
     def forward(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> Any:
-        rounded = residual.quantize_residual(self.residual_quantizer, input_tensor)
+        rounded = quantize_residual(self.residual_quantizer, input_tensor)
         return original.forward(self, hidden_states, rounded)
 
     return type(f"Native{original.__name__}", (original,), {"forward": forward})
@@ -127,7 +128,7 @@ def shorten(module: nn.Module) -> None:
             short = original
         elif original is nn.Linear and active <= {"input_quantizer", "weight_quantizer"}:
             short = FakeQuantLinear
-        elif active == {residual.QUANTIZER}:
+        elif active == {RESIDUAL_QUANTIZER}:
             short = _residual_class(original)
     if short is not None:
         module.__dict__["_modelopt_class"] = type(module)
@@ -150,7 +151,7 @@ def group_readers(model: "PreTrainedModel") -> Iterator[list[Any]]:
     found, family = list_quantizers(model), family_of(model.config)
     for name, _ in model.named_modules():
         readers = [f"{linear}.input_quantizer" for linear in family.residual_readers(name)]
-        group = [found[key] for key in (*readers, f"{name}.{residual.QUANTIZER}") if key in found]
+        group = [found[key] for key in (*readers, f"{name}.{RESIDUAL_QUANTIZER}") if key in found]
         if len(group) > 1 and set(readers) <= set(found) and all(_equal(group[0], q) for q in group[1:]):
             yield group
 

@@ -102,7 +102,7 @@ class Served:
         Raises:
             UserError, MissingDevice: as of `runtime.opened`, or a file changed since the server started.
         """
-        from qdqbench.quantize.engine.runtime.opened import open_fp32_graph, open_runner
+        from qdqbench.quantize.engine.runtime.runners import open_fp32_graph, open_runner
 
         if TOKENS is self.task.kind:  # whose entities need it: loaded now, it delays no request
             import seqeval.metrics.sequence_labeling  # noqa: F401

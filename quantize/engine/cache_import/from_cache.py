@@ -14,8 +14,7 @@ from qdqbench.quantize.engine.cache_import.cache_file import CalibrationCache, r
 from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, GraphIndex, module_of
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.models.detection.untrained import create_untrained, read_model_config
-from qdqbench.quantize.models.load import prepare_model
+from qdqbench.quantize.models.load import create_untrained, prepare_model, read_model_config
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.new import new_recipe
 from qdqbench.quantize.recipe.plan import resolve

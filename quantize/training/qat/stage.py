@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.calibration.fakequant import residual
+from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import import_modelopt, list_quantizers
 from qdqbench.quantize.calibration.record import (
     CalibrationRecord,
@@ -48,7 +48,20 @@ STATE = "modelopt_state.pth"
 
 
 def save_modelopt(model: "PreTrainedModel", folder: Path) -> None:
-    """Write a calibrated fake-quant model as ModelOpt does; after `settle` where it was trained.
+    """Write a calibrated fake-quant model as ModelOpt does; after `settle_learned` where it was trained.
+
+    The folder is that of `mto.enable_huggingface_checkpointing()` and `save_pretrained`: config.json,
+    model.safetensors with the quantizers' buffers (weights hold the factors of smoothing), and
+    modelopt_state.pth. transformers is not patched for that. A script without qdqbench loads it with
+
+        import modelopt.torch.opt as mto
+        from transformers import AutoModelForSequenceClassification
+        mto.enable_huggingface_checkpointing()
+        model = AutoModelForSequenceClassification.from_pretrained(folder)
+
+    and has every scale. It computes the same up to rounding if the recipe leaves attention in FP16, with any
+    attention of transformers (`attn_implementation`). INT8 attention and residuals need `load_modelopt`:
+    ModelOpt ignores a quantizer on the softmax output, and refuses quantizers in modules unknown to it.
 
     Raises:
         RuntimeError: its quantizers are those of training.
@@ -60,7 +73,7 @@ def save_modelopt(model: "PreTrainedModel", folder: Path) -> None:
     from qdqbench.quantize.calibration.fakequant.native import BACKEND
 
     if any(quantizer.backend == BACKEND for quantizer in list_quantizers(model).values()):
-        raise RuntimeError("the model computes as in training; settle(model) before it is saved")
+        raise RuntimeError("the model computes as in training; settle_learned(model) before it is saved")
     with quiet("transformers"):
         model.save_pretrained(folder)
     with torch.no_grad():
@@ -80,12 +93,12 @@ def load_modelopt(folder: Path) -> "PreTrainedModel":
 
     state = _read_state(folder / STATE)
     model = load_model(str(folder))
-    names = [name for name in _quantizers(state) if name.endswith(residual.QUANTIZER)]
+    names = [name for name in _quantizers(state) if name.endswith(quantizers.RESIDUAL_QUANTIZER)]
     try:
         if not ModeloptStateManager.is_converted(model):  # it is where transformers was patched
             with (
                 contextlib.redirect_stdout(io.StringIO()),
-                residual.register_residuals(model, names),
+                quantizers.register_residuals(model, names),
             ):
                 restore_from_modelopt_state(model, state)
         model.load_state_dict(load_file(folder / WEIGHTS))

@@ -22,8 +22,7 @@ from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.tasks.batches import equal_length_batches
-from qdqbench.quantize.tasks.rows import Sample
+from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 from ...support.tiny_bert import (

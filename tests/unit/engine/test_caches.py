@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from qdqbench.quantize.engine import caches
-from qdqbench.quantize.engine.caches import TimingCache, describe_origin, read_cache, write_cache
+from qdqbench.quantize.engine import backend
+from qdqbench.quantize.engine.backend import TimingCache, describe_origin, read_cache, write_cache
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 HERE = describe_origin("tensorrt", "10.16.0", Gpu("L4", "8.9", "580.1"))
@@ -66,8 +66,8 @@ def test_another_version_is_noted_before_the_builder_sees_it(tmp_path):
 
 def test_nothing_is_written_when_nothing_changed(tmp_path):
     path = tmp_path / "timing.cache"
-    assert caches.keep(path, HERE, b"same", b"same") == []
-    assert caches.keep(path, HERE, None, b"") == []
+    assert backend.keep(path, HERE, b"same", b"same") == []
+    assert backend.keep(path, HERE, None, b"") == []
     assert not path.exists()
 
 

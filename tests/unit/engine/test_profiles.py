@@ -186,7 +186,7 @@ def test_stage_build_has_every_profile_and_no_cache_among_its_outputs(run, rtx):
 
 
 def test_known_faults_are_noted_by_the_build(run, rtx, monkeypatch):
-    monkeypatch.setattr(build_module, "hazards", lambda *given: [f"careful with {' '.join(given)}"])
+    monkeypatch.setattr(build_module, "find_hazards", lambda *given: [f"careful with {' '.join(given)}"])
     stages.build_stage(run)
     assert run.warnings == [f"careful with tensorrt_rtx {rtx.version} 8.9"]
 

@@ -10,10 +10,10 @@ import yaml
 
 from qdqbench.cli.app import main
 from qdqbench.quantize.models.detection.detect_layout import detect_layout
-from qdqbench.quantize.models.detection.untrained import create_untrained
 from qdqbench.quantize.models.families import known
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.load import create_untrained
 from qdqbench.quantize.recipe.new import NewRecipe, new_recipe
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import FamilyLayout

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.quantize.tasks import batches as batching
+from qdqbench.quantize.tasks import rows as batching
 from qdqbench.quantize.tasks import rows as data
 from qdqbench.quantize.tasks import sources
 from qdqbench.quantize.tasks.sources import has_only_texts

@@ -12,11 +12,11 @@ from qdqbench.eval.metrics.runners import predict
 from qdqbench.quantize.engine import sidecar
 from qdqbench.quantize.engine.backend import Backend
 from qdqbench.quantize.engine.profiles import Profile, bucket_profiles
-from qdqbench.quantize.engine.runtime import bound as engine_bound
+from qdqbench.quantize.engine.runtime import engine as engine_bound
 from qdqbench.quantize.engine.runtime import engine as engine_core
 from qdqbench.quantize.engine.runtime import tensors
 from qdqbench.quantize.engine.runtime.engine import Engine
-from qdqbench.quantize.engine.runtime.opened import EngineRunner
+from qdqbench.quantize.engine.runtime.runners import EngineRunner
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError

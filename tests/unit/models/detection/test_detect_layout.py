@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoConfig
 
 from qdqbench.quantize.models.detection.detect_layout import Recognised, detect_layout, list_modules
-from qdqbench.quantize.models.detection.untrained import create_untrained
 from qdqbench.quantize.models.families.known import BERT, FAMILIES
+from qdqbench.quantize.models.load import create_untrained
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support.families import SIZES
@@ -160,7 +160,7 @@ def test_libraries_are_silent_while_a_model_runs(monkeypatch: pytest.MonkeyPatch
     def seen(model: object) -> None:
         raise RuntimeError(f"level {logging.getLogger('transformers').level}")
 
-    monkeypatch.setattr("qdqbench.quantize.models.detection.detect_layout.follow", seen)
+    monkeypatch.setattr("qdqbench.quantize.models.detection.detect_layout.trace_flow", seen)
     with pytest.raises(UserError, match=rf"level {logging.ERROR}\)"):
         recognised("ernie")
 

@@ -20,8 +20,7 @@ from qdqbench.quantize.engine.kernels import block_of_node, kernel_operator, sho
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.index import GraphIndex, module_of, run_of
-from qdqbench.quantize.models.families.any_family import part_of
-from qdqbench.quantize.models.families.known import ALBERT
+from qdqbench.quantize.models.families.known import ALBERT, part_of
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve

@@ -8,9 +8,8 @@ import numpy as np
 
 from qdqbench.quantize.engine.cpu.runtimes import compile_model
 from qdqbench.quantize.engine.profiles import LENGTH_STEP
-from qdqbench.quantize.engine.runtime.bound import BoundRun
 from qdqbench.quantize.engine.runtime.cpu import CpuEngine, CpuRunner
-from qdqbench.quantize.engine.runtime.engine import Engine
+from qdqbench.quantize.engine.runtime.engine import BoundRun, Engine
 from qdqbench.quantize.engine.runtime.tensors import Arrays, pad_to_profile
 from qdqbench.quantize.engine.sidecar import read_sidecar
 from qdqbench.quantize.tasks.types.kind import LOGITS, join_outputs
