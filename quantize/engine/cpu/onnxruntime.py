@@ -30,21 +30,7 @@ _GEMMS = re.compile(r"MatMul|Gemm")  # MatMulIntegerToFloat, QLinearMatMul, Fuse
 
 
 class OnnxRuntimeModel:
-    """A graph that ONNX Runtime optimized for this CPU.
-
-    Args:
-        data: ONNX file, or with `blob` one that `blob` wrote.
-        blob: which of the two.
-        compute: datatype of what is not quantized; only FP32.
-        fixed: batch and length where the graph is for one only; nothing follows from it here.
-        threads: of all streams together; None: as ONNX Runtime chooses.
-        streams: inferences at once.
-        profile: measure each kernel.
-
-    Raises:
-        UserError: ONNX Runtime refuses the graph.
-        MissingDevice: it cannot load the optimized graph here.
-    """
+    """A graph that ONNX Runtime optimized for this CPU; arguments and errors as `runtimes.compile_model`."""
 
     def __init__(  # noqa: PLR0913
         self,

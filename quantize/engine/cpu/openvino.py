@@ -32,21 +32,7 @@ _CONSTANTS = ("Const", "Constant")
 
 
 class OpenVinoModel:
-    """A model that OpenVINO compiled for this CPU.
-
-    Args:
-        data: ONNX file, or a blob of `blob`, or a model in OpenVINO's memory.
-        blob: which of the two.
-        compute: datatype of what is not quantized.
-        fixed: batch and length where the graph is for one only; each None: free.
-        threads: of all streams together; None: as OpenVINO chooses.
-        streams: inferences at once.
-        profile: measure each kernel.
-
-    Raises:
-        UserError: OpenVINO refuses the model.
-        MissingDevice: it cannot load the blob here.
-    """
+    """A model that OpenVINO compiled for this CPU; arguments and errors as `runtimes.compile_model`."""
 
     def __init__(  # noqa: PLR0913
         self,

@@ -226,7 +226,7 @@ class Engine:
         self.stream: torch.cuda.Stream = self.torch.cuda.Stream()
 
     def _describe(self, trt: Any, engine: Any) -> None:
-        """Return the names, datatypes and shapes of the engine's inputs and outputs."""
+        """Read the names, datatypes and shapes of the engine's inputs and outputs."""
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         modes = {name: engine.get_tensor_mode(name) for name in names}
         self.inputs = [name for name in names if modes[name] == trt.TensorIOMode.INPUT]
