@@ -164,7 +164,7 @@ def add_biases_temporarily(
 
 
 def run_layer(
-    model: "PreTrainedModel", name: str, times: int, given: list[Given], states: "list[torch.Tensor]"
+    model: "PreTrainedModel", name: str, times: int, calls: list[Given], states: "list[torch.Tensor]"
 ) -> "list[torch.Tensor]":
     """Run a layer `times` times over every batch without gradients; return what the next layer reads."""
     import torch
@@ -174,7 +174,7 @@ def run_layer(
     layer, outputs = model.get_submodule(name), [*states]
     with torch.inference_mode(), use_quick_linears(model.device.type, again=True):
         for _ in range(times):
-            for number, (args, kwargs) in enumerate(given):
+            for number, (args, kwargs) in enumerate(calls):
                 outputs[number] = get_hidden(layer(outputs[number], *args, **kwargs))
     return outputs
 
@@ -264,10 +264,10 @@ def _record_calls(
 
     No layer runs meanwhile.
     """
-    given: dict[str, list[Given]] = {name: [] for name in runs}
+    calls: dict[str, list[Given]] = {name: [] for name in runs}
 
     def keep(name: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given[name].append((args[1:], kwargs))
+        calls[name].append((args[1:], kwargs))
 
     with ExitStack() as hooks:
         states = hooks.enter_context(record_first_inputs(model))
@@ -278,4 +278,4 @@ def _record_calls(
         for batch in batches:
             forward(model, batch)
     # a shared layer gets the same in each of its runs
-    return states, {name: found[:: runs[name]] for name, found in given.items()}
+    return states, {name: found[:: runs[name]] for name, found in calls.items()}

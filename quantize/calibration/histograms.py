@@ -93,13 +93,13 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
         fewer = torch.from_numpy(-(-counts // (1 + int(counts.sum()) // MAX_COUNT)))
         set_histogram(self, fewer, torch.linspace(0, self.limit, BINS + 1)[: used + 1])
         if self.method == "mse":
-            found = _least_error(counts, self.limit / BINS)
+            amax = _least_error(counts, self.limit / BINS)
         elif self.method == "entropy":
-            found = super().compute_amax("entropy", start_bin=MAGNITUDES, stride=max(1, used // CANDIDATES))
+            amax = super().compute_amax("entropy", start_bin=MAGNITUDES, stride=max(1, used // CANDIDATES))
         else:
-            found = super().compute_amax("percentile", percentile=parse_percentile(self.method))
+            amax = super().compute_amax("percentile", percentile=parse_percentile(self.method))
         # one bin at least: a percentile can fall into the first one, which begins at 0
-        return torch.clamp(found.float().cpu(), min=self.limit / BINS, max=self.largest)
+        return torch.clamp(amax.float().cpu(), min=self.limit / BINS, max=self.largest)
 
 
 def _least_error(counts: Int64, width: float) -> torch.Tensor:

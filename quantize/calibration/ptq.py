@@ -58,12 +58,12 @@ FAR = 2.0  # times what calibration found, or a part of it, from which on an ama
 
 
 def name_overrides(
-    given: Mapping[str, float], names: Collection[str], plan: Plan, prefix: str
+    overrides: Mapping[str, float], names: Collection[str], plan: Plan, prefix: str
 ) -> dict[str, float]:
     """Return the given amax by the full names of quantizers.
 
     Args:
-        given: by quantizer, with or without the prefix of the base model.
+        overrides: by quantizer, with or without the prefix of the base model.
         names: of all quantizers.
         prefix: `bert` in `bert.encoder.layer.0`.
 
@@ -72,9 +72,9 @@ def name_overrides(
     """
     straightened = _list_folded(plan)
     known = {name for name in names if get_quantizer_kind(name) not in ("weight", "softmax")}
-    found: dict[str, float] = {}
+    amax_by_name: dict[str, float] = {}
     wrong = []
-    for name, amax in given.items():
+    for name, amax in overrides.items():
         full = name if name in known else f"{prefix}.{name}"
         module = full.rpartition(".")[0]
         if full not in known:
@@ -90,10 +90,10 @@ def name_overrides(
                 "int8/per-tensor in an INT8 attention)"
             )
         else:
-            found[full] = amax
+            amax_by_name[full] = amax
     if wrong:
         raise UserError(f"calibration.amax cannot be used: {name_list(wrong)}; change the recipe")
-    return found
+    return amax_by_name
 
 
 def _list_folded(plan: Plan) -> set[str]:
@@ -108,35 +108,39 @@ def _list_folded(plan: Plan) -> set[str]:
     }
 
 
-def apply_overrides(quantizers: Mapping[str, Any], given: Mapping[str, float]) -> dict[str, float]:
+def apply_overrides(quantizers: Mapping[str, Any], overrides: Mapping[str, float]) -> dict[str, float]:
     """Set the given amax; what calibration found for them, by quantizer."""
     import torch
 
     found = {}
-    for name, amax in given.items():
+    for name, amax in overrides.items():
         quantizer = quantizers[name]
         found[name] = float(quantizer.amax)
         quantizer.amax = torch.tensor(amax, dtype=torch.float32, device=quantizer.amax.device)
     return found
 
 
-def compare_overrides(given: Mapping[str, float], found: Mapping[str, float]) -> tuple[list[str], list[str]]:
+def compare_overrides(
+    overrides: Mapping[str, float], calibrated: Mapping[str, float]
+) -> tuple[list[str], list[str]]:
     """Compare given amax with what calibration found: a note, and a warning of those that are far off."""
-    ratios = {name: given[name] / amax for name, amax in found.items() if amax > 0 and math.isfinite(amax)}
+    ratios = {
+        name: overrides[name] / amax for name, amax in calibrated.items() if amax > 0 and math.isfinite(amax)
+    }
     if not ratios:
         return [], []
     ordered = sorted(ratios.values())
     far = [name for name, ratio in ratios.items() if not 1 / FAR < ratio < FAR]
-    told = (
-        f"{len(given)} amax are given by the recipe: {ordered[0]:.2f} to {ordered[-1]:.2f} times what "
+    note = (
+        f"{len(overrides)} amax are given by the recipe: {ordered[0]:.2f} to {ordered[-1]:.2f} times what "
         f"calibration found (median {ordered[len(ordered) // 2]:.2f})"
     )
     if not far:
-        return [told], []
+        return [note], []
     far.sort(key=lambda name: -abs(math.log(ratios[name])))
-    listed = [f"{name} ({given[name]:.3g} for {found[name]:.3g})" for name in far]
-    return [told], [
-        f"{len(far)} of {len(given)} amax that the recipe gives are off by more than a factor {FAR:g}: "
+    listed = [f"{name} ({overrides[name]:.3g} for {calibrated[name]:.3g})" for name in far]
+    return [note], [
+        f"{len(far)} of {len(overrides)} amax that the recipe gives are off by more than a factor {FAR:g}: "
         f"{name_list(listed)}"
     ]
 
@@ -176,15 +180,15 @@ def insert_quantizers(model: "PreTrainedModel", plan: Plan) -> dict[str, Any]:
     config = make_modelopt_config(plan)
     with _silent(), quantizers.register_residuals(model, plan.residual):
         mtq.quantize(model, config, None)
-    found = list_quantizers(model)
+    inserted = list_quantizers(model)
     wanted = {entry["quantizer_name"] for entry in config["quant_cfg"] if "cfg" in entry}
-    if wanted != set(found):
+    if wanted != set(inserted):
         raise CheckFailed(
             f"ModelOpt enabled other quantizers than the recipe asks for: missing "
-            f"{name_list(sorted(wanted - set(found))) or 'none'}; surplus "
-            f"{name_list(sorted(set(found) - wanted)) or 'none'}"
+            f"{name_list(sorted(wanted - set(inserted))) or 'none'}; surplus "
+            f"{name_list(sorted(set(inserted) - wanted)) or 'none'}"
         )
-    return found
+    return inserted
 
 
 def calibrate(

@@ -77,13 +77,13 @@ def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _S
     """
     makers = folds_q_bias(plan)
     seen = {name: _Seen() for name in makers}
-    made: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
 
     def keep(name: str, _: Any, __: Any, output: Any) -> None:
-        made[name] = output
+        outputs[name] = output
 
     def read(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
-        _require_same(name, makers[name], made.pop(name, None), inputs[0])
+        _require_same(name, makers[name], outputs.pop(name, None), inputs[0])
         seen[name].add(inputs[0])
 
     with ExitStack() as hooks:
@@ -94,9 +94,9 @@ def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _S
         yield seen
 
 
-def _require_same(attention: str, maker: str, made: "torch.Tensor | None", read: "torch.Tensor") -> None:
+def _require_same(attention: str, maker: str, output: "torch.Tensor | None", read: "torch.Tensor") -> None:
     """Hold what q, k and v read to what a module made; a family of a recipe's own may name a wrong one."""
-    if made is None or made.shape != read.shape or not made.nan_to_num().equal(read.nan_to_num()):
+    if output is None or output.shape != read.shape or not output.nan_to_num().equal(read.nan_to_num()):
         raise UserError(
             f"q, k and v of {attention} do not read what {maker} makes, so nothing can do what the bias of q "
             "does; give their query weights: int8/per-channel, or mend model.layout of the recipe"
@@ -119,7 +119,7 @@ def choose_shifts(
     """
     import torch
 
-    found: dict[str, Shift] = {}
+    shifts: dict[str, Shift] = {}
     makers = folds_q_bias(plan)
     for name, stats in seen.items():
         if not _needs_shift(model, plan, name, makers[name]):
@@ -138,13 +138,13 @@ def choose_shifts(
         }
         added |= dict.fromkeys(get_linears(plan, name, "output"), -values)
         as_lists = {module: torch.from_numpy(each).float().tolist() for module, each in added.items()}
-        found[name] = Shift(added=as_lists, rest=rest)
+        shifts[name] = Shift(added=as_lists, rest=rest)
         largest = np.maximum(np.abs(low + values), np.abs(high + values))
         ranges.inputs |= {linear: largest for linear in linears if linear in ranges.inputs}
-    lost = {name: made.rest for name, made in found.items() if made.rest > LARGEST_REST}
+    lost = {name: made.rest for name, made in shifts.items() if made.rest > LARGEST_REST}
     if not lost:
-        return found, []
-    return found, [
+        return shifts, []
+    return shifts, [
         f"what the bias of q adds to the scores of {name_list(lost)} is left out in part, up to a root mean "
         f"square of {max(lost.values()):.2f}; keep it with weights: int8/per-channel for their query"
     ]

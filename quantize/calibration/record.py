@@ -218,21 +218,21 @@ def select_record(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord
 
     smoothing = Smoothing()
     for record in (plain, fused):
-        given = record.smoothing
-        for name, values in given.columns.items():
-            if of(name) is record and (name in plan.int8 or name not in given.inputs):
+        factors = record.smoothing
+        for name, values in factors.columns.items():
+            if of(name) is record and (name in plan.int8 or name not in factors.inputs):
                 smoothing.columns[name] = values
-        smoothing.inputs |= {n: v for n, v in given.inputs.items() if of(n) is record and n in plan.int8}
-        smoothing.rows |= {n: v for n, v in given.rows.items() if of(n) is record}
+        smoothing.inputs |= {n: v for n, v in factors.inputs.items() if of(n) is record and n in plan.int8}
+        smoothing.rows |= {n: v for n, v in factors.rows.items() if of(n) is record}
     centers = {n: v for record in (plain, fused) for n, v in record.centers.items() if of(n) is record}
-    shifts = {name: each for name, each in fused.shifts.items() if name in plan.attention}
+    shifts = {name: choice for name, choice in fused.shifts.items() if name in plan.attention}
     softmax = [row for row in fused.softmax if row.module in plan.attention]
     quantizers = {name: of(name).quantizers[name] for name in wanted}
     splits = {name: of(name).splits[name] for name in fused.splits if name in plan.int8}
-    for name, each in fused.splits.items():
+    for name, choice in fused.splits.items():
         rows = f"{family.beside(name, 'ffn-in')}.weight_quantizer"
         if name not in splits and rows in quantizers:
-            quantizers[rows] = _without_copies(quantizers[rows], each.extra, 1 + family.gated)
+            quantizers[rows] = _without_copies(quantizers[rows], choice.extra, 1 + family.gated)
     parts = {"shifts": shifts, "smoothing": smoothing, "splits": splits, "centers": centers}
     return fused.model_copy(update={"quantizers": quantizers, "softmax": softmax, **parts})
 

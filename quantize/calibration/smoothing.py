@@ -63,12 +63,12 @@ def record_ranges(
     """
     if not (inputs or outputs or always):
         return Ranges({}, {})
-    found: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
+    ranges: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
 
     def keep(side: str, name: str, value: "torch.Tensor") -> None:
         largest = value.detach().abs().flatten(0, -2).amax(dim=0)
-        before = found[side].get(name)
-        found[side][name] = largest if before is None else largest.maximum(before)
+        before = ranges[side].get(name)
+        ranges[side][name] = largest if before is None else largest.maximum(before)
 
     def before(name: str, _: Any, values: tuple[Any, ...]) -> None:
         keep("inputs", name, values[0])
@@ -84,7 +84,7 @@ def record_ranges(
         run(model)
     sides = {
         side: {name: value.double().cpu().numpy() for name, value in values.items()}
-        for side, values in found.items()
+        for side, values in ranges.items()
     }
     return Ranges(**sides)
 
@@ -158,20 +158,20 @@ def _move_into_rows(
     model: "PreTrainedModel", plan: Plan, wanted: dict[str, Any], ranges: "Ranges"
 ) -> Smoothing:
     """Return the factors of output projections that go into the rows of the value projections."""
-    found = Smoothing()
+    moved = Smoothing()
     for name, how in wanted.items():
         if plan.family.role(name) == "output" and how != "gain":
             scale = _scales([_weight(model, name)], ranges.inputs[name], float(how))
-            found.columns[name] = scale.tolist()
-            _scale_rows(found, model, plan.family.made_by(name, "value"), 1 / scale)
-    return found
+            moved.columns[name] = scale.tolist()
+            _scale_rows(moved, model, plan.family.made_by(name, "value"), 1 / scale)
+    return moved
 
 
 def _move_from_inputs(
     model: "PreTrainedModel", wanted: dict[str, Any], sources: "_RangeSources", ranges: "Ranges"
 ) -> Smoothing:
     """Return the factors of linears whose input is divided before its Q; one for all readers of a tensor."""
-    found = Smoothing()
+    moved = Smoothing()
     for readers in sources.readers:
         members = [name for name in readers if name in wanted]
         for how in dict.fromkeys(wanted[name] for name in members):
@@ -181,8 +181,8 @@ def _move_from_inputs(
             else:
                 scale = _scales([_weight(model, name) for name in same], ranges.inputs[same[0]], float(how))
             for name in same:
-                found.inputs[name], found.columns[name] = (1 / scale).tolist(), scale.tolist()
-    return found
+                moved.inputs[name], moved.columns[name] = (1 / scale).tolist(), scale.tolist()
+    return moved
 
 
 def apply_factors(model: "PreTrainedModel", smoothing: Smoothing) -> None:

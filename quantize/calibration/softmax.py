@@ -120,10 +120,10 @@ def choose_softmax_scales(
             amaxes = AMAXES if by_error else (PLAIN,)
             hooks.enter_context(_record_sums(model.get_submodule(name), by_length, amaxes))
         run(model)
-    found = Softmax({}, {}, [])
+    choices = Softmax({}, {}, [])
     to_centre = [name for name in sums if by_error and name not in left]
     if lost := [linear for name in to_centre for linear in _without_bias(model, plan, name)]:
-        found.notes.append(
+        choices.notes.append(
             f"values of INT8 attentions were not centred where {name_list(lost)} have no bias to take it"
         )
     for name, by_length in sums.items():
@@ -137,13 +137,13 @@ def choose_softmax_scales(
             for amax in next(iter(by_length.values())).tries
             for at, center in enumerate(means)
         )
-        found.amax[name] = -amax
-        found.loss.extend(
+        choices.amax[name] = -amax
+        choices.loss.extend(
             _row(name, edge, part, -amax, means[at]) for edge, part in sorted(by_length.items())
         )
         if at:
-            found.centers[name] = means[at].flatten().cpu().numpy()
-    return found
+            choices.centers[name] = means[at].flatten().cpu().numpy()
+    return choices
 
 
 def get_bias_deltas(

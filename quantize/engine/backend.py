@@ -182,14 +182,14 @@ def _version(module: Any) -> str:
 
 def available_backends() -> dict[str, str]:
     """Return versions of the backends that import, by module name; warn of a broken install."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in INSTALL:
         try:
             if module := _import(name):
-                found[name] = _version(module)
+                versions[name] = _version(module)
         except MissingDevice as error:
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
-    return found
+    return versions
 
 
 def preferred_backend(name: BackendChoice) -> BackendName:

@@ -322,24 +322,24 @@ def merge_qkv_gemms(model: onnx.ModelProto) -> onnx.ModelProto | None:
     index = GraphIndex(model)
     if not any(_group(index, node) for node in model.graph.node):
         return None
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    index = GraphIndex(made)
+    merged_model = onnx.ModelProto()
+    merged_model.CopyFrom(model)
+    index = GraphIndex(merged_model)
     dropped: set[int] = set()
-    for concat in made.graph.node:
+    for concat in merged_model.graph.node:
         if not (group := _group(index, concat)):
             continue
         first, *others = group
         codes = np.concatenate([first.codes, *(linear.codes for linear in others)])
         name = f"{first.weight.input[0]}_joined"
-        made.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(codes), name))
+        merged_model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(codes), name))
         first.weight.input[0] = name
         first.node.name = TOGETHER.join([first.node.name, *(linear.node.name for linear in others)])
         first.node.output[0] = concat.output[0]
         dropped |= {id(concat), *(id(linear.node) for linear in others)}
-    replace_nodes(made, (node for node in made.graph.node if id(node) not in dropped))
-    prune(made)
-    return made
+    replace_nodes(merged_model, (node for node in merged_model.graph.node if id(node) not in dropped))
+    prune(merged_model)
+    return merged_model
 
 
 def _group(index: GraphIndex, concat: onnx.NodeProto) -> list[_LinearNodes]:

@@ -103,18 +103,18 @@ def read_graph(path: Path) -> Graph:
     opset = opset_of(model)
     types, _ = walk_types(model, opset)
     constant = {tensor.name for tensor in model.graph.initializer} | {""}
-    found = Graph([], [], [])
+    graph_nodes = Graph([], [], [])
     for node in model.graph.node:
         if constant.issuperset(node.input):
             constant.update(node.output)
         elif node.op_type in MATMULS:
             weighted = not constant.isdisjoint(node.input[:2])
-            (found.linears if weighted else found.products).append(node.name)
+            (graph_nodes.linears if weighted else graph_nodes.products).append(node.name)
         elif node.op_type == "Softmax":
-            found.softmaxes.append(node.name)
-            found.softmax_types[node.name] = _FLOATS.get(types.get(node.input[0], 0), "unknown")
-    found.residuals.extend(list_int8_norms(model))
-    return found
+            graph_nodes.softmaxes.append(node.name)
+            graph_nodes.softmax_types[node.name] = _FLOATS.get(types.get(node.input[0], 0), "unknown")
+    graph_nodes.residuals.extend(list_int8_norms(model))
+    return graph_nodes
 
 
 def rebuild_graph(layers: Sequence[LayerRow]) -> Graph:
@@ -199,14 +199,14 @@ def collect_facts(layers: Sequence[LayerRow], graph: Graph | None = None) -> Eng
     )
 
 
-def _merged_qkv(linears: Iterable[str], made: Mapping[str, LayerRow]) -> list[bool]:
+def _merged_qkv(linears: Iterable[str], rows: Mapping[str, LayerRow]) -> list[bool]:
     """Return for each attention with q, k and v linears whether one GEMM makes them."""
     groups: dict[str, list[str]] = defaultdict(list)
     whole = 0
     for node in linears:
         parent, _, leaf = module_of(node).rpartition(".")
         if ANY_QKV.fullmatch(leaf):
-            groups[parent + run_of(node)].append(made[node].name)
+            groups[parent + run_of(node)].append(rows[node].name)
         whole += bool(ANY_MERGED_QKV.fullmatch(leaf))
     return [len({*names}) == 1 for names in groups.values() if len(names) == 3] + [True] * whole
 

@@ -51,16 +51,16 @@ class Inspection:
     @property
     def failures(self) -> list[str]:
         """Return the requests of the recipe that the engine does not meet."""
-        found = []
+        messages = []
         if self.expected is not None and self.proof.not_int8:
-            found.append(f"{len(self.proof.not_int8)} of {len(self.expected)} GEMMs do not run in INT8")
+            messages.append(f"{len(self.proof.not_int8)} of {len(self.expected)} GEMMs do not run in INT8")
         if self.proof.attention_int8 < self.expected_attention:
-            found.append(
+            messages.append(
                 f"{self.proof.attention_int8} of {self.expected_attention} attentions run as one INT8 kernel"
             )
         if self.expected is not None and self.facts.float_residuals:
-            found.append(_float_residuals(self.facts))
-        return found
+            messages.append(_float_residuals(self.facts))
+        return messages
 
 
 def inspect_layers(
@@ -138,19 +138,19 @@ def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
 
 def find_problems(facts: EngineFacts) -> list[str]:
     """Find what is wrong, or costs time or accuracy, in one engine: a sentence each, with a remedy."""
-    found = []
+    problems = []
     if facts.raw_outputs:
-        found.append(
+        problems.append(
             f"{len(facts.raw_outputs)} INT8 GEMMs store raw INT32 sums as FP16 and scale them in the next "
             f"kernel ({format_nodes(facts.raw_outputs)}), so that sums over {FP16_MAX:.0f} become infinite "
             "and logits NaN: set `export.weight_scales: factored`, or `weights: int8/per-tensor`"
         )
     if facts.dequantized:
-        found.append(_dequantized(facts))
+        problems.append(_dequantized(facts))
     if facts.fp32_outputs:
-        found.append(_wide_outputs(facts))
+        problems.append(_wide_outputs(facts))
     if facts.float_residuals:
-        found.append(
+        problems.append(
             f"{_float_residuals(facts)}, which costs the rounding and saves nothing: set `residual: fp16`"
             + (
                 ""
@@ -159,16 +159,16 @@ def find_problems(facts: EngineFacts) -> list[str]:
             )
         )
     if len(facts.fused) < facts.attentions:
-        found.append(_attention_apart(facts))
+        problems.append(_attention_apart(facts))
     if facts.qkv_apart:
-        found.append(f"{_qkv_apart(facts)}: {_QKV_FIX}")
+        problems.append(f"{_qkv_apart(facts)}: {_QKV_FIX}")
     if low := facts.norms.get("FP16", []):
         count = sum(map(len, facts.norms.values()))
-        found.append(
+        problems.append(
             f"{len(low)} of {count} LayerNorms sum their squares in FP16, which can overflow: "
             'add the rule `{match: "*", type: LayerNorm, precision: fp32}`'
         )
-    return found
+    return problems
 
 
 def explain_slowdown(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow]) -> list[str]:
@@ -177,52 +177,52 @@ def explain_slowdown(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[Laye
     Each has figures of both engines and what to change in the recipe; none where the layers show no reason.
     """
     ours, twin = collect_facts(layers_int8), collect_facts(layers_fp16)
-    found = []
+    reasons = []
     encoder = [node for node in ours.linears if block_of_node(node).startswith("layer.")]
     done = {*ours.int8, *ours.dequantized}
     rest = [node for node in encoder if node not in done]
     if rest:
-        found.append(
+        reasons.append(
             f"{len(rest)} of {len(encoder)} encoder linears are not in INT8 and gain nothing "
             f"({format_nodes(rest)}): give them `weights` and `input` in the recipe's rules"
         )
     if ours.dequantized:
-        found.append(_dequantized(ours))
+        reasons.append(_dequantized(ours))
     if len(ours.fused) < max(ours.attentions, len(twin.fused)):
-        found.append(f"{_attention_apart(ours)} (FP16 fuses {len(twin.fused)})")
+        reasons.append(f"{_attention_apart(ours)} (FP16 fuses {len(twin.fused)})")
     if ours.qkv_apart:
-        found.append(f"{_qkv_apart(ours)} (FP16 merges {twin.qkv_merged}): {_QKV_FIX}")
+        reasons.append(f"{_qkv_apart(ours)} (FP16 merges {twin.qkv_merged}): {_QKV_FIX}")
     if ours.fp32_outputs:
-        found.append(_wide_outputs(ours))
+        reasons.append(_wide_outputs(ours))
     gelus = ours.gelu_separate - twin.gelu_separate
     if gelus > 0:
         rule = first_feed_forwards(map(module_of, ours.linears))
         fix = f'try `{{match: "{rule}", precision: fp16}}`' if rule else "keep those linears in FP16"
-        found.append(
+        reasons.append(
             f"{ours.gelu_separate} GELU run in a kernel of their own (FP16: {twin.gelu_separate}, and "
             f"{twin.gelu_fused} inside of the GEMM), which reads and writes the widest activation once "
             f"more: for small batches {fix}"
         )
     epilogues = len(ours.separate) - len(twin.separate)
     if epilogues > max(gelus, 0):
-        found.append(
+        reasons.append(
             f"{len(ours.separate)} of {len(ours.linears)} linears have their bias or scale applied by "
             f"another kernel (FP16: {len(twin.separate)}): `weights: int8/per-tensor` needs no scale there"
         )
     if ours.kernels["layout"] > twin.kernels["layout"]:
-        found.append(
+        reasons.append(
             f"{ours.kernels['layout']} kernels only move, cast or transpose (FP16: "
             f"{twin.kernels['layout']}), {ours.layout_quantized} of them INT8 codes: `attention: int8` lets "
             "the engine drop those behind the attention"
         )
     if alone := ours.kernels["quantize"]:
-        found.append(
+        reasons.append(
             f"{alone} kernels only quantize or dequantize: quantize the inputs of linears and nothing else, "
             "which the kernel ahead of them does"
         )
     if sum(ours.kernels.values()) > sum(twin.kernels.values()):
-        found.append(_more_kernels(ours, twin))
-    return found
+        reasons.append(_more_kernels(ours, twin))
+    return reasons
 
 
 _QKV_FIX = "for small batches set `export.qkv_scales: shared` with factored weights, which makes it one"

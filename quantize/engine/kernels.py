@@ -54,32 +54,32 @@ def kernel_kind(row: LayerRow) -> KernelKind:
     """Return the purpose of a kernel; of several the first one counts."""
     words, lower = operations(row), row.kind.lower()
     operators = {kernel_operator(node) for node in row.onnx}
-    found: KernelKind = "elementwise"
+    kind: KernelKind = "elementwise"
     if lower in _NO_KERNEL:
-        found = "none"
+        kind = "none"
     elif is_attention(row):
-        found = "attention"
+        kind = "attention"
     elif lower == "gemm" or "Fc" in words:
-        found = "gemm"
+        kind = "gemm"
     elif lower in _TYPES:
-        found = _TYPES[lower]
+        kind = _TYPES[lower]
     elif "Gath" in words and kernel_block(row) == EMBEDDINGS:
-        found = "embeddings"
+        kind = "embeddings"
     elif "Mean" in words or "LayerNormalization" in operators:
-        found = "LayerNorm"
+        kind = "LayerNorm"
     elif is_gelu(row):
-        found = "GELU"
+        kind = "GELU"
     elif {"Maxr", "Exp"} <= {*words} or "Softmax" in operators:
-        found = "softmax"
+        kind = "softmax"
     elif row.inputs and {*row.inputs} <= {"Int64", "Int32", "Bool"}:
-        found = "mask"
+        kind = "mask"
     elif _MOVES & {*words}:
-        found = "layout"
+        kind = "layout"
     elif "Roun" in words or ("Int8" in row.inputs and "Cast" in words):
-        found = "quantize"
+        kind = "quantize"
     elif words and {*words} <= {"Resh", "Cast"}:
-        found = "layout"
-    return found
+        kind = "layout"
+    return kind
 
 
 def select_profile(layers: Sequence[LayerRow]) -> tuple[list[LayerRow], int]:

@@ -232,13 +232,13 @@ def choose_edges(lengths: Int64, longest: int, most: int = MOST) -> list[int]:
         totals.append(best[-1])
     savings = 1 - np.array(totals[1:]) / np.array(totals[:-1])
     count = 1 + int(np.argmin(np.append(savings >= LEAST_SAVING, False)))
-    found, last = [], len(edges) - 1
+    chosen, last = [], len(edges) - 1
     for cut in reversed(cuts[:count]):
-        found.append(int(edges[last]))
+        chosen.append(int(edges[last]))
         if cut[last] == 0:
             break
         last = int(cut[last]) - 1
-    return found[::-1]
+    return chosen[::-1]
 
 
 def bucket_profiles(edges: Sequence[int], longest: int, batch: int) -> list[Profile]:

@@ -81,12 +81,12 @@ def note_sidecar(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
         return [other] if here != sidecar.cpu else []
     if gpu is None:
         return []
-    found = []
+    notes = []
     if sidecar.driver and gpu.driver and sidecar.driver != gpu.driver:
-        found.append(f"the engine was built with driver {sidecar.driver} and runs on the newer {gpu.driver}")
+        notes.append(f"the engine was built with driver {sidecar.driver} and runs on the newer {gpu.driver}")
     if not sidecar.ahead_of_time and sidecar.gpu != gpu.name:
-        found.append(f"the engine was tuned on {sidecar.gpu} and runs on {gpu.name}: latency is not the best")
-    return found
+        notes.append(f"the engine was tuned on {sidecar.gpu} and runs on {gpu.name}: latency is not the best")
+    return notes
 
 
 def _how_to_rebuild(engine_path: Path) -> str:
@@ -98,28 +98,28 @@ def _how_to_rebuild(engine_path: Path) -> str:
 
 def _differences(sidecar: Sidecar, engine_path: Path, onnx_path: Path | None, gpu: Gpu | None) -> list[str]:
     """Return the differences between an engine's sidecar and the files and machine at hand."""
-    found = []
+    messages = []
     if files.sha256(engine_path) != sidecar.engine_sha256:
-        found.append("the file is not the one that was built")
+        messages.append("the file is not the one that was built")
     if onnx_path is not None and not onnx_path.is_file():
-        found.append(f"{onnx_path.name}, which it was built from, does not exist")
+        messages.append(f"{onnx_path.name}, which it was built from, does not exist")
     elif onnx_path is not None and files.sha256(onnx_path) != sidecar.onnx_sha256:
-        found.append(f"it was built from another {onnx_path.name}")
+        messages.append(f"it was built from another {onnx_path.name}")
     version = available_backends().get(sidecar.backend)
     if version != sidecar.version:
         here = f"has version {version}" if version else "is not installed"
-        found.append(f"it needs {sidecar.backend} {sidecar.version} and {sidecar.backend} {here}")
+        messages.append(f"it needs {sidecar.backend} {sidecar.version} and {sidecar.backend} {here}")
     if sidecar.cpu is not None:
         if lost := sorted({*sidecar.cpu_features} - {*find_cpu().features}):
-            found.append(f"it was built on {sidecar.cpu} and this CPU lacks {', '.join(lost)}")
-        return found
+            messages.append(f"it was built on {sidecar.cpu} and this CPU lacks {', '.join(lost)}")
+        return messages
     if gpu is None:
-        return found
+        return messages
     if gpu.compute_capability not in sidecar.compute_capability:
         targets = ", ".join(sidecar.compute_capability)
-        found.append(
+        messages.append(
             f"it is for compute capability {targets} and the {gpu.name} has {gpu.compute_capability}"
         )
     if sidecar.driver and gpu.driver and is_older(gpu.driver, sidecar.driver):
-        found.append(f"it was built with driver {sidecar.driver} and the older {gpu.driver} runs here")
-    return found
+        messages.append(f"it was built with driver {sidecar.driver} and the older {gpu.driver} runs here")
+    return messages

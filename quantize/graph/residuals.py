@@ -28,14 +28,14 @@ class ResidualAdd:
 
 def find_residuals(index: GraphIndex) -> list[ResidualAdd]:
     """Return every Add before a normalization, in the order of the graph."""
-    found = []
+    added = []
     for norm in index.graph.node:
         known = norm.op_type in _NORMS and norm.input
         add = index.producers.get(_still(index, norm.input[0])) if known else None
         if add is not None and add.op_type == "Add":
             behind = (_dequantize(index, name) for name in add.input)
-            found.append(ResidualAdd(norm, add, next((dq for dq in behind if dq is not None), None)))
-    return found
+            added.append(ResidualAdd(norm, add, next((dq for dq in behind if dq is not None), None)))
+    return added
 
 
 def list_int8_norms(model: onnx.ModelProto) -> list[str]:

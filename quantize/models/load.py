@@ -120,15 +120,15 @@ def load_encoder(  # noqa: PLR0913
                     setattr(config, field, dropout)
         model, loading = _pretrained(name, kind, commit, config, ignore_mismatched_sizes=True)
     use_attention(model, ATTENTION if family_of(config).windows else "sdpa")
-    made = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    new_weights = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     prefix = f"{model.base_model_prefix}."
     pooler = f"{prefix}{family_of(config).pooler}."
-    if lost := sorted(key for key in made if key.startswith(prefix) and not key.startswith(pooler)):
+    if lost := sorted(key for key in new_weights if key.startswith(prefix) and not key.startswith(pooler)):
         raise UserError(
             f"model {name} lacks encoder weights: {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}"
         )
     head = [module for key, module in model.named_children() if key != model.base_model_prefix]
-    if keep_head and any(not key.startswith(prefix) for key in made):
+    if keep_head and any(not key.startswith(prefix) for key in new_weights):
         raise UserError(
             f"model {name} has no classifier for {num_labels} labels (it says {known}) that could be kept; "
             "drop --keep-head"

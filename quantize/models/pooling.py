@@ -103,14 +103,14 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
 
 def _mode(name: str, pooling: dict[str, Any]) -> Mode:
     named = pooling.get("pooling_mode") or []
-    asked = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
-    asked += [named] if isinstance(named, str) else named
-    if len(asked) != 1 or asked[0] not in _MODES:
+    modes = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
+    modes += [named] if isinstance(named, str) else named
+    if len(modes) != 1 or modes[0] not in _MODES:
         raise UserError(
-            f"model {name} pools by {', '.join(asked) or 'nothing'}; supported here is one of mean, cls and "
+            f"model {name} pools by {', '.join(modes) or 'nothing'}; supported here is one of mean, cls and "
             "last token"
         )
-    return _MODES[asked[0]]
+    return _MODES[modes[0]]
 
 
 def _dense(name: str, folder: str, commit: str | None) -> Dense | None:
@@ -128,31 +128,33 @@ def _dense(name: str, folder: str, commit: str | None) -> Dense | None:
     return Dense(width=settings["out_features"], bias=settings.get("bias", True), activation=activation)
 
 
-def choose_pooling(name: str, folder: SentenceFolder | None, saved: Any, asked: Pooling | None) -> Pooling:
+def choose_pooling(
+    name: str, folder: SentenceFolder | None, saved: Any, requested: Pooling | None
+) -> Pooling:
     """Choose the pooling of a model: of its folder, of what was saved with it, or of the request.
 
     Args:
         name: of the model, for errors.
         folder: of sentence-transformers, if it is one.
         saved: `FIELD` of its configuration, if there is one.
-        asked: by --pooling and --normalize.
+        requested: by --pooling and --normalize.
 
     Raises:
         UserError: nobody says it, or two say different things.
     """
     known = folder.pooling if folder else Pooling.model_validate(saved) if saved else None
-    if known is None and asked is None:
+    if known is None and requested is None:
         raise UserError(
             f"model {name} does not say how the tokens of a text become its embedding (it has no {MODULES}); "
             "give --pooling mean, cls or last, and --normalize where embeddings have length 1"
         )
-    if known and asked and (known.mode, known.normalize) != (asked.mode, asked.normalize):
+    if known and requested and (known.mode, known.normalize) != (requested.mode, requested.normalize):
         normal = "with" if known.normalize else "without"
         raise UserError(
             f"model {name} says itself that it pools by {known.mode}, {normal} normalization; drop --pooling "
             "and --normalize"
         )
-    found = known or asked
+    found = known or requested
     assert found is not None
     return found
 
@@ -161,14 +163,14 @@ def find_model_file(name: str, file: str, commit: str | None) -> Path | None:
     """Find a file of a folder or hub model; None where it has none."""
     from transformers.utils.hub import cached_file
 
-    found = cached_file(
+    path = cached_file(
         name,
         file,
         revision=commit,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return Path(found) if found else None
+    return Path(path) if path else None
 
 
 def read_model_json(name: str, file: str, commit: str | None) -> Any:

@@ -36,7 +36,7 @@ def resume_from(
     family = family_of(model.config)
     names = family.runs(model)
     stop = len(names) if stop is None else stop
-    made: list[Any] = []
+    outputs: list[Any] = []
 
     def run(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         number = next(numbers) % len(names)
@@ -46,7 +46,7 @@ def resume_from(
         given = args if hidden is None or number != start else (hidden, *args[1:])
         output = own(*given, **kwargs)
         if number == stop - 1:
-            made.append(get_hidden(output))
+            outputs.append(get_hidden(output))
         return output
 
     numbers = count()
@@ -54,7 +54,7 @@ def resume_from(
     for layer in layers:
         layer.forward = partial(run, layer.forward)
     try:
-        yield made
+        yield outputs
     finally:
         for layer in layers:
             del layer.forward
@@ -64,14 +64,14 @@ def resume_from(
 def record_first_inputs(model: "PreTrainedModel") -> "Iterator[list[torch.Tensor]]":
     """Record what the first layer reads in the block, [B, L, hidden] for each call of the model."""
     names = family_of(model.config).runs(model)
-    numbers, found = count(), []
+    numbers, states = count(), []
 
     def keep(_: Any, inputs: tuple[Any, ...]) -> None:
         if next(numbers) % names.count(names[0]) == 0:  # of a shared layer the first run
-            found.append(inputs[0])
+            states.append(inputs[0])
 
     with model.get_submodule(names[0]).register_forward_pre_hook(keep):
-        yield found
+        yield states
 
 
 def get_hidden(output: Any) -> "torch.Tensor":

@@ -43,17 +43,17 @@ def adapt_recipe(
     Raises:
         UserError: no such backend or shapes, or what the recipe asks for does not go with them.
     """
-    data, asked = recipe.model_dump(mode="json"), []
+    data, changes = recipe.model_dump(mode="json"), []
     if shapes is not None:
         if shapes != AUTO:
             raise UserError(
                 f"--shapes {shapes} is not known; give auto, or write engine.shapes into a recipe"
             )
         data["engine"]["shapes"] = AUTO
-        asked.append("shapes of the data")
+        changes.append("shapes of the data")
     if backend is not None:
         data["engine"]["backend"] = backend
-        asked.append(f"backend {backend}")
+        changes.append(f"backend {backend}")
     if max_length is not None:
         data["export"]["max_length"] = max_length
         kept = data["engine"]["shapes"]
@@ -62,8 +62,8 @@ def adapt_recipe(
             each["length"] = [
                 max_length if size == longest else min(size, max_length) for size in each["length"]
             ]
-        asked.append(f"{max_length} tokens")
-    return validate_recipe(data, f"recipe {recipe.name} for {', '.join(asked)}") if asked else recipe
+        changes.append(f"{max_length} tokens")
+    return validate_recipe(data, f"recipe {recipe.name} for {', '.join(changes)}") if changes else recipe
 
 
 def find_task(  # noqa: PLR0913
@@ -146,14 +146,14 @@ def make_run_config(  # noqa: PLR0913
         chosen = with_classes(chosen, read_class_names(model, revision, chosen.kind))
     if model is not None and chosen.kind is CLASSIFICATION:
         chosen = add_label_values(chosen, data, read_class_names(model, revision, chosen.kind))
-    asked = select_pooling(pooling, normalize)
-    if model is not None and (asked or has_pooling(model, revision)):
+    pooling_settings = select_pooling(pooling, normalize)
+    if model is not None and (pooling_settings or has_pooling(model, revision)):
         chosen = score_embeddings(chosen, metric or ())
     return RunConfig(
         recipe=recipe,
         model=model,
         revision=revision,
-        pooling=asked,
+        pooling=pooling_settings,
         task=chosen,
         data=data,
         limit=limit,

@@ -85,15 +85,15 @@ def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None)
         MissingDevice: an engine without a saved layer table, and no GPU to load it.
     """
     if path.is_dir():
-        found = _run(path)
+        target = _run(path)
     elif path.suffix == ".engine":
-        found = _engine(path)
+        target = _engine(path)
     else:
-        found = InspectTarget(path.name, read_table(path))
-    found.onnx, found.recipe = onnx or found.onnx, recipe or found.recipe
-    if recipe and found.onnx is None:
+        target = InspectTarget(path.name, read_table(path))
+    target.onnx, target.recipe = onnx or target.onnx, recipe or target.recipe
+    if recipe and target.onnx is None:
         raise UserError(f"--recipe needs the ONNX graph that {path} was made from; give --onnx FILE")
-    return found
+    return target
 
 
 def find_checked_graph(path: Path) -> tuple[Path, str | None]:
@@ -161,7 +161,7 @@ def _run(folder: Path) -> InspectTarget:
         raise MissingDevice(f"{folder} has no engine: {built.skipped}")
     table = folder / "layers.json"
     engine = folder / "engine" / built.file
-    found = InspectTarget(
+    target = InspectTarget(
         name=str(folder),
         layers=read_table(table if table.is_file() else folder / BUILD),
         onnx=graph_path(session),
@@ -170,8 +170,8 @@ def _run(folder: Path) -> InspectTarget:
         sidecar=_sidecar(engine),
         folder=folder,
     )
-    _check_graph(found)
-    return found
+    _check_graph(target)
+    return target
 
 
 def _engine(path: Path) -> InspectTarget:
@@ -186,7 +186,7 @@ def _engine(path: Path) -> InspectTarget:
     recipe = (
         folder / "recipe.yaml" if run and onnx == places[1] and _built_file(folder) == path.name else None
     )
-    found = InspectTarget(
+    target = InspectTarget(
         name=str(path),
         layers=_engine_layers(path, sidecar),
         onnx=onnx,
@@ -196,8 +196,8 @@ def _engine(path: Path) -> InspectTarget:
         folder=run if recipe else None,
     )
     if onnx:
-        _check_graph(found)
-    return found
+        _check_graph(target)
+    return target
 
 
 def _engine_layers(path: Path, sidecar: Sidecar) -> list[LayerRow]:

@@ -257,16 +257,16 @@ class Session:
     @functools.cached_property
     def eval_splits(self) -> dict[str, tuple[Split, Encoded]]:
         """Return the evaluation splits with their tokens (MNLI has two)."""
-        task, found = self.config.task, {}
+        task, splits = self.config.task, {}
         for name in task.eval_splits:
             report_phase(f"reading {name}")
             split = self.split(name, limit=self.config.limit)
             if task.kind is CLASSIFICATION:
                 require_order(split, task, read_class_names(self.model_name, self.config.revision, task.kind))
             encoded = encode(split, task, self.tokenizer, self.recipe.export.max_length)
-            found[name] = split, encoded
+            splits[name] = split, encoded
             self.warnings += [line for line in encoded.warnings if line not in self.warnings]
-        return found
+        return splits
 
     @property
     def gold(self) -> dict[str, Any]:

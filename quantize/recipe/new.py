@@ -51,9 +51,9 @@ def new_recipe(name: str, revision: str | None = None) -> NewRecipe:
     if family := known_family(config.model_type):
         return _fit_shipped(name, config, family)
     model = create_untrained(name, config)
-    found = detect_layout(model)
-    recipe, notes = _add_layout(found, config, name)
-    left = [f"# stays in FP16: {module}: {why}" for module, why in found.left.items()]
+    layout = detect_layout(model)
+    recipe, notes = _add_layout(layout, config, name)
+    left = [f"# stays in FP16: {module}: {why}" for module, why in layout.left.items()]
     head = [
         f"# Written by `qdqbench recipes new` for models of type {config.model_type}.",
         *map("# {}".format, notes),
@@ -64,8 +64,8 @@ def new_recipe(name: str, revision: str | None = None) -> NewRecipe:
         recipe=recipe.name,
         text="\n".join([*head, *left, dump_short_recipe(recipe)]),
         shipped=[],
-        modules=list_modules(model, found),
-        left=found.left,
+        modules=list_modules(model, layout),
+        left=layout.left,
         notes=notes,
     )
 
@@ -85,9 +85,9 @@ def _fit_shipped(name: str, config: Any, family: Family) -> NewRecipe:
     )
 
 
-def _add_layout(found: Recognised, config: Any, name: str) -> tuple[Recipe, list[str]]:
+def _add_layout(layout: Recognised, config: Any, name: str) -> tuple[Recipe, list[str]]:
     """Add the layout to the recipe, and what its reader should know."""
-    family, notes = found.family, []
+    family, notes = layout.family, []
     base = _fit_recipe(load_recipe(DEFAULT_RECIPE, lambda: BERT), config, family, name)
     int8 = {"weights": "int8/per-channel", "input": "int8/per-tensor"}
     rules: list[dict[str, Any]] = [{"match": f"{family.layers}.*", "type": "Linear", **int8}]
@@ -101,16 +101,16 @@ def _add_layout(found: Recognised, config: Any, name: str) -> tuple[Recipe, list
             "The attention stays in FP16: it does not go through transformers' AttentionInterface, or it "
             "rotates q and k."
         )
-    elif found.head_size in limits_of().int8_head_sizes:
+    elif layout.head_size in limits_of().int8_head_sizes:
         notes.append(
             "INT8 attention can be tried: attention: int8, with precision.never_quantize: [layernorm]."
         )
     else:
         notes.append(
             f"No INT8 attention: it needs a head size of {limits_of().head_sizes_text}, and this one has "
-            f"{found.head_size}."
+            f"{layout.head_size}."
         )
-    if found.gated:
+    if layout.gated:
         calibration["outlier_channel_splitting"] = 0
         notes.append("No outlier channels are split: the feed-forward is gated.")
     data = base.model_dump(mode="json") | {

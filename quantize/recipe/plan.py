@@ -98,24 +98,24 @@ def _scaling(
 ) -> dict[str, Scaling]:
     """Return the calibration of every INT8 module: the recipe's section, refined by its rules."""
     section = recipe.calibration
-    found = {name: Scaling(section.method, section.weights_method) for name in modules if name in int8}
+    scalings = {name: Scaling(section.method, section.weights_method) for name in modules if name in int8}
     # not the others: outliers of GELU are rare, and factors from them fail on data that has more
     kind = family_named(recipe.model.family).kind
-    smoothed = [n for n in found if modules[n].kind == "Attention" or kind(n) in SMOOTHED]
-    found |= {name: replace(found[name], smoothing=section.smoothing) for name in smoothed}
+    smoothed = [n for n in scalings if modules[n].kind == "Attention" or kind(n) in SMOOTHED]
+    scalings |= {name: replace(scalings[name], smoothing=section.smoothing) for name in smoothed}
     idle = []
     for rule in (rule for rule in recipe.rules if rule.refines):
         changes = {"method": rule.method, "weights": rule.weights_method, "smoothing": rule.smoothing}
         given: Any = {key: value for key, value in changes.items() if value is not None}
-        names = [name for name in match_modules(rule, modules, prefix) if name in found]
+        names = [name for name in match_modules(rule, modules, prefix) if name in scalings]
         idle += [] if names else [rule.match]
-        found.update({name: replace(found[name], **given) for name in names})
+        scalings.update({name: replace(scalings[name], **given) for name in names})
     if idle:
         raise UserError(
             f"rules {', '.join(map(repr, idle))} say how to calibrate, but nothing that they match is INT8; "
             "quantize it with a rule before, or drop them"
         )
-    return found
+    return scalings
 
 
 def match_modules(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "") -> list[str]:
@@ -167,15 +167,15 @@ def _int8_attention(
         raise UserError(
             "attention: int8 is asked for, but the model has no self-attention that is known here"
         )
-    found = {name: info for name, info in known.items() if formats.get(name) == "int8"}
+    attentions = {name: info for name, info in known.items() if formats.get(name) == "int8"}
     limits = limits_of(recipe.engine.backend)
-    sizes = {info.head_size for info in found.values()} - set(limits.int8_head_sizes)
+    sizes = {info.head_size for info in attentions.values()} - set(limits.int8_head_sizes)
     if sizes:
         raise UserError(
             f"attention: int8 needs a head size of {limits.head_sizes_text} to be fused, this model has "
             f"{', '.join(map(str, sorted(s or 0 for s in sizes)))}; set attention: fp16 in the recipe"
         )
-    return tuple(found)
+    return tuple(attentions)
 
 
 def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> tuple[str, ...]:

@@ -61,13 +61,13 @@ def vocabulary() -> list[str]:
 def sentences(rows: int, *, seed: int) -> list[tuple[str, int]]:
     """Draw different sentences of 4 to 30 words with their class (0 or 1; `NOISE` are wrong)."""
     generator = np.random.default_rng(seed)
-    found: dict[str, int] = {}
-    while len(found) < rows:
+    labels: dict[str, int] = {}
+    while len(labels) < rows:
         words, label = _sentence(generator)
         text = " ".join(words)
-        if len(words) <= MAX_WORDS and text not in found:
-            found[text] = label ^ int(generator.random() < LABEL_NOISE)
-    return list(found.items())
+        if len(words) <= MAX_WORDS and text not in labels:
+            labels[text] = label ^ int(generator.random() < LABEL_NOISE)
+    return list(labels.items())
 
 
 def _pick(generator: np.random.Generator, words: list[str]) -> list[str]:
@@ -156,10 +156,10 @@ def write_embedded(
     """
     size = size or Size()
     run = EmbeddedRun(folder / "model", folder / "data")
-    made = {"version": VERSION, "seed": seed, **asdict(size)}
+    settings = {"version": VERSION, "seed": seed, **asdict(size)}
     marker = folder / "embedded.json"
     if marker.is_file():
-        if files.read_json(marker) == made:
+        if files.read_json(marker) == settings:
             return run
     elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} holds something else than the embedded default; give another folder")
@@ -170,7 +170,7 @@ def write_embedded(
             model = _train(temporary / "data", tokenizer, seed, size, progress or (lambda _: None))
             model.save_pretrained(temporary / "model")
             tokenizer.save_pretrained(temporary / "model")
-        files.write_json(temporary / marker.name, made)
+        files.write_json(temporary / marker.name, settings)
     return run
 
 

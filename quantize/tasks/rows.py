@@ -37,7 +37,7 @@ def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Ta
     """
     if task.kind is not CLASSIFICATION or task.name in GLUE:
         return task
-    found: set[str] = set()
+    labels: set[str] = set()
     texts = False
     for name in (task.train_split, *task.eval_splits):
         split = read_split(task, source, name)
@@ -47,10 +47,10 @@ def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Ta
         texts |= "string" in str(column.type)
         if not texts and "int" not in str(column.type):
             return task
-        found |= {str(value) for value in column.unique().to_pylist() if value is not None}
-    if not found:
+        labels |= {str(value) for value in column.unique().to_pylist() if value is not None}
+    if not labels:
         return task
-    values = _order_by_name(found, classes) if texts else _number_from_one(found, task.num_labels)
+    values = _order_by_name(labels, classes) if texts else _number_from_one(labels, task.num_labels)
     if texts and not 2 <= len(values) <= MOST_VALUES:
         raise UserError(
             f"the labels (column {task.label_column!r}) of {source} are {len(values)} different texts, not "
@@ -64,18 +64,18 @@ def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Ta
     return task.model_copy(update={"values": values})
 
 
-def _order_by_name(found: set[str], classes: Sequence[str]) -> tuple[str, ...]:
+def _order_by_name(labels: set[str], classes: Sequence[str]) -> tuple[str, ...]:
     """Order texts by class number: the model's, where each is one of its names, else sorted."""
-    spelled = {text.strip().lower(): text for text in found}
+    spelled = {text.strip().lower(): text for text in labels}
     names = [name.strip().lower() for name in classes]
-    if len(spelled) == len(found) and {*spelled} <= {*names}:
+    if len(spelled) == len(labels) and {*spelled} <= {*names}:
         return tuple(spelled.get(name, shown) for name, shown in zip(names, classes, strict=True))
-    return tuple(sorted(found))
+    return tuple(sorted(labels))
 
 
-def _number_from_one(found: set[str], count: int) -> tuple[str, ...]:
+def _number_from_one(labels: set[str], count: int) -> tuple[str, ...]:
     """Return numbers by class number where they go from 1 to the number of classes; else none."""
-    whole = {int(value) for value in found}
+    whole = {int(value) for value in labels}
     ours = whole and min(whole) >= 1 and max(whole) == count
     return tuple(str(number) for number in range(1, count + 1)) if ours else ()
 
@@ -137,14 +137,14 @@ def load_split(  # noqa: PLR0913
     labelled = labelled and task.kind.labelled
     loaded = read_split(task, source, split)
     columns = _check_columns(loaded, task, labelled)
-    dataset, told = loaded.dataset.select_columns(columns), list[str]()
+    dataset, messages = loaded.dataset.select_columns(columns), list[str]()
     if labelled and task.values:
         dataset, note = number_labels(replace(loaded, dataset=dataset), task)
-        told.append(note)
+        messages.append(note)
     _check_texts(dataset, task, loaded.source)
     if labelled:
         _check_labels(dataset, task, loaded.source)
-    notes, warnings = [*loaded.notes, *told], [*loaded.warnings, *_blank(dataset, task, split)]
+    notes, warnings = [*loaded.notes, *messages], [*loaded.warnings, *_blank(dataset, task, split)]
     if limit is not None and limit > loaded.rows:
         notes.append(f"{limit} samples asked for, split {split!r} has {loaded.rows}")
     dataset = _ordered(dataset, task, seed)
@@ -356,16 +356,16 @@ def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded
         if kind.units is not None:
             units.append(kind.units(row.coded))
     samples = list_samples(split.dataset, task)[[row.sample for row in rows]]
-    made = kind.targets(split.dataset, task, RowLayout(samples, units))
+    targets = kind.targets(split.dataset, task, RowLayout(samples, units))
     return Encoded(
         input_ids=[row.input_ids for row in rows],
         token_type_ids=[row.token_type_ids for row in rows],
-        labels=made.labels,
+        labels=targets.labels,
         truncated=sum(row.truncated for row in rows),
         positions=None if kind.units is None else [each.positions for each in units],
         samples=samples,
-        scored=made.gold,
-        warnings=made.warnings,
+        scored=targets.gold,
+        warnings=targets.warnings,
     )
 
 

@@ -67,7 +67,7 @@ def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str]
     return [*first.values()], notes
 
 
-def draw_half(texts: Sequence[str], names: tuple[str, str], asked: str, source: str) -> list[str]:
+def draw_half(texts: Sequence[str], names: tuple[str, str], name: str, source: str) -> list[str]:
     """Draw one of the halves of a single file: a seeded draw of its texts, in their order.
 
     The draw is of the file alone, so both halves are the same in every run.
@@ -75,20 +75,20 @@ def draw_half(texts: Sequence[str], names: tuple[str, str], asked: str, source: 
     Args:
         texts: of the file.
         names: of the half to calibrate with, and of the one to judge on.
-        asked: one of them.
+        name: one of them.
         source: the file, for errors.
 
     Raises:
         UserError: it is none of them.
     """
-    if asked not in names:
+    if name not in names:
         raise UserError(
             f"{source} is a single file, half of which is split {names[0]!r} and half {names[1]!r}, so it "
-            f"has no split {asked!r}; name one of them, or give --data a folder"
+            f"has no split {name!r}; name one of them, or give --data a folder"
         )
     order = np.random.default_rng(0).permutation(len(texts))
     first = len(texts) // 2
-    return [texts[row] for row in np.sort(order[:first] if asked == names[0] else order[first:])]
+    return [texts[row] for row in np.sort(order[:first] if name == names[0] else order[first:])]
 
 
 def make_dataset(texts: list[str], column: str) -> "datasets.Dataset":
@@ -239,37 +239,37 @@ def read_split(task: Task, source: str, split: str) -> Split:
         UserError: nothing found, or unreadable.
     """
     if is_hub_source(source):
-        found = _load_hub(task, source, split)
+        loaded = _load_hub(task, source, split)
     else:
-        found = _load_files(task, *_find_files(task, Path(source), split))
+        loaded = _load_files(task, *_find_files(task, Path(source), split))
     if task.kind.labelled:
-        return _part(found, task, split) if not is_hub_source(source) and Path(source).is_file() else found
-    column, dataset = task.text_columns[0], found.dataset
+        return _part(loaded, task, split) if not is_hub_source(source) and Path(source).is_file() else loaded
+    column, dataset = task.text_columns[0], loaded.dataset
     if column not in dataset.column_names or "string" not in str(dataset.data.column(column).type):
-        return found  # the caller says what is wrong
-    texts, left_out = drop_duplicates(dataset.data.column(column).to_pylist(), found.source)
+        return loaded  # the caller says what is wrong
+    texts, left_out = drop_duplicates(dataset.data.column(column).to_pylist(), loaded.source)
     if Path(source).is_file():
         texts = draw_half(texts, (task.train_split, task.eval_splits[0]), split, source)
     return replace(
-        found, dataset=make_dataset(texts, column), rows=len(texts), warnings=(*found.warnings, *left_out)
+        loaded, dataset=make_dataset(texts, column), rows=len(texts), warnings=(*loaded.warnings, *left_out)
     )
 
 
-def _part(found: Split, task: Task, split: str) -> Split:
+def _part(whole: Split, task: Task, split: str) -> Split:
     """Return the split's part of a single file that holds all samples."""
-    columns = found.dataset.column_names
+    columns = whole.dataset.column_names
     grouped = task.kind.groups is not None and {*task.text_columns, task.label_column} <= {*columns}
-    samples = task.kind.groups(found.dataset, task) if grouped else np.arange(found.rows)  # type: ignore[misc]
+    samples = task.kind.groups(whole.dataset, task) if grouped else np.arange(whole.rows)  # type: ignore[misc]
     rows = draw_part(samples, judged=split != task.train_split)
     if not len(rows):
         raise UserError(
-            f"{found.source} is one file of {found.rows} rows, too few for one part that is evaluated on and "
+            f"{whole.source} is one file of {whole.rows} rows, too few for one part that is evaluated on and "
             "one that calibrates; give more"
         )
-    note = f"{found.source} is one file: a fifth of it, a draw that is always the same, is evaluated on"
+    note = f"{whole.source} is one file: a fifth of it, a draw that is always the same, is evaluated on"
     with quiet("datasets"):
-        kept = found.dataset.select(rows).flatten_indices()  # columns are read from its table, which has all
-    return replace(found, dataset=kept, rows=len(rows), notes=(*found.notes, note))
+        kept = whole.dataset.select(rows).flatten_indices()  # columns are read from its table, which has all
+    return replace(whole, dataset=kept, rows=len(rows), notes=(*whole.notes, note))
 
 
 @lru_cache
@@ -412,16 +412,16 @@ def _listing(place: Path) -> list[str]:
 
 def _shards(place: Path, stem: str, suffix: str) -> list[Path]:
     pattern = re.compile(re.escape(stem) + r"-(\d{5})-of-(\d{5})" + re.escape(suffix))
-    found = {path: match for path in sorted(place.iterdir()) if (match := pattern.fullmatch(path.name))}
-    if not found:
+    matches = {path: match for path in sorted(place.iterdir()) if (match := pattern.fullmatch(path.name))}
+    if not matches:
         return []
-    totals = {int(match[2]) for match in found.values()}
-    if len(totals) > 1 or len(found) != max(totals):
+    totals = {int(match[2]) for match in matches.values()}
+    if len(totals) > 1 or len(matches) != max(totals):
         raise UserError(
-            f"{place} holds {len(found)} shards {stem}-*{suffix} where their names say "
+            f"{place} holds {len(matches)} shards {stem}-*{suffix} where their names say "
             f"{' or '.join(map(str, sorted(totals)))}; complete the download"
         )
-    return list(found)
+    return list(matches)
 
 
 def source_fingerprint(task: Task, source: str, split: str) -> str:

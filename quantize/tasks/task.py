@@ -164,17 +164,17 @@ def get_task(
     Raises:
         UserError: unknown name without columns, or fields that do not fit together.
     """
-    given = {
+    changes = {
         "text_columns": tuple(text_columns),
         "label_column": label_column,
         "num_labels": num_labels,
         "metrics": tuple(metrics),
     }
-    given = {key: value for key, value in given.items() if value not in (None, ())}
+    changes = {key: value for key, value in changes.items() if value not in (None, ())}
     if name in OVER_TOKENS and num_labels is not None:
         raise UserError(f"task {name!r} takes its classes from the model; drop --num-labels")
     if name in KNOWN:
-        fields = KNOWN[name].model_dump() | given
+        fields = KNOWN[name].model_dump() | changes
         if num_labels is not None and not metrics and KNOWN[name].type is None:
             kind = task_kind(num_labels)
             fields["metrics"] = KNOWN[name].metrics if kind is KNOWN[name].kind else kind.default_metrics
@@ -190,7 +190,7 @@ def get_task(
             "(1 for regression)"
         )
     else:
-        fields = {"name": name, "metrics": task_kind(num_labels).default_metrics} | given
+        fields = {"name": name, "metrics": task_kind(num_labels).default_metrics} | changes
     task = Task.model_validate(fields)
     _check_fields(task)
     return task
@@ -262,7 +262,7 @@ def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None)
     if task.kind.units is not None or task.kind.embeds:  # held to the kind when it was loaded
         return
     head = task_kind(model_labels, problem_type)
-    made = f"{problem_type or head.name} with {model_labels} output{'s' * (model_labels != 1)}"
+    outputs = f"{problem_type or head.name} with {model_labels} output{'s' * (model_labels != 1)}"
     needs = task.kind.head.format(count=task.num_labels)
     if (
         model_labels != task.num_labels
@@ -274,6 +274,6 @@ def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None)
         ]
         others = f" (GLUE tasks with such a head: {', '.join(fitting)})" if fitting else ""
         raise UserError(
-            f"the model's head is {made}, but task {task.name!r} needs {needs}; give a model that was "
+            f"the model's head is {outputs}, but task {task.name!r} needs {needs}; give a model that was "
             f"fine-tuned on this task, or the --task that it was fine-tuned on{others}"
         )

@@ -103,17 +103,17 @@ def find_checkpoint(folder: Path, identity: dict[str, Any], notes: list[str]) ->
     Raises:
         UserError: a checkpoint of another run (recipe, model, data, processes, arithmetic).
     """
-    for found in _all(folder):
-        manifest = _manifest(found)
+    for path in _all(folder):
+        manifest = _manifest(path)
         if manifest is not None:
-            _require_same(found, manifest.identity, identity)
-        bad = _damaged(found)
+            _require_same(path, manifest.identity, identity)
+        bad = _damaged(path)
         if manifest is not None and not bad:
             best = get_checkpoint_folder(folder, manifest.best_step)
             bad = [f"{best.name}/{name}" for name in _damaged(best)]  # the run would end without weights
             if not bad:
-                return Checkpoint(found, manifest.state)
-        notes.append(f"checkpoint {found.name} is damaged ({', '.join(bad)}); it is passed over")
+                return Checkpoint(path, manifest.state)
+        notes.append(f"checkpoint {path.name} is damaged ({', '.join(bad)}); it is passed over")
     if _all(folder):
         notes.append("no whole checkpoint was left; the training began again")
     return None

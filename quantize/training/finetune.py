@@ -261,14 +261,14 @@ def _validate(
 ) -> dict[str, Any]:
     """Compute metrics of the validation split in FP32; of MNLI's second one under a suffix."""
     task = request.task
-    found = [
+    scored = [
         (predict_rows(accelerator, model, task.kind, each, data.pad_id), each.gold)
         for each in data.evaluation.values()
     ]
     return {
-        "metrics": merge_splits(metrics.compute(task, answers, gold) for answers, gold in found),
-        "stderr": merge_splits(metrics.stderr(task, answers, gold, seed=0) for answers, gold in found),
-        "n": len(found[0][1]),  # of the first split, whose metric stands beside it
+        "metrics": merge_splits(metrics.compute(task, answers, gold) for answers, gold in scored),
+        "stderr": merge_splits(metrics.stderr(task, answers, gold, seed=0) for answers, gold in scored),
+        "n": len(scored[0][1]),  # of the first split, whose metric stands beside it
     }
 
 

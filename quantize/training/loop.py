@@ -309,14 +309,14 @@ def _mean_loss(accelerator: "Accelerator", losses: list[Any], norms: list[Any], 
     """
     import torch
 
-    found = accelerator.reduce(torch.stack(losses).float(), reduction="sum")
-    for number, (loss, norm) in enumerate(zip(found.tolist(), torch.stack(norms).tolist(), strict=True)):
+    reduced = accelerator.reduce(torch.stack(losses).float(), reduction="sum")
+    for number, (loss, norm) in enumerate(zip(reduced.tolist(), torch.stack(norms).tolist(), strict=True)):
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise CheckFailed(
                 f"the {'gradient of the ' * math.isfinite(loss)}training loss became NaN or infinite at step "
                 f"{step - len(losses) + number + 1}; lower learning_rate, or set precision: fp32"
             )
-    return float(found.mean())
+    return float(reduced.mean())
 
 
 def _judge(job: Job, accelerator: "Accelerator", state: State) -> None:

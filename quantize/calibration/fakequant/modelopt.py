@@ -113,13 +113,13 @@ def _prepare(quantizer: Any) -> _Scale:
     steps = torch.tensor(float(INT8_MAX), device=amax.device) / amax.float()
     nothing = amax <= 2**-24
     steps, divisors = steps.masked_fill(nothing, 0.0), steps.masked_fill(nothing, 1.0)
-    found = _Scale(amax, amax._version, get_lowest_code(quantizer), steps, divisors)
+    scale = _Scale(amax, amax._version, get_lowest_code(quantizer), steps, divisors)
     if quantizer.axis is None:
-        found.per_tensor = float(scales)
+        scale.per_tensor = float(scales)
     else:
-        found.axis, found.per_channel = int(quantizer.axis), scales.flatten()
-        found.zero = torch.zeros_like(found.per_channel)
-    return found
+        scale.axis, scale.per_channel = int(quantizer.axis), scales.flatten()
+        scale.zero = torch.zeros_like(scale.per_channel)
+    return scale
 
 
 def get_lowest_code(quantizer: Any) -> int:

@@ -90,13 +90,13 @@ def split_weight(weight: torch.Tensor) -> Parts:
 def multiply_blocks(inputs: torch.Tensor, parts: Parts, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute `functional.linear` of contiguous inputs [..., K] and a split weight, added up as MKL does."""
     rows = inputs.view(-1, inputs.shape[-1])
-    made: torch.Tensor | None = None
+    total: torch.Tensor | None = None
     for part, weight in parts:
-        given = rows[:, part], weight, bias if made is None else None
-        found = torch.ops.mkldnn._linear_pointwise(*given, "none", [], "")
-        made = found if made is None else made.add_(found)
-    assert made is not None, "a linear has inputs"
-    return made.view(*inputs.shape[:-1], made.shape[-1])
+        arguments = rows[:, part], weight, bias if total is None else None
+        found = torch.ops.mkldnn._linear_pointwise(*arguments, "none", [], "")
+        total = found if total is None else total.add_(found)
+    assert total is not None, "a linear has inputs"
+    return total.view(*inputs.shape[:-1], total.shape[-1])
 
 
 @cache

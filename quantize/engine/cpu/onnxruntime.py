@@ -138,15 +138,15 @@ def _trace(before: onnx.GraphProto, after: onnx.GraphProto) -> None:
     producers = {tensor: node for node in before.node for tensor in node.output}
     known = {tensor for node in after.node for tensor in node.output}
     for node in after.node:
-        found: dict[str, None] = {}
+        sources: dict[str, None] = {}
         waiting = [tensor for tensor in node.output if tensor in producers]
         while waiting:
             source = producers[waiting.pop()]
-            if source.name in found:
+            if source.name in sources:
                 continue
-            found[source.name] = None
+            sources[source.name] = None
             waiting += [tensor for tensor in source.input if tensor in producers and tensor not in known]
-        node.doc_string = "\n".join(found) or node.name
+        node.doc_string = "\n".join(sources) or node.name
 
 
 def _kernels(graph: onnx.GraphProto, events: list[dict[str, Any]]) -> Iterator[Kernel]:

@@ -92,10 +92,10 @@ class OpenVinoModel:
 
         Milliseconds are those of the last run, with `profile`.
         """
-        found = []
+        executed = []
         for node in self._model.get_runtime_model().get_ordered_ops():
-            told = {name: str(value.astype(str)) for name, value in node.get_rt_info().items()}
-            if told["layerType"] in (*_CONSTANTS, "Result", "Output"):
+            facts = {name: str(value.astype(str)) for name, value in node.get_rt_info().items()}
+            if facts["layerType"] in (*_CONSTANTS, "Result", "Output"):
                 continue
             sources = [port.get_source_output() for port in node.inputs()]
             inputs: list[str] = []
@@ -103,19 +103,19 @@ class OpenVinoModel:
             for source in sources:
                 kind = str(source.get_node().get_rt_info()["layerType"].astype(str))
                 (constants if kind in _CONSTANTS else inputs).append(_type(source))
-            names = [_onnx_name(name) for name in told.get("originalLayersNames", "").split(",") if name]
+            names = [_onnx_name(name) for name in facts.get("originalLayersNames", "").split(",") if name]
             row = LayerRow(
                 name=_onnx_name(node.get_friendly_name()),
-                kind=_kind(told["layerType"], names),
+                kind=_kind(facts["layerType"], names),
                 onnx=names,
                 inputs=inputs,
                 constants=constants,
                 outputs=[_type(port) for port in node.outputs()],
-                kernel=told.get("primitiveType"),
+                kernel=facts.get("primitiveType"),
             )
-            time = told.get("execTimeMcs", "")
-            found.append(Kernel(row, int(time) / 1000 if time.isdecimal() else 0.0))
-        return found
+            time = facts.get("execTimeMcs", "")
+            executed.append(Kernel(row, int(time) / 1000 if time.isdecimal() else 0.0))
+        return executed
 
 
 def read_model(data: bytes) -> Any:

@@ -322,7 +322,7 @@ def is_stored_kn(graph: CheckGraph, node: onnx.NodeProto) -> bool:
 
 
 def check_residuals(
-    graph: CheckGraph, found: Collection[ResidualAdd], expected: Collection[str] | None
+    graph: CheckGraph, added: Collection[ResidualAdd], expected: Collection[str] | None
 ) -> Iterator[FindingRow]:
     """Find INT8 residuals that no recipe asks for, or that are rounded unlike their tensor's other readers.
 
@@ -331,7 +331,7 @@ def check_residuals(
     Args:
         expected: modules that the recipe wants in INT8; None: no recipe.
     """
-    for residual in found:
+    for residual in added:
         if residual.dq is None:
             continue
         if expected is not None and residual.module not in expected:

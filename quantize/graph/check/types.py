@@ -58,14 +58,14 @@ def _type_node(node: onnx.NodeProto, opset: int, types: dict[str, int]) -> str:
     bound: dict[str, tuple[int, str]] = {}
     why = ""
     for name, parameter in zip(node.input, _stretch(schema.inputs, len(node.input)), strict=False):
-        found = types.get(name, 0)
-        if not found or not parameter.is_homogeneous or why:
+        known = types.get(name, 0)
+        if not known or not parameter.is_homogeneous or why:
             continue
         fixed = _fixed_type(parameter.type_str)
-        default = (fixed, "the operator") if fixed else (found, repr(name))
+        default = (fixed, "the operator") if fixed else (known, repr(name))
         expected, source = bound.setdefault(parameter.type_str, default)
-        if expected != found:
-            why = f"{name!r} is {type_name(found)}, but {source} has {type_name(expected)}"
+        if expected != known:
+            why = f"{name!r} is {type_name(known)}, but {source} has {type_name(expected)}"
             why += "; a strongly typed parser or ONNX Runtime refuses the mix"
             bound[parameter.type_str] = (0, "")  # unknown from here on, or every node behind would be named
     for name, parameter in zip(node.output, _stretch(schema.outputs, len(node.output)), strict=False):

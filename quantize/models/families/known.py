@@ -258,13 +258,13 @@ def require_family(recipe: str, family: str, model: str, config: Any) -> Family:
     Raises:
         UserError: they differ.
     """
-    found = family_of(config, model)
-    if found.name != family:
+    family_found = family_of(config, model)
+    if family_found.name != family:
         raise UserError(
             f"recipe {recipe} is for model family {family!r}, but model {model} is a {config.model_type!r}; "
-            f"take a recipe of family {found.name}"
+            f"take a recipe of family {family_found.name}"
         )
-    return found
+    return family_found
 
 
 ANY_LAYER = re.compile(r"(?:^|[/._])layers?[./](\d+)(?=[/.]|$)")

@@ -37,7 +37,7 @@ def cosines(a: Floats, b: Floats) -> Float64:
     return np.where(~a.any(axis=1) & ~b.any(axis=1), 1.0, np.clip(found, -1, 1))
 
 
-def overlap(reference: Floats, made: Floats, count: int = NEIGHBORS) -> Float64:
+def overlap(reference: Floats, answers: Floats, count: int = NEIGHBORS) -> Float64:
     """Return the share of the nearest texts by one embedding that are nearest by the other too, [n].
 
     A text is no neighbour of itself. Nearest are those of the largest cosine; of equal ones the first. Exact,
@@ -45,13 +45,13 @@ def overlap(reference: Floats, made: Floats, count: int = NEIGHBORS) -> Float64:
 
     Args:
         reference: [n, width].
-        made: the same texts, [n, width].
+        answers: the same texts, [n, width].
         count: neighbours; of fewer texts all others.
     """
     count = min(count, len(reference) - 1)
     if count < 1:
         return np.ones(len(reference))
-    pairs = zip(_nearest(reference, count), _nearest(made, count), strict=True)
+    pairs = zip(_nearest(reference, count), _nearest(answers, count), strict=True)
     return np.concatenate([(mine & other).sum(axis=1) / count for mine, other in pairs])
 
 

@@ -89,15 +89,15 @@ class Encoded:
         """Return the rows, int64 [B], and their tokens, padded to the longest of them, int64 [B, L]."""
         return pad([(row, self.input_ids[row], self.token_type_ids[row]) for row in rows], pad_id)
 
-    def kept(self, rows: Int64, made: Any) -> Any:
+    def kept(self, rows: Int64, outputs: Any) -> Any:
         """Select the answers [answers, width] of rows from a model's output [B, width] or [B, L, width].
 
         Both are a tensor or an array.
         """
         if self.positions is None:
-            return made
+            return outputs
         places = np.repeat(np.arange(len(rows)), self.answers[rows])
-        return made[places, np.concatenate([self.positions[row] for row in rows])]
+        return outputs[places, np.concatenate([self.positions[row] for row in rows])]
 
     def answers_of(self, rows: Int64) -> Int64:
         """Return the places of the answers of some rows among those of all, row after row."""

@@ -141,13 +141,13 @@ def join_outputs(outputs: Any, names: Iterable[str]) -> Any:
         outputs: a mapping by name, of tensors or of arrays.
         names: as `TaskKind.outputs` lists them.
     """
-    found = [outputs[name] for name in names]
-    if len(found) == 1:
-        return found[0]
-    if hasattr(found[0], "detach"):
+    answers = [outputs[name] for name in names]
+    if len(answers) == 1:
+        return answers[0]
+    if hasattr(answers[0], "detach"):
         import torch
 
-        return torch.stack(found, dim=-1)
+        return torch.stack(answers, dim=-1)
     import numpy as np
 
-    return np.stack(found, axis=-1)
+    return np.stack(answers, axis=-1)

@@ -138,7 +138,7 @@ def _units(encoding: Any) -> Units:
 
 def _predict(logits: Floats, gold: Questions) -> Array:
     """Return the text of the best span of each question, as in transformers' examples; or no answer."""
-    scores, found = iter(gold.by_window(logits)), []
+    scores, texts = iter(gold.by_window(logits)), []
     for context, windows in zip(gold.contexts, gold.windows, strict=True):
         best, text, none = -np.inf, "", np.inf
         for spans in windows:
@@ -147,8 +147,8 @@ def _predict(logits: Floats, gold: Questions) -> Array:
             score, first, last = _best_span(window, spans)
             if score > best:
                 best, text = score, context[spans[first, 0] : spans[last, 1]]
-        found.append("" if gold.unanswerable and none > best else text)
-    return np.array(found, dtype=str)
+        texts.append("" if gold.unanswerable and none > best else text)
+    return np.array(texts, dtype=str)
 
 
 def _best_span(logits: Floats, spans: Int64) -> tuple[float, int, int]:

@@ -248,16 +248,19 @@ def _judge(  # noqa: PLR0913, PLR0917
         parts = settings.distill
         pair = torch.from_numpy(made), torch.from_numpy(wanted)
         distance = task.kind.distance(*pair, parts.temperature, torch.from_numpy(counts))
-        found = {"distance": float(distance) / judged.rows}
-        score = parts.logits * found["distance"]
+        scores = {"distance": float(distance) / judged.rows}
+        score = parts.logits * scores["distance"]
         if task.kind.mean_loss is not None:
-            found["loss"] = task.kind.mean_loss(made, labels, counts)
-            score += parts.labels * found["loss"]
+            scores["loss"] = task.kind.mean_loss(made, labels, counts)
+            score += parts.labels * scores["loss"]
         if parts.hidden:
-            found["hidden"] = _held_out_hidden(accelerator, model, teacher, data, own)
-            score += parts.hidden * found["hidden"]
-            found = {"objective": score, **found}
-        values = {**found, **metrics.compute(task, made, metrics.select_reference(task, judged.gold, wanted))}
+            scores["hidden"] = _held_out_hidden(accelerator, model, teacher, data, own)
+            score += parts.hidden * scores["hidden"]
+            scores = {"objective": score, **scores}
+        values = {
+            **scores,
+            **metrics.compute(task, made, metrics.select_reference(task, judged.gold, wanted)),
+        }
         constant = is_collapsed(task, made, labels) and not is_collapsed(task, wanted, labels)
         return HeldOut(-score, values, constant)
 

@@ -180,11 +180,11 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
             if broadcast_object_list([None])[0]:
                 train_quantized(session, accelerator)
             return
-        told = False
+        warned = False
 
         def tell() -> None:
-            nonlocal told
-            told = True
+            nonlocal warned
+            warned = True
             broadcast_object_list([True])
 
         session.accelerator, session.before_training = accelerator, tell
@@ -192,7 +192,7 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
             lead("qat")
         finally:
             session.accelerator, session.before_training = None, lambda: None
-            if not told:
+            if not warned:
                 broadcast_object_list([False])
 
 

@@ -41,13 +41,13 @@ class Cpu:
 @cache
 def find_cpu() -> Cpu:
     """Find the CPU of this machine."""
-    said: dict[str, str] = {}
+    info: dict[str, str] = {}
     if _CPUINFO.is_file():
         for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
-            said.setdefault(key.strip().lower(), value.strip())
-    flags = f"{said.get('flags', '')} {said.get('features', '')}".split()
-    name = said.get("model name") or platform.processor() or platform.machine()
+            info.setdefault(key.strip().lower(), value.strip())
+    flags = f"{info.get('flags', '')} {info.get('features', '')}".split()
+    name = info.get("model name") or platform.processor() or platform.machine()
     return Cpu(
         name, quota() or len(usable_cores()), tuple(feature for feature in FEATURES if feature in flags)
     )

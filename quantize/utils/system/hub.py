@@ -35,18 +35,18 @@ def commit_of(repository: str, kind: RepoKind, revision: str | None = None) -> s
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     try:
-        found = HfApi().repo_info(repository, repo_type=kind, revision=revision, timeout=TIMEOUT_S).sha
+        commit = HfApi().repo_info(repository, repo_type=kind, revision=revision, timeout=TIMEOUT_S).sha
     except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise HubError(f"no such {kind} on the hub: {_reason(error)}") from error
     except Exception as error:  # without a connection: OSError, ValueError, or a class of its own
-        found = _cached(repository, kind, revision)
-        if found is None:
+        commit = _cached(repository, kind, revision)
+        if commit is None:
             raise HubError(
                 f"the hub cannot be reached ({_reason(error)}), and its cache does not tell which commit "
                 "is meant; give a folder, the 40 digits of a commit as revision, or the connection"
             ) from error
-    assert found is not None
-    return found
+    assert commit is not None
+    return commit
 
 
 def _cached(repository: str, kind: RepoKind, revision: str | None) -> str | None:
