@@ -241,8 +241,8 @@ def calibrate(
     report_phase("looking at softmax")
     by_error = _choose_softmax(settings, plan, batches)
     chosen = softmax.choose_softmax_scales(model, plan, forward_loop, folds_kv_bias(plan), by_error=by_error)
-    centred = softmax.get_bias_deltas(model, plan, chosen.centers)
-    apply_biases(model, centred)
+    centered = softmax.get_bias_deltas(model, plan, chosen.centers)
+    apply_biases(model, centered)
     for name, amax in chosen.amax.items():
         quantizers[f"{name}.p_bmm_quantizer"].amax = amax
     histograms.install_calibrators(quantizers, plan)
@@ -277,7 +277,7 @@ def calibrate(
         shifts=shifts,
         splits=splits,
         smoothing=moved,
-        centers=without | centred,
+        centers=without | centered,
         biases=biases,
         softmax=chosen.loss,
         replaced=replaced,

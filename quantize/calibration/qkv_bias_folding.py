@@ -63,8 +63,8 @@ class _Seen:
         flat = x.detach().flatten(0, -2)
         self.low = torch.minimum(torch.as_tensor(self.low).to(flat), flat.amin(dim=0))
         self.high = torch.maximum(torch.as_tensor(self.high).to(flat), flat.amax(dim=0))
-        centred = (x - x.mean(dim=1, keepdim=True)).detach().flatten(0, -2)
-        self.spread = self.spread + (centred.T @ centred).double() / x.shape[1]
+        centered = (x - x.mean(dim=1, keepdim=True)).detach().flatten(0, -2)
+        self.spread = self.spread + (centered.T @ centered).double() / x.shape[1]
         self.samples += len(x)
 
 

@@ -72,7 +72,7 @@ class CalibrationRecord(Tabular):
     splits: dict[str, ChannelSplit] = {}
     shifts: dict[str, Shift] = {}  # by INT8 attention
     smoothing: Smoothing = Smoothing()
-    # linear -> what centring the values of an INT8 attention added to its bias, float32 values
+    # linear -> what centering the values of an INT8 attention added to its bias, float32 values
     centers: dict[str, list[float]] = {}
     biases: dict[str, list[float]] = {}  # linear -> what bias correction added, float32 values
     softmax: list[SoftmaxRow] = []  # of INT8 attentions

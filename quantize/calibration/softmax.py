@@ -4,8 +4,8 @@ With scale 1/127 probabilities under 1/254 become zero, and the longer the input
 they hold. A smaller amax keeps them and clips the peaks. Two things are chosen by the error of the output of
 the attention, P v, over the calibration data; the fused kernel stays as it is, and neither costs it any time:
 
-- **The values are centred.** Rows of P sum to 1, so P (v - m) + m = P v for any m of each channel. With m the
-  mean of v over the calibration data, what P loses is lost of v - m, which is small where v is nearly the
+- **The values are centered.** Rows of P sum to 1, so P (v - m) + m = P v for any m of each channel. With the
+  mean m of v over the calibration data, what P loses is lost of v - m, which is small where v is nearly the
   same for all tokens. Exact in FP32: -m goes into the bias of the value projection, and m times its weight
   into that of the output projection. Bias correction (Nagel et al. 2019, arXiv 1906.04721) puts back the mean
   of the loss; this gives each row back what it lost itself.
@@ -41,7 +41,7 @@ class Softmax:
     """What was chosen for the INT8 attentions of a model."""
 
     amax: dict[str, float]  # of the softmax output, by attention
-    centers: dict[str, Float64]  # mean of v, [heads * head size], where centring it helps
+    centers: dict[str, Float64]  # mean of v, [heads * head size], where centering it helps
     loss: list[SoftmaxRow]  # in that form
     notes: list[str] = field(default_factory=list)
 
@@ -109,8 +109,8 @@ def choose_softmax_scales(
     Args:
         model: with quantizers; left as it is.
         run: passes batches without padding through the model.
-        left: attentions whose values are not centred, as nothing can be added behind their GEMM.
-        by_error: choose; else amax 1 and no centring, and their loss.
+        left: attentions whose values are not centered, as nothing can be added behind their GEMM.
+        by_error: choose; else amax 1 and no centering, and their loss.
     """
     sums: dict[str, dict[int, _SoftmaxSums]] = {name: {} for name in plan.attention}
     if not sums:

@@ -285,7 +285,7 @@ def use_sequence_first(model: onnx.ModelProto) -> int:
 
     Returns:
         Attentions whose q, k and v need no copy any more. 0: nothing was changed, as no attention was
-        recognised, or something between two of them is not computed for every token alone.
+        recognized, or something between two of them is not computed for every token alone.
     """
     index = GraphIndex(model)
     norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]

@@ -33,19 +33,19 @@ class NewRecipe(Strict):
     text: str  # YAML
     shipped: list[str]  # recipes that fit as they are; none of a family that is not known here
     modules: list[ModuleRow]  # none of a known family
-    left: dict[str, str]  # not recognised: module, * for numbers, and the reason
+    left: dict[str, str]  # not recognized: module, * for numbers, and the reason
     notes: list[str]
 
 
 def new_recipe(name: str, revision: str | None = None) -> NewRecipe:
-    """Write a recipe that puts every recognised linear of the encoder's layers in INT8.
+    """Write a recipe that puts every recognized linear of the encoder's layers in INT8.
 
     Args:
         name: folder or hub id of a model; of its files config.json alone is read.
         revision: of a hub model.
 
     Raises:
-        UserError: a model that cannot be used here, or in which no encoder layers were recognised.
+        UserError: a model that cannot be used here, or in which no encoder layers were recognized.
     """
     config = read_model_config(name, revision)
     if family := known_family(config.model_type):

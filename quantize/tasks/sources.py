@@ -50,7 +50,7 @@ def read_lines(paths: Sequence[Path]) -> list[str]:
 def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str], list[str]]:
     """Return each text with a word once, in the order of first places, and notes on omissions.
 
-    The same text twice would be its own nearest neighbour, and could calibrate what it judges.
+    The same text twice would be its own nearest neighbor, and could calibrate what it judges.
     """
     first: dict[str, str] = {}
     blank = 0

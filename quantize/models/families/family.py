@@ -67,7 +67,7 @@ class Family:
     outside: Mapping[str, Role]  # ends of the names of linears that are in no layer
     attention: str | None  # None: it stays as it is, in FP16
     residuals: tuple[Residual, ...]  # that of the attention first; none where a quantizer has no place
-    norms: Mapping[str, Norm]  # what each LayerNorm of a layer normalises
+    norms: Mapping[str, Norm]  # what each LayerNorm of a layer normalizes
     embeddings: str  # in the base model
     embeddings_norm: str  # in the base model
     pooler: str | None  # in the base model
@@ -163,7 +163,7 @@ class Family:
 
         Returns:
             A LayerNorm, or the linear behind the embeddings; None where it serves several runs, where what is
-            normalised is not the residual, or where it is not known.
+            normalized is not the residual, or where it is not known.
         """
         place = self.place(attention)
         if place is None or not self.layer_end or self.shared_layers or "*" in self.layers:

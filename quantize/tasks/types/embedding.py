@@ -40,13 +40,13 @@ def cosines(a: Floats, b: Floats) -> Float64:
 def overlap(reference: Floats, answers: Floats, count: int = NEIGHBORS) -> Float64:
     """Return the share of the nearest texts by one embedding that are nearest by the other too, [n].
 
-    A text is no neighbour of itself. Nearest are those of the largest cosine; of equal ones the first. Exact,
+    A text is no neighbor of itself. Nearest are those of the largest cosine; of equal ones the first. Exact,
     in blocks: memory grows with n, not with its square.
 
     Args:
         reference: [n, width].
         answers: the same texts, [n, width].
-        count: neighbours; of fewer texts all others.
+        count: neighbors; of fewer texts all others.
     """
     count = min(count, len(reference) - 1)
     if count < 1:
