@@ -61,7 +61,7 @@ def test_data_that_no_profile_takes_is_known_before_any_work(lengths, batch_size
     assert "\n" not in str(caught.value)
     longest = max(end[1] for end in ends)
     if max(lengths) > longest:
-        assert f"more than the {longest} tokens that stages.shapes takes, the longest {max(lengths)};" in str(
+        assert f"more than the {longest} tokens that engine.shapes takes, the longest {max(lengths)};" in str(
             caught.value
         )
 
@@ -293,7 +293,7 @@ def test_how_to_rebuild_an_engine_without_a_sidecar(built, tmp_path):
 def test_how_to_rebuild_what_the_recipe_makes_for_another_gpu(built, tmp_path, monkeypatch):
     monkeypatch.setattr(sidecar, "find_gpu", lambda: Gpu("T4", "7.5", "580.1"))
     with pytest.raises(
-        UserError, match=rf"qdqbench build {tmp_path}` \(with stages.compute_capability: null"
+        UserError, match=rf"qdqbench build {tmp_path}` \(with engine.compute_capability: null"
     ):
         check_sidecar(built)
 
