@@ -18,10 +18,10 @@ from qdqbench.eval.bench.run import require_gpu, run_bench
 from qdqbench.eval.bench.systems import TABLE, own_backend, runs_on_cpu
 from qdqbench.eval.bench.target import Target, check_lengths, model_target, recipe_for, run_target
 from qdqbench.eval.runs.report.report import refresh_reports
-from qdqbench.quantize.models.families.shapes import MODEL_SHAPES
+from qdqbench.quantize.models.families.known import MODEL_SHAPES
 from qdqbench.quantize.models.identity import model_fingerprint
 from qdqbench.quantize.models.pooling import Pooling
-from qdqbench.quantize.pipeline.config import asked_pooling
+from qdqbench.quantize.pipeline.config import select_pooling
 from qdqbench.quantize.pipeline.ownership import (
     RunIdentity,
     default_folder,

@@ -10,22 +10,20 @@ import numpy as np
 
 from qdqbench._runs import silent
 from qdqbench.quantize.calibration import ptq
-from qdqbench.quantize.calibration.fakequant.quantizers import outputs_of
+from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
 from qdqbench.quantize.calibration.record import CalibrationRecord
 from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.graph.check.check import CheckReport, check_file
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
-from qdqbench.quantize.graph.modules import recipe_modules
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.load import load_model, prepare_model, use_tanh_gelu
 from qdqbench.quantize.models.modules import module_table
-from qdqbench.quantize.pipeline.config import asked_pooling
-from qdqbench.quantize.pipeline.inspect_target import checked_graph
+from qdqbench.quantize.pipeline.config import select_pooling
+from qdqbench.quantize.pipeline.inspect_target import find_checked_graph, recipe_modules
 from qdqbench.quantize.pipeline.session import require_fit
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
-from qdqbench.quantize.tasks.batches import equal_length_batches
-from qdqbench.quantize.tasks.rows import Sample
+from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
 from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
@@ -73,7 +71,7 @@ def load_embedder(
     Raises:
         UserError: not found or not supported, or it does not fit what the model says itself.
     """
-    return load_model(str(model), revision, PAIRS, asked_pooling(pooling, normalize))
+    return load_model(str(model), revision, PAIRS, select_pooling(pooling, normalize))
 
 
 def quantize(
@@ -130,7 +128,7 @@ def export(quantized: Quantized, path: str | Path) -> Exported:
     recipe, notes = quantized.recipe, list[str]()
     asked = recipe.engine.backend
     settings = ExportSettings.of(recipe, gpu_backend() if asked == "auto" else asked)
-    traced = trace(quantized.model, recipe.export.opset, outputs_of(quantized.model))
+    traced = trace(quantized.model, recipe.export.opset, name_outputs(quantized.model))
     write_graph(traced, quantized.plan, settings, Path(path), notes)
     return Exported(Path(path), notes)
 
@@ -147,7 +145,7 @@ def check(target: str | Path, recipe: str | None = None, *, allow: Collection[st
         UserError: a file that cannot be read, a run without a graph, a recipe that does not fit it, or
             `allow` names no code.
     """
-    path, own = checked_graph(Path(target))
+    path, own = find_checked_graph(Path(target))
     wanted = recipe or own
     return check_file(path, expected_quantized=recipe_modules(path, wanted) if wanted else None, allow=allow)
 

@@ -24,7 +24,7 @@ def finetune(*, options: FinetuneOptions, json: Json = False) -> None:
     from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.runs.report.training import finetuning_report, write_finetuning
     from qdqbench.quantize.pipeline.ownership import default_folder
-    from qdqbench.quantize.training.finetune import RESULT, Request, finetune
+    from qdqbench.quantize.training.finetune import RESULT, FinetuneRequest, finetune
     from qdqbench.quantize.training.record import require_all
 
     task = options.find_task()
@@ -70,7 +70,7 @@ def study(
     from qdqbench.eval.runs.study import STUDY_FILE, StudyPlan, study, study_report
     from qdqbench.quantize.pipeline.config import find_recipe
     from qdqbench.quantize.pipeline.ownership import default_folder
-    from qdqbench.quantize.training.finetune import Request
+    from qdqbench.quantize.training.finetune import FinetuneRequest
     from qdqbench.quantize.training.record import require_all
 
     recipes = [find_recipe(name, options.model, options.revision) for name in recipe]
@@ -130,7 +130,7 @@ def _base(options: FinetuneOptions, folder: Path, accelerator: "Accelerator") ->
 @contextmanager
 def _processes(precision: str) -> "Iterator[Accelerator]":
     """Accelerate on the processes that are here; the group ends with the block."""
-    from qdqbench.quantize.training.processes import group, new_accelerator
+    from qdqbench.quantize.training.processes import join_group, new_accelerator
 
-    with group():
+    with join_group():
         yield new_accelerator(precision)

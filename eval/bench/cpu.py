@@ -22,16 +22,16 @@ from qdqbench.eval.bench.results import BenchRow, BenchSystem
 from qdqbench.eval.bench.rounds import ReadySystem
 from qdqbench.eval.bench.systems import System, systems_of, why_absent
 from qdqbench.eval.bench.target import RANDOM_BATCH, RANDOM_SAMPLES, Target
-from qdqbench.quantize.engine.build import attention_count, build, gemm_names
+from qdqbench.quantize.engine.build import build, count_attentions, list_gemms
 from qdqbench.quantize.engine.cpu import openvino
 from qdqbench.quantize.engine.cpu.compiled import Compute, Run
-from qdqbench.quantize.engine.cpu.runtimes import compiled, compute_type
+from qdqbench.quantize.engine.cpu.runtimes import choose_compute, compile_model
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.models.inputs import MASK
 from qdqbench.quantize.pipeline.artifacts import expected_modules
-from qdqbench.quantize.tasks.types.kind import joined
+from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Float32
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.system.cpu import find_cpu
@@ -110,15 +110,15 @@ def _int8_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
         for file in (path, sidecar_path(path), layers):
             here.stack.callback(file.unlink, missing_ok=True)
     modules = expected_modules(session)
-    gemms = [name for name in gemm_names(graph) if module_of(name) in modules]
-    compute = compute_type(backend, find_cpu(), session.recipe.precision.compute)
+    gemms = [name for name in list_gemms(graph) if module_of(name) in modules]
+    compute = choose_compute(backend, find_cpu(), session.recipe.precision.compute)
     built = build(
         graph,
         path,
         backend=backend,
         profiles=profiles_of(here.target, here.options.engine_shapes, here.config),
         expected_gemms=gemms,
-        expected_attention=attention_count(gemms, session.plan.attention),
+        expected_attention=count_attentions(gemms, session.plan.attention),
         layers_path=path.with_suffix(".layers.json"),
         compute=compute,
     )
@@ -228,7 +228,7 @@ def _compiled_lanes(
 
 
 def _answers(run: Run, outputs: Sequence[str], batch: Batch) -> Float32:
-    return np.asarray(joined(run(batch), outputs), dtype=np.float32)
+    return np.asarray(join_outputs(run(batch), outputs), dtype=np.float32)
 
 
 def _int8_graph(here: Preparation[CpuWork], backend: BackendName) -> Path:

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from qdqbench.eval.bench.target import Target
-from qdqbench.quantize.engine.runtime.buckets import choose_edges
-from qdqbench.quantize.models.inputs import widened
+from qdqbench.quantize.engine.profiles import choose_edges
+from qdqbench.quantize.models.inputs import pad_columns
 from qdqbench.quantize.models.load import load_tokenizer
 from qdqbench.quantize.pipeline.artifacts import length_edges
-from qdqbench.quantize.tasks.batches import sorted_batches, sorted_rows
-from qdqbench.quantize.tasks.rows import encode, load_split
+from qdqbench.quantize.tasks.rows import encode, load_split, sorted_batches, sorted_rows
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.arrays import Batch, Int64
@@ -118,6 +117,6 @@ def _batches(
     else:
         lengths = [length for length, _ in sorted_rows(encoded.lengths, size, edges)]
     return rows, [
-        widened(batch, length - batch["input_ids"].shape[1], pad_id)
+        pad_columns(batch, length - batch["input_ids"].shape[1], pad_id)
         for length, batch in zip(lengths, batches, strict=True)
     ]

@@ -11,7 +11,7 @@ import numpy as np
 from qdqbench.eval.bench.rounds import Lane
 from qdqbench.quantize.models.inputs import MASK, TOKENS
 from qdqbench.quantize.pipeline.session import Session
-from qdqbench.quantize.tasks.types.kind import joined
+from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class SplitLane:
 
 
 def _host_logits(outputs: "Mapping[str, torch.Tensor]") -> Float32:
-    return by_row(np.array(joined(outputs, sorted(outputs)).float().cpu().numpy()))
+    return by_row(np.array(join_outputs(outputs, sorted(outputs)).float().cpu().numpy()))
 
 
 def by_row(answers: Float32) -> Float32:

@@ -37,7 +37,7 @@ from qdqbench.eval.bench.rounds import (
     measure_rounds,
     read_outputs,
 )
-from qdqbench.quantize.engine.build import attention_count, build, gemm_names, require_int8
+from qdqbench.quantize.engine.build import build, count_attentions, list_gemms, require_int8
 from qdqbench.quantize.engine.profiles import choose_profile
 from qdqbench.quantize.engine.runtime.cpu import CpuRunner
 from qdqbench.quantize.engine.runtime.engine import Engine
@@ -176,8 +176,8 @@ def write_engine_graph(
     settings = ExportSettings.of(recipe, backend_of(session.recipe))
     write_graph(trace(model, settings.opset, session.config.task.kind.outputs), plan, settings, path)
     modules = {*plan.int8, *plan.attention}
-    gemms = [name for name in gemm_names(path) if module_of(name) in modules]
-    return ReadyGraph(path, gemms, attention_count(gemms, plan.attention))
+    gemms = [name for name in list_gemms(path) if module_of(name) in modules]
+    return ReadyGraph(path, gemms, count_attentions(gemms, plan.attention))
 
 
 def build_and_prove(session: Session, graph: ReadyGraph, path: Path) -> Path:

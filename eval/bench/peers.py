@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from qdqbench.quantize.calibration.fakequant.quantizers import outputs_of
+from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
 from qdqbench.quantize.models.attention import use_attention
 from qdqbench.quantize.models.families.family import QKV
 from qdqbench.quantize.models.families.known import family_of

@@ -33,11 +33,11 @@ from qdqbench.eval.bench.rounds import LEAST_FOR_P99, Effort, Measured, check_ou
 from qdqbench.eval.bench.systems import describe_systems
 from qdqbench.eval.bench.target import Target, softmax_notes
 from qdqbench.quantize.engine.backend import choose_backend
-from qdqbench.quantize.engine.hazards import hazards
-from qdqbench.quantize.engine.inspection import slow_reasons
+from qdqbench.quantize.engine.hazards import find_hazards
+from qdqbench.quantize.engine.inspection import explain_slowdown
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.utils.system.cpu import cpu_hazards, find_cpu
-from qdqbench.quantize.utils.system.environment import environment, now
+from qdqbench.quantize.utils.system.environment import describe_environment, now
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
 CLOCK_INTERVAL_S = 0.1
@@ -224,7 +224,7 @@ def run_bench(  # noqa: PLR0913
         notes=_notes(target, options, backend, capability),
         warnings=[],
         errors=[],
-        environment=environment(),
+        environment=describe_environment(),
     )
     monitor = None if on_cpu else GpuMonitor(gpu_uuid())
     with monitor or nullcontext(), target.stack:
@@ -363,7 +363,7 @@ def _slow_reasons(config: BenchConfig, entries: Sequence[Entry]) -> list[str]:
     layers = {entry.row.system: entry.layers for entry in entries}
     int8, fp16 = layers.get("int8"), layers.get("fp16")
     slower = ratio is not None and ratio.verdict == "slower"
-    return list(slow_reasons(int8, fp16)) if slower and int8 and fp16 else []
+    return list(explain_slowdown(int8, fp16)) if slower and int8 and fp16 else []
 
 
 def _record_problems(result: Bench, config: BenchConfig) -> None:
@@ -394,6 +394,6 @@ def _notes(target: Target, options: BenchPlan, backend: tuple[str, str], capabil
     if target.about.random_weights:
         notes.append("random weights: latency is that of the shape, accuracy means nothing")
     if options.device == "gpu":
-        return notes + hazards(*backend, capability)
+        return notes + find_hazards(*backend, capability)
     on_cpu = "measured on a CPU: says nothing about a GPU"
     return [*notes, *cpu_hazards(find_cpu()), on_cpu, *busy_notes()]

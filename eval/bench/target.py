@@ -16,9 +16,8 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.record import read_record, write_record
 from qdqbench.quantize.calibration.softmax import LONG
 from qdqbench.quantize.models.families.family import Family
-from qdqbench.quantize.models.families.known import family_named, family_of
-from qdqbench.quantize.models.families.shapes import MODEL_SHAPES
-from qdqbench.quantize.models.identity import says_pooling
+from qdqbench.quantize.models.families.known import MODEL_SHAPES, family_named, family_of
+from qdqbench.quantize.models.identity import has_pooling
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.pooling import Pooling
 from qdqbench.quantize.pipeline import artifacts

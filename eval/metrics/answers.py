@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from qdqbench.eval.metrics.logits import read_logits
-from qdqbench.quantize.models.load import class_names
+from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
@@ -140,7 +140,7 @@ class PairedAnswers:
         task, folder = session.config.task, session.folder / "logits"
         before, after = (read_logits(folder / f"{name}.npz") for name in ("fp32", stage))
         split = next(iter(before))
-        gold = metrics.against(task, session.gold[split], before[split])
+        gold = metrics.select_reference(task, session.gold[split], before[split])
         return cls(task, stage, split, before[split], after[split], gold, _names(session, split))
 
     @cached_property
@@ -163,7 +163,7 @@ class PairedAnswers:
 def _names(session: Session, split: str) -> list[str]:
     """Return names of the classes: the model's, or those of the labels where it only numbers them."""
     task, dataset = session.config.task, session.eval_splits[split][0].dataset
-    names = list(task.classes) or class_names(session.model_name, session.config.revision, task.kind)
+    names = list(task.classes) or read_class_names(session.model_name, session.config.revision, task.kind)
     feature = dataset.features.get(task.label_column)
     known = [*task.values] or list(getattr(feature, "names", None) or ())
     return known if len(known) == len(names) and not is_named(tuple(names)) else names

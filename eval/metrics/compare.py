@@ -20,7 +20,7 @@ def divergence(task: Task, reference: Floats, answers: Floats, gold: Gold) -> Fl
     Args:
         reference: float32 [answers, width] of FP32.
         answers: the same of the candidate.
-        gold: as `metrics.predictions` takes it.
+        gold: as `metrics.predict` takes it.
 
     Raises:
         CheckFailed: all FP32 outputs of a regression are equal.
@@ -36,7 +36,7 @@ def agreement_of(reference: Floats, answers: Floats, *, seed: int) -> Agreement:
     Raises:
         CheckFailed: NaN or infinite embeddings.
     """
-    table = metrics.predictions(EMBED, answers, reference)
+    table = metrics.predict(EMBED, answers, reference)
     drawn = metrics.bootstrap(EMBED, reference, [table], seed=seed, resamples=metrics.RESAMPLES)
     distances, kept = 1 - table[:, 0], np.rint(table[:, 1] * NEIGHBORS).astype(np.int64)
     return Agreement(
@@ -70,17 +70,17 @@ def compare(
     Args:
         reference_answers: float32 [answers, width] of FP32.
         answers: The same of the stage.
-        gold: as `metrics.predictions` takes it.
+        gold: as `metrics.predict` takes it.
 
     Raises:
         CheckFailed: wrong shape, NaN or infinite answers.
         UserError: regression labels that are all equal.
     """
-    gold = metrics.against(task, gold, reference_answers)
+    gold = metrics.select_reference(task, gold, reference_answers)
     kind, both = task.kind, (reference_answers, answers)
     before, after = (metrics.compute(task, each, gold) for each in both)
     delta = {name: after[name] - before[name] for name in task.metrics}
-    systems = [metrics.predictions(task, each, gold) for each in both]
+    systems = [metrics.predict(task, each, gold) for each in both]
     found = metrics.bootstrap(task, gold, systems, seed=seed, resamples=metrics.RESAMPLES)
     errors = {name: float(np.std(values[1] - values[0], ddof=1)) for name, values in found.items()}
     right = [kind.right(kind.table(each, gold)) for each in systems] if kind.right else None

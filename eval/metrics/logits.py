@@ -10,7 +10,7 @@ from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.runners import predict
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.task import Task, by_split
+from qdqbench.quantize.tasks.task import Task, merge_splits
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array, Floats, read_arrays
 from qdqbench.quantize.utils.errors import UserError
@@ -91,17 +91,17 @@ def score(  # noqa: PLR0913, PLR0917
     """
     logits = read_logits(path)
     before = logits if reference is None else read_logits(reference)
-    gold = {name: metrics.against(task, gold[name], before[name]) for name in logits}
+    gold = {name: metrics.select_reference(task, gold[name], before[name]) for name in logits}
     versus = None
     if reference is not None:
         found = [compare(task, before[name], logits[name], gold[name], seed=seed) for name in logits]
-        deltas = by_split(each.delta for each in found)
-        errors = by_split(each.delta_stderr for each in found)
+        deltas = merge_splits(each.delta for each in found)
+        errors = merge_splits(each.delta_stderr for each in found)
         versus = found[0].model_copy(update={"delta": deltas, "delta_stderr": errors})
     return StageResult(
         status="done",
-        metrics=by_split(metrics.compute(task, logits[name], gold[name]) for name in logits),
-        stderr=by_split(metrics.stderr(task, logits[name], gold[name], seed=seed) for name in logits),
+        metrics=merge_splits(metrics.compute(task, logits[name], gold[name]) for name in logits),
+        stderr=merge_splits(metrics.stderr(task, logits[name], gold[name], seed=seed) for name in logits),
         n=len(next(iter(gold.values()))),
         vs_fp32=versus,
         detail=detail,

@@ -7,7 +7,7 @@ from qdqbench.eval.reporting.formats import count_of
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
 from qdqbench.quantize.pipeline.artifacts import REWRITES, backend_of, graph_path
 from qdqbench.quantize.pipeline.session import Session
-from qdqbench.quantize.recipe.plan import Plan, straight_linears
+from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import ModelChange
@@ -60,7 +60,9 @@ def _weights(done: ExportedRun) -> Iterator[Row]:
     record, plan, training = done.record, done.plan, done.training
     steps = training.best_step if training else 0
     yield "training", steps, "step", "The weights are those after {} of quantization-aware training."
-    tried = count_of(len([name for name in plan.int8 if name not in straight_linears(plan)]), "INT8 linear")
+    tried = count_of(
+        len([name for name in plan.int8 if name not in list_bias_free_linears(plan)]), "INT8 linear"
+    )
     said = f"The biases of {{}} of {tried} make up for the mean error of rounding; the others gained nothing."
     yield "bias correction", len(record.biases), "linear", said
     if done.exact_gelu and done.recipe.export.gelu == "tanh":

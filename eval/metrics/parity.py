@@ -28,12 +28,11 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqbench.eval.metrics.runners import session_of
-from qdqbench.quantize.calibration.fakequant.quantizers import forward, seen_by
-from qdqbench.quantize.graph.index import GraphIndex, tensor_values
-from qdqbench.quantize.graph.layout import turned
-from qdqbench.quantize.graph.runs import use_of
-from qdqbench.quantize.models.inputs import inputs_of
-from qdqbench.quantize.tasks.types.kind import joined
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, smooth_input
+from qdqbench.quantize.graph.index import GraphIndex, tensor_values, use_of
+from qdqbench.quantize.graph.rewrites import list_sequence_first
+from qdqbench.quantize.models.inputs import select_inputs
+from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Array, Float32, Float64, Int32, Int64
 from qdqbench.quantize.utils.comparison import Parity, ParityRow
 
@@ -89,7 +88,9 @@ def compare_layers(
         One row per quantized layer; attention tensors and residuals have rows of their own.
     """
     forced, boundaries, outputs = force(onnx_model)
-    other_way = turned(onnx_model)  # [length, batch, ...] there, and [batch, length, ...] in the reference
+    other_way = list_sequence_first(
+        onnx_model
+    )  # [length, batch, ...] there, and [batch, length, ...] in the reference
     outputs_of_model = [output.name for output in onnx_model.graph.output]
     session = session_of(forced.SerializeToString(), "the teacher-forced graph")
     counts: dict[str, list[int]] = {name: [0, 0, 0, 0] for b in boundaries for name in b.quantizers}
@@ -103,7 +104,7 @@ def compare_layers(
             expected = forward(model, batch).float().cpu().numpy()
         feeds = {b.reference: _turn(_fed(b, inputs, made), b.tensor in other_way) for b in boundaries}
         names = [b.tensor for b in boundaries] + list(outputs.values()) + outputs_of_model
-        ran = session.run(names, inputs_of(model, batch) | feeds)
+        ran = session.run(names, select_inputs(model, batch) | feeds)
         got = {name: _turn(value, name in other_way) for name, value in zip(names, ran, strict=True)}
         for boundary in boundaries:
             for name, scale in boundary.quantizers.items():
@@ -113,7 +114,7 @@ def compare_layers(
             difference = np.nan_to_num(got[tensor].astype(np.float64) - made[module], nan=1e6)
             errors[module][0] += float(np.square(difference).sum())
             errors[module][1] += float(np.square(made[module].astype(np.float64)).sum())
-        answers = joined(got, outputs_of_model)
+        answers = join_outputs(got, outputs_of_model)
         logits_diff = max(logits_diff, float(np.nan_to_num(np.abs(answers - expected), nan=1e6).max()))
         samples += len(expected)
         padded |= not valid.all()
@@ -243,7 +244,7 @@ def _recorded(
     outputs: dict[str, Float32] = {}
 
     def before(names: Iterator[str], quantizer: Any, args: Any) -> None:
-        inputs[next(names)] = seen_by(quantizer, args[0]).detach().float().cpu().numpy()
+        inputs[next(names)] = smooth_input(quantizer, args[0]).detach().float().cpu().numpy()
 
     def behind(names: Iterator[str], _: Any, __: Any, output: Any) -> None:
         outputs[next(names)] = output.detach().float().cpu().numpy()

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
-from qdqbench.quantize.tasks.batches import sorted_batches
+from qdqbench.quantize.tasks.rows import sorted_batches
 from qdqbench.quantize.tasks.types.encoded import Encoded
-from qdqbench.quantize.tasks.types.kind import joined
+from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.progress import report_phase
@@ -79,14 +79,14 @@ def evaluating(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
     placed(model)
     try:
         if any(name.endswith("weight_quantizer") for name, _ in model.named_modules()):
-            from qdqbench.quantize.calibration.fakequant.native import frozen
+            from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
 
-            with frozen(model):
+            with use_frozen_weights(model):
                 yield model
         else:
-            from qdqbench.quantize.calibration.fakequant.onednn import quick_linears
+            from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 
-            with quick_linears(model.device.type, again=True):
+            with use_quick_linears(model.device.type, again=True):
                 yield model
     finally:
         cast("Any", model).to("cpu")
@@ -123,7 +123,7 @@ def run_session(session: Any, batch: Batch) -> Float32:
         [each.name for each in values] for values in (session.get_inputs(), session.get_outputs())
     )
     made = dict(zip(names, session.run(names, {name: batch[name] for name in taken}), strict=True))
-    return np.asarray(joined(made, names), dtype=np.float32)
+    return np.asarray(join_outputs(made, names), dtype=np.float32)
 
 
 def session_of(model: bytes, name: str) -> Any:

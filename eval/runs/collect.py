@@ -24,12 +24,12 @@ from qdqbench.quantize.pipeline.artifacts import (
     GPU_INT8,
     LAYER_ERRORS,
     Skipped,
-    found_lengths,
+    describe_lengths,
     read_built,
     read_engine_run,
     read_verified,
 )
-from qdqbench.quantize.pipeline.pipeline import finished
+from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import QAT, Session
 from qdqbench.quantize.tasks.sources import source_commit
 from qdqbench.quantize.training.record import RECORD
@@ -102,13 +102,13 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
         qat_vs_ptq=_compared(session, "ptq", "fake_quant") if {"qat", "fake_quant"} <= {*timings} else None,
         engine=outcomes.get("build"),
         gpu_engine=outcomes.get("gpu_build"),
-        lengths=found_lengths(session) if whole else None,
+        lengths=describe_lengths(session) if whole else None,
         verification=outcomes.get("verify"),
         gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop),
         timings=timings,
         warnings=session.warnings,
         notes=list(dict.fromkeys(session.notes)),
-        environment=environment(),
+        environment=describe_environment(),
     )
     if whole:
         results.speed = read_speed(folder)

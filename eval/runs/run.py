@@ -15,11 +15,11 @@ from qdqbench.quantize.engine.profiles import require_room
 from qdqbench.quantize.pipeline.artifacts import engine_profiles
 from qdqbench.quantize.pipeline.pipeline import (
     Stage,
-    ancestors,
-    finished,
-    forget_others,
-    made_otherwise,
+    explain_stale,
+    read_finished,
+    remove_other_stages,
     run_stages,
+    select_stages,
 )
 from qdqbench.quantize.pipeline.session import CONFIG, Session
 from qdqbench.quantize.recipe.schema import dump_recipe
@@ -81,14 +81,14 @@ def planned(session: Session, until: str | None) -> list[Stage]:
     """
     listed = stages(session)
     if until in REPORTED:
-        asked = finished(session.folder)  # once it was asked for, it is kept up to date
+        asked = read_finished(session.folder)  # once it was asked for, it is kept up to date
         return [stage for name, stage in listed.items() if name != FP16_STAGE or name in asked]
     targets = [name for name in EVALUATED if name in listed] if until == "evaluate" else [until]
     if unknown := [name for name in targets if name not in listed]:
         raise UserError(
             f"this run has no stage {unknown[0]!r}; it has {', '.join(listed)}, evaluate and report"
         )
-    return ancestors(listed, targets)
+    return select_stages(listed, targets)
 
 
 def run_until(
@@ -125,9 +125,9 @@ def run_to(
     needed = planned(session, until)
     # another run may have been here since this one was opened
     files.write_json(session.folder / CONFIG, session.config.model_dump(mode="json"))
-    forget_others(session.folder, stages(session))
+    remove_other_stages(session.folder, stages(session))
     files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
-    if said := made_otherwise(session.folder, [stage.name for stage in needed]):
+    if said := explain_stale(session.folder, [stage.name for stage in needed]):
         session.say(said)
     if said := cannot_hold(session.recipe):
         session.alarm(said)

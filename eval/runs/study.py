@@ -9,11 +9,11 @@ from qdqbench.eval.reporting.document import SCREEN, Block, Prose, Report, Secti
 from qdqbench.eval.reporting.formats import in_points, label, model_label, versions_text
 from qdqbench.eval.runs.collect import scored
 from qdqbench.eval.stages.stages import stages
-from qdqbench.quantize.pipeline.pipeline import ancestors, open_run, run_stages
+from qdqbench.quantize.pipeline.pipeline import open_run, run_stages, select_stages
 from qdqbench.quantize.pipeline.session import QAT, RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.training.finetune import Request, finetune
-from qdqbench.quantize.training.qat.stage import settings_of
+from qdqbench.quantize.training.finetune import FinetuneRequest, finetune
+from qdqbench.quantize.training.qat.stage import get_settings
 from qdqbench.quantize.training.record import RECORD, spread
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -114,7 +114,7 @@ def read_study(path: Path) -> Study:
 class StudyPlan:
     """What a study goes through."""
 
-    request: Request  # of the FP32 models
+    request: FinetuneRequest  # of the FP32 models
     recipes: list[Recipe]
     folder: Path
     say: Callable[[str], None] = lambda text: None
@@ -134,7 +134,7 @@ def study(plan: StudyPlan, accelerator: "Accelerator") -> Study:
             f"a study runs in one process, not in {accelerator.num_processes}; start it without a launcher"
         )
     for recipe in plan.recipes:
-        settings_of(_session(plan, recipe, 0))
+        get_settings(_session(plan, recipe, 0))
     plan.say("fine-tuning")
     told = replace(
         plan.request,
@@ -179,7 +179,7 @@ def _row(plan: StudyPlan, recipe: Recipe, model: TrainingRun) -> StudyRow:
     try:
         run_stages(
             session,
-            ancestors(stages(session), STUDY_STAGES),
+            select_stages(stages(session), STUDY_STAGES),
             lambda stage, reused: plan.say(f"{name}, {stage}"),
         )
     except CheckFailed as error:

@@ -14,12 +14,12 @@ from qdqbench.eval.metrics.runners import evaluating, onnxruntime_runner, placed
 from qdqbench.eval.verification.blocks import layer_errors
 from qdqbench.eval.verification.engine import verify_engine
 from qdqbench.quantize.calibration.ptq import calibrate
-from qdqbench.quantize.calibration.record import read_record, shifted_states, write_record
+from qdqbench.quantize.calibration.record import get_state_shifts, read_record, write_record
 from qdqbench.quantize.engine.backend import available_backends, gpu_backend
-from qdqbench.quantize.engine.build import attention_count
 from qdqbench.quantize.engine.build import build as build_engine
-from qdqbench.quantize.engine.profiles import notes_on_data
-from qdqbench.quantize.engine.runtime.opened import open_runner
+from qdqbench.quantize.engine.build import count_attentions
+from qdqbench.quantize.engine.profiles import note_distant_data
+from qdqbench.quantize.engine.runtime.runners import open_runner
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.check.check import check_file, to_json
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
@@ -90,7 +90,7 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
             backend=backend,
             profiles=engine_profiles(session),
             expected_gemms=gemms,
-            expected_attention=attention_count(gemms, session.plan.attention),
+            expected_attention=count_attentions(gemms, session.plan.attention),
             compute_capability=settings.compute_capability,
             layers_path=layers,
             timing_cache=folder / "timing.cache",  # no output of the stage: it changes and may go
@@ -137,7 +137,7 @@ def engine_stage(session: Session) -> list[Path]:
     # kernels of a CPU are tuned for no shape, and profiles of the data for its shapes
     tuned = backend_of(session.recipe) in CPU_BACKENDS or session.recipe.auto_shapes
     for _, encoded in () if tuned else session.eval_splits.values():
-        doubts = notes_on_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
+        doubts = note_distant_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
         session.warnings += [line for line in doubts if line not in session.warnings]
     reason = cannot_run(session)
     if reason is None and not _finite(read_verified(session.folder)):
@@ -247,14 +247,14 @@ def check_stage(session: Session) -> list[Path]:
 
 def parity(session: Session) -> list[Path]:
     """Compare ONNX Runtime with the fake-quant model, and that with FP32, layer by layer, padded batches."""
-    from qdqbench.quantize.calibration.fakequant.native import frozen
+    from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
 
     graph, model = onnx.load(graph_path(session)), session.fake_quant_model
     biases, plan = read_record(session.record_path).biases, session.plan
-    with frozen(model):
+    with use_frozen_weights(model):
         found = compare_layers(graph, model, _parity_batches(session))
         few = {name: rows[:LAYER_SAMPLES] for name, rows in next(_parity_batches(session)).items()}
-        moved = shifted_states(session.ptq_record, plan)
+        moved = get_state_shifts(session.ptq_record, plan)
         with session.fp32_shifted() as fp32:
             errors = layer_errors(model, fp32, list(plan.int8), [few], biases, moved)
     return [

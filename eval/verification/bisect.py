@@ -22,7 +22,7 @@ from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of, tensor_values
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.families.family import Family
-from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.pipeline.artifacts import (
     Skipped,
     expected_gemms,
@@ -517,7 +517,7 @@ def bisect_run(folder: Path) -> BisectResult:
     costs = {name: _relative(t.unquantized, t.output, batch) for name, t in tensors.items()}
     return bisect(
         path,
-        inputs_of(reference, batch),
+        select_inputs(reference, batch),
         run_engine,
         run_onnxruntime,
         family=session.plan.family,

@@ -98,7 +98,7 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
     stitched.CopyFrom(model)
     graph = stitched.graph
     borders = _borders(graph, family)
-    values, other_way = tensor_values(stitched), turned(stitched)
+    values, other_way = tensor_values(stitched), list_sequence_first(stitched)
     blocks: list[Block] = []
     types: dict[str, np.dtype[Any]] = {}
     replaced: dict[str, str] = {}
@@ -110,8 +110,8 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
         types[source] = FLOATS[values[tensor].elem_type]
         if tensor in other_way:  # a block takes and gives [batch, length, hidden] all the same
             ends[tensor], replaced[tensor] = f"{tensor}{TURNED_BACK}", f"{source}/turned"
-            before.append(turn(source, replaced[tensor], f"/cut/{name}/before"))
-            behind.append(turn(tensor, ends[tensor], f"/cut/{name}/behind"))
+            before.append(transpose_hidden(source, replaced[tensor], f"/cut/{name}/before"))
+            behind.append(transpose_hidden(tensor, ends[tensor], f"/cut/{name}/behind"))
         blocks.append(Block(name, source_before, ends[tensor]))
     blocks.append(Block(HEAD, source, _joined_output(graph)))
     for node in graph.node:
@@ -233,8 +233,8 @@ def reference_blocks(
         return (_half(args[0]) if half else args[0], *args[1:])
 
     def keep(path: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        made = hidden_of(output)
-        exact = hidden_of(twins[path](*args, **kwargs)) if twins else made
+        made = get_hidden(output)
+        exact = get_hidden(twins[path](*args, **kwargs)) if twins else made
         found[f"layer.{next(numbers)}"] = BlockTensors(_array(args[0]), _array(made), _array(exact))
         last[:] = [made]
 
@@ -258,7 +258,7 @@ def _around(
 ) -> tuple[Float32, Float32]:
     """Return what a model makes of the tokens before its layers, and of a hidden state after them."""
     runs = len(family_of(model.config).runs(model))
-    with first_inputs(model) as embedded, resumed(model, runs, hidden):
+    with record_first_inputs(model) as embedded, resume_from(model, runs, hidden):
         logits = forward(model, batch)
     return _array(embedded[0]), _array(logits)
 

@@ -28,7 +28,7 @@ from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.cpu import CpuEngine
 from qdqbench.quantize.engine.runtime.engine import Engine
-from qdqbench.quantize.engine.runtime.opened import open_engine, open_runner
+from qdqbench.quantize.engine.runtime.runners import open_engine, open_runner
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.inputs import inputs_of, widened
@@ -245,7 +245,7 @@ def verify_engine(session: Session) -> Verification:
             seed=seed,
         ),
         warnings=[
-            text for cc in built.compute_capability for text in hazards(built.backend, built.version, cc)
+            text for cc in built.compute_capability for text in find_hazards(built.backend, built.version, cc)
         ],
         failures=[],
         passed=True,
@@ -298,7 +298,7 @@ def _run_rows(run: Predict, data: _Data, profiles: Sequence[Profile], session: S
 
 def _run_blocks(session: Session, sidecar: Sidecar, data: _Data) -> tuple[list[BlockCheck], int]:
     """Build the stitched engine, feed it the reference's block inputs, and judge each block."""
-    from qdqbench.quantize.calibration.fakequant.native import frozen
+    from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
 
     family = session.plan.family
     stitched = stitch(read_model(graph_path(session)), family)
@@ -310,7 +310,7 @@ def _run_blocks(session: Session, sidecar: Sidecar, data: _Data) -> tuple[list[B
     cases = block_cases(data.encoded.lengths, profile, session.config.seed)
     report_phase("building the engine of blocks")
     with (
-        frozen(model) if quantized else nullcontext(),
+        use_frozen_weights(model) if quantized else nullcontext(),
         session.fp32_shifted() if quantized else nullcontext() as fp32,
         engine_of(stitched.model, sidecar, expected_gemms(session)) as (engine, built),
     ):
@@ -318,7 +318,7 @@ def _run_blocks(session: Session, sidecar: Sidecar, data: _Data) -> tuple[list[B
             batch = batch_of(data.encoded, case, session.pad_id)
             tensors = reference_blocks(model, fp32, batch, half=half)
             inputs = {name: t.input for name, t in tensors.items() if t.input is not None}
-            got = engine.run(inputs_of(model, batch) | stitched.feeds(inputs))
+            got = engine.run(select_inputs(model, batch) | stitched.feeds(inputs))
             for block in stitched.blocks:
                 made = tensors[block.name]
                 mask = batch["attention_mask"]

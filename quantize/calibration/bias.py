@@ -17,10 +17,10 @@ from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off, rounded_weights
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off, use_rounded_weights
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.runs import first_inputs, hidden_of, resumed
+from qdqbench.quantize.models.runs import get_hidden, record_first_inputs, resume_from
 from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import track
@@ -56,14 +56,14 @@ def correct_biases(
     added: dict[str, list[float]] = {}
     with torch.inference_mode():
         with quantizers_off(model):
-            exact, given = _calls(model, runs, _some(batches))
+            exact, given = _record_calls(model, runs, _some(batches))
         states = exact
         for name, times in track("bias correction", runs.items()):
             run = partial(run_layer, model, name, times, given[name])
             groups = _steps(name, linears, family)
-            with quantizers_off(model), mean_outputs(model, chain.from_iterable(groups)) as targets:
+            with quantizers_off(model), average_outputs(model, chain.from_iterable(groups)) as targets:
                 exact = run(exact)
-            with rounded_weights(model, [n for n in linears if n.startswith(f"{name}.")]):
+            with use_rounded_weights(model, [n for n in linears if n.startswith(f"{name}.")]):
                 corrected, states = _correct_layer(
                     model, groups, targets, partial(run, states), exact, once=times == 1
                 )
@@ -90,7 +90,10 @@ def _correct_layer(  # noqa: PLR0913
     """
     added: dict[str, list[float]] = {}
     read_again = groups[:-1] if once else []
-    with mean_outputs(model, chain.from_iterable(groups)) as means, kept_outputs(model, read_again) as made:
+    with (
+        average_outputs(model, chain.from_iterable(groups)) as means,
+        keep_outputs(model, read_again) as made,
+    ):
         states = run()
     error = _error(states, exact)
     for number, group in enumerate(groups):
@@ -99,9 +102,9 @@ def _correct_layer(  # noqa: PLR0913
         before = {name: linear.bias.clone() for name, linear in linears.items()}  # subtracting would round
         apply_biases(model, step)
         with (
-            replayed(model, read_again[:number], made),
-            mean_outputs(model, chain.from_iterable(groups[number + 1 :])) as new_means,
-            kept_outputs(model, read_again[number:]) as new_made,
+            replay_outputs(model, read_again[:number], made),
+            average_outputs(model, chain.from_iterable(groups[number + 1 :])) as new_means,
+            keep_outputs(model, read_again[number:]) as new_made,
         ):
             new_states = run()
         if (now := _error(new_states, exact)) < error:
@@ -114,13 +117,13 @@ def _correct_layer(  # noqa: PLR0913
 
 
 def _error(made: "list[torch.Tensor]", exact: "list[torch.Tensor]") -> float:
-    """Squared error of a layer's output over every batch."""
+    """Return the squared error of a layer's output over every batch."""
     pairs = zip(made, exact, strict=True)
     return sum(float((ours - theirs).double().square().sum()) for ours, theirs in pairs)
 
 
-def bias_notes(model: "PreTrainedModel", linears: Iterable[str]) -> list[str]:
-    """One sentence where INT8 linears of encoder layers have no bias that could be corrected."""
+def note_missing_biases(model: "PreTrainedModel", linears: Iterable[str]) -> list[str]:
+    """Return a sentence where INT8 linears of encoder layers have no bias that could be corrected."""
     family = family_of(model.config)
     found = [name for name in linears if family.layer_of(name) is not None]
     lost = [name for name in found if model.get_submodule(name).bias is None]
@@ -141,7 +144,9 @@ def apply_biases(model: "PreTrainedModel", added: dict[str, list[float]]) -> Non
 
 
 @contextmanager
-def biased(model: "PreTrainedModel", added: Iterable[dict[str, list[float]]]) -> Iterator[None]:
+def add_biases_temporarily(
+    model: "PreTrainedModel", added: Iterable[dict[str, list[float]]]
+) -> Iterator[None]:
     """Add to the biases of a model for a while; they are as they were afterwards, bit for bit."""
     import torch
 
@@ -159,23 +164,23 @@ def biased(model: "PreTrainedModel", added: Iterable[dict[str, list[float]]]) ->
 
 
 def run_layer(
-    model: "PreTrainedModel", name: str, times: int, given: list[Given], states: "list[torch.Tensor]"
+    model: "PreTrainedModel", name: str, times: int, calls: list[Given], states: "list[torch.Tensor]"
 ) -> "list[torch.Tensor]":
     """Run a layer `times` times over every batch without gradients; return what the next layer reads."""
     import torch
 
-    from qdqbench.quantize.calibration.fakequant.onednn import quick_linears
+    from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 
     layer, outputs = model.get_submodule(name), [*states]
-    with torch.inference_mode(), quick_linears(model.device.type, again=True):
+    with torch.inference_mode(), use_quick_linears(model.device.type, again=True):
         for _ in range(times):
-            for number, (args, kwargs) in enumerate(given):
-                outputs[number] = hidden_of(layer(outputs[number], *args, **kwargs))
+            for number, (args, kwargs) in enumerate(calls):
+                outputs[number] = get_hidden(layer(outputs[number], *args, **kwargs))
     return outputs
 
 
 @contextmanager
-def mean_outputs(model: "PreTrainedModel", names: Iterable[str]) -> "Iterator[dict[str, torch.Tensor]]":
+def average_outputs(model: "PreTrainedModel", names: Iterable[str]) -> "Iterator[dict[str, torch.Tensor]]":
     """Average the output of linears over all tokens: float64 [N] each, filled when the block ends."""
     sums: dict[str, list[torch.Tensor]] = {}
     tokens: Counter[str] = Counter()
@@ -192,7 +197,7 @@ def mean_outputs(model: "PreTrainedModel", names: Iterable[str]) -> "Iterator[di
 
 
 @contextmanager
-def kept_outputs(
+def keep_outputs(
     model: "PreTrainedModel", groups: list[list[str]]
 ) -> "Iterator[dict[str, list[torch.Tensor]]]":
     """Keep the outputs of linears while the block runs, in order, by name."""
@@ -206,7 +211,7 @@ def kept_outputs(
 
 
 @contextmanager
-def replayed(
+def replay_outputs(
     model: "PreTrainedModel", groups: list[list[str]], outputs: "dict[str, list[torch.Tensor]]"
 ) -> Iterator[None]:
     """Let linears return kept outputs, in order, without computing them again."""
@@ -235,7 +240,7 @@ def _hooks(model: "PreTrainedModel", names: Iterable[str], hook: Callable[..., N
 
 
 def _steps(layer: str, linears: Iterable[str], family: Family) -> list[list[str]]:
-    """Linears of a layer in the order in which they run; q, k and v run side by side."""
+    """Return the linears of a layer in the order in which they run; q, k and v run side by side."""
     groups: dict[str, list[str]] = {}
     for name in linears:
         if name.startswith(f"{layer}."):
@@ -252,25 +257,25 @@ def _some(batches: Iterable[Batch]) -> Iterator[Batch]:
             return
 
 
-def _calls(
+def _record_calls(
     model: "PreTrainedModel", runs: Counter[str], batches: Iterable[Batch]
 ) -> "tuple[list[torch.Tensor], dict[str, list[Given]]]":
-    """What the first layer reads for every batch, and what each layer gets besides: masks, positions.
+    """Record what the first layer reads for every batch, and its other arguments: masks, positions.
 
     No layer runs meanwhile.
     """
-    given: dict[str, list[Given]] = {name: [] for name in runs}
+    calls: dict[str, list[Given]] = {name: [] for name in runs}
 
     def keep(name: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given[name].append((args[1:], kwargs))
+        calls[name].append((args[1:], kwargs))
 
     with ExitStack() as hooks:
-        states = hooks.enter_context(first_inputs(model))
+        states = hooks.enter_context(record_first_inputs(model))
         for name in runs:
             layer = model.get_submodule(name)
             hooks.enter_context(layer.register_forward_pre_hook(partial(keep, name), with_kwargs=True))
-        hooks.enter_context(resumed(model, sum(runs.values()), None))
+        hooks.enter_context(resume_from(model, sum(runs.values()), None))
         for batch in batches:
             forward(model, batch)
     # a shared layer gets the same in each of its runs
-    return states, {name: found[:: runs[name]] for name, found in given.items()}
+    return states, {name: found[:: runs[name]] for name, found in calls.items()}

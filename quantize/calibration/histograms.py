@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from qdqbench.quantize.calibration.fakequant.modelopt import quantized_with, set_calibrator, set_histogram
-from qdqbench.quantize.calibration.fakequant.quantizers import import_modelopt, quantizer_kind
+from qdqbench.quantize.calibration.fakequant.modelopt import quantize_with, set_calibrator, set_histogram
+from qdqbench.quantize.calibration.fakequant.quantizers import get_quantizer_kind, import_modelopt
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.sections import percentile_of
+from qdqbench.quantize.recipe.sections import parse_percentile
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.progress import report_phase
 
@@ -30,12 +30,12 @@ CHUNK = 2**22  # values that are counted at a time: torch.histc counts in float3
 WEIGHT_CLIPS = (0.4, 1.0, 0.02)  # smallest and largest part of a weight's max that MSE tries, and the step
 
 
-def install(quantizers: dict[str, Any], plan: Plan) -> None:
+def install_calibrators(quantizers: dict[str, Any], plan: Plan) -> None:
     """Give every activation quantizer the calibrator of its method; `max` keeps ModelOpt's own."""
     for name, quantizer in quantizers.items():
         module = name.rpartition(".")[0]
         method = plan.scaling_of(module).method
-        if quantizer_kind(name) not in ("weight", "softmax") and method != "max":
+        if get_quantizer_kind(name) not in ("weight", "softmax") and method != "max":
             set_calibrator(quantizer, ActivationCalibrator(method))
 
 
@@ -78,7 +78,7 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
         self.counts[:], self.limit, self.largest, self._found = 0, 0.0, 0.0, None
 
     def compute_amax(self, *_: Any, **__: Any) -> torch.Tensor | None:
-        """Amax, float32 scalar; None when nothing but zeros was seen. It is never above the largest value."""
+        """Return the amax, a float32 scalar, at most the largest value; None when only zeros were seen."""
         if not self.limit:
             return None
         if self._found is None:
@@ -93,17 +93,17 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
         fewer = torch.from_numpy(-(-counts // (1 + int(counts.sum()) // MAX_COUNT)))
         set_histogram(self, fewer, torch.linspace(0, self.limit, BINS + 1)[: used + 1])
         if self.method == "mse":
-            found = _least_error(counts, self.limit / BINS)
+            amax = _least_error(counts, self.limit / BINS)
         elif self.method == "entropy":
-            found = super().compute_amax("entropy", start_bin=MAGNITUDES, stride=max(1, used // CANDIDATES))
+            amax = super().compute_amax("entropy", start_bin=MAGNITUDES, stride=max(1, used // CANDIDATES))
         else:
-            found = super().compute_amax("percentile", percentile=percentile_of(self.method))
+            amax = super().compute_amax("percentile", percentile=parse_percentile(self.method))
         # one bin at least: a percentile can fall into the first one, which begins at 0
-        return torch.clamp(found.float().cpu(), min=self.limit / BINS, max=self.largest)
+        return torch.clamp(amax.float().cpu(), min=self.limit / BINS, max=self.largest)
 
 
 def _least_error(counts: Int64, width: float) -> torch.Tensor:
-    """Amax with the least squared error of rounding and clipping, over a histogram with bins of `width`."""
+    """Return the amax with the least squared error of rounding and clipping, by a histogram."""
     centers = (np.arange(len(counts)) + 0.5) * width
     candidates = np.linspace(min(MAGNITUDES, len(counts)), len(counts), CANDIDATES) * width
     scales = candidates[:, None] / (MAGNITUDES - 1)
@@ -127,7 +127,7 @@ def clip_weight(quantizer: Any, weight: torch.Tensor) -> None:
         step_size=step,
         start_multiplier=start,
         stop_multiplier=stop,
-        quant_func=lambda x, amax: quantized_with(judge, x, amax),
+        quant_func=lambda x, amax: quantize_with(judge, x, amax),
     )
     calibrator.collect(weight.cpu())
     quantizer.amax = calibrator.compute_amax().to(weight.device)

@@ -10,28 +10,41 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibration import smoothing, softmax, splitting
-from qdqbench.quantize.calibration.bias import apply_biases, bias_notes, correct_biases
-from qdqbench.quantize.calibration.fakequant import residual
+from qdqbench.quantize.calibration.bias import apply_biases, correct_biases, note_missing_biases
+from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import (
     _silent,
-    enabled_quantizers,
     forward,
+    get_quantizer_kind,
     import_modelopt,
-    quantizer_kind,
+    list_quantizers,
     round_weight_scales,
-    seen_by,
+    smooth_input,
+)
+from qdqbench.quantize.calibration.qkv_bias_folding import (
+    choose_shifts,
+    compute_moved_biases,
+    equalize,
+    record_inputs,
+    share_scales,
 )
 from qdqbench.quantize.calibration.record import (
     CalibrationRecord,
     ChannelSplit,
     Shift,
     Smoothing,
-    quantizer_state,
+    read_quantizer_state,
     require_plausible,
     require_shared,
 )
-from qdqbench.quantize.calibration.straight import equalize, moved_biases, share_scales, shift, watched
-from qdqbench.quantize.recipe.plan import Plan, linears_of, notes_on, shifted, straight, straight_linears
+from qdqbench.quantize.recipe.plan import (
+    Plan,
+    folds_kv_bias,
+    folds_q_bias,
+    get_linears,
+    list_bias_free_linears,
+    note_kept_biases,
+)
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -44,22 +57,24 @@ if TYPE_CHECKING:
 FAR = 2.0  # times what calibration found, or a part of it, from which on an amax is named
 
 
-def named(given: Mapping[str, float], names: Collection[str], plan: Plan, prefix: str) -> dict[str, float]:
-    """Given amax by the full names of quantizers.
+def name_overrides(
+    overrides: Mapping[str, float], names: Collection[str], plan: Plan, prefix: str
+) -> dict[str, float]:
+    """Return the given amax by the full names of quantizers.
 
     Args:
-        given: by quantizer, with or without the prefix of the base model.
+        overrides: by quantizer, with or without the prefix of the base model.
         names: of all quantizers.
         prefix: `bert` in `bert.encoder.layer.0`.
 
     Raises:
         UserError: names that no quantizer has, or whose tensor is changed before; lists all of them.
     """
-    straightened = _straightened(plan)
-    known = {name for name in names if quantizer_kind(name) not in ("weight", "softmax")}
-    found: dict[str, float] = {}
+    straightened = _list_folded(plan)
+    known = {name for name in names if get_quantizer_kind(name) not in ("weight", "softmax")}
+    amax_by_name: dict[str, float] = {}
     wrong = []
-    for name, amax in given.items():
+    for name, amax in overrides.items():
         full = name if name in known else f"{prefix}.{name}"
         module = full.rpartition(".")[0]
         if full not in known:
@@ -75,59 +90,63 @@ def named(given: Mapping[str, float], names: Collection[str], plan: Plan, prefix
                 "int8/per-tensor in an INT8 attention)"
             )
         else:
-            found[full] = amax
+            amax_by_name[full] = amax
     if wrong:
         raise UserError(f"calibration.amax cannot be used: {name_list(wrong)}; change the recipe")
-    return found
+    return amax_by_name
 
 
-def _straightened(plan: Plan) -> set[str]:
-    """Quantizers of tensors that `straight.py` changes."""
-    attentions, linears = straight(plan), list[str]()
-    for name in shifted(plan):
-        linears += linears_of(plan, name, "query", "key", "value")
+def _list_folded(plan: Plan) -> set[str]:
+    """Return the quantizers of tensors that `qkv_bias_folding.py` changes."""
+    attentions, linears = folds_kv_bias(plan), list[str]()
+    for name in folds_q_bias(plan):
+        linears += get_linears(plan, name, "query", "key", "value")
     for name in attentions:
-        linears += linears_of(plan, name, "output")
+        linears += get_linears(plan, name, "output")
     return {f"{linear}.input_quantizer" for linear in linears} | {
         f"{name}.{x}_bmm_quantizer" for name in attentions for x in "qkv"
     }
 
 
-def impose(quantizers: Mapping[str, Any], given: Mapping[str, float]) -> dict[str, float]:
+def apply_overrides(quantizers: Mapping[str, Any], overrides: Mapping[str, float]) -> dict[str, float]:
     """Set the given amax; what calibration found for them, by quantizer."""
     import torch
 
     found = {}
-    for name, amax in given.items():
+    for name, amax in overrides.items():
         quantizer = quantizers[name]
         found[name] = float(quantizer.amax)
         quantizer.amax = torch.tensor(amax, dtype=torch.float32, device=quantizer.amax.device)
     return found
 
 
-def compared(given: Mapping[str, float], found: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """How given amax compare with what calibration found: a note, and a warning of those that are far off."""
-    ratios = {name: given[name] / amax for name, amax in found.items() if amax > 0 and math.isfinite(amax)}
+def compare_overrides(
+    overrides: Mapping[str, float], calibrated: Mapping[str, float]
+) -> tuple[list[str], list[str]]:
+    """Compare given amax with what calibration found: a note, and a warning of those that are far off."""
+    ratios = {
+        name: overrides[name] / amax for name, amax in calibrated.items() if amax > 0 and math.isfinite(amax)
+    }
     if not ratios:
         return [], []
     ordered = sorted(ratios.values())
     far = [name for name, ratio in ratios.items() if not 1 / FAR < ratio < FAR]
-    told = (
-        f"{len(given)} amax are given by the recipe: {ordered[0]:.2f} to {ordered[-1]:.2f} times what "
+    note = (
+        f"{len(overrides)} amax are given by the recipe: {ordered[0]:.2f} to {ordered[-1]:.2f} times what "
         f"calibration found (median {ordered[len(ordered) // 2]:.2f})"
     )
     if not far:
-        return [told], []
+        return [note], []
     far.sort(key=lambda name: -abs(math.log(ratios[name])))
-    listed = [f"{name} ({given[name]:.3g} for {found[name]:.3g})" for name in far]
-    return [told], [
-        f"{len(far)} of {len(given)} amax that the recipe gives are off by more than a factor {FAR:g}: "
+    listed = [f"{name} ({overrides[name]:.3g} for {calibrated[name]:.3g})" for name in far]
+    return [note], [
+        f"{len(far)} of {len(overrides)} amax that the recipe gives are off by more than a factor {FAR:g}: "
         f"{name_list(listed)}"
     ]
 
 
-def modelopt_config(plan: Plan) -> dict[str, Any]:
-    """ModelOpt configuration for a plan: everything denied, then exact quantizer names.
+def make_modelopt_config(plan: Plan) -> dict[str, Any]:
+    """Return the ModelOpt configuration for a plan: everything denied, then exact quantizer names.
 
     `INT8_DEFAULT_CFG` would also quantize the input of every LayerNorm, and patterns that match nothing
     are silent in ModelOpt, so neither is used.
@@ -142,7 +161,9 @@ def modelopt_config(plan: Plan) -> dict[str, Any]:
         entries += [{"quantizer_name": f"{name}.{x}_bmm_quantizer", "cfg": per_tensor} for x in "qkv"]
         given = {**per_tensor, "constant_amax": softmax.PLAIN}  # until `calibrate` chooses another
         entries.append({"quantizer_name": f"{name}.p_bmm_quantizer", "cfg": given})
-    entries += [{"quantizer_name": f"{n}.{residual.QUANTIZER}", "cfg": per_tensor} for n in plan.residual]
+    entries += [
+        {"quantizer_name": f"{n}.{quantizers.RESIDUAL_QUANTIZER}", "cfg": per_tensor} for n in plan.residual
+    ]
     return {"quant_cfg": entries, "algorithm": None}
 
 
@@ -156,18 +177,18 @@ def insert_quantizers(model: "PreTrainedModel", plan: Plan) -> dict[str, Any]:
         CheckFailed: ModelOpt enabled other quantizers than the plan names.
     """
     mtq = import_modelopt()
-    config = modelopt_config(plan)
-    with _silent(), residual.registered(model, plan.residual):
+    config = make_modelopt_config(plan)
+    with _silent(), quantizers.register_residuals(model, plan.residual):
         mtq.quantize(model, config, None)
-    found = enabled_quantizers(model)
+    inserted = list_quantizers(model)
     wanted = {entry["quantizer_name"] for entry in config["quant_cfg"] if "cfg" in entry}
-    if wanted != set(found):
+    if wanted != set(inserted):
         raise CheckFailed(
             f"ModelOpt enabled other quantizers than the recipe asks for: missing "
-            f"{name_list(sorted(wanted - set(found))) or 'none'}; surplus "
-            f"{name_list(sorted(set(found) - wanted)) or 'none'}"
+            f"{name_list(sorted(wanted - set(inserted))) or 'none'}; surplus "
+            f"{name_list(sorted(set(inserted) - wanted)) or 'none'}"
         )
-    return found
+    return inserted
 
 
 def calibrate(
@@ -193,7 +214,7 @@ def calibrate(
             and the linears that read the same tensor do not share; names every layer.
     """
     from qdqbench.quantize.calibration import histograms
-    from qdqbench.quantize.calibration.fakequant.onednn import quick_linears
+    from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 
     mtq = import_modelopt()
     _require_finite_weights(model)
@@ -201,7 +222,7 @@ def calibrate(
 
     def forward_loop(inner: "PreTrainedModel") -> None:
         lengths.clear()
-        with quick_linears(inner.device.type, again=True):
+        with use_quick_linears(inner.device.type, again=True):
             for batch in batches:
                 forward(inner, batch)
                 lengths.extend(batch["attention_mask"].sum(axis=1).tolist())
@@ -212,23 +233,23 @@ def calibrate(
             )
 
     quantizers = insert_quantizers(model, plan)
-    fixed = named(settings.amax, quantizers, plan, model.base_model_prefix)
+    fixed = name_overrides(settings.amax, quantizers, plan, model.base_model_prefix)
     report_phase("looking at ranges")
     shifts, moved, splits, warnings = _prepare(model, plan, settings.outlier_channel_splitting, forward_loop)
-    without = moved_biases(model, plan)
+    without = compute_moved_biases(model, plan)
     apply_biases(model, without)
     report_phase("looking at softmax")
-    by_error = _by_error(settings, plan, batches)
-    chosen = softmax.choose(model, plan, forward_loop, straight(plan), by_error=by_error)
-    centred = softmax.deltas_of(model, plan, chosen.centers)
-    apply_biases(model, centred)
+    by_error = _choose_softmax(settings, plan, batches)
+    chosen = softmax.choose_softmax_scales(model, plan, forward_loop, folds_kv_bias(plan), by_error=by_error)
+    centered = softmax.get_bias_deltas(model, plan, chosen.centers)
+    apply_biases(model, centered)
     for name, amax in chosen.amax.items():
         quantizers[f"{name}.p_bmm_quantizer"].amax = amax
-    histograms.install(quantizers, plan)
+    histograms.install_calibrators(quantizers, plan)
     report_phase("calibrating")
-    with _silent(), _moments(quantizers) as moments:
+    with _silent(), _record_rms(quantizers) as moments:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
-    notes = [*_shared_notes(model, plan), *notes_on(plan), *chosen.notes]
+    notes = [*_note_shared(model, plan), *note_kept_biases(plan), *chosen.notes]
     notes += _revive_dead_channels(model, quantizers)
     for name in track("scales of weights", plan.int8):
         if plan.scaling_of(name).weights == "mse":
@@ -236,27 +257,27 @@ def calibrate(
             histograms.clip_weight(linear.weight_quantizer, linear.weight.detach())
     share_scales(plan, quantizers)
     round_weight_scales(quantizers)
-    replaced = impose(quantizers, fixed)
-    told, far_off = compared(fixed, replaced)
+    replaced = apply_overrides(quantizers, fixed)
+    told, far_off = compare_overrides(fixed, replaced)
     notes, warnings = notes + told, warnings + far_off
-    states = {name: quantizer_state(name, q, moments.get(name)) for name, q in quantizers.items()}
+    states = {name: read_quantizer_state(name, q, moments.get(name)) for name, q in quantizers.items()}
     require_plausible(states)
     require_shared(states, plan)
     biases: dict[str, list[float]] = {}
-    corrected = [name for name in plan.int8 if name not in straight_linears(plan)]
+    corrected = [name for name in plan.int8 if name not in list_bias_free_linears(plan)]
     if settings.bias_correction:
-        from qdqbench.quantize.calibration.fakequant.native import evaluated
+        from qdqbench.quantize.calibration.fakequant.native import use_evaluation
 
-        with evaluated(model):
+        with use_evaluation(model):
             biases = correct_biases(model, corrected, batches)
-        notes += bias_notes(model, corrected)
+        notes += note_missing_biases(model, corrected)
     return CalibrationRecord(
         method=settings.method,
         methods={n: s.method for n, s in plan.scaling.items() if s.method != settings.method},
         shifts=shifts,
         splits=splits,
         smoothing=moved,
-        centers=without | centred,
+        centers=without | centered,
         biases=biases,
         softmax=chosen.loss,
         replaced=replaced,
@@ -273,18 +294,18 @@ def _prepare(
 ) -> tuple[dict[str, Shift], Smoothing, dict[str, ChannelSplit], list[str]]:
     """Shift, smooth, and split outlier channels, in one pass over the data; only what the plan asks for."""
     seconds = plan.family.splittable(plan.int8) if extra else []
-    with watched(model, plan) as seen:
+    with record_inputs(model, plan) as seen:
         ranges = smoothing.measure_ranges(model, plan, forward_loop, seconds, always=bool(seen))
-    shifts, warnings = shift(model, plan, seen, ranges)
+    shifts, warnings = choose_shifts(model, plan, seen, ranges)
     for each in shifts.values():
         apply_biases(model, each.added)
-    moved = equalize(model, plan, smoothing.smooth(model, plan, ranges, straight(plan)))
-    splits = splitting.split(model, {name: ranges.inputs[name] for name in seconds}, extra)
+    moved = equalize(model, plan, smoothing.smooth(model, plan, ranges, folds_kv_bias(plan)))
+    splits = splitting.split_outliers(model, {name: ranges.inputs[name] for name in seconds}, extra)
     return shifts, moved, splits, warnings
 
 
-def _by_error(settings: Calibration, plan: Plan, batches: Iterable[Batch]) -> bool:
-    """Whether the form of the INT8 softmax is chosen; `auto` reads the lengths first."""
+def _choose_softmax(settings: Calibration, plan: Plan, batches: Iterable[Batch]) -> bool:
+    """Return whether the form of the INT8 softmax is chosen; read the lengths first for `auto`."""
     if settings.softmax_scale != "auto" or not plan.attention:
         return settings.softmax_scale == "min-error"
     return any(batch["input_ids"].shape[1] > softmax.LONG for batch in batches)
@@ -307,8 +328,8 @@ def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> 
     require_shared(record.quantizers, plan)
     for each in record.shifts.values():
         apply_biases(model, each.added)
-    smoothing.apply(model, record.smoothing)
-    splitting.apply(model, record.splits)
+    smoothing.apply_factors(model, record.smoothing)
+    splitting.apply_copies(model, record.splits)
     apply_biases(model, record.centers)
     apply_biases(model, record.biases)
     device = next(model.parameters()).device
@@ -329,14 +350,14 @@ def _require_finite_weights(model: "PreTrainedModel") -> None:
 
 
 @contextlib.contextmanager
-def _moments(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
-    """Root mean square of everything that each activation quantizer sees; filled when the block ends."""
+def _record_rms(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
+    """Record the root mean square of all that each activation quantizer sees; filled when the block ends."""
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
     result: dict[str, float] = {}
 
     def watch(name: str, quantizer: Any, inputs: tuple[Any, ...]) -> None:
-        power = float(seen_by(quantizer, inputs[0]).double().square().sum())
+        power = float(smooth_input(quantizer, inputs[0]).double().square().sum())
         if not math.isfinite(power):  # ModelOpt would fail here without naming the layer
             raise CheckFailed(f"calibration met NaN or infinity at {name}; look at the layers before it")
         sums[name] = sums.get(name, 0.0) + power
@@ -344,14 +365,14 @@ def _moments(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
 
     with contextlib.ExitStack() as hooks:
         for name, quantizer in quantizers.items():
-            if quantizer_kind(name) != "weight":
+            if get_quantizer_kind(name) != "weight":
                 hooks.enter_context(quantizer.register_forward_pre_hook(partial(watch, name)))
         yield result
     result.update({name: math.sqrt(sums[name] / counts[name]) for name in sums})
 
 
-def _shared_notes(model: "PreTrainedModel", plan: Plan) -> list[str]:
-    """Says where linears run several times."""
+def _note_shared(model: "PreTrainedModel", plan: Plan) -> list[str]:
+    """Return a note where linears run several times."""
     layers, runs = len(plan.family.layer_names(model)), len(plan.family.runs(model))
     if runs == layers:
         return []
@@ -368,7 +389,7 @@ def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) 
     notes = []
     for name, quantizer in quantizers.items():
         amax = quantizer.amax
-        if quantizer_kind(name) != "weight" or amax is None or not torch.isfinite(amax).all():
+        if get_quantizer_kind(name) != "weight" or amax is None or not torch.isfinite(amax).all():
             continue
         dead = amax == 0
         if dead.any() and not dead.all():

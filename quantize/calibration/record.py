@@ -6,9 +6,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qdqbench.quantize.calibration.fakequant.quantizers import QuantizerKind, quantizer_kind
-from qdqbench.quantize.calibration.fakequant.residual import QUANTIZER
-from qdqbench.quantize.recipe.plan import Plan, shifted
+from qdqbench.quantize.calibration.fakequant.quantizers import (
+    RESIDUAL_QUANTIZER,
+    QuantizerKind,
+    get_quantizer_kind,
+)
+from qdqbench.quantize.recipe.plan import Plan, folds_q_bias
+from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.frames import Tabular
@@ -68,7 +72,7 @@ class CalibrationRecord(Tabular):
     splits: dict[str, ChannelSplit] = {}
     shifts: dict[str, Shift] = {}  # by INT8 attention
     smoothing: Smoothing = Smoothing()
-    # linear -> what centring the values of an INT8 attention added to its bias, float32 values
+    # linear -> what centering the values of an INT8 attention added to its bias, float32 values
     centers: dict[str, list[float]] = {}
     biases: dict[str, list[float]] = {}  # linear -> what bias correction added, float32 values
     softmax: list[SoftmaxRow] = []  # of INT8 attentions
@@ -80,19 +84,20 @@ class CalibrationRecord(Tabular):
     quantizers: dict[str, QuantizerState]
 
     def rows(self) -> list[QuantizerRow]:
-        """The quantizers as rows of results.json."""
+        """Return the quantizers as rows of results.json."""
         return [
-            quantizer_row(name, state, self.replaced.get(name)) for name, state in self.quantizers.items()
+            make_quantizer_row(name, state, self.replaced.get(name))
+            for name, state in self.quantizers.items()
         ]
 
 
-def quantizer_state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
-    """What the record holds of a quantizer; `rms` of an activation while calibrating."""
+def read_quantizer_state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
+    """Return the record of a quantizer; with `rms` of an activation while calibrating."""
     amax = quantizer.amax
     values = [] if amax is None else amax.detach().float().cpu().flatten().tolist()
     scalar = amax is not None and quantizer.axis is None
     return QuantizerState(
-        kind=quantizer_kind(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
+        kind=get_quantizer_kind(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
     )
 
 
@@ -138,8 +143,8 @@ def _implausible(state: QuantizerState) -> str | None:
     return None
 
 
-def quantizer_row(name: str, state: QuantizerState, found: float | None = None) -> QuantizerRow:
-    """A quantizer as a row of results.json; `found` by calibration, where the recipe gives another amax."""
+def make_quantizer_row(name: str, state: QuantizerState, found: float | None = None) -> QuantizerRow:
+    """Return a quantizer as a row of results.json; `found` where the recipe gives another amax."""
     values = np.atleast_1d(np.asarray(state.amax, dtype=np.float64))
     return QuantizerRow(
         name=name,
@@ -153,9 +158,9 @@ def quantizer_row(name: str, state: QuantizerState, found: float | None = None) 
     )
 
 
-def shifted_states(record: CalibrationRecord, plan: Plan) -> dict[int, list[float]]:
-    """What shifts add to hidden states, [hidden], by their number: 0 is that behind the embeddings."""
-    makers = shifted(plan)
+def get_state_shifts(record: CalibrationRecord, plan: Plan) -> dict[int, list[float]]:
+    """Return what shifts add to hidden states, [hidden], by number: 0 is that after the embeddings."""
+    makers = folds_q_bias(plan)
     return {
         place.number: shift.added[makers[name]]
         for name, shift in record.shifts.items()
@@ -163,13 +168,15 @@ def shifted_states(record: CalibrationRecord, plan: Plan) -> dict[int, list[floa
     }
 
 
-def shared_quantizers(plan: Plan) -> list[tuple[str, ...]]:
-    """Full names of the quantizers that round one tensor, and so have one amax, for each INT8 residual.
+def group_shared_quantizers(plan: Plan) -> list[tuple[str, ...]]:
+    """Group, by INT8 residual, the quantizers that round one tensor and so have one amax.
 
     The residual's comes first, then the input quantizers of its readers.
     """
     readers = {name: plan.family.residual_readers(name) for name in plan.residual}
-    return [(f"{name}.{QUANTIZER}", *(f"{n}.input_quantizer" for n in readers[name])) for name in readers]
+    return [
+        (f"{name}.{RESIDUAL_QUANTIZER}", *(f"{n}.input_quantizer" for n in readers[name])) for name in readers
+    ]
 
 
 def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
@@ -180,7 +187,7 @@ def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
     """
     lost = [
         f"{group[0]} ({', '.join(f'{states[name].amax:g}' for name in group)})"
-        for group in shared_quantizers(plan)
+        for group in group_shared_quantizers(plan)
         if len({states[name].amax for name in group}) > 1
     ]
     if lost:
@@ -188,3 +195,58 @@ def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
             f"an INT8 residual and the linears that read the same tensor need one amax, and these differ: "
             f"{'; '.join(lost)}; calibrate again, or train them as one number"
         )
+
+
+def select_record(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> CalibrationRecord:
+    """Select the record of a plan from records with every candidate in INT8.
+
+    An amax is measured in full precision, so it does not depend on what else is INT8, and smoothing looks at
+    one layer alone. Only what a layer's attention is has a say there: an INT8 one is smoothed too.
+
+    Args:
+        plan: a part of both.
+        plain: all linears in INT8, no attention.
+        fused: all linears and attentions in INT8.
+    """
+    family = plan.family
+    inside = {family.layer_of(name) for name in plan.attention}
+    wanted = [f"{name}.{kind}_quantizer" for name in plan.int8 for kind in ("weight", "input")]
+    wanted += [f"{name}.{x}_bmm_quantizer" for name in plan.attention for x in "qkvp"]
+
+    def of(name: str) -> CalibrationRecord:
+        return fused if family.layer_of(name) in inside else plain
+
+    smoothing = Smoothing()
+    for record in (plain, fused):
+        factors = record.smoothing
+        for name, values in factors.columns.items():
+            if of(name) is record and (name in plan.int8 or name not in factors.inputs):
+                smoothing.columns[name] = values
+        smoothing.inputs |= {n: v for n, v in factors.inputs.items() if of(n) is record and n in plan.int8}
+        smoothing.rows |= {n: v for n, v in factors.rows.items() if of(n) is record}
+    centers = {n: v for record in (plain, fused) for n, v in record.centers.items() if of(n) is record}
+    shifts = {name: choice for name, choice in fused.shifts.items() if name in plan.attention}
+    softmax = [row for row in fused.softmax if row.module in plan.attention]
+    quantizers = {name: of(name).quantizers[name] for name in wanted}
+    splits = {name: of(name).splits[name] for name in fused.splits if name in plan.int8}
+    for name, choice in fused.splits.items():
+        rows = f"{family.beside(name, 'ffn-in')}.weight_quantizer"
+        if name not in splits and rows in quantizers:
+            quantizers[rows] = _without_copies(quantizers[rows], choice.extra, 1 + family.gated)
+    parts = {"shifts": shifts, "smoothing": smoothing, "splits": splits, "centers": centers}
+    return fused.model_copy(update={"quantizers": quantizers, "softmax": softmax, **parts})
+
+
+def _without_copies(state: QuantizerState, extra: int, parts: int) -> QuantizerState:
+    """Return the amax of the model's own rows, which come first: of the channels, and of their gates."""
+    if not isinstance(state.amax, list):
+        return state
+    width = len(state.amax) // parts
+    kept = [value for n, value in enumerate(state.amax) if n % width < width - extra]
+    return state.model_copy(update={"amax": kept})
+
+
+def disable_bias_correction(recipe: Recipe) -> Recipe:
+    """Return the recipe without bias correction, as trials evaluate it."""
+    section = recipe.calibration.model_copy(update={"bias_correction": False})
+    return recipe.model_copy(update={"calibration": section})

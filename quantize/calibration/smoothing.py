@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibration.fakequant.quantizers import quantizers_off
-from qdqbench.quantize.calibration.fakequant.residual import QUANTIZER
+from qdqbench.quantize.calibration.fakequant.quantizers import RESIDUAL_QUANTIZER, quantizers_off
 from qdqbench.quantize.calibration.record import Smoothing
-from qdqbench.quantize.models.families.family import Family, Rows
+from qdqbench.quantize.models.families.family import Family, LinearRows
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.utils.arrays import Float64
@@ -49,7 +48,7 @@ class Ranges:
     outputs: dict[str, Float64]
 
 
-def largest_of(
+def record_ranges(
     model: "PreTrainedModel",
     inputs: Sequence[str],
     outputs: Sequence[str],
@@ -57,19 +56,19 @@ def largest_of(
     *,
     always: bool = False,
 ) -> Ranges:
-    """Ranges of what modules read and of what they make, by full name; quantizers are off meanwhile.
+    """Record ranges of what modules read and make, by full name; quantizers are off meanwhile.
 
     `run` passes the calibration data through the model once; not called where there is nothing to measure,
     or `always`, where others watch meanwhile.
     """
     if not (inputs or outputs or always):
         return Ranges({}, {})
-    found: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
+    ranges: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
 
     def keep(side: str, name: str, value: "torch.Tensor") -> None:
         largest = value.detach().abs().flatten(0, -2).amax(dim=0)
-        before = found[side].get(name)
-        found[side][name] = largest if before is None else largest.maximum(before)
+        before = ranges[side].get(name)
+        ranges[side][name] = largest if before is None else largest.maximum(before)
 
     def before(name: str, _: Any, values: tuple[Any, ...]) -> None:
         keep("inputs", name, values[0])
@@ -85,7 +84,7 @@ def largest_of(
         run(model)
     sides = {
         side: {name: value.double().cpu().numpy() for name, value in values.items()}
-        for side, values in found.items()
+        for side, values in ranges.items()
     }
     return Ranges(**sides)
 
@@ -120,26 +119,26 @@ def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges", left: Collect
         balance = _power_of_two(np.sqrt(_ratio(theirs, ours)))
         _scale_rows(rows, model, query, balance)
         _scale_rows(rows, model, key, 1 / balance)
-    apply(model, rows)
+    apply_factors(model, rows)
     left = {name: how for name, how in wanted.items() if name not in rows.columns}
     inputs = _move_from_inputs(model, left, sources, ranges)
-    apply(model, inputs)
+    apply_factors(model, inputs)
     return Smoothing(inputs=inputs.inputs, columns=rows.columns | inputs.columns, rows=rows.rows)
 
 
 def _smoothed(plan: Plan, names: Iterable[str]) -> dict[str, Any]:
-    """How each of these is smoothed, of those that are."""
+    """Return the smoothing of each of these that has one."""
     found = {name: plan.scaling_of(name).smoothing for name in names}
     return {name: how for name, how in found.items() if how != "none"}
 
 
-def _scored(plan: Plan, attention: str) -> tuple[Rows, Rows]:
-    """What makes q and k of an attention."""
+def _scored(plan: Plan, attention: str) -> tuple[LinearRows, LinearRows]:
+    """Return the makers of q and k of an attention."""
     return plan.family.made_by(attention, "query"), plan.family.made_by(attention, "key")
 
 
-def _head_ranges(ranges: "Ranges", made: Rows, size: int, family: Family) -> Float64:
-    """Largest magnitude of each channel of q or k; the same for both of a pair that is rotated together."""
+def _head_ranges(ranges: "Ranges", made: LinearRows, size: int, family: Family) -> Float64:
+    """Return the largest magnitude of each channel of q or k; equal for a pair that is rotated together."""
     found: Float64 = ranges.outputs[made.linear].reshape(made.parts, -1)[made.part]
     if family.rotary:
         pairs = found.reshape(-1, 2, size // 2)
@@ -147,7 +146,7 @@ def _head_ranges(ranges: "Ranges", made: Rows, size: int, family: Family) -> Flo
     return found
 
 
-def _scale_rows(found: Smoothing, model: "PreTrainedModel", made: Rows, factors: Float64) -> None:
+def _scale_rows(found: Smoothing, model: "PreTrainedModel", made: LinearRows, factors: Float64) -> None:
     """Add factors of q, k or v to those of the linear that makes it."""
     before = found.rows.get(made.linear) or [1.0] * len(_weight(model, made.linear))
     parts = np.reshape(np.array(before), (made.parts, -1))
@@ -158,21 +157,21 @@ def _scale_rows(found: Smoothing, model: "PreTrainedModel", made: Rows, factors:
 def _move_into_rows(
     model: "PreTrainedModel", plan: Plan, wanted: dict[str, Any], ranges: "Ranges"
 ) -> Smoothing:
-    """Factors of output projections that go into the rows of the value projections."""
-    found = Smoothing()
+    """Return the factors of output projections that go into the rows of the value projections."""
+    moved = Smoothing()
     for name, how in wanted.items():
         if plan.family.role(name) == "output" and how != "gain":
             scale = _scales([_weight(model, name)], ranges.inputs[name], float(how))
-            found.columns[name] = scale.tolist()
-            _scale_rows(found, model, plan.family.made_by(name, "value"), 1 / scale)
-    return found
+            moved.columns[name] = scale.tolist()
+            _scale_rows(moved, model, plan.family.made_by(name, "value"), 1 / scale)
+    return moved
 
 
 def _move_from_inputs(
-    model: "PreTrainedModel", wanted: dict[str, Any], sources: "_Sources", ranges: "Ranges"
+    model: "PreTrainedModel", wanted: dict[str, Any], sources: "_RangeSources", ranges: "Ranges"
 ) -> Smoothing:
-    """Factors of linears whose input is divided before its Q; one for all that read the same tensor."""
-    found = Smoothing()
+    """Return the factors of linears whose input is divided before its Q; one for all readers of a tensor."""
+    moved = Smoothing()
     for readers in sources.readers:
         members = [name for name in readers if name in wanted]
         for how in dict.fromkeys(wanted[name] for name in members):
@@ -182,11 +181,11 @@ def _move_from_inputs(
             else:
                 scale = _scales([_weight(model, name) for name in same], ranges.inputs[same[0]], float(how))
             for name in same:
-                found.inputs[name], found.columns[name] = (1 / scale).tolist(), scale.tolist()
-    return found
+                moved.inputs[name], moved.columns[name] = (1 / scale).tolist(), scale.tolist()
+    return moved
 
 
-def apply(model: "PreTrainedModel", smoothing: Smoothing) -> None:
+def apply_factors(model: "PreTrainedModel", smoothing: Smoothing) -> None:
     """Multiply weights, and set the factors of inputs (ModelOpt's `pre_quant_scale`), in place."""
     import torch
 
@@ -202,17 +201,17 @@ def apply(model: "PreTrainedModel", smoothing: Smoothing) -> None:
         for name, factors in smoothing.inputs.items():
             linear = model.get_submodule(name)
             linear.input_quantizer.pre_quant_scale = linear.weight.new_tensor(factors)
-            smooth_like(model, name, linear.weight.new_tensor(factors))
+            copy_factors(model, name, linear.weight.new_tensor(factors))
 
 
-def take_back(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str, torch.Tensor]":
-    """Weights of a fake-quant model without the factors of `apply`: a state dict that needs no quantizers.
+def remove_factors(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str, torch.Tensor]":
+    """Return the weights of a fake-quant model without factors: a state dict that needs no quantizers.
 
-    Without quantizers both compute the same, and `apply` on these gives the model's own back bit for bit:
-    every factor is a power of two. Tensors without factors are not copied.
+    Without quantizers both compute the same, and `apply_factors` on these gives the model's own back bit for
+    bit: every factor is a power of two. Tensors without factors are not copied.
 
     Args:
-        model: fake-quant model, trained since `apply` or not; left as it is.
+        model: fake-quant model, trained since `apply_factors` or not; left as it is.
         smoothing: factors that are in its weights.
 
     Raises:
@@ -241,7 +240,7 @@ def take_back(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str, torc
 
 
 def _product(smoothing: Smoothing, name: str, value: "torch.Tensor") -> "torch.Tensor":
-    """What `apply` multiplied a weight [N, K] or a bias [N] with; broadcasts against it."""
+    """Return the product of factors in a weight [N, K] or a bias [N]; broadcasts against it."""
     rows, columns = smoothing.rows.get(name), smoothing.columns.get(name)
     factor = value.new_ones(1) if rows is None else value.new_tensor(rows)
     if value.ndim == 1:
@@ -250,24 +249,24 @@ def _product(smoothing: Smoothing, name: str, value: "torch.Tensor") -> "torch.T
 
 
 def _scales(weights: Iterable["torch.Tensor"], ranges: Float64, alpha: float) -> Float64:
-    """Factor of each input channel, powers of two [K]; 1 for channels that are always zero."""
+    """Return the factor of each input channel, powers of two [K]; 1 for channels that are always zero."""
     largest = np.max([column_ranges(weight) for weight in weights], axis=0)
     return _power_of_two(_ratio(ranges**alpha, largest ** (1 - alpha)))
 
 
 def column_ranges(weight: "torch.Tensor") -> Float64:
-    """Largest magnitude of each column of a weight [N, K], float64 [K]."""
+    """Return the largest magnitude of each column of a weight [N, K], float64 [K]."""
     ranges: Float64 = weight.detach().abs().amax(dim=0).double().cpu().numpy()
     return ranges
 
 
 def _ratio(above: Float64, below: Float64) -> Float64:
-    """Quotient, and 0 where either is 0: a channel that is always zero."""
+    """Return the quotient, and 0 where either is 0: a channel that is always zero."""
     return np.divide(above, below, out=np.zeros_like(above), where=(above > 0) & (below > 0))
 
 
 def _power_of_two(raw: Float64) -> Float64:
-    """Nearest powers of two, of geometric mean 1: a common factor changes no quantization; 1 for 0."""
+    """Return the nearest powers of two, 1 for 0, of geometric mean 1, as a common factor changes nothing."""
     alive = raw > 0
     if not alive.any():
         return np.ones_like(raw)
@@ -286,24 +285,24 @@ def measure_ranges(
     *,
     always: bool = False,
 ) -> Ranges:
-    """Ranges of the inputs of linears that the plan smooths and `also`, and of q and k of its attentions.
+    """Measure the inputs of linears that the plan smooths and `also`, and q and k of its attentions.
 
     The data go through the model where there is something to measure, or `always`.
     """
     inputs = [*_smoothed(plan, plan.int8), *also]
     outputs = [made.linear for name in _smoothed(plan, plan.attention) for made in _scored(plan, name)]
-    return largest_of(model, inputs, list(dict.fromkeys(outputs)), run, always=always)
+    return record_ranges(model, inputs, list(dict.fromkeys(outputs)), run, always=always)
 
 
 @dataclass
-class _Sources:
+class _RangeSources:
     """Where linears read from."""
 
     readers: list[list[str]]  # linears that read the same tensor
     gains: dict[str, Float64]  # of the LayerNorm that made a linear's input, as powers of two
 
 
-def _sources(model: "PreTrainedModel", names: list[str]) -> _Sources:
+def _sources(model: "PreTrainedModel", names: list[str]) -> _RangeSources:
     import torch
     from torch import nn
 
@@ -332,16 +331,16 @@ def _sources(model: "PreTrainedModel", names: list[str]) -> _Sources:
         if pointer in norms:
             gain = norms[pointer].weight.detach().abs().double().cpu().numpy()
             gains |= dict.fromkeys(members, _power_of_two(gain))
-    return _Sources(list(readers.values()), gains)
+    return _RangeSources(list(readers.values()), gains)
 
 
 def _weight(model: "PreTrainedModel", name: str) -> Any:
     return model.get_submodule(name).weight
 
 
-def smooth_like(model: "PreTrainedModel", linear: str, factors: "torch.Tensor") -> None:
+def copy_factors(model: "PreTrainedModel", linear: str, factors: "torch.Tensor") -> None:
     """Give the residual that reads the same tensor as a linear the factors of its input, in place."""
     name = family_of(model.config).residual_read_by(linear)
-    quantizer: Any = getattr(model.get_submodule(name), QUANTIZER, None) if name else None
+    quantizer: Any = getattr(model.get_submodule(name), RESIDUAL_QUANTIZER, None) if name else None
     if quantizer is not None and quantizer.is_enabled:
         quantizer.pre_quant_scale = factors

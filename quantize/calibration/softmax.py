@@ -4,8 +4,8 @@ With scale 1/127 probabilities under 1/254 become zero, and the longer the input
 they hold. A smaller amax keeps them and clips the peaks. Two things are chosen by the error of the output of
 the attention, P v, over the calibration data; the fused kernel stays as it is, and neither costs it any time:
 
-- **The values are centred.** Rows of P sum to 1, so P (v - m) + m = P v for any m of each channel. With m the
-  mean of v over the calibration data, what P loses is lost of v - m, which is small where v is nearly the
+- **The values are centered.** Rows of P sum to 1, so P (v - m) + m = P v for any m of each channel. With the
+  mean m of v over the calibration data, what P loses is lost of v - m, which is small where v is nearly the
   same for all tokens. Exact in FP32: -m goes into the bias of the value projection, and m times its weight
   into that of the output projection. Bias correction (Nagel et al. 2019, arXiv 1906.04721) puts back the mean
   of the loss; this gives each row back what it lost itself.
@@ -41,13 +41,13 @@ class Softmax:
     """What was chosen for the INT8 attentions of a model."""
 
     amax: dict[str, float]  # of the softmax output, by attention
-    centers: dict[str, Float64]  # mean of v, [heads * head size], where centring it helps
+    centers: dict[str, Float64]  # mean of v, [heads * head size], where centering it helps
     loss: list[SoftmaxRow]  # in that form
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass
-class _Sums:
+class _SoftmaxSums:
     """Of one attention and one range of lengths; tensors are float64 on the model's device."""
 
     rows: int = 0
@@ -93,7 +93,7 @@ class _Try:
         return max(float(found), 0.0)
 
 
-def choose(
+def choose_softmax_scales(
     model: "PreTrainedModel",
     plan: Plan,
     run: Callable[["PreTrainedModel"], None],
@@ -109,21 +109,21 @@ def choose(
     Args:
         model: with quantizers; left as it is.
         run: passes batches without padding through the model.
-        left: attentions whose values are not centred, as nothing can be added behind their GEMM.
-        by_error: choose; else amax 1 and no centring, and their loss.
+        left: attentions whose values are not centered, as nothing can be added behind their GEMM.
+        by_error: choose; else amax 1 and no centering, and their loss.
     """
-    sums: dict[str, dict[int, _Sums]] = {name: {} for name in plan.attention}
+    sums: dict[str, dict[int, _SoftmaxSums]] = {name: {} for name in plan.attention}
     if not sums:
         return Softmax({}, {}, [])
     with ExitStack() as hooks, quantizers_off(model):
         for name, by_length in sums.items():
             amaxes = AMAXES if by_error else (PLAIN,)
-            hooks.enter_context(_watched(model.get_submodule(name), by_length, amaxes))
+            hooks.enter_context(_record_sums(model.get_submodule(name), by_length, amaxes))
         run(model)
-    found = Softmax({}, {}, [])
+    choices = Softmax({}, {}, [])
     to_centre = [name for name in sums if by_error and name not in left]
     if lost := [linear for name in to_centre for linear in _without_bias(model, plan, name)]:
-        found.notes.append(
+        choices.notes.append(
             f"values of INT8 attentions were not centred where {name_list(lost)} have no bias to take it"
         )
     for name, by_length in sums.items():
@@ -137,17 +137,19 @@ def choose(
             for amax in next(iter(by_length.values())).tries
             for at, center in enumerate(means)
         )
-        found.amax[name] = -amax
-        found.loss.extend(
+        choices.amax[name] = -amax
+        choices.loss.extend(
             _row(name, edge, part, -amax, means[at]) for edge, part in sorted(by_length.items())
         )
         if at:
-            found.centers[name] = means[at].flatten().cpu().numpy()
-    return found
+            choices.centers[name] = means[at].flatten().cpu().numpy()
+    return choices
 
 
-def deltas_of(model: "PreTrainedModel", plan: Plan, centers: dict[str, Float64]) -> dict[str, list[float]]:
-    """What centring adds to the biases of a model, float32 values by linear."""
+def get_bias_deltas(
+    model: "PreTrainedModel", plan: Plan, centers: dict[str, Float64]
+) -> dict[str, list[float]]:
+    """Return what centering adds to the biases of a model, float32 values by linear."""
     import torch
 
     added: dict[str, list[float]] = {}
@@ -162,16 +164,18 @@ def deltas_of(model: "PreTrainedModel", plan: Plan, centers: dict[str, Float64])
 
 
 def _without_bias(model: "PreTrainedModel", plan: Plan, attention: str) -> list[str]:
-    """The linears that make v and the output of an attention, of these that have no bias."""
+    """Return those of the linears of v and of an attention's output that have no bias."""
     linears = [plan.family.made_by(attention, role).linear for role in ("value", "output")]
     return [name for name in linears if getattr(model.get_submodule(name), "bias", None) is None]
 
 
-def _relative(part: _Sums, amax: float, center: "torch.Tensor | None") -> float:
+def _relative(part: _SoftmaxSums, amax: float, center: "torch.Tensor | None") -> float:
     return part.tries[amax].error(center) / max(float(part.power), 1e-30)
 
 
-def _row(name: str, length: int, part: _Sums, amax: float, center: "torch.Tensor | None") -> SoftmaxRow:
+def _row(
+    name: str, length: int, part: _SoftmaxSums, amax: float, center: "torch.Tensor | None"
+) -> SoftmaxRow:
     tried = part.tries[amax]
     return SoftmaxRow(
         module=name,
@@ -185,7 +189,7 @@ def _row(name: str, length: int, part: _Sums, amax: float, center: "torch.Tensor
 
 
 @contextmanager
-def _watched(module: Any, sums: dict[int, _Sums], amaxes: tuple[float, ...]) -> Iterator[None]:
+def _record_sums(module: Any, sums: dict[int, _SoftmaxSums], amaxes: tuple[float, ...]) -> Iterator[None]:
     """Add up what an attention's softmax and values are, by the length of the input."""
     import torch
 
@@ -198,7 +202,7 @@ def _watched(module: Any, sums: dict[int, _Sums], amaxes: tuple[float, ...]) -> 
         value, weights = values.pop(), inputs[0].detach()
         length = value.shape[-2]
         edge = next((edge for edge in LENGTHS if length <= edge), length)
-        part = sums.setdefault(edge, _Sums(tries={amax: _Try() for amax in amaxes}))
+        part = sums.setdefault(edge, _SoftmaxSums(tries={amax: _Try() for amax in amaxes}))
         some = max(1, CHUNK // weights[0].numel())
         for p, v in zip(torch.split(weights, some), torch.split(value, some), strict=True):
             part.add(p, v)

@@ -34,7 +34,9 @@ SPREAD = 1 / 16  # of the copies of a channel: the last divides its activation b
 FP16_STEPS = 1024
 
 
-def split(model: "PreTrainedModel", ranges: dict[str, Float64], extra: int) -> dict[str, ChannelSplit]:
+def split_outliers(
+    model: "PreTrainedModel", ranges: dict[str, Float64], extra: int
+) -> dict[str, ChannelSplit]:
     """Choose the copies of feed-forwards, and make them in `model`.
 
     Args:
@@ -47,7 +49,7 @@ def split(model: "PreTrainedModel", ranges: dict[str, Float64], extra: int) -> d
         name: choose_channels(ranges[name], column_ranges(linear.weight), extra)
         for name, linear in linears.items()
     }
-    apply(model, found)
+    apply_copies(model, found)
     return found
 
 
@@ -78,13 +80,13 @@ def choose_channels(activations: Float64, weights: Float64, extra: int) -> Chann
 
 
 def _outlier(ranges: Float64) -> tuple[float, int]:
-    """How far the largest channel is above the next ones, and which it is."""
+    """Return how far the largest channel is above the next ones, and its number."""
     order = np.argsort(-ranges, kind="stable")
     largest, like = float(ranges[order[0]]), float(ranges[order[min(LIKE, len(order) - 1)]])
     return (largest / like if like > 0 else 1.0), int(order[0])
 
 
-def apply(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> None:
+def apply_copies(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> None:
     """Make the copies in a model with quantizers, in place: weights, and factors of inputs."""
     import torch
     from torch import nn
@@ -92,9 +94,11 @@ def apply(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> None:
     family = family_of(model.config)
     for name, found in splits.items():
         first, second = _linears(model, name)
-        layout = layout_of(found, second.in_features)
+        layout = make_split_layout(found, second.in_features)
         index = torch.from_numpy(layout.channels).to(second.weight.device)
-        rows = torch.from_numpy(rows_of(layout.channels, second.in_features, family)).to(index.device)
+        rows = torch.from_numpy(list_copied_rows(layout.channels, second.in_features, family)).to(
+            index.device
+        )
         with torch.no_grad():
             first.weight = nn.Parameter(first.weight[rows])
             if first.bias is not None:
@@ -109,7 +113,7 @@ def apply(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> None:
 
 
 def keep_equal(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> Callable[[], None]:
-    """To be called after each step of a training: copies follow their original again, bit for bit."""
+    """Let copies follow their original bit for bit; call it after each step of a training."""
     import torch
 
     ties, family = [], family_of(model.config)
@@ -117,11 +121,11 @@ def keep_equal(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> Cal
         first, second = _linears(model, name)
         wide, device = second.in_features, second.weight.device
         width = wide - found.extra
-        layout = layout_of(found, width)
+        layout = make_split_layout(found, width)
         index = torch.from_numpy(layout.channels[width:]).to(device)
-        copies = torch.from_numpy(rows_of(np.arange(width, wide), wide, family)).to(device)
-        own = torch.from_numpy(rows_of(layout.channels[width:], wide, family)).to(device)
-        # a power of two lies between the two, so this product has the bits of that in `apply`
+        copies = torch.from_numpy(list_copied_rows(np.arange(width, wide), wide, family)).to(device)
+        own = torch.from_numpy(list_copied_rows(layout.channels[width:], wide, family)).to(device)
+        # a power of two lies between the two, so this product has the bits of that in `apply_copies`
         columns = layout.columns[width:] / layout.columns[layout.channels[width:]]
         ties.append((first, second, (copies, own), (width, index), second.weight.new_tensor(columns)))
 
@@ -136,17 +140,17 @@ def keep_equal(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> Cal
     return tie
 
 
-def merge(
+def remove_copies(
     weights: "dict[str, torch.Tensor]", splits: dict[str, ChannelSplit], family: Family
 ) -> "dict[str, torch.Tensor]":
-    """A state dict without copies, of which `apply` makes them again bit for bit if they were kept equal."""
+    """Return a state dict without copies; `apply_copies` makes them again bit for bit if kept equal."""
     merged = dict(weights)
     for name, found in splits.items():
         key = f"{name}.weight"
         wide = weights[key].shape[1]
         width = wide - found.extra
-        rows = rows_of(np.arange(width), wide, family)
-        columns = layout_of(found, width).columns[:width]
+        rows = list_copied_rows(np.arange(width), wide, family)
+        columns = make_split_layout(found, width).columns[:width]
         merged[key] = weights[key][:, :width] / weights[key].new_tensor(columns)  # powers of two
         for part in ("weight", "bias"):
             if (key := f"{family.require_beside(name, 'ffn-in')}.{part}") in weights:
@@ -154,13 +158,13 @@ def merge(
     return merged
 
 
-def rows_of(channels: Int64, width: int, family: Family) -> Int64:
-    """Rows of the first linear that make these of `width` channels: their own, and those of their gates."""
+def list_copied_rows(channels: Int64, width: int, family: Family) -> Int64:
+    """Return the rows of the first linear, gates included, that make these of `width` channels."""
     return np.concatenate([channels + half * width for half in range(1 + family.gated)])
 
 
 @dataclass(frozen=True)
-class Layout:
+class SplitLayout:
     """The channels of a feed-forward with copies: its own, then copies, then filling. All [K + extra]."""
 
     channels: Int64  # which one each is; filling is the first one, with a column of zeros
@@ -168,8 +172,8 @@ class Layout:
     columns: Float64  # what multiplies the column of the weight; powers of two for the first K
 
 
-def layout_of(found: ChannelSplit, width: int) -> Layout:
-    """What a split makes of K = `width` channels."""
+def make_split_layout(found: ChannelSplit, width: int) -> SplitLayout:
+    """Return the layout that a split makes of K = `width` channels."""
     channels, spread = list(range(width)), [0.0] * width
     inputs, columns = np.ones(width), np.ones(width)
     for channel, (by_input, by_weight) in found.outliers.items():
@@ -181,7 +185,7 @@ def layout_of(found: ChannelSplit, width: int) -> Layout:
     kept = np.array([1.0] * len(channels) + [0.0] * filling)
     less = 1 - np.array([*spread, *[0.0] * filling])
     index = np.array([*channels, *[0] * filling], dtype=np.int64)
-    return Layout(index, inputs[index] * less, columns[index] * kept / less)
+    return SplitLayout(index, inputs[index] * less, columns[index] * kept / less)
 
 
 def _linears(model: "PreTrainedModel", name: str) -> tuple[Any, Any]:

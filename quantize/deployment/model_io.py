@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from qdqbench.quantize.models.identity import model_commit
-from qdqbench.quantize.models.load import class_names, load_config
-from qdqbench.quantize.models.pooling import FIELD, chosen_pooling, read_sentence_folder
+from qdqbench.quantize.models.load import load_config, read_class_names
+from qdqbench.quantize.models.pooling import FIELD, choose_pooling, read_sentence_folder
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks.rows import OVERLAP
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
@@ -81,7 +81,7 @@ def _labels(session: Session) -> list[str]:
     config, kind = session.config, session.config.task.kind
     if kind not in (CLASSIFICATION, TOKENS):
         return []
-    names = config.task.classes or tuple(class_names(session.model_name, config.revision, kind))
+    names = config.task.classes or tuple(read_class_names(session.model_name, config.revision, kind))
     if is_named(names):
         return list(names)
     if kind is TOKENS:  # the data's names, if it has some
@@ -93,4 +93,4 @@ def _pooling(session: Session) -> dict[str, Any]:
     name, revision = session.model_name, session.config.revision
     folder = read_sentence_folder(name, model_commit(name, revision))
     saved = getattr(load_config(name, revision), FIELD, None)
-    return chosen_pooling(name, folder, saved, session.config.pooling).model_dump(mode="json")
+    return choose_pooling(name, folder, saved, session.config.pooling).model_dump(mode="json")

@@ -20,7 +20,7 @@ from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.identity import model_commit
 from qdqbench.quantize.models.load import load_config
-from qdqbench.quantize.models.pooling import model_file
+from qdqbench.quantize.models.pooling import find_model_file
 from qdqbench.quantize.pipeline.artifacts import (
     GPU,
     backend_of,
@@ -157,7 +157,7 @@ def find_license(name: str, revision: str | None) -> str | None:
     """Return the license in the head of a model's card (README.md); None where there is none, or no card."""
     try:
         with quiet("transformers"):
-            card = model_file(name, "README.md", model_commit(name, revision))
+            card = find_model_file(name, "README.md", model_commit(name, revision))
         text = read_bounded(Path(card), MOST, "a model card", "another") if card else ""
     except Exception:
         return None

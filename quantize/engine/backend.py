@@ -6,6 +6,7 @@ holds what is used here to all three bindings; it knows a class by the variable 
 """
 
 import importlib
+import json
 import threading
 import time
 import warnings
@@ -15,7 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from qdqbench.quantize.engine.caches import TimingCache, origin
 from qdqbench.quantize.engine.log import (
     BuildLog,
     BuildProgress,
@@ -25,10 +25,104 @@ from qdqbench.quantize.engine.log import (
     progress_monitor,
 )
 from qdqbench.quantize.engine.profiles import Profile, add_profiles
+from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendName
 from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
+
+_FORMAT = "qdqbench cache 1"
+_MAX_HEADER = 4096
+
+
+def describe_origin(backend: str, version: str, gpu: Gpu | None) -> dict[str, str]:
+    """Return the conditions that must be the same for a cache to be used."""
+    return {
+        "backend": backend,
+        "version": version,
+        "gpu": gpu.name if gpu else "none",
+        "compute_capability": gpu.compute_capability if gpu else "none",
+        "driver": (gpu.driver if gpu else None) or "unknown",
+    }
+
+
+def read_cache(path: Path, here: dict[str, str]) -> tuple[bytes, str | None]:
+    """Return the content of a cache and a note on why it is not used.
+
+    A run directory keeps `timing.cache` (TensorRT) or `runtime.cache` (TensorRT-RTX) to save time only, so no
+    stage lists them as outputs. Not every backend version refuses a cache of another version, GPU or driver.
+
+    Args:
+        here: the present `describe_origin`.
+
+    Returns:
+        The blob (empty where there is none to use), and one sentence where a file was ignored.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return b"", None
+    except OSError as error:
+        return b"", note_ignored(path, f"it cannot be read ({error.strerror})")
+    line, _, blob = data.partition(b"\n")
+    try:
+        header = json.loads(line[:_MAX_HEADER])
+        there = dict(header.pop("origin"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return b"", note_ignored(path, "it is not a cache of qdqbench")
+    if header != {"format": _FORMAT, "bytes": len(blob)}:
+        return b"", note_ignored(path, "it is not whole, or of another format")
+    if there != here:
+        names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        changed = ", ".join(f"{name} was {there.get(name)} and is {here.get(name)}" for name in names)
+        return b"", note_ignored(path, changed)
+    return blob, None
+
+
+def write_cache(path: Path, here: dict[str, str], blob: bytes) -> None:
+    """Write a cache and where it is from, atomically."""
+    header = {"format": _FORMAT, "bytes": len(blob), "origin": here}
+    files.write_bytes(path, json.dumps(header).encode() + b"\n" + blob)
+
+
+def note_ignored(path: Path, why: str) -> str:
+    """Return the note on a cache that is not used."""
+    return f"{path.name} is ignored and made anew: {why}"
+
+
+class TimingCache:
+    """Kernel timings of earlier builds, given to a TensorRT builder and kept after the build."""
+
+    def __init__(self, config: Any, path: Path, here: dict[str, str]) -> None:
+        self.path, self.here = path, here
+        self._found, note = read_cache(path, here)
+        timing_cache = config.create_timing_cache(self._found)
+        if self._found and (timing_cache is None or not config.set_timing_cache(timing_cache, False)):
+            self._found, note = b"", note_ignored(path, "the builder refuses it")
+            timing_cache = config.create_timing_cache(b"")
+        if not self._found:
+            config.set_timing_cache(timing_cache, False)
+        self._cache: Any = timing_cache  # must live until the engine is built
+        self.notes = [note] if note else []
+
+    def save(self) -> list[str]:
+        """Write the cache if it changed; returns notes for the user."""
+        timing_cache, self._cache = self._cache, None
+        self.notes += keep(self.path, self.here, timing_cache.serialize(), self._found)
+        return self.notes
+
+
+def keep(path: Path, here: dict[str, str], memory: Any, found: bytes) -> list[str]:
+    """Write what a backend serialized, where it differs from what was found; returns notes for the user."""
+    blob = bytes(memory) if memory is not None else b""
+    if not blob or blob == found:
+        return []
+    try:
+        write_cache(path, here, blob)
+    except (OSError, UserError) as error:  # a cache only saves time; the result is there already
+        return [f"{path.name} is not kept: {error}"]
+    return []
+
 
 # Ada (L4, L40S, RTX 40): the common INT8 inference boards that RTX supports
 DEFAULT_COMPUTE_CAPABILITY = "8.9"
@@ -71,7 +165,7 @@ class BuiltEngine:
 
 
 def _import(name: BackendName) -> Any | None:
-    """The module, or None where it is not installed; any other import error becomes MissingDevice."""
+    """Return the module, or None where it is not installed; any other import error becomes MissingDevice."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # a broken install raises ImportError, OSError, RuntimeError, ...
@@ -82,20 +176,20 @@ def _import(name: BackendName) -> Any | None:
 
 
 def _version(module: Any) -> str:
-    """Without the commit that OpenVINO adds: 2026.4.1-22982-e213a147257-releases/2026/4."""
+    """Return a version without the commit that OpenVINO adds: 2026.4.1-22982-e213a147257-releases/2026/4."""
     return "-".join(str(module.__version__).split("-")[:2])
 
 
 def available_backends() -> dict[str, str]:
-    """Version of each backend that imports, by module name; a broken install draws a RuntimeWarning."""
-    found: dict[str, str] = {}
+    """Return versions of the backends that import, by module name; warn of a broken install."""
+    versions: dict[str, str] = {}
     for name in INSTALL:
         try:
             if module := _import(name):
-                found[name] = _version(module)
+                versions[name] = _version(module)
         except MissingDevice as error:
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
-    return found
+    return versions
 
 
 def preferred_backend(name: BackendChoice) -> BackendName:
@@ -108,12 +202,12 @@ def preferred_backend(name: BackendChoice) -> BackendName:
 
 
 def gpu_backend() -> BackendName:
-    """What builds for GPUs: TensorRT where it imports and a GPU is there, else TensorRT-RTX."""
+    """Return the backend for GPUs: TensorRT where it imports and a GPU is there, else TensorRT-RTX."""
     return "tensorrt" if find_gpu() and "tensorrt" in available_backends() else "tensorrt_rtx"
 
 
 def choose_backend(name: BackendChoice) -> Backend:
-    """The backend to build with.
+    """Return the backend to build with.
 
     Raises:
         MissingDevice: not installed, broken, or TensorRT without a GPU; says what to install.
@@ -171,7 +265,9 @@ def build_engine(  # noqa: PLR0913  the options are keywords
         add_profiles(builder, network, config, profiles)
         timings = None
         if timing_cache and backend.name == "tensorrt":
-            timings = TimingCache(config, timing_cache, origin(backend.name, backend.version, backend.gpu))
+            timings = TimingCache(
+                config, timing_cache, describe_origin(backend.name, backend.version, backend.gpu)
+            )
         monitor = progress_monitor(trt, progress) if progress else None
         config.progress_monitor = monitor
         serialized = builder.build_serialized_network(network, config)
@@ -200,7 +296,7 @@ def build_engine(  # noqa: PLR0913  the options are keywords
 
 
 def _start(backend: Backend, logger: Any, log: BuildLog) -> Any:
-    """A builder; without a usable GPU TensorRT's library returns none and its bindings raise TypeError."""
+    """Return a builder; without a usable GPU TensorRT returns none and its bindings raise TypeError."""
     trt = backend.module
     try:
         return trt.Builder(logger)
@@ -210,7 +306,7 @@ def _start(backend: Backend, logger: Any, log: BuildLog) -> Any:
 
 
 def _refused(what: str, text: str, backend: Backend) -> UserError:
-    """The error for a file that the backend does not take."""
+    """Return the error for a file that the backend does not take."""
     return UserError(
         f"{backend.name} {backend.version} {what}: {text or 'it gives no reason'}; {hint_for(text)}"
     )
@@ -258,7 +354,7 @@ def _set_target(config: Any, backend: Backend, wanted: str | None) -> tuple[list
 
 
 def inspect_engine(trt: Any, logger: Any, data: bytes) -> str | None:
-    """Layer table of an engine built for this machine's GPU, as JSON; None where it cannot be loaded."""
+    """Return the layer table of an engine for this machine's GPU, as JSON; None if it cannot be loaded."""
     runtime = trt.Runtime(logger)
     engine = runtime.deserialize_cuda_engine(data)
     if engine is None:

@@ -13,12 +13,12 @@ from onnx import numpy_helper
 
 from qdqbench.quantize.engine.backend import Backend, BuiltEngine, build_engine, choose_backend
 from qdqbench.quantize.engine.cpu.compiled import Compute, name_products
-from qdqbench.quantize.engine.cpu.runtimes import compiled, first_run
-from qdqbench.quantize.engine.hazards import hazards
-from qdqbench.quantize.engine.kernels import float_residuals, one_profile
+from qdqbench.quantize.engine.cpu.runtimes import compile_model, warm_up
+from qdqbench.quantize.engine.hazards import find_hazards
+from qdqbench.quantize.engine.kernels import float_residuals, select_profile
 from qdqbench.quantize.engine.layers import (
     NotInt8,
-    coverage,
+    measure_coverage,
     parse_inspector_json,
     parse_log,
     why_not,
@@ -28,7 +28,7 @@ from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, attribute, module_of, prune, replace_nodes
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.graph.residuals import int8_norms
+from qdqbench.quantize.graph.residuals import list_int8_norms
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int8
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -84,7 +84,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     if chosen.name in CPU_BACKENDS:
         built = _build_for_cpu(onnx_path, chosen, profiles, compute)
     else:
-        joined = one_gemm(model)
+        joined = merge_qkv_gemms(model)
         built = build_engine(
             onnx_path,
             chosen,
@@ -94,7 +94,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
             timing_cache=timing_cache,
             progress=progress,
         )
-    return keep(
+    return prove_engine(
         built,
         model,
         onnx_path,
@@ -110,7 +110,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     )
 
 
-def keep(  # noqa: PLR0913  all but the engine, its graph and the two files are keywords
+def prove_engine(  # noqa: PLR0913  all but the engine, its graph and the two files are keywords
     built: BuiltEngine,
     model: onnx.ModelProto,
     onnx_path: Path,
@@ -135,10 +135,12 @@ def keep(  # noqa: PLR0913  all but the engine, its graph and the two files are 
     Raises:
         UserError: names that prove nothing, or with `strict` no layer table; nothing is written.
     """
-    gemms, residuals = _gemms(model), int8_norms(model)
+    gemms, residuals = _gemms(model), list_int8_norms(model)
     _check_names(onnx_path, gemms, expected_gemms)
     on_cpu = built.backend in CPU_BACKENDS
-    known = (text for cc in built.compute_capability for text in hazards(built.backend, built.version, cc))
+    known = (
+        text for cc in built.compute_capability for text in find_hazards(built.backend, built.version, cc)
+    )
     for text in (*known, *built.notes):
         note(text)
     rows = built.kernels or (
@@ -151,9 +153,9 @@ def keep(  # noqa: PLR0913  all but the engine, its graph and the two files are 
             f"{built.backend} {built.version} shows no layer table for {onnx_path}, so nothing proves what "
             "runs in INT8; use a version that qdqbench supports"
         )
-    proof = coverage(rows, expected_gemms, gemms)
+    proof = measure_coverage(rows, expected_gemms, gemms)
     lost = float_residuals(rows, residuals)
-    one, copies = one_profile(rows)
+    one, copies = select_profile(rows)
     result = EngineResult(
         backend=built.backend,
         version=built.version,
@@ -211,8 +213,8 @@ def _build_for_cpu(
     batch, length = (next(iter(known)) if len(known) == 1 else None for known in sizes)
     data = onnx_path.read_bytes()
     report_phase("compiling")
-    model = compiled(chosen.name, data, blob=False, compute=compute, fixed=(batch, length))
-    first_run(model, profiles[0].opt)
+    model = compile_model(chosen.name, data, blob=False, compute=compute, fixed=(batch, length))
+    warm_up(model, profiles[0].opt)
     return BuiltEngine(
         data=model.blob(),
         layer_lines=[],
@@ -228,8 +230,8 @@ def _build_for_cpu(
     )
 
 
-def gemm_names(onnx_path: Path) -> list[str]:
-    """Names of the MatMul and Gemm nodes of an ONNX file, in graph order.
+def list_gemms(onnx_path: Path) -> list[str]:
+    """Return the names of the MatMul and Gemm nodes of an ONNX file, in graph order.
 
     Raises:
         UserError: the file is missing, truncated or not ONNX.
@@ -237,8 +239,8 @@ def gemm_names(onnx_path: Path) -> list[str]:
     return _gemms(read_model(onnx_path))
 
 
-def attention_count(gemms: Iterable[str], modules: Collection[str]) -> int:
-    """How often the attentions of these modules run, by the names of a graph's MatMuls: each has two."""
+def count_attentions(gemms: Iterable[str], modules: Collection[str]) -> int:
+    """Count how often the attentions of these modules run, by the MatMuls of a graph: each has two."""
     return sum(module_of(name) in modules for name in gemms) // 2
 
 
@@ -284,7 +286,7 @@ def require_int8(result: EngineResult) -> None:
 
 
 def _check_names(path: Path, gemms: list[str], expected: Collection[str]) -> None:
-    """Names must exist and be unique, or the layer table proves nothing."""
+    """Require names to exist and be unique, or the layer table proves nothing."""
     counts = Counter(gemms)
     if missing := sorted(set(expected) - set(counts)):
         raise UserError(f"{path} has no MatMul or Gemm named {', '.join(missing)}; export the model again")
@@ -297,7 +299,7 @@ TOGETHER = "+"  # between the names of nodes that became one, as TensorRT writes
 
 
 @dataclass(frozen=True)
-class _Linear:
+class _LinearNodes:
     """A MatMul of INT8 activations with INT8 weights [N, K] and one scale."""
 
     node: onnx.NodeProto
@@ -306,8 +308,8 @@ class _Linear:
     same: tuple[str, float, float]  # tensor that is quantized, its scale, and that of the weight
 
 
-def one_gemm(model: onnx.ModelProto) -> onnx.ModelProto | None:
-    """The graph with one MatMul for linears that read the same codes, have one scale and end in one Concat.
+def merge_qkv_gemms(model: onnx.ModelProto) -> onnx.ModelProto | None:
+    """Return the graph with one MatMul for linears of the same codes and one scale that end in one Concat.
 
     Names of nodes are joined by `TOGETHER`; no value changes, as integer sums are exact.
 
@@ -320,28 +322,28 @@ def one_gemm(model: onnx.ModelProto) -> onnx.ModelProto | None:
     index = GraphIndex(model)
     if not any(_group(index, node) for node in model.graph.node):
         return None
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    index = GraphIndex(made)
+    merged_model = onnx.ModelProto()
+    merged_model.CopyFrom(model)
+    index = GraphIndex(merged_model)
     dropped: set[int] = set()
-    for concat in made.graph.node:
+    for concat in merged_model.graph.node:
         if not (group := _group(index, concat)):
             continue
         first, *others = group
         codes = np.concatenate([first.codes, *(linear.codes for linear in others)])
         name = f"{first.weight.input[0]}_joined"
-        made.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(codes), name))
+        merged_model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(codes), name))
         first.weight.input[0] = name
         first.node.name = TOGETHER.join([first.node.name, *(linear.node.name for linear in others)])
         first.node.output[0] = concat.output[0]
         dropped |= {id(concat), *(id(linear.node) for linear in others)}
-    replace_nodes(made, (node for node in made.graph.node if id(node) not in dropped))
-    prune(made)
-    return made
+    replace_nodes(merged_model, (node for node in merged_model.graph.node if id(node) not in dropped))
+    prune(merged_model)
+    return merged_model
 
 
-def _group(index: GraphIndex, concat: onnx.NodeProto) -> list[_Linear]:
-    """Linears whose results a Concat joins, if one MatMul can make them; else none."""
+def _group(index: GraphIndex, concat: onnx.NodeProto) -> list[_LinearNodes]:
+    """Return the linears whose results a Concat joins, if one MatMul can make them; else none."""
     if concat.op_type != "Concat" or attribute(concat, "axis") not in (2, -1):
         return []
     if any(value.name in concat.input for value in index.graph.output):  # a bisection looks at one alone
@@ -352,7 +354,7 @@ def _group(index: GraphIndex, concat: onnx.NodeProto) -> list[_Linear]:
     return linears if alike and len({id(linear.node) for linear in linears}) == len(linears) else []
 
 
-def _linear(index: GraphIndex, product: str) -> _Linear | None:
+def _linear(index: GraphIndex, product: str) -> _LinearNodes | None:
     node = index.producers.get(product)
     if node is None or node.op_type != "MatMul" or len(index.consumers.get(product, [])) != 1:
         return None
@@ -368,4 +370,4 @@ def _linear(index: GraphIndex, product: str) -> _Linear | None:
     numbers = [float(scale) for scale in scales if scale is not None and not scale.ndim]
     if quantizer is None or codes is None or codes.dtype != np.int8 or len(numbers) != len(scales):
         return None
-    return _Linear(node, weight, codes, (quantizer.input[0], numbers[0], numbers[1]))
+    return _LinearNodes(node, weight, codes, (quantizer.input[0], numbers[0], numbers[1]))

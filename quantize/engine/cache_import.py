@@ -21,12 +21,11 @@ import onnx
 from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, GraphIndex, module_of
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.models.detection.untrained import config_of, untrained
-from qdqbench.quantize.models.load import prepare_model
+from qdqbench.quantize.models.load import create_untrained, prepare_model, read_model_config
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.new import new_recipe
 from qdqbench.quantize.recipe.plan import resolve
-from qdqbench.quantize.recipe.schema import Recipe, parse_recipe, short_yaml, validated
+from qdqbench.quantize.recipe.schema import Recipe, dump_short_recipe, parse_recipe, validate_recipe
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX
 from qdqbench.quantize.utils.names import name_list
@@ -149,7 +148,7 @@ def recipe_from_cache(
     found = read_cache_file(cache)
     made = new_recipe(model, revision)
     base = parse_recipe(made.text, made.recipe)
-    network = prepare_model(untrained(model, config_of(model, revision)))
+    network = prepare_model(create_untrained(model, read_model_config(model, revision)))
     prefix = network.base_model_prefix
     plan = resolve(_plain(base), module_table(network), prefix)
     graph, read = _reads(found, network, plan.int8, prefix, onnx_file)
@@ -171,7 +170,7 @@ def recipe_from_cache(
     recipe = _with_amax(base, given, found)
     return FromCache(
         recipe=recipe.name,
-        text="\n".join([*_head(found, cache, graph, given, calibrated), short_yaml(recipe)]),
+        text="\n".join([*_head(found, cache, graph, given, calibrated), dump_short_recipe(recipe)]),
         version=found.version,
         calibrator=found.calibrator,
         graph=graph,
@@ -262,7 +261,7 @@ def _plain(recipe: Recipe) -> Recipe:
     """Without what changes the range of tensors before they are quantized."""
     data = recipe.model_dump(mode="json")
     data["calibration"] |= {"smoothing": "none", "outlier_channel_splitting": 0}
-    return validated(data, recipe.name)
+    return validate_recipe(data, recipe.name)
 
 
 def _with_amax(recipe: Recipe, given: dict[str, float], cache: CalibrationCache) -> Recipe:
@@ -272,7 +271,7 @@ def _with_amax(recipe: Recipe, given: dict[str, float], cache: CalibrationCache)
         f"{recipe.name}, with {len(given)} amax of a calibration cache of TensorRT {cache.version}."
     )
     data["calibration"]["amax"] = given
-    return validated(data, data["name"])
+    return validate_recipe(data, data["name"])
 
 
 def _head(

@@ -20,11 +20,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from qdqbench.quantize.engine.backend import INSTALL, preferred_backend
-from qdqbench.quantize.engine.hazards import RTX_WITHOUT_GPU, hazards, is_older
+from qdqbench.quantize.engine.hazards import RTX_WITHOUT_GPU, find_hazards, is_older
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.schema import Strict
 from qdqbench.quantize.utils.system.cpu import cpu_hazards, find_cpu
-from qdqbench.quantize.utils.system.environment import environment
+from qdqbench.quantize.utils.system.environment import describe_environment
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 
 TIMEOUT_S = 90.0  # for all; torch takes seconds, on a busy machine many
@@ -166,7 +166,7 @@ def look(*, offline: bool = False) -> Doctor:
     asked = _Hub(offline)
     found = probe(["torch", *INSTALL])
     gpu, cpu, memory = find_gpu(), find_cpu(), psutil.virtual_memory()
-    made, packages = environment(), installed()
+    made, packages = describe_environment(), installed()
     free = shutil.disk_usage(Path.cwd()).free
     return Doctor(
         qdqbench=made["versions"]["qdqbench"],
@@ -206,7 +206,7 @@ def state_of(name: BackendName, own: Probed, torch: Probed, gpu: Gpu | None) -> 
         other = f"tensorrt_rtx from {RTX_WITHOUT_GPU} on builds without one"
         builds = "it builds ahead of time only" if ahead else f"it builds no engine; {other}"
         return BackendState(runs=False, builds=ahead, why=f"CUDA shows no GPU here, and without one {builds}")
-    refused = [text for text in hazards(name, version, gpu.compute_capability) if "refuses" in text]
+    refused = [text for text in find_hazards(name, version, gpu.compute_capability) if "refuses" in text]
     if refused:
         return BackendState(runs=False, builds=False, why=refused[0])
     if not torch.devices:
@@ -263,7 +263,7 @@ def _known(found: dict[str, Probed], packages: dict[str, str], gpu: Gpu | None) 
     """Known faults of the versions that are here."""
     capability = gpu.compute_capability if gpu else None
     versions = packages | {name: each.version for name, each in found.items() if each.version}
-    return [text for name, version in versions.items() for text in hazards(name, version, capability)]
+    return [text for name, version in versions.items() for text in find_hazards(name, version, capability)]
 
 
 def _scarce(memory: int, disk: int) -> list[str]:

@@ -11,28 +11,27 @@ from pathlib import Path
 from onnx import TensorProto
 
 from qdqbench.quantize.engine.kernels import (
-    count_text,
     float_residuals,
+    format_count,
     is_gelu,
     is_norm,
     kernel_kind,
     kernel_label,
     kernel_operator,
     norm_precision,
-    one_profile,
+    select_profile,
 )
 from qdqbench.quantize.engine.layers import (
-    computing_rows,
+    find_computing_rows,
     is_attention,
     is_int8,
     name_parts,
 )
 from qdqbench.quantize.graph.check.types import walk_types
-from qdqbench.quantize.graph.index import MATMULS, module_of, opset_of
+from qdqbench.quantize.graph.index import MATMULS, module_of, opset_of, run_of
 from qdqbench.quantize.graph.read import read_model, validate_names
-from qdqbench.quantize.graph.residuals import int8_norms
-from qdqbench.quantize.graph.runs import run_of
-from qdqbench.quantize.models.families.any_family import ANY_MERGED_QKV, ANY_QKV
+from qdqbench.quantize.graph.residuals import list_int8_norms
+from qdqbench.quantize.models.families.known import ANY_MERGED_QKV, ANY_QKV
 from qdqbench.quantize.utils.results import LayerRow
 
 _FLOATS: dict[int, str] = {
@@ -55,7 +54,7 @@ class Graph:
 
 
 @dataclass
-class Facts:
+class EngineFacts:
     """What one copy of the network does; the lists hold ONNX names in the order of the table."""
 
     rows: list[LayerRow]
@@ -89,12 +88,12 @@ class Facts:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the table is of a runtime for CPUs."""
+        """Return whether the table is of a runtime for CPUs."""
         return any(row.kernel is not None for row in self.rows)
 
 
-def graph_of(path: Path) -> Graph:
-    """Nodes of an ONNX file.
+def read_graph(path: Path) -> Graph:
+    """Return the nodes of an ONNX file.
 
     Raises:
         UserError: not a readable ONNX file.
@@ -104,22 +103,22 @@ def graph_of(path: Path) -> Graph:
     opset = opset_of(model)
     types, _ = walk_types(model, opset)
     constant = {tensor.name for tensor in model.graph.initializer} | {""}
-    found = Graph([], [], [])
+    graph_nodes = Graph([], [], [])
     for node in model.graph.node:
         if constant.issuperset(node.input):
             constant.update(node.output)
         elif node.op_type in MATMULS:
             weighted = not constant.isdisjoint(node.input[:2])
-            (found.linears if weighted else found.products).append(node.name)
+            (graph_nodes.linears if weighted else graph_nodes.products).append(node.name)
         elif node.op_type == "Softmax":
-            found.softmaxes.append(node.name)
-            found.softmax_types[node.name] = _FLOATS.get(types.get(node.input[0], 0), "unknown")
-    found.residuals.extend(int8_norms(model))
-    return found
+            graph_nodes.softmaxes.append(node.name)
+            graph_nodes.softmax_types[node.name] = _FLOATS.get(types.get(node.input[0], 0), "unknown")
+    graph_nodes.residuals.extend(list_int8_norms(model))
+    return graph_nodes
 
 
-def graph_from_table(layers: Sequence[LayerRow]) -> Graph:
-    """Nodes by the names in the table: a MatMul in the module of a softmax has no weights."""
+def rebuild_graph(layers: Sequence[LayerRow]) -> Graph:
+    """Return the nodes by the names in the table: a MatMul in the module of a softmax has no weights."""
     listed = dict.fromkeys(
         name for row in layers for name in ((*name_parts(row), *row.onnx) if row.kind == "gemm" else row.onnx)
     )
@@ -137,12 +136,12 @@ def graph_from_table(layers: Sequence[LayerRow]) -> Graph:
     )
 
 
-def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
+def collect_facts(layers: Sequence[LayerRow], graph: Graph | None = None) -> EngineFacts:
     """Read one copy of the network: the one with the most kernels."""
-    graph = graph or graph_from_table(layers)
-    rows, profiles = one_profile(layers)
+    graph = graph or rebuild_graph(layers)
+    rows, profiles = select_profile(layers)
     deciding = {
-        node: found[0] for node, found in computing_rows(rows, [*graph.linears, *graph.products]).items()
+        node: found[0] for node, found in find_computing_rows(rows, [*graph.linears, *graph.products]).items()
     }
     computed: dict[str, list[str]] = defaultdict(list)
     for node, makers in deciding.items():
@@ -165,10 +164,10 @@ def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
         if is_norm(row):
             norms[norm_precision(row)].append(kernel_label(row))
     fused = [row for row in rows if is_attention(row)]
-    return Facts(
+    return EngineFacts(
         rows=rows,
         profiles=profiles,
-        count=count_text(layers),
+        count=format_count(layers),
         kernels=Counter(kernel_kind(row) for row in rows),
         computed=dict(computed),
         linears=linears,
@@ -200,20 +199,20 @@ def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
     )
 
 
-def _merged_qkv(linears: Iterable[str], made: Mapping[str, LayerRow]) -> list[bool]:
-    """For each attention with q, k and v linears: whether one GEMM makes them."""
+def _merged_qkv(linears: Iterable[str], rows: Mapping[str, LayerRow]) -> list[bool]:
+    """Return for each attention with q, k and v linears whether one GEMM makes them."""
     groups: dict[str, list[str]] = defaultdict(list)
     whole = 0
     for node in linears:
         parent, _, leaf = module_of(node).rpartition(".")
         if ANY_QKV.fullmatch(leaf):
-            groups[parent + run_of(node)].append(made[node].name)
+            groups[parent + run_of(node)].append(rows[node].name)
         whole += bool(ANY_MERGED_QKV.fullmatch(leaf))
     return [len({*names}) == 1 for names in groups.values() if len(names) == 3] + [True] * whole
 
 
 def _is_separate(node: str, row: LayerRow, listing: Mapping[str, list[LayerRow]]) -> bool:
-    """Whether another kernel applies the bias, or the scale, of a linear."""
+    """Return whether another kernel applies the bias, or the scale, of a linear."""
     bias = f"{node.rpartition('/')[0]}/Add{run_of(node)}"
     after = [found for name in (node, bias) for found in listing.get(name, ())]
     return any(found is not row for found in after)

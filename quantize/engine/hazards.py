@@ -20,7 +20,7 @@ class Hazard:
     compute_capability: str | None = None  # None: every GPU
 
     def applies(self, backend: str, version: str, compute_capability: str | None) -> bool:
-        """Whether an engine of this backend, version and GPU has the fault."""
+        """Return whether an engine of this backend, version and GPU has the fault."""
         here = _parsed(version)
         return (
             backend == self.backend
@@ -69,8 +69,8 @@ HAZARDS = (
 RTX_WITHOUT_GPU = "1.6"  # first TensorRT-RTX that builds where no GPU is
 
 
-def hazards(backend: str, version: str, compute_capability: str | None) -> list[str]:
-    """Warnings for an engine, one sentence each.
+def find_hazards(backend: str, version: str, compute_capability: str | None) -> list[str]:
+    """Return the warnings for an engine, one sentence each.
 
     Args:
         backend: tensorrt or tensorrt_rtx, or another package's name.
@@ -82,12 +82,12 @@ def hazards(backend: str, version: str, compute_capability: str | None) -> list[
 
 
 def is_older(version: str, other: str) -> bool:
-    """Whether a version (of a backend or a driver) comes before another."""
+    """Return whether a version (of a backend or a driver) comes before another."""
     return _parsed(version) < _parsed(other)
 
 
 def _parsed(version: str) -> Version:
-    """What is no version comes before all."""
+    """Parse a version; what is none comes before all."""
     try:
         return Version(version)
     except InvalidVersion:

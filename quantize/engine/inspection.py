@@ -4,11 +4,17 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from qdqbench.quantize.engine.facts import Facts, Graph, facts_of, graph_from_table
-from qdqbench.quantize.engine.kernels import block_of_node, block_order, kernel_block, kernel_kind, short
-from qdqbench.quantize.engine.layers import Coverage, NotInt8, copy_of, coverage, name_parts, why_not
+from qdqbench.quantize.engine.facts import EngineFacts, Graph, collect_facts, rebuild_graph
+from qdqbench.quantize.engine.kernels import (
+    block_of_node,
+    block_order,
+    kernel_block,
+    kernel_kind,
+    shorten_node,
+)
+from qdqbench.quantize.engine.layers import Coverage, NotInt8, copy_of, measure_coverage, name_parts, why_not
 from qdqbench.quantize.graph.index import module_of
-from qdqbench.quantize.models.families.any_family import first_feed_forwards
+from qdqbench.quantize.models.families.known import first_feed_forwards
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX, limits_of
 from qdqbench.quantize.utils.names import name_list
@@ -34,7 +40,7 @@ class Inspection:
     """The whole judgement; see docs of each figure in `Facts`."""
 
     proof: Coverage
-    facts: Facts
+    facts: EngineFacts
     graph: Graph
     gemms: int  # linears, and the products that a recipe wants in INT8
     expected: list[str] | None  # ONNX names that the recipe wants in INT8; None: no recipe
@@ -44,17 +50,17 @@ class Inspection:
 
     @property
     def failures(self) -> list[str]:
-        """What the recipe asks for and the engine does not do."""
-        found = []
+        """Return the requests of the recipe that the engine does not meet."""
+        messages = []
         if self.expected is not None and self.proof.not_int8:
-            found.append(f"{len(self.proof.not_int8)} of {len(self.expected)} GEMMs do not run in INT8")
+            messages.append(f"{len(self.proof.not_int8)} of {len(self.expected)} GEMMs do not run in INT8")
         if self.proof.attention_int8 < self.expected_attention:
-            found.append(
+            messages.append(
                 f"{self.proof.attention_int8} of {self.expected_attention} attentions run as one INT8 kernel"
             )
         if self.expected is not None and self.facts.float_residuals:
-            found.append(_float_residuals(self.facts))
-        return found
+            messages.append(_float_residuals(self.facts))
+        return messages
 
 
 def inspect_layers(
@@ -78,9 +84,9 @@ def inspect_layers(
     Raises:
         UserError: the table names no node of `graph`.
     """
-    graph = graph or graph_from_table(layers)
+    graph = graph or rebuild_graph(layers)
     wanted = graph.linears if expected is None else list(expected)
-    proof = coverage(layers, wanted, [*graph.linears, *graph.products])
+    proof = measure_coverage(layers, wanted, [*graph.linears, *graph.products])
     if graph.linears and len(proof.unknown) == len({*wanted, *graph.linears, *graph.products}):
         raise UserError(
             "no kernel of the table names a MatMul or Gemm of the ONNX file; give the file that the engine "
@@ -93,7 +99,7 @@ def inspect_layers(
     ran = layers if times is None else _copies_that_ran(layers, times)
     return Inspection(
         proof=proof,
-        facts=facts_of(ran, graph),
+        facts=collect_facts(ran, graph),
         graph=graph,
         gemms=len({*graph.linears, *wanted}),
         expected=None if expected is None else wanted,
@@ -104,7 +110,7 @@ def inspect_layers(
 
 
 def _copies_that_ran(layers: Sequence[LayerRow], times: Mapping[str, float]) -> list[LayerRow]:
-    """Kernels of the profiles that were measured; each profile has kernels of its own for every layer."""
+    """Return the kernels of the profiles that were measured; each profile has its own for every layer."""
     ran = {copy_of(row) for row in layers if row.name in times} | {""}
     rows = [row for row in layers if copy_of(row) in ran]
     return rows if len(ran) > 1 else list(layers)
@@ -130,21 +136,21 @@ def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
     )
 
 
-def findings(facts: Facts) -> list[str]:
-    """What is wrong, or costs time or accuracy, in one engine: a sentence each, with what to change."""
-    found = []
+def find_problems(facts: EngineFacts) -> list[str]:
+    """Find what is wrong, or costs time or accuracy, in one engine: a sentence each, with a remedy."""
+    problems = []
     if facts.raw_outputs:
-        found.append(
+        problems.append(
             f"{len(facts.raw_outputs)} INT8 GEMMs store raw INT32 sums as FP16 and scale them in the next "
-            f"kernel ({named(facts.raw_outputs)}), so that sums over {FP16_MAX:.0f} become infinite and "
-            "logits NaN: set `export.weight_scales: factored`, or `weights: int8/per-tensor`"
+            f"kernel ({format_nodes(facts.raw_outputs)}), so that sums over {FP16_MAX:.0f} become infinite "
+            "and logits NaN: set `export.weight_scales: factored`, or `weights: int8/per-tensor`"
         )
     if facts.dequantized:
-        found.append(_dequantized(facts))
+        problems.append(_dequantized(facts))
     if facts.fp32_outputs:
-        found.append(_wide_outputs(facts))
+        problems.append(_wide_outputs(facts))
     if facts.float_residuals:
-        found.append(
+        problems.append(
             f"{_float_residuals(facts)}, which costs the rounding and saves nothing: set `residual: fp16`"
             + (
                 ""
@@ -153,95 +159,95 @@ def findings(facts: Facts) -> list[str]:
             )
         )
     if len(facts.fused) < facts.attentions:
-        found.append(_attention_apart(facts))
+        problems.append(_attention_apart(facts))
     if facts.qkv_apart:
-        found.append(f"{_qkv_apart(facts)}: {_QKV_FIX}")
+        problems.append(f"{_qkv_apart(facts)}: {_QKV_FIX}")
     if low := facts.norms.get("FP16", []):
         count = sum(map(len, facts.norms.values()))
-        found.append(
+        problems.append(
             f"{len(low)} of {count} LayerNorms sum their squares in FP16, which can overflow: "
             'add the rule `{match: "*", type: LayerNorm, precision: fp32}`'
         )
-    return found
+    return problems
 
 
-def slow_reasons(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow]) -> list[str]:
-    """Why an INT8 engine can be slower than its FP16 twin, read from their layers: a sentence each.
+def explain_slowdown(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow]) -> list[str]:
+    """Explain why an INT8 engine can be slower than the FP16 engine, read from their layers.
 
     Each has figures of both engines and what to change in the recipe; none where the layers show no reason.
     """
-    ours, twin = facts_of(layers_int8), facts_of(layers_fp16)
-    found = []
+    ours, twin = collect_facts(layers_int8), collect_facts(layers_fp16)
+    reasons = []
     encoder = [node for node in ours.linears if block_of_node(node).startswith("layer.")]
     done = {*ours.int8, *ours.dequantized}
     rest = [node for node in encoder if node not in done]
     if rest:
-        found.append(
+        reasons.append(
             f"{len(rest)} of {len(encoder)} encoder linears are not in INT8 and gain nothing "
-            f"({named(rest)}): give them `weights` and `input` in the recipe's rules"
+            f"({format_nodes(rest)}): give them `weights` and `input` in the recipe's rules"
         )
     if ours.dequantized:
-        found.append(_dequantized(ours))
+        reasons.append(_dequantized(ours))
     if len(ours.fused) < max(ours.attentions, len(twin.fused)):
-        found.append(f"{_attention_apart(ours)} (FP16 fuses {len(twin.fused)})")
+        reasons.append(f"{_attention_apart(ours)} (FP16 fuses {len(twin.fused)})")
     if ours.qkv_apart:
-        found.append(f"{_qkv_apart(ours)} (FP16 merges {twin.qkv_merged}): {_QKV_FIX}")
+        reasons.append(f"{_qkv_apart(ours)} (FP16 merges {twin.qkv_merged}): {_QKV_FIX}")
     if ours.fp32_outputs:
-        found.append(_wide_outputs(ours))
+        reasons.append(_wide_outputs(ours))
     gelus = ours.gelu_separate - twin.gelu_separate
     if gelus > 0:
         rule = first_feed_forwards(map(module_of, ours.linears))
         fix = f'try `{{match: "{rule}", precision: fp16}}`' if rule else "keep those linears in FP16"
-        found.append(
+        reasons.append(
             f"{ours.gelu_separate} GELU run in a kernel of their own (FP16: {twin.gelu_separate}, and "
             f"{twin.gelu_fused} inside of the GEMM), which reads and writes the widest activation once "
             f"more: for small batches {fix}"
         )
     epilogues = len(ours.separate) - len(twin.separate)
     if epilogues > max(gelus, 0):
-        found.append(
+        reasons.append(
             f"{len(ours.separate)} of {len(ours.linears)} linears have their bias or scale applied by "
             f"another kernel (FP16: {len(twin.separate)}): `weights: int8/per-tensor` needs no scale there"
         )
     if ours.kernels["layout"] > twin.kernels["layout"]:
-        found.append(
+        reasons.append(
             f"{ours.kernels['layout']} kernels only move, cast or transpose (FP16: "
             f"{twin.kernels['layout']}), {ours.layout_quantized} of them INT8 codes: `attention: int8` lets "
             "the engine drop those behind the attention"
         )
     if alone := ours.kernels["quantize"]:
-        found.append(
+        reasons.append(
             f"{alone} kernels only quantize or dequantize: quantize the inputs of linears and nothing else, "
             "which the kernel ahead of them does"
         )
     if sum(ours.kernels.values()) > sum(twin.kernels.values()):
-        found.append(_more_kernels(ours, twin))
-    return found
+        reasons.append(_more_kernels(ours, twin))
+    return reasons
 
 
 _QKV_FIX = "for small batches set `export.qkv_scales: shared` with factored weights, which makes it one"
 
 
-def _dequantized(facts: Facts) -> str:
+def _dequantized(facts: EngineFacts) -> str:
     return (
         f"{len(facts.dequantized)} linears dequantize INT8 codes and then multiply in floating point, "
-        f"slower than plain FP16 ({named(facts.dequantized)}): give both operands Q/DQ that a GEMM takes, "
-        "`qdqbench check` names the fault"
+        f"slower than plain FP16 ({format_nodes(facts.dequantized)}): give both operands Q/DQ that a GEMM "
+        "takes, `qdqbench check` names the fault"
     )
 
 
-def _qkv_apart(facts: Facts) -> str:
+def _qkv_apart(facts: EngineFacts) -> str:
     return f"q, k and v are three GEMMs in {facts.qkv_apart} of {facts.qkv} attentions"
 
 
-def _float_residuals(facts: Facts) -> str:
+def _float_residuals(facts: EngineFacts) -> str:
     return (
         f"{len(facts.float_residuals)} of {len(facts.residuals)} LayerNorms do not read their INT8 residual "
-        f"as INT8 ({named(facts.float_residuals)})"
+        f"as INT8 ({format_nodes(facts.float_residuals)})"
     )
 
 
-def _attention_apart(facts: Facts) -> str:
+def _attention_apart(facts: EngineFacts) -> str:
     limits = limits_of()
     return (
         f"{facts.attentions - len(facts.fused)} of {facts.attentions} attentions fall apart into single "
@@ -251,14 +257,14 @@ def _attention_apart(facts: Facts) -> str:
     )
 
 
-def _wide_outputs(facts: Facts) -> str:
+def _wide_outputs(facts: EngineFacts) -> str:
     return (
         f"{len(facts.fp32_outputs)} of {len(facts.int8)} INT8 GEMMs write FP32, twice the bytes of FP16 "
-        f"({named(facts.fp32_outputs)}): set `export.weight_scales: factored`"
+        f"({format_nodes(facts.fp32_outputs)}): set `export.weight_scales: factored`"
     )
 
 
-def _more_kernels(ours: Facts, twin: Facts) -> str:
+def _more_kernels(ours: EngineFacts, twin: EngineFacts) -> str:
     kinds = [kind for kind in ours.kernels if ours.kernels[kind] > twin.kernels[kind]]
     kinds.sort(key=lambda kind: twin.kernels[kind] - ours.kernels[kind])
     listed = ", ".join(f"{kind} {ours.kernels[kind]} against {twin.kernels[kind]}" for kind in kinds)
@@ -269,26 +275,26 @@ def _more_kernels(ours: Facts, twin: Facts) -> str:
     )
 
 
-def named(nodes: Sequence[str]) -> str:
-    """ONNX nodes in few words, those of several layers together: `layer.0-11: attention key, output`."""
+def format_nodes(nodes: Sequence[str]) -> str:
+    """Format ONNX nodes in few words, several layers together: `layer.0-11: attention key, output`."""
     layers: dict[str, list[int]] = defaultdict(list)
     for node in nodes:
-        block, _, name = short(node).partition(" ")
+        block, _, name = shorten_node(node).partition(" ")
         number = block.removeprefix("layer.")
         if block.startswith("layer.") and number.isdecimal() and name:
             layers[name].append(int(number[:9]))
         else:
-            layers[short(node)] = []
+            layers[shorten_node(node)] = []
     groups: dict[str, list[str]] = defaultdict(list)
     for name, numbers in layers.items():
-        groups[ranges(numbers)].append(name)
+        groups[format_ranges(numbers)].append(name)
     texts = [f"layer.{key}: {name_list(names)}" if key else name_list(names) for key, names in groups.items()]
     more = f"; and {len(texts) - MAX_LAYERS_NAMED} more" if len(texts) > MAX_LAYERS_NAMED else ""
     return "; ".join(texts[:MAX_LAYERS_NAMED]) + more
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """`0-2,5` for 0, 1, 2, 5."""
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Format 0, 1, 2, 5 as `0-2,5`."""
     spans: list[list[int]] = []
     for number in sorted({*numbers}):
         if spans and number == spans[-1][1] + 1:

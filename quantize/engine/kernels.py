@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from qdqbench.quantize.engine.layers import base_name, copy_of, is_attention, name_parts
-from qdqbench.quantize.models.families.any_family import (
+from qdqbench.quantize.models.families.known import (
     ACTIVATION,
     ANY_EMBEDDINGS,
     ANY_HEAD,
@@ -41,49 +41,49 @@ _ALIASES = {"Half": "FP16", "Float": "FP32", "BFloat16": "BF16"}
 
 
 def kernel_operator(node: str) -> str:
-    """Operator that an exporter wrote into a node's name: `MatMul` of `/a/MatMul_1` and `/a/MatMul@3`."""
+    """Return the operator that an exporter wrote into a name: `MatMul` of `/a/MatMul_1` and `/a/MatMul@3`."""
     return re.sub(r"(?:_\d+)?(?:@\d+)?$", "", node.rpartition("/")[2])
 
 
 def operations(row: LayerRow) -> list[str]:
-    """Operations in the name of a generated kernel, such as Cast, Mean, Sub; none for any other kernel."""
+    """Return the operations (Cast, Mean, Sub) in the name of a generated kernel; none for any other."""
     return re.findall(r"[A-Z][a-z]*", base_name(row)) if row.name.startswith("__myl_") else []
 
 
 def kernel_kind(row: LayerRow) -> KernelKind:
-    """What a kernel is there for; one that does several things counts as the first of its kinds."""
+    """Return the purpose of a kernel; of several the first one counts."""
     words, lower = operations(row), row.kind.lower()
     operators = {kernel_operator(node) for node in row.onnx}
-    found: KernelKind = "elementwise"
+    kind: KernelKind = "elementwise"
     if lower in _NO_KERNEL:
-        found = "none"
+        kind = "none"
     elif is_attention(row):
-        found = "attention"
+        kind = "attention"
     elif lower == "gemm" or "Fc" in words:
-        found = "gemm"
+        kind = "gemm"
     elif lower in _TYPES:
-        found = _TYPES[lower]
+        kind = _TYPES[lower]
     elif "Gath" in words and kernel_block(row) == EMBEDDINGS:
-        found = "embeddings"
+        kind = "embeddings"
     elif "Mean" in words or "LayerNormalization" in operators:
-        found = "LayerNorm"
+        kind = "LayerNorm"
     elif is_gelu(row):
-        found = "GELU"
+        kind = "GELU"
     elif {"Maxr", "Exp"} <= {*words} or "Softmax" in operators:
-        found = "softmax"
+        kind = "softmax"
     elif row.inputs and {*row.inputs} <= {"Int64", "Int32", "Bool"}:
-        found = "mask"
+        kind = "mask"
     elif _MOVES & {*words}:
-        found = "layout"
+        kind = "layout"
     elif "Roun" in words or ("Int8" in row.inputs and "Cast" in words):
-        found = "quantize"
+        kind = "quantize"
     elif words and {*words} <= {"Resh", "Cast"}:
-        found = "layout"
-    return found
+        kind = "layout"
+    return kind
 
 
-def one_profile(layers: Sequence[LayerRow]) -> tuple[list[LayerRow], int]:
-    """Kernels of the profile that has the most, without signals and waits; and the number of profiles.
+def select_profile(layers: Sequence[LayerRow]) -> tuple[list[LayerRow], int]:
+    """Return the kernels of the largest profile, without signals and waits, and the number of profiles.
 
     An engine has kernels of its own for each profile, and its layer table lists all of them.
     """
@@ -93,9 +93,9 @@ def one_profile(layers: Sequence[LayerRow]) -> tuple[list[LayerRow], int]:
     return rows, max(len(copies), 1)
 
 
-def count_text(layers: Sequence[LayerRow]) -> str:
-    """`120 kernels`, or `480 kernels, 120 for each of 4 profiles`."""
-    rows, profiles = one_profile(layers)
+def format_count(layers: Sequence[LayerRow]) -> str:
+    """Format a count: `120 kernels`, or `480 kernels, 120 for each of 4 profiles`."""
+    rows, profiles = select_profile(layers)
     total = sum(kernel_kind(row) != "none" for row in layers)
     if profiles == 1:
         return count_of(total, "kernel")
@@ -104,12 +104,12 @@ def count_text(layers: Sequence[LayerRow]) -> str:
 
 
 def is_norm(row: LayerRow) -> bool:
-    """Whether a kernel computes the statistics of a LayerNorm; another may scale what it made."""
+    """Return whether a kernel computes the statistics of a LayerNorm; another may scale what it made."""
     return "Mean" in operations(row) or _TYPES.get(row.kind.lower()) == "LayerNorm"
 
 
 def is_gelu(row: LayerRow) -> bool:
-    """Whether a kernel computes GELU, alone or behind its GEMM."""
+    """Return whether a kernel computes GELU, alone or behind its GEMM."""
     return "Erf" in operations(row) or any(map(_of_gelu, row.onnx))
 
 
@@ -119,7 +119,7 @@ def _of_gelu(node: str) -> bool:
 
 
 def kernel_block(row: LayerRow) -> str:
-    """Block of the network that a kernel belongs to: "embeddings", "layer.N", "head" or "other".
+    """Return the block of the network that a kernel belongs to: "embeddings", "layer.N", "head" or "other".
 
     A kernel that ends one layer often quantizes for the next; the block is where most of its nodes are.
     """
@@ -131,7 +131,7 @@ def kernel_block(row: LayerRow) -> str:
 
 
 def block_of_node(node: str) -> str:
-    """Block of one ONNX node."""
+    """Return the block of one ONNX node."""
     if (layer := layer_of_node(node)) is not None:
         return f"layer.{layer}"
     if ANY_EMBEDDINGS.search(node):
@@ -146,8 +146,8 @@ def block_order(block: str) -> tuple[int, int]:
     return places.get(name, 3), int(number[:9]) if number.isdecimal() else 0
 
 
-def short(node: str) -> str:
-    """`layer.3 attention value` for `/bert/encoder/layer.3/attention/self/value/MatMul`."""
+def shorten_node(node: str) -> str:
+    """Shorten `/bert/encoder/layer.3/attention/self/value/MatMul` to `layer.3 attention value`."""
     layer, number = ANY_LAYER.search(node), layer_of_node(node)
     parts = RUN.sub("", node[layer.end() if layer else 0 :]).strip("/").split("/")
     if not layer and len(parts) > 2:
@@ -160,14 +160,14 @@ def short(node: str) -> str:
 
 
 def kernel_label(row: LayerRow, linears: Iterable[str] = ()) -> str:
-    """What a kernel computes, in as few words as name it: `layer.0 attention value+key+query`.
+    """Label a kernel in as few words as name it: `layer.0 attention value+key+query`.
 
     Args:
         linears: ONNX nodes that it multiplies, if it is a GEMM.
     """
     kind = kernel_kind(row)
     if found := list(linears):
-        return _together([short(node) for node in found])
+        return _together([shorten_node(node) for node in found])
     fixed = {
         "attention": f"{kernel_block(row)} attention",
         "embeddings": EMBEDDINGS,
@@ -178,13 +178,13 @@ def kernel_label(row: LayerRow, linears: Iterable[str] = ()) -> str:
         return fixed.get(kind, base_name(row))
     if kind == "GELU":
         place = next(filter(_of_gelu, own), own[0])
-        return f"{short(place.rpartition('/')[0])} GELU"
+        return f"{shorten_node(place.rpartition('/')[0])} GELU"
     biased = [node.rpartition("/")[0] for node in own if kernel_operator(node) == "Add"]
     if kind == "layout" and biased:  # the linears whose bias and result it moves
-        return _together([short(node) for node in dict.fromkeys(biased)])
+        return _together([shorten_node(node) for node in dict.fromkeys(biased)])
     telling = {"LayerNorm": "LayerNormalization", "softmax": "Softmax"}.get(kind, "")
     order = (telling, "MatMul", "Gemm", "Add", "Transpose")
-    return short(
+    return shorten_node(
         min(
             own, key=lambda node: order.index(kernel_operator(node)) if kernel_operator(node) in order else 99
         )
@@ -192,7 +192,7 @@ def kernel_label(row: LayerRow, linears: Iterable[str] = ()) -> str:
 
 
 def _together(names: list[str]) -> str:
-    """`a b` and `a c` as `a b+c`."""
+    """Join `a b` and `a c` as `a b+c`."""
     heads = {name.rpartition(" ")[0] for name in names}
     if len(names) == 1 or len(heads) > 1:
         return " + ".join(names)
@@ -200,7 +200,7 @@ def _together(names: list[str]) -> str:
 
 
 def types_text(row: LayerRow) -> str:
-    """`INT8*INT8 -> FP16`: datatypes of the inputs, times that of the weights where the table shows them."""
+    """Format datatypes of inputs, times that of weights where the table has them: `INT8*INT8 -> FP16`."""
     sides = [
         "/".join(dict.fromkeys(_ALIASES.get(name, name.upper()) for name in side))
         for side in (row.inputs, row.outputs)
@@ -213,7 +213,7 @@ def types_text(row: LayerRow) -> str:
 
 
 def norm_precision(row: LayerRow) -> str:
-    """Datatype in which a kernel does the statistics of LayerNorm, or the sum of softmax.
+    """Return the datatype in which a kernel does the statistics of LayerNorm, or the sum of softmax.
 
     A Cast ahead of the first of them is the FP32 island; without one it is that of the inputs. "unknown"
     where the name ends before.
@@ -232,7 +232,7 @@ def norm_precision(row: LayerRow) -> str:
 
 
 def float_residuals(layers: Sequence[LayerRow], norms: Collection[str]) -> list[str]:
-    """The normalizations, by ONNX name and sorted, whose kernels do not read the residual as INT8.
+    """Return the normalizations, by ONNX name and sorted, whose kernels do not read the residual as INT8.
 
     In a fused kernel the residual stands beside the result of the linear, so one INT8 input is enough; a GEMM
     that normalizes what it makes has INT8 operands too, and needs another. One that no row names is not

@@ -52,7 +52,7 @@ class Coverage:
 
 
 def parse_log(lines: Iterable[str]) -> list[LayerRow]:
-    """Rows of the layer table that a DETAILED build prints; any other line is passed over."""
+    """Parse the rows of the layer table that a DETAILED build prints; pass over any other line."""
     rows = []
     for line in (part for message in lines for part in message.split("\n")):
         if (parts := _parts(line)) is None:
@@ -90,7 +90,7 @@ def _parts(line: str) -> tuple[str, str, str, str, str] | None:
 
 
 def read_table(path: Path) -> list[LayerRow]:
-    """Rows of a saved table: inspector JSON of any version, or a layers.json or build.json of qdqbench.
+    """Read the rows of a saved table: inspector JSON of any version, or a layers.json or build.json.
 
     Memory is bounded whatever the file holds.
 
@@ -108,7 +108,7 @@ def read_table(path: Path) -> list[LayerRow]:
 
 
 def _own_rows(text: str) -> list[LayerRow]:
-    """Rows as qdqbench writes them; none where the text is something else."""
+    """Return the rows as qdqbench writes them; none where the text is something else."""
     try:
         layers = json.loads(text, strict=False)["layers"]
         _check_count(layers)
@@ -123,7 +123,7 @@ def _check_count(layers: Any) -> None:
 
 
 def parse_inspector_json(text: str) -> list[LayerRow]:
-    """Rows of `EngineInspector.get_engine_information(JSON)`, of TensorRT 10 (no constants) or 11.
+    """Parse `EngineInspector.get_engine_information(JSON)` of TensorRT 10 (no constants) or 11.
 
     Raises:
         UserError: not inspector JSON, or of an engine built without ProfilingVerbosity.DETAILED.
@@ -152,7 +152,7 @@ def parse_inspector_json(text: str) -> list[LayerRow]:
     ]
 
 
-def coverage(
+def measure_coverage(
     layers: Sequence[LayerRow], expected_gemms: Collection[str], all_gemms: Collection[str]
 ) -> Coverage:
     """Hold the layer table against the ONNX nodes that must run in INT8.
@@ -165,7 +165,7 @@ def coverage(
     A node counts as INT8 only if it does in each copy of the network in the table.
     """
     expected, known = set(expected_gemms), set(expected_gemms) | set(all_gemms)
-    copies = computing_rows(layers, known)
+    copies = find_computing_rows(layers, known)
     proven = {node for node, parts in copies.items() if all(is_int8(row) for rows in parts for row in rows)}
     linear = {
         node for node, parts in copies.items() if all(_is_linear(row) for rows in parts for row in rows)
@@ -185,8 +185,10 @@ def coverage(
     )
 
 
-def computing_rows(layers: Sequence[LayerRow], known: Collection[str]) -> dict[str, list[list[LayerRow]]]:
-    """For each node that the table names: the rows that compute it, for each copy of the network."""
+def find_computing_rows(
+    layers: Sequence[LayerRow], known: Collection[str]
+) -> dict[str, list[list[LayerRow]]]:
+    """Return for each node of the table the rows that compute it, for each copy of the network."""
     names = frozenset(known)
     found: dict[str, dict[str, list[LayerRow]]] = defaultdict(lambda: defaultdict(list))
     for row in layers:
@@ -196,7 +198,7 @@ def computing_rows(layers: Sequence[LayerRow], known: Collection[str]) -> dict[s
 
 
 def copy_of(row: LayerRow) -> str:
-    """Which copy of the network, one a profile, a kernel belongs to; '' where its name does not say."""
+    """Return the copy of the network, one a profile, that a kernel belongs to; '' where unknown."""
     graph = _GRAPH.search(row.name)
     return graph[1] if graph else ""
 
@@ -207,17 +209,17 @@ def base_name(row: LayerRow) -> str:
 
 
 def _is_linear(row: LayerRow) -> bool:
-    """Whether the kernel multiplies one activation by weights, not two activations."""
+    """Return whether the kernel multiplies one activation by weights, not two activations."""
     return len(row.inputs) == 1 and not is_attention(row)
 
 
 def is_attention(row: LayerRow) -> bool:
-    """Whether the kernel is a fused attention."""
+    """Return whether the kernel is a fused attention."""
     return "_gemm_mha" in row.name or row.kind == ATTENTION
 
 
 def is_int8(row: LayerRow) -> bool:
-    """Whether the kernel multiplies in INT8.
+    """Return whether the kernel multiplies in INT8.
 
     A `gemm` whose inputs, and weights where the table shows them, are all INT8; or a fused attention with
     INT8 q, k and v (the mask is not). INT8 inputs alone prove nothing: `runtime_fusion` kernels named
@@ -265,7 +267,7 @@ def why_not(layers: Sequence[LayerRow], node: str) -> NotInt8:
 
 
 def _deciding(rows: list[LayerRow], node: str) -> list[LayerRow]:
-    """The rows of one copy of the network that compute `node`, not those that only hold a part of it.
+    """Return the rows of one copy of the network that compute `node`, not those that only hold a part of it.
 
     A GEMM kernel carries the node in its name; the kernel after it may list the node in its metadata because
     it dequantizes the result.
@@ -277,13 +279,13 @@ def _deciding(rows: list[LayerRow], node: str) -> list[LayerRow]:
 
 
 def _nodes(row: LayerRow, known: Collection[str]) -> list[str]:
-    """The known ONNX nodes that a kernel names, sorted: by its name if it is a GEMM, else by its metadata."""
+    """Return the known ONNX nodes that a kernel names, sorted: a GEMM by its name, else by its metadata."""
     named = [part for part in name_parts(row) if part in known] if row.kind == "gemm" else []
     return sorted(set(named or (name for name in row.onnx if name in known)))
 
 
 def name_parts(row: LayerRow) -> list[str]:
-    """Possible ONNX names in a GEMM's name: `/a/MatMul [profile 1]+/b/MatMul [profile 1]_myl1_22`."""
+    """Split a GEMM's name into possible ONNX names: `/a/MatMul [profile 1]+/b/MatMul [profile 1]_myl1_22`."""
     name = _GRAPH.sub("", row.name)
     split = name.split("+") if name.count("+") <= MAX_MERGED else []
     parts = [_PROFILE.sub("", part) for part in (name, *split)]
@@ -291,18 +293,18 @@ def name_parts(row: LayerRow) -> list[str]:
 
 
 def _onnx_names(metadata: str) -> list[str]:
-    """Names in `[ONNX Layer: a]\\x1f[ONNX Layer: b]`; a copied build log may have lost the separator."""
+    """Return the names in `[ONNX Layer: a]\\x1f[ONNX Layer: b]`; copied logs may lack the separator."""
     pieces = (piece for part in re.split("[\x1e\x1f]", metadata) for piece in part.split("[ONNX Layer: ")[1:])
     return list(dict.fromkeys(piece.strip().removesuffix("]") for piece in pieces))
 
 
 def _datatypes(tensors: Any) -> list[str]:
-    """Datatypes of a JSON list of tensors, of either schema."""
+    """Return the datatypes of a JSON list of tensors, of either schema."""
     entries = [tensor for tensor in tensors if isinstance(tensor, dict)] if isinstance(tensors, list) else []
     return [_datatype(str(tensor.get("Datatype", tensor.get("Format/Datatype", "")))) for tensor in entries]
 
 
 def _datatype(text: str) -> str:
-    """`Half` from `Half`, `FP16` or `Row major linear FP16 format`; else the text itself."""
+    """Return `Half` from `Half`, `FP16` or `Row major linear FP16 format`; else the text itself."""
     words = (_TYPES.get(word.lower()) for word in re.findall(r"[A-Za-z]+\d*", text))
     return next((word for word in words if word), text.strip())

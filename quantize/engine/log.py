@@ -38,13 +38,13 @@ class BuildLog:
             self.table += [line for line in text.split("\n") if "LayerType: " in line]
 
     def errors(self) -> str:
-        """All errors in one line."""
+        """Return all errors in one line."""
         return one_line(text for severity, text in self.messages if severity != "WARNING")
 
 
 @cache
 def _logger(trt: Any) -> Any:
-    """The one logger of this process for a backend; its `sink` is the running build's log."""
+    """Return the one logger of this process for a backend; its `sink` is the running build's log."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         sink: BuildLog | None = None
@@ -71,7 +71,7 @@ def capture(trt: Any) -> Iterator[tuple[Any, BuildLog]]:
 
 
 def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
-    """A progress monitor that hands each step to `progress` and cancels the build when that raises."""
+    """Return a progress monitor that hands each step to `progress` and cancels the build when that raises."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -96,11 +96,11 @@ def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
 
 
 def one_line(messages: Iterable[str]) -> str:
-    """One line of messages, without what the library says about the missing GPU after each of them."""
+    """Join messages in one line, without what the library says about the missing GPU after each of them."""
     lines = (line.strip() for message in messages for line in message.split("\n"))
     return "; ".join(line for line in lines if line and "catchCudaError" not in line)
 
 
 def hint_for(text: str) -> str:
-    """What to do about a message of the parser or the builder."""
+    """Return the remedy for a message of the parser or the builder."""
     return next((hint for sign, hint in _HINTS.items() if sign in text), "run `qdqbench check` on the file")

@@ -40,8 +40,8 @@ class Profile:
         return "{" + ", ".join(f"{name}: [{a}, {b}, {c}]" for name, a, b, c in rows) + "}"
 
 
-def spanning(profiles: Sequence[Profile]) -> Profile:
-    """One profile for all shapes of several, with the opt of the last."""
+def span_profiles(profiles: Sequence[Profile]) -> Profile:
+    """Return one profile for all shapes of several, with the opt of the last."""
     low, high = (
         [each(getattr(shapes, end)[axis] for shapes in profiles) for axis in (0, 1)]
         for end, each in (("min", min), ("max", max))
@@ -49,8 +49,8 @@ def spanning(profiles: Sequence[Profile]) -> Profile:
     return Profile((low[0], low[1]), profiles[-1].opt, (high[0], high[1]))
 
 
-def concrete(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, ...]:
-    """Shape of an input, with (batch, length) in place of its dynamic axes (-1)."""
+def fill_shape(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, ...]:
+    """Fill the dynamic axes (-1) of an input's shape with (batch, length)."""
     return tuple(known if known != -1 else size[min(axis, 1)] for axis, known in enumerate(shape))
 
 
@@ -75,14 +75,14 @@ def add_profiles(builder: Any, network: Any, config: Any, profiles: Sequence[Pro
                     f"input {name} is fixed at {list(shape)} and cannot take {shapes.min} to {shapes.max}; "
                     "export with dynamic axes or ask for that shape"
                 )
-            low, opt, high = (concrete(shape, size) for size in (shapes.min, shapes.opt, shapes.max))
+            low, opt, high = (fill_shape(shape, size) for size in (shapes.min, shapes.opt, shapes.max))
             profile.set_shape(name, low, opt, high)
         if config.add_optimization_profile(profile) < 0:
             raise UserError(f"the builder refuses the shapes {shapes}; change engine.shapes")
 
 
 def choose_profile(profiles: Sequence[Profile], batch: int, length: int) -> int:
-    """Index of the profile that holds a shape, the one whose opt is nearest.
+    """Return the index of the profile that holds a shape, the one whose opt is nearest.
 
     Raises:
         CheckFailed: no profile holds it.
@@ -93,11 +93,11 @@ def choose_profile(profiles: Sequence[Profile], batch: int, length: int) -> int:
     holding = [index for index, shapes in enumerate(profiles) if _holds(shapes, size)]
     if not holding:
         raise CheckFailed(_refused(profiles, size))
-    return min(holding, key=lambda index: distance(profiles[index].opt, size))
+    return min(holding, key=lambda index: measure_distance(profiles[index].opt, size))
 
 
-def fit(profiles: Sequence[Profile], batch: int, length: int, step: int = 1) -> tuple[int, int, int]:
-    """Profile, batch and length to pad a batch of sequences to.
+def fit_batch(profiles: Sequence[Profile], batch: int, length: int, step: int = 1) -> tuple[int, int, int]:
+    """Return the profile, batch and length to pad a batch of sequences to.
 
     Args:
         length: tokens of the longest.
@@ -114,11 +114,11 @@ def fit(profiles: Sequence[Profile], batch: int, length: int, step: int = 1) -> 
     if not sizes:
         raise CheckFailed(_refused(profiles, (batch, length)))
     # least padding first, then the nearest opt
-    return min(sizes, key=lambda size: (size[1] * size[2], distance(profiles[size[0]].opt, size[1:])))
+    return min(sizes, key=lambda size: (size[1] * size[2], measure_distance(profiles[size[0]].opt, size[1:])))
 
 
-def distance(one: Sequence[int], other: Sequence[int]) -> float:
-    """How far apart two shapes are: the sum over their axes of |log of the ratio|."""
+def measure_distance(one: Sequence[int], other: Sequence[int]) -> float:
+    """Return the distance of two shapes: the sum over their axes of |log of the ratio|."""
     return sum(abs(math.log(a / b)) for a, b in zip(one, other, strict=True))
 
 
@@ -150,7 +150,7 @@ def require_room(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -
             )
 
 
-def notes_on_data(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -> list[str]:
+def note_distant_data(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -> list[str]:
     """Warn where the data is far from what the engine is tuned for, with the shapes to ask for instead.
 
     Kernels are chosen for opt; the data counts as far when the 90th percentile of its padded batch lengths,
@@ -167,7 +167,7 @@ def notes_on_data(profiles: Sequence[Profile], lengths: Int64, batch_size: int) 
     typical, longest = int(np.percentile(padded, 90, method="higher")), int(padded[0])
     batch = min(batch_size, max(shapes.max[0] for shapes in profiles), len(lengths))
     try:
-        index, batch, length = fit(profiles, batch, typical, LENGTH_STEP)
+        index, batch, length = fit_batch(profiles, batch, typical, LENGTH_STEP)
     except CheckFailed:
         return []  # running it says so
     used = profiles[index]
@@ -198,3 +198,59 @@ def _refused(profiles: Sequence[Profile], size: tuple[int, int]) -> str:
         f"no profile of the engine takes batch {size[0]}, length {size[1]}; it takes {listed}: "
         "change engine.shapes in the recipe and build again"
     )
+
+
+STEP = 8  # lengths are multiples of it, as tensor cores want
+MOST = 6  # buckets; each is a profile with kernels of its own
+LEAST_SAVING = 0.02  # of the tokens, that one more bucket must save
+LARGEST_BATCH = 128  # that profiles take, as those of the shipped recipes
+
+
+def choose_edges(lengths: Int64, longest: int, most: int = MOST) -> list[int]:
+    """Choose rising lengths to pad to that make the fewest tokens: dynamic programming over the histogram.
+
+    Kernels of a GPU engine are made for the shapes of its profiles: a few fixed lengths run faster than any
+    length, and cost padding. Fewer than `most` where one more would save less than LEAST_SAVING.
+
+    Args:
+        lengths: tokens of each row, int64 [rows], at least one.
+        longest: no edge is larger, multiple of STEP or not.
+    """
+    edges, counts = np.unique(np.minimum(-(-lengths // STEP) * STEP, longest), return_counts=True)
+    before = np.concatenate([[0], np.cumsum(counts)])  # rows up to each edge
+    # cost[i, j]: tokens of the rows between the edges i and j where they are padded to the latter
+    cost = (before[None, 1:] - before[:-1, None]) * edges[None, :]
+    best, cuts = cost[0].astype(np.int64), [np.zeros(len(edges), dtype=np.int64)]
+    totals = [best[-1]]
+    possible, never = np.tri(len(edges), dtype=bool).T, np.iinfo(np.int64).max
+    for _ in range(1, min(most, len(edges))):
+        # the last bucket starts at edge i; up to edge i - 1 go the others, which are one fewer
+        tried = np.where(possible, np.roll(best, 1)[:, None] + cost, never)
+        tried[0] = cost[0]
+        cuts.append(tried.argmin(axis=0))
+        best = tried.min(axis=0)
+        totals.append(best[-1])
+    savings = 1 - np.array(totals[1:]) / np.array(totals[:-1])
+    count = 1 + int(np.argmin(np.append(savings >= LEAST_SAVING, False)))
+    chosen, last = [], len(edges) - 1
+    for cut in reversed(cuts[:count]):
+        chosen.append(int(edges[last]))
+        if cut[last] == 0:
+            break
+        last = int(cut[last]) - 1
+    return chosen[::-1]
+
+
+def bucket_profiles(edges: Sequence[int], longest: int, batch: int) -> list[Profile]:
+    """Return a profile of fixed length for each bucket, and one for what is longer than all of them.
+
+    Args:
+        edges: from `choose_edges`.
+        longest: tokens that an input can have.
+        batch: samples of a batch, which kernels are chosen for.
+    """
+    most = max(batch, LARGEST_BATCH)
+    fixed = [Profile((1, edge), (batch, edge), (most, edge)) for edge in edges]
+    if edges[-1] < longest:
+        fixed.append(Profile((1, edges[-1] + 1), (batch, longest), (most, longest)))
+    return fixed

@@ -36,12 +36,12 @@ class Sidecar(Strict):
 
 
 def sidecar_path(engine_path: Path) -> Path:
-    """`x.engine.json` for `x.engine`."""
+    """Return `x.engine.json` for `x.engine`."""
     return engine_path.with_name(engine_path.name + ".json")
 
 
 def read_sidecar(engine_path: Path) -> Sidecar:
-    """What an engine was made from and for, not held to anything.
+    """Read the sidecar of an engine without checking the engine against it.
 
     Raises:
         UserError: it is missing, or of another version.
@@ -73,53 +73,53 @@ def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
     return sidecar
 
 
-def sidecar_notes(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
-    """What is worth a note, and no reason to refuse an engine that `check_sidecar` accepted."""
+def note_sidecar(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
+    """Return notes that are no reason to refuse an engine that `check_sidecar` accepted."""
     if sidecar.cpu is not None:
         here = find_cpu().name
         other = f"the engine was built on {sidecar.cpu} and runs on {here}: latency may not be the best"
         return [other] if here != sidecar.cpu else []
     if gpu is None:
         return []
-    found = []
+    notes = []
     if sidecar.driver and gpu.driver and sidecar.driver != gpu.driver:
-        found.append(f"the engine was built with driver {sidecar.driver} and runs on the newer {gpu.driver}")
+        notes.append(f"the engine was built with driver {sidecar.driver} and runs on the newer {gpu.driver}")
     if not sidecar.ahead_of_time and sidecar.gpu != gpu.name:
-        found.append(f"the engine was tuned on {sidecar.gpu} and runs on {gpu.name}: latency is not the best")
-    return found
+        notes.append(f"the engine was tuned on {sidecar.gpu} and runs on {gpu.name}: latency is not the best")
+    return notes
 
 
 def _how_to_rebuild(engine_path: Path) -> str:
-    """The command that builds an engine of a run directory again."""
+    """Return the command that builds an engine of a run directory again."""
     folder = engine_path.parent.parent
     run = shlex.quote(str(folder)) if (folder / "run.json").is_file() else "RUN"
     return f"build it again with `qdqbench build {run}`"
 
 
 def _differences(sidecar: Sidecar, engine_path: Path, onnx_path: Path | None, gpu: Gpu | None) -> list[str]:
-    """What differs between an engine's sidecar and the files and machine at hand."""
-    found = []
+    """Return the differences between an engine's sidecar and the files and machine at hand."""
+    messages = []
     if files.sha256(engine_path) != sidecar.engine_sha256:
-        found.append("the file is not the one that was built")
+        messages.append("the file is not the one that was built")
     if onnx_path is not None and not onnx_path.is_file():
-        found.append(f"{onnx_path.name}, which it was built from, does not exist")
+        messages.append(f"{onnx_path.name}, which it was built from, does not exist")
     elif onnx_path is not None and files.sha256(onnx_path) != sidecar.onnx_sha256:
-        found.append(f"it was built from another {onnx_path.name}")
+        messages.append(f"it was built from another {onnx_path.name}")
     version = available_backends().get(sidecar.backend)
     if version != sidecar.version:
         here = f"has version {version}" if version else "is not installed"
-        found.append(f"it needs {sidecar.backend} {sidecar.version} and {sidecar.backend} {here}")
+        messages.append(f"it needs {sidecar.backend} {sidecar.version} and {sidecar.backend} {here}")
     if sidecar.cpu is not None:
         if lost := sorted({*sidecar.cpu_features} - {*find_cpu().features}):
-            found.append(f"it was built on {sidecar.cpu} and this CPU lacks {', '.join(lost)}")
-        return found
+            messages.append(f"it was built on {sidecar.cpu} and this CPU lacks {', '.join(lost)}")
+        return messages
     if gpu is None:
-        return found
+        return messages
     if gpu.compute_capability not in sidecar.compute_capability:
         targets = ", ".join(sidecar.compute_capability)
-        found.append(
+        messages.append(
             f"it is for compute capability {targets} and the {gpu.name} has {gpu.compute_capability}"
         )
     if sidecar.driver and gpu.driver and is_older(gpu.driver, sidecar.driver):
-        found.append(f"it was built with driver {sidecar.driver} and the older {gpu.driver} runs here")
-    return found
+        messages.append(f"it was built with driver {sidecar.driver} and the older {gpu.driver} runs here")
+    return messages

@@ -15,21 +15,20 @@ from typing import TYPE_CHECKING, Literal
 
 import onnx
 
-from qdqbench.quantize.graph.index import prune
-from qdqbench.quantize.graph.layout import tokens_first
+from qdqbench.quantize.graph.index import name_runs, prune
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.graph.rewrites import (
-    has_straight_heads,
+    has_direct_heads,
     is_tanh_gelu,
     join_heads,
+    note_unjoined,
     share_scaled_inputs,
     shorten_gelu,
-    unjoined_note,
+    use_sequence_first,
 )
-from qdqbench.quantize.graph.runs import name_runs
 from qdqbench.quantize.graph.weights import drop_zero_biases, factor_scales, fold_weights
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.recipe.plan import Plan, straight_linears
+from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.types.kind import LOGITS
 from qdqbench.quantize.utils import files
@@ -59,7 +58,7 @@ class ExportSettings:
 
     @classmethod
     def of(cls, recipe: Recipe, backend: BackendName, compute: Compute | None = None) -> "ExportSettings":
-        """What a recipe asks for, in the form that a backend runs best; a twin may compute in another type.
+        """Return a recipe's settings in the form that a backend runs best; another compute type on request.
 
         CPU runtimes choose their own datatype for an FP32 graph.
         """
@@ -75,26 +74,26 @@ class ExportSettings:
 
 
 @dataclass(frozen=True)
-class Form:
+class ExportForm:
     """The form of a graph that a backend runs best; docs/performance.md has what each one buys."""
 
     weights: WeightForm
     for_gpu: bool = True
 
 
-FORMS: dict[BackendName, Form] = {
-    "tensorrt": Form("channel"),  # it has per-channel epilogues
+FORMS: dict[BackendName, ExportForm] = {
+    "tensorrt": ExportForm("channel"),  # it has per-channel epilogues
     # puts a scalar scale into the GEMM and fuses the Mul behind it, which measured 1.5x faster
-    "tensorrt_rtx": Form("factored"),
-    "openvino": Form("channel", for_gpu=False),
-    "onnxruntime": Form("channel", for_gpu=False),
+    "tensorrt_rtx": ExportForm("factored"),
+    "openvino": ExportForm("channel", for_gpu=False),
+    "onnxruntime": ExportForm("channel", for_gpu=False),
 }
 
 
 def trace(
     model: "PreTrainedModel", opset: int, outputs: Mapping[str, tuple[str, ...]] = LOGITS
 ) -> onnx.ModelProto:
-    """TorchScript export of an FP32 model, fake-quantized or not, as an FP32 ONNX graph.
+    """Export an FP32 model by TorchScript, fake-quantized or not, as an FP32 ONNX graph.
 
     Inputs are int64 [batch, length]; outputs are float32.
 
@@ -147,7 +146,7 @@ def finish_graph(
     notes: list[str] | None = None,
     done: dict[str, int] | None = None,
 ) -> onnx.ModelProto:
-    """Typed graph of a traced model: INT8 weights, weight form, FP16 compute with FP32 islands. A new model.
+    """Type the graph of a traced model: INT8 weights, their form, FP16 with FP32 islands. A new model.
 
     Args:
         traced: not changed.
@@ -167,17 +166,17 @@ def finish_graph(
     done = {} if done is None else done
     if folded:
         share_scaled_inputs(model)
-        done["dropped biases"] = drop_zero_biases(model, straight_linears(plan))
+        done["dropped biases"] = drop_zero_biases(model, list_bias_free_linears(plan))
         done["tanh GELU"] = sum(map(is_tanh_gelu, model.graph.node))
     if settings.weights == "factored":
         factor_scales(model, merge=settings.merge_qkv)
     if folded and settings.for_gpu:
         # a copy of q, k and v that is needed anyway costs the same in either order
-        straight = bool(plan.attention) and has_straight_heads(model)
+        straight = bool(plan.attention) and has_direct_heads(model)
         joined = join_heads(model)
-        turned = tokens_first(model) if straight else 0
+        turned = use_sequence_first(model) if straight else 0
         done |= {"joined heads": joined, "tokens first": turned}
-        note = unjoined_note(plan.family, folded, max(joined, turned))
+        note = note_unjoined(plan.family, folded, max(joined, turned))
         if note and notes is not None:
             notes.append(note)
         done["short GELU"] = shorten_gelu(model)
@@ -190,7 +189,7 @@ def finish_graph(
 def write_graph(
     traced: onnx.ModelProto, plan: Plan, settings: ExportSettings, path: Path, notes: list[str] | None = None
 ) -> dict[str, int]:
-    """`finish` a traced model and `save` it: INT8, or a twin where it has no quantizers.
+    """Finish a traced model and save it, as INT8, or as FP16 or FP32 where it has no quantizers.
 
     Returns:
         How often each rewrite was made.
@@ -220,7 +219,7 @@ def save(model: onnx.ModelProto, path: Path, recipe: str) -> None:
 
 @contextlib.contextmanager
 def _silent_exporter() -> Iterator[None]:
-    """None of the exporter's advice on its own deprecation."""
+    """Silence the exporter's advice on its own deprecation."""
     with unprinted():
         warnings.simplefilter("ignore")
         yield

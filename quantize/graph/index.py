@@ -1,15 +1,21 @@
 """Small, shared readings of an ONNX graph: producers, consumers and constants."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from qdqbench.quantize.models.families.known import RUN, family_of
 from qdqbench.quantize.utils.arrays import Array
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MATMULS = ("MatMul", "Gemm")
 ONNX_DOMAINS = ("", "ai.onnx")
@@ -51,7 +57,7 @@ class GraphIndex:
         return found
 
     def origin(self, name: str, moves: Collection[str]) -> tuple[onnx.NodeProto | None, str]:
-        """What made a tensor before operators of `moves` passed it on (None: not computed), and its name."""
+        """Return the maker of a tensor before operators of `moves` (None: not computed), and its name."""
         for _ in range(MAX_STEPS):
             node = self.producers.get(name)
             if node is None or _standard(node) not in moves or not node.input:
@@ -60,14 +66,14 @@ class GraphIndex:
         return self.producers.get(name), name
 
     def stored(self, name: str) -> onnx.TensorProto | None:
-        """The tensor of an initializer or of a Constant node; None for anything computed, and for text."""
+        """Return the tensor of an initializer or a Constant node; None if computed, and for text."""
         tensor, node = self.initializers.get(name), self.producers.get(name)
         if tensor is None and node is not None and _standard(node) == "Constant":
             tensor = next((_tensor(item) for item in node.attribute), None)
         return None if tensor is None or tensor.data_type == TensorProto.STRING else tensor
 
     def constant(self, name: str, through: tuple[str, ...] = FOLDED) -> Array | None:
-        """Number that a graph holds, directly or behind nodes of the operators `through`; else None."""
+        """Return the number that a graph holds, directly or behind operators in `through`; else None."""
         if (name, through) not in self._constants:
             self._constants[name, through] = self._read_constant(name, through)
         return self._constants[name, through]
@@ -93,12 +99,12 @@ class GraphIndex:
 
 
 def _standard(node: onnx.NodeProto) -> str:
-    """Operator of a node, or '' for one of another domain."""
+    """Return the operator of a node, or '' for one of another domain."""
     return str(node.op_type) if node.domain in ONNX_DOMAINS else ""
 
 
 def _tensor(item: onnx.AttributeProto) -> onnx.TensorProto | None:
-    """What the attribute of a Constant node holds, where it is a tensor or numbers."""
+    """Return the value of a Constant node, where it is a tensor or numbers."""
     if item.name == "value":
         return item.t
     kind = {"value_float": np.float32, "value_int": np.int64}.get(item.name.removesuffix("s"))
@@ -108,12 +114,12 @@ def _tensor(item: onnx.AttributeProto) -> onnx.TensorProto | None:
 
 
 def attribute(node: onnx.NodeProto, name: str, default: int = 0) -> int:
-    """Integer attribute of a node, or `default`."""
+    """Return the integer attribute of a node, or `default`."""
     return next((int(item.i) for item in node.attribute if item.name == name), default)
 
 
 def module_of(node_name: str) -> str:
-    """Module path inside the node name that the TorchScript exporter writes.
+    """Return the module path inside the node name that the TorchScript exporter writes.
 
     `/bert/encoder/layer.0/output/dense/MatMul` is made by `bert.encoder.layer.0.output.dense`.
     """
@@ -135,7 +141,7 @@ def tensor_values(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
 
 
 def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same graph; its large constants have no values, which say nothing about shapes."""
+    """Return the same graph; its large constants have no values, which say nothing about shapes."""
     own = model.graph
     constants = [
         tensor
@@ -173,7 +179,7 @@ def prune(model: onnx.ModelProto) -> None:
 
 
 def _reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Names that a node reads, inside of its subgraphs too."""
+    """Return the names that a node reads, inside of its subgraphs too."""
     yield from node.input
     for item in node.attribute:
         for graph in (*item.graphs, *([item.g] if item.HasField("g") else [])):
@@ -183,5 +189,40 @@ def _reads(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def opset_of(model: onnx.ModelProto) -> int:
-    """Version of ONNX's own operators; 0 where a file does not say."""
+    """Return the version of ONNX's own operators; 0 where a file does not say."""
     return next((int(entry.version) for entry in model.opset_import if entry.domain in ONNX_DOMAINS), 0)
+
+
+_AGAIN = re.compile(r"(.+)_(\d+)")  # of a module's second call and all after it, as the exporter writes it
+
+
+def name_runs(graph: onnx.GraphProto, model: "PreTrainedModel") -> None:
+    """Name nodes of shared layers by module and run, in place: `/a/query_3/MatMul` is `/a/query/MatMul@3`.
+
+    Runs are counted over the whole encoder, from 0 on. Graphs of other families stay as they are.
+    """
+    family = family_of(model.config)
+    if not family.shared_layers:
+        return
+    first: dict[str, int] = {}
+    for run, layer in enumerate(family.runs(model)):
+        first.setdefault(layer, run)
+    modules = {name for name, _ in model.named_modules()}
+    for node in graph.node:
+        path, _, operator = node.name.rpartition("/")
+        again = None if module_of(node.name) in modules else _AGAIN.fullmatch(path)
+        path, call = (again[1], int(again[2])) if again else (path, 0)
+        place = family.place(module_of(f"{path}/{operator}"))
+        if place is not None:
+            node.name = f"{path}/{operator}@{first[f'{place.layers}.{place.number}'] + call}"
+
+
+def run_of(name: str) -> str:
+    """Return `@3` of a node of run 3 of a shared layer; else empty."""
+    found = RUN.search(name)
+    return found[0] if found else ""
+
+
+def use_of(name: str) -> str:
+    """Return the module of a node, with `@run` of a shared one: `albert.encoder.(...).attention.query@3`."""
+    return module_of(name) + run_of(name)

@@ -158,7 +158,7 @@ class _Typer:
 
 
 def _before(model: onnx.ModelProto, operators: Collection[str]) -> set[str]:
-    """Tensors that nodes of these operators make, and all that they are computed from."""
+    """Return the tensors that nodes of these operators make, and all that these are computed from."""
     found: set[str] = set()
     for node in reversed(model.graph.node):
         if node.op_type in operators or not found.isdisjoint(node.output):
@@ -167,7 +167,7 @@ def _before(model: onnx.ModelProto, operators: Collection[str]) -> set[str]:
 
 
 def _means(model: onnx.ModelProto) -> set[str]:
-    """Outputs of sums, and of what divides them."""
+    """Return the outputs of sums, and of their divisions."""
     found: set[str] = set()
     for node in model.graph.node:
         if node.op_type == "ReduceSum" or (node.op_type == "Div" and node.input[0] in found):

@@ -111,7 +111,7 @@ def _names(model: onnx.ModelProto) -> Iterator[str | bytes]:
 
 
 def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Initializers and tensor attributes of the top graph."""
+    """Return the initializers and tensor attributes of the top graph."""
     yield from model.graph.initializer
     for node in model.graph.node:
         for item in node.attribute:
@@ -120,7 +120,7 @@ def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def _structure_bytes(data: bytes) -> int:
-    """Bytes of a serialized ModelProto that are not weights; stops counting past MAX_STRUCTURE.
+    """Return the bytes of a serialized ModelProto that are not weights; stops counting past MAX_STRUCTURE.
 
     Raises:
         ValueError: the bytes are not a protobuf message, or end too early.
@@ -144,7 +144,7 @@ def _structure_bytes(data: bytes) -> int:
 
 @cache
 def _length_delimited(message: Any) -> dict[int, tuple[str, Any]]:
-    """Fields of a message that hold a message (with its descriptor) or weights."""
+    """Return the fields of a message that hold a message (with its descriptor) or weights."""
     fields: dict[int, tuple[str, Any]] = {}
     for number, field in message.fields_by_number.items():
         if field.message_type is not None:
@@ -155,7 +155,7 @@ def _length_delimited(message: Any) -> dict[int, tuple[str, Any]]:
 
 
 def _next_field(data: bytes, position: int, end: int) -> tuple[int, int, int]:
-    """Field number, start and end of the value of the protobuf field at `position`."""
+    """Return the field number, start and end of the value of the protobuf field at `position`."""
     tag, start = _varint(data, position, end)
     kind = tag & 7
     if kind == 0:
@@ -228,6 +228,6 @@ def _file_size(folder: Path, location: object) -> int | None:
 
 
 def _announced_bytes(place: dict[str, str], size: int) -> int:
-    """Bytes that an external tensor reads of a file of `size` bytes; without a length, all of it."""
+    """Return the bytes that an external tensor reads of a file of `size`; all without a length."""
     length = place.get("length", "")
     return int(length) if length.isdecimal() and len(length) < 20 else size

@@ -26,25 +26,25 @@ class ResidualAdd:
         return module_of(self.add.name)
 
 
-def residuals(index: GraphIndex) -> list[ResidualAdd]:
-    """Every Add before a normalization, in the order of the graph."""
-    found = []
+def find_residuals(index: GraphIndex) -> list[ResidualAdd]:
+    """Return every Add before a normalization, in the order of the graph."""
+    added = []
     for norm in index.graph.node:
         known = norm.op_type in _NORMS and norm.input
         add = index.producers.get(_still(index, norm.input[0])) if known else None
         if add is not None and add.op_type == "Add":
             behind = (_dequantize(index, name) for name in add.input)
-            found.append(ResidualAdd(norm, add, next((dq for dq in behind if dq is not None), None)))
-    return found
+            added.append(ResidualAdd(norm, add, next((dq for dq in behind if dq is not None), None)))
+    return added
 
 
-def int8_norms(model: onnx.ModelProto) -> list[str]:
-    """Names of the normalizations that add an INT8 residual, in the order of the graph."""
-    return [found.norm.name for found in residuals(GraphIndex(model)) if found.dq is not None]
+def list_int8_norms(model: onnx.ModelProto) -> list[str]:
+    """Return the names of the normalizations that add an INT8 residual, in the order of the graph."""
+    return [found.norm.name for found in find_residuals(GraphIndex(model)) if found.dq is not None]
 
 
-def other_rounding(index: GraphIndex, residual: ResidualAdd) -> onnx.NodeProto | None:
-    """A QuantizeLinear of the same tensor with another scale or other factors than the residual's."""
+def find_other_rounding(index: GraphIndex, residual: ResidualAdd) -> onnx.NodeProto | None:
+    """Return a QuantizeLinear of the same tensor with another scale or other factors than the residual's."""
     if residual.dq is None:
         return None
     own = index.producers[_still(index, residual.dq.input[0])]
@@ -59,7 +59,7 @@ def other_rounding(index: GraphIndex, residual: ResidualAdd) -> onnx.NodeProto |
 
 
 def _rounding(index: GraphIndex, q: onnx.NodeProto) -> tuple[str, Any]:
-    """The tensor that a Q rounds, before the factors of smoothing; its scale and these factors."""
+    """Return the tensor that a Q rounds, before the factors of smoothing; its scale and these factors."""
     way: list[Any] = [_value(index, q.input[1])]
     name = _still(index, q.input[0])
     for _ in range(MAX_STEPS):
@@ -73,7 +73,7 @@ def _rounding(index: GraphIndex, q: onnx.NodeProto) -> tuple[str, Any]:
 
 
 def _dequantize(index: GraphIndex, name: str) -> onnx.NodeProto | None:
-    """The DequantizeLinear of an activation behind a tensor, across moves and factors of smoothing."""
+    """Return the DequantizeLinear of an activation behind a tensor, across moves and factors of smoothing."""
     for _ in range(MAX_STEPS):
         node = index.producers.get(_still(index, name))
         if node is None:
@@ -92,7 +92,7 @@ def _dequantize(index: GraphIndex, name: str) -> onnx.NodeProto | None:
 
 
 def _unscaled(index: GraphIndex, node: onnx.NodeProto) -> str | None:
-    """What a Mul or Div by a constant (factors of smoothing) reads; None for any other node."""
+    """Return the input of a Mul or Div by a constant (factors of smoothing); None for any other node."""
     if node.op_type not in ("Mul", "Div") or len(node.input) != 2:
         return None
     first, second = (_stored(index, name) is not None for name in node.input)
@@ -102,16 +102,16 @@ def _unscaled(index: GraphIndex, node: onnx.NodeProto) -> str | None:
 
 
 def _value(index: GraphIndex, name: str) -> Any:
-    """What a constant holds, or the name of what is computed."""
+    """Return the value of a constant, or the name of what is computed."""
     tensor = _stored(index, name)
     return name if tensor is None else (tensor.data_type, numpy_helper.to_array(tensor).tobytes())
 
 
 def _stored(index: GraphIndex, name: str) -> onnx.TensorProto | None:
-    """The tensor of an initializer or of a Constant node, moved or not; files of any origin come here."""
+    """Return the tensor of an initializer or of a Constant node, moved or not, in files of any origin."""
     return index.stored(_still(index, name))
 
 
 def _still(index: GraphIndex, name: str) -> str:
-    """A tensor before it was moved."""
+    """Return a tensor before it was moved."""
     return index.origin(name, _MOVES)[1]

@@ -5,15 +5,14 @@ What each one buys was measured kernel by kernel: docs/performance.md.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from qdqbench.quantize.graph.index import GraphIndex, replace_nodes
-from qdqbench.quantize.graph.runs import run_of
+from qdqbench.quantize.graph.index import FOLDED, GraphIndex, attribute, prune, replace_nodes, run_of
 from qdqbench.quantize.graph.weights import input_key, weight_dq
 from qdqbench.quantize.models.families.family import Family
 
@@ -35,7 +34,7 @@ class _Branch:
 
     @property
     def straight(self) -> bool:
-        """Whether nothing stands behind the GEMM, which then writes INT8 itself: no copy is to be shared."""
+        """Return whether the GEMM writes INT8 itself, with no kernel after it: no copy is to be shared."""
         return self.product == str(self.matmul.output[0])
 
 
@@ -109,15 +108,15 @@ def _joinable(index: GraphIndex, members: list[_Branch]) -> bool:
     return len(scales) == len(members) and len(same) == 1
 
 
-def has_straight_heads(model: onnx.ModelProto) -> bool:
-    """Whether an INT8 linear of an attention has nothing between its GEMM and its heads."""
+def has_direct_heads(model: onnx.ModelProto) -> bool:
+    """Return whether an INT8 linear of an attention has nothing between its GEMM and its heads."""
     index = GraphIndex(model)
     branches = (_branch(index, node) for node in model.graph.node)
     return any(branch.straight for branch in branches if branch is not None)
 
 
-def unjoined_note(family: Family, linears: Iterable[str], joined: int) -> str | None:
-    """One sentence where fewer attentions were joined than have q, k and v in INT8; else None.
+def note_unjoined(family: Family, linears: Iterable[str], joined: int) -> str | None:
+    """Return a sentence where fewer attentions were joined than have q, k and v in INT8; else None.
 
     Args:
         linears: modules with INT8 weights, once for each time that they run.
@@ -136,7 +135,7 @@ def unjoined_note(family: Family, linears: Iterable[str], joined: int) -> str | 
 
 
 def is_tanh_gelu(node: onnx.NodeProto) -> bool:
-    """Whether a node is a GELU in its tanh form."""
+    """Return whether a node is a GELU in its tanh form."""
     tanh = any(item.name == "approximate" and item.s == b"tanh" for item in node.attribute)
     return node.op_type == "Gelu" and tanh
 
@@ -163,7 +162,7 @@ def shorten_gelu(model: onnx.ModelProto) -> int:
 
 
 def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
-    """The branch that a MatMul with INT8 weights starts, if it ends in the heads of an attention."""
+    """Return the branch that a MatMul with INT8 weights starts, if it ends in the heads of an attention."""
     width = _width(index, matmul) if matmul.op_type == "MatMul" else 0
     if not width:
         return None
@@ -182,7 +181,7 @@ def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
 
 
 def _joined(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodeProto]:
-    """Nodes that replace the Reshape and Transpose of three branches."""
+    """Return the nodes that replace the Reshape and Transpose of three branches."""
     size, width = members[0].size, members[0].width
     reshape = members[0].nodes[0].name
     path = f"{reshape.rpartition('/')[0]}/joined{run_of(reshape)}"
@@ -216,7 +215,7 @@ def _joined(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodePro
 
 
 def _sigmoid_form(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Nodes of one GELU; their names stay inside its module."""
+    """Return the nodes of one GELU; their names stay inside its module."""
     x, name = gelu.input[0], gelu.name
     constants = {f"{name}_linear": _GELU_LINEAR, f"{name}_cubic": _GELU_CUBIC}
     for key, value in constants.items():
@@ -237,7 +236,7 @@ def _sigmoid_form(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.Nod
 
 
 def _width(index: GraphIndex, matmul: onnx.NodeProto) -> int:
-    """Output features of a MatMul whose weight is INT8 codes [N, K], as `fold_weights` writes it; else 0."""
+    """Return the output features of a MatMul whose weight is INT8 codes [N, K]; else 0."""
     dq = weight_dq(index, matmul)
     behind = index.producers.get(matmul.input[1])
     if dq is None or dq.op_type != "DequantizeLinear" or behind is None or behind.op_type != "Transpose":
@@ -247,7 +246,7 @@ def _width(index: GraphIndex, matmul: onnx.NodeProto) -> int:
 
 
 def _head_size(index: GraphIndex, reshape: onnx.NodeProto) -> int:
-    """D of a Reshape whose shape [B, L, H, D] is constant or a Concat that ends in D; 0 or -1 if unknown."""
+    """Return D of a Reshape to a constant [B, L, H, D], or to a Concat that ends in D; 0 or -1 if unknown."""
     shape = index.constant(reshape.input[1])
     if shape is not None:
         return int(np.ravel(shape)[-1])
@@ -263,3 +262,187 @@ def _head_size(index: GraphIndex, reshape: onnx.NodeProto) -> int:
 def _only_consumer(index: GraphIndex, tensor: str) -> onnx.NodeProto | None:
     consumers = index.consumers.get(tensor, [])
     return consumers[0] if len(consumers) == 1 else None
+
+
+TURN = (1, 0, 2)  # [batch, length, hidden] to [length, batch, hidden], and back
+_START, _BACK = "/tokens_first/Transpose", "/batch_first/Transpose"
+_SWAPPED = {0: 1, 1: 0}
+_OUT = (0, 2, 1, 3)  # of [batch, heads, length, size] to [batch, length, heads, size]
+_OUT_TURNED = (2, 0, 1, 3)  # the same to [length, batch, heads, size]
+# what computes every token alone, where the other operands are constants of a token's width or alike
+_BY_TOKEN = {
+    "Add", "Cast", "Concat", "Div", "DequantizeLinear", "Erf", "Gelu", "Identity", "LayerNormalization",
+    "MatMul", "Mul", "QuantizeLinear", "Relu", "Sigmoid", "Sqrt", "Sub", "Tanh",
+}  # fmt: skip
+
+
+def use_sequence_first(model: onnx.ModelProto) -> int:
+    """Turn the hidden states between the embeddings and the head of an encoder, in place; values stay.
+
+    A fused attention reads q, k and v as [batch * heads, length, head size] with one stride for all of
+    batch * heads. A linear's [batch, length, hidden] has no such view and is copied; [length, batch, hidden]
+    has one.
+
+    Returns:
+        Attentions whose q, k and v need no copy any more. 0: nothing was changed, as no attention was
+        recognized, or something between two of them is not computed for every token alone.
+    """
+    index = GraphIndex(model)
+    norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]
+    regions = ((norm, _walk(index, norm.output[0], _OUT)) for norm in norms)
+    norm, region = next((found for found in regions if found[1].out), (None, _Region(set())))
+    if norm is None or len(region.into) not in (len(region.out), 3 * len(region.out)):
+        return 0
+    _turn_heads(model, index, region)
+    inside = {id(node) for node in region.inside}
+    behind: dict[int, list[onnx.NodeProto]] = {}
+    for node in model.graph.node:
+        if _first_token(index, node) and node.input[0] in region.tensors:
+            _set(node, "axis", 0)
+            inside.add(id(node))
+        for position, name in enumerate(node.input):
+            if name in region.tensors and id(node) not in inside:
+                node.input[position] = back = f"{name}/batch_first"
+                behind.setdefault(
+                    id(index.producers[name]), [transpose_hidden(name, back, f"{_BACK}_{len(behind)}")]
+                )
+    for number, name in enumerate(value.name for value in model.graph.output if value.name in region.tensors):
+        # a head that computes every token alone
+        maker, inner = index.producers[name], f"{name}/turned"
+        backs = behind.setdefault(id(maker), [])
+        _rename([maker, *index.consumers.get(name, []), *backs], name, inner)
+        backs.append(transpose_hidden(inner, name, f"{_BACK}_out_{number}"))
+    # ahead of the LayerNorm, where the kernel of the embeddings does it by the way
+    first = transpose_hidden(norm.input[0], f"{norm.input[0]}/tokens_first", _START)
+    norm.input[0] = first.output[0]
+    nodes = [new for node in model.graph.node for new in (node, *behind.get(id(node), []))]
+    nodes.insert(nodes.index(norm), first)
+    replace_nodes(model, nodes)
+    prune(model)
+    return len(region.out)
+
+
+def list_sequence_first(model: onnx.ModelProto) -> set[str]:
+    """Return the tensors that are [length, batch, ...] after `use_sequence_first`; else none."""
+    index = GraphIndex(model)
+    starts = [node.output[0] for node in model.graph.node if node.name == _START]
+    return _walk(index, starts[0], _OUT_TURNED).tensors if starts else set()
+
+
+@dataclass
+class _Region:
+    """What is computed for every token alone from one tensor on."""
+
+    tensors: set[str]
+    inside: list[onnx.NodeProto] = field(default_factory=list)  # read a tensor of it as it is
+    into: list[onnx.NodeProto] = field(default_factory=list)  # Reshapes to heads, before Transposes
+    out: list[onnx.NodeProto] = field(default_factory=list)  # Transposes from heads, before a Reshape
+
+
+def _walk(index: GraphIndex, start: str, out: tuple[int, ...]) -> _Region:
+    """Follow a tensor through a graph; nodes are in topological order."""
+    region = _Region({start})
+    computed = {value.name for value in index.graph.input}
+    for node in index.graph.node:
+        if computed.isdisjoint(node.input):
+            continue
+        computed.update(node.output)
+        if node.op_type == "Transpose" and _perm(node) == out and _merges(index, node):
+            reshape = index.consumers[node.output[0]][0]
+            region.out.append(node)
+            region.tensors.add(reshape.output[0])
+        elif region.tensors.isdisjoint(node.input):
+            continue
+        elif node.op_type == "Reshape" and _splits(index, node):
+            region.into.append(node)
+            region.inside.append(node)
+        elif node.op_type in _BY_TOKEN and _by_token(index, node, region.tensors, computed):
+            region.inside.append(node)
+            region.tensors.update(node.output)
+    return region
+
+
+def _by_token(index: GraphIndex, node: onnx.NodeProto, tensors: set[str], computed: set[str]) -> bool:
+    """Return whether a node's other operands are constants that every token gets alike."""
+    others = [name for name in node.input if name and name not in tensors]
+    if node.op_type == "MatMul":
+        return node.input[0] in tensors and others == [node.input[1]] and node.input[1] not in computed
+    if node.op_type == "Concat":
+        return not others and attribute(node, "axis") in (-1, 2)
+    constants = (index.constant(name) for name in others if name not in computed)
+    return computed.isdisjoint(others) and all(value is not None and value.ndim <= 1 for value in constants)
+
+
+def _splits(index: GraphIndex, reshape: onnx.NodeProto) -> bool:
+    """Return whether a Reshape makes [batch, length, (3,) heads, size], which Transposes alone read."""
+    moves = index.consumers.get(reshape.output[0], [])
+    moved = all(move.op_type == "Transpose" and len(_perm(move)) in (4, 5) for move in moves)
+    return bool(moves) and moved and _constant_width(index, reshape) is not None
+
+
+def _merges(index: GraphIndex, move: onnx.NodeProto) -> bool:
+    """Return whether a Reshape to [batch, length, hidden] alone reads a Transpose."""
+    readers = index.consumers.get(move.output[0], [])
+    return (
+        len(readers) == 1
+        and readers[0].op_type == "Reshape"
+        and len(_constant_width(index, readers[0]) or []) == 1
+    )
+
+
+def _constant_width(index: GraphIndex, reshape: onnx.NodeProto) -> list[int] | None:
+    """Return the size after batch and length in a Reshape's shape; None where it is not constant."""
+    shape, concat = index.constant(reshape.input[1]), index.producers.get(reshape.input[1])
+    if shape is not None:
+        return [int(size) for size in np.ravel(shape)[2:]]
+    if concat is None or concat.op_type != "Concat":
+        return None
+    sizes = [index.constant(name, (*FOLDED, "Unsqueeze")) for name in concat.input[2:]]
+    return None if any(size is None for size in sizes) else [int(np.ravel(size)[0]) for size in sizes]  # type: ignore[arg-type]
+
+
+def _first_token(index: GraphIndex, node: onnx.NodeProto) -> bool:
+    """Return whether a node takes the hidden state of one token, such as the first, of every sample."""
+    if node.op_type != "Gather" or attribute(node, "axis") != 1:
+        return False
+    number = index.constant(node.input[1])
+    return number is not None and not number.ndim
+
+
+def _turn_heads(model: onnx.ModelProto, index: GraphIndex, region: _Region) -> None:
+    """Reshape to and from heads in the other order; shapes take batch and length from their input."""
+    for move in [move for reshape in region.into for move in index.consumers[reshape.output[0]]]:
+        _set(move, "perm", [_SWAPPED.get(axis, axis) for axis in _perm(move)])
+    for move in region.out:
+        _set(move, "perm", list(_OUT_TURNED))
+    merging = [index.consumers[move.output[0]][0] for move in region.out]
+    for reshape in (*region.into, *merging):
+        known = index.constant(reshape.input[1])
+        if known is not None and not known[:2].any():
+            continue
+        shape = np.array([0, 0, *(_constant_width(index, reshape) or [])], np.int64)
+        name = f"{reshape.output[0]}/shape"
+        model.graph.initializer.append(numpy_helper.from_array(shape, name))
+        reshape.input[1] = name
+
+
+def _rename(nodes: list[onnx.NodeProto], old: str, new: str) -> None:
+    for node in nodes:
+        for names in (node.input, node.output):
+            for position, name in enumerate(names):
+                names[position] = new if name == old else name
+
+
+def _perm(move: onnx.NodeProto) -> tuple[int, ...]:
+    return next((tuple(item.ints) for item in move.attribute if item.name == "perm"), ())
+
+
+def _set(node: onnx.NodeProto, name: str, value: int | list[int]) -> None:
+    kept = [item for item in node.attribute if item.name != name]
+    del node.attribute[:]
+    node.attribute.extend([*kept, helper.make_attribute(name, value)])
+
+
+def transpose_hidden(source: str, target: str, name: str) -> onnx.NodeProto:
+    """Return a Transpose between [batch, length, hidden] and [length, batch, hidden]."""
+    return helper.make_node("Transpose", [source], [target], name=name, perm=list(TURN))

@@ -11,14 +11,13 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from qdqbench.quantize.graph.index import MATMULS, GraphIndex, attribute, module_of, replace_nodes
-from qdqbench.quantize.graph.runs import run_of
+from qdqbench.quantize.graph.index import MATMULS, GraphIndex, attribute, module_of, replace_nodes, run_of
 from qdqbench.quantize.utils.arrays import Array, Float32, Int8
 from qdqbench.quantize.utils.errors import CheckFailed
 
 
 def quantize_weights(weight: Float32, scale: Float32, axis: int) -> Int8:
-    """INT8 codes of a weight, as QuantizeLinear computes them: divide, round half to even, clip.
+    """Return the INT8 codes of a weight, as QuantizeLinear computes them: divide, round half to even, clip.
 
     ModelOpt multiplies by the reciprocal, so a quotient on a rounding border may differ by one code there.
 
@@ -82,7 +81,7 @@ def _int8_weight(  # noqa: PLR0913, PLR0917
     weight: Array,
     transposed: bool,
 ) -> tuple[onnx.NodeProto, onnx.NodeProto]:
-    """DQ of INT8 codes in [N, K] order and its Transpose; adds the initializers."""
+    """Return the DQ of INT8 codes in [N, K] order and its Transpose; add the initializers."""
     scale = np.asarray(index.constant(q.input[1]), dtype=np.float32)
     codes = quantize_weights(np.asarray(weight, dtype=np.float32), scale, attribute(q, "axis", 1))
     if not (transposed or attribute(gemm, "transB")):
@@ -120,7 +119,7 @@ def _store(model: onnx.ModelProto, arrays: dict[str, Array]) -> None:
 
 
 def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
-    """MatMul with the new weight; a Gemm keeps its node name and gets its bias from an Add."""
+    """Return the MatMul with the new weight; a Gemm keeps its node name and gets its bias from an Add."""
     if gemm.op_type == "MatMul":
         new = onnx.NodeProto()
         new.CopyFrom(gemm)
@@ -180,14 +179,14 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
 
 
 def _one_scale(index: GraphIndex, members: list[tuple[onnx.NodeProto, onnx.NodeProto, Float32]]) -> bool:
-    """Whether linears without a bias have one and the same scalar scale."""
+    """Return whether linears without a bias have one and the same scalar scale."""
     scales = [scale for _, _, scale in members]
     same = not any(scale.ndim for scale in scales) and len({float(scale) for scale in scales}) == 1
     return same and not any(_has_bias(index, node) for node, _, _ in members)
 
 
 def _middle(scales: Float32) -> np.float32:
-    """Power of two nearest to the geometric mean of the extreme scales."""
+    """Return the power of two nearest to the geometric mean of the extreme scales."""
     extremes = np.log2(scales.astype(np.float64).min()) + np.log2(scales.astype(np.float64).max())
     return np.float32(np.exp2(np.rint(extremes / 2)))
 
@@ -219,7 +218,7 @@ def drop_zero_biases(model: onnx.ModelProto, linears: Collection[str]) -> int:
 
 
 def _biased(index: GraphIndex, add: onnx.NodeProto) -> str:
-    """The product of INT8 weights that an Add gives a bias; empty for any other node."""
+    """Return the product of INT8 weights that an Add gives a bias; empty for any other node."""
     for name in add.input if add.op_type == "Add" else ():
         matmul = index.producers.get(name)
         dq = weight_dq(index, matmul) if matmul is not None and matmul.op_type == "MatMul" else None
@@ -233,7 +232,7 @@ def _has_bias(index: GraphIndex, matmul: onnx.NodeProto) -> bool:
 
 
 def weight_dq(index: GraphIndex, matmul: onnx.NodeProto) -> onnx.NodeProto | None:
-    """What makes a MatMul's weight, behind the Transpose that `fold_weights` writes."""
+    """Return the DQ of a MatMul's weight, before the Transpose that `fold_weights` writes."""
     node = index.producers.get(matmul.input[1])
     return index.producers.get(node.input[0]) if node is not None and node.op_type == "Transpose" else node
 
@@ -257,7 +256,7 @@ def _factor(
 
 
 def input_key(index: GraphIndex, node: onnx.NodeProto) -> str:
-    """Same key for linears that read the same codes: one tensor quantized with one scale."""
+    """Return a key that is equal for linears of the same codes: one tensor quantized with one scale."""
     dq = index.producers.get(node.input[0])
     q = index.producers.get(dq.input[0]) if dq is not None and dq.op_type == "DequantizeLinear" else None
     if q is None or q.op_type != "QuantizeLinear":

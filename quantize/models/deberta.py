@@ -22,7 +22,7 @@ class Terms(torch.nn.Module):
     """Terms of the scores from positions; a module, so that its product is not taken for the attention's."""
 
     def forward(self, heads: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Products of q or k [B, H, L, D] with a table [H, D, buckets], at their places [L, L]: [B, H, L, L].
+        """Multiply q or k [B, H, L, D] by a table [H, D, buckets], and take the places [L, L]: [B, H, L, L].
 
         Heads stand first in the product, as an engine would copy the table for each sample of a batch.
         """
@@ -50,7 +50,7 @@ class DisentangledSelfAttention(theirs.DisentangledSelfAttention):
         relative_pos: torch.Tensor | None = None,
         rel_embeddings: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Context [B, L, N], and the probabilities [B, H, L, L] or None.
+        """Return the context [B, L, N], and the probabilities [B, H, L, L] or None.
 
         Args:
             attention_mask: is added to the scores, [B, 1, 1, L].
@@ -87,7 +87,7 @@ class DisentangledSelfAttention(theirs.DisentangledSelfAttention):
         return made.reshape(*shape, -1), probabilities
 
     def _projected(self, linear: Any, rel_embeddings: torch.Tensor) -> torch.Tensor:
-        """Relative embeddings as q or k of each head [H, D, buckets], past the quantizers of the linear."""
+        """Return relative embeddings as q or k of each head [H, D, buckets], past the linear's quantizers."""
         factors = getattr(getattr(linear, "input_quantizer", None), "pre_quant_scale", None)  # of smoothing
         inputs = rel_embeddings if factors is None else rel_embeddings * factors
         made = functional.linear(inputs, linear.__dict__.get(UNROUNDED, linear.weight), linear.bias)
@@ -100,12 +100,12 @@ class DebertaV2Encoder(theirs.DebertaV2Encoder):
     places: torch.Tensor  # int64 [2, P, P]
 
     def get_attention_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
-        """What is added to the scores, [B, 1, 1, L]: padded queries attend too, and nothing reads them."""
+        """Return the mask added to the scores, [B, 1, 1, L]; nothing reads what padded queries attend to."""
         dtype = self.rel_embeddings.weight.dtype
         return (1.0 - attention_mask[:, None, None, :].to(dtype)) * MASK_FILL
 
     def get_rel_pos(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Places for this length, int64 [2, L, L]."""
+        """Return the places for this length, int64 [2, L, L]."""
         length = hidden_states.shape[1]
         return self.places[:, :length, :length]
 
@@ -114,7 +114,7 @@ class DebertaV2Embeddings(theirs.DebertaV2Embeddings):
     """Embeddings that are not set to 0 where padding is: nothing reads them."""
 
     def forward(self, *args: Any, mask: Any = None, **kwargs: Any) -> torch.Tensor:
-        """As that of transformers, without a mask."""
+        """Run the layers as transformers does, without a mask."""
         return super().forward(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -132,7 +132,7 @@ def use_interface(model: Any) -> None:
 
 
 def _places(encoder: Any, config: Any) -> torch.Tensor:
-    """Flat places of the terms of each query i and of each key j in [P * buckets], int64 [2, P, P]."""
+    """Return flat places of the terms of each query i and each key j in [P * buckets], int64 [2, P, P]."""
     tokens = torch.arange(config.max_position_embeddings)
     every = tokens[:, None].float()
     distance = theirs.build_relative_position(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.models.pooling import FIELD, MODULES, read_file, read_sentence_folder
+from qdqbench.quantize.models.pooling import FIELD, MODULES, read_model_json, read_sentence_folder
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_json, sha256
 from qdqbench.quantize.utils.system.hub import HubError, commit_of
@@ -31,7 +31,7 @@ class ModelInfo:
 
 
 def model_commit(name: str, revision: str | None = None) -> str | None:
-    """Commit of a hub model; None for a folder.
+    """Return the commit of a hub model; None for a folder.
 
     Raises:
         UserError: it cannot be found out, or a folder is given with a revision.
@@ -44,7 +44,7 @@ def model_commit(name: str, revision: str | None = None) -> str | None:
 
 
 def read_config(name: str, commit: str | None, inside: str = "") -> Any:
-    """Configuration of a model of any type that transformers has; `inside` is a folder of the model's.
+    """Read the configuration of a model of any type that transformers has; `inside` is a folder of it.
 
     Raises:
         UserError: transformers has no such type.
@@ -65,7 +65,7 @@ def read_config(name: str, commit: str | None, inside: str = "") -> Any:
 
 
 def describe_model(name: str, model: "PreTrainedModel", revision: str | None = None) -> ModelInfo:
-    """Identity of a loaded model; for a folder the hash covers its config and safetensors files."""
+    """Describe a loaded model; for a folder the hash covers its config and safetensors files."""
     config = model.config
     problem = config.problem_type or ("regression" if config.num_labels == 1 else None)
     return ModelInfo(
@@ -80,14 +80,14 @@ def describe_model(name: str, model: "PreTrainedModel", revision: str | None = N
 
 
 def model_fingerprint(name: str, revision: str | None = None) -> str:
-    """SHA-256 over the files that define a model: config, weights, tokenizer; of id and commit on the hub.
+    """Hash the files that define a model (config, weights, tokenizer); id and commit on the hub.
 
     Raises:
         UserError: the commit of a hub model cannot be found out.
     """
     folder = Path(name)
     digest = hashlib.sha256()
-    with explained(name):
+    with explain_load_errors(name):
         commit = model_commit(name, revision)
         listed = read_json(folder / MODULES) if (folder / MODULES).is_file() else []
         parts = {"", *(str(module.get("path", "")) for module in listed)}  # of sentence-transformers
@@ -101,21 +101,21 @@ def model_fingerprint(name: str, revision: str | None = None) -> str:
     return digest.hexdigest()
 
 
-def says_pooling(name: str, revision: str | None = None) -> bool:
-    """Whether a model says how its tokens become an embedding; False of one that cannot be loaded."""
+def has_pooling(name: str, revision: str | None = None) -> bool:
+    """Return whether a model says how its tokens become an embedding; False if it cannot be loaded."""
     try:
-        with quiet("transformers"), explained(name):
+        with quiet("transformers"), explain_load_errors(name):
             commit = model_commit(name, revision)
-            if read_file(name, MODULES, commit) is not None:
+            if read_model_json(name, MODULES, commit) is not None:
                 return True
-            return FIELD in (read_file(name, "config.json", commit) or {})
+            return FIELD in (read_model_json(name, "config.json", commit) or {})
     except UserError:  # loading says why
         return False
 
 
 def embedding_notes(name: str, revision: str | None, max_length: int) -> list[str]:
-    """What a reader must know of an embedding model that is exported for texts of `max_length` tokens."""
-    with quiet("transformers"), explained(name):
+    """Return notes on an embedding model that is exported for texts of `max_length` tokens."""
+    with quiet("transformers"), explain_load_errors(name):
         folder = read_sentence_folder(name, model_commit(name, revision))
     if folder is None:
         return []
@@ -129,7 +129,7 @@ def embedding_notes(name: str, revision: str | None, max_length: int) -> list[st
 
 
 @contextmanager
-def explained(name: str, what: str = "model") -> Iterator[None]:
+def explain_load_errors(name: str, what: str = "model") -> Iterator[None]:
     """Turn the many ways in which a load fails into one sentence."""
     where = "the folder" if Path(name).is_dir() else "no such folder here, and as a hub id"
     try:

@@ -11,8 +11,8 @@ from qdqbench.quantize.utils.arrays import Array
 TOKENS, MASK = "input_ids", "attention_mask"
 
 
-def inputs_of(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays or tensors of a batch that a transformers model takes.
+def select_inputs(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the arrays or tensors of a batch that a transformers model takes.
 
     Raises:
         UserError: the model's family is not supported.
@@ -23,8 +23,8 @@ def inputs_of(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name in taken}
 
 
-def widened(batch: Mapping[str, Array], columns: int, pad_id: int) -> dict[str, Array]:
-    """Int arrays [B, L] with masked positions added behind, to [B, L + columns]."""
+def pad_columns(batch: Mapping[str, Array], columns: int, pad_id: int) -> dict[str, Array]:
+    """Pad int arrays [B, L] with masked positions to [B, L + columns]."""
     fill = {TOKENS: pad_id}  # all else is 0 there, the mask above all
     return {
         name: np.pad(array, ((0, 0), (0, columns)), constant_values=fill.get(name, 0))

@@ -1,17 +1,13 @@
 """Load a BERT-class model and its tokenizer, with an attention whose every tensor can be quantized."""
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench.quantize.models.attention import ATTENTION, use_attention
-from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.identity import explained, model_commit, read_config
-from qdqbench.quantize.models.pooling import (
-    FIELD,
-    Pooling,
-    chosen_pooling,
-    read_sentence_folder,
-)
+from qdqbench.quantize.models.families.known import BERT, family_of
+from qdqbench.quantize.models.identity import explain_load_errors, model_commit, read_config
+from qdqbench.quantize.models.pooling import FIELD, Pooling, choose_pooling, read_sentence_folder
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.kind import TaskKind
@@ -28,7 +24,7 @@ TANH, SAME = "gelu_pytorch_tanh", "gelu_new"  # one function, as one operator an
 def load_model(
     name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION, pooling: Pooling | None = None
 ) -> "PreTrainedModel":
-    """FP32 model with its head, in eval mode, from a folder or a hub id; never runs code from the repository.
+    """Load an FP32 model with its head, in eval mode; never runs code from the repository.
 
     Args:
         name: a sentence-transformers folder, too, where the kind of task is about embeddings.
@@ -40,13 +36,13 @@ def load_model(
         UserError: not found, no such head in the weights, an unsupported architecture, or pooling that is not
             known, not supported or said twice.
     """
-    with quiet("transformers"), explained(name):
+    with quiet("transformers"), explain_load_errors(name):
         commit = model_commit(name, revision)
         folder = read_sentence_folder(name, commit) if kind.embeds else None
         inside = folder.encoder if folder else ""
         config = _supported_config(name, commit, inside)
         if kind.embeds:
-            chosen = chosen_pooling(name, folder, getattr(config, FIELD, None), pooling)
+            chosen = choose_pooling(name, folder, getattr(config, FIELD, None), pooling)
             setattr(config, FIELD, chosen.model_dump(mode="json"))
         _require_head(config, name, kind)
         model, loading = _pretrained(name, kind, commit, config, subfolder=inside)
@@ -94,7 +90,7 @@ def load_encoder(  # noqa: PLR0913
     keep_head: bool = False,
     revision: str | None = None,
 ) -> "PreTrainedModel":
-    """FP32 encoder with a classifier to fine-tune, with PyTorch's fused attention.
+    """Load an FP32 encoder with a classifier to fine-tune, with PyTorch's fused attention.
 
     With ours where layers have windows: one may hold nothing but padding, and what fused kernels make of a
     softmax over nothing, and of its gradient, differs.
@@ -109,7 +105,7 @@ def load_encoder(  # noqa: PLR0913
     Raises:
         UserError: not found, unsupported, without encoder weights, or no such classifier to keep.
     """
-    with quiet("transformers"), explained(name):
+    with quiet("transformers"), explain_load_errors(name):
         commit = model_commit(name, revision)
         config = _supported_config(name, commit)
         known = config.num_labels
@@ -124,15 +120,15 @@ def load_encoder(  # noqa: PLR0913
                     setattr(config, field, dropout)
         model, loading = _pretrained(name, kind, commit, config, ignore_mismatched_sizes=True)
     use_attention(model, ATTENTION if family_of(config).windows else "sdpa")
-    made = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    new_weights = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     prefix = f"{model.base_model_prefix}."
     pooler = f"{prefix}{family_of(config).pooler}."
-    if lost := sorted(key for key in made if key.startswith(prefix) and not key.startswith(pooler)):
+    if lost := sorted(key for key in new_weights if key.startswith(prefix) and not key.startswith(pooler)):
         raise UserError(
             f"model {name} lacks encoder weights: {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}"
         )
     head = [module for key, module in model.named_children() if key != model.base_model_prefix]
-    if keep_head and any(not key.startswith(prefix) for key in made):
+    if keep_head and any(not key.startswith(prefix) for key in new_weights):
         raise UserError(
             f"model {name} has no classifier for {num_labels} labels (it says {known}) that could be kept; "
             "drop --keep-head"
@@ -144,14 +140,14 @@ def load_encoder(  # noqa: PLR0913
 
 
 def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **options: Any) -> Any:
-    """A model in FP32, and what transformers tells of its weights."""
+    """Load a model in FP32, and return it with what transformers tells of its weights."""
     import torch
     import transformers
 
     if kind.embeds:
-        from qdqbench.quantize.models.pooling import embedder_class
+        from qdqbench.quantize.models.pooling import make_embedder_class
 
-        made: Any = embedder_class(config.__class__)
+        made: Any = make_embedder_class(config.__class__)
     else:
         made = getattr(transformers, kind.model_class)
     return made.from_pretrained(
@@ -167,19 +163,19 @@ def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **op
 
 
 def load_config(name: str, revision: str | None = None) -> Any:
-    """Configuration of a supported model, of sentence-transformers too; arguments as `load_model`.
+    """Load the configuration of a supported model, of sentence-transformers too; arguments as `load_model`.
 
     Raises:
         UserError: not found, or an unsupported architecture.
     """
-    with quiet("transformers"), explained(name):
+    with quiet("transformers"), explain_load_errors(name):
         commit = model_commit(name, revision)
         folder = read_sentence_folder(name, commit)
         return _supported_config(name, commit, folder.encoder if folder else "")
 
 
-def class_names(name: str, revision: str | None, kind: TaskKind) -> list[str]:
-    """Names of a model's classes, by their number; arguments as `load_model`.
+def read_class_names(name: str, revision: str | None, kind: TaskKind) -> list[str]:
+    """Read the names of a model's classes, by their number; arguments as `load_model`.
 
     Raises:
         UserError: as `load_config`, or a head of another kind.
@@ -208,14 +204,14 @@ def _require_head(config: Any, name: str, kind: TaskKind) -> None:
 def load_tokenizer(
     name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION
 ) -> "PreTrainedTokenizerBase":
-    """Fast tokenizer with a pad token; arguments as `load_model`.
+    """Load a fast tokenizer with a pad token; arguments as `load_model`.
 
     Raises:
         UserError: no tokenizer files, only a slow tokenizer, or one that cannot pad.
     """
     from transformers import AutoTokenizer
 
-    with quiet("transformers"), explained(name, "tokenizer"):
+    with quiet("transformers"), explain_load_errors(name, "tokenizer"):
         commit = model_commit(name, revision)
         folder = read_sentence_folder(name, commit) if kind.embeds else None
         tokenizer = AutoTokenizer.from_pretrained(
@@ -243,10 +239,10 @@ def load_tokenizer(
     return tokenizer
 
 
-def tokenizer_of(
+def load_matching_tokenizer(
     model: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION
 ) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a supported model, held to its configuration; arguments as `load_model`.
+    """Load a supported model's tokenizer, checked against its configuration; arguments as `load_model`.
 
     Raises:
         UserError: as `load_tokenizer` and `load_config`, or it pads otherwise than the model expects.
@@ -282,3 +278,56 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
             if isinstance(found, (GELUActivation, NewGELUActivation)) and family.place(path):
                 setattr(module, child, ACT2FN[TANH])
     setattr(model.config, field, TANH)
+
+
+TOKENS = BERT.inputs[0]
+
+
+def read_model_config(name: str, revision: str | None = None) -> Any:
+    """Read the configuration of a model, from a folder or a hub id.
+
+    Raises:
+        UserError: there is none, or transformers does not know its type.
+    """
+    with quiet("transformers"), explain_load_errors(name):
+        return read_config(name, model_commit(name, revision))
+
+
+def create_untrained(name: str, config: Any) -> "PreTrainedModel":
+    """Create an encoder of the configuration's own class, with a classifier where that has no head.
+
+    No file is read, and no code but that of transformers is run.
+
+    Raises:
+        UserError: quantized weights, an encoder with a decoder, or a model that does not read tokens.
+    """
+    what = f"model {name} is a {config.model_type!r}"
+    if quantized := getattr(config, "quantization_config", None):
+        method = dict(quantized).get("quant_method", "an unknown method")
+        raise UserError(
+            f"{what} whose weights are quantized already ({method}); give the model it was made of"
+        )
+    if config.is_encoder_decoder:
+        raise UserError(f"{what}, an encoder with a decoder; only encoders are supported")
+    with quiet("transformers"), explain_load_errors(name):
+        model = _find_class(config)._from_config(config, attn_implementation="eager").eval()
+    if TOKENS not in inspect.signature(model.forward).parameters:
+        raise UserError(f"{what}, which does not read {TOKENS}; only encoders of text are supported")
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = 0  # some classifiers look for the last token that is none
+    return model  # type: ignore[no-any-return]
+
+
+def _find_class(config: Any) -> Any:
+    """Return the class that config.json names, with a head; else the type's classifier or encoder."""
+    import transformers
+
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if "For" in name and found is not None and issubclass(found, transformers.PreTrainedModel):
+            return found
+    heads = getattr(transformers, CLASSIFICATION.model_class)._model_mapping
+    mapping = heads if type(config) in heads else transformers.AutoModel._model_mapping
+    if type(config) not in mapping:
+        raise UserError(f"transformers has no model for the type {config.model_type!r}")
+    return mapping[type(config)]

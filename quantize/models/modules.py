@@ -21,7 +21,7 @@ class ModuleInfo:
 
 
 def module_table(model: "PreTrainedModel") -> dict[str, ModuleInfo]:
-    """Every module by name with its class, as recipes match it: its class, or its place in the family.
+    """Return every module by name with its class, as recipes match it: its class, or its place in the family.
 
     Raises:
         UserError: the model's family is not supported.

@@ -23,7 +23,7 @@ class MPNetSelfAttention(theirs.MPNetSelfAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [B, L, N] of the output projection, and the probabilities [B, H, L, L] or None."""
+        """Return output [B, L, N] of the output projection, and the probabilities [B, H, L, L] or None."""
         shape = hidden_states.shape[:-1]
         heads = (*shape, -1, self.attention_head_size)
         query, key, value = (
@@ -51,7 +51,7 @@ class MPNetAttention(theirs.MPNetAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [B, L, N], and the probabilities [B, H, L, L] or None."""
+        """Return the hidden states [B, L, N], and the probabilities [B, H, L, L] or None."""
         made, probabilities = self.attn(hidden_states, attention_mask)
         return self.LayerNorm(self.sum(self.dropout(made), hidden_states)), probabilities
 
@@ -64,7 +64,7 @@ class MPNetEncoder(theirs.MPNetEncoder):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
     ) -> Any:
-        """As that of transformers."""
+        """Run as transformers does."""
         length = hidden_states.shape[1]
         bias = self.relative_attention_bias(self.buckets[:length, :length]).permute(2, 0, 1).unsqueeze(0)
         if attention_mask is not None and attention_mask.dtype == torch.bool:  # as SDPA gets it
@@ -74,7 +74,7 @@ class MPNetEncoder(theirs.MPNetEncoder):
         return super().forward(hidden_states, bias, **options)
 
     def compute_position_bias(self, *_: Any, **__: Any) -> None:
-        """None: it is in the mask."""
+        """Return None: the bias is in the mask."""
 
 
 def use_interface(model: Any) -> None:

@@ -63,12 +63,12 @@ class SentenceFolder:
 
 
 def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None:
-    """What a sentence-transformers folder or hub model says; None where it is another kind of model.
+    """Read the settings of a sentence-transformers folder or hub model; None for another kind of model.
 
     Raises:
         UserError: it has modules, or ways of pooling, that are not supported; names them all.
     """
-    if (listed := read_file(name, MODULES, commit)) is None:
+    if (listed := read_model_json(name, MODULES, commit)) is None:
         return None
     modules = {str(each["type"]).rpartition(".")[2]: str(each.get("path", "")) for each in listed}
     there = [kind for kind in _ORDER if kind in modules]
@@ -76,10 +76,12 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
         found = ", ".join(str(each["type"]).rpartition(".")[2] for each in listed)
         raise UserError(f"model {name} is made of {found} ({MODULES}); supported here: {_SUPPORTED}")
     encoder, dense = modules["Transformer"], modules.get("Dense", "")
-    pooling = read_file(name, f"{modules['Pooling']}/config.json", commit) or {}
-    own = read_file(name, "config_sentence_transformers.json", commit) or {}
+    pooling = read_model_json(name, f"{modules['Pooling']}/config.json", commit) or {}
+    own = read_model_json(name, "config_sentence_transformers.json", commit) or {}
     files = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")
-    texts: Any = next((read for file in files if (read := read_file(name, f"{encoder}/{file}", commit))), {})
+    texts: Any = next(
+        (read for file in files if (read := read_model_json(name, f"{encoder}/{file}", commit))), {}
+    )
     notes = []
     if prompts := [key for key, prompt in (own.get("prompts") or {}).items() if prompt]:
         notes.append(
@@ -101,20 +103,20 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
 
 def _mode(name: str, pooling: dict[str, Any]) -> Mode:
     named = pooling.get("pooling_mode") or []
-    asked = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
-    asked += [named] if isinstance(named, str) else named
-    if len(asked) != 1 or asked[0] not in _MODES:
+    modes = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
+    modes += [named] if isinstance(named, str) else named
+    if len(modes) != 1 or modes[0] not in _MODES:
         raise UserError(
-            f"model {name} pools by {', '.join(asked) or 'nothing'}; supported here is one of mean, cls and "
+            f"model {name} pools by {', '.join(modes) or 'nothing'}; supported here is one of mean, cls and "
             "last token"
         )
-    return _MODES[asked[0]]
+    return _MODES[modes[0]]
 
 
 def _dense(name: str, folder: str, commit: str | None) -> Dense | None:
     if not folder:
         return None
-    settings = read_file(name, f"{folder}/config.json", commit) or {}
+    settings = read_model_json(name, f"{folder}/config.json", commit) or {}
     activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[
         2
     ]
@@ -126,52 +128,54 @@ def _dense(name: str, folder: str, commit: str | None) -> Dense | None:
     return Dense(width=settings["out_features"], bias=settings.get("bias", True), activation=activation)
 
 
-def chosen_pooling(name: str, folder: SentenceFolder | None, saved: Any, asked: Pooling | None) -> Pooling:
-    """The pooling of a model: what its folder says, what was saved with it, or what was asked for.
+def choose_pooling(
+    name: str, folder: SentenceFolder | None, saved: Any, requested: Pooling | None
+) -> Pooling:
+    """Choose the pooling of a model: of its folder, of what was saved with it, or of the request.
 
     Args:
         name: of the model, for errors.
         folder: of sentence-transformers, if it is one.
         saved: `FIELD` of its configuration, if there is one.
-        asked: by --pooling and --normalize.
+        requested: by --pooling and --normalize.
 
     Raises:
         UserError: nobody says it, or two say different things.
     """
     known = folder.pooling if folder else Pooling.model_validate(saved) if saved else None
-    if known is None and asked is None:
+    if known is None and requested is None:
         raise UserError(
             f"model {name} does not say how the tokens of a text become its embedding (it has no {MODULES}); "
             "give --pooling mean, cls or last, and --normalize where embeddings have length 1"
         )
-    if known and asked and (known.mode, known.normalize) != (asked.mode, asked.normalize):
+    if known and requested and (known.mode, known.normalize) != (requested.mode, requested.normalize):
         normal = "with" if known.normalize else "without"
         raise UserError(
             f"model {name} says itself that it pools by {known.mode}, {normal} normalization; drop --pooling "
             "and --normalize"
         )
-    found = known or asked
+    found = known or requested
     assert found is not None
     return found
 
 
-def model_file(name: str, file: str, commit: str | None) -> Path | None:
-    """A file of a folder or hub model; None where it has none."""
+def find_model_file(name: str, file: str, commit: str | None) -> Path | None:
+    """Find a file of a folder or hub model; None where it has none."""
     from transformers.utils.hub import cached_file
 
-    found = cached_file(
+    path = cached_file(
         name,
         file,
         revision=commit,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return Path(found) if found else None
+    return Path(path) if path else None
 
 
-def read_file(name: str, file: str, commit: str | None) -> Any:
-    """What a JSON file of a folder or hub model holds; None where it has none."""
-    path = model_file(name, file.lstrip("/"), commit)
+def read_model_json(name: str, file: str, commit: str | None) -> Any:
+    """Read a JSON file of a folder or hub model; None where it has none."""
+    path = find_model_file(name, file.lstrip("/"), commit)
     return json.loads(path.read_text(encoding="utf-8")) if path else None
 
 
@@ -199,16 +203,16 @@ class SentencePooling(nn.Module):
         self.width = dense.width if dense else width
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Embedding float32 [B, width] of hidden states [B, L, H] of any floating type and a mask [B, L]."""
-        made = pooled(hidden.float(), mask, self.mode)
+        """Return the embedding float32 [B, width] of hidden states [B, L, H] and a mask [B, L]."""
+        made = pool_tokens(hidden.float(), mask, self.mode)
         if self.dense is not None:
             made = self.activation(self.dense(made.to(self.dense.weight.dtype))).float()
         # as functional.normalize, whose expand_as would leave the width out of the graph
         return made / made.norm(dim=1, keepdim=True).clamp(min=1e-12) if self.normalize else made
 
 
-def pooled(hidden: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
-    """One vector float32 [B, H] of the attended tokens [B, L, H].
+def pool_tokens(hidden: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
+    """Return one vector float32 [B, H] of the attended tokens [B, L, H].
 
     The mean is a sum of parts, not a sum that is divided: it cannot overflow where the hidden states do not.
     """
@@ -224,8 +228,8 @@ def pooled(hidden: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 @functools.cache
-def embedder_class(config: type) -> type[PreTrainedModel]:
-    """Class of the embedding models over the encoders of a configuration class.
+def make_embedder_class(config: type) -> type[PreTrainedModel]:
+    """Return the class of the embedding models over the encoders of a configuration class.
 
     A child of the encoder's own base class, with the encoder under the name that it has in a classifier:
     weights, recipes and family descriptions then fit without change.
@@ -267,7 +271,7 @@ def load_dense(model: PreTrainedModel, name: str, folder: str, commit: str | Non
     """
     from safetensors.torch import load_file
 
-    if (path := model_file(name, f"{folder}/model.safetensors", commit)) is None:
+    if (path := find_model_file(name, f"{folder}/model.safetensors", commit)) is None:
         raise UserError(
             f"model {name} has no {folder}/model.safetensors; save it again with sentence-transformers 3 or "
             "later"

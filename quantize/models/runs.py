@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def resumed(
+def resume_from(
     model: "PreTrainedModel", start: int, hidden: "torch.Tensor | None", stop: int | None = None
 ) -> Iterator[list[Any]]:
     """Let a model go on from a hidden state in the block; what it gets as tokens is not looked at.
@@ -36,7 +36,7 @@ def resumed(
     family = family_of(model.config)
     names = family.runs(model)
     stop = len(names) if stop is None else stop
-    made: list[Any] = []
+    outputs: list[Any] = []
 
     def run(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         number = next(numbers) % len(names)
@@ -46,7 +46,7 @@ def resumed(
         given = args if hidden is None or number != start else (hidden, *args[1:])
         output = own(*given, **kwargs)
         if number == stop - 1:
-            made.append(hidden_of(output))
+            outputs.append(get_hidden(output))
         return output
 
     numbers = count()
@@ -54,26 +54,26 @@ def resumed(
     for layer in layers:
         layer.forward = partial(run, layer.forward)
     try:
-        yield made
+        yield outputs
     finally:
         for layer in layers:
             del layer.forward
 
 
 @contextmanager
-def first_inputs(model: "PreTrainedModel") -> "Iterator[list[torch.Tensor]]":
-    """What the first layer reads while the block runs, [B, L, hidden], one for each call of the model."""
+def record_first_inputs(model: "PreTrainedModel") -> "Iterator[list[torch.Tensor]]":
+    """Record what the first layer reads in the block, [B, L, hidden] for each call of the model."""
     names = family_of(model.config).runs(model)
-    numbers, found = count(), []
+    numbers, states = count(), []
 
     def keep(_: Any, inputs: tuple[Any, ...]) -> None:
         if next(numbers) % names.count(names[0]) == 0:  # of a shared layer the first run
-            found.append(inputs[0])
+            states.append(inputs[0])
 
     with model.get_submodule(names[0]).register_forward_pre_hook(keep):
-        yield found
+        yield states
 
 
-def hidden_of(output: Any) -> "torch.Tensor":
-    """The hidden state in what a layer returns."""
+def get_hidden(output: Any) -> "torch.Tensor":
+    """Return the hidden state in what a layer returns."""
     return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]

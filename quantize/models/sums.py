@@ -14,7 +14,7 @@ class Sum(nn.Module):
     """What a layer made, and the residual."""
 
     def forward(self, hidden_states: "torch.Tensor", input_tensor: "torch.Tensor") -> "torch.Tensor":
-        """Both [B, L, hidden]."""
+        """Add both tensors [B, L, hidden]."""
         return hidden_states + input_tensor
 
 
@@ -27,7 +27,7 @@ class SummedTransformerBlock(TransformerBlock):  # type: ignore[no-untyped-call]
     def forward(
         self, hidden_states: "torch.Tensor", attention_mask: "torch.Tensor | None" = None, **kwargs: Any
     ) -> "torch.Tensor":
-        """As the original, and bit for bit the same."""
+        """Compute as the original, bit for bit the same."""
         attended, _ = self.attention(hidden_states, attention_mask=attention_mask, **kwargs)
         attended = self.sa_layer_norm(self.attention_sum(attended, hidden_states))
         made: torch.Tensor = self.output_layer_norm(self.ffn_sum(self.ffn(attended), attended))

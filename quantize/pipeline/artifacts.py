@@ -6,15 +6,20 @@ from typing import Any, TypeVar
 import numpy as np
 
 from qdqbench.quantize.engine.backend import preferred_backend
-from qdqbench.quantize.engine.build import gemm_names
+from qdqbench.quantize.engine.build import list_gemms
 from qdqbench.quantize.engine.cpu.compiled import Compute
-from qdqbench.quantize.engine.cpu.runtimes import compute_type
-from qdqbench.quantize.engine.profiles import Profile, spanning
-from qdqbench.quantize.engine.runtime.buckets import LARGEST_BATCH, bucket_profiles, choose_edges
+from qdqbench.quantize.engine.cpu.runtimes import choose_compute
+from qdqbench.quantize.engine.profiles import (
+    LARGEST_BATCH,
+    Profile,
+    bucket_profiles,
+    choose_edges,
+    span_profiles,
+)
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.batches import sorted_rows
+from qdqbench.quantize.tasks.rows import sorted_rows
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import UserError
@@ -32,7 +37,7 @@ BUILD, VERIFY, ENGINE = "build.json", "verify.json", "engine.json"  # outcomes o
 
 
 def graph_path(session: Session) -> Path:
-    """The graph that the recipe is about."""
+    """Return the graph that the recipe is about."""
     if session.recipe.quantizes:
         return session.folder / INT8
     half = session.recipe.precision.compute == "fp16" and backend_of(session.recipe) not in CPU_BACKENDS
@@ -40,27 +45,27 @@ def graph_path(session: Session) -> Path:
 
 
 def backend_of(recipe: Recipe) -> BackendName:
-    """The backend whose engine a run builds and runs here."""
+    """Return the backend whose engine a run builds and runs here."""
     return preferred_backend(recipe.engine.backend)
 
 
 def proves_for_gpu(recipe: Recipe) -> bool:
-    """Whether an engine for GPUs is built ahead of time beside the one for this CPU."""
+    """Return whether an engine for GPUs is built ahead of time besides the one for this CPU."""
     return recipe.quantizes and recipe.engine.backend == "auto" and backend_of(recipe) in CPU_BACKENDS
 
 
 def checked_path(session: Session) -> Path:
-    """The graph that `check` is about: the one for GPUs where there are two."""
+    """Return the graph that `check` is about: the one for GPUs where there are two."""
     return session.folder / GPU_INT8 if proves_for_gpu(session.recipe) else graph_path(session)
 
 
 def cpu_compute(recipe: Recipe) -> Compute:
-    """How an engine for this CPU computes what is not quantized."""
-    return compute_type(backend_of(recipe), find_cpu(), recipe.precision.compute)
+    """Return the datatype in which an engine for this CPU computes what is not quantized."""
+    return choose_compute(backend_of(recipe), find_cpu(), recipe.precision.compute)
 
 
 def graph_bytes(session: Session) -> int:
-    """What the weights of all graphs of an export take on the disk."""
+    """Return the bytes on disk of the weights of all graphs of an export."""
     sizes = {name: weights.numel() for name, weights in session.fp32_model.named_parameters()}
     whole, int8 = sum(sizes.values()), sum(sizes.get(f"{name}.weight", 0) for name in session.plan.int8)
     total = (4 + 2) * whole  # the twins in FP32 and FP16
@@ -71,29 +76,29 @@ def graph_bytes(session: Session) -> int:
 
 
 def expected_modules(session: Session) -> set[str]:
-    """Modules whose MatMuls, or whose residual, must be in INT8."""
+    """Return the modules whose MatMuls, or whose residual, must be in INT8."""
     return {*session.plan.int8, *session.plan.attention, *session.plan.residual}
 
 
 def expected_gemms(session: Session) -> list[str]:
-    """ONNX MatMul and Gemm nodes that must run in INT8."""
+    """Return the ONNX MatMul and Gemm nodes that must run in INT8."""
     modules = expected_modules(session)
-    return [name for name in gemm_names(graph_path(session)) if module_of(name) in modules]
+    return [name for name in list_gemms(graph_path(session)) if module_of(name) in modules]
 
 
 def engine_profiles(session: Session) -> list[Any]:
-    """Optimization profiles of the recipe; for a CPU, whose kernels take every shape, one that holds all.
+    """Return the recipe's optimization profiles; for a CPU, whose kernels take every shape, one for all.
 
     With `shapes: auto` those of the evaluation data.
     """
     if session.recipe.auto_shapes:
         return auto_profiles(session)
     profiles = recipe_profiles(session.recipe)
-    return [spanning(profiles)] if backend_of(session.recipe) in CPU_BACKENDS else profiles
+    return [span_profiles(profiles)] if backend_of(session.recipe) in CPU_BACKENDS else profiles
 
 
 def recipe_profiles(recipe: Recipe) -> list[Profile]:
-    """Optimization profiles that a recipe lists; none with `shapes: auto`."""
+    """Return the optimization profiles that a recipe lists; none with `shapes: auto`."""
     bounds = (zip(each.batch, each.length, strict=True) for each in recipe.engine.profiles)
     return [Profile(*sizes) for sizes in bounds]
 
@@ -122,7 +127,7 @@ def auto_profiles(session: Session) -> list[Profile]:
     return [Profile((1, 1), (batch, typical), (max(batch, LARGEST_BATCH), longest))]
 
 
-def found_lengths(session: Session) -> Lengths | None:
+def describe_lengths(session: Session) -> Lengths | None:
     """Return lengths, buckets and profiles of a run with `shapes: auto` for its results; None without."""
     if not session.recipe.auto_shapes:
         return None
@@ -156,7 +161,7 @@ def found_lengths(session: Session) -> Lengths | None:
 
 
 def graph_for_tensorrt(session: Session, graph: Path) -> Path | None:
-    """The run's graph in the form for TensorRT: its own, or the one beside a graph for CPUs."""
+    """Return the run's graph in the form for TensorRT: its own, or the one next to a graph for CPUs."""
     if backend_of(session.recipe) not in CPU_BACKENDS:
         return graph
     beside = session.folder / GPU_INT8

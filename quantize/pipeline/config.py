@@ -5,20 +5,20 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from qdqbench.quantize.models.families.known import BERT, family_of
-from qdqbench.quantize.models.identity import says_pooling
-from qdqbench.quantize.models.load import class_names, load_config
+from qdqbench.quantize.models.identity import has_pooling
+from qdqbench.quantize.models.load import load_config, read_class_names
 from qdqbench.quantize.models.pooling import MODES, Pooling
 from qdqbench.quantize.pipeline.session import RunConfig
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, validated
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, validate_recipe
 from qdqbench.quantize.recipe.sections import AUTO
-from qdqbench.quantize.tasks.labels import with_values_of
-from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task, of_embeddings, with_classes
+from qdqbench.quantize.tasks.rows import add_label_values
+from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task, score_embeddings, with_classes
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.utils.errors import UserError
 
 
 def find_recipe(name: str, model: str | None, revision: str | None = None) -> Recipe:
-    """A recipe by name, which may be family-free, or from a YAML file.
+    """Find a recipe by name, which may be family-free, or from a YAML file.
 
     Args:
         name: as of `recipe.schema.load_recipe`.
@@ -60,7 +60,7 @@ def adapted(
         asked.append("shapes of the data")
     if backend is not None:
         data["engine"]["backend"] = backend
-        asked.append(f"backend {backend}")
+        changes.append(f"backend {backend}")
     if max_length is not None:
         data["export"]["max_length"] = max_length
         kept = data["engine"]["shapes"]
@@ -69,8 +69,8 @@ def adapted(
             each["length"] = [
                 max_length if size == longest else min(size, max_length) for size in each["length"]
             ]
-        asked.append(f"{max_length} tokens")
-    return validated(data, f"recipe {recipe.name} for {', '.join(asked)}") if asked else recipe
+        changes.append(f"{max_length} tokens")
+    return validate_recipe(data, f"recipe {recipe.name} for {', '.join(changes)}") if changes else recipe
 
 
 def _set_field(data: Any, path: str, value: Any) -> None:
@@ -101,7 +101,7 @@ def find_task(  # noqa: PLR0913
     num_labels: int | None = None,
     metric: Sequence[str] | None = None,
 ) -> Task:
-    """The task that was asked for; without model and task that of the embedded default.
+    """Return the task that was asked for; without model and task that of the embedded default.
 
     Raises:
         UserError: a model without a task, a task without a model, or as `tasks.task.get_task`.
@@ -119,8 +119,8 @@ def find_task(  # noqa: PLR0913
     )
 
 
-def asked_pooling(mode: str | None, normalize: bool) -> Pooling | None:
-    """What --pooling and --normalize ask for.
+def select_pooling(mode: str | None, normalize: bool) -> Pooling | None:
+    """Return the pooling of --pooling and --normalize.
 
     Raises:
         UserError: an unknown mode, or normalization alone.
@@ -134,7 +134,7 @@ def asked_pooling(mode: str | None, normalize: bool) -> Pooling | None:
     return Pooling(mode=mode, normalize=normalize)
 
 
-def run_config(  # noqa: PLR0913
+def make_run_config(  # noqa: PLR0913
     recipe: Recipe,
     *,
     model: str | None = None,
@@ -152,7 +152,7 @@ def run_config(  # noqa: PLR0913
     limit: int | None = None,
     command: str = "qdqbench run",
 ) -> RunConfig:
-    """What a run with these options was asked to do.
+    """Return the configuration of a run with these options.
 
     Raises:
         UserError: as `find_task`, a revision without a model, or an embedding model and a task that cannot
@@ -169,17 +169,17 @@ def run_config(  # noqa: PLR0913
     if revision is not None and model is None:
         raise UserError(f"--revision {revision} belongs to --model with a hub id; give that too")
     if model is not None and chosen.kind.names_classes:
-        chosen = with_classes(chosen, class_names(model, revision, chosen.kind))
+        chosen = with_classes(chosen, read_class_names(model, revision, chosen.kind))
     if model is not None and chosen.kind is CLASSIFICATION:
-        chosen = with_values_of(chosen, data, class_names(model, revision, chosen.kind))
-    asked = asked_pooling(pooling, normalize)
-    if model is not None and (asked or says_pooling(model, revision)):
-        chosen = of_embeddings(chosen, metric or ())
+        chosen = add_label_values(chosen, data, read_class_names(model, revision, chosen.kind))
+    pooling_settings = select_pooling(pooling, normalize)
+    if model is not None and (pooling_settings or has_pooling(model, revision)):
+        chosen = score_embeddings(chosen, metric or ())
     return RunConfig(
         recipe=recipe,
         model=model,
         revision=revision,
-        pooling=asked,
+        pooling=pooling_settings,
         task=chosen,
         data=data,
         limit=limit,

@@ -6,15 +6,19 @@ from pathlib import Path
 
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine import log
-from qdqbench.quantize.engine.facts import graph_of
+from qdqbench.quantize.engine.facts import read_graph
 from qdqbench.quantize.engine.layers import parse_inspector_json, read_table
 from qdqbench.quantize.engine.runtime.cpu import CpuEngine
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar, sidecar_path
-from qdqbench.quantize.graph.index import module_of
-from qdqbench.quantize.graph.modules import recipe_modules
+from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of
+from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.graph.residuals import find_residuals
+from qdqbench.quantize.models.families.known import family_named
+from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.pipeline.artifacts import BUILD, Skipped, checked_path, graph_path, read_built
 from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
@@ -22,6 +26,36 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.schema import read
 from qdqbench.quantize.utils.system.gpu import find_gpu
+
+
+def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
+    """Return the modules whose MatMul and Gemm nodes, or whose residual, the recipe wants in INT8.
+
+    Linears are the modules with a MatMul or Gemm, less the attentions, which have a Softmax. The head
+    size is not in the names, so the check of the attention itself judges it.
+
+    Raises:
+        UserError: unreadable file or recipe, or rules that match nothing in it.
+    """
+    loaded, model = load_recipe(recipe), read_model(onnx_file)
+    family = family_named(loaded.model.family)
+    modules: dict[str, ModuleInfo] = {}
+    for node in model.graph.node:
+        if node.op_type in MATMULS:
+            place = family.place(module := module_of(node.name))
+            if place is None or place.path not in family.terms:
+                modules.setdefault(module, ModuleInfo("Linear"))
+        elif node.op_type == "LayerNormalization":
+            modules[module_of(node.name)] = ModuleInfo("LayerNorm")
+        elif node.op_type == "Softmax":
+            modules[module_of(node.name)] = ModuleInfo("Attention", head_size=64)
+            modules[f"{module_of(node.name)}.softmax"] = ModuleInfo("Softmax")
+    added = [found.module for found in find_residuals(GraphIndex(model))]
+    modules |= {name: ModuleInfo("Residual") for name in added if family.residual_readers(name)}
+    prefix = next(iter(modules), "").partition(".")[0]
+    plan = resolve(loaded, modules, prefix)
+    return {*plan.int8, *plan.attention, *plan.residual}
+
 
 MEASURED = ("gpu", "cpu")  # places where kernel times are measured
 
@@ -51,19 +85,19 @@ def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None)
         MissingDevice: an engine without a saved layer table, and no GPU to load it.
     """
     if path.is_dir():
-        found = _run(path)
+        target = _run(path)
     elif path.suffix == ".engine":
-        found = _engine(path)
+        target = _engine(path)
     else:
-        found = InspectTarget(path.name, read_table(path))
-    found.onnx, found.recipe = onnx or found.onnx, recipe or found.recipe
-    if recipe and found.onnx is None:
+        target = InspectTarget(path.name, read_table(path))
+    target.onnx, target.recipe = onnx or target.onnx, recipe or target.recipe
+    if recipe and target.onnx is None:
         raise UserError(f"--recipe needs the ONNX graph that {path} was made from; give --onnx FILE")
-    return found
+    return target
 
 
-def checked_graph(path: Path) -> tuple[Path, str | None]:
-    """The ONNX file that `check` reads, and the recipe that it is held to: of a run directory its own.
+def find_checked_graph(path: Path) -> tuple[Path, str | None]:
+    """Return the ONNX file for `check`, and the recipe to compare with: of a run directory its own.
 
     Raises:
         UserError: a folder that is no run directory, or has no graph yet.
@@ -77,13 +111,13 @@ def checked_graph(path: Path) -> tuple[Path, str | None]:
     return graph, str(path / "recipe.yaml")
 
 
-def expectations(target: InspectTarget) -> tuple[list[str] | None, int]:
-    """ONNX GEMMs, and the number of attentions, that the recipe wants in INT8; (None, 0) without one."""
+def count_expected(target: InspectTarget) -> tuple[list[str] | None, int]:
+    """Return the ONNX GEMMs and the number of attentions that the recipe wants in INT8; (None, 0) without."""
     if target.onnx is None or target.recipe is None:
         return None, 0
     if not load_recipe(target.recipe).quantizes:
         return [], 0
-    graph, modules = graph_of(target.onnx), recipe_modules(target.onnx, target.recipe)
+    graph, modules = read_graph(target.onnx), recipe_modules(target.onnx, target.recipe)
     gemms = [name for name in (*graph.linears, *graph.products) if module_of(name) in modules]
     return gemms, sum(module_of(name) in modules for name in graph.softmaxes)
 
@@ -91,7 +125,7 @@ def expectations(target: InspectTarget) -> tuple[list[str] | None, int]:
 def measure_times(
     target: InspectTarget, place: str, batch: int | None, length: int | None
 ) -> tuple[dict[str, float], str]:
-    """Kernel times on this GPU or CPU, and the shape they were measured at.
+    """Measure the kernels on this GPU or CPU; return the times and their shape.
 
     Raises:
         UserError: a saved JSON, which cannot run, or an engine for the other place.
@@ -120,14 +154,14 @@ def measure_times(
 
 
 def _run(folder: Path) -> InspectTarget:
-    """A run directory, whose engine must be of its present graph."""
+    """Open a run directory, whose engine must be of its present graph."""
     session = Session(read_config(folder), folder)
     built = read_built(folder)
     if isinstance(built, Skipped):
         raise MissingDevice(f"{folder} has no engine: {built.skipped}")
     table = folder / "layers.json"
     engine = folder / "engine" / built.file
-    found = InspectTarget(
+    target = InspectTarget(
         name=str(folder),
         layers=read_table(table if table.is_file() else folder / BUILD),
         onnx=graph_path(session),
@@ -136,12 +170,12 @@ def _run(folder: Path) -> InspectTarget:
         sidecar=_sidecar(engine),
         folder=folder,
     )
-    _check_graph(found)
-    return found
+    _check_graph(target)
+    return target
 
 
 def _engine(path: Path) -> InspectTarget:
-    """An engine file with its sidecar; in a run directory with its recipe."""
+    """Open an engine file with its sidecar; in a run directory with its recipe."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give a run directory, an .engine file or a saved JSON")
     sidecar = _sidecar(path)
@@ -152,7 +186,7 @@ def _engine(path: Path) -> InspectTarget:
     recipe = (
         folder / "recipe.yaml" if run and onnx == places[1] and _built_file(folder) == path.name else None
     )
-    found = InspectTarget(
+    target = InspectTarget(
         name=str(path),
         layers=_engine_layers(path, sidecar),
         onnx=onnx,
@@ -162,12 +196,12 @@ def _engine(path: Path) -> InspectTarget:
         folder=run if recipe else None,
     )
     if onnx:
-        _check_graph(found)
-    return found
+        _check_graph(target)
+    return target
 
 
 def _engine_layers(path: Path, sidecar: Sidecar) -> list[LayerRow]:
-    """The saved table that is certainly this engine's; else the inspector's, which needs the GPU."""
+    """Return the saved table that is certainly this engine's; else the inspector's, which needs the GPU."""
     own, folder = path.with_suffix(".layers.json"), path.resolve().parent
     if own.is_file():
         return read_table(own)
@@ -212,7 +246,7 @@ def _built_file(folder: Path) -> str | None:
 
 
 def _check_graph(target: InspectTarget) -> None:
-    """Names of another graph would prove nothing about this engine."""
+    """Require the engine's own graph: names of another one would prove nothing about this engine."""
     assert target.onnx is not None
     assert target.sidecar is not None
     if not target.onnx.is_file():

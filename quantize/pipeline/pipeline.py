@@ -12,8 +12,8 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.results import Timing
 from qdqbench.quantize.utils.schema import Strict, read
-from qdqbench.quantize.utils.system.environment import made_with
-from qdqbench.quantize.utils.system.process import freeze_gc, interruption, measured
+from qdqbench.quantize.utils.system.environment import get_code_identity
+from qdqbench.quantize.utils.system.process import freeze_gc, interruption, measure_cost
 
 STAGES_FILE = "stages.json"
 
@@ -29,7 +29,7 @@ class Stage:
     recorded: Callable[[Session], None] = lambda session: None  # called once its outputs are in the manifest
 
 
-class Done(Strict):
+class FinishedStage(Strict):
     """One finished stage in the manifest."""
 
     key: str
@@ -42,9 +42,9 @@ class Done(Strict):
     peak_rss_bytes: int
 
 
-class _Manifest(Strict):
+class _StageManifest(Strict):
     schema_version: Literal[1] = 1
-    stages: dict[str, Done] = {}
+    stages: dict[str, FinishedStage] = {}
 
 
 def open_run(config: RunConfig, folder: Path) -> Session:
@@ -90,44 +90,44 @@ def run_stages(
             files.write_json(session.folder / STAGES_FILE, manifest.model_dump(mode="json"))
         session.notes = [*dict.fromkeys([*session.notes, *done.notes])]
         session.warnings = [*dict.fromkeys([*session.warnings, *done.warnings])]
-        timings[stage.name] = timing(done, reused=reused)
+        timings[stage.name] = get_timing(done, reused=reused)
         stage.recorded(session)
         interruption.raise_if_pending()
     return timings
 
 
-def _run_stage(session: Session, stage: Stage, key: str, before: Done | None) -> Done:
+def _run_stage(session: Session, stage: Stage, key: str, before: FinishedStage | None) -> FinishedStage:
     """Run a stage, and remove the files of its run `before` that it no longer writes."""
     noted, warned = len(session.notes), len(session.warnings)
-    with measured() as cost:
+    with measure_cost() as cost:
         outputs = stage.run(session)
     hashes = {str(path.relative_to(session.folder)): files.sha256(path) for path in outputs}
     _remove_stale(session.folder, before, hashes)
-    return Done(
+    return FinishedStage(
         key=key,
         outputs=hashes,
         notes=session.notes[noted:],
         warnings=session.warnings[warned:],
-        made_with=made_with(),
+        made_with=get_code_identity(),
         wall_s=cost.wall_s,
         cpu_s=cost.cpu_s,
         peak_rss_bytes=cost.peak_rss_bytes,
     )
 
 
-def timing(done: Done, *, reused: bool) -> Timing:
-    """Cost of a finished stage."""
+def get_timing(done: FinishedStage, *, reused: bool) -> Timing:
+    """Return the cost of a finished stage."""
     return Timing(wall_s=done.wall_s, cpu_s=done.cpu_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused)
 
 
-def finished(folder: Path) -> dict[str, Done]:
-    """What the finished stages of a run directory left, by name."""
+def read_finished(folder: Path) -> dict[str, FinishedStage]:
+    """Read the finished stages of a run directory, by name."""
     return _read(folder / STAGES_FILE).stages
 
 
-def made_otherwise(folder: Path, names: Iterable[str]) -> str:
-    """Which finished stages other code or libraries made, so that they are made again; empty where none."""
-    known, here = finished(folder), made_with()
+def explain_stale(folder: Path, names: Iterable[str]) -> str:
+    """Name the finished stages of other code or libraries, which are run again; empty where none."""
+    known, here = read_finished(folder), get_code_identity()
     stale = [name for name in names if name in known and known[name].made_with != here]
     if not stale:
         return ""
@@ -141,7 +141,7 @@ def made_otherwise(folder: Path, names: Iterable[str]) -> str:
     return f"{', '.join(stale)} made again: what is there was made with {other}"
 
 
-def forget_others(folder: Path, known: Iterable[str]) -> None:
+def remove_other_stages(folder: Path, known: Iterable[str]) -> None:
     """Remove the files of stages that this run does not have: an earlier recipe in the folder left them."""
     path = folder / STAGES_FILE
     manifest = _read(path)
@@ -150,8 +150,8 @@ def forget_others(folder: Path, known: Iterable[str]) -> None:
         files.write_json(path, manifest.model_dump(mode="json"))
 
 
-def ancestors(stages: dict[str, Stage], targets: Iterable[str]) -> list[Stage]:
-    """The targets and all that they need, in the order of `stages`."""
+def select_stages(stages: dict[str, Stage], targets: Iterable[str]) -> list[Stage]:
+    """Return the targets and all that they need, in the order of `stages`."""
     wanted = set(targets)
     for name in reversed(stages):
         if name in wanted:
@@ -159,34 +159,34 @@ def ancestors(stages: dict[str, Stage], targets: Iterable[str]) -> list[Stage]:
     return [stage for name, stage in stages.items() if name in wanted]
 
 
-def _key(session: Session, stage: Stage, manifest: _Manifest) -> str:
-    """Hash of everything that a stage's outputs depend on."""
+def _key(session: Session, stage: Stage, manifest: _StageManifest) -> str:
+    """Return the hash of everything that a stage's outputs depend on."""
     needs = {name: manifest.stages[name].outputs for name in stage.needs if name in manifest.stages}
     known = {
         "stage": stage.name,
-        **made_with(),
+        **get_code_identity(),
         "needs": needs,
         "inputs": stage.inputs(session),
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _intact(folder: Path, done: Done) -> bool:
+def _intact(folder: Path, done: FinishedStage) -> bool:
     return all(
         (folder / n).is_file() and files.sha256(folder / n) == digest for n, digest in done.outputs.items()
     )
 
 
-def _remove_stale(folder: Path, before: Done | None, now: dict[str, str]) -> None:
-    """Files of an earlier recipe in this folder would be taken for this one's."""
+def _remove_stale(folder: Path, before: FinishedStage | None, now: dict[str, str]) -> None:
+    """Remove files of an earlier recipe in this folder, which would be taken for this one's."""
     for name in set(before.outputs if before else ()) - set(now):
         if (folder / name).resolve().is_relative_to(folder.resolve()):  # whatever the manifest says
             (folder / name).unlink(missing_ok=True)
 
 
-def _read(path: Path) -> _Manifest:
-    """No manifest, or an unreadable one, means that nothing can be reused."""
+def _read(path: Path) -> _StageManifest:
+    """Read the manifest; without a readable one nothing can be reused."""
     try:
-        return read(path, _Manifest, "list of stages", "run them again")
+        return read(path, _StageManifest, "list of stages", "run them again")
     except UserError:
-        return _Manifest()
+        return _StageManifest()

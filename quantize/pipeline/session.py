@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.calibration import ptq
-from qdqbench.quantize.calibration.bias import biased
+from qdqbench.quantize.calibration.bias import add_biases_temporarily
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
 from qdqbench.quantize.models.families.known import require_family
 from qdqbench.quantize.models.identity import embedding_notes, model_fingerprint
-from qdqbench.quantize.models.load import class_names, load_model, tokenizer_of, use_tanh_gelu
+from qdqbench.quantize.models.load import load_matching_tokenizer, load_model, read_class_names, use_tanh_gelu
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.models.pooling import Pooling
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.batches import CalibrationBatches
-from qdqbench.quantize.tasks.rows import encode, load_split, require_order
+from qdqbench.quantize.tasks.rows import CalibrationBatches, encode, load_split, require_order
 from qdqbench.quantize.tasks.sources import Split, has_only_texts
 from qdqbench.quantize.tasks.task import Task, check_model_fits
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
@@ -54,7 +53,7 @@ class RunConfig(Strict):
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Configuration of an existing run directory.
+    """Return the configuration of an existing run directory.
 
     Raises:
         UserError: no run directory, or one of another version.
@@ -123,18 +122,18 @@ class Session:
 
     @property
     def data_source(self) -> str:
-        """Where splits come from."""
+        """Return the source of the splits."""
         return self.config.data if self.config.model else str(self.folder / "embedded" / "data")
 
     @functools.cached_property
     def model_sha256(self) -> str:
-        """Hash of the model's files; of id and commit for a hub model."""
+        """Return the hash of the model's files; of id and commit for a hub model."""
         return model_fingerprint(self.model_name, self.config.revision)
 
     @functools.cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The model's fast tokenizer."""
-        return tokenizer_of(self.model_name, self.config.revision, self.config.task.kind)
+        """Return the model's fast tokenizer."""
+        return load_matching_tokenizer(self.model_name, self.config.revision, self.config.task.kind)
 
     @property
     def pad_id(self) -> int:
@@ -142,7 +141,7 @@ class Session:
         return int(self.tokenizer.pad_token_id)
 
     def new_model(self) -> "PreTrainedModel":
-        """A fresh FP32 model, checked against the task."""
+        """Load a fresh FP32 model, checked against the task."""
         asked = self.config
         report_phase("loading the model")
         model = load_model(self.model_name, asked.revision, asked.task.kind, asked.pooling)
@@ -158,7 +157,7 @@ class Session:
         return model
 
     def new_int8_model(self) -> "PreTrainedModel":
-        """A fresh FP32 model with the activation that the recipe's INT8 graph computes."""
+        """Load a fresh FP32 model with the activation that the recipe's INT8 graph computes."""
         model = self.new_model()
         if self.recipe.export.gelu == "tanh":
             use_tanh_gelu(model, self.model_name)
@@ -166,29 +165,31 @@ class Session:
 
     @functools.cached_property
     def fp32_model(self) -> "PreTrainedModel":
-        """The FP32 model, shared by the stages that do not change it."""
+        """Return the FP32 model, shared by the stages that do not change it."""
         return self.new_model()
 
     @contextmanager
     def fp32_shifted(self) -> Iterator["PreTrainedModel"]:
-        """The FP32 model with the shifts of calibration: it answers as before, with INT8's hidden states."""
-        with biased(self.fp32_model, [shift.added for shift in self.ptq_record.shifts.values()]):
+        """Give the FP32 model the shifts of calibration: the same answers, with INT8's hidden states."""
+        with add_biases_temporarily(
+            self.fp32_model, [shift.added for shift in self.ptq_record.shifts.values()]
+        ):
             yield self.fp32_model
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The recipe resolved for this model."""
+        """Return the recipe resolved for this model."""
         model = self.fp32_model
         return resolve(self.recipe, module_table(model), model.base_model_prefix)
 
     def new_ptq_model(self) -> "PreTrainedModel":
-        """The calibrated fake-quant model, rebuilt from calibration.json."""
+        """Return the calibrated fake-quant model, rebuilt from calibration.json."""
         model = self.new_int8_model()
         ptq.restore(model, self.plan, self.ptq_record)
         return model
 
     def new_qat_model(self) -> "PreTrainedModel":
-        """The trained fake-quant model, rebuilt from the files of the QAT stage."""
+        """Return the trained fake-quant model, rebuilt from the files of the QAT stage."""
         name = str(self.folder / QAT / "model")
         report_phase("loading the model")
         model = load_model(name, kind=self.config.task.kind)
@@ -199,7 +200,7 @@ class Session:
 
     @property
     def ptq_record(self) -> CalibrationRecord:
-        """What calibration found, before QAT."""
+        """Return the record of calibration, before QAT."""
         return read_record(self.folder / "calibration.json")
 
     @property
@@ -209,11 +210,11 @@ class Session:
 
     @functools.cached_property
     def fake_quant_model(self) -> "PreTrainedModel":
-        """The fake-quant model that is exported: after QAT where the recipe has it, else after PTQ."""
+        """Return the fake-quant model that is exported: after QAT where the recipe has it, else after PTQ."""
         return self.new_qat_model() if self.recipe.qat else self.new_ptq_model()
 
     def split(self, name: str, *, limit: int | None, seed: int | None = None, labelled: bool = True) -> Split:
-        """A split of the run's data, and its notes."""
+        """Read a split of the run's data, and its notes."""
         split = load_split(
             self.config.task, self.data_source, name, limit=limit, seed=seed, labelled=labelled
         )
@@ -222,7 +223,7 @@ class Session:
         return split
 
     def calibration_batches(self) -> CalibrationBatches:
-        """The draw of the recipe's calibration section."""
+        """Return the draw of the recipe's calibration section."""
         settings = self.recipe.calibration
         task = self.config.task
         texts = has_only_texts(task, self.data_source, settings.split)
@@ -255,19 +256,19 @@ class Session:
 
     @functools.cached_property
     def eval_splits(self) -> dict[str, tuple[Split, Encoded]]:
-        """Evaluation splits with their tokens (MNLI has two)."""
-        task, found = self.config.task, {}
+        """Return the evaluation splits with their tokens (MNLI has two)."""
+        task, splits = self.config.task, {}
         for name in task.eval_splits:
             report_phase(f"reading {name}")
             split = self.split(name, limit=self.config.limit)
             if task.kind is CLASSIFICATION:
-                require_order(split, task, class_names(self.model_name, self.config.revision, task.kind))
+                require_order(split, task, read_class_names(self.model_name, self.config.revision, task.kind))
             encoded = encode(split, task, self.tokenizer, self.recipe.export.max_length)
-            found[name] = split, encoded
+            splits[name] = split, encoded
             self.warnings += [line for line in encoded.warnings if line not in self.warnings]
-        return found
+        return splits
 
     @property
     def gold(self) -> dict[str, Any]:
-        """What each evaluation split is scored against, as the kind of task has it."""
+        """Return the reference of each evaluation split's score, as the kind of task has it."""
         return {name: encoded.gold for name, (_, encoded) in self.eval_splits.items()}

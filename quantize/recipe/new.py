@@ -3,13 +3,18 @@
 import re
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.models.detection.recognise import ModuleRow, Recognised, inventory, recognise
-from qdqbench.quantize.models.detection.untrained import config_of, untrained
+from qdqbench.quantize.models.detection.detect_layout import (
+    ModuleRow,
+    Recognised,
+    detect_layout,
+    list_modules,
+)
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import BERT, known_family
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, short_yaml
-from qdqbench.quantize.recipe.sections import Layout
-from qdqbench.quantize.recipe.shipped import shipped
+from qdqbench.quantize.models.load import create_untrained, read_model_config
+from qdqbench.quantize.recipe.schema import Recipe, dump_short_recipe, load_recipe
+from qdqbench.quantize.recipe.sections import FamilyLayout
+from qdqbench.quantize.recipe.shipped import list_shipped
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import limits_of
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
@@ -28,27 +33,27 @@ class NewRecipe(Strict):
     text: str  # YAML
     shipped: list[str]  # recipes that fit as they are; none of a family that is not known here
     modules: list[ModuleRow]  # none of a known family
-    left: dict[str, str]  # not recognised: module, * for numbers, and the reason
+    left: dict[str, str]  # not recognized: module, * for numbers, and the reason
     notes: list[str]
 
 
 def new_recipe(name: str, revision: str | None = None) -> NewRecipe:
-    """Write a recipe that puts every recognised linear of the encoder's layers in INT8.
+    """Write a recipe that puts every recognized linear of the encoder's layers in INT8.
 
     Args:
         name: folder or hub id of a model; of its files config.json alone is read.
         revision: of a hub model.
 
     Raises:
-        UserError: a model that cannot be used here, or in which no encoder layers were recognised.
+        UserError: a model that cannot be used here, or in which no encoder layers were recognized.
     """
-    config = config_of(name, revision)
+    config = read_model_config(name, revision)
     if family := known_family(config.model_type):
-        return _of_known(name, config, family)
-    model = untrained(name, config)
-    found = recognise(model)
-    recipe, notes = _described(found, config, name)
-    left = [f"# stays in FP16: {module}: {why}" for module, why in found.left.items()]
+        return _fit_shipped(name, config, family)
+    model = create_untrained(name, config)
+    layout = detect_layout(model)
+    recipe, notes = _add_layout(layout, config, name)
+    left = [f"# stays in FP16: {module}: {why}" for module, why in layout.left.items()]
     head = [
         f"# Written by `qdqbench recipes new` for models of type {config.model_type}.",
         *map("# {}".format, notes),
@@ -57,33 +62,33 @@ def new_recipe(name: str, revision: str | None = None) -> NewRecipe:
         model=name,
         model_type=config.model_type,
         recipe=recipe.name,
-        text="\n".join([*head, *left, short_yaml(recipe)]),
+        text="\n".join([*head, *left, dump_short_recipe(recipe)]),
         shipped=[],
-        modules=inventory(model, found),
-        left=found.left,
+        modules=list_modules(model, layout),
+        left=layout.left,
         notes=notes,
     )
 
 
-def _of_known(name: str, config: Any, family: Family) -> NewRecipe:
-    """A shipped recipe of a family, fitted to a model."""
-    recipe = _fitted(load_recipe(DEFAULT_RECIPE, lambda: family), config, family, name)
+def _fit_shipped(name: str, config: Any, family: Family) -> NewRecipe:
+    """Fit a shipped recipe of a family to a model."""
+    recipe = _fit_recipe(load_recipe(DEFAULT_RECIPE, lambda: family), config, family, name)
     return NewRecipe(
         model=name,
         model_type=config.model_type,
         recipe=recipe.name,
-        text=short_yaml(recipe),
-        shipped=[row.recipe for row in shipped(family)],
+        text=dump_short_recipe(recipe),
+        shipped=[row.recipe for row in list_shipped(family)],
         modules=[],
         left={},
         notes=[],
     )
 
 
-def _described(found: Recognised, config: Any, name: str) -> tuple[Recipe, list[str]]:
-    """The recipe with the layout, and what its reader should know."""
-    family, notes = found.family, []
-    base = _fitted(load_recipe(DEFAULT_RECIPE, lambda: BERT), config, family, name)
+def _add_layout(layout: Recognised, config: Any, name: str) -> tuple[Recipe, list[str]]:
+    """Add the layout to the recipe, and what its reader should know."""
+    family, notes = layout.family, []
+    base = _fit_recipe(load_recipe(DEFAULT_RECIPE, lambda: BERT), config, family, name)
     int8 = {"weights": "int8/per-channel", "input": "int8/per-tensor"}
     rules: list[dict[str, Any]] = [{"match": f"{family.layers}.*", "type": "Linear", **int8}]
     others = [path for path, role in family.linears.items() if role == "other"]
@@ -96,30 +101,30 @@ def _described(found: Recognised, config: Any, name: str) -> tuple[Recipe, list[
             "The attention stays in FP16: it does not go through transformers' AttentionInterface, or it "
             "rotates q and k."
         )
-    elif found.head_size in limits_of().int8_head_sizes:
+    elif layout.head_size in limits_of().int8_head_sizes:
         notes.append(
             "INT8 attention can be tried: attention: int8, with precision.never_quantize: [layernorm]."
         )
     else:
         notes.append(
             f"No INT8 attention: it needs a head size of {limits_of().head_sizes_text}, and this one has "
-            f"{found.head_size}."
+            f"{layout.head_size}."
         )
-    if found.gated:
+    if layout.gated:
         calibration["outlier_channel_splitting"] = 0
         notes.append("No outlier channels are split: the feed-forward is gated.")
     data = base.model_dump(mode="json") | {
         "name": re.sub(r"[^a-z0-9._-]", "-", f"{family.name}-{DEFAULT_RECIPE}".lower()),
         "description": f"Every recognised linear in the layers of {family.name} in INT8; attention in FP16.",
-        "model": {"family": family.name, "layout": Layout.of(family).model_dump(mode="json")},
+        "model": {"family": family.name, "layout": FamilyLayout.of(family).model_dump(mode="json")},
         "rules": rules,
         "calibration": calibration,
     }
     return Recipe.model_validate(data), notes
 
 
-def _fitted(recipe: Recipe, config: Any, family: Family, name: str) -> Recipe:
-    """A recipe whose lengths and activation are those of a model.
+def _fit_recipe(recipe: Recipe, config: Any, family: Family, name: str) -> Recipe:
+    """Fit the lengths and activation of a recipe to a model.
 
     Raises:
         UserError: the configuration does not say how many tokens a sample can have.
@@ -139,8 +144,8 @@ def _fitted(recipe: Recipe, config: Any, family: Family, name: str) -> Recipe:
     return Recipe.model_validate(data)
 
 
-def new_lines(new: NewRecipe) -> "Group":
-    """What was recognised, as a rich renderable."""
+def render_new(new: NewRecipe) -> "Group":
+    """Render what was recognized."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -40,7 +40,7 @@ class Plan:
     family: Family = BERT  # of the model
 
     def scaling_of(self, name: str) -> Scaling:
-        """How the scales of an INT8 linear or attention are found."""
+        """Return the scaling of an INT8 linear or attention."""
         return self.scaling.get(name, Scaling())
 
 
@@ -59,7 +59,7 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
             not have.
     """
     family = family_named(recipe.model.family)
-    if unmatched := [rule for rule in recipe.rules if not matched(rule, modules, prefix)]:
+    if unmatched := [rule for rule in recipe.rules if not match_modules(rule, modules, prefix)]:
         raise UserError("; ".join(_unmatched(rule, modules, prefix) for rule in unmatched))
     formats: dict[str, str] = {}
     if recipe.attention == "int8":
@@ -67,7 +67,7 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
     for rule in recipe.rules:
         target = _target(rule)
         if target and (rule.type, target) != ("Residual", "int8"):  # that is nothing for the modules inside
-            formats.update(dict.fromkeys(matched(rule, modules, prefix), target))
+            formats.update(dict.fromkeys(match_modules(rule, modules, prefix), target))
     linears = [name for name, info in modules.items() if info.kind == "Linear"]
     family.require_known(linears)
     inherited = {name: _inherited(name, formats) for name in modules}
@@ -96,30 +96,30 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
 def _scaling(
     recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str, int8: set[str]
 ) -> dict[str, Scaling]:
-    """Calibration of every INT8 module: the recipe's section, refined by its rules."""
+    """Return the calibration of every INT8 module: the recipe's section, refined by its rules."""
     section = recipe.calibration
-    found = {name: Scaling(section.method, section.weights_method) for name in modules if name in int8}
+    scalings = {name: Scaling(section.method, section.weights_method) for name in modules if name in int8}
     # not the others: outliers of GELU are rare, and factors from them fail on data that has more
     kind = family_named(recipe.model.family).kind
-    smoothed = [n for n in found if modules[n].kind == "Attention" or kind(n) in SMOOTHED]
-    found |= {name: replace(found[name], smoothing=section.smoothing) for name in smoothed}
+    smoothed = [n for n in scalings if modules[n].kind == "Attention" or kind(n) in SMOOTHED]
+    scalings |= {name: replace(scalings[name], smoothing=section.smoothing) for name in smoothed}
     idle = []
     for rule in (rule for rule in recipe.rules if rule.refines):
         changes = {"method": rule.method, "weights": rule.weights_method, "smoothing": rule.smoothing}
         given: Any = {key: value for key, value in changes.items() if value is not None}
-        names = [name for name in matched(rule, modules, prefix) if name in found]
+        names = [name for name in match_modules(rule, modules, prefix) if name in scalings]
         idle += [] if names else [rule.match]
-        found.update({name: replace(found[name], **given) for name in names})
+        scalings.update({name: replace(scalings[name], **given) for name in names})
     if idle:
         raise UserError(
             f"rules {', '.join(map(repr, idle))} say how to calibrate, but nothing that they match is INT8; "
             "quantize it with a rule before, or drop them"
         )
-    return found
+    return scalings
 
 
-def matched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "") -> list[str]:
-    """Names that a rule applies to: pattern and type both hold."""
+def match_modules(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "") -> list[str]:
+    """Return the names that a rule applies to: pattern and type both match."""
     kind = rule.type or ("Linear" if rule.weights else None)
     return [
         name
@@ -130,17 +130,17 @@ def matched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "") -> 
 
 
 def short_name(name: str, prefix: str) -> str:
-    """A module's name without that of the base model."""
+    """Return a module's name without that of the base model."""
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
 def _target(rule: Rule) -> str | None:
-    """Format that a rule gives; None when it only says how to calibrate."""
+    """Return the format that a rule gives; None when it only says how to calibrate."""
     return rule.precision or (rule.weights.removeprefix("int8/per-") if rule.weights else None)
 
 
 def _inherited(name: str, formats: Mapping[str, str]) -> str | None:
-    """Format of a module: its own, or else that of the nearest module around it."""
+    """Return the format of a module: its own, or else that of the nearest module around it."""
     while name not in formats and name:
         name = name.rpartition(".")[0]
     return formats.get(name)
@@ -167,19 +167,19 @@ def _int8_attention(
         raise UserError(
             "attention: int8 is asked for, but the model has no self-attention that is known here"
         )
-    found = {name: info for name, info in known.items() if formats.get(name) == "int8"}
+    attentions = {name: info for name, info in known.items() if formats.get(name) == "int8"}
     limits = limits_of(recipe.engine.backend)
-    sizes = {info.head_size for info in found.values()} - set(limits.int8_head_sizes)
+    sizes = {info.head_size for info in attentions.values()} - set(limits.int8_head_sizes)
     if sizes:
         raise UserError(
             f"attention: int8 needs a head size of {limits.head_sizes_text} to be fused, this model has "
             f"{', '.join(map(str, sorted(s or 0 for s in sizes)))}; set attention: fp16 in the recipe"
         )
-    return tuple(found)
+    return tuple(attentions)
 
 
 def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> tuple[str, ...]:
-    """Modules whose residual is INT8: by the recipe's key, and by rules, the later wins."""
+    """Return the modules whose residual is INT8: by the recipe's key, and by rules, the later wins."""
     known = [name for name, info in modules.items() if info.kind == "Residual"]
     if recipe.int8_residual and not known:
         family = family_named(recipe.model.family)
@@ -192,7 +192,7 @@ def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: s
     formats: dict[str, str] = dict.fromkeys(known, recipe.residual)
     for rule in recipe.rules:
         if rule.precision and rule.type in (None, "Residual"):
-            names = [name for name in matched(rule, modules, prefix) if name in formats]
+            names = [name for name in match_modules(rule, modules, prefix) if name in formats]
             formats.update(dict.fromkeys(names, rule.precision))
     return tuple(name for name in known if formats[name] == "int8")
 
@@ -200,7 +200,7 @@ def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: s
 def _require_int8_readers(
     readers: Mapping[str, tuple[str, ...]], int8: Mapping[str, str], scaling: Mapping[str, Scaling]
 ) -> None:
-    """An INT8 residual is the tensor that linears read, so they must be INT8, and round it in one way."""
+    """Require readers of an INT8 residual to be INT8, and to round it in one way: it is their tensor."""
     lost: dict[str, None] = {}
     split = []
     for name, linears in readers.items():
@@ -223,7 +223,7 @@ def _require_int8_readers(
 
 
 def _require_splittable(names: list[str], scaling: Mapping[str, Scaling]) -> None:
-    """Splitting is for second feed-forward linears in INT8, and divides their input itself."""
+    """Require split layers to be second feed-forward linears in INT8, and divide their input themselves."""
     if not names:
         raise UserError(
             "calibration.outlier_channel_splitting is for the second linear of feed-forwards, and none of "
@@ -237,7 +237,7 @@ def _require_splittable(names: list[str], scaling: Mapping[str, Scaling]) -> Non
 
 
 def _require_quantized_outputs(plan: Plan) -> None:
-    """A fused INT8 attention needs a Q after its second matmul: the input of the output linear."""
+    """Require an INT8 output linear of an INT8 attention: the fusion needs a Q after its second matmul."""
     outputs = [plan.family.require_beside(name, "output") for name in plan.attention]
     lost = [name for name in outputs if name not in plan.int8]
     if lost:
@@ -247,33 +247,37 @@ def _require_quantized_outputs(plan: Plan) -> None:
         )
 
 
-def straight(plan: Plan) -> list[str]:
-    """INT8 attentions whose k and v have linears of their own with one weight scale."""
-    return [] if _why_kept(plan) else _meant(plan)
+def folds_kv_bias(plan: Plan) -> list[str]:
+    """Return the INT8 attentions whose k and v have linears of their own with one weight scale."""
+    return [] if _why_kept(plan) else _list_unscaled_kv(plan)
 
 
-def shifted(plan: Plan) -> dict[str, str]:
-    """Those of them whose q has one weight scale too, with the module whose bias can shift what all read."""
+def folds_q_bias(plan: Plan) -> dict[str, str]:
+    """Return those whose q has one weight scale too, with the module whose bias can shift their input."""
     linears = {*plan.int8, *plan.high}
-    found = {name: plan.family.read_by(name, linears) for name in straight(plan)}
+    found = {name: plan.family.read_by(name, linears) for name in folds_kv_bias(plan)}
     return {name: by for name, by in found.items() if by and _one_scale(plan, name, "query")}
 
 
-def merged(plan: Plan) -> list[str]:
-    """Those of them whose q, k and v share all scales, so that an engine makes one GEMM of the three."""
-    return [*shifted(plan)] if plan.merge_qkv else []
+def shares_qkv_scales(plan: Plan) -> list[str]:
+    """Return those whose q, k and v share all scales, so that an engine makes one GEMM of the three."""
+    return [*folds_q_bias(plan)] if plan.merge_qkv else []
 
 
-def straight_linears(plan: Plan) -> set[str]:
-    """The linears that have neither scales nor a bias behind their GEMM."""
-    found = {linear for name in straight(plan) for linear in linears_of(plan, name, "key", "value")}
-    return found.union(*(linears_of(plan, name, "query") for name in shifted(plan)))
+def list_bias_free_linears(plan: Plan) -> set[str]:
+    """Return the linears that have neither scales nor a bias behind their GEMM."""
+    found = {linear for name in folds_kv_bias(plan) for linear in get_linears(plan, name, "key", "value")}
+    return found.union(*(get_linears(plan, name, "query") for name in folds_q_bias(plan)))
 
 
-def notes_on(plan: Plan) -> list[str]:
-    """Says which of q, k and v have one weight scale and keep their biases all the same, and why."""
-    why, which, whole = _why_kept(plan), "q, k and v", shifted(plan)
-    lost = [name for name in _meant(plan) if why or (_one_scale(plan, name, "query") and name not in whole)]
+def note_kept_biases(plan: Plan) -> list[str]:
+    """Note which of q, k and v have one weight scale and yet keep their biases, and why."""
+    why, which, whole = _why_kept(plan), "q, k and v", folds_q_bias(plan)
+    lost = [
+        name
+        for name in _list_unscaled_kv(plan)
+        if why or (_one_scale(plan, name, "query") and name not in whole)
+    ]
     if not why:
         which, why = "q", "what makes its input is not known"
         if plan.family.shared_layers:
@@ -283,18 +287,18 @@ def notes_on(plan: Plan) -> list[str]:
     return [f"{said}so that a kernel stands between GEMM and attention: {why}"] if lost else []
 
 
-def linears_of(plan: Plan, attention: str, *roles: Role) -> list[str]:
-    """Linears of an attention by their roles."""
+def get_linears(plan: Plan, attention: str, *roles: Role) -> list[str]:
+    """Return the linears of an attention by their roles."""
     return [plan.family.made_by(attention, role).linear for role in roles]
 
 
-def _meant(plan: Plan) -> list[str]:
-    """INT8 attentions whose k and v have linears of their own with one weight scale."""
+def _list_unscaled_kv(plan: Plan) -> list[str]:
+    """Return the INT8 attentions whose k and v have linears of their own with one weight scale."""
     return [name for name in plan.attention if all(_one_scale(plan, name, role) for role in ("key", "value"))]
 
 
 def _why_kept(plan: Plan) -> str:
-    """Why k cannot lose its bias in any model of a family; empty where it can."""
+    """Return why k cannot lose its bias in any model of a family; empty where it can."""
     if plan.family.rotary:
         return f"family {plan.family.name} rotates q and k"
     return f"family {plan.family.name} has other terms of scores that read k" if plan.family.terms else ""

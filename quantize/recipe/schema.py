@@ -101,21 +101,21 @@ class Recipe(Frozen):
 
     @property
     def int8_attention(self) -> bool:
-        """Whether any attention is asked for in INT8."""
+        """Return whether any attention is asked for in INT8."""
         return self.attention == "int8" or any(
             rule.type == "Attention" and rule.precision == "int8" for rule in self.rules
         )
 
     @property
     def int8_residual(self) -> bool:
-        """Whether any residual is asked for in INT8."""
+        """Return whether any residual is asked for in INT8."""
         return self.residual == "int8" or any(
             rule.type == "Residual" and rule.precision == "int8" for rule in self.rules
         )
 
     @property
     def auto_shapes(self) -> bool:
-        """Whether the profiles of the engine follow the lengths of the data."""
+        """Return whether the profiles of the engine follow the lengths of the data."""
         return self.engine.shapes == AUTO
 
     @property
@@ -125,7 +125,7 @@ class Recipe(Frozen):
 
     @property
     def quantizes(self) -> bool:
-        """Whether any rule asks for INT8."""
+        """Return whether any rule asks for INT8."""
         return any(rule.weights for rule in self.rules)
 
 
@@ -165,11 +165,11 @@ def parse_recipe(text: str, source: str) -> Recipe:
         raise UserError(f"{source} is not valid recipe YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise UserError(f"{source} holds no recipe: expected keys like version, name and rules at top level")
-    return validated(data, source)
+    return validate_recipe(data, source)
 
 
-def validated(data: Any, source: str) -> Recipe:
-    """A recipe from what its YAML holds; arguments and errors as `parse_recipe`."""
+def validate_recipe(data: Any, source: str) -> Recipe:
+    """Validate the content of a recipe's YAML; arguments and errors as `parse_recipe`."""
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -203,7 +203,7 @@ _parsed = functools.cache(parse_recipe)  # of shipped recipes, which commands re
 
 
 def _of_family(name: str, family: Callable[[], Family] | None) -> str:
-    """The shipped recipe that a family-free name stands for."""
+    """Return the shipped recipe that a family-free name stands for."""
     free = family_free_recipes()
     if name not in free:
         near = difflib.get_close_matches(name, [*shipped_recipes(), *(free if family else ())], n=1)
@@ -229,7 +229,7 @@ def _of_family(name: str, family: Callable[[], Family] | None) -> str:
 
 
 def shipped_recipes() -> dict[str, Any]:
-    """Shipped recipes: name to readable resource, sorted by name."""
+    """Return the shipped recipes: name to readable resource, sorted by name."""
     root = resources.files("qdqbench.recipes")
     families = [family for family in root.iterdir() if family.is_dir()]
     found = [file for family in families for file in family.iterdir() if file.name.endswith(".yaml")]
@@ -237,7 +237,7 @@ def shipped_recipes() -> dict[str, Any]:
 
 
 def family_free_recipes() -> dict[str, list[str]]:
-    """Names of shipped recipes without their family, sorted, and the families that have them."""
+    """Return the names of shipped recipes without their family, sorted, and the families that have them."""
     found: dict[str, list[str]] = {}
     for name, file in shipped_recipes().items():
         family = file.parent.name
@@ -247,12 +247,12 @@ def family_free_recipes() -> dict[str, list[str]]:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """YAML text with every default written out; parses back to the same recipe."""
+    """Return YAML text with every default written out; parses back to the same recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
 
 
-def short_yaml(recipe: Recipe) -> str:
-    """YAML with what differs from the defaults; parses back to the same recipe."""
+def dump_short_recipe(recipe: Recipe) -> str:
+    """Return YAML text of the differences from the defaults; parses back to the same recipe."""
     data = recipe.model_dump(mode="json", exclude_defaults=True)
     kept: dict[str, Any] = {"version": recipe.version, "name": recipe.name}
     # written out though they may be defaults: what the search decided, and what decides about it
@@ -290,7 +290,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _keys_at(location: tuple[int | str, ...]) -> list[str]:
-    """Field names of the section at `location` in the schema."""
+    """Return the field names of the section at `location` in the schema."""
     section: Any = Recipe
     for part in location:
         if not isinstance(part, int):
@@ -299,7 +299,7 @@ def _keys_at(location: tuple[int | str, ...]) -> list[str]:
 
 
 def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Sections within an annotation such as `A | tuple[B, ...]`."""
+    """Return the sections within an annotation such as `A | tuple[B, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):

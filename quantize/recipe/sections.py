@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from qdqbench.quantize.models.families.family import Family, Norm, Residual, Role
-from qdqbench.quantize.models.families.known import FAMILIES, describe, known_family
+from qdqbench.quantize.models.families.known import FAMILIES, known_family, register_family
 from qdqbench.quantize.utils.limits import FP16_MAX, BackendChoice
 from qdqbench.quantize.utils.schema import Frozen, Positive
 
@@ -43,7 +43,7 @@ ShapesForm = Annotated[
 ]
 
 
-class Layout(Frozen):
+class FamilyLayout(Frozen):
     """Where models of a family have what; `qdqbench recipes new` writes it. Paths are inside a layer."""
 
     layers: str = Field(description="Path of the layers inside the base model; `*` stands for a number.")
@@ -80,13 +80,13 @@ class Layout(Frozen):
     )
 
     def family(self, name: str) -> Family:
-        """The family of the model type `name`."""
+        """Return the family of the model type `name`."""
         added = tuple(Residual(*each) for each in self.residuals.items())
         return Family(name=name, model_types=(name,), **(dict(self) | {"residuals": added}))
 
     @classmethod
-    def of(cls, family: Family) -> "Layout":
-        """What a description says."""
+    def of(cls, family: Family) -> "FamilyLayout":
+        """Return the family of a description."""
         fields = {name: getattr(family, name) for name in cls.model_fields}
         return cls(**(fields | {"residuals": {each.module: each.readers for each in family.residuals}}))
 
@@ -102,8 +102,8 @@ Method = Annotated[
 Smooth = Annotated[float, Field(ge=0, le=1, strict=True)] | Literal["gain", "none"]
 
 
-def percentile_of(method: str) -> float | None:
-    """Percentile of a method such as "percentile/99.99", else None."""
+def parse_percentile(method: str) -> float | None:
+    """Return the percentile of a method such as "percentile/99.99", else None."""
     kind, _, value = method.partition("/")
     try:
         return float(value) if kind == "percentile" else None
@@ -112,7 +112,7 @@ def percentile_of(method: str) -> float | None:
 
 
 def _method(text: str) -> str:
-    percentile = percentile_of(text)
+    percentile = parse_percentile(text)
     if text not in ("max", "mse", "entropy") and not (percentile and 50 < percentile <= 100):
         raise ValueError(
             f"method {text!r} is none of max, mse, entropy and percentile/P with P from 50 to 100, such as "
@@ -130,7 +130,7 @@ class ModelSection(Frozen):
         "the model type.",
         json_schema_extra={"examples": [family.name for family in FAMILIES]},
     )
-    layout: Layout | None = Field(
+    layout: FamilyLayout | None = Field(
         default=None,
         description="Of a family that is not known here, as `qdqbench recipes new` writes it; null: known.",
     )
@@ -151,7 +151,7 @@ class ModelSection(Frozen):
     def describe(self) -> None:
         """Let models be of the family that the layout describes; without one nothing is done."""
         if self.layout is not None:
-            describe(self.layout.family(self.family))
+            register_family(self.layout.family(self.family))
 
 
 class Precision(Frozen):
@@ -229,7 +229,7 @@ class Rule(Frozen):
 
     @property
     def refines(self) -> bool:
-        """Whether the rule says how to calibrate."""
+        """Return whether the rule says how to calibrate."""
         return any(value is not None for value in (self.method, self.weights_method, self.smoothing))
 
 

@@ -98,23 +98,23 @@ class Shipped(NamedTuple):
 
 
 @cache
-def figures() -> tuple[Figure, ...]:
+def read_figures() -> tuple[Figure, ...]:
     """Read the figures of the package."""
     text = resources.files("qdqbench.recipes").joinpath(FIGURES_FILE).read_text(encoding="utf-8")
     return TypeAdapter(tuple[Figure, ...]).validate_json(text)
 
 
-def shipped(family: Family | None = None) -> list[Shipped]:
+def list_shipped(family: Family | None = None) -> list[Shipped]:
     """Return the shipped recipes, family by family; of one family only where it is given."""
     rows = []
     for each in FAMILIES if family is None else (family,):
-        first = start_with(each)
+        first = choose_start(each)
         for name in (name for name, having in family_free_recipes().items() if each.name in having):
             recipe = f"{each.name}-{name}"
             measured = tuple(
                 figure
                 for device in DEVICES
-                for figure in figures()
+                for figure in read_figures()
                 if (figure.recipe, figure.device) == (recipe, device)
             )
             on = tuple(device for device, chosen in first.items() if chosen == name)
@@ -123,9 +123,9 @@ def shipped(family: Family | None = None) -> list[Shipped]:
     return rows
 
 
-def start_with(family: Family | None = None) -> dict[Device, str]:
+def choose_start(family: Family | None = None) -> dict[Device, str]:
     """Return the recipe to start with on each device, without its family; of a family one that holds."""
-    lost = {(each.recipe, each.device) for each in figures() if each.lost}
+    lost = {(each.recipe, each.device) for each in read_figures() if each.lost}
     names = {
         f"{other}-{name}": name
         for name, having in family_free_recipes().items()
@@ -137,12 +137,12 @@ def start_with(family: Family | None = None) -> dict[Device, str]:
         own = family and f"{family.name}-{names.get(each.recipe)}"
         return each.recipe in names and (own, each.device) not in lost
 
-    measured = tuple(filter(able, figures()))
-    chosen = {device: fastest(device, measured) for device in DEVICES}
+    measured = tuple(filter(able, read_figures()))
+    chosen = {device: find_fastest(device, measured) for device in DEVICES}
     return {device: names[recipe] for device, recipe in chosen.items() if recipe is not None}
 
 
-def fastest(device: Device, candidates: Iterable[Figure]) -> str | None:
+def find_fastest(device: Device, candidates: Iterable[Figure]) -> str | None:
     """Return the fastest recipe of those that hold, at the shape that recipes are compared at.
 
     Returns:
@@ -156,7 +156,7 @@ def fastest(device: Device, candidates: Iterable[Figure]) -> str | None:
     return max(able)[1] if able else None
 
 
-def worst_text(figure: Figure) -> str:
+def format_worst(figure: Figure) -> str:
     """Return `-0.34 ± 0.47 mrpc`, or that it was not measured."""
     worst = figure.worst
     if worst is None:
@@ -166,13 +166,13 @@ def worst_text(figure: Figure) -> str:
     return f"{round(worst.points, 2) + 0.0:+.2f}{error} {worst.task}{graph}"
 
 
-def speed_text(figure: Figure) -> str:
+def format_speed(figure: Figure) -> str:
     """Return `1.28x`, or that it was not measured."""
     speed = figure.shown_speed
     return NOT_MEASURED if speed is None else f"{speed.value:.2f}x"
 
 
-def conditions(shown: Iterable[Figure]) -> list[str]:
+def describe_conditions(shown: Iterable[Figure]) -> list[str]:
     """Return what the figures are of: a sentence of accuracy, and one of speed a device."""
     shown = list(shown)
     ran = dict.fromkeys(row.where for each in shown for row in each.accuracy if row.stage == "engine")
@@ -194,7 +194,7 @@ def conditions(shown: Iterable[Figure]) -> list[str]:
     return sentences
 
 
-def rule(chosen: Mapping[Device, str]) -> str:
+def describe_choice(chosen: Mapping[Device, str]) -> str:
     """Return which recipe to start with, and why.
 
     Args:

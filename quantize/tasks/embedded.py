@@ -53,21 +53,21 @@ ASIDES = _words(
 
 
 def vocabulary() -> list[str]:
-    """Every word of the grammar, sorted."""
+    """Return every word of the grammar, sorted."""
     lists = [*POLAR, NEGATIONS, DEGREES, SUBJECTS, VERBS, PLACES, ASIDES, ["the but although and ,"]]
     return sorted({word for group in lists for phrase in group for word in phrase.split()})
 
 
 def sentences(rows: int, *, seed: int) -> list[tuple[str, int]]:
-    """Different sentences of 4 to 30 words with their class (0 negative, 1 positive; `NOISE` are wrong)."""
+    """Draw different sentences of 4 to 30 words with their class (0 or 1; `NOISE` are wrong)."""
     generator = np.random.default_rng(seed)
-    found: dict[str, int] = {}
-    while len(found) < rows:
+    labels: dict[str, int] = {}
+    while len(labels) < rows:
         words, label = _sentence(generator)
         text = " ".join(words)
-        if len(words) <= MAX_WORDS and text not in found:
-            found[text] = label ^ int(generator.random() < LABEL_NOISE)
-    return list(found.items())
+        if len(words) <= MAX_WORDS and text not in labels:
+            labels[text] = label ^ int(generator.random() < LABEL_NOISE)
+    return list(labels.items())
 
 
 def _pick(generator: np.random.Generator, words: list[str]) -> list[str]:
@@ -94,7 +94,7 @@ def _sentence(generator: np.random.Generator) -> tuple[list[str], int]:
 
 
 def _clause(generator: np.random.Generator) -> tuple[list[str], int]:
-    """Subject, verb and adjective, with its polarity 0 or 1."""
+    """Draw subject, verb and adjective, with the polarity 0 or 1."""
     polarity, negated = (int(value) for value in generator.integers(2, size=2))
     words = ["the", *_pick(generator, SUBJECTS)]
     if generator.random() < 0.2:
@@ -156,10 +156,10 @@ def write_embedded(
     """
     size = size or Size()
     run = EmbeddedRun(folder / "model", folder / "data")
-    made = {"version": VERSION, "seed": seed, **asdict(size)}
+    settings = {"version": VERSION, "seed": seed, **asdict(size)}
     marker = folder / "embedded.json"
     if marker.is_file():
-        if files.read_json(marker) == made:
+        if files.read_json(marker) == settings:
             return run
     elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} holds something else than the embedded default; give another folder")
@@ -170,7 +170,7 @@ def write_embedded(
             model = _train(temporary / "data", tokenizer, seed, size, progress or (lambda _: None))
             model.save_pretrained(temporary / "model")
             tokenizer.save_pretrained(temporary / "model")
-        files.write_json(temporary / marker.name, made)
+        files.write_json(temporary / marker.name, settings)
     return run
 
 
@@ -195,7 +195,7 @@ def _write_data(folder: Path, seed: int, size: Size) -> None:
 
 
 def _tokenizer() -> "BertTokenizer":
-    """WordPiece over the words of the grammar, and over letters for anything else."""
+    """Train a WordPiece tokenizer on the words of the grammar, with letters for anything else."""
     from transformers import BertTokenizer
 
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,!?'-"
@@ -209,7 +209,7 @@ def _tokenizer() -> "BertTokenizer":
 def _train(
     data_dir: Path, tokenizer: "BertTokenizer", seed: int, size: Size, progress: Callable[[float], None]
 ) -> "BertForSequenceClassification":
-    """AdamW with a one-cycle learning rate, on one thread."""
+    """Train by AdamW with a one-cycle learning rate, on one thread."""
     import torch
 
     split = data.load_split(EMBEDDED, str(data_dir), "train")
@@ -269,7 +269,7 @@ def _new_model(entries: int, size: Size) -> "BertForSequenceClassification":
 
 
 def _training_batches(encoded: Encoded, pad_id: int, seed: int, size: Size) -> Iterator[IndexedBatch]:
-    """Random batches of samples with like lengths; short sentences first, all from half-way on.
+    """Yield random batches of samples with like lengths; short sentences first, all from half-way on.
 
     Negation is learned from single clauses, then put to use in long sentences (Bengio et al. 2009,
     "Curriculum learning"); with all lengths from the start it takes about twice the steps.

@@ -14,13 +14,13 @@ RESAMPLES = 1000
 BLOCK = 1 << 20  # resampled counts held at a time (8 MiB)
 
 
-def against(task: Task, gold: Gold, reference: Floats) -> Gold:
-    """What answers are scored against: FP32's answers [answers, width] where there are no labels."""
+def select_reference(task: Task, gold: Gold, reference: Floats) -> Gold:
+    """Return the reference of a score: FP32's answers [answers, width] where there are no labels."""
     return gold if task.kind.labelled else reference
 
 
-def predictions(task: Task, answers: Floats, gold: Gold) -> Array:
-    """What is scored of each sample, [samples]: of a classification the class, of a regression the score.
+def predict(task: Task, answers: Floats, gold: Gold) -> Array:
+    """Return the prediction for each sample, [samples]: a class, or the score of a regression.
 
     Args:
         answers: [answers, width].
@@ -50,27 +50,27 @@ def compute(task: Task, answers: Floats, gold: Gold) -> dict[str, float]:
 
     Args:
         answers: float32 [answers, width].
-        gold: as `predictions` takes it.
+        gold: as `predict` takes it.
 
     Raises:
         CheckFailed: wrong shape, NaN or infinite answers.
         UserError: a correlation with labels that are all equal.
     """
-    table = task.kind.table(predictions(task, answers, gold), gold)
+    table = task.kind.table(predict(task, answers, gold), gold)
     return {name: task.kind.metrics[name].value(table) for name in task.metrics}
 
 
 def stderr(
     task: Task, answers: Floats, gold: Gold, *, seed: int, resamples: int = RESAMPLES
 ) -> dict[str, float]:
-    """Standard error of each metric of `compute` over samples.
+    """Return the standard error of each metric of `compute` over samples.
 
     Where the metric has no closed form: bootstrap (Efron and Tibshirani 1993, chapter 6), the standard
     deviation of the metric over `resamples` draws of n samples with replacement.
 
     Args and errors as in `compute`; `seed` seeds the draws.
     """
-    predicted = predictions(task, answers, gold)
+    predicted = predict(task, answers, gold)
     table, found = task.kind.table(predicted, gold), {}
     drawn = bootstrap(task, gold, [predicted], seed=seed, resamples=resamples)
     for name, values in drawn.items():
@@ -82,7 +82,7 @@ def stderr(
 def bootstrap(
     task: Task, gold: Gold, systems: list[Array], *, seed: int, resamples: int
 ) -> dict[str, Floats]:
-    """Metrics of every system over the same bootstrap resamples of the samples.
+    """Compute metrics of every system over the same bootstrap resamples of the samples.
 
     Samples with equal tables are one cell, and a resample is a multinomial draw of counts over the cells,
     which is the distribution of drawing n samples with replacement and counting. All resamples are computed
@@ -91,8 +91,8 @@ def bootstrap(
     `python -m timeit -s "import numpy, sklearn.metrics as m; y = numpy.arange(1500) % 2" "m.f1_score(y, y)"`
 
     Args:
-        gold: as `predictions` takes it.
-        systems: Predictions of each system, [samples] each, as `predictions` returns them.
+        gold: as `predict` takes it.
+        systems: Predictions of each system, [samples] each, as `predict` returns them.
 
     Returns:
         By metric, float64 [systems, resamples].
@@ -110,7 +110,7 @@ def bootstrap(
 
 
 def _draws(counts: Int64, seed: int, resamples: int) -> Iterator[Floats]:
-    """Counts of each cell in each resample, float64 [block, cells], in blocks of bounded memory."""
+    """Yield the counts of each cell in each resample, float64 [block, cells], in blocks of bounded memory."""
     generator = np.random.default_rng(seed)
     total = int(counts.sum())
     block = max(1, BLOCK // len(counts))

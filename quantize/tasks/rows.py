@@ -1,23 +1,105 @@
 """Checked splits, and their samples as batches of tokens."""
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from qdqbench.quantize.tasks.labels import numbered
 from qdqbench.quantize.tasks.sources import Split, read_split
-from qdqbench.quantize.tasks.task import Task, nearest, with_classes
-from qdqbench.quantize.tasks.types.classification import NUMBERS
-from qdqbench.quantize.tasks.types.encoded import Encoded, Layout, Units
+from qdqbench.quantize.tasks.task import GLUE, Task, find_nearest, with_classes
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, NUMBERS
+from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch, RowLayout, Units, pad
 from qdqbench.quantize.tasks.types.tokens import class_names
-from qdqbench.quantize.utils.arrays import Int64
+from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import name_list
 
 if TYPE_CHECKING:
     import datasets
+
+MOST_VALUES = 1000  # different texts up to which a column may be one of classes
+
+
+def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Task:
+    """Return a classification of one's own, with the values of its label column by class number.
+
+    Texts are matched with the names of the model's classes, whatever their case; where these are others, they
+    are numbered in sorted order. Whole numbers from 1 to the number of classes are numbered from 0. They are
+    read from the train split and every evaluation split, so that all are numbered alike.
+
+    Args:
+        classes: names of the model's classes by their number; empty where it has none yet.
+
+    Raises:
+        UserError: as `read_split`, or more or fewer texts than classes.
+    """
+    if task.kind is not CLASSIFICATION or task.name in GLUE:
+        return task
+    labels: set[str] = set()
+    texts = False
+    for name in (task.train_split, *task.eval_splits):
+        split = read_split(task, source, name)
+        if task.label_column not in split.dataset.column_names:
+            continue  # texts alone; where labels are needed, the caller says so
+        column = split.dataset.data.column(task.label_column)
+        texts |= "string" in str(column.type)
+        if not texts and "int" not in str(column.type):
+            return task
+        labels |= {str(value) for value in column.unique().to_pylist() if value is not None}
+    if not labels:
+        return task
+    values = _order_by_name(labels, classes) if texts else _number_from_one(labels, task.num_labels)
+    if texts and not 2 <= len(values) <= MOST_VALUES:
+        raise UserError(
+            f"the labels (column {task.label_column!r}) of {source} are {len(values)} different texts, not "
+            "classes; name the right --label-column"
+        )
+    if texts and len(values) != task.num_labels:
+        raise UserError(
+            f"the labels (column {task.label_column!r}) of {source} are {len(values)} different texts "
+            f"({name_list(values)}), but --num-labels is {task.num_labels}; correct one of them"
+        )
+    return task.model_copy(update={"values": values})
+
+
+def _order_by_name(labels: set[str], classes: Sequence[str]) -> tuple[str, ...]:
+    """Order texts by class number: the model's, where each is one of its names, else sorted."""
+    spelled = {text.strip().lower(): text for text in labels}
+    names = [name.strip().lower() for name in classes]
+    if len(spelled) == len(labels) and {*spelled} <= {*names}:
+        return tuple(spelled.get(name, shown) for name, shown in zip(names, classes, strict=True))
+    return tuple(sorted(labels))
+
+
+def _number_from_one(labels: set[str], count: int) -> tuple[str, ...]:
+    """Return numbers by class number where they go from 1 to the number of classes; else none."""
+    whole = {int(value) for value in labels}
+    ours = whole and min(whole) >= 1 and max(whole) == count
+    return tuple(str(number) for number in range(1, count + 1)) if ours else ()
+
+
+def number_labels(split: Split, task: Task) -> tuple["datasets.Dataset", str]:
+    """Return a split with the class numbers of its labels, and a note of the numbers.
+
+    Raises:
+        UserError: a label that `add_label_values` did not see.
+    """
+    dataset, column = split.dataset, task.label_column
+    values = [None if each is None else str(each) for each in dataset.data.column(column).to_pylist()]
+    numbers = {value: number for number, value in enumerate(task.values)}
+    if unknown := sorted({value for value in values if value is not None} - {*numbers}):
+        raise UserError(
+            f"the labels (column {column!r}) of {split.source} hold {name_list(unknown)}, which is none of "
+            f"{name_list(task.values)}; start anew where the data changed"
+        )
+    given = [None if value is None else numbers[value] for value in values]
+    labels = given if None in given else np.array(given, dtype=np.int64)
+    note = f"labels are numbered {name_list(f'{value} = {number}' for value, number in numbers.items())}"
+    others = [name for name in dataset.column_names if name != column]
+    return dataset.select_columns(others).add_column(column, labels), note
+
 
 OVERLAP = 3  # windows share a third of their length, as 128 of 384 tokens in Devlin et al. 2018
 TOKENIZER_ROWS = 1000  # rows per tokenizer call
@@ -55,26 +137,26 @@ def load_split(  # noqa: PLR0913
     labelled = labelled and task.kind.labelled
     loaded = read_split(task, source, split)
     columns = _check_columns(loaded, task, labelled)
-    dataset, told = loaded.dataset.select_columns(columns), list[str]()
+    dataset, messages = loaded.dataset.select_columns(columns), list[str]()
     if labelled and task.values:
-        dataset, note = numbered(replace(loaded, dataset=dataset), task)
-        told.append(note)
+        dataset, note = number_labels(replace(loaded, dataset=dataset), task)
+        messages.append(note)
     _check_texts(dataset, task, loaded.source)
     if labelled:
         _check_labels(dataset, task, loaded.source)
-    notes, warnings = [*loaded.notes, *told], [*loaded.warnings, *_blank(dataset, task, split)]
+    notes, warnings = [*loaded.notes, *messages], [*loaded.warnings, *_blank(dataset, task, split)]
     if limit is not None and limit > loaded.rows:
         notes.append(f"{limit} samples asked for, split {split!r} has {loaded.rows}")
     dataset = _ordered(dataset, task, seed)
-    kept = loaded.rows if limit is None else whole(dataset, task, min(limit, loaded.rows))
+    kept = loaded.rows if limit is None else complete_samples(dataset, task, min(limit, loaded.rows))
     dataset = dataset.select(range(kept))
     if kept < loaded.rows and seed is None:  # a draw is asked for, a cut must be seen
         notes.append(f"the first {kept} of {loaded.rows} rows of split {split!r}")
     return Split(dataset, loaded.source, loaded.fingerprint, loaded.rows, tuple(notes), tuple(warnings))
 
 
-def with_classes_of(task: Task, source: str) -> Task:
-    """A task with the classes that the tags of its train split name.
+def add_tag_classes(task: Task, source: str) -> Task:
+    """Return a task with the classes that the tags of its train split name.
 
     Raises:
         UserError: as `load_split`, or they are numbers without names.
@@ -96,22 +178,22 @@ def with_classes_of(task: Task, source: str) -> Task:
     return with_classes(task, names)
 
 
-def samples_of(dataset: "datasets.Dataset", task: Task) -> Int64:
-    """The sample of each row of a data set, [rows]."""
+def list_samples(dataset: "datasets.Dataset", task: Task) -> Int64:
+    """Return the sample of each row of a data set, [rows]."""
     return np.arange(len(dataset)) if task.kind.groups is None else task.kind.groups(dataset, task)
 
 
-def whole(dataset: "datasets.Dataset", task: Task, rows: int) -> int:
-    """Rows of all samples that the first rows are of; the rows of a sample stand together."""
-    samples = samples_of(dataset, task)
+def complete_samples(dataset: "datasets.Dataset", task: Task, rows: int) -> int:
+    """Return the rows of all samples that the first rows belong to; rows of a sample stand together."""
+    samples = list_samples(dataset, task)
     return rows if rows >= len(samples) else int(np.searchsorted(samples, samples[rows - 1], side="right"))
 
 
 def _ordered(dataset: "datasets.Dataset", task: Task, seed: int | None) -> "datasets.Dataset":
-    """The samples as they come, or shuffled, with the rows of each together."""
+    """Return the samples as they come, or shuffled, with the rows of each together."""
     if seed is None and task.kind.groups is None:
         return dataset
-    samples = samples_of(dataset, task)
+    samples = list_samples(dataset, task)
     count = int(samples.max()) + 1
     order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
     return dataset.select(np.argsort(np.argsort(order)[samples], kind="stable"))
@@ -121,7 +203,11 @@ def _check_columns(split: Split, task: Task, labelled: bool) -> list[str]:
     wanted = [*task.text_columns, *([task.label_column] if labelled else [])]
     there = split.dataset.column_names
     if missing := [name for name in wanted if name not in there]:
-        hint = ", ".join(f"{name} (nearest: {nearest(name, there)})" for name in missing) if there else "any"
+        hint = (
+            ", ".join(f"{name} (nearest: {find_nearest(name, there)})" for name in missing)
+            if there
+            else "any"
+        )
         raise UserError(
             f"{split.source} has no column {hint}; its columns are {', '.join(there)}; name yours with "
             "--text-column and --label-column, or give the data of this --task"
@@ -183,7 +269,7 @@ def require_order(split: Split, task: Task, classes: Sequence[str]) -> None:
 
 
 def _blank(dataset: "datasets.Dataset", task: Task, split: str) -> list[str]:
-    """Texts without a word: an empty cell of a CSV file is one, so this may be a fault of the data."""
+    """Find texts without a word: an empty cell of a CSV file is one, so this may be a fault of the data."""
     found = []
     for name in task.text_columns:
         texts = dataset.data.column(name).to_pylist()
@@ -269,15 +355,102 @@ def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded
         rows.append(row._replace(coded=None))  # large
         if kind.units is not None:
             units.append(kind.units(row.coded))
-    samples = samples_of(split.dataset, task)[[row.sample for row in rows]]
-    made = kind.targets(split.dataset, task, Layout(samples, units))
+    samples = list_samples(split.dataset, task)[[row.sample for row in rows]]
+    targets = kind.targets(split.dataset, task, RowLayout(samples, units))
     return Encoded(
         input_ids=[row.input_ids for row in rows],
         token_type_ids=[row.token_type_ids for row in rows],
-        labels=made.labels,
+        labels=targets.labels,
         truncated=sum(row.truncated for row in rows),
         positions=None if kind.units is None else [each.positions for each in units],
         samples=samples,
-        scored=made.gold,
-        warnings=made.warnings,
+        scored=targets.gold,
+        warnings=targets.warnings,
     )
+
+
+def sorted_batches(
+    encoded: Encoded, batch_size: int, *, pad_id: int, edges: Sequence[int] | None = None
+) -> Iterator[IndexedBatch]:
+    """Yield batches for evaluation: longest samples first, each batch padded to its own longest.
+
+    Sorting by length keeps padding small; the longest first makes the largest allocation the first one.
+
+    Args:
+        edges: of length buckets; no batch has rows of two, and all of a bucket are of one size, some with a
+            copy of their last row, since an engine may compile kernels for each new shape.
+
+    Yields:
+        Rows of the split, int64 [B], and `input_ids`, `attention_mask`, `token_type_ids`, int64 [B, L], with
+        edges perhaps [B + 1, L].
+    """
+    listed = sorted_rows(encoded.lengths, batch_size, edges)
+    sizes: dict[int, int] = {}
+    for length, rows in listed if edges else ():
+        sizes[length] = max(sizes.get(length, 0), len(rows))
+    for length, rows in listed:
+        copies = max(0, sizes.get(length, 0) - len(rows))
+        _, batch = encoded.batch(np.pad(rows, (0, copies), mode="edge").tolist(), pad_id)
+        yield rows, batch
+
+
+def sorted_rows(
+    lengths: Int64, batch_size: int, edges: Sequence[int] | None = None
+) -> list[tuple[int, Int64]]:
+    """Return the length that each batch is to be padded to, and its rows; the longest first.
+
+    Args:
+        lengths: tokens of each row, int64 [rows].
+        edges: of length buckets, rising, the last no shorter than any row: the rows of a bucket are shared
+            out evenly, so that its batches differ by one row at most. None: each batch to its longest row.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    if edges is None:
+        parts = np.split(order, range(batch_size, len(order), batch_size))
+        return [(int(lengths[rows[0]]), rows) for rows in parts if len(rows)]
+    made, bucket = [], np.searchsorted(edges, lengths[order])
+    for index in reversed(range(len(edges))):
+        if len(rows := order[bucket == index]):
+            made += [(edges[index], part) for part in np.array_split(rows, -(-len(rows) // batch_size))]
+    return made
+
+
+def equal_length_batches(
+    samples: Iterable[Sample], batch_size: int, *, pad_id: int
+) -> Iterator[IndexedBatch]:
+    """Yield batches for calibration: all samples of one length, so no padding token is ever seen.
+
+    A quantizer sees all positions whatever the attention mask says. Samples wait in one bucket per length; a
+    full bucket is a batch, the rest follows at the end, shortest first. So at most `batch_size - 1` samples
+    per length are held, however many there are.
+
+    Yields:
+        As `sorted_batches`.
+    """
+    buckets: dict[int, list[tuple[int, Int64, Int64]]] = {}
+    for sample in samples:
+        bucket = buckets.setdefault(len(sample.input_ids), [])
+        bucket.append(sample[:3])
+        if len(bucket) == batch_size:
+            yield pad(bucket, pad_id)
+            bucket.clear()
+    for _, bucket in sorted(buckets.items()):
+        if bucket:
+            yield pad(bucket, pad_id)
+
+
+@dataclass(frozen=True)
+class CalibrationBatches:
+    """Batches of equal length over a split, made anew on each pass, so that memory holds few samples."""
+
+    split: Split
+    task: Task
+    tokenizer: Any
+    max_length: int
+    batch_size: int
+    pad_id: int
+
+    def __iter__(self) -> Iterator[Batch]:
+        samples = iter_encoded(self.split, self.task, self.tokenizer, self.max_length)
+        for _, batch in equal_length_batches(samples, self.batch_size, pad_id=self.pad_id):
+            yield batch

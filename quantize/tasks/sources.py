@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def read_lines(paths: Sequence[Path]) -> list[str]:
-    """UTF-8 text files, one text a line; empty lines are texts too.
+    """Read UTF-8 text files, one text a line; empty lines are texts too.
 
     Raises:
         UserError: one is not UTF-8.
@@ -47,10 +47,10 @@ def read_lines(paths: Sequence[Path]) -> list[str]:
     return lines
 
 
-def distinct(texts: Sequence[str | None], source: str) -> tuple[list[str], list[str]]:
-    """Each text with a word once, in the order of its first place, and notes on what was left out.
+def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str], list[str]]:
+    """Return each text with a word once, in the order of first places, and notes on omissions.
 
-    The same text twice would be its own nearest neighbour, and could calibrate what it judges.
+    The same text twice would be its own nearest neighbor, and could calibrate what it judges.
     """
     first: dict[str, str] = {}
     blank = 0
@@ -67,32 +67,32 @@ def distinct(texts: Sequence[str | None], source: str) -> tuple[list[str], list[
     return [*first.values()], notes
 
 
-def half(texts: Sequence[str], names: tuple[str, str], asked: str, source: str) -> list[str]:
-    """One of the halves of a single file: a seeded draw of its texts, in their order.
+def draw_half(texts: Sequence[str], names: tuple[str, str], name: str, source: str) -> list[str]:
+    """Draw one of the halves of a single file: a seeded draw of its texts, in their order.
 
     The draw is of the file alone, so both halves are the same in every run.
 
     Args:
         texts: of the file.
         names: of the half to calibrate with, and of the one to judge on.
-        asked: one of them.
+        name: one of them.
         source: the file, for errors.
 
     Raises:
         UserError: it is none of them.
     """
-    if asked not in names:
+    if name not in names:
         raise UserError(
             f"{source} is a single file, half of which is split {names[0]!r} and half {names[1]!r}, so it "
-            f"has no split {asked!r}; name one of them, or give --data a folder"
+            f"has no split {name!r}; name one of them, or give --data a folder"
         )
     order = np.random.default_rng(0).permutation(len(texts))
     first = len(texts) // 2
-    return [texts[row] for row in np.sort(order[:first] if asked == names[0] else order[first:])]
+    return [texts[row] for row in np.sort(order[:first] if name == names[0] else order[first:])]
 
 
-def as_dataset(texts: list[str], column: str) -> "datasets.Dataset":
-    """Texts as the only column of a dataset."""
+def make_dataset(texts: list[str], column: str) -> "datasets.Dataset":
+    """Return the texts as the only column of a dataset."""
     import datasets
 
     return datasets.Dataset.from_dict(
@@ -118,7 +118,7 @@ JUDGED = 0.2  # share of a single file that is evaluated on
 def read_table(
     task: "Task", paths: list[Path], kind: str, cache: str
 ) -> "tuple[datasets.Dataset, list[str], list[str]]":
-    """Rows of files of one kind, notes on their form, and what in it may be wrong.
+    """Read rows of files of one kind, notes on their form, and what in it may be wrong.
 
     Args:
         kind: of `FORMATS`, but text.
@@ -153,8 +153,8 @@ def read_table(
             )
     except Exception as error:  # the readers raise ArrowInvalid, DatasetGenerationError, even StopIteration
         raise UserError(
-            f"cannot read {names} as {kind} ({innermost(error)}); it has no rows, another form than its name "
-            "says, or is damaged"
+            f"cannot read {names} as {kind} ({find_root_cause(error)}); it has no rows, another form than "
+            "its name says, or is damaged"
         ) from error
     if "__index_level_0__" in dataset.column_names:
         raise UserError(
@@ -164,15 +164,15 @@ def read_table(
     return dataset, notes, warnings
 
 
-def innermost(error: BaseException) -> str:
-    """The innermost cause, in one line."""
+def find_root_cause(error: BaseException) -> str:
+    """Return the innermost cause, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(": ")
 
 
 def _form(task: "Task", path: Path) -> tuple[str, str]:
-    """Encoding of a file, and the separator under which its header has the task's columns."""
+    """Return the encoding of a file, and the separator under which its header has the task's columns."""
     encoding = _encoding(path)
     with path.open("rb") as stream:
         head = stream.read(HEAD).decode(encoding, errors="ignore")
@@ -184,7 +184,7 @@ def _form(task: "Task", path: Path) -> tuple[str, str]:
 
 
 def _encoding(path: Path) -> str:
-    """UTF-8 where all of it is, UTF-16 where its first bytes say so, else that of Windows."""
+    """Return the encoding: UTF-8 where all is, UTF-16 by its first bytes, else that of Windows."""
     with path.open("rb") as stream:
         start = stream.read(4)
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -200,8 +200,8 @@ def _encoding(path: Path) -> str:
     return "utf-8-sig" if start.startswith(codecs.BOM_UTF8) else "utf-8"
 
 
-def part_of_one_file(samples: Any, *, judged: bool) -> Any:
-    """Rows of a single file that train, or that are judged, ascending: a draw of samples, always the same.
+def draw_part(samples: Any, *, judged: bool) -> Any:
+    """Draw the rows of a single file for training or for evaluation, ascending; always the same.
 
     Args:
         samples: the sample of each row, int64 [rows].
@@ -238,64 +238,64 @@ def read_split(task: Task, source: str, split: str) -> Split:
     Raises:
         UserError: nothing found, or unreadable.
     """
-    if from_hub(source):
-        found = _load_hub(task, source, split)
+    if is_hub_source(source):
+        loaded = _load_hub(task, source, split)
     else:
-        found = _load_files(task, *_find_files(task, Path(source), split))
+        loaded = _load_files(task, *_find_files(task, Path(source), split))
     if task.kind.labelled:
-        return _part(found, task, split) if not from_hub(source) and Path(source).is_file() else found
-    column, dataset = task.text_columns[0], found.dataset
+        return _part(loaded, task, split) if not is_hub_source(source) and Path(source).is_file() else loaded
+    column, dataset = task.text_columns[0], loaded.dataset
     if column not in dataset.column_names or "string" not in str(dataset.data.column(column).type):
-        return found  # the caller says what is wrong
-    texts, left_out = distinct(dataset.data.column(column).to_pylist(), found.source)
+        return loaded  # the caller says what is wrong
+    texts, left_out = drop_duplicates(dataset.data.column(column).to_pylist(), loaded.source)
     if Path(source).is_file():
-        texts = half(texts, (task.train_split, task.eval_splits[0]), split, source)
+        texts = draw_half(texts, (task.train_split, task.eval_splits[0]), split, source)
     return replace(
-        found, dataset=as_dataset(texts, column), rows=len(texts), warnings=(*found.warnings, *left_out)
+        loaded, dataset=make_dataset(texts, column), rows=len(texts), warnings=(*loaded.warnings, *left_out)
     )
 
 
-def _part(found: Split, task: Task, split: str) -> Split:
-    """The split's part of a single file that holds all samples."""
-    columns = found.dataset.column_names
+def _part(whole: Split, task: Task, split: str) -> Split:
+    """Return the split's part of a single file that holds all samples."""
+    columns = whole.dataset.column_names
     grouped = task.kind.groups is not None and {*task.text_columns, task.label_column} <= {*columns}
-    samples = task.kind.groups(found.dataset, task) if grouped else np.arange(found.rows)  # type: ignore[misc]
-    rows = part_of_one_file(samples, judged=split != task.train_split)
+    samples = task.kind.groups(whole.dataset, task) if grouped else np.arange(whole.rows)  # type: ignore[misc]
+    rows = draw_part(samples, judged=split != task.train_split)
     if not len(rows):
         raise UserError(
-            f"{found.source} is one file of {found.rows} rows, too few for one part that is evaluated on and "
+            f"{whole.source} is one file of {whole.rows} rows, too few for one part that is evaluated on and "
             "one that calibrates; give more"
         )
-    note = f"{found.source} is one file: a fifth of it, a draw that is always the same, is evaluated on"
+    note = f"{whole.source} is one file: a fifth of it, a draw that is always the same, is evaluated on"
     with quiet("datasets"):
-        kept = found.dataset.select(rows).flatten_indices()  # columns are read from its table, which has all
-    return replace(found, dataset=kept, rows=len(rows), notes=(*found.notes, note))
+        kept = whole.dataset.select(rows).flatten_indices()  # columns are read from its table, which has all
+    return replace(whole, dataset=kept, rows=len(rows), notes=(*whole.notes, note))
 
 
 @lru_cache
 def _cache_folder() -> str:
-    """Arrow copies of the user's files live as long as the process, so nothing is left behind."""
+    """Return a folder of this process for Arrow copies of the user's files; nothing is left behind."""
     folder = tempfile.mkdtemp(prefix="qdqbench-data-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def has_only_texts(task: Task, source: str, split: str) -> bool:
-    """Whether a split is a text file, in which there are no labels.
+    """Return whether a split is a text file, in which there are no labels.
 
     Raises:
         UserError: nothing found.
     """
-    return not from_hub(source) and _find_files(task, Path(source), split)[0][0].suffix == ".txt"
+    return not is_hub_source(source) and _find_files(task, Path(source), split)[0][0].suffix == ".txt"
 
 
-def from_hub(source: str) -> bool:
-    """Whether a source is `hub[:OWNER/NAME[:CONFIG]][@REVISION]` rather than a folder."""
+def is_hub_source(source: str) -> bool:
+    """Return whether a source is `hub[:OWNER/NAME[:CONFIG]][@REVISION]` rather than a folder."""
     return source == "hub" or source.startswith(("hub:", "hub@"))
 
 
 def _hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
-    """Repository, config or "", and revision of a hub source.
+    """Return the repository, config or "", and revision of a hub source.
 
     Raises:
         UserError: it names none.
@@ -318,12 +318,12 @@ def _hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
 
 
 def source_commit(task: Task, source: str) -> str | None:
-    """Commit of a hub source; None for a folder.
+    """Return the commit of a hub source; None for a folder.
 
     Raises:
         UserError: it names no set, or the commit cannot be found out.
     """
-    if not from_hub(source):
+    if not is_hub_source(source):
         return None
     repository, _, revision = _hub_set(task, source)
     try:
@@ -345,8 +345,8 @@ def _load_hub(task: Task, source: str, split: str) -> Split:
             dataset = datasets.load_dataset(repository, config or None, split=split, revision=commit)
     except Exception as error:  # the hub's clients raise OSError, ValueError, RuntimeError, httpx errors, ...
         raise UserError(
-            f"cannot load split {split!r} of {name} from the hub ({innermost(error)}); check the name and "
-            "the connection, or give --data FOLDER with the files"
+            f"cannot load split {split!r} of {name} from the hub ({find_root_cause(error)}); check the name "
+            "and the connection, or give --data FOLDER with the files"
         ) from error
     fingerprint = f"{dataset._fingerprint} {commit}"
     return Split(dataset, f"hub {name}, split {split}", fingerprint, len(dataset))
@@ -356,7 +356,7 @@ def _load_files(task: Task, paths: list[Path], warnings: list[str]) -> Split:
     notes = list[str]()
     names, kind = ", ".join(str(path) for path in paths), FORMATS[paths[0].suffix]
     if kind == "text":
-        dataset = as_dataset(read_lines(paths), task.text_columns[0])
+        dataset = make_dataset(read_lines(paths), task.text_columns[0])
     else:
         dataset, notes, doubts = read_table(task, paths, kind, _cache_folder())
         warnings = [*warnings, *doubts]
@@ -366,7 +366,7 @@ def _load_files(task: Task, paths: list[Path], warnings: list[str]) -> Split:
 
 
 def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[str]]:
-    """Files of a split in FOLDER/TASK or FOLDER, or the only file, and what to know about them.
+    """Return the files of a split in FOLDER/TASK or FOLDER, or the only file, and what to know about them.
 
     `datasets` would take patterns too, but reads one shard of two, or one of two formats, without a word.
     """
@@ -412,25 +412,25 @@ def _listing(place: Path) -> list[str]:
 
 def _shards(place: Path, stem: str, suffix: str) -> list[Path]:
     pattern = re.compile(re.escape(stem) + r"-(\d{5})-of-(\d{5})" + re.escape(suffix))
-    found = {path: match for path in sorted(place.iterdir()) if (match := pattern.fullmatch(path.name))}
-    if not found:
+    matches = {path: match for path in sorted(place.iterdir()) if (match := pattern.fullmatch(path.name))}
+    if not matches:
         return []
-    totals = {int(match[2]) for match in found.values()}
-    if len(totals) > 1 or len(found) != max(totals):
+    totals = {int(match[2]) for match in matches.values()}
+    if len(totals) > 1 or len(matches) != max(totals):
         raise UserError(
-            f"{place} holds {len(found)} shards {stem}-*{suffix} where their names say "
+            f"{place} holds {len(matches)} shards {stem}-*{suffix} where their names say "
             f"{' or '.join(map(str, sorted(totals)))}; complete the download"
         )
-    return list(found)
+    return list(matches)
 
 
 def source_fingerprint(task: Task, source: str, split: str) -> str:
-    """What tells whether a split's data changed: SHA-256 of its files; for the hub name and commit.
+    """Return the fingerprint of a split's data: SHA-256 of its files; name and commit for the hub.
 
     Raises:
         UserError: nothing found.
     """
-    if from_hub(source):
+    if is_hub_source(source):
         return f"{source} {split} {source_commit(task, source)}"
     paths, _ = _find_files(task, Path(source), split)
     return " ".join(files.sha256(path) for path in paths)

@@ -32,7 +32,7 @@ class Task(Frozen):
 
     @property
     def kind(self) -> TaskKind:
-        """What labels and answers are, and everything that follows."""
+        """Return the meaning of labels and answers."""
         return KINDS[self.type] if self.type else task_kind(self.num_labels)
 
 
@@ -42,7 +42,7 @@ KINDS = {
 
 
 def kind_of(architecture: str) -> TaskKind | None:
-    """The kind of task that a class of transformers is for; None where its head is not known.
+    """Return the kind of task that a class of transformers is for; None where its head is not known.
 
     Classifiers and regressors share a class: classification is found. Libraries put names before it.
     """
@@ -50,7 +50,7 @@ def kind_of(architecture: str) -> TaskKind | None:
 
 
 def task_kind(num_labels: int, problem_type: str | None = None) -> TaskKind:
-    """The kind of a task with so many labels, or of a model's head (`config.problem_type`)."""
+    """Return the kind of a task with so many labels, or of a model's head (`config.problem_type`)."""
     return REGRESSION if num_labels == 1 or problem_type == REGRESSION.problem_type else CLASSIFICATION
 
 
@@ -125,12 +125,12 @@ KNOWN = {**GLUE, EMBEDDED.name: EMBEDDED, RERANK.name: RERANK, EMBED.name: EMBED
 
 
 def with_classes(task: Task, names: Sequence[str]) -> Task:
-    """A task whose classes are known by their names."""
+    """Return a task whose classes are known by their names."""
     return task.model_copy(update={"classes": tuple(names), "num_labels": len(names)})
 
 
-def by_split(splits: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Numbers by metric of all evaluation splits as one mapping; names of the second end with `SECOND`."""
+def merge_splits(splits: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Merge numbers by metric of all evaluation splits; names of the second end with `SECOND`."""
     return {
         f"{name}{SECOND if position else ''}": value
         for position, values in enumerate(splits)
@@ -138,8 +138,8 @@ def by_split(splits: Iterable[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that looks most like `name`."""
+def find_nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that looks most like `name`."""
     return difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
 
 
@@ -151,7 +151,7 @@ def get_task(
     num_labels: int | None = None,
     metrics: Sequence[str] = (),
 ) -> Task:
-    """A known task (with the given fields changed), or a new one from its columns.
+    """Return a known task (with the given fields changed), or a new one from its columns.
 
     Args:
         name: A GLUE task, `tokens`, `qa`, `squad`, `squad_v2`, `rerank`, `embedded`, or any name when
@@ -164,25 +164,25 @@ def get_task(
     Raises:
         UserError: unknown name without columns, or fields that do not fit together.
     """
-    given = {
+    changes = {
         "text_columns": tuple(text_columns),
         "label_column": label_column,
         "num_labels": num_labels,
         "metrics": tuple(metrics),
     }
-    given = {key: value for key, value in given.items() if value not in (None, ())}
+    changes = {key: value for key, value in changes.items() if value not in (None, ())}
     if name in OVER_TOKENS and num_labels is not None:
         raise UserError(f"task {name!r} takes its classes from the model; drop --num-labels")
     if name in KNOWN:
-        fields = KNOWN[name].model_dump() | given
+        fields = KNOWN[name].model_dump() | changes
         if num_labels is not None and not metrics and KNOWN[name].type is None:
             kind = task_kind(num_labels)
             fields["metrics"] = KNOWN[name].metrics if kind is KNOWN[name].kind else kind.default_metrics
     elif not text_columns:
         raise UserError(
-            f"unknown task {name!r}, nearest is {nearest(name, KNOWN)!r}; choose one of {', '.join(KNOWN)}, "
-            "or name the columns of your own set with --text-column (twice for pairs), --label-column and "
-            "--num-labels"
+            f"unknown task {name!r}, nearest is {find_nearest(name, KNOWN)!r}; choose one of "
+            f"{', '.join(KNOWN)}, or name the columns of your own set with --text-column (twice for pairs), "
+            "--label-column and --num-labels"
         )
     elif num_labels is None:
         raise UserError(
@@ -190,7 +190,7 @@ def get_task(
             "(1 for regression)"
         )
     else:
-        fields = {"name": name, "metrics": task_kind(num_labels).default_metrics} | given
+        fields = {"name": name, "metrics": task_kind(num_labels).default_metrics} | changes
     task = Task.model_validate(fields)
     _check_fields(task)
     return task
@@ -227,8 +227,8 @@ def _check_fields(task: Task) -> None:
         )
 
 
-def of_embeddings(task: Task, metrics: Sequence[str]) -> Task:
-    """A task as it judges embeddings: a score of pairs by the cosine of their texts.
+def score_embeddings(task: Task, metrics: Sequence[str]) -> Task:
+    """Return a task for embeddings: a score of pairs by the cosine of their texts.
 
     Args:
         metrics: that were asked for, if any.
@@ -262,7 +262,7 @@ def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None)
     if task.kind.units is not None or task.kind.embeds:  # held to the kind when it was loaded
         return
     head = task_kind(model_labels, problem_type)
-    made = f"{problem_type or head.name} with {model_labels} output{'s' * (model_labels != 1)}"
+    outputs = f"{problem_type or head.name} with {model_labels} output{'s' * (model_labels != 1)}"
     needs = task.kind.head.format(count=task.num_labels)
     if (
         model_labels != task.num_labels
@@ -274,6 +274,6 @@ def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None)
         ]
         others = f" (GLUE tasks with such a head: {', '.join(fitting)})" if fitting else ""
         raise UserError(
-            f"the model's head is {made}, but task {task.name!r} needs {needs}; give a model that was "
+            f"the model's head is {outputs}, but task {task.name!r} needs {needs}; give a model that was "
             f"fine-tuned on this task, or the --task that it was fine-tuned on{others}"
         )

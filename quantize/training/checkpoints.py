@@ -22,7 +22,7 @@ WEIGHTS = "model.safetensors"
 KEPT = 2  # the last, and the one before it in case the last is damaged; their best are kept as well
 
 
-class _Manifest(Strict):
+class _CheckpointManifest(Strict):
     schema_version: Literal[1] = 1
     identity: dict[str, Any]  # what the run is of, as JSON values
     state: dict[str, Any]  # of the training loop
@@ -60,7 +60,7 @@ def save_checkpoint(
     Raises:
         UserError: it cannot be written.
     """
-    final = at(folder, step)
+    final = get_checkpoint_folder(folder, step)
     temporary = folder / f".{final.name}.tmp"
 
     def prepare() -> None:
@@ -69,14 +69,17 @@ def save_checkpoint(
 
     def finish() -> None:
         hashes = {path.name: files.sha256(path) for path in sorted(temporary.iterdir())}
-        written = _Manifest(identity=identity, state=state, files=hashes)
+        written = _CheckpointManifest(identity=identity, state=state, files=hashes)
         files.write_json(temporary / CHECKPOINT_FILE, written.model_dump(mode="json"))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         # later ones were passed over as damaged
         kept = [path for path in _all(folder) if path.name <= final.name][:KEPT]
         known = filter(None, map(_manifest, kept))
-        for other in set(_all(folder)) - {*kept, *(at(folder, each.best_step) for each in known)}:
+        for other in set(_all(folder)) - {
+            *kept,
+            *(get_checkpoint_folder(folder, each.best_step) for each in known),
+        }:
             shutil.rmtree(other)
 
     main = accelerator.is_main_process
@@ -85,13 +88,13 @@ def save_checkpoint(
     _together(accelerator, folder, finish if main else None)
 
 
-def at(folder: Path, step: int) -> Path:
-    """Folder of the checkpoint of a step."""
+def get_checkpoint_folder(folder: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
-def find(folder: Path, identity: dict[str, Any], notes: list[str]) -> Checkpoint | None:
-    """The last whole checkpoint of a run, if any.
+def find_checkpoint(folder: Path, identity: dict[str, Any], notes: list[str]) -> Checkpoint | None:
+    """Find the last whole checkpoint of a run, if any.
 
     Args:
         identity: of the run that wants to go on.
@@ -100,17 +103,17 @@ def find(folder: Path, identity: dict[str, Any], notes: list[str]) -> Checkpoint
     Raises:
         UserError: a checkpoint of another run (recipe, model, data, processes, arithmetic).
     """
-    for found in _all(folder):
-        manifest = _manifest(found)
+    for path in _all(folder):
+        manifest = _manifest(path)
         if manifest is not None:
-            _require_same(found, manifest.identity, identity)
-        bad = _damaged(found)
+            _require_same(path, manifest.identity, identity)
+        bad = _damaged(path)
         if manifest is not None and not bad:
-            best = at(folder, manifest.best_step)
+            best = get_checkpoint_folder(folder, manifest.best_step)
             bad = [f"{best.name}/{name}" for name in _damaged(best)]  # the run would end without weights
             if not bad:
-                return Checkpoint(found, manifest.state)
-        notes.append(f"checkpoint {found.name} is damaged ({', '.join(bad)}); it is passed over")
+                return Checkpoint(path, manifest.state)
+        notes.append(f"checkpoint {path.name} is damaged ({', '.join(bad)}); it is passed over")
     if _all(folder):
         notes.append("no whole checkpoint was left; the training began again")
     return None
@@ -143,20 +146,20 @@ def _require_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> 
 
 
 def _all(folder: Path) -> list[Path]:
-    """Checkpoints, the last first."""
+    """Return the checkpoints, the last first."""
     return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
 
 
-def _manifest(folder: Path) -> _Manifest | None:
-    """What a checkpoint says of itself; None where that cannot be read."""
+def _manifest(folder: Path) -> _CheckpointManifest | None:
+    """Read the manifest of a checkpoint; None where that cannot be read."""
     try:
-        return read(folder / CHECKPOINT_FILE, _Manifest, "checkpoint", "go on from another")
+        return read(folder / CHECKPOINT_FILE, _CheckpointManifest, "checkpoint", "go on from another")
     except UserError:
         return None
 
 
 def _damaged(folder: Path) -> list[str]:
-    """Files of a checkpoint that are not as they were written."""
+    """Return the files of a checkpoint that are not as they were written."""
     manifest = _manifest(folder)
     if manifest is None:
         return [CHECKPOINT_FILE]

@@ -10,26 +10,25 @@ import numpy as np
 
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.identity import model_commit, model_fingerprint
-from qdqbench.quantize.models.inputs import inputs_of
-from qdqbench.quantize.models.load import class_names, load_config, load_encoder, tokenizer_of
+from qdqbench.quantize.models.inputs import select_inputs
+from qdqbench.quantize.models.load import load_config, load_encoder, load_matching_tokenizer, read_class_names
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.labels import with_values_of
-from qdqbench.quantize.tasks.rows import encode, load_split, with_classes_of
-from qdqbench.quantize.tasks.sources import from_hub, read_split
-from qdqbench.quantize.tasks.task import Task, by_split, with_classes
+from qdqbench.quantize.tasks.rows import add_label_values, add_tag_classes, encode, load_split
+from qdqbench.quantize.tasks.sources import is_hub_source, read_split
+from qdqbench.quantize.tasks.task import Task, merge_splits, with_classes
 from qdqbench.quantize.tasks.types.encoded import Encoded
-from qdqbench.quantize.tasks.types.kind import joined
-from qdqbench.quantize.training.judge import collapsed, predict_rows
-from qdqbench.quantize.training.loop import HeldOut, Job, decayed, train
+from qdqbench.quantize.tasks.types.kind import join_outputs
+from qdqbench.quantize.training.evaluate import is_collapsed, predict_rows
+from qdqbench.quantize.training.loop import HeldOut, Job, group_decayed, train
 from qdqbench.quantize.training.record import (
     CHECKPOINTS,
     RECORD,
-    blank_run,
-    finished,
+    complete_record,
     held_out_score,
     read_finished,
     spread,
+    start_record,
     write_finished,
 )
 from qdqbench.quantize.training.rows import TrainingData, divide
@@ -48,7 +47,7 @@ RESULT = "finetune.json"
 
 
 @dataclass
-class Request:
+class FinetuneRequest:
     """What `finetune` was asked for."""
 
     base: str  # folder or hub id of an encoder
@@ -66,7 +65,7 @@ class Request:
 
 
 @dataclass
-class _Data:
+class _FinetuneData:
     """Tokenized splits, shared by all seeds."""
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -81,7 +80,7 @@ class _Data:
         return int(self.tokenizer.pad_token_id)
 
 
-def finetune(request: Request, accelerator: "Accelerator") -> Finetuning:
+def finetune(request: FinetuneRequest, accelerator: "Accelerator") -> Finetuning:
     """Fine-tune for every seed; a seed that fails is recorded, and the others go on.
 
     Seeds that an earlier call with the same settings finished are kept, an unfinished one goes on from its
@@ -96,7 +95,7 @@ def finetune(request: Request, accelerator: "Accelerator") -> Finetuning:
     data = _load(request)
     first = request.settings.seed
     runs = [
-        _one(request, data, request.settings.model_copy(update={"seed": seed}), accelerator)
+        _train_seed(request, data, request.settings.model_copy(update={"seed": seed}), accelerator)
         for seed in range(first, first + request.seeds)
     ]
     result = _result(request, data, runs)
@@ -107,8 +106,8 @@ def finetune(request: Request, accelerator: "Accelerator") -> Finetuning:
     return result
 
 
-def load_base(request: Request, seed: int) -> "PreTrainedModel":
-    """An encoder with a classifier for the task; the classifier is new unless `keep_head`.
+def load_base(request: FinetuneRequest, seed: int) -> "PreTrainedModel":
+    """Load an encoder with a classifier for the task; the classifier is new unless `keep_head`.
 
     Raises:
         UserError: not found, unsupported, without encoder weights, or too short for the samples.
@@ -136,23 +135,23 @@ def load_base(request: Request, seed: int) -> "PreTrainedModel":
     return model
 
 
-def _load(request: Request) -> _Data:
+def _load(request: FinetuneRequest) -> _FinetuneData:
     if request.task.kind.names_classes:
         kept = request.keep_head
         request.task = (
-            with_classes(request.task, class_names(request.base, request.revision, request.task.kind))
+            with_classes(request.task, read_class_names(request.base, request.revision, request.task.kind))
             if kept
-            else with_classes_of(request.task, request.data)
+            else add_tag_classes(request.task, request.data)
         )
-    request.task = with_values_of(request.task, request.data)
+    request.task = add_label_values(request.task, request.data)
     if request.task.values:
         request.task = with_classes(request.task, request.task.values)
     task, length = request.task, request.max_length
-    tokenizer = tokenizer_of(request.base, request.revision, task.kind)
+    tokenizer = load_matching_tokenizer(request.base, request.revision, task.kind)
     seed = 0 if request.limit else None
     split = load_split(task, request.data, task.train_split, limit=request.limit, seed=seed)
     judging = {name: load_split(task, request.data, name) for name in task.eval_splits}
-    return _Data(
+    return _FinetuneData(
         tokenizer=tokenizer,
         train=encode(split, task, tokenizer, length),
         fingerprint=f"{split.fingerprint}/{request.limit or 'all'}",
@@ -162,14 +161,16 @@ def _load(request: Request) -> _Data:
     )
 
 
-def _one(request: Request, data: _Data, settings: Training, accelerator: "Accelerator") -> TrainingRun:
+def _train_seed(
+    request: FinetuneRequest, data: _FinetuneData, settings: Training, accelerator: "Accelerator"
+) -> TrainingRun:
     """Train one seed, or read what an earlier call made of it."""
     folder = request.folder / f"seed-{settings.seed}"
     identity = _identity(request, data, settings)
     if stored := read_finished(folder / RECORD, identity):
         return stored
     divided = divide(data.train, data.pad_id, settings.holdout, settings.seed)
-    run = blank_run(settings, divided, accelerator)
+    run = start_record(settings, divided, accelerator)
     try:
         model = load_base(request, settings.seed)
         run.parameters = sum(p.numel() for p in model.parameters())
@@ -185,7 +186,7 @@ def _one(request: Request, data: _Data, settings: Training, accelerator: "Accele
         outcome = train(job, accelerator)
     except CheckFailed as error:
         return run.model_copy(update={"status": "failed", "reason": str(error)})
-    run = finished(run, outcome).model_copy(
+    run = complete_record(run, outcome).model_copy(
         update={"folder": f"{folder.name}/model", **_validate(request, data, model, accelerator)}
     )
     if accelerator.is_main_process:
@@ -198,11 +199,11 @@ def _one(request: Request, data: _Data, settings: Training, accelerator: "Accele
     return run
 
 
-def _identity(request: Request, data: _Data, settings: Training) -> dict[str, Any]:
-    """What makes two runs the same; JSON values."""
+def _identity(request: FinetuneRequest, data: _FinetuneData, settings: Training) -> dict[str, Any]:
+    """Return the identity of a run: equal for the same run; JSON values."""
     return {
         "job": "finetune",
-        **made_with(),
+        **get_code_identity(),
         "model": model_fingerprint(request.base, request.revision),
         "task": request.task.model_dump(mode="json"),
         "data": data.fingerprint,
@@ -213,7 +214,7 @@ def _identity(request: Request, data: _Data, settings: Training) -> dict[str, An
 
 
 def _job(  # noqa: PLR0913, PLR0917
-    request: Request,
+    request: FinetuneRequest,
     settings: Training,
     model: "PreTrainedModel",
     data: TrainingData,
@@ -229,7 +230,7 @@ def _job(  # noqa: PLR0913, PLR0917
     labels = torch.from_numpy(encoded.labels).to(accelerator.device)
 
     def loss(wrapped: Any, rows: Int64, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        answers = encoded.kept(rows, joined(wrapped(**inputs_of(wrapped, batch)), kind.outputs))
+        answers = encoded.kept(rows, join_outputs(wrapped(**select_inputs(wrapped, batch)), kind.outputs))
         places, counts = (torch.from_numpy(x).to(labels.device) for x in encoded.places(rows))
         return by_labels(answers, labels[places], counts)
 
@@ -240,7 +241,7 @@ def _job(  # noqa: PLR0913, PLR0917
         values = metrics.compute(task, answers, judged.gold)
         score = next(iter(values.values()))
         mean = mean_loss(answers, judged.labels, judged.answers)
-        return HeldOut(score, {"loss": mean, **values}, collapsed(task, answers, judged.labels))
+        return HeldOut(score, {"loss": mean, **values}, is_collapsed(task, answers, judged.labels))
 
     return Job(
         model=model,
@@ -250,28 +251,28 @@ def _job(  # noqa: PLR0913, PLR0917
         judge=judge,
         folder=request.folder / f"seed-{settings.seed}" / CHECKPOINTS,
         identity=identity,
-        groups=decayed(model, settings.weight_decay),
+        groups=group_decayed(model, settings.weight_decay),
         report=lambda row, steps: request.report(settings.seed, row, steps),
     )
 
 
 def _validate(
-    request: Request, data: _Data, model: "PreTrainedModel", accelerator: "Accelerator"
+    request: FinetuneRequest, data: _FinetuneData, model: "PreTrainedModel", accelerator: "Accelerator"
 ) -> dict[str, Any]:
-    """Metrics of the validation split in FP32; of MNLI's second one under a suffix."""
+    """Compute metrics of the validation split in FP32; of MNLI's second one under a suffix."""
     task = request.task
-    found = [
+    scored = [
         (predict_rows(accelerator, model, task.kind, each, data.pad_id), each.gold)
         for each in data.evaluation.values()
     ]
     return {
-        "metrics": by_split(metrics.compute(task, answers, gold) for answers, gold in found),
-        "stderr": by_split(metrics.stderr(task, answers, gold, seed=0) for answers, gold in found),
-        "n": len(found[0][1]),  # of the first split, whose metric stands beside it
+        "metrics": merge_splits(metrics.compute(task, answers, gold) for answers, gold in scored),
+        "stderr": merge_splits(metrics.stderr(task, answers, gold, seed=0) for answers, gold in scored),
+        "n": len(scored[0][1]),  # of the first split, whose metric stands beside it
     }
 
 
-def _result(request: Request, data: _Data, runs: list[TrainingRun]) -> Finetuning:
+def _result(request: FinetuneRequest, data: _FinetuneData, runs: list[TrainingRun]) -> Finetuning:
     done = [run for run in runs if run.status == "done"]
     best = max(done, key=held_out_score, default=None)
     return Finetuning(
@@ -283,7 +284,7 @@ def _result(request: Request, data: _Data, runs: list[TrainingRun]) -> Finetunin
             "revision": model_commit(request.base, request.revision),
         },
         task=request.task.model_dump(mode="json"),
-        data=request.data if from_hub(request.data) else Path(request.data).name,
+        data=request.data if is_hub_source(request.data) else Path(request.data).name,
         runs=runs,
         spread=spread([run.metrics for run in done]),
         best_seed=best.seed if best else None,
@@ -294,7 +295,7 @@ def _result(request: Request, data: _Data, runs: list[TrainingRun]) -> Finetunin
             *(f"seed {run.seed} failed: {run.reason}" for run in runs if run.status == "failed"),
         ],
         notes=list(dict.fromkeys(data.notes)),
-        environment=environment(),
+        environment=describe_environment(),
     )
 
 
@@ -305,6 +306,6 @@ def require_base(base: str, revision: str | None, task: Task, data: str) -> None
         UserError: they cannot be read.
     """
     family_of(load_config(base, revision))
-    tokenizer_of(base, revision, task.kind)
+    load_matching_tokenizer(base, revision, task.kind)
     for split in (task.train_split, *task.eval_splits):
         read_split(task, data, split)

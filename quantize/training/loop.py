@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.training import checkpoints
-from qdqbench.quantize.training.processes import matrix_products, precision_here
+from qdqbench.quantize.training.processes import resolve_precision, use_matmul_precision
 from qdqbench.quantize.training.rows import (
     TrainingData,
     epoch_batches,
     evaluation_steps,
-    shares,
+    split_batch,
     steps_per_epoch,
     total_steps,
 )
@@ -85,7 +85,7 @@ class State:
         self.far = self.far + 1 if -judged.score > max(-FURTHER * self.first_score, far) else 0
 
     def ends(self, settings: Training) -> str | None:
-        """Why the run ends here, if it does.
+        """Return why the run ends here, if it does.
 
         Raises:
             CheckFailed: it diverged.
@@ -150,7 +150,7 @@ def train(job: Job, accelerator: "Accelerator") -> Trained:
         CheckFailed: the loss is NaN or infinite, or the model diverged.
     """
     try:
-        with matrix_products(job.settings.precision):
+        with use_matmul_precision(job.settings.precision):
             return _train(job, accelerator)
     finally:
         accelerator.free_memory()  # it would go on saving this model with the next one
@@ -163,8 +163,8 @@ def _train(job: Job, accelerator: "Accelerator") -> Trained:
     settings = job.settings
     steps = total_steps(job.data, settings)
     due = evaluation_steps(steps, settings.num_evals)
-    model, optimizer, scheduler = _prepared(job, accelerator, steps)
-    state = _resumed(job, accelerator)
+    model, optimizer, scheduler = _prepare(job, accelerator, steps)
+    state = _resume(job, accelerator)
     if state is None:
         state = State()
         set_seed(settings.seed, device_specific=True)
@@ -176,7 +176,7 @@ def _train(job: Job, accelerator: "Accelerator") -> Trained:
         _advance(job, accelerator, (model, optimizer, scheduler), state, until)
         _judge(job, accelerator, state)
         stopped = state.ends(settings)
-    checkpoints.load_best(checkpoints.at(job.folder, state.best_step), job.model)
+    checkpoints.load_best(checkpoints.get_checkpoint_folder(job.folder, state.best_step), job.model)
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # its forward is no longer under autocast
     return Trained(
         steps=state.step,
@@ -189,8 +189,8 @@ def _train(job: Job, accelerator: "Accelerator") -> Trained:
     )
 
 
-def _prepared(job: Job, accelerator: "Accelerator", steps: int) -> tuple[Any, Any, Any]:
-    """Model, optimizer and scheduler, wrapped by Accelerate."""
+def _prepare(job: Job, accelerator: "Accelerator", steps: int) -> tuple[Any, Any, Any]:
+    """Wrap model, optimizer and scheduler by Accelerate."""
     import torch
     from transformers import get_scheduler
 
@@ -208,25 +208,25 @@ def _prepared(job: Job, accelerator: "Accelerator", steps: int) -> tuple[Any, An
         return accelerator.prepare(job.model, optimizer, scheduler)  # type: ignore[no-any-return]
 
 
-def decayed(model: "nn.Module", weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of a model: biases and LayerNorms are not decayed (Devlin et al. 2018)."""
+def group_decayed(model: "nn.Module", weight_decay: float) -> list[dict[str, Any]]:
+    """Group the parameters of a model: biases and LayerNorms are not decayed (Devlin et al. 2018)."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def _identity(job: Job, accelerator: "Accelerator") -> dict[str, Any]:
-    """What a resumed run must share: other arithmetic would go on, but to other weights."""
+    """Return the identity that a resumed run must share: with other arithmetic it ends in other weights."""
     return {
         **job.identity,
         "processes": accelerator.num_processes,
         "device": accelerator.device.type,
-        "arithmetic": precision_here(job.settings.precision),
+        "arithmetic": resolve_precision(job.settings.precision),
     }
 
 
-def _resumed(job: Job, accelerator: "Accelerator") -> State | None:
-    found = checkpoints.find(job.folder, _identity(job, accelerator), job.notes)
+def _resume(job: Job, accelerator: "Accelerator") -> State | None:
+    found = checkpoints.find_checkpoint(job.folder, _identity(job, accelerator), job.notes)
     if found is None:
         return None
     accelerator.load_state(str(found.folder))
@@ -240,7 +240,7 @@ def _resumed(job: Job, accelerator: "Accelerator") -> State | None:
 def _advance(
     job: Job, accelerator: "Accelerator", prepared: tuple[Any, Any, Any], state: State, until: int
 ) -> None:
-    """Optimizer steps up to the next evaluation."""
+    """Step the optimizer up to the next evaluation."""
     model, optimizer, scheduler = prepared
     settings, data = job.settings, job.data
     per_epoch = steps_per_epoch(data, settings.batch_size)
@@ -280,9 +280,9 @@ def _advance(
 
 
 def _gradient(job: Job, accelerator: "Accelerator", model: Any, rows: Int64) -> Any:
-    """Gradient of the mean loss over a global batch; returns this process's part of that mean."""
+    """Compute the gradient of the mean loss over a global batch; return this process's part of that mean."""
     world = accelerator.num_processes
-    parts = shares(rows, accelerator.process_index, world, job.settings.gradient_accumulation_steps)
+    parts = split_batch(rows, accelerator.process_index, world, job.settings.gradient_accumulation_steps)
     weight = float(accelerator.process_index < len(rows)) / len(rows)  # 0 for a row that another process has
     total: Any = 0.0
     for number, part in enumerate(parts):
@@ -302,21 +302,21 @@ def _tensors(job: Job, accelerator: "Accelerator", rows: Int64) -> Tensors:
 
 
 def _mean_loss(accelerator: "Accelerator", losses: list[Any], norms: list[Any], step: int) -> float:
-    """Mean over the steps since the last look, the same on every process.
+    """Return the mean over the steps since the last look, the same on every process.
 
     Raises:
         CheckFailed: a loss or a gradient is not a number: a quantizer makes a code of NaN.
     """
     import torch
 
-    found = accelerator.reduce(torch.stack(losses).float(), reduction="sum")
-    for number, (loss, norm) in enumerate(zip(found.tolist(), torch.stack(norms).tolist(), strict=True)):
+    reduced = accelerator.reduce(torch.stack(losses).float(), reduction="sum")
+    for number, (loss, norm) in enumerate(zip(reduced.tolist(), torch.stack(norms).tolist(), strict=True)):
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise CheckFailed(
                 f"the {'gradient of the ' * math.isfinite(loss)}training loss became NaN or infinite at step "
                 f"{step - len(losses) + number + 1}; lower learning_rate, or set precision: fp32"
             )
-    return float(found.mean())
+    return float(reduced.mean())
 
 
 def _judge(job: Job, accelerator: "Accelerator", state: State) -> None:

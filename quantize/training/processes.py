@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 AMPERE = (8, 0)  # the first with TF32
 
 
-def precision_here(precision: str) -> str:
-    """What a setting of precision comes to on this machine: `bf16`, `tf32` or `fp32`.
+def resolve_precision(precision: str) -> str:
+    """Return the precision of a setting on this machine: `bf16`, `tf32` or `fp32`.
 
     `auto` is bf16, and `tf32` is TF32, where the GPU has it; else both are FP32. TF32 products have the
     10 bits of mantissa that FP16 has, bf16 has 7: about those of INT8, whose steps QAT is to learn.
@@ -33,8 +33,8 @@ def precision_here(precision: str) -> str:
 
 
 @contextmanager
-def matrix_products(precision: str) -> Iterator[None]:
-    """FP32 matrix products in TF32, if the setting comes to that here; as before, afterwards.
+def use_matmul_precision(precision: str) -> Iterator[None]:
+    """Compute FP32 matrix products in TF32, if the setting means that here; as before, afterwards.
 
     Fused attention is not cuDNN's: at lengths of 64 modulo 128 its gradient is NaN where a mask leaves a row
     nothing (github.com/pytorch/pytorch/issues/196678).
@@ -44,7 +44,7 @@ def matrix_products(precision: str) -> Iterator[None]:
     attention: Any = torch.backends.cuda  # whose functions have no types
     before, cudnn = torch.get_float32_matmul_precision(), attention.cudnn_sdp_enabled()
     attention.enable_cudnn_sdp(False)
-    torch.set_float32_matmul_precision("high" if precision_here(precision) == "tf32" else "highest")
+    torch.set_float32_matmul_precision("high" if resolve_precision(precision) == "tf32" else "highest")
     try:
         yield
     finally:
@@ -53,12 +53,12 @@ def matrix_products(precision: str) -> Iterator[None]:
 
 
 def new_accelerator(precision: str) -> "Accelerator":
-    """Accelerate on what is here: one process, or those that `accelerate launch` or `torchrun` started."""
+    """Create an accelerator for one process, or those that `accelerate launch` or `torchrun` started."""
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState
 
-    mixed = "bf16" if precision_here(precision) == "bf16" else "no"
+    mixed = "bf16" if resolve_precision(precision) == "bf16" else "no"
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed:
         AcceleratorState._reset_state()  # one process may train twice
     return Accelerator(
@@ -74,12 +74,12 @@ def new_accelerator(precision: str) -> "Accelerator":
     )
 
 
-def launched() -> int:
-    """Processes that a launcher started; 1 where there is none."""
+def count_processes() -> int:
+    """Return the number of processes that a launcher started; 1 where there is none."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def leave() -> None:
+def leave_group() -> None:
     """End the group of processes, if there is one; each goes on alone."""
     import torch
 
@@ -88,8 +88,8 @@ def leave() -> None:
 
 
 @contextmanager
-def group() -> Iterator[None]:
-    """The group of processes ends with the block.
+def join_group() -> Iterator[None]:
+    """End the group of processes with the block.
 
     Every process raises the same `QdqError`. Any other exception may be one process's alone, for which the
     others would wait in a collective, as ending the group would for them: it ends this process at once, and
@@ -98,16 +98,16 @@ def group() -> Iterator[None]:
     try:
         yield
     except QdqError:
-        leave()
+        leave_group()
         raise
     except BaseException as error:
-        if launched() > 1:
+        if count_processes() > 1:
             traceback.print_exc()
             rank, what = os.environ.get("RANK", "0"), " ".join(f"{type(error).__name__}: {error}".split())
             sys.stderr.write(f"qdqbench: process {rank} failed and stops the training, {what[:400]}\n")
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        leave()
+        leave_group()
         raise
-    leave()
+    leave_group()

@@ -7,7 +7,7 @@ import numpy as np
 
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.training.loop import Trained
-from qdqbench.quantize.training.processes import precision_here
+from qdqbench.quantize.training.processes import resolve_precision
 from qdqbench.quantize.training.rows import TrainingData, total_steps
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -21,8 +21,8 @@ RECORD = "training.json"
 CHECKPOINTS = "checkpoints"
 
 
-def blank_run(settings: Training, data: TrainingData, accelerator: "Accelerator") -> TrainingRun:
-    """The record of a run that is about to begin."""
+def start_record(settings: Training, data: TrainingData, accelerator: "Accelerator") -> TrainingRun:
+    """Return the record of a run that is about to begin."""
     import torch
 
     cuda = accelerator.device.type == "cuda"
@@ -30,7 +30,7 @@ def blank_run(settings: Training, data: TrainingData, accelerator: "Accelerator"
         seed=settings.seed,
         status="done",
         settings=settings.model_dump(mode="json"),
-        precision=precision_here(settings.precision),
+        precision=resolve_precision(settings.precision),
         device=torch.cuda.get_device_name(accelerator.device) if cuda else "CPU",
         processes=accelerator.num_processes,
         rows=len(data.rows),
@@ -39,8 +39,8 @@ def blank_run(settings: Training, data: TrainingData, accelerator: "Accelerator"
     )
 
 
-def finished(run: TrainingRun, outcome: Trained) -> TrainingRun:
-    """The record with what came of it."""
+def complete_record(run: TrainingRun, outcome: Trained) -> TrainingRun:
+    """Return the record with what came of it."""
     return run.model_copy(
         update={
             "steps": outcome.steps,
@@ -64,7 +64,7 @@ def write_finished(path: Path, identity: dict[str, Any], run: TrainingRun) -> No
 
 
 def read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
-    """The record of an earlier call, if it finished.
+    """Read the record of an earlier call, if it finished.
 
     Raises:
         UserError: it is of another model, task or setting.
@@ -82,7 +82,7 @@ def read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
 
 
 def require_all(failed: list[str], path: Path) -> None:
-    """The end of a command over seeds, when its report is written to `path`.
+    """End a command over seeds, after its report is written to `path`.
 
     Raises:
         CheckFailed: there are seeds that were not trained to their end, in words.
@@ -99,7 +99,7 @@ def held_out_score(run: TrainingRun) -> float:
 
 
 def spread(found: list[dict[str, float]]) -> dict[str, Spread]:
-    """Mean and standard deviation of every metric over runs."""
+    """Return the mean and standard deviation of every metric over runs."""
     result = {}
     for name in found[0] if found else ():
         values = np.array([metrics[name] for metrics in found])

@@ -29,7 +29,7 @@ class TrainingData:
         return self.encoded.part(self.held_out)
 
     def batch(self, rows: Int64) -> IndexedBatch:
-        """Rows and their padded tokens, int64 [B] and [B, L]."""
+        """Return the rows and their padded tokens, int64 [B] and [B, L]."""
         return self.encoded.batch(rows.tolist(), self.pad_id)
 
 
@@ -51,7 +51,7 @@ def divide(encoded: Encoded, pad_id: int, share: float, seed: int) -> TrainingDa
 
 
 def epoch_batches(data: TrainingData, batch_size: int, seed: int, epoch: int) -> list[Int64]:
-    """Rows of every global batch of an epoch, int64 [batch_size]; the last may be shorter.
+    """Return the rows of every global batch of an epoch, int64 [batch_size]; the last may be shorter.
 
     A function of the seed and the epoch alone, so that a resumed run, and one on more GPUs, sees the same
     batches. Samples of like length share a batch, which keeps padding small; the order of batches is random.
@@ -65,8 +65,8 @@ def epoch_batches(data: TrainingData, batch_size: int, seed: int, epoch: int) ->
     return [batches[index] for index in generator.permutation(len(batches))]
 
 
-def shares(rows: Int64, rank: int, world: int, accumulate: int) -> list[Int64]:
-    """The parts of a global batch that one process goes through before it steps; none of them is empty.
+def split_batch(rows: Int64, rank: int, world: int, accumulate: int) -> list[Int64]:
+    """Split a global batch into parts for one process before it steps; none of them is empty.
 
     Every process has at least one row: where the batch is too short for all, the others get its first row,
     which then must not count.
@@ -76,7 +76,7 @@ def shares(rows: Int64, rank: int, world: int, accumulate: int) -> list[Int64]:
 
 
 def steps_per_epoch(data: TrainingData, batch_size: int) -> int:
-    """Optimizer steps of a whole epoch."""
+    """Return the optimizer steps of a whole epoch."""
     return -(-len(data.rows) // batch_size)
 
 

@@ -56,7 +56,7 @@ def batch(rng, rows, length, padding=0):
 def test_any_shape_of_the_profile(run, rows, length, padding):
     """Shapes at the profile's corners, odd ones, and ones shorter than its minimum, against ONNX Runtime."""
     from qdqbench.eval.metrics.runners import onnxruntime_runner
-    from qdqbench.quantize.engine.runtime.opened import EngineRunner
+    from qdqbench.quantize.engine.runtime.runners import EngineRunner
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -74,7 +74,7 @@ def test_any_shape_of_the_profile(run, rows, length, padding):
 
 def test_padding_changes_nothing(run):
     """A sentence alone, and the same sentence padded to 128 in a batch of others."""
-    from qdqbench.quantize.engine.runtime.opened import EngineRunner
+    from qdqbench.quantize.engine.runtime.runners import EngineRunner
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -90,7 +90,7 @@ def test_padding_changes_nothing(run):
 
 
 def test_shapes_outside_of_the_profile_are_refused(run):
-    from qdqbench.quantize.engine.runtime.opened import EngineRunner
+    from qdqbench.quantize.engine.runtime.runners import EngineRunner
     from qdqbench.quantize.utils.errors import CheckFailed
 
     recipe, folder = run
@@ -191,10 +191,10 @@ def test_the_runtime_cache_is_kept_in_the_run_directory(run, tmp_path):
 def test_several_profiles(linears, tmp_path):
     """Each shape in the profile that is made for it, against ONNX Runtime, with memory for each."""
     from qdqbench.eval.metrics.runners import onnxruntime_runner
-    from qdqbench.quantize.engine.build import build, gemm_names
+    from qdqbench.quantize.engine.build import build, list_gemms
     from qdqbench.quantize.engine.profiles import Profile
     from qdqbench.quantize.engine.runtime.engine import Engine
-    from qdqbench.quantize.engine.runtime.opened import EngineRunner
+    from qdqbench.quantize.engine.runtime.runners import EngineRunner
 
     onnx = linears / "model.int8.onnx"
     profiles = [Profile((1, 16), (1, 32), (2, 128)), Profile((4, 16), (32, 128), (64, 128))]
@@ -203,7 +203,7 @@ def test_several_profiles(linears, tmp_path):
         tmp_path / "x.engine",
         backend=results(linears)["engine"]["backend"],
         profiles=profiles,
-        expected_gemms=gemm_names(onnx)[:1],
+        expected_gemms=list_gemms(onnx)[:1],
         expected_attention=0,
         timing_cache=tmp_path / "timing.cache",
     )

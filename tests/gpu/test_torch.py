@@ -5,7 +5,7 @@ import pytest
 
 from qdqbench.eval.metrics import runners
 from qdqbench.eval.stages import stages
-from qdqbench.quantize.calibration.fakequant.quantizers import enabled_quantizers
+from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers
 from qdqbench.quantize.calibration.record import read_record
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -27,7 +27,7 @@ def test_the_gpu_calibrates_and_evaluates_as_the_cpu_does(sst2, tmp_path, monkey
             stages.quantize_stage(session)
             stages.torch_stage("fake_quant", (), lambda s: s.fake_quant_model).run(session)
         assert session.fake_quant_model.device.type == "cpu"
-        assert {q.backend for q in enabled_quantizers(session.fake_quant_model).values()} == {None}
+        assert {q.backend for q in list_quantizers(session.fake_quant_model).values()} == {None}
         records[place] = read_record(session.record_path)
         with np.load(session.folder / "logits" / "fake_quant.npz") as stored:
             logits[place] = stored["validation.logits"]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from qdqbench.cli.app import app
 from qdqbench.quantize.calibration.fakequant import native
-from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_encoder
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
@@ -98,8 +98,8 @@ def test_gradients_are_finite_where_padding_fills_a_window(model_type, tmp_path)
     model = load_encoder(folder, CLASSIFICATION, num_labels=2, keep_head=True).cuda()
     for longest in (63, 64, 65, 96):
         batch = padded_batch((longest, 20))
-        inputs = {name: torch.from_numpy(array).cuda() for name, array in inputs_of(model, batch).items()}
-        with processes.matrix_products("bf16"), torch.autocast("cuda", torch.bfloat16):
+        inputs = {name: torch.from_numpy(array).cuda() for name, array in select_inputs(model, batch).items()}
+        with processes.use_matmul_precision("bf16"), torch.autocast("cuda", torch.bfloat16):
             torch.nn.functional.cross_entropy(model(**inputs).logits, torch.tensor([0, 1]).cuda()).backward()
         assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 

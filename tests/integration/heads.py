@@ -108,13 +108,13 @@ def write_model(folder: Path, kind: str, steps: int = 120) -> Path:
     model, labels = new_model(kind), torch.from_numpy(encoded.labels)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     random = np.random.default_rng(0)
-    from qdqbench.quantize.tasks.types.kind import joined
+    from qdqbench.quantize.tasks.types.kind import join_outputs
 
     for _ in range(steps):
         rows = random.integers(encoded.rows, size=32)
         batch = {name: torch.from_numpy(array) for name, array in encoded.batch(rows.tolist(), 0)[1].items()}
         places, counts = (torch.from_numpy(each) for each in encoded.places(rows))
-        made = encoded.kept(rows, joined(model(**batch), task.kind.outputs))
+        made = encoded.kept(rows, join_outputs(model(**batch), task.kind.outputs))
         (task.kind.loss(made, labels[places], counts) / 32).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -110,7 +110,7 @@ def test_blocks_are_judged_with_all_outputs_as_one(runs, kind):
     from qdqbench.eval.verification.bisect import run_onnxruntime
     from qdqbench.eval.verification.blocks import reference_blocks, stitch
     from qdqbench.eval.verification.checks import BlockSums
-    from qdqbench.quantize.models.inputs import inputs_of
+    from qdqbench.quantize.models.inputs import select_inputs
     from qdqbench.quantize.pipeline.session import Session, read_config
 
     session = Session(read_config(runs[kind]), runs[kind])
@@ -118,7 +118,7 @@ def test_blocks_are_judged_with_all_outputs_as_one(runs, kind):
     _, batch = session.eval_splits["validation"][1].batch(range(32), 0)
     made = reference_blocks(session.fake_quant_model, session.fp32_model, batch, half=True)
     feeds = stitched.feeds({name: each.input for name, each in made.items() if each.input is not None})
-    got = run_onnxruntime(stitched.model, inputs_of(session.fp32_model, batch) | feeds)
+    got = run_onnxruntime(stitched.model, select_inputs(session.fp32_model, batch) | feeds)
     for block in stitched.blocks:
         sums, each = BlockSums(block.name), made[block.name]
         sums.add(got[block.output], each.output, each.unquantized, batch["attention_mask"])

@@ -13,8 +13,8 @@ from qdqbench.cli.app import app
 from qdqbench.eval.bench.results import read_bench
 from qdqbench.quantize.models.families import known
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe, parse_recipe, shipped_recipes
-from qdqbench.quantize.recipe.shipped import fastest, figures
-from qdqbench.quantize.recipe.shipped import start_with as start_by_device
+from qdqbench.quantize.recipe.shipped import choose_start as start_by_device
+from qdqbench.quantize.recipe.shipped import find_fastest, read_figures
 from qdqbench.quantize.tasks.task import get_task
 
 from ..support.unknown import config_for

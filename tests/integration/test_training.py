@@ -195,7 +195,7 @@ def test_what_qat_saved_gives_the_same_answers_everywhere(trained, given):
     import torch
 
     from qdqbench.quantize.pipeline.session import Session, read_config
-    from qdqbench.quantize.training.qat.modelopt import load_modelopt
+    from qdqbench.quantize.training.qat.stage import load_modelopt
 
     session = Session(read_config(trained), trained)
     ours, theirs = session.new_qat_model(), load_modelopt(trained / "qat" / "modelopt")
@@ -284,7 +284,7 @@ def test_what_is_trained_has_a_gradient(trained, tmp_path, logits):
     session = again(trained, tmp_path)
     parts = Distill(logits=logits, hidden=1.0)
     settings = session.recipe.qat.model_copy(update={"amax": "learned", "distill": parts})
-    data, _ = qat_job.training_data(session, settings)
+    data, _ = qat_job.load_training_data(session, settings)
     model = qat_job.prepare_student(session, settings)
     job = qat_job.new_job(session, settings, new_accelerator("fp32"), model, data)
     _, batch = data.batch(data.rows[:4])

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from qdqbench.quantize.deployment.triton import export
 from qdqbench.quantize.deployment.triton.export import export_triton
-from qdqbench.quantize.engine.cpu.runtimes import compiled
+from qdqbench.quantize.engine.cpu.runtimes import compile_model
 from qdqbench.quantize.engine.sidecar import read_sidecar, sidecar_path
 from qdqbench.quantize.pipeline.ownership import LOCK
 from qdqbench.quantize.pipeline.session import Session, read_config
@@ -62,7 +62,7 @@ def test_openvino_takes_a_graph_for_tensorrt_too(exported, repository):
     pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")
     graph = (exported / "models" / "sst2_openvino" / "1" / "model.onnx").read_bytes()
     tokens = repository.run("sst2_tokenizer", {"TEXT": column(["a good film", "awful"])})
-    made = compiled("openvino", graph, blob=False, compute="fp32").run(tokens)
+    made = compile_model("openvino", graph, blob=False, compute="fp32").run(tokens)
     known = repository.run("sst2_onnxruntime", tokens)
     np.testing.assert_allclose(made["logits"], known["logits"], atol=5e-2)
 

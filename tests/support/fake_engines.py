@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from qdqbench.eval.bench import measure
-from qdqbench.quantize.engine.build import gemm_names
+from qdqbench.quantize.engine.build import list_gemms
 
 from .records import engine_result
 
@@ -73,7 +73,7 @@ unproven: list[bool] = []  # anything in it: a product does not run in INT8
 
 def build(onnx_path, engine_path, *, expected_gemms, expected_attention, layers_path, profiles, **_):
     assert profiles
-    assert set(expected_gemms) <= set(gemm_names(onnx_path))
+    assert set(expected_gemms) <= set(list_gemms(onnx_path))
     engine_path.write_text(json.dumps({"int8": len(expected_gemms)}))
     Path(layers_path).write_text("[]")
     lost = list(expected_gemms)[: len(unproven)]

@@ -7,7 +7,7 @@ import torch
 
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks.types.encoded import Encoded
-from qdqbench.quantize.training.loop import HeldOut, Job, decayed
+from qdqbench.quantize.training.loop import HeldOut, Job, group_decayed
 from qdqbench.quantize.training.rows import divide
 
 WORDS, ROWS = 20, 90
@@ -66,7 +66,7 @@ def job(folder: Path, *, dropout: float = 0.0, loss=None, collapsed=lambda step:
         judge=judge,
         folder=folder,
         identity={"model": "bag", **training.model_dump(mode="json")},
-        groups=decayed(model, training.weight_decay),
+        groups=group_decayed(model, training.weight_decay),
     )
 
 

@@ -46,12 +46,12 @@ def measured_run(told: Path, arguments: list[str]) -> None:
     relax_gc()
     from qdqbench.cli import app
     from qdqbench.eval.metrics import logits
-    from qdqbench.quantize.utils.system.process import measured
+    from qdqbench.quantize.utils.system.process import measure_cost
 
     plain, found = logits.predict, {}
 
     def predict(*given: Any, stage: str, **options: Any) -> Any:
-        with measured() as cost:
+        with measure_cost() as cost:
             answers = plain(*given, stage=stage, **options)
         wall, cpu = found.get(stage, (0.0, 0.0))  # MNLI has two splits
         found[stage] = wall + cost.wall_s, cpu + cost.cpu_s

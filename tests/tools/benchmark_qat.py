@@ -33,7 +33,7 @@ from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.training.processes import matrix_products
+from qdqbench.quantize.training.processes import use_matmul_precision
 from qdqbench.quantize.utils.system.quiet import quiet
 
 VARIANTS = ("plain", "sdpa", "modelopt", "native", "learned")
@@ -78,7 +78,7 @@ def main() -> None:
     inputs["labels"] = torch.randint(2, (options.batch,), device=device)
     for precision in options.precision:
         steps = {name: _step(model, inputs, precision, options) for name, model in models.items()}
-        with matrix_products(precision):
+        with use_matmul_precision(precision):
             _table(steps, precision, device, options)
 
 

@@ -26,7 +26,7 @@ from tests.support.tiny_bert import Quantized, calibrate, copied, padded_batch, 
 from tests.support.tiny_layer import store
 
 from qdqbench.eval.metrics.parity import compare_layers
-from qdqbench.quantize.calibration.fakequant.quantizers import seen_by
+from qdqbench.quantize.calibration.fakequant.quantizers import smooth_input
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.index import attribute, module_of
 from qdqbench.quantize.models.attention import MASK_FILL
@@ -85,7 +85,7 @@ def put_on_borders(model: Any) -> int:
         )
         if norm is None or quantizer.amax is None:
             continue
-        factors = seen_by(quantizer, torch.ones_like(norm.bias))
+        factors = smooth_input(quantizer, torch.ones_like(norm.bias))
         scale = quantizer.amax.float() / 127
         steps = (norm.bias * factors / scale)[:CONSTANT]
         with torch.no_grad():

@@ -244,18 +244,18 @@ def supported_page() -> str:
         for kind in KINDS.values()
     ]
     lines += table(["kind of task", "`--task`", "model class", "metrics, the default ones first"], rows)
-    lines += ["", "## Measured", "", shipped.rule(shipped.start_with())]
-    lines += [f"\n{line}" for line in shipped.conditions(shipped.figures())]
+    lines += ["", "## Measured", "", shipped.describe_choice(shipped.choose_start())]
+    lines += [f"\n{line}" for line in shipped.describe_conditions(shipped.read_figures())]
     rows = [
         [
             f"`{figure.recipe}`",
             shipped.DEVICES[figure.device],
-            shipped.worst_text(figure),
-            shipped.speed_text(figure),
+            shipped.format_worst(figure),
+            shipped.format_speed(figure),
             ", ".join(dict.fromkeys(f"{row.task} (n = {row.n})" for row in figure.accuracy)),
             ", ".join(dict.fromkeys(row.model for row in figure.accuracy)),
         ]
-        for figure in shipped.figures()
+        for figure in shipped.read_figures()
     ]
     lines += [
         "",

@@ -28,13 +28,13 @@ def check(
     """Check any ONNX file: what will run in INT8, and what an engine would refuse or get wrong."""
     from qdqbench._models import check as check_onnx
     from qdqbench.quantize.graph.check.check import to_json
-    from qdqbench.quantize.pipeline.inspect_target import checked_graph
+    from qdqbench.quantize.pipeline.inspect_target import find_checked_graph
 
     report = check_onnx(target, recipe, allow=allow or ())
     if json:
         print_json(to_json(report))
     else:
-        _print(report, checked_graph(target)[0], every)
+        _print(report, find_checked_graph(target)[0], every)
     if report.errors:
         raise typer.Exit(2)
 

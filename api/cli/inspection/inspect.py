@@ -34,12 +34,12 @@ def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
     json: Json = False,
 ) -> None:
     """Which kernel runs each ONNX layer, in which datatypes: INT8 against the recipe, attention, time."""
-    from qdqbench.quantize.engine.facts import graph_of
+    from qdqbench.quantize.engine.facts import read_graph
     from qdqbench.quantize.engine.inspection import inspect_layers
     from qdqbench.quantize.engine.trtexec import read_profile
     from qdqbench.quantize.pipeline.inspect_target import (
         MEASURED,
-        expectations,
+        count_expected,
         measure_times,
         open_target,
     )
@@ -51,7 +51,7 @@ def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
     if bisect:
         _bisect(found, json)
         return
-    expected, attentions = expectations(found)
+    expected, attentions = count_expected(found)
     times, shape = None, ""
     if profile in MEASURED:
         with status() as say_now:
@@ -61,7 +61,7 @@ def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
         times = read_profile(Path(profile))
     judged = inspect_layers(
         found.layers,
-        graph_of(found.onnx) if found.onnx else None,
+        read_graph(found.onnx) if found.onnx else None,
         expected=expected,
         expected_attention=attentions,
         times=times,
@@ -99,7 +99,7 @@ def to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
     """Every figure; datatypes are TensorRT's names."""
     from dataclasses import asdict
 
-    from qdqbench.quantize.engine.inspection import findings
+    from qdqbench.quantize.engine.inspection import find_problems
     from qdqbench.quantize.engine.kernels import kernel_block, kernel_kind
 
     facts, proof, sidecar = judged.facts, judged.proof, target.sidecar
@@ -139,7 +139,7 @@ def to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
         "quantize_kernels": facts.kernels["quantize"],
         "profiles": facts.profiles,  # each has kernels of its own; counts are of one
         "kernel_counts": dict(facts.kernels),
-        "findings": findings(facts),
+        "findings": find_problems(facts),
         "failures": judged.failures,
         "time": judged.time and asdict(judged.time),
         "kernels": [
@@ -153,8 +153,8 @@ def to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
 def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: str) -> None:
     from rich.table import Table
 
-    from qdqbench.quantize.engine.hazards import hazards
-    from qdqbench.quantize.engine.inspection import findings
+    from qdqbench.quantize.engine.hazards import find_hazards
+    from qdqbench.quantize.engine.inspection import find_problems
 
     out = console()
     say(f"[bold]{plain(target.name)}[/] {_made(target)}")
@@ -165,8 +165,10 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
     _print_not_int8(judged)
     known: list[str] = []
     if side := target.sidecar:
-        known = [text for cc in side.compute_capability for text in hazards(side.backend, side.version, cc)]
-    for text in (*findings(judged.facts), *known):
+        known = [
+            text for cc in side.compute_capability for text in find_hazards(side.backend, side.version, cc)
+        ]
+    for text in (*find_problems(judged.facts), *known):
         out.print(f"[yellow]note[/] {plain(text)}", highlight=False)
     out.print()
     out.print(kernel_table(judged, every), highlight=False)
@@ -176,7 +178,7 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
 
 
 def _print_not_int8(judged: "Inspection") -> None:
-    from qdqbench.quantize.engine.inspection import named
+    from qdqbench.quantize.engine.inspection import format_nodes
     from qdqbench.quantize.engine.kernels import block_of_node, block_order
 
     groups: dict[str, list[str]] = defaultdict(list)
@@ -185,7 +187,7 @@ def _print_not_int8(judged: "Inspection") -> None:
     title = "[red]not INT8[/]" if judged.expected is not None else "not INT8"
     for why, nodes in groups.items():
         ordered = sorted(nodes, key=lambda node: block_order(block_of_node(node)))
-        console().print(f"{title} {plain(named(ordered))}: {plain(why)}", highlight=False)
+        console().print(f"{title} {plain(format_nodes(ordered))}: {plain(why)}", highlight=False)
 
 
 def _made(target: "InspectTarget") -> str:

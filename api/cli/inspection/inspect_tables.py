@@ -47,7 +47,7 @@ def kernel_table(judged: "Inspection", every: bool) -> Any:
 
 def _groups(judged: "Inspection", every: bool) -> "list[tuple[str, list[LayerRow]]]":
     """Kernels under their labels; equal ones of several layers are one group, unless every one is wanted."""
-    from qdqbench.quantize.engine.inspection import ranges
+    from qdqbench.quantize.engine.inspection import format_ranges
     from qdqbench.quantize.engine.kernels import kernel_kind, kernel_label, types_text
     from qdqbench.quantize.engine.layers import base_name
 
@@ -66,7 +66,7 @@ def _groups(judged: "Inspection", every: bool) -> "list[tuple[str, list[LayerRow
     found = []
     for key, members in groups.items():
         layers = [layer for layer, _ in members if layer is not None]
-        name = f"layer.{ranges(layers)} {key[0]}".strip() if layers else key[0]
+        name = f"layer.{format_ranges(layers)} {key[0]}".strip() if layers else key[0]
         found.append((name, [row for _, row in members]))
     return found
 

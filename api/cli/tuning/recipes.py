@@ -31,9 +31,9 @@ def recipes_list(
     json: Json = False,
 ) -> None:
     """List the shipped recipes with measured accuracy and speed, and which to start with."""
-    from qdqbench.quantize.recipe.shipped import shipped
+    from qdqbench.quantize.recipe.shipped import list_shipped
 
-    rows = shipped(None if model is None else _family(model))
+    rows = list_shipped(None if model is None else _family(model))
     if json:
         from qdqbench.cli.schemas import Recipes
 
@@ -86,9 +86,9 @@ def recipes_validate(recipe: list[str], json: Json = False) -> None:
 @recipes_app.command("new")
 def recipes_new(model: ConfigOf, revision: Revision = None, out: NewFile = None, json: Json = False) -> None:
     """Write a recipe for a model of any type, and list what was recognised in it and what was not."""
-    from qdqbench.quantize.recipe.new import new_lines, new_recipe
+    from qdqbench.quantize.recipe.new import new_recipe, render_new
 
-    _write_new(new_recipe(model, revision), out, model, json, new_lines)
+    _write_new(new_recipe(model, revision), out, model, json, render_new)
 
 
 @recipes_app.command("from-cache")
@@ -151,11 +151,14 @@ def _print_recipes(rows: "Sequence[Shipped]") -> None:
             table.add_row(row.recipe, on, shipped.NOT_MEASURED, shipped.NOT_MEASURED, style="dim")
         for number, figure in enumerate(row.figures):
             on = f"{shipped.DEVICES[figure.device]}{' *' if figure.device in row.start_on else ''}"
-            cells = shipped.worst_text(figure), shipped.speed_text(figure)
+            cells = shipped.format_worst(figure), shipped.format_speed(figure)
             table.add_row("" if number else row.recipe, on, *cells)
     to.print(table)
     measured = [figure for row in rows for figure in row.figures]
-    for line in (f"* {shipped.rule(shipped.start_with())}", *shipped.conditions(measured)):
+    for line in (
+        f"* {shipped.describe_choice(shipped.choose_start())}",
+        *shipped.describe_conditions(measured),
+    ):
         to.print(f"\n{line}", highlight=False)
     to.print()
     about: dict[str, str] = {}

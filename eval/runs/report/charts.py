@@ -14,7 +14,7 @@ from qdqbench.eval.reporting import svg
 from qdqbench.eval.reporting.formats import datatype
 from qdqbench.quantize.engine.layers import computing_rows, is_int8
 from qdqbench.quantize.graph.index import module_of
-from qdqbench.quantize.models.families.any_family import PARTS, adds_behind_attention, part_of
+from qdqbench.quantize.models.families.known import PARTS, adds_behind_attention, part_of
 from qdqbench.quantize.utils.comparison import COSINE_EDGES, Agreement
 from qdqbench.quantize.utils.results import LayerRow, Results, StageResult
 
@@ -121,7 +121,7 @@ def _measured(results: Results) -> dict[str, GridCell]:
     computing: dict[str, list[LayerRow]] = {module: [] for module in linears}
     layers = results.engine.layers
     matmuls = {node for row in layers for node in row.onnx if _MATMUL.search(node)}
-    for node, copies in computing_rows(layers, matmuls).items():
+    for node, copies in find_computing_rows(layers, matmuls).items():
         computing.setdefault(module_of(node), []).extend(chain.from_iterable(copies))
     wrong = {module_of(node) for node in results.engine.not_int8}
     cells = {}

@@ -115,7 +115,7 @@ def _precision_text(results: Results, engine: EngineResult | None) -> Block:
 
 
 def _kernel_blocks(engine: EngineResult) -> list[Block]:
-    facts = facts_of(engine.layers)
+    facts = collect_facts(engine.layers)
     several = facts.profiles > 1
     counts = ", ".join(f"{count} {kind}" for kind, count in facts.kernels.most_common())
     table = table_of(

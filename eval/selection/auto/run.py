@@ -37,10 +37,10 @@ from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.search.workspace import measured_source
 from qdqbench.eval.selection.trials.results import Failure, Origin, failure_of
 from qdqbench.eval.selection.trials.store import TRIALS, Store
-from qdqbench.quantize.engine.build import attention_count, require_int8
+from qdqbench.quantize.engine.build import count_attentions, require_int8
 from qdqbench.quantize.pipeline.artifacts import FP16, FP32, backend_of, expected_gemms, graph_path
 from qdqbench.quantize.pipeline.ownership import locked_folder
-from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, finished, open_run
+from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, open_run, read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe
 from qdqbench.quantize.tasks.sources import source_fingerprint
@@ -54,7 +54,7 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import read_results
 from qdqbench.quantize.utils.speedup import Speedup
-from qdqbench.quantize.utils.system.environment import environment, made_with, now
+from qdqbench.quantize.utils.system.environment import describe_environment, get_code_identity, now
 
 FOLDS = 5
 
@@ -299,7 +299,7 @@ class AutoRun:
     def _share_baseline(self, folder: Path, before: Sequence[AutoStep]) -> None:
         """Copy FP32's answers of an earlier run: the pipeline sees whether it would make the same."""
         runs = (self.folder / step.name / RUN for step in before)  # one that failed later has them too
-        source = next((run for run in runs if "baseline" in finished(run)), None)
+        source = next((run for run in runs if "baseline" in read_finished(run)), None)
         if source is None or (folder / STAGES_FILE).exists():
             return
         manifest = files.read_json(source / STAGES_FILE)
@@ -316,7 +316,7 @@ class AutoRun:
             source = measured_source(session, self.options)
             on_cpu = backend_of(session.recipe) in CPU_BACKENDS
             gemms = expected_gemms(session)
-            graph = ReadyGraph(graph_path(session), gemms, attention_count(gemms, session.plan.attention))
+            graph = ReadyGraph(graph_path(session), gemms, count_attentions(gemms, session.plan.attention))
             half = session.recipe.precision.compute == "fp16" and not on_cpu
             plain = ReadyGraph(session.folder / (FP16 if half else FP32), [], 0)
             with (
@@ -358,7 +358,7 @@ class AutoRun:
             self.folder / TRIALS,
             AutoStep,
             {
-                **made_with(),
+                **get_code_identity(),
                 "model": session.model_sha256,
                 "data": {
                     split: source_fingerprint(task, session.data_source, split) for split in sorted(splits)
@@ -509,5 +509,5 @@ def _make_result(auto: AutoRun, steps: list[AutoStep], budget_s: float, command:
         choice=choice,
         warnings=session.warnings,
         notes=session.notes,
-        environment=environment(),
+        environment=describe_environment(),
     )

@@ -33,7 +33,7 @@ from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.limits import INT8_RESIDUALS
 from qdqbench.quantize.utils.speedup import Speedup
-from qdqbench.quantize.utils.system.environment import environment, now, versions
+from qdqbench.quantize.utils.system.environment import describe_environment, now, versions
 
 
 def finish_search(
@@ -67,7 +67,7 @@ def finish_search(
         agreement=None,
         warnings=[],
         notes=[],
-        environment=environment() | {"optuna": metadata.version("optuna"), **versions()},
+        environment=describe_environment() | {"optuna": metadata.version("optuna"), **versions()},
     )
     (folder / RECIPE_FILE).unlink(missing_ok=True)
     if chosen is not None and chosen.recipe is not None:

@@ -27,7 +27,7 @@ from qdqbench.eval.reporting.formats import cleaned, count_of, delta_points, fla
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.search.results import SEARCH_FILE, ConfirmedRecipe, Ranking, Search, SearchTrial
 from qdqbench.eval.selection.trials.results import DRAW, Origin
-from qdqbench.quantize.recipe.schema import short_yaml
+from qdqbench.quantize.recipe.schema import dump_short_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.utils.comparison import Comparison
 
@@ -61,7 +61,7 @@ def search_report(found: Search) -> Report:
     shape = f"batch {source.batch}, {source.length} tokens"
     about = [label(found.task), str(found.recipe["name"])]
     facts = {"Settings": flat(found.settings), "Latency": flat(source.model_dump())}
-    recipe = short_yaml(found.chosen.recipe) if found.chosen and found.chosen.recipe else ""
+    recipe = dump_short_recipe(found.chosen.recipe) if found.chosen and found.chosen.recipe else ""
     sections = [
         Section(
             "front", "Accuracy against latency", [Chart(partial(draw_front, found), broad=True)], on=PAGE

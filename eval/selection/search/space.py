@@ -238,7 +238,9 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
         for name, scales in plan.int8.items()
         if name not in searched
     ]
-    islands = [rule for rule in base.rules if rule.precision == "fp32" and matched(rule, modules, prefix)]
+    islands = [
+        rule for rule in base.rules if rule.precision == "fp32" and match_modules(rule, modules, prefix)
+    ]
     formats = Counter(plan.int8[name] for name in searched if name in plan.int8)
     granularity = formats.most_common(1)[0][0] if formats else "channel"
     return Space(base, modules, prefix, free, attention, granularity, (*outside, *islands))

@@ -27,7 +27,7 @@ from qdqbench.eval.selection.sensitivity.results import (
 )
 from qdqbench.eval.selection.trials.results import DRAW, Failure, failure_of
 from qdqbench.eval.selection.trials.store import hash_of
-from qdqbench.quantize.calibration.narrow import without_corrections
+from qdqbench.quantize.calibration.record import disable_bias_correction
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
@@ -35,7 +35,7 @@ from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.tasks.sources import source_fingerprint
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
-from qdqbench.quantize.utils.system.environment import made_with
+from qdqbench.quantize.utils.system.environment import get_code_identity
 from qdqbench.quantize.utils.system.quiet import quiet
 from qdqbench.quantize.utils.system.secrets import hide_credentials
 
@@ -95,7 +95,9 @@ def open_worker(
     source, measure = open_source(session, options, work, stack)
     settings = _settings(session, options, source)
     shared = {
-        name: each for name, each in settings.items() if name in {"model", "data", "task", *made_with()}
+        name: each
+        for name, each in settings.items()
+        if name in {"model", "data", "task", *get_code_identity()}
     }
     work.identity = hash_of(shared)
     url = options.storage or f"sqlite:///{session.folder.parent.resolve() / 'study.db'}"
@@ -111,7 +113,7 @@ def _settings(session: Session, options: SearchOptions, source: Source) -> dict[
     """Return what the trials of one study have in common; the gate may change, it only chooses."""
     recipe, task = session.recipe, session.config.task
     return {
-        **made_with(),
+        **get_code_identity(),
         "model": session.model_sha256,
         "task": task.model_dump(mode="json"),
         "data": source_fingerprint(task, session.data_source, recipe.calibration.split),
@@ -246,7 +248,7 @@ def rank_units(work: Workspace, file: Path | None) -> tuple[Space, Ranking]:
     else:
         session = work.session
         whole = work.space.assemble(set(work.space.units), set(work.space.attention), PLAIN)
-        config = session.config.model_copy(update={"recipe": without_corrections(whole)})
+        config = session.config.model_copy(update={"recipe": disable_bias_correction(whole)})
         work.progress("measuring sensitivity")
         measured = Measurement(
             Session(config, session.folder),
@@ -417,7 +419,7 @@ def _try_recipe(worker: Worker, point: "optuna.Trial", trial: SearchTrial) -> Se
     trial.recipe = recipe
     trial.int8_linears, trial.int8_attention = len(plan.int8), len(plan.attention)
     trial.int8_share = work.int8_share(plan, worker.options.length)
-    key = plan_key(without_corrections(recipe), plan)
+    key = plan_key(disable_bias_correction(recipe), plan)
     earlier = [frozen for frozen in list_finished(worker.study) if frozen.user_attrs.get("key") == key]
     point.set_user_attr("key", key)
     if earlier and "trial" in earlier[0].user_attrs:

@@ -116,7 +116,9 @@ class Workspace:
             in_full: calibrate it alone, with its corrections of biases, as `qdqbench run` does.
         """
         plan = self.plan(recipe)
-        key = plan_key(recipe, plan) if in_full else f"shared {plan_key(without_corrections(recipe), plan)}"
+        key = (
+            plan_key(recipe, plan) if in_full else f"shared {plan_key(disable_bias_correction(recipe), plan)}"
+        )
 
         def calibrate() -> "tuple[PreTrainedModel, CalibrationCost]":
             start = time.perf_counter()
@@ -166,7 +168,7 @@ class Workspace:
 
         Biases are not corrected: that depends on all that is INT8, and takes far longer than a trial.
         """
-        recipe = without_corrections(recipe)
+        recipe = disable_bias_correction(recipe)
         fused = self._everything(recipe, set(self.space.attention))
         whole = self.plan(fused)
         names = (*plan.int8, *plan.attention)
@@ -182,14 +184,14 @@ class Workspace:
         layer_of = plan.family.layer_of
         layers = {layer_of(name) for name in plan.int8} & set(self.space.attention)
         if not record.smoothing.rows or {layer_of(name) for name in plan.attention} >= layers:
-            return narrowed(plan, record, record)
+            return select_record(plan, record, record)
         plain = self._everything(recipe, set())
-        return narrowed(plan, self._record(plain, self.plan(plain)), record)
+        return select_record(plan, self._record(plain, self.plan(plain)), record)
 
     def _everything(self, recipe: Recipe, attention: set[int]) -> Recipe:
         """Return every linear in INT8, and these attentions, calibrated by the section of this recipe."""
         how = recipe.calibration.model_dump(include={"method", "smoothing", "weights_method"})
-        return without_corrections(self.space.assemble(set(self.space.units), attention, how))
+        return disable_bias_correction(self.space.assemble(set(self.space.units), attention, how))
 
     def _record(self, recipe: Recipe, plan: Plan) -> CalibrationRecord:
         key = hash_of([plan_key(recipe, plan), self.identity])[:24]

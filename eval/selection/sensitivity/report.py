@@ -27,8 +27,8 @@ from qdqbench.eval.reporting.formats import DIVERGENCES, cleaned, count_of, labe
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CandidateRow, Sensitivity, ranking
 from qdqbench.eval.selection.trials.cells import change_cell, divergence_cell, noise_text, sqnr_text
-from qdqbench.quantize.models.families.any_family import part_of
 from qdqbench.quantize.models.families.family import QKV
+from qdqbench.quantize.models.families.known import part_of
 from qdqbench.quantize.utils import files
 
 WORST = 10

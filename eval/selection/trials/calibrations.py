@@ -11,7 +11,6 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, enabled_quantizers, quantizer_kind
 from qdqbench.quantize.calibration.record import QuantizerState, require_plausible
-from qdqbench.quantize.calibration.straight import share_scales
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.utils.arrays import Batch
@@ -60,21 +59,21 @@ def apply_methods(
     Raises:
         CheckFailed: an amax that is not plausible.
     """
-    from qdqbench.quantize.calibration.fakequant.modelopt import calibrator_of
+    from qdqbench.quantize.calibration.fakequant.modelopt import get_calibrator
 
     model = copy.deepcopy(shared.model)
-    states, enabled = dict(shared.states), quantizers.enabled_quantizers(model)
+    states, enabled = dict(shared.states), quantizers.list_quantizers(model)
     known: dict[Any, Any] = {}  # q, k and v read one tensor, and entropy searches long
     for name, quantizer in enabled.items():
-        if quantizer_kind(name) in ("weight", "softmax"):
+        if get_quantizer_kind(name) in ("weight", "softmax"):
             continue
-        seen, method = calibrator_of(quantizer), plan.scaling_of(name.rpartition(".")[0]).method
+        seen, method = get_calibrator(quantizer), plan.scaling_of(name.rpartition(".")[0]).method
         key = method, seen.largest, seen.limit, seen.counts.tobytes()
         amax = known[key] = known[key] if key in known else _amax_by(seen, method)
         quantizer.amax = amax.to(quantizer.amax.device)
     share_scales(plan, enabled)
     for name, quantizer in enabled.items():
-        if quantizer_kind(name) != "weight":
+        if get_quantizer_kind(name) != "weight":
             states[name] = states[name].model_copy(update={"amax": float(quantizer.amax)})
     require_plausible(states)
     return model, states

@@ -261,7 +261,7 @@ class Trials:
             "limit": config.limit,
             "batch_size": config.batch_size,
             "seed": config.seed,
-            **made_with(),
+            **get_code_identity(),
         }
 
     @cached_property
@@ -300,7 +300,7 @@ class Trials:
     def fp32_scores(self, split: str) -> Scores:
         """Return FP32's metrics on a split."""
         task, answers = self.session.config.task, self.fp32[split]
-        gold = metrics.against(task, self.encoded[split].gold, answers)
+        gold = metrics.select_reference(task, self.encoded[split].gold, answers)
         return Scores(
             metrics=metrics.compute(task, answers, gold),
             stderr=metrics.stderr(task, answers, gold, seed=self.session.config.seed),

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from qdqbench.quantize.calibration.fakequant.modelopt import stored_amax
+from qdqbench.quantize.calibration.fakequant.modelopt import get_stored_amax
 from qdqbench.quantize.calibration.fakequant.quantizers import FP16_BITS, INT8_MAX
 
 DROPPED_BITS = 24 - FP16_BITS  # of FP32's significant bits
 LOWEST_RATIO = 2.0**-7  # one code of the calibrated scale
 
 
-def rounded_up(scale: torch.Tensor) -> torch.Tensor:
-    """Positive FP32 scales, in place, rounded up to 11 significant bits as `ptq.round_weight_scales` does.
+def round_up(scale: torch.Tensor) -> torch.Tensor:
+    """Round positive FP32 scales up, in place, to 11 significant bits, as `ptq.round_weight_scales` does.
 
     A carry out of the mantissa goes into the exponent, as it should.
     """
@@ -43,12 +43,12 @@ _known_constant = functools.cache(_make_constant)
 
 
 def _constant(value: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor [1], made once for each device."""
+    """Return a tensor [1], made once for each device."""
     make = _make_constant if torch.compiler.is_compiling() else _known_constant
     return make(value, dtype, device)
 
 
-class _Quantize(torch.autograd.Function):
+class _LearnedQuantize(torch.autograd.Function):
     """Fake quantization with a gradient to the input and to the ratio of the scale."""
 
     @staticmethod
@@ -93,7 +93,7 @@ class _Quantize(torch.autograd.Function):
         return to_inputs, to_ratio, None, None, None, None
 
 
-_quantize: Any = _Quantize.apply
+_quantize: Any = _LearnedQuantize.apply
 
 
 @dataclass(eq=False)
@@ -106,16 +106,16 @@ class Learned:
     low: int
     axis: int | None
     count: int  # N of the paper
-    table: "Table" = None  # type: ignore[assignment]
+    table: "ScaleTable" = None  # type: ignore[assignment]
     place: int = 0
 
     @property
     def amax(self) -> torch.Tensor:
         """As calibrated, of the ratio's shape."""
-        return stored_amax(self.quantizer).float().reshape(self.ratio.shape)
+        return get_stored_amax(self.quantizer).float().reshape(self.ratio.shape)
 
     def quantized(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Fake-quantized `inputs`, in their own type."""
+        """Fake-quantize `inputs`, in their own type."""
         scale, gain = self.table.current(self)
         output: torch.Tensor = _quantize(inputs, self.ratio, scale, gain, self.axis, self.low)
         return output
@@ -131,7 +131,7 @@ class Learned:
         return self.ratio._version, self.ratio.data_ptr()
 
 
-class Table:
+class ScaleTable:
     """Scales of every learned ratio, computed together: a few kernels for each step of the optimizer."""
 
     def __init__(self, items: list[Learned]) -> None:
@@ -147,14 +147,14 @@ class Table:
         self.seen: list[tuple[int, int]] = []
 
     def expire(self, *_: Any) -> None:
-        """Forward pre-hook of the model: the optimizer may have made a step."""
+        """Note, as a forward pre-hook of the model, that the optimizer may have made a step."""
         self.seen = []
 
     def current(self, item: Learned) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and gain of an item: scalars or [channels]."""
+        """Return the scale and gain of an item: scalars or [channels]."""
         if torch.compiler.is_compiling():
             scale = item.ratio.detach() * item.amax / INT8_MAX
-            return (rounded_up(scale) if item.rounded else scale), item.factor / item.ratio.detach()
+            return (round_up(scale) if item.rounded else scale), item.factor / item.ratio.detach()
         if not self.seen or self.seen[item.place] != item.seen:
             self._refresh()
         return self.scales[item.place], self.gains[item.place]
@@ -164,7 +164,7 @@ class Table:
     def _refresh(self) -> None:
         ratios = torch.cat([item.ratio.flatten() for item in self.items])
         scales = ratios * torch.cat([item.amax.flatten() for item in self.items]) / INT8_MAX
-        rounded_up(scales[self.exact :])
+        round_up(scales[self.exact :])
         if self.factors.device != ratios.device:
             self.factors = self.factors.to(ratios.device)
         gains = self.factors / ratios

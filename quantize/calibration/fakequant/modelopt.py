@@ -24,8 +24,8 @@ from modelopt.torch.quantization.model_calib import _mse_quant_func  # noqa: E40
 from modelopt.torch.quantization.nn import TensorQuantizer  # noqa: E402
 
 
-def calibrator_of(quantizer: Any) -> Any:
-    """What collects the values of a quantizer while it calibrates."""
+def get_calibrator(quantizer: Any) -> Any:
+    """Return the collector of a quantizer's values while it calibrates."""
     return quantizer._calibrator
 
 
@@ -39,13 +39,13 @@ def set_histogram(calibrator: HistogramCalibrator, counts: torch.Tensor, edges: 
     calibrator._calib_hist, calibrator._calib_bin_edges = counts, edges
 
 
-def quantized_with(quantizer: Any, value: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """`value` as the quantizer would make it if it had this amax."""
+def quantize_with(quantizer: Any, value: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """Return `value` as the quantizer would make it with this amax."""
     return _mse_quant_func(value, amax, quantizer)  # type: ignore[no-any-return]
 
 
-def stored_amax(quantizer: Any) -> torch.Tensor:
-    """The buffer itself, without the property's questions."""
+def get_stored_amax(quantizer: Any) -> torch.Tensor:
+    """Return the buffer itself, without the property's questions."""
     return quantizer._buffers["_amax"]  # type: ignore[no-any-return]
 
 
@@ -55,14 +55,14 @@ def forget_scale(quantizer: Any) -> None:
 
 
 def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """ModelOpt quant backend: `inputs` on the grid of the quantizer's scales, in their type; no host sync.
+    """Round `inputs` to the grid of the quantizer's scales, in their type, for ModelOpt; no host sync.
 
     Against ModelOpt's arithmetic, codes are equal where value / scale is further than 2^-15 from a tie, and
     values of equal codes to 2^-22 of themselves. NaN becomes a code, as in any engine: find it before.
     """
     if (learned := quantizer.__dict__.get("learned")) is not None:
         return learned.quantized(inputs)  # type: ignore[no-any-return]
-    scale = prepared(quantizer)
+    scale = prepare_scales(quantizer)
     if scale.per_channel is None or scale.zero is None:
         return torch.fake_quantize_per_tensor_affine(inputs, scale.per_tensor, 0, scale.low, INT8_MAX)
     return torch.fake_quantize_per_channel_affine(
@@ -71,8 +71,8 @@ def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
 
 
 def quantize_exactly(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """ModelOpt's arithmetic on FP32 to the bit, without gradients; in place it is faster on a CPU."""
-    scale = prepared(quantizer)
+    """Compute ModelOpt's FP32 arithmetic to the bit, without gradients; in place it is faster on a CPU."""
+    scale = prepare_scales(quantizer)
     values = inputs.contiguous() * scale.steps
     return values.round_().clamp_(scale.low, INT8_MAX).div_(scale.divisors)
 
@@ -92,8 +92,8 @@ class _Scale:
     zero: torch.Tensor | None = None  # FP32: the host would look at integers at every call
 
 
-def prepared(quantizer: Any) -> _Scale:
-    """The quantizer's scales; computed where its amax is another than before."""
+def prepare_scales(quantizer: Any) -> _Scale:
+    """Return the quantizer's scales; compute them where its amax is another than before."""
     scale = quantizer._quantizer_cache
     if torch.compiler.is_compiling() and scale is not None:
         return scale  # type: ignore[no-any-return]
@@ -113,17 +113,17 @@ def _prepare(quantizer: Any) -> _Scale:
     steps = torch.tensor(float(INT8_MAX), device=amax.device) / amax.float()
     nothing = amax <= 2**-24
     steps, divisors = steps.masked_fill(nothing, 0.0), steps.masked_fill(nothing, 1.0)
-    found = _Scale(amax, amax._version, lowest_code(quantizer), steps, divisors)
+    scale = _Scale(amax, amax._version, get_lowest_code(quantizer), steps, divisors)
     if quantizer.axis is None:
-        found.per_tensor = float(scales)
+        scale.per_tensor = float(scales)
     else:
-        found.axis, found.per_channel = int(quantizer.axis), scales.flatten()
-        found.zero = torch.zeros_like(found.per_channel)
-    return found
+        scale.axis, scale.per_channel = int(quantizer.axis), scales.flatten()
+        scale.zero = torch.zeros_like(scale.per_channel)
+    return scale
 
 
-def lowest_code(quantizer: Any) -> int:
-    """-128, or -127 in the narrow range."""
+def get_lowest_code(quantizer: Any) -> int:
+    """Return -128, or -127 in the narrow range."""
     return -INT8_MAX if quantizer.narrow_range else -INT8_MAX - 1
 
 
@@ -134,7 +134,7 @@ class ShortQuantizer(TensorQuantizer):  # type: ignore[misc]
     exact: bool = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Fake-quantized `inputs`; ModelOpt's own way while it calibrates."""
+        """Fake-quantize `inputs`; while it calibrates in ModelOpt's own way."""
         if self._if_calib or not self._if_quant:
             return super().forward(inputs)  # type: ignore[no-any-return]
         if self.shared is not None and not self._disabled:
@@ -142,7 +142,7 @@ class ShortQuantizer(TensorQuantizer):  # type: ignore[misc]
         return self.quantized(inputs)
 
     def quantized(self, inputs: torch.Tensor) -> torch.Tensor:
-        """`inputs` times the factors of smoothing, fake-quantized unless disabled."""
+        """Fake-quantize `inputs` times the factors of smoothing, unless disabled."""
         factors = self._buffers.get("_pre_quant_scale")
         if factors is not None and self._enable_pre_quant_scale:
             inputs = inputs * factors

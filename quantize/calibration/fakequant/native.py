@@ -23,22 +23,23 @@ from modelopt.torch.quantization.nn import QuantModule, TensorQuantizer
 from torch import nn
 from torch.nn import functional
 
-from qdqbench.quantize.calibration.fakequant import residual
-from qdqbench.quantize.calibration.fakequant.learned_scales import LOWEST_RATIO, Learned, Table
+from qdqbench.quantize.calibration.fakequant.learned_scales import LOWEST_RATIO, Learned, ScaleTable
 from qdqbench.quantize.calibration.fakequant.modelopt import (
     ShortQuantizer,
     fake_quantize,
     forget_scale,
-    lowest_code,
-    prepared,
+    get_lowest_code,
+    prepare_scales,
 )
-from qdqbench.quantize.calibration.fakequant.onednn import quick_linears
+from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 from qdqbench.quantize.calibration.fakequant.quantizers import (
-    enabled_quantizers,
+    RESIDUAL_QUANTIZER,
+    get_quantizer_kind,
     import_modelopt,
-    quantizer_kind,
+    list_quantizers,
+    quantize_residual,
     round_weight_scales,
-    rounded_weights,
+    use_rounded_weights,
 )
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.utils.errors import UserError
@@ -50,23 +51,23 @@ if TYPE_CHECKING:
 import_modelopt()
 
 
-class Linear(nn.Linear):
+class FakeQuantLinear(nn.Linear):
     """A linear whose input and weight are quantized."""
 
     input_quantizer: TensorQuantizer
     weight_quantizer: TensorQuantizer
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Output of the linear."""
+        """Return the output of the linear."""
         return functional.linear(self.input_quantizer(inputs), self.weight_quantizer(self.weight), self.bias)
 
 
 @functools.cache
 def _residual_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A module that adds a residual, and quantizes it before."""
+    """Return the class of a module that adds a residual, and quantizes it before."""
 
     def forward(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> Any:
-        rounded = residual.fake_quantized(self.residual_quantizer, input_tensor)
+        rounded = quantize_residual(self.residual_quantizer, input_tensor)
         return original.forward(self, hidden_states, rounded)
 
     return type(f"Native{original.__name__}", (original,), {"forward": forward})
@@ -81,7 +82,7 @@ class _Last:
     served: frozenset[int] = frozenset()
 
     def __deepcopy__(self, _: Any) -> "_Last":
-        """A copy of a model has quantized nothing yet."""
+        """Copy a model; the copy has quantized nothing yet."""
         return _Last()
 
 
@@ -96,11 +97,11 @@ class SharedQuantizer:
         self.last = _Last()
 
     def quantized(self, inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
-        """What `quantizer` makes of `inputs`; for another reader of the tensor, the same tensor again."""
+        """Quantize `inputs`; return the same tensor again for another reader of it."""
         if torch.compiler.is_compiling():
             return quantizer.quantized(inputs)  # type: ignore[no-any-return]
         learned, last = quantizer.__dict__.get("learned"), self.last
-        scale = prepared(quantizer).version if learned is None else learned.seen
+        scale = prepare_scales(quantizer).version if learned is None else learned.seen
         version = None if inputs.is_inference() else inputs._version  # which inference tensors do not count
         state = (version, torch.is_grad_enabled(), scale)
         if inputs is not last.inputs or state != last.state or id(quantizer) in last.served:
@@ -126,8 +127,8 @@ def shorten(module: nn.Module) -> None:
         if not active and not scaled:
             short = original
         elif original is nn.Linear and active <= {"input_quantizer", "weight_quantizer"}:
-            short = Linear
-        elif active == {residual.QUANTIZER}:
+            short = FakeQuantLinear
+        elif active == {RESIDUAL_QUANTIZER}:
             short = _residual_class(original)
     if short is not None:
         module.__dict__["_modelopt_class"] = type(module)
@@ -145,12 +146,12 @@ def lengthen(module: nn.Module) -> None:
         module.__dict__.pop("exact", None)
 
 
-def readers_of_one_tensor(model: "PreTrainedModel") -> Iterator[list[Any]]:
-    """Quantizers of one tensor that have equal scales and factors: of q, k, v, and of an INT8 residual."""
-    found, family = enabled_quantizers(model), family_of(model.config)
+def group_readers(model: "PreTrainedModel") -> Iterator[list[Any]]:
+    """Return the quantizers of one tensor with equal scales and factors: q, k, v and an INT8 residual."""
+    found, family = list_quantizers(model), family_of(model.config)
     for name, _ in model.named_modules():
         readers = [f"{linear}.input_quantizer" for linear in family.residual_readers(name)]
-        group = [found[key] for key in (*readers, f"{name}.{residual.QUANTIZER}") if key in found]
+        group = [found[key] for key in (*readers, f"{name}.{RESIDUAL_QUANTIZER}") if key in found]
         if len(group) > 1 and set(readers) <= set(found) and all(_equal(group[0], q) for q in group[1:]):
             yield group
 
@@ -175,10 +176,10 @@ def use_native(model: "PreTrainedModel") -> None:
     if not tensor_quantizer.is_registered_quant_backend(BACKEND):
         tensor_quantizer.register_quant_backend(BACKEND, fake_quantize)
     _undo(model)
-    for quantizer in enabled_quantizers(model).values():
+    for quantizer in list_quantizers(model).values():
         quantizer.backend = BACKEND
-        prepared(quantizer)
-    groups = list(readers_of_one_tensor(model))
+        prepare_scales(quantizer)
+    groups = list(group_readers(model))
     for module in model.modules():
         shorten(module)
     for group in groups:
@@ -188,21 +189,23 @@ def use_native(model: "PreTrainedModel") -> None:
 
 
 def use_modelopt(model: "PreTrainedModel") -> None:
-    """Undo `use_native`: ModelOpt's modules and arithmetic, same scales; `settle` learned ones first."""
-    if learned(model):
-        raise RuntimeError("ModelOpt's quantizers know no ratios; settle(model) writes them into amax")
+    """Undo `use_native`: ModelOpt's modules and arithmetic, same scales; call `settle_learned` first."""
+    if list_learned(model):
+        raise RuntimeError(
+            "ModelOpt's quantizers know no ratios; settle_learned(model) writes them into amax"
+        )
     _undo(model)
 
 
 @contextmanager
-def evaluated(model: "PreTrainedModel") -> Iterator[None]:
-    """Fake quantization without gradients: torch's kernels on a GPU, ModelOpt's results to the bit on a CPU.
+def use_evaluation(model: "PreTrainedModel") -> Iterator[None]:
+    """Fake-quantize without gradients: by torch's kernels on a GPU, ModelOpt's results to the bit on a CPU.
 
     On a GPU ModelOpt would first compile its own kernels, on each new machine. On a CPU its arithmetic takes
     fewer steps here.
     """
     use_native(model)
-    for quantizer in enabled_quantizers(model).values():
+    for quantizer in list_quantizers(model).values():
         quantizer.exact = quantizer.amax.device.type == "cpu"
     try:
         yield
@@ -211,16 +214,16 @@ def evaluated(model: "PreTrainedModel") -> Iterator[None]:
 
 
 @contextmanager
-def frozen(model: "PreTrainedModel") -> Iterator[None]:
-    """`evaluated`, and weights rounded and laid out once: a model that only runs meanwhile."""
-    with evaluated(model), rounded_weights(model), quick_linears(model.device.type, again=True):
+def use_frozen_weights(model: "PreTrainedModel") -> Iterator[None]:
+    """Do as `use_evaluation`, with weights rounded and laid out once: the model only runs meanwhile."""
+    with use_evaluation(model), use_rounded_weights(model), use_quick_linears(model.device.type, again=True):
         yield
 
 
 def learn_amax(
     model: "PreTrainedModel", names: Iterable[str] | None = None, together: Iterable[Sequence[str]] = ()
 ) -> list[nn.Parameter]:
-    """Give quantizers a learnable ratio to their calibrated amax, that starts at 1 (LSQ: `learned_amax.py`).
+    """Give quantizers a learnable ratio to their calibrated amax, that starts at 1 (`learned_scales.py`).
 
     A ratio is the parameter `amax_ratio` of its quantizer, () or [channels], FP32; it should not decay.
     Quantizers of one tensor share one, that of the first of them, if they have equal scales: q, k and v,
@@ -239,14 +242,16 @@ def learn_amax(
         UserError: names that are no enabled quantizer, or the softmax output's.
     """
     use_native(model)
-    possible = {name: q for name, q in enabled_quantizers(model).items() if quantizer_kind(name) != "softmax"}
+    possible = {
+        name: q for name, q in list_quantizers(model).items() if get_quantizer_kind(name) != "softmax"
+    }
     wanted = set(possible if names is None else names)
     if lost := sorted(wanted - set(possible)):
         raise UserError(
             f"no scale to learn at {name_list(lost)}; name quantizers that the recipe makes INT8, other than "
             "the softmax output's"
         )
-    equal = [*readers_of_one_tensor(model), *([possible[name] for name in group] for group in together)]
+    equal = [*group_readers(model), *([possible[name] for name in group] for group in together)]
     groups = {id(quantizer): group for group in equal for quantizer in group}
     chosen = {id(member) for name in wanted for member in groups.get(id(possible[name]), [possible[name]])}
     items: list[Learned] = []
@@ -257,12 +262,12 @@ def learn_amax(
             for member in groups.get(id(quantizer), [quantizer]):
                 member.learned = item
     if items:
-        model.register_forward_pre_hook(Table(items).expire)
+        model.register_forward_pre_hook(ScaleTable(items).expire)
     return [item.ratio for item in items]
 
 
-def learned(model: "PreTrainedModel") -> list[nn.Parameter]:
-    """The ratios of `learn_amax`, in model order."""
+def list_learned(model: "PreTrainedModel") -> list[nn.Parameter]:
+    """Return the ratios of `learn_amax`, in model order."""
     return [value for name, value in model.named_parameters() if name.rpartition(".")[2] == PARAMETER]
 
 
@@ -274,13 +279,13 @@ def keep_positive(model: "PreTrainedModel") -> None:
             torch._foreach_clamp_min_(ratios, LOWEST_RATIO)
 
 
-def settle(model: "PreTrainedModel") -> None:
+def settle_learned(model: "PreTrainedModel") -> None:
     """Write learned ratios into amax and remove them: a plain ModelOpt model with the scales of training.
 
     Bit for bit, as a weight's scale was rounded up to 11 significant bits all along; its amax is 127 times
     that, as calibration makes it. Without learned ratios this is `use_modelopt`.
     """
-    changed = {name: q for name, q in enabled_quantizers(model).items() if "learned" in q.__dict__}
+    changed = {name: q for name, q in list_quantizers(model).items() if "learned" in q.__dict__}
     with torch.no_grad():
         values = {name: q.learned.ratio * q.learned.amax for name, q in changed.items()}
     for name, quantizer in changed.items():
@@ -295,8 +300,8 @@ def settle(model: "PreTrainedModel") -> None:
 
 
 def _learned(model: "PreTrainedModel", name: str, quantizer: Any) -> Learned:
-    """A ratio of 1 for a quantizer."""
-    kind, module = quantizer_kind(name), model.get_submodule(name.rpartition(".")[0])
+    """Return a ratio of 1 for a quantizer."""
+    kind, module = get_quantizer_kind(name), model.get_submodule(name.rpartition(".")[0])
     per_channel = quantizer.axis is not None
     if kind == "weight":
         weight: Any = module.weight
@@ -308,21 +313,21 @@ def _learned(model: "PreTrainedModel", name: str, quantizer: Any) -> Learned:
         nn.Parameter(torch.ones(shape, device=quantizer.amax.device)),
         quantizer,
         rounded=kind == "weight",
-        low=lowest_code(quantizer),
+        low=get_lowest_code(quantizer),
         axis=int(quantizer.axis) if per_channel else None,
         count=count,
     )
 
 
-def _tables(model: "PreTrainedModel") -> dict[int, Table]:
-    """Tables of learned scales, by the key of their hook on the model."""
+def _tables(model: "PreTrainedModel") -> dict[int, ScaleTable]:
+    """Return the tables of learned scales, by the key of their hook on the model."""
     owners = {key: getattr(hook, "__self__", None) for key, hook in model._forward_pre_hooks.items()}
-    return {key: owner for key, owner in owners.items() if isinstance(owner, Table)}
+    return {key: owner for key, owner in owners.items() if isinstance(owner, ScaleTable)}
 
 
 def _undo(model: "PreTrainedModel") -> None:
     for module in model.modules():
         lengthen(module)
-    for quantizer in enabled_quantizers(model).values():
+    for quantizer in list_quantizers(model).values():
         if quantizer.backend == BACKEND:
             quantizer.backend = None

@@ -25,8 +25,8 @@ Parts = list[tuple[slice, torch.Tensor]]  # of K, and the weight there, in any l
 
 
 @contextmanager
-def quick_linears(device: str = "cpu", *, again: bool = False) -> Iterator[None]:
-    """Linears without gradients that run in the block take the quicker library, where there is one.
+def use_quick_linears(device: str = "cpu", *, again: bool = False) -> Iterator[None]:
+    """Let linears without gradients that run in the block take the quicker library, where there is one.
 
     Args:
         device: type of the model's; elsewhere than on such a CPU nothing stands before torch's functions.
@@ -34,7 +34,7 @@ def quick_linears(device: str = "cpu", *, again: bool = False) -> Iterator[None]
             Nothing in the block may write into one through `.data`, or into one that was made in inference
             mode; to make `.data` another tensor is fine.
     """
-    if device != "cpu" or _QuickLinears.entered or not onednn_is_quicker():
+    if device != "cpu" or _QuickLinears.entered or not is_onednn_quicker():
         yield
         return
     _QuickLinears.entered = True
@@ -56,20 +56,20 @@ class _QuickLinears(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], _: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """What torch calls for each of its functions."""
+        """Handle a call of one of torch's functions."""
         if function is functional.linear and not kwargs and _dense(*args[:2]):
             inputs, weight, *bias = args
             threads = torch.get_num_threads()
             if inputs.numel() >= ROWS * threads * weight.shape[1] and _same(*weight.shape, threads):
-                return by_blocks(inputs, self._parts(weight), *bias)
+                return multiply_blocks(inputs, self._parts(weight), *bias)
         return function(*args, **(kwargs or {}))
 
     def _parts(self, weight: torch.Tensor) -> Parts:
-        """`parts_of` a weight; laid out once as long as there is room."""
+        """Call `split_weight` for a weight; once as long as there is room."""
         version = None if weight.is_inference() else weight._version
         held, known, parts = self._held.get(weight.data_ptr(), (weight, -1, []))
         if known != version or held.shape != weight.shape:
-            parts = parts_of(weight)
+            parts = split_weight(weight)
             if weight.nbytes <= self._room:
                 self._room -= weight.nbytes
                 lay_out = torch.ops.mkldnn._reorder_linear_weight
@@ -78,8 +78,8 @@ class _QuickLinears(TorchFunctionMode):
         return parts
 
 
-def parts_of(weight: torch.Tensor) -> Parts:
-    """The blocks of K of a weight [N, K] that MKL adds up, and where they are."""
+def split_weight(weight: torch.Tensor) -> Parts:
+    """Return the blocks of K of a weight [N, K] that MKL adds up, and where they are."""
     count = weight.shape[1]
     block = (count + 1) // 2 if BLOCK < count < 2 * BLOCK else BLOCK
     slices = (slice(start, start + block) for start in range(0, count, block))
@@ -87,21 +87,21 @@ def parts_of(weight: torch.Tensor) -> Parts:
     return [(part, weight[:, part].contiguous()) for part in slices]
 
 
-def by_blocks(inputs: torch.Tensor, parts: Parts, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`functional.linear` of inputs [..., K], contiguous, and a weight's `parts_of`, added up as MKL does."""
+def multiply_blocks(inputs: torch.Tensor, parts: Parts, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute `functional.linear` of contiguous inputs [..., K] and a split weight, added up as MKL does."""
     rows = inputs.view(-1, inputs.shape[-1])
-    made: torch.Tensor | None = None
+    total: torch.Tensor | None = None
     for part, weight in parts:
-        given = rows[:, part], weight, bias if made is None else None
-        found = torch.ops.mkldnn._linear_pointwise(*given, "none", [], "")
-        made = found if made is None else made.add_(found)
-    assert made is not None, "a linear has inputs"
-    return made.view(*inputs.shape[:-1], made.shape[-1])
+        arguments = rows[:, part], weight, bias if total is None else None
+        found = torch.ops.mkldnn._linear_pointwise(*arguments, "none", [], "")
+        total = found if total is None else total.add_(found)
+    assert total is not None, "a linear has inputs"
+    return total.view(*inputs.shape[:-1], total.shape[-1])
 
 
 @cache
-def onednn_is_quicker() -> bool:
-    """Whether this is a CPU that MKL has no kernels of full width for, and torch has both libraries."""
+def is_onednn_quicker() -> bool:
+    """Return whether MKL has no kernels of full width for this CPU, and torch has both libraries."""
     cpu = find_cpu()
     backends: Any = torch.backends
     both = backends.mkl.is_available() and backends.mkldnn.is_available()
@@ -110,17 +110,17 @@ def onednn_is_quicker() -> bool:
 
 @cache
 def _same(outputs: int, inputs: int, threads: int) -> bool:
-    """Whether both libraries give the same bits for a weight [outputs, inputs], on random values."""
+    """Return whether both libraries give the same bits for a weight [outputs, inputs], on random values."""
     random = torch.Generator().manual_seed(0)
     shapes = (ROWS * threads, inputs), (outputs, inputs), (outputs,)
     given = [torch.randn(*shape, generator=random) for shape in shapes]
     expected = functional.linear(*given)
     layouts = (_QuickLinears(room)._parts(given[1]) for room in (0, HELD_BYTES))
-    return all(by_blocks(given[0], parts, given[2]).equal(expected) for parts in layouts)
+    return all(multiply_blocks(given[0], parts, given[2]).equal(expected) for parts in layouts)
 
 
 def _dense(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether both are what oneDNN takes as it is, and no gradient is asked for."""
+    """Return whether both are as oneDNN takes them, and no gradient is asked for."""
     return torch.is_inference_mode_enabled() and all(
         value.device.type == "cpu" and value.dtype == torch.float32 and value.is_contiguous()
         for value in (inputs, weight)

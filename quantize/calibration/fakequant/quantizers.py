@@ -1,14 +1,15 @@
 """ModelOpt's quantizers in a model: which there are, what each rounds, and how a model runs with them."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.models.attention import UNROUNDED
-from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.tasks.task import kind_of
-from qdqbench.quantize.tasks.types.kind import LOGITS, joined
+from qdqbench.quantize.tasks.types.kind import LOGITS, join_outputs
 from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import unprinted
@@ -22,41 +23,44 @@ MODELOPT = "0.47"  # `modelopt.py` in this folder uses private names of it
 FP16_BITS = 11  # significant bits, the hidden one included
 
 
-def enabled_quantizers(model: "PreTrainedModel") -> dict[str, Any]:
-    """Enabled TensorQuantizer modules by full name, in model order."""
+def list_quantizers(model: "PreTrainedModel") -> dict[str, Any]:
+    """Return the enabled TensorQuantizer modules by full name, in model order."""
     from modelopt.torch.quantization.nn import TensorQuantizer
 
     return {n: m for n, m in model.named_modules() if isinstance(m, TensorQuantizer) and m.is_enabled}
 
 
-def seen_by(quantizer: Any, value: "torch.Tensor") -> "torch.Tensor":
-    """What a quantizer rounds: its input, times the factors of smoothing where it has them."""
+def smooth_input(quantizer: Any, value: "torch.Tensor") -> "torch.Tensor":
+    """Return what a quantizer rounds: its input, times the factors of smoothing where it has them."""
     factors = quantizer.pre_quant_scale
     return value if factors is None else value * factors
 
 
 def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
-    """Answers [B, width] or [B, L, width] of one batch, on the model's device, without gradients."""
+    """Return answers [B, width] or [B, L, width] of one batch, on the model's device, without gradients."""
     import torch
 
-    from qdqbench.quantize.calibration.fakequant.onednn import quick_linears
+    from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 
     device = next(model.parameters()).device
-    with torch.inference_mode(), quick_linears(device.type):
+    with torch.inference_mode(), use_quick_linears(device.type):
         output = model(
-            **{name: torch.from_numpy(array).to(device) for name, array in inputs_of(model, batch).items()}
+            **{
+                name: torch.from_numpy(array).to(device)
+                for name, array in select_inputs(model, batch).items()
+            }
         )
-    return joined(output, outputs_of(model))  # type: ignore[no-any-return]
+    return join_outputs(output, name_outputs(model))  # type: ignore[no-any-return]
 
 
-def outputs_of(model: "PreTrainedModel") -> Mapping[str, tuple[str, ...]]:
-    """Names of a model's outputs, and of their axes."""
+def name_outputs(model: "PreTrainedModel") -> Mapping[str, tuple[str, ...]]:
+    """Return the names of a model's outputs, and of their axes."""
     kind = kind_of(type(model).__name__)
     return LOGITS if kind is None else kind.outputs
 
 
 def import_modelopt() -> Any:
-    """`modelopt.torch.quantization`, without its warning on transformers versions that it did not test.
+    """Import `modelopt.torch.quantization` without its warning on untested transformers versions.
 
     What it has for FP8 is not compiled by torch: to say so would load Inductor, which takes a second.
 
@@ -83,13 +87,13 @@ def import_modelopt() -> Any:
 
 
 def _as_it_is(function: Any = None, **_: Any) -> Any:
-    """`torch.compile`, which compiles nothing."""
+    """Stand in for `torch.compile`; compile nothing."""
     return _as_it_is if function is None else function
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """ModelOpt prints what it registers and inserts, and warns where several processes train together."""
+    """Silence what ModelOpt prints, and its warning where several processes train together."""
     with unprinted():
         warnings.filterwarnings("ignore", message="Distributed training is initialized")
         yield
@@ -104,7 +108,7 @@ def round_weight_scales(quantizers: dict[str, Any]) -> None:
     import torch
 
     for name, quantizer in quantizers.items():
-        if quantizer_kind(name) != "weight" or not torch.isfinite(quantizer.amax).all():
+        if get_quantizer_kind(name) != "weight" or not torch.isfinite(quantizer.amax).all():
             continue
         mantissa, exponent = torch.frexp(quantizer.amax / INT8_MAX)
         scale = torch.ldexp(torch.ceil(mantissa * 2**FP16_BITS), exponent - FP16_BITS)
@@ -124,15 +128,15 @@ _KINDS: dict[str, QuantizerKind] = {
 }
 
 
-def quantizer_kind(name: str) -> QuantizerKind:
-    """What a quantizer is for, by its full name."""
+def get_quantizer_kind(name: str) -> QuantizerKind:
+    """Return the purpose of a quantizer, by its full name."""
     return _KINDS[name.rpartition(".")[2]]
 
 
 @contextmanager
 def quantizers_off(model: "PreTrainedModel") -> Iterator[None]:
     """Run the model unquantized; without an amax ModelOpt would quantize by each batch's own range."""
-    enabled = list(enabled_quantizers(model).values())
+    enabled = list(list_quantizers(model).values())
     for quantizer in enabled:
         quantizer.disable()
     try:
@@ -143,14 +147,14 @@ def quantizers_off(model: "PreTrainedModel") -> Iterator[None]:
 
 
 @contextmanager
-def rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None = None) -> Iterator[None]:
+def use_rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None = None) -> Iterator[None]:
     """Round the weights of quantized linears (all, if None) once, and not at every batch.
 
     What reads a weight past its quantizer, as DeBERTa's relative positions do, finds it as it was.
     """
     import torch
 
-    names = [n.rpartition(".")[0] for n in enabled_quantizers(model) if quantizer_kind(n) == "weight"]
+    names = [n.rpartition(".")[0] for n in list_quantizers(model) if get_quantizer_kind(n) == "weight"]
     wanted = set(names if linears is None else linears)
     found: list[Any] = [model.get_submodule(name) for name in names if name in wanted]
     plain = [linear.weight.data for linear in found]
@@ -166,3 +170,62 @@ def rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None = No
             linear.weight.data = weight
             linear.__dict__.pop(UNROUNDED, None)
             linear.weight_quantizer.enable()
+
+
+RESIDUAL_QUANTIZER = "residual_quantizer"
+
+
+@contextmanager
+def register_residuals(model: "PreTrainedModel", wanted: Collection[str] = ("all",)) -> Iterator[None]:
+    """Let ModelOpt give a model's residuals a quantizer while the block runs, and keep its own attention.
+
+    In `LayerNorm(dense(h) + x)` the tensor x is also the input of other linears: of q, k and v, or of the
+    first feed-forward linear. Its quantizer rounds x exactly as theirs do, with the same amax and the same
+    factors of smoothing, which are divided out after it. So all of them read one INT8 tensor, the only one
+    that the LayerNorm before has to write; the placement is that of NVIDIA's BERT QAT. A scale of its own
+    would leave the engine with two tensors (docs/graph.md).
+
+    Not for good: every such model that the process quantizes later would get them, and ModelOpt restores a
+    saved state only where the same classes are registered. So restore one with this too.
+    Nothing is registered where no module's residual is `wanted` in INT8. ModelOpt writes the source of an
+    attention anew that transformers' interface does not call, and fails on some: such a one stays as it is.
+    """
+    mtq, family = import_modelopt(), family_of(model.config)
+    from modelopt.torch.quantization.plugins.custom import CUSTOM_MODEL_PLUGINS
+    from modelopt.torch.quantization.plugins.huggingface import register_hf_attentions_on_the_fly
+
+    classes = family.residual_classes(model) if wanted else ()
+    if family.attention is None:
+        CUSTOM_MODEL_PLUGINS.discard(register_hf_attentions_on_the_fly)
+    for each in classes:
+        mtq.register(each, _quantized_class())
+    try:
+        yield
+    finally:
+        CUSTOM_MODEL_PLUGINS.add(register_hf_attentions_on_the_fly)
+        for each in classes:
+            mtq.unregister(each)
+
+
+def _quantized_class() -> type:
+    """Return the mix-in of ModelOpt for a module that adds a residual."""
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    class QuantResidual:
+        """`LayerNorm(dense(h) + x)` whose x is fake-quantized."""
+
+        def _setup(self) -> None:
+            self.residual_quantizer = TensorQuantizer()
+
+        def forward(self, hidden_states: "torch.Tensor", input_tensor: "torch.Tensor") -> "torch.Tensor":
+            rounded = quantize_residual(self.residual_quantizer, input_tensor)
+            return super().forward(hidden_states, rounded)  # type: ignore[misc,no-any-return]
+
+    return QuantResidual
+
+
+def quantize_residual(quantizer: Any, value: "torch.Tensor") -> "torch.Tensor":
+    """Quantize a residual and take the factors of smoothing out: powers of two, so both are exact."""
+    rounded: torch.Tensor = quantizer(value)
+    factors = quantizer.pre_quant_scale
+    return rounded if factors is None else rounded * (1 / factors)

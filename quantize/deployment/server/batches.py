@@ -50,7 +50,7 @@ def choose_shape(sizes: Sizes, rows: int, length: int) -> tuple[int, int]:
 def pad_to_shape(batch: Batch, shape: tuple[int, int], pad_id: int) -> Batch:
     """Return a batch in that shape, with masked positions and copies of its last row."""
     rows, length = batch["attention_mask"].shape
-    wide = widened(batch, shape[1] - length, pad_id)
+    wide = pad_columns(batch, shape[1] - length, pad_id)
     return {name: np.pad(each, ((0, shape[0] - rows), (0, 0)), mode="edge") for name, each in wide.items()}
 
 

@@ -11,7 +11,7 @@ from qdqbench.quantize.deployment.server.endpoints import ENDPOINTS, Columns, En
 from qdqbench.quantize.deployment.server.settings import ModelName
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
-from qdqbench.quantize.models.load import class_names
+from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.pipeline.artifacts import FP32, Skipped, engine_file, graph_path, read_built
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.tasks.rows import OVERLAP, Sample, iter_encoded
@@ -102,7 +102,7 @@ class Served:
         Raises:
             UserError, MissingDevice: as of `runtime.opened`, or a file changed since the server started.
         """
-        from qdqbench.quantize.engine.runtime.opened import open_runner, open_twin
+        from qdqbench.quantize.engine.runtime.runners import open_fp32_graph, open_runner
 
         if TOKENS is self.task.kind:  # whose entities need it: loaded now, it delays no request
             import seqeval.metrics.sequence_labeling  # noqa: F401
@@ -111,7 +111,7 @@ class Served:
         for part in parts:
             part.check()
         if model == "fp32":
-            run: Run = open_twin(parts[0].path, self.fp32_backend, outputs)
+            run: Run = open_fp32_graph(parts[0].path, self.fp32_backend, outputs)
         else:
             cache = self.engine.path.parent / "runtime.cache"
             engine, graph = (part.path for part in parts)
@@ -189,4 +189,4 @@ def _classes(session: Session) -> Sequence[str]:
     config = session.config
     if config.task.classes or config.task.kind.embeds:
         return config.task.classes
-    return class_names(session.model_name, config.revision, config.task.kind)
+    return read_class_names(session.model_name, config.revision, config.task.kind)

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -32,25 +32,6 @@ class Signature:
 
     dtype: np.dtype[Any]
     shape: tuple[int | None, ...]  # None: free, the batch on axis 0 and the length on the others
-
-
-class Compiled(Protocol):
-    """A model that a CPU runtime compiled."""
-
-    inputs: dict[str, Signature]
-    outputs: list[str]
-
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Run once; every output by name."""
-
-    def lanes(self) -> list[Run]:
-        """One function a stream, each as `run`; they may run at once."""
-
-    def blob(self) -> bytes:
-        """The engine: what it compiled, for this version of the runtime and this kind of CPU."""
-
-    def kernels(self) -> list[Kernel]:
-        """Executed kernels in their order."""
 
 
 ATTENTION = "attention"  # kind of a row that is a whole one

@@ -30,21 +30,7 @@ _GEMMS = re.compile(r"MatMul|Gemm")  # MatMulIntegerToFloat, QLinearMatMul, Fuse
 
 
 class OnnxRuntimeModel:
-    """A graph that ONNX Runtime optimized for this CPU.
-
-    Args:
-        data: ONNX file, or with `blob` one that `blob` wrote.
-        blob: which of the two.
-        compute: datatype of what is not quantized; only FP32.
-        fixed: batch and length where the graph is for one only; nothing follows from it here.
-        threads: of all streams together; None: as ONNX Runtime chooses.
-        streams: inferences at once.
-        profile: measure each kernel.
-
-    Raises:
-        UserError: ONNX Runtime refuses the graph.
-        MissingDevice: it cannot load the optimized graph here.
-    """
+    """A graph that ONNX Runtime optimized for this CPU; arguments and errors as `runtimes.compile_model`."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -75,7 +61,7 @@ class OnnxRuntimeModel:
         return self._infer(self._session, feeds)
 
     def lanes(self) -> list[Run]:
-        """One function a stream, each as `run`; they may run at once."""
+        """Return one function a stream, each as `run`; they may run at once."""
         return [partial(self._infer, session) for session in self._sessions]
 
     def _infer(self, session: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -83,11 +69,11 @@ class OnnxRuntimeModel:
         return dict(zip(self.outputs, session.run(self.outputs, taken), strict=True))
 
     def blob(self) -> bytes:
-        """The optimized graph, for this version of ONNX Runtime and this kind of CPU."""
+        """Return the optimized graph, for this version of ONNX Runtime and this kind of CPU."""
         return self._data
 
     def kernels(self) -> list[Kernel]:
-        """Executed kernels in their order, with the milliseconds of one run of the last inputs."""
+        """Return the executed kernels in their order, with the milliseconds of one run of the last inputs."""
         with tempfile.TemporaryDirectory(prefix="qdqbench-profile-") as folder:
             session = _session(self._data, self._threads, profile=Path(folder) / "run")
             session.run(self.outputs, self._last)
@@ -96,7 +82,7 @@ class OnnxRuntimeModel:
 
 
 def _session(data: bytes, threads: int | None, *, profile: Path | None = None) -> Any:
-    """Session of an optimized graph, as it is."""
+    """Return the session of an optimized graph, as it is."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -115,14 +101,14 @@ def _session(data: bytes, threads: int | None, *, profile: Path | None = None) -
 
 
 def _signature(given: Any) -> Signature:
-    """Of a session's input, whose type is `tensor(int64)` and whose free sizes have names."""
+    """Return the signature of a session's input: type `tensor(int64)`, names for free sizes."""
     kind = given.type.removeprefix("tensor(").removesuffix(")")
     sizes = tuple(size if isinstance(size, int) else None for size in given.shape)
     return Signature(np.dtype({"float": "float32"}.get(kind, kind)), sizes)
 
 
 def _optimized(data: bytes) -> bytes:
-    """The graph after ONNX Runtime's fusions; each node's doc string lists the nodes that it stands for."""
+    """Return the graph after ONNX Runtime's fusions; doc strings of nodes list the nodes they stand for."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -152,15 +138,15 @@ def _trace(before: onnx.GraphProto, after: onnx.GraphProto) -> None:
     producers = {tensor: node for node in before.node for tensor in node.output}
     known = {tensor for node in after.node for tensor in node.output}
     for node in after.node:
-        found: dict[str, None] = {}
+        sources: dict[str, None] = {}
         waiting = [tensor for tensor in node.output if tensor in producers]
         while waiting:
             source = producers[waiting.pop()]
-            if source.name in found:
+            if source.name in sources:
                 continue
-            found[source.name] = None
+            sources[source.name] = None
             waiting += [tensor for tensor in source.input if tensor in producers and tensor not in known]
-        node.doc_string = "\n".join(found) or node.name
+        node.doc_string = "\n".join(sources) or node.name
 
 
 def _kernels(graph: onnx.GraphProto, events: list[dict[str, Any]]) -> Iterator[Kernel]:

@@ -32,21 +32,7 @@ _CONSTANTS = ("Const", "Constant")
 
 
 class OpenVinoModel:
-    """A model that OpenVINO compiled for this CPU.
-
-    Args:
-        data: ONNX file, or a blob of `blob`, or a model in OpenVINO's memory.
-        blob: which of the two.
-        compute: datatype of what is not quantized.
-        fixed: batch and length where the graph is for one only; each None: free.
-        threads: of all streams together; None: as OpenVINO chooses.
-        streams: inferences at once.
-        profile: measure each kernel.
-
-    Raises:
-        UserError: OpenVINO refuses the model.
-        MissingDevice: it cannot load the blob here.
-    """
+    """A model that OpenVINO compiled for this CPU; arguments and errors as `runtimes.compile_model`."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -89,7 +75,7 @@ class OpenVinoModel:
         return self._infer(self._requests[0], feeds)
 
     def lanes(self) -> list[Run]:
-        """One function a stream, each as `run`; they may run at once."""
+        """Return one function a stream, each as `run`; they may run at once."""
         return [partial(self._infer, request) for request in self._requests]
 
     def _infer(self, request: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -97,19 +83,19 @@ class OpenVinoModel:
         return {name: made[index].copy() for index, name in enumerate(self.outputs)}
 
     def blob(self) -> bytes:
-        """The compiled model, for this version of OpenVINO and this kind of CPU."""
+        """Return the compiled model, for this version of OpenVINO and this kind of CPU."""
         data: bytes = self._model.export_model().getvalue()
         return data
 
     def kernels(self) -> list[Kernel]:
-        """Executed kernels in their order; their implementations are known after the first run.
+        """Return the executed kernels in their order; their implementations are known after the first run.
 
         Milliseconds are those of the last run, with `profile`.
         """
-        found = []
+        executed = []
         for node in self._model.get_runtime_model().get_ordered_ops():
-            told = {name: str(value.astype(str)) for name, value in node.get_rt_info().items()}
-            if told["layerType"] in (*_CONSTANTS, "Result", "Output"):
+            facts = {name: str(value.astype(str)) for name, value in node.get_rt_info().items()}
+            if facts["layerType"] in (*_CONSTANTS, "Result", "Output"):
                 continue
             sources = [port.get_source_output() for port in node.inputs()]
             inputs: list[str] = []
@@ -117,40 +103,40 @@ class OpenVinoModel:
             for source in sources:
                 kind = str(source.get_node().get_rt_info()["layerType"].astype(str))
                 (constants if kind in _CONSTANTS else inputs).append(_type(source))
-            names = [_onnx_name(name) for name in told.get("originalLayersNames", "").split(",") if name]
+            names = [_onnx_name(name) for name in facts.get("originalLayersNames", "").split(",") if name]
             row = LayerRow(
                 name=_onnx_name(node.get_friendly_name()),
-                kind=_kind(told["layerType"], names),
+                kind=_kind(facts["layerType"], names),
                 onnx=names,
                 inputs=inputs,
                 constants=constants,
                 outputs=[_type(port) for port in node.outputs()],
-                kernel=told.get("primitiveType"),
+                kernel=facts.get("primitiveType"),
             )
-            time = told.get("execTimeMcs", "")
-            found.append(Kernel(row, int(time) / 1000 if time.isdecimal() else 0.0))
-        return found
+            time = facts.get("execTimeMcs", "")
+            executed.append(Kernel(row, int(time) / 1000 if time.isdecimal() else 0.0))
+        return executed
 
 
 def read_model(data: bytes) -> Any:
-    """An ONNX file in OpenVINO's memory, for libraries that change it there."""
+    """Return an ONNX file in OpenVINO's memory, for libraries that change it there."""
     return importlib.import_module("openvino").Core().read_model(data)
 
 
 def _kind(layer_type: str, names: list[str]) -> str:
-    """A subgraph that holds a softmax is an attention."""
+    """Return the kind of a node: a subgraph that holds a softmax is an attention."""
     if layer_type == "Subgraph" and any(name.rpartition("/")[2].startswith("Softmax") for name in names):
         return ATTENTION
     return "gemm" if layer_type in _GEMMS else layer_type
 
 
 def _onnx_name(name: str) -> str:
-    """A node that OpenVINO split, as its scales moved behind it, has another name there."""
+    """Return the ONNX name of a node: one that OpenVINO split to move its scales has another there."""
     return _PARTS.sub("", name)
 
 
 def _sized(port: Any, fixed: Sizes) -> list[int]:
-    """Shape of an input with the batch on axis 0 and the length on axis 1 fixed; -1 is free."""
+    """Return the shape of an input with the batch on axis 0 and the length on axis 1 fixed; -1 is free."""
     known = [-1 if size.is_dynamic else size.get_length() for size in port.get_partial_shape()]
     return [size or old for size, old in zip(fixed, known, strict=False)] + known[2:]
 

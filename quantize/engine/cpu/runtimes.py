@@ -5,17 +5,18 @@ from typing import Any
 import numpy as np
 
 from qdqbench.quantize.engine.cpu import onnxruntime, openvino
-from qdqbench.quantize.engine.cpu.compiled import FREE, Compiled, Compute, Sizes
+from qdqbench.quantize.engine.cpu.compiled import FREE, Compute, Sizes
 from qdqbench.quantize.utils.limits import BackendName
 from qdqbench.quantize.utils.system.cpu import Cpu
 
-_RUNTIMES: dict[BackendName, type[openvino.OpenVinoModel | onnxruntime.OnnxRuntimeModel]] = {
+CompiledModel = openvino.OpenVinoModel | onnxruntime.OnnxRuntimeModel
+_RUNTIMES: dict[BackendName, type[CompiledModel]] = {
     "openvino": openvino.OpenVinoModel,
     "onnxruntime": onnxruntime.OnnxRuntimeModel,
 }
 
 
-def compiled(  # noqa: PLR0913
+def compile_model(  # noqa: PLR0913
     backend: BackendName,
     data: Any,
     *,
@@ -25,13 +26,13 @@ def compiled(  # noqa: PLR0913
     threads: int | None = None,
     streams: int = 1,
     profile: bool = False,
-) -> Compiled:
-    """A model that a CPU runtime compiled, from its ONNX file or from an engine that it made.
+) -> CompiledModel:
+    """Return a model that a CPU runtime compiled, from its ONNX file or from an engine that it made.
 
     Args:
         backend: one of CPU_BACKENDS.
         data: the ONNX file, or with `blob` the engine; for OpenVINO also a model in its memory.
-        compute: datatype of what is not quantized.
+        compute: datatype of what is not quantized; for ONNX Runtime FP32.
         fixed: batch and length where the ONNX file is for one only; each None: free.
         threads: of all streams together; None: as the runtime chooses.
         streams: inferences at once.
@@ -46,12 +47,12 @@ def compiled(  # noqa: PLR0913
     )
 
 
-def compute_type(backend: BackendName, cpu: Cpu, precision: str) -> Compute:
-    """Datatype of what is not quantized: BF16 where a recipe allows half precision and both can do it."""
+def choose_compute(backend: BackendName, cpu: Cpu, precision: str) -> Compute:
+    """Return the datatype of what is not quantized: BF16 where recipe, runtime and CPU allow it."""
     return "bf16" if backend == "openvino" and precision == "fp16" and cpu.bf16 else "fp32"
 
 
-def first_run(model: Compiled, shape: tuple[int, int]) -> None:
+def warm_up(model: CompiledModel, shape: tuple[int, int]) -> None:
     """Run a model once on inputs that say nothing, of (batch, length); that decides its kernels."""
     feeds = {}
     for name, takes in model.inputs.items():

@@ -7,7 +7,7 @@ from qdqbench.quantize.engine.backend import choose_backend, inspect_engine
 from qdqbench.quantize.engine.diagnose.findings import WORST_FIRST, Diagnosis, Finding, SourceRow
 from qdqbench.quantize.engine.diagnose.rules import find_all
 from qdqbench.quantize.engine.diagnose.sources import TOKENS, Evidence, Sources, kind_text, read_sources
-from qdqbench.quantize.engine.kernels import count_text
+from qdqbench.quantize.engine.kernels import format_count
 from qdqbench.quantize.engine.layers import parse_inspector_json
 from qdqbench.quantize.engine.log import capture
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
@@ -115,10 +115,10 @@ def _describe_file(evidence: Evidence, kind: str) -> str:  # noqa: PLR0911  one 
     if kind == "log" and log:
         version = f" {log.version}" if log.version else ""
         parts = [f"of {log.tool}, TensorRT{version}", log.device, log.precision]
-        return ", ".join(filter(None, parts)) + (f", {count_text(log.layers)}" if log.layers else "")
+        return ", ".join(filter(None, parts)) + (f", {format_count(log.layers)}" if log.layers else "")
     if kind == "layers" and evidence.inspection:
         done, gemms = len(evidence.inspection.proof.int8_gemms), evidence.inspection.gemms
-        return f"{count_text(evidence.layers)}; {done} of {gemms} GEMMs in INT8"
+        return f"{format_count(evidence.layers)}; {done} of {gemms} GEMMs in INT8"
     if kind == "profile":
         return f"{len(sources.profile)} kernels, {sum(sources.profile.values()):.3f} ms"
     if kind == "times" and times is not None:

@@ -362,7 +362,7 @@ class Evidence:
     def graph(self) -> Graph | None:
         """Nodes of the ONNX file."""
         stopped = self.onnx is None or not self.onnx.products
-        return None if stopped or self.onnx is None else graph_of(self.onnx.path)
+        return None if stopped or self.onnx is None else read_graph(self.onnx.path)
 
     @cached_property
     def inspection(self) -> Inspection | None:
@@ -383,7 +383,7 @@ class Evidence:
         return inspect_layers(self.layers, times=times)
 
     @property
-    def facts(self) -> Facts | None:
+    def facts(self) -> EngineFacts | None:
         """What one copy of the network does in the engine."""
         return self.inspection.facts if self.inspection else None
 
@@ -399,7 +399,7 @@ class Evidence:
             return {}
         graph = self.inspection.graph
         known = [*graph.linears, *graph.products, *graph.softmaxes]
-        return {name: rows[0] for name, rows in computing_rows(self.facts.rows, known).items()}
+        return {name: rows[0] for name, rows in find_computing_rows(self.facts.rows, known).items()}
 
     def share_of_nodes(self, nodes: Collection[str]) -> Share | None:
         """Share of profiled time that kernels of these GEMMs take, else of FLOPs; None: unknown."""

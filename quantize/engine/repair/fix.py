@@ -12,8 +12,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.engine.backend import Backend, build_engine, choose_backend, gpu_backend
-from qdqbench.quantize.engine.facts import graph_of
-from qdqbench.quantize.engine.inspection import inspect_layers, named
+from qdqbench.quantize.engine.facts import read_graph
+from qdqbench.quantize.engine.inspection import format_nodes, inspect_layers
 from qdqbench.quantize.engine.layers import parse_inspector_json, parse_log
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.repair.rebuild import Product, Scales, insert_qdq, read_scales, remove_qdq
@@ -370,7 +370,7 @@ def rewrite(
     scaled = {product.node for product in calibrated}
     if waiting := [product.label for product in scales.waiting if product.node not in scaled]:
         left.append(
-            f"{len(waiting)} GEMMs have no usable scale for their input ({named(waiting)}): "
+            f"{len(waiting)} GEMMs have no usable scale for their input ({format_nodes(waiting)}): "
             "they are floating point now; samples calibrate them: --inputs, or --model with --task and --data"
         )
     if scales.unusable:
@@ -528,7 +528,7 @@ def engine_row(path: Path, backend: Backend) -> EngineRow:
     made += ", built ahead of time" if built.ahead_of_time else ""
     if not rows:
         return EngineRow(engine=made, refused="the builder shows no layer table")
-    judged = inspect_layers(rows, graph_of(path))
+    judged = inspect_layers(rows, read_graph(path))
     facts = judged.facts
     return EngineRow(
         engine=made,

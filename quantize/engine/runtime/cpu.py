@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from qdqbench.quantize.engine.cpu.runtimes import compiled, first_run
-from qdqbench.quantize.engine.runtime.feeds import fitted
-from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_notes
-from qdqbench.quantize.tasks.types.kind import LOGITS, joined
+from qdqbench.quantize.engine.cpu.runtimes import compile_model, warm_up
+from qdqbench.quantize.engine.runtime.tensors import pad_to_profile
+from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar
+from qdqbench.quantize.tasks.types.kind import LOGITS, join_outputs
 from qdqbench.quantize.utils.arrays import Array, Float32, Int64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.results import LayerRow
@@ -24,7 +24,7 @@ class CpuMemory:
     resident_bytes: int  # of the process after loading minus before
 
     def __str__(self) -> str:
-        """One clause for the report."""
+        """Return one clause for the report."""
         file = f"file {self.engine_bytes / 1e6:.1f} MB"
         return f"memory {self.resident_bytes / 1e6:.1f} MB after loading; {file}"
 
@@ -53,7 +53,7 @@ class CpuEngine:
     ) -> None:
         sidecar = check_sidecar(path, onnx_path)
         before = psutil.Process().memory_info().rss
-        self._model = compiled(
+        self._model = compile_model(
             sidecar.backend,  # type: ignore[arg-type]
             path.read_bytes(),
             blob=True,
@@ -63,7 +63,7 @@ class CpuEngine:
         )
         used = max(0, psutil.Process().memory_info().rss - before)
         self.memory = CpuMemory(sidecar.engine_bytes, used)
-        self.name, self.profiles, self.notes = path.name, sidecar.profiles, sidecar_notes(sidecar, None)
+        self.name, self.profiles, self.notes = path.name, sidecar.profiles, note_sidecar(sidecar, None)
         self.inputs, self.outputs = self._model.inputs, self._model.outputs
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -79,12 +79,12 @@ class CpuEngine:
         return self._model.run({name: np.ascontiguousarray(feeds[name]) for name in self.inputs})
 
     def kernels(self) -> list[LayerRow]:
-        """The layer table, after one run of the first profile's opt shape."""
-        first_run(self._model, self.profiles[0].opt)
+        """Return the layer table, after one run of the first profile's opt shape."""
+        warm_up(self._model, self.profiles[0].opt)
         return [kernel.row for kernel in self._model.kernels()]
 
     def kernel_times(self, feeds: Mapping[str, Array], repeats: int = 20) -> dict[str, float]:
-        """Mean milliseconds of each kernel, by the name that the layer table gives it; needs `profile`."""
+        """Return mean milliseconds of each kernel, by the name in the layer table; needs `profile`."""
         self.run(feeds)  # compiles what is compiled at first use
         total: dict[str, float] = {}
         for _ in range(repeats):
@@ -130,8 +130,10 @@ class CpuRunner:
             CheckFailed: it is larger than every profile.
         """
         rows = len(next(iter(batch.values())))
-        made = self.engine.run(fitted(batch, self.engine.profiles, self.engine.inputs, self.pad_id, 1))
-        return np.asarray(joined(made, self._outputs)[:rows], dtype=np.float32)
+        made = self.engine.run(
+            pad_to_profile(batch, self.engine.profiles, self.engine.inputs, self.pad_id, 1)
+        )
+        return np.asarray(join_outputs(made, self._outputs)[:rows], dtype=np.float32)
 
     def __enter__(self) -> "CpuRunner":
         return self

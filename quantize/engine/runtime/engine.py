@@ -10,19 +10,108 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from qdqbench.quantize.engine.backend import choose_backend
-from qdqbench.quantize.engine.caches import ignored, keep, origin, read_cache
+from qdqbench.quantize.engine.backend import choose_backend, describe_origin, keep, note_ignored, read_cache
 from qdqbench.quantize.engine.log import capture
-from qdqbench.quantize.engine.profiles import choose_profile, distance
-from qdqbench.quantize.engine.runtime.bound import BoundRun
-from qdqbench.quantize.engine.runtime.tensors import DEVICE, Arrays, poison, to_numpy, to_torch, torch_dtype
-from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_notes
+from qdqbench.quantize.engine.profiles import choose_profile, fill_shape, measure_distance
+from qdqbench.quantize.engine.runtime.tensors import (
+    DEVICE,
+    Arrays,
+    load,
+    make_poisoned,
+    to_numpy,
+    to_torch,
+    torch_dtype,
+)
+from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
 if TYPE_CHECKING:
     import torch
+
+
+class BoundRun:
+    """One fixed shape of an engine: buffers, an execution context, a stream, and by default a CUDA graph.
+
+    Inputs are zeros until they are written (masks: ones), on `stream`, or with `load`.
+    """
+
+    def __init__(self, owner: "Engine", batch: int, length: int, *, stream: Any, graph: bool) -> None:
+        gpu = self._torch = owner.torch
+        self._owner = owner
+        self.stream: torch.cuda.Stream = gpu.cuda.Stream() if stream is None else stream
+        self._context: Any = owner.new_context(owner.choose_profile(batch, length), self.stream)
+        with gpu.cuda.stream(self.stream):
+            self.inputs: dict[str, torch.Tensor] = {}
+            for name in owner.inputs:
+                make = gpu.ones if "mask" in name else gpu.zeros
+                shape = fill_shape(owner.shapes[name], (batch, length))
+                self.inputs[name] = make(shape, dtype=owner.dtypes[name], device=DEVICE)
+            self.outputs: dict[str, torch.Tensor] = owner.attach(self._context, self.inputs)
+        for _ in range(2):  # kernels are compiled and memory is taken at the first run of a shape
+            owner.enqueue(self._context, self.stream)
+            self.stream.synchronize()
+        self._graph: Any = self._capture(f"batch {batch}, length {length}") if graph else None
+
+    @property
+    def captured(self) -> bool:
+        """Return whether `launch` replays a CUDA graph; the engine's notes say where it cannot."""
+        return self._graph is not None
+
+    def launch(self) -> None:
+        """Enqueue one inference on `stream`; does not wait."""
+        if self._graph is not None:
+            with self._torch.cuda.stream(self.stream):
+                self._graph.replay()
+            return
+        context = self._context
+        if not context.execute_async_v3(self.stream.cuda_stream):
+            raise CheckFailed(f"{self._owner.name} fails to run")
+
+    def load(self, feeds: Mapping[str, Array]) -> None:
+        """Write inputs of exactly the bound shape, and NaN into the outputs; waits.
+
+        Raises:
+            UserError: inputs are missing, unknown, or of another kind or shape.
+        """
+        tensors = to_torch(feeds, {name: t.dtype for name, t in self.inputs.items()}, self._owner.name)
+        with self._torch.cuda.stream(self.stream):
+            load(tensors, self.inputs)
+            for buffer in self.outputs.values():
+                buffer.copy_(make_poisoned(tuple(buffer.shape), buffer.dtype, DEVICE))
+            self.stream.synchronize()
+
+    def read(self) -> Arrays:
+        """Wait, and return every output as in `Engine.run`."""
+        with self._torch.cuda.stream(self.stream):
+            self.stream.synchronize()
+            return {name: to_numpy(buffer) for name, buffer in self.outputs.items()}
+
+    def close(self) -> None:
+        """Give the memory back; it cannot run again."""
+        self.stream.synchronize()
+        self._graph = self._context = None
+        self.inputs, self.outputs = {}, {}
+
+    def _capture(self, what: str) -> Any:
+        """Capture one enqueue as a CUDA graph, or note that the backend cannot."""
+        torch, context = self._torch, self._context
+        where = f"{self._owner.name} at {what}"
+        graph, enqueued = torch.cuda.CUDAGraph(), False
+        try:
+            # thread_local: compiler threads of the backend may allocate meanwhile
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                enqueued = context.execute_async_v3(self.stream.cuda_stream)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:200]
+            self._owner.notes.append(f"{where} runs without a CUDA graph: capturing fails ({reason})")
+            return None
+        if not enqueued:
+            raise CheckFailed(f"{where}: the engine fails to run while it is captured")
+        self.stream.synchronize()
+        return graph
+
 
 Specialize = Literal["EAGER", "LAZY", "NONE"]  # members of DynamicShapesKernelSpecializationStrategy
 
@@ -38,12 +127,12 @@ class RuntimeCache:
         if path is not None:
             self._found, note = read_cache(path, here)
             if self._found and not runtime_cache.deserialize(self._found):
-                self._found, note = b"", ignored(path, "the runtime refuses it")
+                self._found, note = b"", note_ignored(path, "the runtime refuses it")
             self.notes += [note] if note else []
         self._cache: Any = runtime_cache
 
     def config(self, trt: Any, engine: Any, specialize: Specialize) -> Any:
-        """Settings of one execution context, which shares this cache.
+        """Return the settings of one execution context, which shares this cache.
 
         LAZY runs fallback kernels until those of a new shape are compiled, so that the first runs of a shape
         are slower than the rest, and a CUDA graph would keep the fallback; EAGER compiles first.
@@ -74,7 +163,7 @@ class EngineMemory:
     activation_bytes_per_profile: tuple[int, ...]
 
     def __str__(self) -> str:
-        """One clause for the report."""
+        """Return one clause for the report."""
         profiles = ", ".join(f"{size / 1e6:.1f}" for size in self.activation_bytes_per_profile)
         return (
             f"GPU memory {self.weights_and_code_bytes / 1e6:.1f} MB for weights and code, {profiles} MB for "
@@ -111,7 +200,7 @@ class Engine:
         backend = choose_backend(sidecar.backend)  # type: ignore[arg-type]
         trt = self._trt = backend.module
         self.name, self.profiles, self.specialize = path.name, sidecar.profiles, specialize
-        self.notes = sidecar_notes(sidecar, gpu)
+        self.notes = note_sidecar(sidecar, gpu)
         self._contexts: dict[int, Any] = {}
         self._bound: weakref.WeakSet[BoundRun] = weakref.WeakSet()
         self._jit: RuntimeCache | None = None
@@ -130,12 +219,14 @@ class Engine:
         self.memory = EngineMemory(sidecar.engine_bytes, used, max(sizes, default=0), sizes)
         self._describe(trt, engine)
         if backend.name == "tensorrt_rtx":
-            self._jit = RuntimeCache(engine, runtime_cache, origin(backend.name, backend.version, gpu))
+            self._jit = RuntimeCache(
+                engine, runtime_cache, describe_origin(backend.name, backend.version, gpu)
+            )
             self.notes += self._jit.notes
         self.stream: torch.cuda.Stream = self.torch.cuda.Stream()
 
     def _describe(self, trt: Any, engine: Any) -> None:
-        """Names, datatypes and shapes of the engine's inputs and outputs."""
+        """Read the names, datatypes and shapes of the engine's inputs and outputs."""
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         modes = {name: engine.get_tensor_mode(name) for name in names}
         self.inputs = [name for name in names if modes[name] == trt.TensorIOMode.INPUT]
@@ -148,7 +239,7 @@ class Engine:
         ]
 
     def choose_profile(self, batch: int, length: int) -> int:
-        """Index of the profile that holds the shape, the one whose opt is nearest.
+        """Return the index of the profile that holds the shape, the one whose opt is nearest.
 
         Raises:
             CheckFailed: none holds it.
@@ -181,7 +272,7 @@ class Engine:
             return {name: to_numpy(buffer) for name, buffer in outputs.items()}
 
     def bind(self, batch: int, length: int, *, stream: Any = None, graph: bool = True) -> "BoundRun":
-        """Buffers and an execution context for one fixed shape, by default as a CUDA graph.
+        """Return the buffers and an execution context for one fixed shape, by default as a CUDA graph.
 
         Each has its own activation memory (`memory.activation_bytes`).
 
@@ -193,7 +284,7 @@ class Engine:
         return bound
 
     def kernel_times(self, feeds: Mapping[str, Array], repeats: int = 20) -> dict[str, float]:
-        """Mean milliseconds of each kernel, by the name that the layer table gives it.
+        """Return the mean milliseconds of each kernel, by the name that the layer table gives it.
 
         Kernels run one after the other with a timer around each, so the sum is more than a run takes.
 
@@ -222,7 +313,7 @@ class Engine:
         return {name: total / repeats for name, total in profiler.total_ms.items() if total > 0}
 
     def new_context(self, profile: int, stream: Any) -> Any:
-        """An execution context with its own activation memory, switched to a profile."""
+        """Return an execution context with its own activation memory, switched to a profile."""
         engine = self._engine
         with capture(self._trt) as (_, log):
             if self._jit is not None:
@@ -252,7 +343,7 @@ class Engine:
             shape = tuple(context.get_tensor_shape(name))
             if min(shape, default=0) < 0:
                 raise CheckFailed(f"{self.name} has output {name} whose shape depends on the data: {shape}")
-            outputs[name] = poison(shape, self.dtypes[name], DEVICE)
+            outputs[name] = make_poisoned(shape, self.dtypes[name], DEVICE)
             context.set_tensor_address(name, outputs[name].data_ptr())
         return outputs
 
@@ -263,12 +354,12 @@ class Engine:
                 raise CheckFailed(f"{self.name} fails to run ({log.errors() or 'it gives no reason'})")
 
     def _profile_of(self, tensors: "Mapping[str, torch.Tensor]") -> int:
-        """The profile that takes the shapes of all inputs, the one whose opt is nearest."""
+        """Return the profile that takes the shapes of all inputs, the one whose opt is nearest."""
         shapes = {name: tuple(buffer.shape) for name, buffer in tensors.items()}
         costs = {}
         for index, ranges in enumerate(self._ranges):
             if all(_within(shapes[name], *ranges[name]) for name in self.inputs):
-                costs[index] = sum(distance(ranges[name][1], shapes[name]) for name in self.inputs)
+                costs[index] = sum(measure_distance(ranges[name][1], shapes[name]) for name in self.inputs)
         if not costs:
             listed = ", ".join(f"{name} {list(shapes[name])}" for name in self.inputs)
             takes = " or ".join(map(str, self.profiles)) or "its fixed shapes"
@@ -312,7 +403,7 @@ def _cuda_torch() -> Any:
 
 
 def _profiler(trt: Any) -> Any:
-    """A profiler that adds up milliseconds by layer name."""
+    """Return a profiler that adds up milliseconds by layer name."""
 
     class Profiler(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -1,11 +1,13 @@
 """Arrays on the host and buffers on the GPU, by the datatypes of an engine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qdqbench.quantize.utils.arrays import Array
+from qdqbench.quantize.engine.profiles import Profile, fit_batch
+from qdqbench.quantize.models.inputs import pad_columns
+from qdqbench.quantize.utils.arrays import Array, Int64
 from qdqbench.quantize.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ _DTYPES = {  # trt.DataType member: torch dtype
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """Datatype of torch for a member of trt.DataType.
+    """Return the datatype of torch for a member of trt.DataType.
 
     Raises:
         UserError: torch has no such buffers (4-bit types).
@@ -43,7 +45,7 @@ def torch_dtype(name: str) -> "torch.dtype":
 def to_torch(
     feeds: Mapping[str, Array], dtypes: "Mapping[str, torch.dtype]", what: str
 ) -> "dict[str, torch.Tensor]":
-    """Host tensors for every input, in the engine's datatypes.
+    """Return the host tensors for every input, in the engine's datatypes.
 
     Raises:
         UserError: names are missing or unknown, or an array holds another kind of number; lists all.
@@ -82,8 +84,8 @@ def load(tensors: "Mapping[str, torch.Tensor]", buffers: "Mapping[str, torch.Ten
         buffers[name].copy_(tensor)
 
 
-def poison(shape: tuple[int, ...], dtype: "torch.dtype", device: str) -> "torch.Tensor":
-    """A buffer full of NaN, or of the smallest value of an integer type."""
+def make_poisoned(shape: tuple[int, ...], dtype: "torch.dtype", device: str) -> "torch.Tensor":
+    """Return a buffer full of NaN, or of the smallest value of an integer type."""
     import torch
 
     if dtype.is_floating_point:
@@ -94,10 +96,28 @@ def poison(shape: tuple[int, ...], dtype: "torch.dtype", device: str) -> "torch.
 
 
 def to_numpy(tensor: "torch.Tensor") -> Array:
-    """An array on the host; types that numpy lacks become float32."""
+    """Return an array on the host; types that numpy lacks become float32."""
     import torch
 
     wide = (torch.float16, torch.float32, torch.float64)
     if tensor.dtype.is_floating_point and tensor.dtype not in wide:
         tensor = tensor.float()
     return np.asarray(tensor.cpu().numpy())
+
+
+def pad_to_profile(
+    batch: Mapping[str, Int64], profiles: Sequence[Profile], inputs: Iterable[str], pad_id: int, step: int
+) -> Arrays:
+    """Return the inputs by name, padded with masked positions, and with copies of the last row.
+
+    Args:
+        batch: int64 [B, L] arrays.
+        step: lengths are rounded up to multiples of this, where the profile allows.
+
+    Raises:
+        CheckFailed: it is larger than every profile.
+    """
+    rows, length = next(iter(batch.values())).shape
+    _, to_rows, to_length = fit_batch(profiles, rows, length, step)
+    wide, missing = pad_columns(batch, to_length - length, pad_id), ((0, to_rows - rows), (0, 0))
+    return {name: np.pad(wide[name], missing, mode="edge") for name in inputs}

@@ -39,7 +39,7 @@ from qdqbench.quantize.graph.check.view import (
 )
 from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, module_of, opset_of
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
-from qdqbench.quantize.graph.residuals import ResidualAdd, residuals
+from qdqbench.quantize.graph.residuals import ResidualAdd, find_residuals
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.frames import Tabular
 from qdqbench.quantize.utils.names import count_of
@@ -71,7 +71,7 @@ class Group(Strict):
 
 
 def gemm_rows(graph: CheckGraph, findings: Sequence[FindingRow]) -> list[GemmRow]:
-    """Every matrix product with what happens to it, in the order of the graph."""
+    """Return every matrix product with what happens to it, in the order of the graph."""
     found: dict[str, list[FindingRow]] = defaultdict(list)
     for row in findings:
         found[row.node].append(row)
@@ -90,8 +90,8 @@ def gemm_rows(graph: CheckGraph, findings: Sequence[FindingRow]) -> list[GemmRow
     return rows
 
 
-def grouped(findings: Sequence[FindingRow], gemms: Sequence[GemmRow]) -> list[Group]:
-    """Findings by code, in their order."""
+def group_findings(findings: Sequence[FindingRow], gemms: Sequence[GemmRow]) -> list[Group]:
+    """Group findings by code, in their order."""
     found: dict[str, list[FindingRow]] = defaultdict(list)
     for row in findings:
         found[row.code].append(row)
@@ -115,7 +115,7 @@ def _state(graph: CheckGraph, node: onnx.NodeProto, touching: Sequence[FindingRo
 
 
 def _attentions_apart(graph: CheckGraph, found: dict[str, list[FindingRow]]) -> set[str]:
-    """The products of attentions in INT8 that no fused kernel takes."""
+    """Return the products of attentions in INT8 that no fused kernel takes."""
     apart = set()
     for attention in graph.attentions:
         names = {finding_label(node) for node in (attention.scores, attention.context)}
@@ -126,7 +126,7 @@ def _attentions_apart(graph: CheckGraph, found: dict[str, list[FindingRow]]) -> 
 
 
 def _behind(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[str]:
-    """The Q and DQ that the operands of a product come through."""
+    """Return the Q and DQ that the operands of a product come through."""
     for position in (0, PRODUCTS[node.op_type]):
         name = node.input[position] if position < len(node.input) else ""
         for _ in range(MAX_STEPS):
@@ -166,7 +166,7 @@ class CheckReport(Tabular):
     @property
     def groups(self) -> list[Group]:
         """Findings of one code together."""
-        return grouped(self.findings, self.gemms)
+        return group_findings(self.findings, self.gemms)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -184,12 +184,12 @@ class CheckReport(Tabular):
         }
 
     def rows(self) -> list[FindingRow]:
-        """One a finding."""
+        """Return one row a finding."""
         return self.findings
 
 
 def to_json(report: CheckReport) -> dict[str, Any]:
-    """The report as JSON values."""
+    """Return the report as JSON values."""
     return report.model_dump(mode="json") | {"counts": report.counts}
 
 
@@ -252,7 +252,7 @@ def _check(model: onnx.ModelProto, expected: Collection[str] | None) -> CheckRep
         return report
     types, mixes = walk_types(model, opset)
     graph = CheckGraph(model, types)
-    added = residuals(graph.index)
+    added = find_residuals(graph.index)
     report.residual_quantized = [finding_label(found.norm) for found in added if found.dq is not None]
     report.findings = [
         *mixes,
@@ -281,7 +281,7 @@ def _check(model: onnx.ModelProto, expected: Collection[str] | None) -> CheckRep
 
 
 def _unreadable(model: onnx.ModelProto, opset: int) -> Iterator[FindingRow]:
-    """What keeps the other rules from being applied."""
+    """Return the faults that keep the other rules from being applied."""
     name = model.graph.name or "graph"
     if not 10 <= opset <= 1000:
         yield finding("opset-too-low" if opset < 10 else "invalid-onnx", name, f"its opset is {opset}")
@@ -307,7 +307,7 @@ def _check_opset(graph: CheckGraph, opset: int) -> Iterator[FindingRow]:
 
 
 def _invalid(model: onnx.ModelProto) -> FindingRow | None:
-    """What onnx.checker says about the structure, with weights left out so that none is copied."""
+    """Return what onnx.checker says about the structure, without weights so that none is copied."""
     bare = onnx.ModelProto(ir_version=model.ir_version)
     bare.opset_import.extend(model.opset_import)
     bare.functions.extend(model.functions)
@@ -335,7 +335,7 @@ def _invalid(model: onnx.ModelProto) -> FindingRow | None:
 def _compare(
     report: CheckReport, graph: CheckGraph, added: list[ResidualAdd], expected: set[str]
 ) -> Iterator[FindingRow]:
-    """The quantized set against the modules that a recipe wants in INT8."""
+    """Compare the quantized set with the modules that a recipe wants in INT8."""
     if expected and not any(is_dequantize(node) for node in graph.nodes):
         why = f"the recipe asks for INT8 in {len(expected)} modules, and the file has no Q/DQ at all"
         yield finding("no-qdq", graph.index.graph.name or "graph", why)
@@ -364,7 +364,7 @@ def _compare(
 
 
 def summary(report: CheckReport) -> list[str]:
-    """What TensorRT would run of the file, its attentions, and how many findings there are."""
+    """Summarize what TensorRT would run of the file, its attentions, and the number of findings."""
     return [_gemms(report), *_attentions(report), _findings(report)]
 
 

@@ -112,7 +112,7 @@ def finding(
     severity: Severity | None = None,
     effect: Effect | None = None,
 ) -> FindingRow:
-    """One finding at a node or a name; `severity` and `effect` override those of its code."""
+    """Create a finding at a node or a name; `severity` and `effect` override those of its code."""
     default, usual, fix = CODES[code]
     name = place if isinstance(place, str) else finding_label(place)
     return FindingRow(
@@ -126,7 +126,7 @@ def finding_label(node: onnx.NodeProto) -> str:
 
 
 def type_name(elem_type: int) -> str:
-    """`FLOAT16` for 10, and so on; the number itself for one that ONNX does not know."""
+    """Return `FLOAT16` for 10, and so on; the number itself for one that ONNX does not know."""
     try:
         return str(onnx.TensorProto.DataType.Name(elem_type))
     except ValueError:

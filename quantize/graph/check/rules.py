@@ -19,7 +19,7 @@ from qdqbench.quantize.graph.check.view import (
     operator,
 )
 from qdqbench.quantize.graph.index import ONNX_DOMAINS, attribute
-from qdqbench.quantize.graph.residuals import ResidualAdd, other_rounding
+from qdqbench.quantize.graph.residuals import ResidualAdd, find_other_rounding
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.limits import FP16_MAX, limits_of
 from qdqbench.quantize.utils.names import name_list
@@ -35,7 +35,7 @@ _NORMS = (
 
 
 def check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
-    """Operators that TensorRT does not parse, and nodes that `check` cannot look into."""
+    """Find operators that TensorRT does not parse, and nodes that `check` cannot look into."""
     functions = {(function.domain, function.name) for function in graph.index.model.functions}
     for node in graph.nodes:
         if is_integer(node):
@@ -57,7 +57,7 @@ def check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
 
 
 def check_pairs(graph: CheckGraph) -> Iterator[FindingRow]:
-    """Every QuantizeLinear and every DequantizeLinear that no QuantizeLinear with the same scale feeds."""
+    """Find every QuantizeLinear and DequantizeLinear without a partner of the same scale."""
     outputs = {value.name for value in graph.index.graph.output}
     for node in graph.nodes:
         if is_quantize(node):
@@ -97,7 +97,7 @@ def _zero_point(graph: CheckGraph, node: onnx.NodeProto) -> Array | None:
 
 
 def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow]:
-    """Scale, zero point and type of one Q, or of a DQ that reads a constant."""
+    """Check scale, zero point and type of one Q, or of a DQ that reads a constant."""
     scale = graph.value(node.input[1])
     if scale is None:
         yield finding("dynamic-scale", node, "its scale is computed at run time and cannot be checked")
@@ -142,7 +142,7 @@ def _check_type(graph: CheckGraph, node: onnx.NodeProto, scales: int) -> Iterato
 
 
 def check_matmuls(graph: CheckGraph) -> Iterator[FindingRow]:
-    """Q/DQ on both inputs or on neither."""
+    """Require Q/DQ on both inputs of a matmul or on neither."""
     attention = {node.output[0] for found in graph.attentions for node in (found.scores, found.context)}
     for node in graph.matmuls:
         first, second = graph.operands[node.output[0]]
@@ -156,7 +156,7 @@ def check_matmuls(graph: CheckGraph) -> Iterator[FindingRow]:
 
 
 def check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
-    """INT8 attention is all or nothing."""
+    """Require an attention to be in INT8 as a whole or not at all."""
     for attention in graph.attentions:
         with_dq = [part for part, operand in attention.operands.items() if operand.dq is not None]
         if not with_dq:
@@ -183,7 +183,7 @@ def is_whole(attention: Attention) -> bool:
 
 
 def check_protected(graph: CheckGraph) -> Iterator[FindingRow]:
-    """Q/DQ on LayerNorm (also written out in primitive operators) and on softmax."""
+    """Find Q/DQ on LayerNorm (also written out in primitive operators) and on softmax."""
     attentions = {attention.softmax.output[0] for attention in graph.attentions}
     for node in graph.nodes:
         if operator(node) in _NORMS:
@@ -214,7 +214,7 @@ def _activation_dq(graph: CheckGraph, name: str) -> onnx.NodeProto | None:
 
 
 def check_weights(graph: CheckGraph) -> Iterator[FindingRow]:
-    """The quantized weight of every matmul, and the order in which they are stored."""
+    """Check the quantized weight of every matmul, and the order in which weights are stored."""
     for node in graph.matmuls:
         pair = graph.operands[node.output[0]]
         for position, operand in enumerate(pair):
@@ -255,7 +255,7 @@ def _check_weight(
 
 
 def _channel_axis(node: onnx.NodeProto, position: int, weight: Operand, rank: int) -> int | None:
-    """Axis of the output channels of a weight in the frame of its DequantizeLinear.
+    """Return the axis of the output channels of a weight in the frame of its DequantizeLinear.
 
     None: a Transpose on the way permutes other axes than these.
     """
@@ -287,7 +287,7 @@ def _check_overflow(
 
 
 def _check_order(graph: CheckGraph) -> Iterator[FindingRow]:
-    """One finding for all weights stored [K, N]: an exporter writes all of a model in one order."""
+    """Make one finding for all weights stored [K, N]: an exporter writes all of a model in one order."""
     linears, slow = 0, []
     for node in graph.matmuls:
         pair = graph.operands[node.output[0]]
@@ -310,7 +310,7 @@ def _check_order(graph: CheckGraph) -> Iterator[FindingRow]:
 
 
 def is_stored_kn(graph: CheckGraph, node: onnx.NodeProto) -> bool:
-    """Are the INT8 codes of its second operand contiguous along N? False where the graph does not tell."""
+    """Return whether the INT8 codes of the second operand are contiguous along N; False where unknown."""
     operands = graph.operands.get(node.output[0])  # none of another domain's MatMul
     if operands is None:
         return False
@@ -322,22 +322,22 @@ def is_stored_kn(graph: CheckGraph, node: onnx.NodeProto) -> bool:
 
 
 def check_residuals(
-    graph: CheckGraph, found: Collection[ResidualAdd], expected: Collection[str] | None
+    graph: CheckGraph, added: Collection[ResidualAdd], expected: Collection[str] | None
 ) -> Iterator[FindingRow]:
-    """INT8 residuals that no recipe asks for, or that round a tensor in another way than its other readers.
+    """Find INT8 residuals that no recipe asks for, or that are rounded unlike their tensor's other readers.
 
     The latter is slow and not wrong: a warning, and an error in a file that is held to a recipe.
 
     Args:
         expected: modules that the recipe wants in INT8; None: no recipe.
     """
-    for residual in found:
+    for residual in added:
         if residual.dq is None:
             continue
         if expected is not None and residual.module not in expected:
             why = f"its residual is in INT8, but the recipe keeps that of {residual.module} in floating point"
             yield finding("recipe-surplus", residual.add, why)
-        elif other := other_rounding(graph.index, residual):
+        elif other := find_other_rounding(graph.index, residual):
             why = (
                 f"its residual and {finding_label(other)!r} round one tensor with scales of two values or "
                 "types, so the engine keeps it in floating point and in INT8"
@@ -350,7 +350,7 @@ def check_residuals(
 
 
 def missing_residuals(found: Collection[ResidualAdd], expected: Collection[str]) -> Iterator[FindingRow]:
-    """Residuals that the recipe wants in INT8 and that have no Q/DQ."""
+    """Return the residuals that the recipe wants in INT8 and that have no Q/DQ."""
     for residual in found:
         if residual.module in expected and residual.dq is None:
             why = f"the recipe asks for the residual of {residual.module} in INT8, and neither input has Q/DQ"

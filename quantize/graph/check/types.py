@@ -24,7 +24,7 @@ _CARRIES = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Concat", "Neg", "Max",
 
 
 def walk_types(model: onnx.ModelProto, opset: int) -> tuple[dict[str, int], list[FindingRow]]:
-    """Element type (TensorProto.DataType) of every tensor whose type is known, and what does not fit.
+    """Return the known element type (TensorProto.DataType) of every tensor, and what does not fit.
 
     Args:
         model: a model that onnx.checker accepts.
@@ -58,14 +58,14 @@ def _type_node(node: onnx.NodeProto, opset: int, types: dict[str, int]) -> str:
     bound: dict[str, tuple[int, str]] = {}
     why = ""
     for name, parameter in zip(node.input, _stretch(schema.inputs, len(node.input)), strict=False):
-        found = types.get(name, 0)
-        if not found or not parameter.is_homogeneous or why:
+        known = types.get(name, 0)
+        if not known or not parameter.is_homogeneous or why:
             continue
         fixed = _fixed_type(parameter.type_str)
-        default = (fixed, "the operator") if fixed else (found, repr(name))
+        default = (fixed, "the operator") if fixed else (known, repr(name))
         expected, source = bound.setdefault(parameter.type_str, default)
-        if expected != found:
-            why = f"{name!r} is {type_name(found)}, but {source} has {type_name(expected)}"
+        if expected != known:
+            why = f"{name!r} is {type_name(known)}, but {source} has {type_name(expected)}"
             why += "; a strongly typed parser or ONNX Runtime refuses the mix"
             bound[parameter.type_str] = (0, "")  # unknown from here on, or every node behind would be named
     for name, parameter in zip(node.output, _stretch(schema.outputs, len(node.output)), strict=False):
@@ -107,14 +107,14 @@ def _schema(operator: str, opset: int) -> Any:
 
 
 def _stretch(parameters: Any, count: int) -> list[Any]:
-    """Formal parameters for `count` actual ones: the last may stand for many."""
+    """Return the formal parameters for `count` actual ones: the last may stand for many."""
     formal = list(parameters)
     return formal + formal[-1:] * max(0, count - len(formal))
 
 
 @cache
 def _fixed_type(text: str) -> int:
-    """DataType of a text like `tensor(int64)`; 0 for a type variable."""
+    """Return the DataType of a text like `tensor(int64)`; 0 for a type variable."""
     if not text.startswith("tensor("):
         return 0
     name = text[len("tensor(") : -1]
@@ -138,7 +138,7 @@ def _own_type(node: onnx.NodeProto, schema: Any, variable: str) -> int:
 
 
 def check_constants(graph: CheckGraph) -> list[FindingRow]:
-    """NaN in constants, and values that FP16 does not hold where FP16 reads them (or may, after a cast)."""
+    """Find NaN in constants, and values too large for FP16 where FP16 reads them (or may, after a cast)."""
     findings = []
     for tensor, name, node in _float_constants(graph):
         value = numpy_helper.to_array(tensor)
@@ -154,7 +154,7 @@ def check_constants(graph: CheckGraph) -> list[FindingRow]:
 
 
 def _float_constants(graph: CheckGraph) -> Iterator[tuple[TensorProto, str, onnx.NodeProto]]:
-    """Floating-point tensors with the first node that reads them as data (not as the scale of a Q/DQ)."""
+    """Return floating-point tensors with the first node that reads them as data (not as a Q/DQ's scale)."""
     stored = [(tensor, tensor.name, None) for tensor in graph.index.graph.initializer]
     for node in graph.nodes:
         if operator(node) in ("Constant", "ConstantOfShape"):

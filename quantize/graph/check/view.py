@@ -34,7 +34,7 @@ _INTEGER = {
 
 
 def is_integer(node: onnx.NodeProto) -> bool:
-    """Does the node compute on INT8 codes itself? It has its own finding, as nothing around it is wrong."""
+    """Return whether the node computes on INT8 codes itself: it has a finding of its own."""
     integer = node.op_type in _INTEGER or node.op_type.startswith("QLinear")
     return integer and node.domain in QDQ_DOMAINS
 
@@ -48,7 +48,7 @@ def missing_arguments(node: onnx.NodeProto) -> str:
 
 
 def has_plain_form(index: GraphIndex, node: onnx.NodeProto) -> bool:
-    """Whether `qdqbench fix` rewrites the node: what `quantize_static` and `quantize_dynamic` write."""
+    """Return whether `qdqbench fix` rewrites the node: `quantize_static` and `quantize_dynamic` write it."""
     if node.op_type == "MatMulInteger":
         source = index.producers.get(node.input[0])
         return source is not None and source.op_type == "DynamicQuantizeLinear"
@@ -69,18 +69,18 @@ _SCORES = (*MOVES, *_QDQ, "Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Cl
 
 
 def operator(node: onnx.NodeProto) -> str:
-    """Operator of a node; one of another domain, whose inputs nobody checked, comes with its domain."""
+    """Return the operator of a node, with its domain where that is not ONNX's own."""
     known = node.domain in ONNX_DOMAINS or is_quantize(node) or is_dequantize(node)
     return str(node.op_type) if known else f"{node.domain}.{node.op_type}"
 
 
 def is_quantize(node: onnx.NodeProto) -> bool:
-    """Is the node a QuantizeLinear?"""
+    """Return whether the node is a QuantizeLinear."""
     return _is_qdq(node, "QuantizeLinear")
 
 
 def is_dequantize(node: onnx.NodeProto) -> bool:
-    """Is the node a DequantizeLinear?"""
+    """Return whether the node is a DequantizeLinear."""
     return _is_qdq(node, "DequantizeLinear")
 
 
@@ -127,19 +127,19 @@ class CheckGraph:
 
     @cached_property
     def has_fp16(self) -> bool:
-        """Is any tensor FP16?"""
+        """Return whether any tensor is FP16."""
         return any(kind == TensorProto.FLOAT16 for kind in self.types.values())
 
     def is_int8(self, operand: Operand) -> bool:
-        """Does the operand come from INT8?"""
+        """Return whether the operand comes from INT8."""
         return operand.dq is not None and self.types.get(operand.dq.input[0]) == TensorProto.INT8
 
     def value(self, name: str) -> Array | None:
-        """Numeric value of an initializer, a Constant node or a Cast of one; None for anything computed."""
+        """Return the numeric value of an initializer, a Constant or a Cast of one; None if computed."""
         return self.index.constant(name, ("Cast",))
 
     def origin(self, name: str) -> tuple[onnx.NodeProto | None, str]:
-        """The node that made a tensor before it was moved (None: not computed), and that node's output."""
+        """Return the node that made a tensor before it was moved (None: not computed), and its output."""
         return self.index.origin(name, MOVES)
 
     def operand(self, name: str) -> Operand:
@@ -163,7 +163,7 @@ class CheckGraph:
         return Operand(None, f"a chain of over {MAX_STEPS} nodes")
 
     def is_constant(self, name: str) -> bool:
-        """Is a tensor stored in the file, directly, moved, or through a QuantizeLinear?"""
+        """Return whether a tensor is stored in the file, directly, moved, or through a QuantizeLinear."""
         for _ in range(MAX_STEPS):
             node, name = self.origin(name)
             if node is None or operator(node) == "Constant":
@@ -174,7 +174,7 @@ class CheckGraph:
         return False
 
     def shape(self, name: str) -> list[int] | None:
-        """Shape of a constant or of a QuantizeLinear of one."""
+        """Return the shape of a constant or of a QuantizeLinear of one."""
         node = self.index.producers.get(name)
         if node is not None and is_quantize(node):
             name = node.input[0]
@@ -182,7 +182,7 @@ class CheckGraph:
         return None if tensor is None else list(tensor.dims)
 
     def reach(self, start: str, through: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
-        """Nodes that read `start`, nearest first, going on behind the operators in `through`."""
+        """Return the nodes that read `start`, nearest first, across the operators in `through`."""
         todo, seen = deque([start] if start else []), {start}
         steps = 0
         while todo and steps < MAX_STEPS:
@@ -196,7 +196,7 @@ class CheckGraph:
                         todo.append(name)
 
     def head_size(self, attention: Attention) -> int | None:
-        """Last size of the Reshape that splits q into heads, where the graph holds it as a constant."""
+        """Return the last size of the Reshape that splits q into heads, where it is a constant."""
         name = attention.scores.input[0]
         for _ in range(MAX_STEPS):
             node = self.index.producers.get(name)
@@ -222,7 +222,7 @@ class CheckGraph:
         return last if last > 0 else None
 
     def _scaled(self, node: onnx.NodeProto) -> str | None:
-        """The input that a Mul or Div scales by a constant scalar; None for any other node."""
+        """Return the input that a Mul or Div scales by a constant scalar; None for any other node."""
         if operator(node) not in ("Mul", "Div"):
             return None
         for factor, other in ((1, 0), (0, 1)):
@@ -247,11 +247,11 @@ class CheckGraph:
         return Attention(softmax, scores, context, operands, output)
 
     def behind_softmax(self, softmax: onnx.NodeProto) -> tuple[onnx.NodeProto | None, bool]:
-        """The matmul whose scores a softmax normalizes, and whether Q/DQ lie between the two."""
+        """Return the matmul whose scores a softmax normalizes, and whether Q/DQ lie between the two."""
         return self._behind(softmax.input[0], "")
 
     def _behind(self, start: str, target: str) -> tuple[onnx.NodeProto | None, bool]:
-        """The nearest matmul (or maker of `target`) behind a tensor, and whether Q/DQ came before it."""
+        """Return the nearest matmul (or maker of `target`) before a tensor, and whether Q/DQ came between."""
         todo, seen, quantized = deque([start]), {start}, False
         while todo and len(seen) < MAX_STEPS:
             node = self.index.producers.get(todo.popleft())

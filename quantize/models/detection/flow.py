@@ -24,7 +24,7 @@ RECORDED = "qdq_recorded"  # name of the attention with transformers
 
 
 @dataclass(frozen=True)
-class Step:
+class FlowStep:
     """Something that makes a new tensor; all else only moves, scales or adds what it is given."""
 
     number: int
@@ -35,7 +35,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Sum:
+class FlowSum:
     """Two tensors of equal shape that were added."""
 
     module: str  # in which this happened
@@ -46,8 +46,8 @@ class Sum:
 class Flow:
     """What one forward pass did."""
 
-    steps: list[Step] = field(default_factory=list)
-    sums: list[Sum] = field(default_factory=list)
+    steps: list[FlowStep] = field(default_factory=list)
+    sums: list[FlowSum] = field(default_factory=list)
     replaceable: set[str] = field(default_factory=set)  # modules that call transformers' AttentionInterface
     tuples: set[str] = field(default_factory=set)  # modules that return one
     outputs: frozenset[int] = frozenset()  # steps that the logits come from
@@ -55,26 +55,26 @@ class Flow:
     ahead: bool = True  # tokens see those behind them
     same: bool = True  # the attention that can be quantized gives the same logits as the model's own
 
-    def of(self, kind: Kind) -> list[Step]:
+    def of(self, kind: Kind) -> list[FlowStep]:
         """Steps of a kind, in order."""
         return [step for step in self.steps if step.kind == kind]
 
-    def behind(self, numbers: frozenset[int], *kinds: Kind) -> list[Step]:
+    def behind(self, numbers: frozenset[int], *kinds: Kind) -> list[FlowStep]:
         """Steps of some kinds among these."""
         return [self.steps[number] for number in sorted(numbers) if self.steps[number].kind in kinds]
 
-    def readers(self, number: int) -> list[Step]:
+    def readers(self, number: int) -> list[FlowStep]:
         """Steps that read what a step made."""
         return [step for step in self.steps if any(number in read for read in step.reads)]
 
 
-def taken_inputs(model: "PreTrainedModel") -> tuple[str, ...]:
-    """The arrays of a sample that a model's `forward` takes."""
+def list_inputs(model: "PreTrainedModel") -> tuple[str, ...]:
+    """Return the arrays of a sample that a model's `forward` takes."""
     known = inspect.signature(model.forward).parameters
     return tuple(name for name in BERT.inputs if name in known)
 
 
-def follow(model: "PreTrainedModel") -> Flow:
+def trace_flow(model: "PreTrainedModel") -> Flow:
     """Send two random samples through a model, one of them padded, and write down what happens.
 
     Args:
@@ -103,7 +103,7 @@ def follow(model: "PreTrainedModel") -> Flow:
 def _samples(model: "PreTrainedModel") -> "dict[str, torch.Tensor]":
     import torch
 
-    names = taken_inputs(model)
+    names = list_inputs(model)
     ids = torch.arange(2 * LENGTH).reshape(2, LENGTH) % 5 + 5
     given = {name: torch.zeros_like(ids) for name in names} | {names[0]: ids}
     if (mask := BERT.inputs[1]) in given:
@@ -113,7 +113,7 @@ def _samples(model: "PreTrainedModel") -> "dict[str, torch.Tensor]":
 
 
 def _attends_ahead(model: "PreTrainedModel") -> bool:
-    """Whether the first token's last hidden state depends on the last token."""
+    """Return whether the first token's last hidden state depends on the last token."""
     import torch
 
     given = {name: value[:1] for name, value in _samples(model).items() if name in BERT.inputs[:2]}
@@ -145,11 +145,11 @@ class _Recorder:
             self.known[id(tensor)] = (tensor, sources)
 
     def made(self, kind: Kind, module: str, operands: tuple[Any, ...], output: Any) -> None:
-        """A new step, and what it made."""
+        """Add a step, and note what it made."""
         reads = tuple(self.sources(value) for value in operands)
         width = int(operands[0].shape[-1]) if operands and operands[0].dim() else 0
         reads = reads or (frozenset(),)
-        step = Step(len(self.flow.steps), kind, module, reads, width)
+        step = FlowStep(len(self.flow.steps), kind, module, reads, width)
         self.flow.steps.append(step)
         self.mark(output, frozenset([step.number]))
 
@@ -203,7 +203,7 @@ class _Recorder:
         elif before:
             if name in SUMS and len(operands) == 2 and operands[0].shape == operands[1].shape:
                 one, two = operands
-                self.flow.sums.append(Sum(module, (self.sources(one), self.sources(two))))
+                self.flow.sums.append(FlowSum(module, (self.sources(one), self.sources(two))))
             self.mark(output, before)
         return output
 
@@ -213,7 +213,7 @@ SUMS = ("add", "add_", "__add__", "__iadd__", "__radd__")
 
 
 def module_kind(module: "nn.Module") -> Kind | None:
-    """What a module makes, where it is one of torch's that compute with weights."""
+    """Return the product of a module, where it is one of torch's that compute with weights."""
     from torch import nn
 
     if isinstance(module, nn.Linear):
@@ -241,7 +241,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _register_recorded(recorder: _Recorder) -> None:
-    """The attention that can be quantized, which also says which modules call it, and with what."""
+    """Register the attention that can be quantized, and record which modules call it with what."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     _register_attention()

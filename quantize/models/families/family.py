@@ -40,7 +40,7 @@ class Place(NamedTuple):
     path: str  # inside the layer; empty for the layer itself
 
 
-class Rows(NamedTuple):
+class LinearRows(NamedTuple):
     """One of equal parts of the rows of a linear's weight."""
 
     linear: str
@@ -67,7 +67,7 @@ class Family:
     outside: Mapping[str, Role]  # ends of the names of linears that are in no layer
     attention: str | None  # None: it stays as it is, in FP16
     residuals: tuple[Residual, ...]  # that of the attention first; none where a quantizer has no place
-    norms: Mapping[str, Norm]  # what each LayerNorm of a layer normalises
+    norms: Mapping[str, Norm]  # what each LayerNorm of a layer normalizes
     embeddings: str  # in the base model
     embeddings_norm: str  # in the base model
     pooler: str | None  # in the base model
@@ -89,18 +89,18 @@ class Family:
     embeddings_linear: str | None = None  # in the base model, where one stands before the layers
 
     def place(self, name: str) -> Place | None:
-        """Where in the encoder a module is; None outside of its layers."""
+        """Return where in the encoder a module is; None outside of its layers."""
         layers = re.escape(self.layers).replace(r"\*", r"\d+")
         found = re.match(rf"((?:.+?\.)?{layers})\.(\d+)(?:\.(.+))?$", name)
         return Place(found[1], int(found[2]), found[3] or "") if found else None
 
     def layer_of(self, name: str) -> int | None:
-        """Number of the encoder layer that a module is in; None outside of the encoder."""
+        """Return the number of the encoder layer that a module is in; None outside of the encoder."""
         place = self.place(name)
         return place.number if place else None
 
     def role(self, linear: str) -> Role:
-        """What a linear does.
+        """Return the role of a linear.
 
         Raises:
             UserError: the family has no such linear.
@@ -110,7 +110,7 @@ class Family:
         return found
 
     def kind(self, linear: str) -> str:
-        """Role of a linear, with q, k and v as one: "qkv".
+        """Return the role of a linear, with q, k and v as one: "qkv".
 
         Raises:
             UserError: the family has no such linear.
@@ -128,13 +128,13 @@ class Family:
             raise UserError(_unknown(lost, self))
 
     def beside(self, name: str, role: Role) -> str | None:
-        """The linear with a role in the layer that a module is in; None where the family has none."""
+        """Return the linear with a role in the layer that a module is in; None where the family has none."""
         place = self.place(name)
         path = next((path for path, found in self.linears.items() if found == role), None)
         return f"{place.layers}.{place.number}.{path}" if place and path else None
 
     def require_beside(self, name: str, role: Role) -> str:
-        """As `beside`, where there must be one.
+        """Return the same as `beside`, where there must be one.
 
         Raises:
             UserError: the family has no such linear.
@@ -143,8 +143,8 @@ class Family:
             raise UserError(f"family {self.name} has no linear of its own for {role} beside {name}")
         return found
 
-    def made_by(self, name: str, role: Role) -> Rows:
-        """What makes q, k or v in the layer that a module is in: a linear of its own, or a part of one.
+    def made_by(self, name: str, role: Role) -> LinearRows:
+        """Return the maker of q, k or v in a module's layer: a linear of its own, or a part of one.
 
         Raises:
             UserError: the family has no such linear.
@@ -152,18 +152,18 @@ class Family:
         place = self.place(name)
         for path, roles in ((path, found.split(", ")) for path, found in self.linears.items()):
             if place and role in roles:
-                return Rows(f"{place.layers}.{place.number}.{path}", roles.index(role), len(roles))
+                return LinearRows(f"{place.layers}.{place.number}.{path}", roles.index(role), len(roles))
         raise UserError(f"family {self.name} has no linear that makes the {role} beside {name}")
 
     def read_by(self, attention: str, linears: Container[str]) -> str | None:
-        """What makes the tensor that q, k, v and the residual of an attention read, and nothing else reads.
+        """Return the maker of the tensor that q, k, v and an attention's residual read, and nothing else.
 
         Args:
             linears: those of the model, as not every one has a linear behind its embeddings.
 
         Returns:
             A LayerNorm, or the linear behind the embeddings; None where it serves several runs, where what is
-            normalised is not the residual, or where it is not known.
+            normalized is not the residual, or where it is not known.
         """
         place = self.place(attention)
         if place is None or not self.layer_end or self.shared_layers or "*" in self.layers:
@@ -176,25 +176,25 @@ class Family:
         return f"{base}{self.embeddings_norm}" if self.embeddings_norm else None
 
     def splittable(self, linears: Iterable[str]) -> list[str]:
-        """Second feed-forward linears, whose outlier channels can be split."""
+        """Return the second feed-forward linears, whose outlier channels can be split."""
         return [name for name in linears if self.kind(name) == "ffn-out"]
 
     def residual_readers(self, module: str) -> tuple[str, ...]:
-        """Linears that read the residual that a module adds; none of a module that adds none."""
+        """Return the linears that read the residual that a module adds; none of a module that adds none."""
         place = self.place(module)
         added = [each for each in self.residuals if place and each.module == place.path]
         found = (self.beside(module, role) for each in added for role in each.readers)
         return tuple(name for name in found if name)
 
     def residual_read_by(self, linear: str) -> str | None:
-        """The module whose residual a linear reads; None where that is none, or known by another linear."""
+        """Return the module whose residual a linear reads; None for none, or if known by another linear."""
         place = self.place(linear)
         first = {each.readers[0]: each.module for each in self.residuals if each.readers}
         module = first.get(self.linears[place.path]) if place and place.path in self.linears else None
         return f"{place.layers}.{place.number}.{module}".rstrip(".") if place and module is not None else None
 
     def behind_attention(self, module: str) -> bool:
-        """Whether a module takes what an attention made, up to the LayerNorm behind it."""
+        """Return whether a module takes what an attention made, up to the LayerNorm behind it."""
         ends = [path for path, role in self.linears.items() if role == "output"]
         ends += [path for path, what in self.norms.items() if what == "attention"]
         ends += [each.module for each in self.residuals[:1] if each.module]
@@ -207,32 +207,32 @@ class Family:
         return next((path for path, what in self.norms.items() if what == "ffn"), "")
 
     def layer_names(self, model: "PreTrainedModel") -> list[str]:
-        """The encoder layers of a model, in order."""
+        """Return the encoder layers of a model, in order."""
         found = ((name, self.place(name)) for name, _ in model.named_modules())
         return [name for name, place in found if place and not place.path]
 
     def runs(self, model: "PreTrainedModel") -> list[str]:
-        """The encoder layers of a model as they run: a shared one once for each of its runs."""
+        """Return the encoder layers of a model as they run: a shared one once for each of its runs."""
         names = self.layer_names(model)
         runs = int(model.config.num_hidden_layers or 0) if self.shared_layers else len(names)
         return [names[number] for number in self.run_order(len(names), runs)]
 
     def run_order(self, layers: int, runs: int) -> list[int]:
-        """Which layer each run is of; layers that are not shared run once."""
+        """Return which layer each run is of; layers that are not shared run once."""
         return [int(run / (runs / layers)) for run in range(runs)]  # as transformers rounds it
 
     def is_attention(self, name: str) -> bool:
-        """Whether a module computes softmax(q k) v."""
+        """Return whether a module computes softmax(q k) v."""
         place = self.place(name)
         return place is not None and place.path == self.attention
 
     def adds_residual(self, name: str) -> bool:
-        """Whether a module adds a residual to what a linear made."""
+        """Return whether a module adds a residual to what a linear made."""
         place = self.place(name)
         return place is not None and any(each.module == place.path for each in self.residuals)
 
     def residual_classes(self, model: "PreTrainedModel") -> list[type]:
-        """Classes of a model's modules that add a residual, each once."""
+        """Return the classes of a model's modules that add a residual, each once."""
         adders = (type(module) for name, module in model.named_modules() if self.adds_residual(name))
         return list(dict.fromkeys(adders))
 
@@ -251,7 +251,7 @@ class Family:
             )
 
     def positions(self, config: Any) -> int:
-        """Most tokens that a sample can have."""
+        """Return the number of tokens that a sample can have at most."""
         taken = int(config.pad_token_id) + 1 if self.positions_follow_padding else 0
         return int(config.max_position_embeddings) - taken
 

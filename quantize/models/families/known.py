@@ -1,5 +1,7 @@
 """The families that are supported, and which of them a model is of."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -219,7 +221,7 @@ _DESCRIBED: dict[str, Family] = {}
 
 
 def family_of(of: Any, model: str = "") -> Family:
-    """The family of a model type such as "bert", or of a transformers configuration; `model` is for messages.
+    """Return the family of a model type such as "bert", or of a transformers configuration.
 
     Raises:
         UserError: it is not supported.
@@ -236,30 +238,126 @@ def family_of(of: Any, model: str = "") -> Family:
 
 
 def known_family(model_type: str) -> Family | None:
-    """The family of a model type that needs no description by a recipe."""
+    """Return the family of a model type that needs no description by a recipe."""
     return next((family for family in FAMILIES if model_type in family.model_types), None)
 
 
-def describe(family: Family) -> None:
+def register_family(family: Family) -> None:
     """Let models of this process be of a family that a recipe describes; of two the last counts."""
     _DESCRIBED.update(dict.fromkeys(family.model_types, family))
 
 
 def family_named(name: str) -> Family:
-    """The family that a recipe names; the schema has refused all other names."""
+    """Return the family that a recipe names; the schema has refused all other names."""
     return next(family for family in (*FAMILIES, *_DESCRIBED.values()) if family.name == name)
 
 
 def require_family(recipe: str, family: str, model: str, config: Any) -> Family:
-    """The family of a model, which must be the one that a recipe is for: `family` is its `model.family`.
+    """Return the family of a model, which must be that of the recipe: its `model.family`.
 
     Raises:
         UserError: they differ.
     """
-    found = family_of(config, model)
-    if found.name != family:
+    family_found = family_of(config, model)
+    if family_found.name != family:
         raise UserError(
             f"recipe {recipe} is for model family {family!r}, but model {model} is a {config.model_type!r}; "
-            f"take a recipe of family {found.name}"
+            f"take a recipe of family {family_found.name}"
         )
-    return found
+    return family_found
+
+
+ANY_LAYER = re.compile(r"(?:^|[/._])layers?[./](\d+)(?=[/.]|$)")
+RUN = re.compile(r"@(\d+)(?=[^/]*$)")  # in names of what runs several times with the same weights
+ANY_HEAD = re.compile(
+    r"(?:^|/)(?:pooler|pooling|classifier|cls|head|score|qa_outputs|logits)(?=[/_.]|$)", re.IGNORECASE
+)
+ANY_EMBEDDINGS = re.compile(r"(?:^|[/.])embeddings?(?=[/.]|$)")
+ANY_QKV = re.compile(r"(?:query|key|value|[qkv])(?:_proj|_lin)?")  # the last part of a linear's name
+ANY_MERGED_QKV = re.compile(r"w?qkv(?:_proj)?|in_proj|query_key_value", re.IGNORECASE)
+ACTIVATION = re.compile(r"(?:\w+_)?act_fn|act|activation")  # the module of an activation
+SILENT = ("self", "dense")  # parts of a name that say nothing
+_CALLED: dict[str, tuple[str, ...]] = {
+    "query": ("attention.self.query", "attention.q_lin", "attention.self.query_proj", "attention.attn.q"),
+    "key": ("attention.self.key", "attention.k_lin", "attention.self.key_proj", "attention.attn.k"),
+    "value": ("attention.self.value", "attention.v_lin", "attention.self.value_proj", "attention.attn.v"),
+    "query, key, value": ("attn.Wqkv",),
+    "attention": ("attention.self", "attention.attn", "attention", "attn"),
+    "output": ("attention.output.dense", "attention.out_lin", "attention.attn.o", "attn.Wo"),
+    "ffn-in": ("intermediate.dense", "ffn.lin1", "mlp.Wi"),
+    "ffn-out": ("output.dense", "ffn.lin2", "mlp.Wo"),
+}
+PARTS = tuple(_CALLED)  # of a layer, in the order of computation
+_PART = {path: part for part, paths in _CALLED.items() for path in paths}
+_PART |= {family.attention: "attention" for family in FAMILIES if family.attention}
+_PART |= {path: role for family in FAMILIES for path, role in family.linears.items()}
+
+
+def part_of(module: str) -> tuple[int, str, str] | None:
+    """Return layer or run, part (one of `PARTS`, or "") and path of a module; None outside of layers."""
+    name, _, run = module.partition("@")
+    found = re.match(r"(?:.*?\.)?(\d+)\.(.+)$", name)
+    return (int(run or found[1]), _PART.get(found[2], ""), found[2]) if found else None
+
+
+def layer_of_node(node: str) -> int | None:
+    """Return the encoder layer of an ONNX node, or which run of one; None outside of the encoder."""
+    found = (RUN.search(node) if ANY_LAYER.search(node) else None) or ANY_LAYER.search(node)
+    return int(found[1]) if found else None
+
+
+def first_feed_forwards(linears: Iterable[str]) -> str | None:
+    """Return the pattern of a rule for the first feed-forward linears; None where no family has them."""
+    for name in linears:
+        for family in FAMILIES:
+            place = family.place(name)
+            if place and family.linears.get(place.path) == "ffn-in":
+                return f"{family.layers}.*.{place.path.rpartition('.')[0]}.*"
+    return None
+
+
+def adds_behind_attention(module: str) -> bool:
+    """Return whether the residual that a module adds is that of the attention, in any family."""
+    return any(family.behind_attention(module) for family in FAMILIES)
+
+
+_BASE = {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+_BEHIND_PADDING = {"max_position_embeddings": 514, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+_ROBERTA = {**_BASE, **_BEHIND_PADDING, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+# Fields of config.json that differ from the defaults of the model type. BERT: Devlin et al. 2019, "BERT",
+# section 3; the others: the config.json that their authors published under about this name.
+MODEL_SHAPES: dict[str, dict[str, Any]] = {
+    "bert-base": {"model_type": "bert", **_BASE},
+    "bert-large": {
+        "model_type": "bert",
+        "num_hidden_layers": 24,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+    "minilm": {  # Wang et al. 2020, arXiv 2002.10957: 6 layers of 384
+        "model_type": "bert",
+        "num_hidden_layers": 6,
+        "hidden_size": 384,
+        "num_attention_heads": 12,
+        "intermediate_size": 1536,
+    },
+    "roberta-base": {"model_type": "roberta", **_ROBERTA, "vocab_size": 50265},
+    "xlm-roberta-base": {"model_type": "xlm-roberta", **_ROBERTA, "vocab_size": 250002},
+    "camembert-base": {"model_type": "camembert", **_ROBERTA, "vocab_size": 32005},
+    "distilbert-base": {"model_type": "distilbert", "n_layers": 6, "dim": 768, "n_heads": 12},
+    "electra-base": {"model_type": "electra", **_BASE, "embedding_size": 768},
+    "mpnet-base": {"model_type": "mpnet", **_BASE, **_BEHIND_PADDING, "layer_norm_eps": 1e-5},
+    "albert-base": {"model_type": "albert", **_BASE},
+    "deberta-v3-base": {
+        "model_type": "deberta-v2",
+        **_BASE,
+        "relative_attention": True,
+        "position_buckets": 256,
+        "pos_att_type": ["p2c", "c2p"],
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+    },
+    "modernbert-base": {"model_type": "modernbert"},
+}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qdqbench.quantize.tasks.types.encoded import Layout, Targets
+from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
 from qdqbench.quantize.tasks.types.kind import LOGITS, SAME, Described, TaskKind
 from qdqbench.quantize.tasks.types.scores import CLASSES
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
@@ -31,10 +31,10 @@ def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
     return ""
 
 
-def labels_as(dtype: type) -> "Callable[[datasets.Dataset, Described, Layout], Targets]":
-    """`TaskKind.targets` of a label column that holds a number in each row."""
+def labels_as(dtype: type) -> "Callable[[datasets.Dataset, Described, RowLayout], Targets]":
+    """Return `TaskKind.targets` of a label column that holds a number in each row."""
 
-    def targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+    def targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
         values = dataset.select_columns([task.label_column])[:][task.label_column]
         return Targets(np.array(values, dtype=dtype))
 
@@ -42,17 +42,17 @@ def labels_as(dtype: type) -> "Callable[[datasets.Dataset, Described, Layout], T
 
 
 def _predict(logits: Floats, labels: Array) -> Int64:
-    """The first of the largest."""
+    """Return the first of the largest."""
     return np.asarray(np.argmax(logits, axis=1), dtype=np.int64)
 
 
 def label_and_prediction(predicted: Array, labels: Array) -> Array:
-    """A table for the metrics of both."""
+    """Return a table for the metrics of both."""
     return np.stack([labels, predicted], axis=1)
 
 
 def kl(reference: Float64, logits: Float64) -> Float64:
-    """KL(reference || logits) of the class probabilities, in nat, by answer."""
+    """Compute KL(reference || logits) of the class probabilities, in nat, by answer."""
     logs = [x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (reference, logits)]
     each = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(axis=1)
     return np.asarray(np.maximum(each, 0))  # rounding
@@ -67,7 +67,7 @@ def _loss(logits: "torch.Tensor", labels: "torch.Tensor", answers: "torch.Tensor
 def _distance(
     logits: "torch.Tensor", teacher: "torch.Tensor", temperature: float, answers: "torch.Tensor"
 ) -> "torch.Tensor":
-    """KL(teacher || student) T^2 (Hinton et al. 2015, arXiv 1503.02531)."""
+    """Compute KL(teacher || student) T^2 (Hinton et al. 2015, arXiv 1503.02531)."""
     from torch.nn import functional
 
     student = functional.log_softmax(logits.float() / temperature, dim=-1)
@@ -91,12 +91,12 @@ def _by_class(predicted: Array, labels: Array) -> tuple[Int64, Int64, Int64]:
 
 
 def class_text(number: int, names: Sequence[str]) -> str:
-    """A class by its name, by its number where it has none."""
+    """Return a class by its name, by its number where it has none."""
     return names[number] if 0 <= number < len(names) else str(number)
 
 
 def same_for_all(logits: Floats, labels: Array) -> bool:
-    """Whether the class probabilities do not depend on the input though labels do.
+    """Return whether the class probabilities do not depend on the input though labels do.
 
     Not whether one class gets them all: with few samples of the others, a sound model may do that.
     """

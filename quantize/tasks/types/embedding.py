@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qdqbench.quantize.tasks.types.classification import NUMBERS, TEXTS, label_and_prediction
-from qdqbench.quantize.tasks.types.encoded import Layout, Targets
+from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
 from qdqbench.quantize.tasks.types.kind import Described, TaskKind
 from qdqbench.quantize.tasks.types.regression import REGRESSION
 from qdqbench.quantize.tasks.types.scores import CORRELATIONS, Metric
@@ -24,39 +24,39 @@ BLOCK = 1 << 23  # similarities held at a time (32 MiB)
 
 
 def unit(vectors: Floats) -> Floats:
-    """Vectors [n, width] of length 1, of the same type; zeros stay zeros."""
+    """Scale vectors [n, width] to length 1, in the same type; zeros stay zeros."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.asarray(vectors / np.where(lengths > 0, lengths, 1))
 
 
 def cosines(a: Floats, b: Floats) -> Float64:
-    """Cosine of each pair of rows, [n]; 0 with a vector of zeros, 1 of two."""
+    """Return the cosine of each pair of rows, [n]; 0 with a vector of zeros, 1 of two."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     found = np.divide((a * b).sum(axis=1), lengths, out=np.zeros(len(a)), where=lengths > 0)
     return np.where(~a.any(axis=1) & ~b.any(axis=1), 1.0, np.clip(found, -1, 1))
 
 
-def overlap(reference: Floats, made: Floats, count: int = NEIGHBORS) -> Float64:
-    """Share of the nearest texts by one embedding that are nearest by the other too, [n].
+def overlap(reference: Floats, answers: Floats, count: int = NEIGHBORS) -> Float64:
+    """Return the share of the nearest texts by one embedding that are nearest by the other too, [n].
 
-    A text is no neighbour of itself. Nearest are those of the largest cosine; of equal ones the first. Exact,
+    A text is no neighbor of itself. Nearest are those of the largest cosine; of equal ones the first. Exact,
     in blocks: memory grows with n, not with its square.
 
     Args:
         reference: [n, width].
-        made: the same texts, [n, width].
-        count: neighbours; of fewer texts all others.
+        answers: the same texts, [n, width].
+        count: neighbors; of fewer texts all others.
     """
     count = min(count, len(reference) - 1)
     if count < 1:
         return np.ones(len(reference))
-    pairs = zip(_nearest(reference, count), _nearest(made, count), strict=True)
+    pairs = zip(_nearest(reference, count), _nearest(answers, count), strict=True)
     return np.concatenate([(mine & other).sum(axis=1) / count for mine, other in pairs])
 
 
 def _nearest(vectors: Floats, count: int) -> Iterator[npt.NDArray[np.bool_]]:
-    """Which texts are the nearest of each, in blocks [block, n]."""
+    """Return the nearest texts of each, in blocks [block, n]."""
     vectors = unit(vectors.astype(np.float32))
     block = max(1, BLOCK // len(vectors))
     for start in range(0, len(vectors), block):
@@ -70,7 +70,7 @@ def _nearest(vectors: Floats, count: int) -> Iterator[npt.NDArray[np.bool_]]:
 
 
 def weighted_percentile(weights: Floats, values: Float64, share: float) -> Float64:
-    """The smallest value that at least `share` of the samples do not exceed, of each resample.
+    """Return the smallest value that at least `share` of the samples do not exceed, of each resample.
 
     Args:
         weights: how often each sample counts, float64 [resamples, samples].
@@ -89,7 +89,7 @@ SAME = 1e-3  # length of what differs between embeddings, relative to theirs, up
 
 
 def agreement(reference: Floats, made: Floats) -> Float64:
-    """Of each text its cosine to FP32's embedding, and the share of FP32's neighbours that stay, [n, 2]."""
+    """Return each text's cosine to FP32's embedding, and the share of neighbors that stay, [n, 2]."""
     return np.stack([cosines(reference, made), overlap(reference, made)], axis=1)
 
 
@@ -111,21 +111,21 @@ AGREEMENT = {  # of the table of `agreement`
 
 
 def _scores(answers: Floats, labels: Array) -> Float64:
-    """Cosine of the two texts of each pair."""
+    """Return the cosine of the two texts of each pair."""
     return cosines(answers[::2], answers[1::2])
 
 
 def _pair_divergence(reference: Float64, answers: Float64, labels: Array) -> Float64:
-    """1 - cosine to FP32's embedding, mean of both texts."""
+    """Return 1 - cosine to FP32's embedding, mean of both texts."""
     return np.asarray(1 - cosines(reference, answers).reshape(-1, 2).mean(axis=1))
 
 
-def _pair_targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+def _pair_targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
     made = REGRESSION.targets(dataset, task, layout).labels
     return Targets(np.repeat(made, 2), gold=made)
 
 
-def _text_targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+def _text_targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
     count = len(layout.samples)
     if count <= NEIGHBORS:
         raise UserError(
@@ -138,19 +138,19 @@ def _text_targets(dataset: "datasets.Dataset", task: Described, layout: Layout) 
 def _distance(
     made: "torch.Tensor", teacher: "torch.Tensor", temperature: float, answers: "torch.Tensor"
 ) -> "torch.Tensor":
-    """Squared error relative to the teacher's power: of embeddings of length 1 this is 2 - 2 cosine."""
+    """Return the squared error relative to the teacher's power: 2 - 2 cosine at length 1."""
     teacher = teacher.float()
     return ((made.float() - teacher).square().sum(dim=1) / teacher.square().sum(dim=1)).sum()
 
 
 def _constant(answers: Floats, labels: Array) -> bool:
-    """Whether all texts have the same embedding."""
+    """Return whether all texts have the same embedding."""
     spread = np.linalg.norm(answers - answers.mean(axis=0), axis=1).max()
     return bool(spread <= SAME * np.linalg.norm(answers, axis=1).max())
 
 
 def _embedding(**fields: Any) -> TaskKind:
-    """What both kinds share."""
+    """Return the common part of both kinds."""
     return TaskKind(
         model_class="AutoModel",
         architecture="SentenceEmbedding",

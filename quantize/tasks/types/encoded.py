@@ -19,7 +19,7 @@ class Units(NamedTuple):
     about: Int64  # [answers] or [answers, 2]
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     """How the samples of a split became rows."""
 
     samples: Int64  # of each row, ascending
@@ -54,7 +54,7 @@ class Encoded:
 
     @property
     def gold(self) -> Any:
-        """What samples are scored against; its length is the number of samples."""
+        """Return the reference of the samples' scores; its length is the number of samples."""
         return self.labels if self.scored is None else self.scored
 
     @property
@@ -86,21 +86,21 @@ class Encoded:
         return np.cumsum(self.answers)
 
     def batch(self, rows: Iterable[int], pad_id: int) -> IndexedBatch:
-        """Rows, int64 [B], and their tokens, padded to the longest of them, int64 [B, L]."""
+        """Return the rows, int64 [B], and their tokens, padded to the longest of them, int64 [B, L]."""
         return pad([(row, self.input_ids[row], self.token_type_ids[row]) for row in rows], pad_id)
 
-    def kept(self, rows: Int64, made: Any) -> Any:
-        """The answers [answers, width] of rows in what a model made of them, [B, width] or [B, L, width].
+    def kept(self, rows: Int64, outputs: Any) -> Any:
+        """Select the answers [answers, width] of rows from a model's output [B, width] or [B, L, width].
 
         Both are a tensor or an array.
         """
         if self.positions is None:
-            return made
+            return outputs
         places = np.repeat(np.arange(len(rows)), self.answers[rows])
-        return made[places, np.concatenate([self.positions[row] for row in rows])]
+        return outputs[places, np.concatenate([self.positions[row] for row in rows])]
 
     def answers_of(self, rows: Int64) -> Int64:
-        """Where the answers of some rows stand among those of all, row after row."""
+        """Return the places of the answers of some rows among those of all, row after row."""
         if self.positions is None:
             return np.asarray(rows)
         ends, counts = self._ends[rows], self.answers[rows]
@@ -108,18 +108,18 @@ class Encoded:
         return np.asarray(np.repeat(ends - counts, counts) + within)
 
     def places(self, rows: Int64) -> tuple[Int64, Int64]:
-        """`answers_of` some rows, and the number of answers of each of them."""
+        """Return `answers_of` some rows, and the number of answers of each of them."""
         return self.answers_of(rows), self.answers[rows]
 
     def rows_of(self, samples: Int64) -> Int64:
-        """Rows of some samples, sample after sample."""
+        """Return the rows of some samples, sample after sample."""
         if self.samples is None:
             return samples
         first, last = (np.searchsorted(self.samples, samples, side) for side in ("left", "right"))
         return np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)]).astype(np.int64)
 
     def part(self, samples: Int64) -> "Encoded":
-        """Some samples as a split of their own, in their order."""
+        """Return some samples as a split of their own, in their order."""
         rows = self.rows_of(samples)
         return Encoded(
             [self.input_ids[row] for row in rows],
@@ -135,7 +135,7 @@ class Encoded:
 
 
 def pad(samples: list[tuple[int, Int64, Int64]], pad_id: int) -> IndexedBatch:
-    """One batch of (row, input_ids, token_type_ids), padded to the longest row."""
+    """Return one batch of (row, input_ids, token_type_ids), padded to the longest row."""
     shape = len(samples), max(len(ids) for _, ids, _ in samples)
     batch = {
         "input_ids": np.full(shape, pad_id, dtype=np.int64),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from qdqbench.quantize.tasks.types.encoded import Layout, Targets, Units
+from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
 from qdqbench.quantize.tasks.types.scores import Metric
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 
@@ -37,7 +37,7 @@ class Described(Protocol):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """That score it."""
+        """Return the metrics that score the task."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class TaskKind:
     label_type: str  # pattern of the label column's Arrow type
     label_values: str  # in errors: takes `last`, the largest class
     label_problem: "Callable[[datasets.Dataset, Described], str]"  # empty: nothing is wrong
-    targets: "Callable[[datasets.Dataset, Described, Layout], Targets]"
+    targets: "Callable[[datasets.Dataset, Described, RowLayout], Targets]"
     # Scores
     metrics: Mapping[str, Metric]  # that can score it
     default_metrics: tuple[str, ...]
@@ -111,7 +111,7 @@ class TaskKind:
 
     @property
     def embeds(self) -> bool:
-        """Whether models give embeddings: an encoder with pooling and no head of its own."""
+        """Return whether models give embeddings: an encoder with pooling and no head of its own."""
         return self.model_class == "AutoModel"
 
 
@@ -122,7 +122,7 @@ SAME = 1e-3  # spread of the answers, relative to that of the labels or in nat, 
 def mean_over_rows(
     loss: "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]",
 ) -> "Callable[[Floats, Array, Array], float]":
-    """`TaskKind.mean_loss` of a `loss`."""
+    """Make `TaskKind.mean_loss` of a `loss`."""
 
     def mean(answers: Floats, labels: Array, counts: Array) -> float:
         import numpy as np
@@ -134,20 +134,20 @@ def mean_over_rows(
     return mean
 
 
-def joined(outputs: Any, names: Iterable[str]) -> Any:
-    """The answers [batch, ...] in a model's outputs: the only one, or several stacked along a new last axis.
+def join_outputs(outputs: Any, names: Iterable[str]) -> Any:
+    """Return the answers [batch, ...] in a model's outputs; several are stacked along a new last axis.
 
     Args:
         outputs: a mapping by name, of tensors or of arrays.
         names: as `TaskKind.outputs` lists them.
     """
-    found = [outputs[name] for name in names]
-    if len(found) == 1:
-        return found[0]
-    if hasattr(found[0], "detach"):
+    answers = [outputs[name] for name in names]
+    if len(answers) == 1:
+        return answers[0]
+    if hasattr(answers[0], "detach"):
         import torch
 
-        return torch.stack(found, dim=-1)
+        return torch.stack(answers, dim=-1)
     import numpy as np
 
-    return np.stack(found, axis=-1)
+    return np.stack(answers, axis=-1)

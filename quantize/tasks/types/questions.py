@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.tasks.types.classification import TEXTS, kl
-from qdqbench.quantize.tasks.types.encoded import Layout, Targets, Units
+from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
 from qdqbench.quantize.tasks.types.kind import SAME, Described, TaskKind, mean_over_rows
 from qdqbench.quantize.tasks.types.scores import of_sums, ratio
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
@@ -28,12 +28,12 @@ def normalized(text: str) -> str:
 
 
 def exact_match(answer: str, right: Sequence[str]) -> float:
-    """1 where an answer is one of the right ones, or none where there is none, else 0."""
+    """Return 1 where an answer is one of the right ones, or none where there is none, else 0."""
     return float(normalized(answer) in _known(right))
 
 
 def f1(answer: str, right: Sequence[str]) -> float:
-    """The largest F1 of an answer's words with a right one's; as `exact_match` where either has none."""
+    """Return the largest F1 of an answer's words with a right one's; `exact_match` if either has none."""
     return max(_overlap(normalized(answer).split(), known.split()) for known in _known(right))
 
 
@@ -78,7 +78,7 @@ class Questions:
         return np.array([len(spans) for windows in self.windows for spans in windows], dtype=np.int64)
 
     def by_window(self, values: Array) -> list[Array]:
-        """Values of tokens, [answers, ...], as one array a window."""
+        """Return the values of tokens, [answers, ...], as one array a window."""
         return np.split(values, np.cumsum(self.tokens)[:-1])
 
 
@@ -100,7 +100,7 @@ def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
     return ""
 
 
-def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+def _targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
     rows = dataset.select_columns([*task.text_columns, task.label_column])[:]
     answers = rows[task.label_column]
     windows: list[list[Int64]] = [[] for _ in answers]
@@ -114,7 +114,7 @@ def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Ta
 
 
 def _mark(spans: Int64, answers: Any) -> Floats:
-    """1 at first and last token of the first answer, [tokens, 2]; at `NO_ANSWER` where it is not whole."""
+    """Mark first and last token of the first answer, [tokens, 2]; `NO_ANSWER` where it is not whole."""
     marks = np.zeros((len(spans), 2), dtype=np.float32)
     first = last = NO_ANSWER
     if answers["text"]:
@@ -129,7 +129,7 @@ def _mark(spans: Int64, answers: Any) -> Floats:
 
 
 def _units(encoding: Any) -> Units:
-    """Every token, and where in the context it stands."""
+    """Return every token, and where in the context it stands."""
     spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     outside = np.array([sequence != 1 for sequence in encoding.sequence_ids], dtype=bool)
     spans[outside] = -1
@@ -137,8 +137,8 @@ def _units(encoding: Any) -> Units:
 
 
 def _predict(logits: Floats, gold: Questions) -> Array:
-    """The text of the best span of each question, as in transformers' examples; empty: no answer."""
-    scores, found = iter(gold.by_window(logits)), []
+    """Return the text of the best span of each question, as in transformers' examples; or no answer."""
+    scores, texts = iter(gold.by_window(logits)), []
     for context, windows in zip(gold.contexts, gold.windows, strict=True):
         best, text, none = -np.inf, "", np.inf
         for spans in windows:
@@ -147,8 +147,8 @@ def _predict(logits: Floats, gold: Questions) -> Array:
             score, first, last = _best_span(window, spans)
             if score > best:
                 best, text = score, context[spans[first, 0] : spans[last, 1]]
-        found.append("" if gold.unanswerable and none > best else text)
-    return np.array(found, dtype=str)
+        texts.append("" if gold.unanswerable and none > best else text)
+    return np.array(texts, dtype=str)
 
 
 def _best_span(logits: Floats, spans: Int64) -> tuple[float, int, int]:
@@ -173,7 +173,7 @@ def _table(predicted: Array, gold: Questions) -> Array:
 
 
 def _divergence(reference: Float64, logits: Float64, gold: Questions) -> Float64:
-    """Mean over windows of the mean of both ends' KL over the tokens, in nat."""
+    """Return the mean over windows of the mean of both ends' KL over the tokens, in nat."""
     pairs = zip(gold.by_window(reference), gold.by_window(logits), strict=True)
     each = np.array([kl(before.T, after.T).mean() for before, after in pairs])
     samples = np.repeat(np.arange(len(gold)), [len(windows) for windows in gold.windows])
@@ -181,7 +181,7 @@ def _divergence(reference: Float64, logits: Float64, gold: Questions) -> Float64
 
 
 def _log_probabilities(logits: "torch.Tensor", answers: "torch.Tensor") -> "torch.Tensor":
-    """Over the tokens of each window, [windows, tokens, 2]."""
+    """Return log-probabilities over the tokens of each window, [windows, tokens, 2]."""
     import torch
     from torch.nn import functional
     from torch.nn.utils.rnn import pad_sequence
@@ -192,7 +192,7 @@ def _log_probabilities(logits: "torch.Tensor", answers: "torch.Tensor") -> "torc
 
 
 def _loss(logits: "torch.Tensor", labels: "torch.Tensor", answers: "torch.Tensor") -> "torch.Tensor":
-    """Cross entropy over the tokens of a window, mean of both ends (Devlin et al. 2018, section 4.2)."""
+    """Compute cross entropy over a window's tokens, mean of both ends (Devlin et al. 2018, section 4.2)."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
@@ -203,7 +203,7 @@ def _loss(logits: "torch.Tensor", labels: "torch.Tensor", answers: "torch.Tensor
 def _distance(
     logits: "torch.Tensor", teacher: "torch.Tensor", temperature: float, answers: "torch.Tensor"
 ) -> "torch.Tensor":
-    """KL(teacher || student) T^2 over the tokens of a window, mean of both ends."""
+    """Compute KL(teacher || student) T^2 over the tokens of a window, mean of both ends."""
     from torch.nn import functional
 
     student, target = (_log_probabilities(each / temperature, answers) for each in (logits, teacher))

@@ -26,7 +26,7 @@ def _predict(logits: Floats, labels: Array) -> Float64:
 
 
 def _divergence(reference: Float64, logits: Float64, labels: Array) -> Float64:
-    """Squared difference over the variance of the reference.
+    """Return the squared difference over the variance of the reference.
 
     Raises:
         CheckFailed: the reference is constant.

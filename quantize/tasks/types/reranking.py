@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.tasks.types.encoded import Layout, Targets
+from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
 from qdqbench.quantize.tasks.types.kind import SAME, Described
 from qdqbench.quantize.tasks.types.regression import REGRESSION
 from qdqbench.quantize.tasks.types.scores import Metric, ratio
@@ -23,7 +23,7 @@ BEST = 10  # passages that ndcg@10 and mrr@10 look at
 
 
 def _groups(dataset: "datasets.Dataset", task: Described) -> Int64:
-    """Equal texts are one query."""
+    """Group rows by query: equal texts are one."""
     import pandas
 
     queries = np.array(_column(dataset, task.text_columns[0]), dtype=object)
@@ -60,7 +60,7 @@ def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
     return ""
 
 
-def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+def _targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
     labels, counts = _labels(dataset, task), np.bincount(layout.samples)
     gold = np.full((len(counts), counts.max()), np.nan)
     gold[np.arange(counts.max()) < counts[:, None]] = labels
@@ -76,7 +76,7 @@ def _predict(answers: Floats, gold: Array) -> Float64:
 
 
 def _table(scores: Array, gold: Array) -> Float64:
-    """Reciprocal rank, gain and average precision of each query; of equal scores the worst order counts."""
+    """Return reciprocal rank, gain and average precision of each query; equal scores in the worst order."""
     there = np.isfinite(gold)
     order = np.lexsort((np.where(there, gold, np.inf), np.where(there, -scores, np.inf)), axis=-1)
     relevance = np.where(there, gold, 0)
@@ -99,14 +99,14 @@ def _mean(column: int) -> Metric:
 
 
 def _divergence(reference: Float64, scores: Float64, gold: Array) -> Float64:
-    """As of a regression, of a query the mean over its passages."""
+    """Compute the divergence of a regression, of a query the mean over its passages."""
     each = REGRESSION.divergence(reference, scores, None)
     queries = np.nonzero(np.isfinite(gold))[0]
     return np.bincount(queries, weights=each) / np.bincount(queries)
 
 
 def _loss(logits: "torch.Tensor", labels: "torch.Tensor", answers: "torch.Tensor") -> "torch.Tensor":
-    """Cross-entropy of relevance, passage by passage (Nogueira and Cho 2019, arXiv 1901.04085)."""
+    """Compute cross-entropy of relevance, passage by passage (Nogueira and Cho 2019, arXiv 1901.04085)."""
     from torch.nn import functional
 
     return functional.binary_cross_entropy_with_logits(logits.float()[:, 0], labels, reduction="sum")

@@ -20,7 +20,7 @@ class Metric:
 
 
 def of_sums(value: Callable[[Floats], Floats]) -> Metric:
-    """A metric of the sums of a table's columns: [resamples, columns] to [resamples]."""
+    """Make a metric of the sums of a table's columns: [resamples, columns] to [resamples]."""
     return Metric(
         value=lambda table: float(value(table.sum(axis=0, dtype=np.float64)[None])[0]),
         weighted=lambda weights, table: value(weights @ table),
@@ -28,7 +28,7 @@ def of_sums(value: Callable[[Floats], Floats]) -> Metric:
 
 
 def ratio(numerator: Floats, denominator: Floats) -> Floats:
-    """Quotient, 0 where the denominator is 0."""
+    """Return the quotient, 0 where the denominator is 0."""
     return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator > 0)
 
 
@@ -69,7 +69,7 @@ def _matthews(table: Array) -> float:
 
 
 def _weighted_matthews(weights: Floats, table: Array) -> Floats:
-    """Gorodkin 2004, "Comparing two K-category assignments by a K-category correlation coefficient"."""
+    """Compute the correlation of Gorodkin 2004, "Comparing two K-category assignments"."""
     labels, predicted = table.T
     classes = np.unique(table)
     total = weights.sum(axis=1)
@@ -93,7 +93,7 @@ def _spearman(table: Array) -> float:
 
 
 def _correlation(table: Array, value: Callable[[Array, Array], float]) -> float:
-    """0 for constant predictions.
+    """Divide covariances by deviations; 0 for constant predictions.
 
     Raises:
         UserError: constant labels.
@@ -114,7 +114,7 @@ def _weighted_spearman(weights: Floats, table: Array) -> Floats:
 
 
 def _pearson_rows(weights: Floats, x: Floats, y: Floats) -> Floats:
-    """Pearson correlation by row, 0 where `x` or `y` is constant; they are [cells] or [resamples, cells]."""
+    """Compute Pearson correlation by row ([cells] or [resamples, cells]), 0 where `x` or `y` is constant."""
     total = weights.sum(axis=1, keepdims=True)
     floor_x, floor_y = (total.max() * (1e-12 * np.abs(values).max()) ** 2 for values in (x, y))
     x = x - (weights * x).sum(axis=1, keepdims=True) / total
@@ -126,7 +126,7 @@ def _pearson_rows(weights: Floats, x: Floats, y: Floats) -> Floats:
 
 
 def _weighted_ranks(weights: Floats, values: Array) -> Floats:
-    """Mid-ranks of values that occur `weights` times, [resamples, cells]."""
+    """Return the mid-ranks of values that occur `weights` times, [resamples, cells]."""
     distinct, inverse = np.unique(values, return_inverse=True)
     order = np.argsort(inverse, kind="stable")
     starts = np.searchsorted(inverse[order], np.arange(len(distinct)))

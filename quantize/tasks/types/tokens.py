@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.tasks.types.classification import class_text, kl, same_for_all
-from qdqbench.quantize.tasks.types.encoded import Layout, Targets, Units
+from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
 from qdqbench.quantize.tasks.types.kind import Described, TaskKind, mean_over_rows
 from qdqbench.quantize.tasks.types.scores import of_sums, ratio
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
@@ -39,7 +39,7 @@ class Tagged:
         return Tagged(tags, self.words[samples], self.classes)
 
     def by_sentence(self, values: Array) -> list[Array]:
-        """Values of words, [words, ...], as one array a sentence."""
+        """Return the values of words, [words, ...], as one array a sentence."""
         return np.split(values, np.cumsum(self.words)[:-1])
 
     def entities(self, tags: Array) -> set[tuple[str, int, int]]:
@@ -50,12 +50,12 @@ class Tagged:
 
     @cached_property
     def gold_entities(self) -> list[set[tuple[str, int, int]]]:
-        """Those of each sentence."""
+        """Return the true entities of each sentence."""
         return [self.entities(tags) for tags in self.by_sentence(self.tags)]
 
     @property
     def has_entities(self) -> bool:
-        """Whether classes name entities."""
+        """Return whether classes name entities."""
         return not _not_iob2(self.classes)
 
 
@@ -64,7 +64,7 @@ def _not_iob2(classes: tuple[str, ...]) -> list[str]:
 
 
 def class_names(dataset: "datasets.Dataset", column: str) -> tuple[str, ...]:
-    """Names of the tags in a column of lists: of its numbers, in their order, or its texts, sorted, O first.
+    """Return the names of tags in a column of lists: of its numbers in order, or its sorted texts, O first.
 
     Empty where its numbers have no names.
     """
@@ -80,7 +80,7 @@ def class_names(dataset: "datasets.Dataset", column: str) -> tuple[str, ...]:
 
 
 def is_named(classes: tuple[str, ...]) -> bool:
-    """Whether classes have names of their own, not those that transformers gives."""
+    """Return whether classes have names of their own, not those that transformers gives."""
     return not all(name == f"LABEL_{number}" for number, name in enumerate(classes))
 
 
@@ -110,7 +110,7 @@ def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
 
 
 def _names_problem(names: tuple[str, ...], task: Described, *, texts: bool) -> str:
-    """What is wrong with the names of tags, against those of the model's classes."""
+    """Return the fault of the names of tags against those of the model's classes."""
     if not is_named(task.classes):
         if texts:
             return (
@@ -128,7 +128,7 @@ def _names_problem(names: tuple[str, ...], task: Described, *, texts: bool) -> s
     return ""
 
 
-def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+def _targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
     names, classes, warnings = class_names(dataset, task.label_column), task.classes, []
     if not is_named(classes) and names:
         classes = names
@@ -153,7 +153,7 @@ def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Ta
 
 
 def _units(encoding: Any) -> Units:
-    """The first token of each word."""
+    """Return the first token of each word."""
     found: dict[int, int] = {}
     for position, word in enumerate(encoding.word_ids):
         if word is not None:
@@ -162,7 +162,7 @@ def _units(encoding: Any) -> Units:
 
 
 def _predict(logits: Floats, gold: Tagged) -> Array:
-    """The numbers of the classes of a sentence as one text."""
+    """Return the numbers of the classes of a sentence as one text."""
     return np.array([" ".join(map(str, tags)) for tags in gold.by_sentence(np.argmax(logits, axis=1))])
 
 
@@ -188,14 +188,14 @@ def _divergence(reference: Float64, logits: Float64, gold: Tagged) -> Float64:
 
 
 def share_of_row(answers: "torch.Tensor") -> "torch.Tensor":
-    """The weight of each answer [answers], so that those of a row sum to 1; takes their numbers by row."""
+    """Return the weight of each answer [answers], by row numbers; those of a row sum to 1."""
     import torch
 
     return torch.repeat_interleave(1 / answers.clamp(min=1), answers)
 
 
 def _loss(logits: "torch.Tensor", labels: "torch.Tensor", answers: "torch.Tensor") -> "torch.Tensor":
-    """Cross entropy, of a sentence the mean over its words."""
+    """Compute cross entropy, of a sentence the mean over its words."""
     from torch.nn import functional
 
     each = functional.cross_entropy(logits.float(), labels, reduction="none")
@@ -205,7 +205,7 @@ def _loss(logits: "torch.Tensor", labels: "torch.Tensor", answers: "torch.Tensor
 def _distance(
     logits: "torch.Tensor", teacher: "torch.Tensor", temperature: float, answers: "torch.Tensor"
 ) -> "torch.Tensor":
-    """KL(teacher || student) T^2 as of classes, of a sentence the mean over its words."""
+    """Compute KL(teacher || student) T^2 as of classes, of a sentence the mean over its words."""
     from torch.nn import functional
 
     student = functional.log_softmax(logits.float() / temperature, dim=-1)

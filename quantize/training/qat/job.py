@@ -6,26 +6,56 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant import native
-from qdqbench.quantize.calibration.record import shifted_states
+from qdqbench.quantize.calibration.qkv_bias_folding import group_shared_scales
+from qdqbench.quantize.calibration.record import get_state_shifts
 from qdqbench.quantize.calibration.splitting import keep_equal
-from qdqbench.quantize.calibration.straight import of_one_scale
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.pipeline.session import QAT, Session
-from qdqbench.quantize.recipe.plan import straight_linears
+from qdqbench.quantize.recipe.plan import list_bias_free_linears
 from qdqbench.quantize.recipe.training import Distill, Qat
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.losses import hidden_distance
 from qdqbench.quantize.tasks.rows import encode
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded
-from qdqbench.quantize.tasks.types.kind import TaskKind, joined
-from qdqbench.quantize.training.judge import collapsed, own_batches, predict_rows
-from qdqbench.quantize.training.loop import HeldOut, Job, decayed
+from qdqbench.quantize.tasks.types.kind import TaskKind, join_outputs
+from qdqbench.quantize.training.evaluate import is_collapsed, predict_rows, share_batches
+from qdqbench.quantize.training.loop import HeldOut, Job, group_decayed
 from qdqbench.quantize.training.record import CHECKPOINTS
 from qdqbench.quantize.training.rows import TrainingData, divide
 from qdqbench.quantize.utils.arrays import Float32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def compute_hidden_distance(
+    hidden: "tuple[torch.Tensor, ...]", teacher: "tuple[torch.Tensor, ...]", mask: "torch.Tensor"
+) -> "torch.Tensor":
+    """Compute the squared error of every layer's output by its power in the teacher, mean over layers.
+
+    Sample by sample, so that nothing depends on how a batch is split. As in Jiao et al. 2019, "TinyBERT",
+    arXiv 1909.10351, equation 8, without a projection as the sizes agree.
+
+    Args:
+        hidden: of the student, [B, L, H] each.
+        teacher: likewise.
+        mask: int64 [B, L]; padding does not count.
+
+    Returns:
+        float32 scalar, the sum over B.
+    """
+    import torch
+
+    weight = (mask / mask.sum(dim=1, keepdim=True))[..., None]
+    total = torch.zeros((), device=mask.device)
+    for mine, wanted in zip(hidden, teacher, strict=True):
+        error = ((mine.float() - wanted.float()).square() * weight).sum(dim=(1, 2))
+        power = (wanted.float().square() * weight).sum(dim=(1, 2))
+        total = total + (error / power).sum()
+    return total / len(hidden)
+
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +74,10 @@ def new_job(
     model: "PreTrainedModel",
     data: TrainingData,
 ) -> Job:
-    """The training of a student, without its identity."""
+    """Create the training of a student, without its identity."""
     teacher = session.new_model().to(accelerator.device)
     kind = session.config.task.kind
-    answers = teach(accelerator, teacher, kind, data)
+    answers = compute_targets(accelerator, teacher, kind, data)
     if settings.distill.hidden:
         teacher.requires_grad_(False)
     model.to(accelerator.device)
@@ -63,20 +93,20 @@ def new_job(
         model=model,
         data=data,
         settings=settings,
-        loss=distillation(session, settings, accelerator, data.encoded, teacher, answers, own),
+        loss=make_distillation(session, settings, accelerator, data.encoded, teacher, answers, own),
         judge=_judge(session, settings, accelerator, data, teacher, answers, own),
         folder=session.folder / QAT / CHECKPOINTS,
         identity={},
-        groups=parameter_groups(model, settings),
+        groups=group_parameters(model, settings),
         after_step=after_step,
         report=session.report,
         judge_first=True,
-        far=_far(session.config.task, settings.distill, _held_out(answers, data)),
+        far=_get_worst_distance(session.config.task, settings.distill, _held_out(answers, data)),
     )
 
 
-def training_data(session: Session, settings: Qat) -> tuple[TrainingData, str]:
-    """The train split, tokenized and divided, and its fingerprint."""
+def load_training_data(session: Session, settings: Qat) -> tuple[TrainingData, str]:
+    """Load the train split, tokenized and divided, and its fingerprint."""
     task = session.config.task
     split = session.split(task.train_split, limit=None)
     encoded = encode(split, task, session.tokenizer, session.recipe.export.max_length)
@@ -84,7 +114,7 @@ def training_data(session: Session, settings: Qat) -> tuple[TrainingData, str]:
 
 
 def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
-    """The PTQ model with quantizers made for training.
+    """Load the PTQ model with quantizers made for training.
 
     Raises:
         UserError: only some of its feed-forwards have outlier channels split.
@@ -100,13 +130,13 @@ def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
             f"in INT8, and {len(splits)} are: a model whose layers differ in size cannot be saved; quantize "
             "the others, or drop outlier_channel_splitting"
         )
-    for name in straight_linears(session.plan):  # a bias that comes back is a kernel again
+    for name in list_bias_free_linears(session.plan):  # a bias that comes back is a kernel again
         bias: Any = model.get_submodule(name).bias
         if bias is not None:
             bias.requires_grad_(False)
     native.use_native(model)
     if settings.amax == "learned":
-        native.learn_amax(model, together=of_one_scale(session.plan))
+        native.learn_amax(model, together=group_shared_scales(session.plan))
     if settings.dropout is not None:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
@@ -121,33 +151,33 @@ def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
 
 
 def _own_states(session: Session, accelerator: "Accelerator") -> "Callable[[States], States]":
-    """Gives hidden states of the student without what shifts add to them, as the teacher has them."""
+    """Take what shifts add out of hidden states of the student, as the teacher has them."""
     import torch
 
     moved = {
         number: torch.tensor(values, device=accelerator.device)
-        for number, values in shifted_states(session.ptq_record, session.plan).items()
+        for number, values in get_state_shifts(session.ptq_record, session.plan).items()
     }
     return lambda hidden: tuple(
         state - moved[number] if number in moved else state for number, state in enumerate(hidden)
     )
 
 
-def parameter_groups(model: "PreTrainedModel", settings: Qat) -> list[dict[str, Any]]:
-    """Weights, biases and LayerNorms, and learned ratios of amax with a rate of their own."""
-    ratios = native.learned(model)
+def group_parameters(model: "PreTrainedModel", settings: Qat) -> list[dict[str, Any]]:
+    """Group weights, biases and LayerNorms, and learned ratios of amax with a rate of their own."""
+    ratios = native.list_learned(model)
     known = {id(ratio) for ratio in ratios}
-    groups = decayed(model, settings.weight_decay)
+    groups = group_decayed(model, settings.weight_decay)
     groups = [{**g, "params": [p for p in g["params"] if id(p) not in known]} for g in groups]
     if ratios := [ratio for ratio in ratios if ratio.requires_grad]:
         groups.append({"params": ratios, "weight_decay": 0.0, "lr": settings.amax_learning_rate})
     return groups
 
 
-def teach(
+def compute_targets(
     accelerator: "Accelerator", teacher: "PreTrainedModel", kind: TaskKind, data: TrainingData
 ) -> Float32:
-    """The teacher's answers to the train split, float32 [answers, width].
+    """Compute the teacher's answers to the train split, float32 [answers, width].
 
     Raises:
         CheckFailed: NaN or infinite answers.
@@ -160,7 +190,7 @@ def teach(
     return answers
 
 
-def distillation(  # noqa: PLR0913, PLR0917
+def make_distillation(  # noqa: PLR0913, PLR0917
     session: Session,
     settings: Qat,
     accelerator: "Accelerator",
@@ -169,7 +199,7 @@ def distillation(  # noqa: PLR0913, PLR0917
     answers: Float32,
     own: "Callable[[States], States]",
 ) -> "Callable[[Any, Int64, dict[str, torch.Tensor]], torch.Tensor]":
-    """The loss of a batch, summed over its rows."""
+    """Return the loss of a batch, summed over its rows."""
     import torch
 
     parts, kind, device = settings.distill, session.config.task.kind, accelerator.device
@@ -177,10 +207,10 @@ def distillation(  # noqa: PLR0913, PLR0917
     labels = torch.from_numpy(encoded.labels).to(device)
 
     def loss(model: Any, rows: Int64, batch: "dict[str, torch.Tensor]") -> "torch.Tensor":
-        batch = inputs_of(teacher, batch)
+        batch = select_inputs(teacher, batch)
         output = model(**batch, output_hidden_states=parts.hidden > 0)
         places, counts = (torch.from_numpy(x).to(device) for x in encoded.places(rows))
-        made = encoded.kept(rows, joined(output, kind.outputs))
+        made = encoded.kept(rows, join_outputs(output, kind.outputs))
         total: Any = 0.0
         if parts.logits:
             total = parts.logits * kind.distance(made, wanted[places], parts.temperature, counts)
@@ -189,7 +219,7 @@ def distillation(  # noqa: PLR0913, PLR0917
         if parts.hidden:
             with torch.no_grad(), accelerator.autocast():
                 hidden = teacher(**batch, output_hidden_states=True).hidden_states
-            distance = hidden_distance(own(output.hidden_states), hidden, batch["attention_mask"])
+            distance = compute_hidden_distance(own(output.hidden_states), hidden, batch["attention_mask"])
             total = total + parts.hidden * distance
         return total  # type: ignore[no-any-return]
 
@@ -205,7 +235,7 @@ def _judge(  # noqa: PLR0913, PLR0917
     answers: Float32,
     own: "Callable[[States], States]",
 ) -> Callable[[Any], HeldOut]:
-    """The loss of the training, on the held-out rows."""
+    """Compute the loss of the training, on the held-out rows."""
     task, judged = session.config.task, data.judged
     wanted, labels, counts = _held_out(answers, data), judged.labels, judged.answers
 
@@ -218,30 +248,33 @@ def _judge(  # noqa: PLR0913, PLR0917
         parts = settings.distill
         pair = torch.from_numpy(made), torch.from_numpy(wanted)
         distance = task.kind.distance(*pair, parts.temperature, torch.from_numpy(counts))
-        found = {"distance": float(distance) / judged.rows}
-        score = parts.logits * found["distance"]
+        scores = {"distance": float(distance) / judged.rows}
+        score = parts.logits * scores["distance"]
         if task.kind.mean_loss is not None:
-            found["loss"] = task.kind.mean_loss(made, labels, counts)
-            score += parts.labels * found["loss"]
+            scores["loss"] = task.kind.mean_loss(made, labels, counts)
+            score += parts.labels * scores["loss"]
         if parts.hidden:
-            found["hidden"] = _held_out_hidden(accelerator, model, teacher, data, own)
-            score += parts.hidden * found["hidden"]
-            found = {"objective": score, **found}
-        values = {**found, **metrics.compute(task, made, metrics.against(task, judged.gold, wanted))}
-        constant = collapsed(task, made, labels) and not collapsed(task, wanted, labels)
+            scores["hidden"] = _held_out_hidden(accelerator, model, teacher, data, own)
+            score += parts.hidden * scores["hidden"]
+            scores = {"objective": score, **scores}
+        values = {
+            **scores,
+            **metrics.compute(task, made, metrics.select_reference(task, judged.gold, wanted)),
+        }
+        constant = is_collapsed(task, made, labels) and not is_collapsed(task, wanted, labels)
         return HeldOut(-score, values, constant)
 
     return judge
 
 
 def _held_out(answers: Float32, data: TrainingData) -> Float32:
-    """The answers to the held-out samples, of those to the train split."""
+    """Select the answers to the held-out samples from those to the train split."""
     encoded = data.encoded
     return answers[encoded.answers_of(encoded.rows_of(data.held_out))]
 
 
-def _far(task: Task, parts: Distill, wanted: Float32) -> float:
-    """A distance that no sound student has, though PTQ may be so near that ten times its own is nothing.
+def _get_worst_distance(task: Task, parts: Distill, wanted: Float32) -> float:
+    """Return a distance that no sound student has; ten times that of PTQ may be next to nothing.
 
     A tenth of 1 nat, of the power of the hidden states, and for a regression of the variance of the answers.
     """
@@ -255,13 +288,13 @@ def _held_out_hidden(
     data: TrainingData,
     own: "Callable[[States], States]",
 ) -> float:
-    """Mean distance of hidden states over the held-out rows, each process with its share."""
+    """Return the mean distance of hidden states over the held-out rows, each process with its share."""
     import torch
 
     total = torch.zeros((), device=accelerator.device)
-    for _, inputs in own_batches(accelerator, teacher, data.judged, data.pad_id):
+    for _, inputs in share_batches(accelerator, teacher, data.judged, data.pad_id):
         with torch.inference_mode(), accelerator.autocast():
             hidden = model(**inputs, output_hidden_states=True).hidden_states
             target = teacher(**inputs, output_hidden_states=True).hidden_states
-        total = total + hidden_distance(own(hidden), target, inputs["attention_mask"])
+        total = total + compute_hidden_distance(own(hidden), target, inputs["attention_mask"])
     return float(accelerator.reduce(total, reduction="sum")) / data.judged.rows

@@ -24,44 +24,44 @@ class Cpu:
 
     @property
     def bf16(self) -> bool:
-        """Whether it multiplies BF16 in hardware."""
+        """Return whether the CPU multiplies BF16 in hardware."""
         return not {*BF16}.isdisjoint(self.features)
 
     @property
     def int8_dot(self) -> bool:
-        """Whether it sums INT8 products in one step, or the system does not say."""
+        """Return whether the CPU sums INT8 products in one step, or the system does not say."""
         return not self.features or not {*INT8_DOT}.isdisjoint(self.features)
 
     def __str__(self) -> str:
-        """`AMD EPYC (2 cores; avx2, avx512_vnni)`."""
+        """Return `AMD EPYC (2 cores; avx2, avx512_vnni)`."""
         told = ", ".join(self.features) or "instruction sets unknown"
         return f"{self.name} ({self.cores} {'core' if self.cores == 1 else 'cores'}; {told})"
 
 
 @cache
 def find_cpu() -> Cpu:
-    """The CPU of this machine."""
-    said: dict[str, str] = {}
+    """Find the CPU of this machine."""
+    info: dict[str, str] = {}
     if _CPUINFO.is_file():
         for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
-            said.setdefault(key.strip().lower(), value.strip())
-    flags = f"{said.get('flags', '')} {said.get('features', '')}".split()
-    name = said.get("model name") or platform.processor() or platform.machine()
+            info.setdefault(key.strip().lower(), value.strip())
+    flags = f"{info.get('flags', '')} {info.get('features', '')}".split()
+    name = info.get("model name") or platform.processor() or platform.machine()
     return Cpu(
         name, quota() or len(usable_cores()), tuple(feature for feature in FEATURES if feature in flags)
     )
 
 
 def usable_cores() -> list[int]:
-    """Numbers of the cores that this process may use."""
+    """Return the numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return [*range(os.cpu_count() or 1)]
 
 
 def quota() -> int | None:
-    """Cores whose time a container (cgroup v2 or v1) gives this process, where these are fewer than it sees.
+    """Return the cores that a container (cgroup v2 or v1) gives this process, if fewer than it sees.
 
     A library that starts a thread for each core that it sees would be stopped by the kernel again and again.
     """
@@ -77,7 +77,7 @@ def quota() -> int | None:
 
 
 def cpu_hazards(cpu: Cpu) -> list[str]:
-    """What a CPU lacks for INT8 and what that costs, one sentence each.
+    """Return the INT8 instructions that a CPU lacks and what that costs, one sentence each.
 
     Source: onnxruntime.ai, "Quantize ONNX models", on U8S8 and CPUs without VNNI.
     """

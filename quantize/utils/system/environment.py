@@ -30,8 +30,8 @@ PACKAGES = (
 VERSIONED = ("qdqbench", "torch", "transformers", "nvidia-modelopt", "onnx", "onnxruntime")
 
 
-def environment() -> dict[str, Any]:
-    """Versions, hardware and the code's git hash: what a number is worth nothing without."""
+def describe_environment() -> dict[str, Any]:
+    """Return versions, hardware and the code's git hash: a number is worth nothing without them."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -52,7 +52,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit(package: Path) -> str | None:
-    """Commit of the checkout that runs, with "-dirty" where its files were changed since.
+    """Return the commit of the checkout that runs, with "-dirty" where its files were changed since.
 
     None for an installed package, wherever it lies: the repository around it says nothing of it.
     """
@@ -73,23 +73,23 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def now() -> str:
-    """The time in UTC, ISO 8601 to the second."""
+    """Return the time in UTC, ISO 8601 to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def made_with() -> dict[str, Any]:
-    """Code and library versions, as JSON: part of the identity of all that is reused or resumed."""
+def get_code_identity() -> dict[str, Any]:
+    """Return code and library versions, as JSON: part of the identity of all that is reused or resumed."""
     return {"versions": versions(), "code": _code_hash()}
 
 
 def versions() -> dict[str, str]:
-    """Installed versions that outputs depend on."""
+    """Return the installed versions that outputs depend on."""
     return {name: importlib.metadata.version(name) for name in VERSIONED}
 
 
 @functools.lru_cache
 def _code_hash() -> str:
-    """SHA-256 over this package's source."""
+    """Hash this package's source by SHA-256."""
     digest = hashlib.sha256()
     for package in ("qdqbench.quantize", "qdqbench.eval"):
         root = Path(str(resources.files(package)))

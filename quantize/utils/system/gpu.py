@@ -18,7 +18,7 @@ class Gpu:
 
 
 def find_gpu() -> Gpu | None:
-    """First GPU that CUDA shows to this process, or None.
+    """Find the first GPU that CUDA shows to this process, or None.
 
     Asks the driver library itself, as TensorRT does: torch may be a CPU build, and NVML (pynvml) neither
     heeds CUDA_VISIBLE_DEVICES nor counts GPUs in CUDA's order.

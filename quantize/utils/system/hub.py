@@ -17,7 +17,7 @@ class HubError(UserError):
 
 @functools.lru_cache
 def commit_of(repository: str, kind: RepoKind, revision: str | None = None) -> str:
-    """Commit of a repository: as the hub says, or of the local cache where the hub cannot be reached.
+    """Return the commit of a repository, from the hub, or from its local cache if it is unreachable.
 
     Within one process it stays the same, whatever happens on the hub.
 
@@ -35,22 +35,22 @@ def commit_of(repository: str, kind: RepoKind, revision: str | None = None) -> s
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     try:
-        found = HfApi().repo_info(repository, repo_type=kind, revision=revision, timeout=TIMEOUT_S).sha
+        commit = HfApi().repo_info(repository, repo_type=kind, revision=revision, timeout=TIMEOUT_S).sha
     except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise HubError(f"no such {kind} on the hub: {_reason(error)}") from error
     except Exception as error:  # without a connection: OSError, ValueError, or a class of its own
-        found = _cached(repository, kind, revision)
-        if found is None:
+        commit = _cached(repository, kind, revision)
+        if commit is None:
             raise HubError(
                 f"the hub cannot be reached ({_reason(error)}), and its cache does not tell which commit "
                 "is meant; give a folder, the 40 digits of a commit as revision, or the connection"
             ) from error
-    assert found is not None
-    return found
+    assert commit is not None
+    return commit
 
 
 def _cached(repository: str, kind: RepoKind, revision: str | None) -> str | None:
-    """Commit by the refs in the hub's cache, or the only one that is there."""
+    """Return the commit by the refs in the hub's cache, or the only one that is there."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

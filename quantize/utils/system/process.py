@@ -65,7 +65,7 @@ def relax_gc() -> None:
 
 
 def freeze_gc() -> None:
-    """After `relax_gc`, once the imports are done: never look at the objects of now again."""
+    """Never look at the objects of now again; after `relax_gc`, once the imports are done."""
     if gc.get_threshold()[0] == IMPORTED:
         gc.freeze()
         gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
@@ -86,7 +86,7 @@ class Usage:
 
 
 @contextmanager
-def measured() -> Iterator[Usage]:
+def measure_cost() -> Iterator[Usage]:
     """Measure a block: wall and CPU seconds, and the largest resident set of this process, every 50 ms."""
     import psutil
 

@@ -24,7 +24,7 @@ def unprinted() -> Iterator[None]:
 
 @contextmanager
 def quiet(library: Library) -> Iterator[None]:
-    """No progress bars, advice or notes on its own future from a library; all is as before afterwards."""
+    """Suppress progress bars, advice and deprecation notes of a library; all is as before afterwards."""
     with warnings.catch_warnings():
         bars = _bars(library)  # imports the library, which sets its own level then
         before = {logging.getLogger(name): logging.getLogger(name).level for name in _LEVELS[library]}
@@ -43,7 +43,7 @@ def quiet(library: Library) -> Iterator[None]:
 
 
 def _bars(library: Library) -> list[tuple[Callable[[], None], Callable[[], None]]]:
-    """What hides bars that are shown, each with what shows them again."""
+    """Return what hides bars that are shown, each with what shows them again."""
     if library == "transformers":
         from transformers.utils import logging as untyped
 

@@ -239,7 +239,7 @@ def test_all_contestants_failing_is_a_cell_of_errors(machine, target):
 def test_a_slow_int8_engine_gets_its_reasons_from_the_layers(machine, target, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        bench_run, "slow_reasons", lambda *layers: asked.append(layers) or ["24 GEMMs in FP16"]
+        bench_run, "explain_slowdown", lambda *layers: asked.append(layers) or ["24 GEMMs in FP16"]
     )
     machine.ms = MS | {"int8": 2.0}
     found = measure(target, ONE)

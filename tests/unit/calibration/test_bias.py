@@ -108,7 +108,7 @@ def test_torch_s_kernels_correct_the_same(tiny_bert: Path) -> None:
     model, plan = coarse(tiny_bert, attention="int8", precision={"never_quantize": ["layernorm"]})
     expected = correct_biases(copy.deepcopy(model), plan.int8, calibration_batches())
     quantizers = {
-        name: (type(q), q.amax.clone()) for name, q in quantizers_module.enabled_quantizers(model).items()
+        name: (type(q), q.amax.clone()) for name, q in quantizers_module.list_quantizers(model).items()
     }
     native.use_native(model)
     ours = correct_biases(model, plan.int8, calibration_batches())
@@ -119,7 +119,7 @@ def test_torch_s_kernels_correct_the_same(tiny_bert: Path) -> None:
         # a value on a tie rounds the other way on some CPUs, and its step moves all that follows a little
         first, second = torch.tensor(values), torch.tensor(expected[name])
         assert (first - second).norm() <= 0.01 * second.norm(), name
-    for name, quantizer in quantizers_module.enabled_quantizers(model).items():
+    for name, quantizer in quantizers_module.list_quantizers(model).items():
         assert type(quantizer) is quantizers[name][0]
         assert torch.equal(quantizer.amax, quantizers[name][1])
 
@@ -149,7 +149,7 @@ def test_what_linears_made_before_is_not_computed_again(
             linear: Any = each.get_submodule(name)
             linear.input_quantizer.register_forward_pre_hook(lambda *_, way=way: runs.update([way]))
         if way == "again":
-            monkeypatch.setattr(bias_correction, "replayed", lambda *_: nullcontext())
+            monkeypatch.setattr(bias_correction, "replay_outputs", lambda *_: nullcontext())
         found[way] = correct_biases(each, plan.int8, calibration_batches())
     assert found["replayed"] == found["again"]
     assert len(found["again"]) >= 8
@@ -222,10 +222,10 @@ def test_quantizers_are_left_as_they_were(tiny_bert: Path) -> None:
     ]
     for name in off:
         model.get_submodule(name).disable()
-    before = {name: q.amax.clone() for name, q in quantizers_module.enabled_quantizers(model).items()}
+    before = {name: q.amax.clone() for name, q in quantizers_module.list_quantizers(model).items()}
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     correct_biases(model, plan.int8, calibration_batches())
-    after = quantizers_module.enabled_quantizers(model)
+    after = quantizers_module.list_quantizers(model)
     assert list(after) == list(before)
     assert all(torch.equal(after[name].amax, amax) for name, amax in before.items())
     assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())

@@ -8,9 +8,9 @@ import torch
 
 from qdqbench.quantize.calibration import bias, ptq, splitting
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
-from qdqbench.quantize.calibration.narrow import narrowed
+from qdqbench.quantize.calibration.record import select_record
 from qdqbench.quantize.models.families.known import MODERNBERT
-from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import prepare_model
 
 from ...support.tiny_bert import (
@@ -88,7 +88,7 @@ def test_a_split_copies_a_channel_with_its_gate() -> None:
     again = prepare_model(outlying())
     ptq.restore(again, plan, record)
     assert torch.equal(answers(again), answers(model))
-    graph = run_onnx(exported_of(model, plan, "factored"), inputs_of(model, BATCHES[0]))
+    graph = run_onnx(exported_of(model, plan, "factored"), select_inputs(model, BATCHES[0]))
     np.testing.assert_allclose(graph, forward(model, BATCHES[0]), atol=0.3 * float(before.abs().max()))
 
 
@@ -101,12 +101,12 @@ def test_copies_follow_their_original_in_training_and_merge_again() -> None:
             weight.mul_(1 + 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
     tie()
     trained = {name: value.clone() for name, value in model.state_dict().items()}
-    merged = splitting.merge(trained, record.splits, MODERNBERT)
+    merged = splitting.remove_copies(trained, record.splits, MODERNBERT)
     assert merged[f"{FIRST}.weight"].shape == (2 * WIDTH, 32)
     other = prepare_model(outlying())
     ptq.insert_quantizers(other, plan)
     other.load_state_dict({name: merged[name] for name in other.state_dict() if name in merged}, strict=False)
-    splitting.apply(other, record.splits)
+    splitting.apply_copies(other, record.splits)
     for name in (FIRST, SECOND):
         assert torch.equal(other.get_submodule(name).weight, model.get_submodule(name).weight)
 
@@ -116,7 +116,7 @@ def test_a_record_is_narrowed_to_rows_without_copies() -> None:
     fused = quantized(outlying(), attention=True, outlier_channel_splitting=EXTRA)
     int8 = {name: how for name, how in plain.plan.int8.items() if name != SECOND}
     part = replace(plain.plan, int8=int8)
-    record = narrowed(part, plain.record, fused.record)
+    record = select_record(part, plain.record, fused.record)
     amax = record.quantizers[f"{FIRST}.weight_quantizer"].amax
     assert isinstance(amax, list)
     wanted = quantized(outlying()).record.quantizers[f"{FIRST}.weight_quantizer"].amax
@@ -133,11 +133,11 @@ def test_layers_run_one_by_one_with_the_mask_and_positions_of_each() -> None:
     model = prepare_model(new_modernbert(biases=True))
     layers = MODERNBERT.layer_names(model)
     with torch.inference_mode():
-        states, given = bias._calls(model, dict.fromkeys(layers, 1), BATCHES)
+        states, given = bias._record_calls(model, dict.fromkeys(layers, 1), BATCHES)
         for name in layers:
             states = bias.run_layer(model, name, 1, given[name], states)
         for state, batch in zip(states, BATCHES, strict=True):
-            whole = model.model(**{k: torch.from_numpy(v) for k, v in inputs_of(model, batch).items()})
+            whole = model.model(**{k: torch.from_numpy(v) for k, v in select_inputs(model, batch).items()})
             assert torch.equal(model.model.final_norm(state), whole.last_hidden_state)
     assert quantized(new_modernbert(biases=True), bias_correction=True).record.biases
 

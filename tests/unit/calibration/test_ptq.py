@@ -22,8 +22,7 @@ from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.tasks.batches import equal_length_batches
-from qdqbench.quantize.tasks.rows import Sample
+from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 from ...support.tiny_bert import (
@@ -118,8 +117,8 @@ def test_exactly_the_planned_quantizers(tiny_bert: Path) -> None:
     model, plan, record = calibrate(tiny_bert, recipe_with(rules=[{"match": "*"} | INT8]))
     linears = [*LINEARS, "bert.pooler.dense", "classifier"]
     wanted = {f"{name}.{kind}_quantizer" for name in linears for kind in ("weight", "input")}
-    assert set(record.quantizers) == set(quantizers.enabled_quantizers(model)) == wanted
-    assert not any("LayerNorm" in name for name in quantizers.enabled_quantizers(model))
+    assert set(record.quantizers) == set(quantizers.list_quantizers(model)) == wanted
+    assert not any("LayerNorm" in name for name in quantizers.list_quantizers(model))
     assert plan.attention == ()
 
 
@@ -156,7 +155,7 @@ def test_restored_from_the_file_bit_for_bit(tiny_bert: Path, tmp_path: Path, nam
     calibration.write_record(tmp_path / "calibration.json", record)
     twin = load_model(str(tiny_bert))
     ptq.restore(twin, plan, calibration.read_record(tmp_path / "calibration.json"))
-    mine, other = quantizers.enabled_quantizers(model), quantizers.enabled_quantizers(twin)
+    mine, other = quantizers.list_quantizers(model), quantizers.list_quantizers(twin)
     assert list(mine) == list(other)
     assert all(torch.equal(mine[n].amax, other[n].amax) for n in mine)
     assert {n: q.amax.shape for n, q in mine.items()} == {n: q.amax.shape for n, q in other.items()}
@@ -199,7 +198,7 @@ def test_each_way_of_calibrating_is_restored_bit_for_bit(tiny_bert: Path, tmp_pa
     twin, read = load_model(str(tiny_bert)), calibration.read_record(tmp_path / "calibration.json")
     assert read == record
     ptq.restore(twin, plan, read)
-    mine, other = quantizers.enabled_quantizers(model), quantizers.enabled_quantizers(twin)
+    mine, other = quantizers.list_quantizers(model), quantizers.list_quantizers(twin)
     assert list(mine) == list(other)
     assert all(torch.equal(mine[n].amax, other[n].amax) for n in mine)
     assert set(record.smoothing.inputs) == {

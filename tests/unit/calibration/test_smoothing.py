@@ -69,7 +69,7 @@ def with_outlier(folder: Path) -> Any:
 ALL_INT8: dict[str, Any] = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.3, 0.5, 0.65, 0.8, 1.0, "gain"])
+@pytest.mark.parametrize("smooth", [0.0, 0.3, 0.5, 0.65, 0.8, 1.0, "gain"])
 @pytest.mark.parametrize(
     ("rules", "changes"),
     [
@@ -83,7 +83,7 @@ def test_no_output_changes_by_a_bit(
     tiny_bert: Path, smooth: float | str, rules: list[dict[str, Any]], changes: dict[str, Any]
 ) -> None:
     model, untouched = with_outlier(tiny_bert), with_outlier(tiny_bert)
-    found = smoothed(model, *rules, smoothing=smooth, **changes)
+    found = smoothed(model, *rules, smooth=smooth, **changes)
     assert set(found.inputs) >= {*QKV, FFN_IN}
     assert (OUTPUT in found.columns) == bool(rules)
     assert (QKV[0] in found.rows) == bool(changes)
@@ -95,10 +95,10 @@ def test_no_output_changes_by_a_bit(
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), untouched.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("smoothing", [0.3, 0.8, "gain"])
+@pytest.mark.parametrize("smooth", [0.3, 0.8, "gain"])
 def test_factors(tiny_bert: Path, smooth: float | str) -> None:
     model = with_outlier(tiny_bert)
-    found = smoothed(model, OUTPUTS | {"smoothing": 0.5}, smoothing=smooth, **ALL_INT8)
+    found = smoothed(model, OUTPUTS | {"smoothing": 0.5}, smooth=smooth, **ALL_INT8)
     for group in (found.inputs, found.columns, found.rows):
         for factors in group.values():
             exponents = np.log2(factors)
@@ -130,13 +130,13 @@ def test_inputs_follow_the_formula(tiny_bert: Path) -> None:
     ranges, weights = torch.stack(seen).amax(dim=0), torch.stack(columns).amax(dim=0)
     exponents = torch.log2(ranges.double() ** 0.7 / weights.double() ** 0.3)
     wanted = torch.exp2(torch.round(exponents - exponents.mean()))
-    assert smoothed(model, smoothing=0.7).columns[QKV[0]] == wanted.tolist()
+    assert smoothed(model, smooth=0.7).columns[QKV[0]] == wanted.tolist()
 
 
 def test_the_gain_is_that_of_the_layernorm_before(tiny_bert: Path) -> None:
     model = with_outlier(tiny_bert)
     norm = model.bert.encoder.layer[0].attention.output.LayerNorm.weight.detach().abs().log2()
-    found = smoothed(model, smoothing="gain").columns[FFN_IN]
+    found = smoothed(model, smooth="gain").columns[FFN_IN]
     assert np.log2(found).tolist() == torch.round(norm - norm.mean()).tolist()
     assert np.argmax(found) == CHANNEL
 
@@ -163,7 +163,7 @@ def test_q_and_k_get_one_range(tiny_bert: Path) -> None:
         return (largest["query"] / largest["key"]).log2()
 
     ratios["before"] = measure()
-    found = smoothed(model, smoothing=0.5, **ALL_INT8)
+    found = smoothed(model, smooth=0.5, **ALL_INT8)
     ratios["after"] = measure()
     assert found.rows[f"{ATTENTIONS[0]}.query"][3] <= 0.5
     assert ratios["after"].std() < 0.6 * ratios["before"].std()
@@ -180,13 +180,13 @@ def test_dead_channels_are_left_alone(tiny_bert: Path) -> None:
     model.get_submodule(f"{ATTENTIONS[1]}.query").bias.data[6] = 0
     for name in LINEARS[6:9]:
         model.get_submodule(name).weight.data[:, 9] = 0
-    found = smoothed(model, OUTPUTS | {"smoothing": 0.5}, smoothing=0.5, **ALL_INT8)
+    found = smoothed(model, OUTPUTS | {"smoothing": 0.5}, smooth=0.5, **ALL_INT8)
     assert [found.inputs[FFN_IN][channel] for channel in (2, 7)] == [1.0, 1.0]
     assert found.rows[f"{ATTENTIONS[0]}.value"][4] == 1.0
     assert found.columns[OUTPUT][4] == 1.0
     assert found.rows[f"{ATTENTIONS[1]}.query"][6] == 1.0
     assert found.inputs[LINEARS[6]][9] == 1.0
-    gain = smoothed(load_dead_norm(tiny_bert), smoothing="gain")
+    gain = smoothed(load_dead_norm(tiny_bert), smooth="gain")
     assert gain.columns[FFN_IN][2] == 1.0
     assert all(np.isfinite(factors).all() for factors in gain.columns.values())
 
@@ -231,7 +231,7 @@ def test_gain_without_a_layernorm_is_one_sentence(tiny_bert: Path, rule: dict[st
 
 
 def test_linears_of_other_alphas_do_not_share(tiny_bert: Path) -> None:
-    found = smoothed(load_model(str(tiny_bert)), {"match": "*.query", "smoothing": 0.9}, smoothing=0.4)
+    found = smoothed(load_model(str(tiny_bert)), {"match": "*.query", "smoothing": 0.9}, smooth=0.4)
     query, key, value = (found.inputs[name] for name in QKV)
     assert key == value != query
 
@@ -260,7 +260,7 @@ def logit_error(folder: Path, make: Callable[[Path], Any], smooth: float | str) 
     return error / sum(float(theirs.square().sum()) for _, theirs in pairs), max(ratios)
 
 
-@pytest.mark.parametrize("smoothing", [0.5, 0.65, "gain"])
+@pytest.mark.parametrize("smooth", [0.5, 0.65, "gain"])
 def test_an_outlier_channel_no_longer_hurts(tiny_bert: Path, smooth: float | str) -> None:
     plain, spread = logit_error(tiny_bert, with_outlier, "none")
     better, narrow = logit_error(tiny_bert, with_outlier, smooth)
@@ -289,12 +289,12 @@ def test_factors_come_out_of_trained_weights_bit_for_bit(
     chosen = data.draw(st.sets(st.sampled_from([*draw])))
     factors = {side: {"a": data.draw(st.lists(powers, min_size=n, max_size=n))} for side, n in draw.items()}
     found = Smoothing(**{side: factors[side] for side in chosen})
-    plain = smoothing.take_back(model, found)
+    plain = smoothing.remove_factors(model, found)
     assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
     if "rows" in chosen and bias:
         assert torch.equal(plain["a.bias"] * torch.tensor(factors["rows"]["a"]), trained["a.bias"])
     model.load_state_dict(plain)
-    smoothing.apply(model, found)
+    smoothing.apply_factors(model, found)
     assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
 
 
@@ -314,7 +314,7 @@ def test_a_trained_model_is_rebuilt_from_plain_weights(tiny_bert: Path) -> None:
         for value in model.parameters():
             value.mul_(1 + 0.01 * torch.randn(value.shape, generator=generator))
     plain = load_model(str(tiny_bert))
-    plain.load_state_dict(smoothing.take_back(model, record.smoothing))
+    plain.load_state_dict(smoothing.remove_factors(model, record.smoothing))
     with quantizers_module.quantizers_off(model):
         assert torch.equal(
             quantizers_module.forward(model, padded_batch()), quantizers_module.forward(plain, padded_batch())
@@ -334,24 +334,24 @@ def test_factors_that_cannot_come_out_are_named(value: float) -> None:
     with torch.no_grad():
         model["a"].weight[0, 0] = value
     with pytest.raises(CheckFailed, match=r"^the smoothing factors cannot be taken out of a\.weight \("):
-        smoothing.take_back(model, Smoothing(columns={"a": [4.0, 1.0]}))
+        smoothing.remove_factors(model, Smoothing(columns={"a": [4.0, 1.0]}))
 
 
 def test_off_and_on_again(tiny_bert: Path) -> None:
     model = load_model(str(tiny_bert))
     recipe = recipe_with("bert-int8-attention")
     ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
-    quantizers = quantizers_module.enabled_quantizers(model)
+    quantizers = quantizers_module.list_quantizers(model)
     quantizers[f"{QKV[0]}.input_quantizer"].disable()  # stays so
     before = quantizers_module.forward(model, padded_batch())
 
     def fail() -> None:
-        assert quantizers_module.enabled_quantizers(model) == {}
+        assert quantizers_module.list_quantizers(model) == {}
         exact = quantizers_module.forward(load_model(str(tiny_bert)), padded_batch())
         assert torch.equal(quantizers_module.forward(model, padded_batch()), exact)
         raise RuntimeError("on purpose")
 
     with pytest.raises(RuntimeError, match="on purpose"), quantizers_module.quantizers_off(model):
         fail()
-    assert set(quantizers) - set(quantizers_module.enabled_quantizers(model)) == {f"{QKV[0]}.input_quantizer"}
+    assert set(quantizers) - set(quantizers_module.list_quantizers(model)) == {f"{QKV[0]}.input_quantizer"}
     assert torch.equal(quantizers_module.forward(model, padded_batch()), before)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from qdqbench.quantize.calibration import ptq, softmax
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX
-from qdqbench.quantize.calibration.narrow import narrowed
-from qdqbench.quantize.calibration.record import CalibrationRecord
+from qdqbench.quantize.calibration.record import CalibrationRecord, select_record
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -34,8 +33,8 @@ def calibrated(folder: Path, how: str, model: Any = None) -> tuple[Any, Plan, Ca
     return model, plan, ptq.calibrate(model, plan, LONG_BATCHES, recipe.calibration)
 
 
-def summed(p: torch.Tensor, v: torch.Tensor, *amaxes: float) -> softmax._Sums:
-    part = softmax._Sums(tries={amax: softmax._Try() for amax in amaxes})
+def summed(p: torch.Tensor, v: torch.Tensor, *amaxes: float) -> softmax._SoftmaxSums:
+    part = softmax._SoftmaxSums(tries={amax: softmax._Try() for amax in amaxes})
     part.add(p, v)
     return part
 
@@ -135,8 +134,8 @@ def test_without_a_bias_the_values_stay_where_they_are(tiny_bert: Path) -> None:
 def test_a_part_of_a_calibration_keeps_what_its_scales_were_measured_with(tiny_bert: Path) -> None:
     _, plan, record = calibrated(tiny_bert, "error")
     part = Plan(int8=plan.int8, attention=(ATTENTIONS[1],), scaling=plan.scaling)
-    alone = narrowed(part, record, record)
+    alone = select_record(part, record, record)
     assert alone.centers == record.centers  # the inputs of the output projections are centred too
     assert {row.module for row in alone.softmax} == {ATTENTIONS[1]}
     plain = calibrated(tiny_bert, "max")[2]
-    assert set(narrowed(part, plain, record).centers) == {LINEARS[8], LINEARS[9]}
+    assert set(select_record(part, plain, record).centers) == {LINEARS[8], LINEARS[9]}

@@ -126,7 +126,7 @@ def test_the_amax_of_what_was_split_falls(tiny_bert: Path) -> None:
 
 
 def test_copies_differ_and_fit_fp16() -> None:
-    layout = splitting.layout_of(ChannelSplit(extra=32, outliers={3: (4, 8), 5: (1, 2)}), 40)
+    layout = splitting.make_split_layout(ChannelSplit(extra=32, outliers={3: (4, 8), 5: (1, 2)}), 40)
     for channel, (by_input, by_weight), each in ((3, (4, 8), 32), (5, (1, 2), 2), (0, (1, 1), 1)):
         mine = (layout.channels == channel) & (layout.columns > 0)
         assert mine.sum() == each == len(set(layout.inputs[mine]))
@@ -177,7 +177,7 @@ def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert: Path) -> 
             linear.bias += 0.01 * torch.randn_like(linear.bias)
     tie()
     trained = outlying(tiny_bert)
-    weights = splitting.merge(smoothing.take_back(model, record.smoothing), record.splits, BERT)
+    weights = splitting.remove_copies(smoothing.remove_factors(model, record.smoothing), record.splits, BERT)
     trained.load_state_dict({name: weights[name] for name in trained.state_dict()})
     with quantizers_module.quantizers_off(model):
         torch.testing.assert_close(answers(model), answers(trained), rtol=1e-5, atol=1e-4)

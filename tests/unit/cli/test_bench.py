@@ -22,7 +22,7 @@ from qdqbench.eval.bench.target import check_lengths, model_target, run_target, 
 from qdqbench.quantize.calibration.record import read_record
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.models.families.shapes import MODEL_SHAPES
+from qdqbench.quantize.models.families.known import MODEL_SHAPES
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS

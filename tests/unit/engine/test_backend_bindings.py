@@ -17,20 +17,13 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import jinja2
 import pytest
 
 ROOT = Path(__file__).parents[3]
-MODULES = (
-    "engine/backend",
-    "engine/log",
-    "runtime/engine",
-    "runtime/bound",
-    "runtime/rtx",
-    "engine/caches",
-    "engine/profiles",
-)
-SOURCES = [ROOT / "quantize" / f"{name}.py" for name in MODULES]
-DEPLOYED = ROOT / "quantize" / "deploy" / "templates" / "run_tensorrt.py.j2"  # a script for users
+MODULES = ("backend", "log", "runtime/engine", "profiles")
+SOURCES = [ROOT / "quantize" / "engine" / f"{name}.py" for name in MODULES]
+DEPLOYED = ROOT / "quantize" / "deployment" / "templates" / "run_tensorrt.py.j2"  # a script for users
 VERSIONS = ["10.16.0.72", "11.4.0.106"]
 SYMBOLS = (
     "createInferBuilder_INTERNAL",
@@ -134,8 +127,8 @@ def dotted(node: ast.AST) -> str | None:
 
 @functools.cache
 def tree() -> ast.Module:
-    deployed = DEPLOYED.read_text(encoding="utf-8").replace("{{ backend }}", "tensorrt")
-    deployed = "\n".join(line for line in deployed.splitlines() if not line.startswith("{%"))
+    values = {"backend": "tensorrt", "title": "TensorRT", "example": ""}
+    deployed = jinja2.Template(DEPLOYED.read_text(encoding="utf-8")).render(values)
     return ast.parse("\n".join([*(path.read_text(encoding="utf-8") for path in SOURCES), deployed]))
 
 

@@ -19,7 +19,7 @@ from qdqbench.quantize.engine.backend import (
     build_engine,
     choose_backend,
 )
-from qdqbench.quantize.engine.build import build, gemm_names, require_int8
+from qdqbench.quantize.engine.build import build, list_gemms, require_int8
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
@@ -323,7 +323,7 @@ def test_a_file_that_is_not_onnx(tmp_path, rtx, data, message):
     with pytest.raises(UserError, match=message):
         build_engine(path, rtx, PROFILES)
     with pytest.raises(UserError):
-        gemm_names(path)
+        list_gemms(path)
 
 
 def test_a_truncated_file(tmp_path, models, rtx):

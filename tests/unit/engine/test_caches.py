@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from qdqbench.quantize.engine import caches
-from qdqbench.quantize.engine.caches import TimingCache, origin, read_cache, write_cache
+from qdqbench.quantize.engine import backend
+from qdqbench.quantize.engine.backend import TimingCache, describe_origin, read_cache, write_cache
 from qdqbench.quantize.utils.system.gpu import Gpu
 
-HERE = origin("tensorrt", "10.16.0", Gpu("L4", "8.9", "580.1"))
+HERE = describe_origin("tensorrt", "10.16.0", Gpu("L4", "8.9", "580.1"))
 
 
 class Cache:
@@ -66,8 +66,8 @@ def test_another_version_is_noted_before_the_builder_sees_it(tmp_path):
 
 def test_nothing_is_written_when_nothing_changed(tmp_path):
     path = tmp_path / "timing.cache"
-    assert caches.keep(path, HERE, b"same", b"same") == []
-    assert caches.keep(path, HERE, None, b"") == []
+    assert backend.keep(path, HERE, b"same", b"same") == []
+    assert backend.keep(path, HERE, None, b"") == []
     assert not path.exists()
 
 
@@ -92,4 +92,9 @@ def test_a_folder_in_the_place_of_the_file(tmp_path):
 
 
 def test_no_gpu_has_an_origin_too():
-    assert set(origin("tensorrt_rtx", "1.7", None).values()) == {"tensorrt_rtx", "1.7", "none", "unknown"}
+    assert set(describe_origin("tensorrt_rtx", "1.7", None).values()) == {
+        "tensorrt_rtx",
+        "1.7",
+        "none",
+        "unknown",
+    }

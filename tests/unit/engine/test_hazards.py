@@ -1,6 +1,6 @@
 import pytest
 
-from qdqbench.quantize.engine.hazards import HAZARDS, hazards, is_older
+from qdqbench.quantize.engine.hazards import HAZARDS, find_hazards, is_older
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from qdqbench.quantize.engine.hazards import HAZARDS, hazards, is_older
     ],
 )
 def test_warnings_by_version_and_gpu(backend, version, capability, said):
-    found = hazards(backend, version, capability)
+    found = find_hazards(backend, version, capability)
     assert len(found) == (said is not None)
     assert said is None or (said in found[0] and found[0].startswith(f"{backend} {version}: "))
 

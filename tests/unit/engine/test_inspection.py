@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from qdqbench.quantize.engine.facts import facts_of, graph_from_table, graph_of
+from qdqbench.quantize.engine.facts import collect_facts, read_graph, rebuild_graph
 from qdqbench.quantize.engine.inspection import (
-    findings,
+    explain_slowdown,
+    find_problems,
+    format_nodes,
+    format_ranges,
     inspect_layers,
-    named,
-    ranges,
-    slow_reasons,
     split_time,
 )
 from qdqbench.quantize.engine.kernels import (
@@ -21,7 +21,7 @@ from qdqbench.quantize.engine.kernels import (
     kernel_kind,
     kernel_label,
     norm_precision,
-    short,
+    shorten_node,
     types_text,
 )
 from qdqbench.quantize.engine.layers import parse_inspector_json
@@ -72,12 +72,12 @@ def kernel(name, kind="kgen", onnx=(), inputs=("Half",), outputs=("Half",)):
     ],
 )
 def test_short_names(node, text):
-    assert short(node) == text
+    assert shorten_node(node) == text
 
 
 @given(st.text(alphabet="/.layer0123MatMulGemself_+", max_size=30))
 def test_any_name_has_a_short_one(node):
-    assert short(node) or not node
+    assert shorten_node(node) or not node
     assert block_of_node(node)
 
 
@@ -162,7 +162,7 @@ def test_precision_of_the_statistics(row, precision):
 
 def test_labels_and_datatypes():
     rows = bert(1)
-    facts = facts_of(rows)
+    facts = collect_facts(rows)
     texts = [(kernel_label(row, facts.computed.get(row.name, ())), types_text(row)) for row in facts.rows]
     assert texts[:4] == [
         ("embeddings", "INT64 -> FP16/INT8"),
@@ -206,11 +206,11 @@ def test_an_activation_is_gelu_in_a_layer_only():
 
 
 def test_ranges_and_groups_of_names():
-    assert ranges([5, 0, 1, 2, 2]) == "0-2,5"
-    assert ranges([]) == ""
+    assert format_ranges([5, 0, 1, 2, 2]) == "0-2,5"
+    assert format_ranges([]) == ""
     nodes = [f"/e/layer.{n}/{leaf}/dense/MatMul" for n in (0, 1, 3) for leaf in ("intermediate", "output")]
-    assert named([*nodes, HEAD[0]]) == "layer.0-1,3: intermediate, output; pooler"
-    assert named([f"/e/layer.{n}/m{n}/MatMul" for n in range(9)]).endswith("; and 3 more")
+    assert format_nodes([*nodes, HEAD[0]]) == "layer.0-1,3: intermediate, output; pooler"
+    assert format_nodes([f"/e/layer.{n}/m{n}/MatMul" for n in range(9)]).endswith("; and 3 more")
 
 
 # One engine.
@@ -233,7 +233,7 @@ def test_an_int8_engine(merged, schema):
     assert len(facts.separate) == 12
     assert facts.int8_writers == {"LayerNorm": 4, "attention": 2, "layout": 2, "GELU": 2, "embeddings": 1}
     assert "none" not in facts.kernels
-    assert len(findings(facts)) == (0 if merged else 1)
+    assert len(find_problems(facts)) == (0 if merged else 1)
 
 
 def test_an_fp16_engine():
@@ -241,7 +241,7 @@ def test_an_fp16_engine():
     assert (found.proof.int8_gemms, set(found.proof.not_int8)) == ([], {*LINEARS, *HEAD})
     assert (found.facts.gelu_fused, found.facts.gelu_separate) == (2, 0)
     assert len(found.facts.separate) == 10  # the feed-forward GEMM has its bias and GELU inside
-    assert findings(found.facts) == []
+    assert find_problems(found.facts) == []
 
 
 def test_int8_attention_and_the_recipe():
@@ -263,7 +263,7 @@ def test_unfused_attention():
     assert (found.facts.attentions, found.proof.attention_fused) == (2, 0)
     assert found.facts.softmax == {"FP32": 2}
     assert not any("self/MatMul" in name for name in [*found.proof.not_int8, *found.graph.linears])
-    assert [text for text in findings(found.facts) if "2 of 2 attentions fall apart" in text]
+    assert [text for text in find_problems(found.facts) if "2 of 2 attentions fall apart" in text]
 
 
 @pytest.mark.parametrize(
@@ -277,21 +277,21 @@ def test_unfused_attention():
     ],
 )
 def test_findings(form, part):
-    (found,) = findings(facts_of(bert(**form)))
+    (found,) = find_problems(collect_facts(bert(**form)))
     assert part in found
     assert "set " in found or "give " in found or "add " in found
 
 
 def test_three_gemms_are_no_finding_in_a_runtime_for_cpus():
     rows = [row.model_copy(update={"kernel": "brgemm_avx512_i8"}) for row in bert(merged=False)]
-    assert findings(facts_of(rows)) == []
+    assert find_problems(collect_facts(rows)) == []
 
 
 def test_several_profiles_are_counted_once_and_proven_in_each():
     both = [*bert(), *bert(copy=1)]
     found = inspect_layers(both)
     assert len(found.proof.int8_gemms) == 12
-    assert found.facts.kernels == facts_of(bert()).kernels
+    assert found.facts.kernels == collect_facts(bert()).kernels
     broken = inspect_layers([*bert(), *bert(copy=1, dequantized=["layer.1/output/dense"])])
     assert broken.proof.not_int8 == ["/bert/encoder/layer.1/output/dense/MatMul", *HEAD]
 
@@ -323,20 +323,20 @@ def small_graph(tmp_path, kind=TensorProto.FLOAT16):
 
 @pytest.mark.parametrize(("kind", "text"), [(TensorProto.FLOAT16, "FP16"), (TensorProto.FLOAT, "FP32")])
 def test_linears_and_products_of_an_onnx_file(tmp_path, kind, text):
-    graph = graph_of(small_graph(tmp_path, kind))
+    graph = read_graph(small_graph(tmp_path, kind))
     assert (graph.linears, graph.products, graph.softmaxes) == (["linear", "gemm"], ["product"], ["softmax"])
     assert graph.softmax_types == {"softmax": text}
 
 
 def test_another_graph_is_refused(tmp_path):
     with pytest.raises(UserError, match="give the file that the engine was built from"):
-        inspect_layers(bert(), graph_of(small_graph(tmp_path)))
+        inspect_layers(bert(), read_graph(small_graph(tmp_path)))
 
 
 def test_what_autocast_leaves_behind_an_fp32_softmax():
     softmax = f"{LAYER}/attention/self/Softmax"
     rows = [kernel("_gemm_mha_v2_myl0_1", onnx=[softmax, f"{softmax}_output_0_cast_to_fp16"])]
-    assert graph_from_table(rows).softmax_types == {softmax: "FP32"}
+    assert rebuild_graph(rows).softmax_types == {softmax: "FP32"}
 
 
 # Time.
@@ -344,7 +344,7 @@ def test_what_autocast_leaves_behind_an_fp32_softmax():
 
 def test_time_by_kernel_block_and_kind():
     rows = bert(1)
-    facts = facts_of(rows)
+    facts = collect_facts(rows)
     times = {row.name: float(number + 1) for number, row in enumerate(facts.rows)}
     time = split_time(rows, times | {"unheard of": 0.5})
     assert time.total == sum(times.values()) + 0.5
@@ -371,8 +371,8 @@ FP16 = bert(int8=False)
 
 
 def test_no_reason_where_nothing_differs():
-    assert slow_reasons(FP16, FP16)[1:] == []  # all that is left is that nothing is in INT8
-    assert "12 of 12 encoder linears are not in INT8" in slow_reasons(FP16, FP16)[0]
+    assert explain_slowdown(FP16, FP16)[1:] == []  # all that is left is that nothing is in INT8
+    assert "12 of 12 encoder linears are not in INT8" in explain_slowdown(FP16, FP16)[0]
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_no_reason_where_nothing_differs():
     ],
 )
 def test_reasons_have_figures_and_name_what_to_change(form, parts):
-    reasons = slow_reasons(bert(**form), FP16)
+    reasons = explain_slowdown(bert(**form), FP16)
     for part in parts:
         assert [text for text in reasons if part in text], part
     for text in reasons:
@@ -406,7 +406,7 @@ def test_reasons_have_figures_and_name_what_to_change(form, parts):
 
 
 def test_an_int8_engine_has_no_reason_that_is_not_its_own():
-    text = " ".join(slow_reasons(bert(attention="int8"), FP16))
+    text = " ".join(explain_slowdown(bert(attention="int8"), FP16))
     for absent in ("three GEMMs", "write FP32", "dequantize INT8", "fall apart", "not in INT8"):
         assert absent not in text
 
@@ -416,7 +416,7 @@ def test_linears_that_stay_in_fp16_are_named():
     mixed += [row for row in FP16 if "output/dense" in row.name]
     assert (
         "4 of 12 encoder linears are not in INT8 and gain nothing (layer.0-1: attention output, output)"
-        in (slow_reasons(mixed, FP16)[0])
+        in (explain_slowdown(mixed, FP16)[0])
     )
 
 
@@ -455,4 +455,6 @@ def test_any_table_is_judged(rows, others):
     found = inspect_layers(rows, times={row.name: 1.0 for row in rows})
     assert {*found.proof.int8_gemms, *found.proof.not_int8} <= {*found.graph.linears}
     assert len(found.proof.int8_gemms) + len(found.proof.not_int8) == found.gemms
-    assert all(isinstance(text, str) for text in [*findings(found.facts), *slow_reasons(rows, others)])
+    assert all(
+        isinstance(text, str) for text in [*find_problems(found.facts), *explain_slowdown(rows, others)]
+    )

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.engine.facts import facts_of
-from qdqbench.quantize.engine.kernels import count_text, kernel_kind, one_profile
+from qdqbench.quantize.engine.facts import collect_facts
+from qdqbench.quantize.engine.kernels import format_count, kernel_kind, select_profile
 from qdqbench.quantize.utils.results import LayerRow
 
 from ...support.layer_tables import bert
@@ -24,20 +24,20 @@ def copies(number: int) -> list:
 
 
 def test_one_profile_is_counted_and_the_others_are_said() -> None:
-    rows, profiles = one_profile(bert())
+    rows, profiles = select_profile(bert())
     assert profiles == 1
-    assert count_text(bert()) == f"{len(rows)} kernels"
+    assert format_count(bert()) == f"{len(rows)} kernels"
     four = copies(4)
-    assert (len(one_profile(four)[0]), one_profile(four)[1]) == (len(rows), 4)
-    assert count_text(four) == f"{4 * len(rows)} kernels, {len(rows)} for each of 4 profiles"
-    assert sum(facts_of(four).kernels.values()) == len(rows)
+    assert (len(select_profile(four)[0]), select_profile(four)[1]) == (len(rows), 4)
+    assert format_count(four) == f"{4 * len(rows)} kernels, {len(rows)} for each of 4 profiles"
+    assert sum(collect_facts(four).kernels.values()) == len(rows)
 
 
 def test_profiles_with_other_kernels_are_told_by_the_most() -> None:
     less = [row for row in copies(2) if not row.name.endswith("_myl1_3")]
-    rows, _ = one_profile(bert())
+    rows, _ = select_profile(bert())
     total = len(less) - (len(copies(2)) - 2 * len(rows))
-    assert count_text(less) == f"{total} kernels, at most {len(rows)} for each of 2 profiles"
+    assert format_count(less) == f"{total} kernels, at most {len(rows)} for each of 2 profiles"
 
 
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
@@ -45,6 +45,6 @@ def test_layernorms_of_cpu_runtimes_are_counted(backend: str) -> None:
     """OpenVINO's kernel of the statistics, MVN, is named after no ONNX node; what scales it is."""
     rows = json.loads((GOLDEN / f"layers_{backend}.json").read_text(encoding="utf-8"))
     layers = [LayerRow.model_validate(row) for row in rows]
-    facts = facts_of(layers)
+    facts = collect_facts(layers)
     assert sum(map(len, facts.norms.values())) == 2 * 6 + 1
     assert "elementwise" not in {kernel_kind(row) for row in layers if row.kind == "MVN"}

@@ -13,10 +13,10 @@ from qdqbench.quantize.engine.layers import (
     MAX_TABLE_BYTES,
     MAX_TABLE_LAYERS,
     base_name,
-    computing_rows,
     copy_of,
-    coverage,
+    find_computing_rows,
     is_int8,
+    measure_coverage,
     name_parts,
     parse_inspector_json,
     parse_log,
@@ -51,7 +51,7 @@ def row(name: str, kind: str = "gemm", **fields: list[str]) -> LayerRow:
 @pytest.mark.parametrize("schema", ["inspector_trt10.json", "inspector_trt11.json"])
 def test_both_inspector_schemas_prove_the_same(schema):
     layers = parse_inspector_json((GOLDEN / schema).read_text(encoding="utf-8"))
-    proof = coverage(layers, [*QKV, OUTPUT], [*QKV, OUTPUT, POOLER, *BOTH])
+    proof = measure_coverage(layers, [*QKV, OUTPUT], [*QKV, OUTPUT, POOLER, *BOTH])
     assert proof.int8_gemms == sorted([*QKV, OUTPUT])
     assert (proof.not_int8, proof.unknown) == ([], [])
     assert (proof.attention_fused, proof.attention_int8) == (1, 0)  # FP16 attention that writes INT8
@@ -91,11 +91,11 @@ def test_log_of_two_profiles_with_int8_attention():
         f"/layer.0/attention/{n}/MatMul" for n in ("output/dense", "self/key", "self/query", "self/value")
     ]
     products = ["/layer.0/attention/self/MatMul", "/layer.0/attention/self/MatMul_1"]
-    proof = coverage(rows, linears, [*linears, *products, "/classifier/Gemm"])
+    proof = measure_coverage(rows, linears, [*linears, *products, "/classifier/Gemm"])
     assert proof.int8_gemms == linears
     assert (proof.not_int8, proof.unknown) == ([], [])
     assert (proof.attention_fused, proof.attention_int8) == (1, 1)  # one attention, although two kernels
-    assert coverage(rows, [*linears, *products], []).int8_gemms == sorted([*linears, *products])
+    assert measure_coverage(rows, [*linears, *products], []).int8_gemms == sorted([*linears, *products])
 
 
 def test_log_without_separators_in_metadata():
@@ -120,7 +120,7 @@ def test_log_as_one_message():
 )
 def test_what_is_not_int8_is_named_with_the_reason(node, reason):
     rows = parse_log(golden_log("build_log_not_int8.txt"))
-    proof = coverage(rows, [node], [])
+    proof = measure_coverage(rows, [node], [])
     assert proof.not_int8 == [node]
     assert proof.int8_gemms == []
     assert proof.unknown == ([node] if "no kernel" in reason else [])
@@ -167,11 +167,11 @@ def test_is_int8(layer, int8):
     ],
 )
 def test_prefixes_and_suffixes_of_a_gemm_name(name):
-    assert coverage([row(name)], ["/a/MatMul"], []).int8_gemms == ["/a/MatMul"]
+    assert measure_coverage([row(name)], ["/a/MatMul"], []).int8_gemms == ["/a/MatMul"]
 
 
 def test_a_name_may_hold_a_plus():
-    assert coverage([row("/a+b/MatMul_myl0_1")], ["/a+b/MatMul"], ["/a+b/MatMul"]).int8_gemms == [
+    assert measure_coverage([row("/a+b/MatMul_myl0_1")], ["/a+b/MatMul"], ["/a+b/MatMul"]).int8_gemms == [
         "/a+b/MatMul"
     ]
 
@@ -180,21 +180,21 @@ def test_a_name_may_hold_a_plus():
     "name", ["/a/MatMul_1_myl0_2", "/x/a/MatMul_myl0_2", "/a/MatMul_extra", "MatMul_myl0_2"]
 )
 def test_similar_names_prove_nothing(name):
-    proof = coverage([row(name)], ["/a/MatMul"], ["/a/MatMul"])
+    proof = measure_coverage([row(name)], ["/a/MatMul"], ["/a/MatMul"])
     assert (proof.int8_gemms, proof.not_int8, proof.unknown) == ([], ["/a/MatMul"], ["/a/MatMul"])
 
 
 def test_a_gemm_proves_the_nodes_of_its_name_and_not_those_of_its_metadata():
     layers = [row("/a/MatMul_myl0_1", onnx=["/a/MatMul", "/b/MatMul"])]
-    proof = coverage(layers, ["/a/MatMul", "/b/MatMul"], [])
+    proof = measure_coverage(layers, ["/a/MatMul", "/b/MatMul"], [])
     assert (proof.int8_gemms, proof.not_int8, proof.unknown) == (["/a/MatMul"], ["/b/MatMul"], ["/b/MatMul"])
 
 
 def test_a_nameless_gemm_counts_by_its_metadata_unless_another_kernel_multiplies_the_node():
     gemm = row("__mye12_myl0_1", onnx=["/a/MatMul", "/a/DequantizeLinear"])
     other = row("__myl_FcAdd_myl0_2", "runtime_fusion", onnx=["/a/MatMul"], inputs=["Half"])
-    assert coverage([gemm], ["/a/MatMul"], []).int8_gemms == ["/a/MatMul"]
-    assert coverage([gemm, other], ["/a/MatMul"], []).not_int8 == ["/a/MatMul"]
+    assert measure_coverage([gemm], ["/a/MatMul"], []).int8_gemms == ["/a/MatMul"]
+    assert measure_coverage([gemm, other], ["/a/MatMul"], []).not_int8 == ["/a/MatMul"]
 
 
 def test_a_fused_epilogue_does_not_undo_the_proof_but_another_profile_does():
@@ -203,15 +203,15 @@ def test_a_fused_epilogue_does_not_undo_the_proof_but_another_profile_does():
         "__myl_MulAddFc_myl0_2", "runtime_fusion", onnx=["/a/MatMul", "/b/MatMul"], inputs=["Float"]
     )
     second = row("__myl_CastMulCastFc_myl1_2", "runtime_fusion", onnx=["/a/MatMul"])
-    assert coverage([gemm, epilogue], ["/a/MatMul"], ["/b/MatMul"]).int8_gemms == ["/a/MatMul"]
-    assert coverage([gemm, second], ["/a/MatMul"], []).not_int8 == ["/a/MatMul"]
+    assert measure_coverage([gemm, epilogue], ["/a/MatMul"], ["/b/MatMul"]).int8_gemms == ["/a/MatMul"]
+    assert measure_coverage([gemm, second], ["/a/MatMul"], []).not_int8 == ["/a/MatMul"]
 
 
 def test_attention_must_fuse_in_every_profile():
     products = ["/s/MatMul", "/s/MatMul_1"]
     fused = [row(f"_gemm_mha_v2_myl{n}_1", "kgen", onnx=products, inputs=["Int8"] * 3) for n in (0, 1)]
     apart = [row(f"{name} [profile 1]_myl1_1", onnx=[name], inputs=["Int8", "Int8"]) for name in products]
-    whole, half = coverage(fused, products, []), coverage([fused[0], *apart], products, [])
+    whole, half = measure_coverage(fused, products, []), measure_coverage([fused[0], *apart], products, [])
     assert (whole.attention_fused, whole.attention_int8) == (1, 1)
     assert (half.attention_fused, half.attention_int8) == (0, 0)
     assert whole.int8_gemms == half.int8_gemms == products
@@ -219,12 +219,12 @@ def test_attention_must_fuse_in_every_profile():
 
 def test_products_of_two_activations_count_only_where_asked():
     layers = [row("/s/MatMul_myl0_1", inputs=["Int8", "Int8"], constants=["Float"])]
-    assert coverage(layers, [], ["/s/MatMul"]).int8_gemms == []
-    assert coverage(layers, ["/s/MatMul"], []).int8_gemms == ["/s/MatMul"]
+    assert measure_coverage(layers, [], ["/s/MatMul"]).int8_gemms == []
+    assert measure_coverage(layers, ["/s/MatMul"], []).int8_gemms == ["/s/MatMul"]
 
 
 def test_an_empty_table_proves_nothing():
-    proof = coverage([], ["/a/MatMul"], ["/a/MatMul", "/b/MatMul"])
+    proof = measure_coverage([], ["/a/MatMul"], ["/a/MatMul", "/b/MatMul"])
     assert (proof.int8_gemms, proof.not_int8) == ([], ["/a/MatMul"])
     assert proof.unknown == ["/a/MatMul", "/b/MatMul"]
 
@@ -268,7 +268,7 @@ _PIECES += [
 
 @given(st.lists(st.sampled_from(_PIECES) | st.text(max_size=5), max_size=30).map("".join))
 def test_garbage_lines_never_crash_or_prove(text):
-    proof = coverage(parse_log([text]), ["/a/MatMul"], [])
+    proof = measure_coverage(parse_log([text]), ["/a/MatMul"], [])
     assert proof.not_int8 == ["/a/MatMul"] or all(piece in text for piece in ("gemm", "Int8", "/a/MatMul"))
 
 
@@ -358,7 +358,7 @@ def test_a_name_of_nothing_but_pluses_is_not_taken_apart():
 
 def test_the_rows_that_compute_a_node_come_by_copy():
     rows = [row(f"/a/MatMul{tail}") for tail in ("_myl0_1", " [profile 1]_myl1_1")]
-    assert computing_rows(rows, ["/a/MatMul", "/b/MatMul"]) == {"/a/MatMul": [[rows[0]], [rows[1]]]}
+    assert find_computing_rows(rows, ["/a/MatMul", "/b/MatMul"]) == {"/a/MatMul": [[rows[0]], [rows[1]]]}
 
 
 MARKS = [

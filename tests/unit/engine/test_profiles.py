@@ -14,7 +14,7 @@ from qdqbench.eval.stages import stages
 from qdqbench.quantize.engine import backend, sidecar
 from qdqbench.quantize.engine import build as build_module
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
-from qdqbench.quantize.engine.profiles import Profile, fit, require_room
+from qdqbench.quantize.engine.profiles import Profile, fit_batch, require_room
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.pipeline import artifacts, session
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
@@ -40,7 +40,7 @@ def takes(profiles, lengths, batch_size):
     falling = sorted(lengths, reverse=True)
     try:
         for start in range(0, len(falling), size):
-            fit(profiles, len(falling[start : start + size]), falling[start], 16)
+            fit_batch(profiles, len(falling[start : start + size]), falling[start], 16)
     except CheckFailed:
         return False
     return True
@@ -61,7 +61,7 @@ def test_data_that_no_profile_takes_is_known_before_any_work(lengths, batch_size
     assert "\n" not in str(caught.value)
     longest = max(end[1] for end in ends)
     if max(lengths) > longest:
-        assert f"more than the {longest} tokens that stages.shapes takes, the longest {max(lengths)};" in str(
+        assert f"more than the {longest} tokens that engine.shapes takes, the longest {max(lengths)};" in str(
             caught.value
         )
 
@@ -186,7 +186,7 @@ def test_stage_build_has_every_profile_and_no_cache_among_its_outputs(run, rtx):
 
 
 def test_known_faults_are_noted_by_the_build(run, rtx, monkeypatch):
-    monkeypatch.setattr(build_module, "hazards", lambda *given: [f"careful with {' '.join(given)}"])
+    monkeypatch.setattr(build_module, "find_hazards", lambda *given: [f"careful with {' '.join(given)}"])
     stages.build_stage(run)
     assert run.warnings == [f"careful with tensorrt_rtx {rtx.version} 8.9"]
 
@@ -300,7 +300,7 @@ def test_how_to_rebuild_an_engine_without_a_sidecar(built, tmp_path):
 def test_how_to_rebuild_what_the_recipe_makes_for_another_gpu(built, tmp_path, monkeypatch):
     monkeypatch.setattr(sidecar, "find_gpu", lambda: Gpu("T4", "7.5", "580.1"))
     with pytest.raises(
-        UserError, match=rf"qdqbench build {tmp_path}` \(with stages.compute_capability: null"
+        UserError, match=rf"qdqbench build {tmp_path}` \(with engine.compute_capability: null"
     ):
         check_sidecar(built)
 

@@ -18,7 +18,7 @@ from qdqbench.quantize.engine.kernels import kernel_kind
 from qdqbench.quantize.engine.layers import parse_log
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
-from qdqbench.quantize.graph.layout import tokens_first, turned
+from qdqbench.quantize.graph.rewrites import list_sequence_first, use_sequence_first
 from qdqbench.quantize.graph.weights import fold_weights
 from qdqbench.quantize.models.families.known import BERT
 
@@ -78,7 +78,7 @@ def test_the_same_logits_bit_for_bit(tiny_bert: Path, name: str) -> None:
     graph = copied(traced(tiny_bert, name))
     fold_weights(graph)
     other = copied(graph)
-    assert tokens_first(other) == LAYERS
+    assert use_sequence_first(other) == LAYERS
     onnx.checker.check_model(other, full_check=True)
     for batch in BATCHES:
         np.testing.assert_array_equal(run_onnx(other, batch), run_onnx(graph, batch))
@@ -86,12 +86,12 @@ def test_the_same_logits_bit_for_bit(tiny_bert: Path, name: str) -> None:
 
 def test_what_is_turned_is_known(tiny_bert: Path) -> None:
     graph = copied(traced(tiny_bert, "bert-int8-attention"))
-    assert turned(graph) == set()
-    assert tokens_first(graph) == LAYERS
+    assert list_sequence_first(graph) == set()
+    assert use_sequence_first(graph) == LAYERS
     ends = {n.output[0] for n in graph.graph.node if n.op_type == "LayerNormalization" and "layer" in n.name}
-    assert ends <= turned(graph)
-    assert _norms(graph)[0] in turned(graph)  # of the embeddings
-    assert turned(graph).isdisjoint(value.name for value in graph.graph.input)
+    assert ends <= list_sequence_first(graph)
+    assert _norms(graph)[0] in list_sequence_first(graph)  # of the embeddings
+    assert list_sequence_first(graph).isdisjoint(value.name for value in graph.graph.input)
 
 
 def _norms(graph: onnx.ModelProto) -> list[str]:
@@ -112,7 +112,7 @@ def test_what_mixes_tokens_gets_them_back(tiny_bert: Path) -> None:
     del graph.graph.node[:]
     graph.graph.node.extend(nodes)
     other = copied(graph)
-    tokens_first(other)
+    use_sequence_first(other)
     for batch in BATCHES:
         np.testing.assert_array_equal(run_onnx(other, batch), run_onnx(graph, batch))
 
@@ -128,7 +128,7 @@ def test_answers_to_tokens_stay_in_their_order(tiny_bert: Path) -> None:
     for value in (end, "gates", "sums"):
         graph.graph.output.append(helper.make_tensor_value_info(value, onnx.TensorProto.FLOAT, shape))
     other = copied(graph)
-    assert tokens_first(other) == LAYERS
+    assert use_sequence_first(other) == LAYERS
     onnx.checker.check_model(other, full_check=True)
     batch = padded_batch()
     for ours, theirs in zip(
@@ -143,7 +143,7 @@ def test_a_graph_without_attention_stays(tiny_bert: Path) -> None:
         if node.op_type == "LayerNormalization":
             node.op_type = "Unknown"
     before = graph.SerializeToString(deterministic=True)
-    assert tokens_first(graph) == 0
+    assert use_sequence_first(graph) == 0
     assert graph.SerializeToString(deterministic=True) == before
 
 
@@ -152,7 +152,7 @@ def test_parity_compares_in_the_order_of_the_model(
     straight: Quantized, graphs: dict[str, onnx.ModelProto], compute: str
 ) -> None:
     graph = graphs[compute]
-    assert turned(graph)
+    assert list_sequence_first(graph)
     found = compare_layers(graph, straight.model, [padded_batch()])
     assert found.passed, [row.name for row in found.rows if not row.holds]
 
@@ -205,7 +205,7 @@ def test_a_straight_q_needs_no_kernel_and_a_merged_one_shares_gemm_and_copy(
     settings = ExportSettings(20, "fp16", "factored", qkv == "merged")
     graph = finish_graph(trace(made.model, 20), made.plan, settings)
     assert compare_layers(graph, made.model, [padded_batch()]).passed
-    assert turned(graph)
+    assert list_sequence_first(graph)
     ours = kinds(graph, tmp_path)
     assert ours.count("gemm") == gemms, ours
     assert ours.count("layout") + ours.count("quantize") == copies, ours

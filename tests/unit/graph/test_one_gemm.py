@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 
-from qdqbench.quantize.engine.build import TOGETHER, build, gemm_names, one_gemm
+from qdqbench.quantize.engine.build import TOGETHER, build, list_gemms, merge_qkv_gemms
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.index import module_of
@@ -38,7 +38,7 @@ def graph(tiny_bert: Path) -> onnx.ModelProto:
 
 
 def joined(graph: onnx.ModelProto) -> onnx.ModelProto:
-    made = one_gemm(graph)
+    made = merge_qkv_gemms(graph)
     assert made is not None
     return made
 
@@ -95,21 +95,21 @@ def test_what_is_not_alike_stays_apart(graph: onnx.ModelProto, change: str) -> N
         other.graph.node.append(onnx.helper.make_node("Identity", [key.output[0]], ["read"], name="/read"))
     else:
         concat.attribute[0].i = 1
-    made_of = one_gemm(other)
+    made_of = merge_qkv_gemms(other)
     names = [node.name for node in made_of.graph.node] if made_of is not None else []
     assert sum(TOGETHER in name for name in names) == LAYERS - 1
 
 
 @pytest.mark.parametrize("name", ["bert-int8-attention", "bert-int8-linears", "bert-fp16"])
 def test_other_graphs_are_left_alone(tiny_bert: Path, name: str) -> None:
-    assert one_gemm(traced(tiny_bert, name)) is None
+    assert merge_qkv_gemms(traced(tiny_bert, name)) is None
 
 
 def test_the_proof_counts_three_linears(graph: onnx.ModelProto, tmp_path: Path) -> None:
     """In an engine that is built ahead of time from the file that has three."""
     pytest.importorskip("tensorrt_rtx")
     onnx.save(graph, tmp_path / "model.onnx")
-    wanted = [name for name in gemm_names(tmp_path / "model.onnx") if module_of(name) in LINEARS]
+    wanted = [name for name in list_gemms(tmp_path / "model.onnx") if module_of(name) in LINEARS]
     result: Any = build(
         tmp_path / "model.onnx",
         tmp_path / "model.engine",

@@ -23,7 +23,7 @@ from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.index import GraphIndex, module_of
-from qdqbench.quantize.graph.rewrites import join_heads, shorten_gelu, unjoined_note
+from qdqbench.quantize.graph.rewrites import join_heads, note_unjoined, shorten_gelu
 from qdqbench.quantize.graph.weights import fold_weights
 from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.models.load import load_model, use_tanh_gelu
@@ -238,7 +238,7 @@ class TestJoining:
 def test_attentions_that_were_not_joined(left_out: list[str], joined: int, says: str | None) -> None:
     """Only an attention with all of q, k and v in INT8 can be joined."""
     linears = [name for name in LINEARS if not name.endswith(tuple(left_out))]
-    note = unjoined_note(BERT, linears, joined)
+    note = note_unjoined(BERT, linears, joined)
     assert (note is None) if says is None else (note is not None and note.startswith(says))
 
 

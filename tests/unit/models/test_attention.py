@@ -11,7 +11,7 @@ import torch
 from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.graph.precision import to_fp16
 from qdqbench.quantize.models.families.known import FAMILIES
-from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_model, prepare_model
 
 from ...support.families import SIZES, VOCABULARY, write_model
@@ -49,7 +49,7 @@ def test_logits_are_those_of_eager_attention(model_type: str, tmp_path: Path) ->
     pad_id = own.config.pad_token_id
     # padding before: the first token is what the head reads, and there DeBERTa attends to nothing
     for left in (False,) if model_type == "deberta-v2" else (False, True):
-        inputs = inputs_of(own, batch(pad_id, left=left))
+        inputs = select_inputs(own, batch(pad_id, left=left))
         with torch.no_grad():
             found, wanted = own(**inputs).logits, eager(**inputs).logits
         assert wanted.std(dim=0).max() > 0.1  # random weights answer each sample otherwise
@@ -73,7 +73,7 @@ def test_a_window_is_that_of_transformers(pooling: str) -> None:
     eager.set_attn_implementation("eager")
     ours = prepare_model(model)
     for length in WINDOW_LENGTHS:
-        batch = inputs_of(ours, batch_of(length))
+        batch = select_inputs(ours, batch_of(length))
         np.testing.assert_allclose(logits(ours, batch), logits(eager, batch), atol=1e-4)
         batch.pop("attention_mask")
         np.testing.assert_allclose(logits(ours, batch), logits(eager, batch), atol=1e-4)
@@ -86,7 +86,7 @@ def test_a_graph_has_the_window_and_the_angles_at_every_length(compute: str, lim
     if compute == "fp16":
         to_fp16(graph)  # angles that were FP16 would be off by 0.06 at position 127
     for length in WINDOW_LENGTHS:
-        batch = inputs_of(model, batch_of(length))
+        batch = select_inputs(model, batch_of(length))
         np.testing.assert_allclose(run_onnx(graph, batch), logits(model, batch), atol=limit)
 
 
@@ -95,7 +95,7 @@ def test_a_window_hides_what_is_further_away() -> None:
     seen: list[Any] = []
     model.model.layers[1].attn.register_forward_hook(lambda _, __, output: seen.append(output[1]))
     model.model.layers[0].attn.register_forward_hook(lambda _, __, output: seen.append(output[1]))
-    logits(model, inputs_of(model, padded_batch((20,))))
+    logits(model, select_inputs(model, padded_batch((20,))))
     everywhere, local = seen
     far = (torch.arange(20)[:, None] - torch.arange(20)).abs() > WINDOW
     assert (everywhere > 0).all()

@@ -53,13 +53,13 @@ def test_embeddings_are_those_of_sentence_transformers(tmp_path: Path, mode: str
 def test_padding_in_front_counts_no_more_than_behind(mode: str) -> None:
     import torch
 
-    from qdqbench.quantize.models.pooling import pooled
+    from qdqbench.quantize.models.pooling import pool_tokens
 
     hidden = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1]])
     kept = [hidden[0, 2:], hidden[1, :3], hidden[2, 7:]]
     wanted = torch.stack([rows.mean(dim=0) if mode == "mean" else rows[-1] for rows in kept])
-    torch.testing.assert_close(pooled(hidden, mask, mode), wanted)
+    torch.testing.assert_close(pool_tokens(hidden, mask, mode), wanted)
 
 
 def test_half_precision_neither_overflows_nor_loses_the_mask() -> None:

@@ -13,10 +13,10 @@ from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.models.identity import describe_model, model_fingerprint
 from qdqbench.quantize.models.load import (
     load_config,
+    load_matching_tokenizer,
     load_model,
     load_tokenizer,
     prepare_model,
-    tokenizer_of,
     use_tanh_gelu,
 )
 from qdqbench.quantize.models.modules import module_table
@@ -278,10 +278,10 @@ class TestRefused:
 
     def test_padding_that_is_not_what_positions_are_counted_by(self, tmp_path: Path) -> None:
         write_model(tmp_path, "roberta")
-        tokenizer_of(str(tmp_path))
+        load_matching_tokenizer(str(tmp_path))
         edit_json(tmp_path / "config.json", pad_token_id=0)
         assert "pads with id 1, but the model counts its positions by pad_token_id 0" in failure(
-            tokenizer_of, tmp_path
+            load_matching_tokenizer, tmp_path
         )
 
     def test_positions_behind_the_padding_are_fewer(self, tmp_path: Path) -> None:

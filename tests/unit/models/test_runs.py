@@ -7,7 +7,7 @@ import torch
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.load import prepare_model
-from qdqbench.quantize.models.runs import first_inputs, resumed
+from qdqbench.quantize.models.runs import record_first_inputs, resume_from
 
 from ...support.families import SIZES, new_model
 from ...support.tiny_bert import padded_batch
@@ -18,7 +18,7 @@ BATCH = padded_batch()
 @pytest.mark.parametrize("model_type", SIZES)
 def test_from_every_layer_on_the_answers_are_the_same(model_type: str) -> None:
     model = prepare_model(new_model(model_type))
-    with first_inputs(model) as embedded:
+    with record_first_inputs(model) as embedded:
         expected = forward(model, BATCH)
     assert len(embedded) == 1
     hidden, runs = embedded[0], family_of(model.config).runs(model)
@@ -27,10 +27,10 @@ def test_from_every_layer_on_the_answers_are_the_same(model_type: str) -> None:
             name: array[:, ::-1].copy() if name == "input_ids" else array for name, array in BATCH.items()
         }
         given = other if number else BATCH  # the tokens are not looked at
-        with resumed(model, number, hidden):
+        with resume_from(model, number, hidden):
             np.testing.assert_allclose(forward(model, given), expected, atol=1e-6)
         if number < len(runs):
-            with resumed(model, number, hidden, number + 1) as made:
+            with resume_from(model, number, hidden, number + 1) as made:
                 forward(model, given)
             [behind] = made
             assert not torch.equal(behind, hidden)
@@ -41,7 +41,7 @@ def test_from_every_layer_on_the_answers_are_the_same(model_type: str) -> None:
 def test_the_head_alone_is_computed_from_what_it_is_given() -> None:
     model = prepare_model(new_model("distilbert"))
     hidden = torch.randn(3, 16, 32)
-    with resumed(model, 2, hidden):
+    with resume_from(model, 2, hidden):
         found = forward(model, BATCH)
     with torch.no_grad():
         pooled = model.pre_classifier(hidden[:, 0]).relu()
@@ -50,6 +50,6 @@ def test_the_head_alone_is_computed_from_what_it_is_given() -> None:
 
 def test_nothing_is_left_behind_when_the_model_fails() -> None:
     model = prepare_model(new_model("albert"))
-    with pytest.raises(RuntimeError), resumed(model, 1, torch.zeros(3, 16, 7)):
+    with pytest.raises(RuntimeError), resume_from(model, 1, torch.zeros(3, 16, 7)):
         forward(model, BATCH)
     assert not any("forward" in vars(module) for module in model.modules())

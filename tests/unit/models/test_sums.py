@@ -9,7 +9,7 @@ from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.check.check import check_model
-from qdqbench.quantize.graph.residuals import int8_norms
+from qdqbench.quantize.graph.residuals import list_int8_norms
 from qdqbench.quantize.models.load import load_model, prepare_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import resolve
@@ -45,7 +45,7 @@ def test_int8_residuals_round_as_the_linears_that_read_them(tmp_path: Path, smoo
     assert list(plan.residual) == SUMS
     ptq.calibrate(model, plan, calibration_batches(), settings)
     graph = export.finish_graph(export.trace(model, 20), plan, export.ExportSettings(20, "fp16", "factored"))
-    assert len(int8_norms(graph)) == 2 * LAYERS
+    assert len(list_int8_norms(graph)) == 2 * LAYERS
     expected = {*plan.int8, *plan.attention, *plan.residual}
     assert check_model(graph, expected_quantized=expected).findings == []
     parity = compare_layers(graph, model, [padded_batch()])

@@ -13,11 +13,11 @@ import pytest
 from qdqbench.quantize.pipeline.pipeline import (
     STAGES_FILE,
     Stage,
-    ancestors,
-    forget_others,
-    made_otherwise,
+    explain_stale,
     open_run,
+    remove_other_stages,
     run_stages,
+    select_stages,
 )
 from qdqbench.quantize.pipeline.session import CONFIG, RunConfig, Session, read_config
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -91,19 +91,17 @@ def test_nothing_runs_when_nothing_changed(line: Line) -> None:
 
 def test_what_other_code_made_is_told_before_it_is_made_again(line: Line) -> None:
     folder, path = line.session.folder, line.session.folder / "stages.json"
-    assert made_otherwise(folder, ["a", "b", "c"]) == ""
+    assert explain_stale(folder, ["a", "b", "c"]) == ""
     known = json.loads(path.read_text())
     known["stages"]["a"]["made_with"]["code"] = "another"
     known["stages"]["c"]["made_with"]["code"] = "another"
     path.write_text(json.dumps(known))
-    assert made_otherwise(folder, ["a", "b", "c", "d"]) == (
+    assert explain_stale(folder, ["a", "b", "c", "d"]) == (
         "a, c made again: what is there was made with other code of qdqbench"
     )
     known["stages"]["a"]["made_with"]["versions"]["torch"] = "1.0"
     path.write_text(json.dumps(known))
-    assert "a, c made again: what is there was made with torch 1.0 (now " in made_otherwise(
-        folder, ["a", "c"]
-    )
+    assert "a, c made again: what is there was made with torch 1.0 (now " in explain_stale(folder, ["a", "c"])
 
 
 @pytest.mark.parametrize(("changed", "runs"), [("a", ["a", "b", "c"]), ("b", ["b", "c"]), ("c", ["c"])])
@@ -227,10 +225,10 @@ def test_announced_before_it_runs(line: Line) -> None:
 def test_ancestors() -> None:
     needs = {"data": (), "a": ("data",), "b": ("a",), "c": ("data",), "d": ("b", "c"), "e": ()}
     stages = {name: Stage(name, lambda _: [], need, lambda _: 0) for name, need in needs.items()}
-    assert [s.name for s in ancestors(stages, ["b"])] == ["data", "a", "b"]
-    assert [s.name for s in ancestors(stages, ["d"])] == ["data", "a", "b", "c", "d"]
-    assert [s.name for s in ancestors(stages, [])] == []
-    assert [s.name for s in ancestors(stages, list(stages))] == list(stages)
+    assert [s.name for s in select_stages(stages, ["b"])] == ["data", "a", "b"]
+    assert [s.name for s in select_stages(stages, ["d"])] == ["data", "a", "b", "c", "d"]
+    assert [s.name for s in select_stages(stages, [])] == []
+    assert [s.name for s in select_stages(stages, list(stages))] == list(stages)
 
 
 class TestOpening:
@@ -270,6 +268,6 @@ class TestOpening:
 def test_files_of_stages_that_this_run_does_not_have_are_removed(tmp_path: Path) -> None:
     line = Line(tmp_path)
     run_stages(line.session, line.stages)
-    forget_others(tmp_path, ["a", "b"])
+    remove_other_stages(tmp_path, ["a", "b"])
     assert [line.path(name).exists() for name in "abc"] == [True, True, False]
     assert set(json.loads((tmp_path / STAGES_FILE).read_text())["stages"]) == {"a", "b"}

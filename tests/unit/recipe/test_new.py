@@ -9,14 +9,14 @@ import pytest
 import yaml
 
 from qdqbench.cli.app import main
-from qdqbench.quantize.models.detection.recognise import recognise
-from qdqbench.quantize.models.detection.untrained import untrained
+from qdqbench.quantize.models.detection.detect_layout import detect_layout
 from qdqbench.quantize.models.families import known
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.load import create_untrained
 from qdqbench.quantize.recipe.new import NewRecipe, new_recipe
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
-from qdqbench.quantize.recipe.sections import Layout
+from qdqbench.quantize.recipe.sections import FamilyLayout
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.tiny_bert import new_bert
@@ -36,10 +36,10 @@ def test_a_layout_says_what_a_family_says() -> None:
     # what only a description by hand says; a layout's family has the defaults
     by_hand = {"name", "model_types", "gated", "rotary", "given_sums", "shared_layers"}
     by_hand |= {"windows", "terms", "rewritten_by", "needs"}
-    assert {field.name for field in fields(Family)} - by_hand == {*Layout.model_fields}
+    assert {field.name for field in fields(Family)} - by_hand == {*FamilyLayout.model_fields}
     for model_type in ("ernie", "roformer"):
-        found = recognise(untrained("tiny", config_for(model_type))).family
-        assert Layout.of(found).family(model_type) == found
+        found = detect_layout(create_untrained("tiny", config_for(model_type))).family
+        assert FamilyLayout.of(found).family(model_type) == found
 
 
 def test_the_recipe_of_an_unknown_type_makes_it_known(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qdqbench.quantize.models.modules import ModuleInfo
-from qdqbench.quantize.recipe.plan import Plan, Scaling, matched, resolve
+from qdqbench.quantize.recipe.plan import Plan, Scaling, match_modules, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
@@ -67,8 +67,8 @@ def test_patterns_with_and_without_the_prefix(pattern: str) -> None:
 def test_the_prefix_is_cut_at_a_border_only() -> None:
     table = {"bertram.dense": ModuleInfo("Linear")}
     rule = Rule.model_validate({"match": "ram.dense"} | INT8)
-    assert matched(rule, table, "bert") == []
-    assert matched(rule.model_copy(update={"match": "bertram.dense"}), table, "") == ["bertram.dense"]
+    assert match_modules(rule, table, "bert") == []
+    assert match_modules(rule.model_copy(update={"match": "bertram.dense"}), table, "") == ["bertram.dense"]
 
 
 def test_case_counts() -> None:
@@ -109,7 +109,7 @@ def test_near_names_do_not_repeat_layers() -> None:
 def test_only_linears_become_int8_whatever_the_pattern(pattern: str) -> None:
     table = modules()
     recipe = recipe_with(rules=[{"match": pattern} | INT8])
-    if not matched(recipe.rules[0], table, "bert"):
+    if not match_modules(recipe.rules[0], table, "bert"):
         with pytest.raises(UserError, match="matches no Linear"):
             resolve(recipe, table, "bert")
         return

@@ -11,14 +11,14 @@ from qdqbench.quantize.recipe.shipped import (
     Accuracy,
     Figure,
     Speed,
-    conditions,
-    fastest,
-    figures,
-    rule,
-    shipped,
-    speed_text,
-    start_with,
-    worst_text,
+    choose_start,
+    describe_choice,
+    describe_conditions,
+    find_fastest,
+    format_speed,
+    format_worst,
+    list_shipped,
+    read_figures,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -47,61 +47,65 @@ def figure(name, speed, losses=(0.0, 0.0, 0.0), device="gpu", **more):
 
 def test_the_fastest_that_holds_is_the_one_to_start_with():
     slow, fast = figure("slow", 1.2), figure("fast", 1.5)
-    assert fastest("gpu", (slow, fast)) == "fast"
-    assert fastest("cpu", (slow, fast)) is None
-    assert fastest("gpu", (slow, figure("fast", 1.5, (0.0, -0.6, 0.0)))) == "slow"
-    assert fastest("gpu", (slow, figure("fast", 1.5, (0.0, -0.6, 0.0), stderr=0.9))) == "slow"  # cannot tell
-    assert fastest("gpu", (slow, figure("fast", 1.5, (0.0, 0.0)))) == "slow"  # a task is missing
-    assert fastest("gpu", (slow, figure("fast", 1.5, stage="fake_quant"))) == "slow"  # no engine ran
-    assert fastest("gpu", (figure("slower", 0.9),)) is None
+    assert find_fastest("gpu", (slow, fast)) == "fast"
+    assert find_fastest("cpu", (slow, fast)) is None
+    assert find_fastest("gpu", (slow, figure("fast", 1.5, (0.0, -0.6, 0.0)))) == "slow"
+    assert (
+        find_fastest("gpu", (slow, figure("fast", 1.5, (0.0, -0.6, 0.0), stderr=0.9))) == "slow"
+    )  # cannot tell
+    assert find_fastest("gpu", (slow, figure("fast", 1.5, (0.0, 0.0)))) == "slow"  # a task is missing
+    assert find_fastest("gpu", (slow, figure("fast", 1.5, stage="fake_quant"))) == "slow"  # no engine ran
+    assert find_fastest("gpu", (figure("slower", 0.9),)) is None
     lost = fast.model_copy(update={"accuracy": (*fast.accuracy, accuracy("another", -3.0))})
-    assert fastest("gpu", (slow, lost)) == "slow"
+    assert find_fastest("gpu", (slow, lost)) == "slow"
 
 
 def test_the_worst_task_is_shown_and_what_no_engine_ran_is_called_so():
-    assert worst_text(figure("x", 1.0, (0.2, -0.3, 0.1))) == f"-0.30 ± 0.10 {TASKS[1]}"
-    assert worst_text(figure("x", 1.0, (-0.001,), stderr=None)) == f"+0.00 {TASKS[0]}"
+    assert format_worst(figure("x", 1.0, (0.2, -0.3, 0.1))) == f"-0.30 ± 0.10 {TASKS[1]}"
+    assert format_worst(figure("x", 1.0, (-0.001,), stderr=None)) == f"+0.00 {TASKS[0]}"
     drawn = figure("x", 1.0, (-0.3,), stage="onnxruntime")
-    assert worst_text(drawn) == f"-0.30 ± 0.10 {TASKS[0]} (graph)"
-    assert any("no engine of it ran" in line for line in conditions([drawn]))
-    assert speed_text(figure("x", 1.234)) == "1.23x"
+    assert format_worst(drawn) == f"-0.30 ± 0.10 {TASKS[0]} (graph)"
+    assert any("no engine of it ran" in line for line in describe_conditions([drawn]))
+    assert format_speed(figure("x", 1.234)) == "1.23x"
     empty = Figure(recipe="x", device="gpu", accuracy=(), speed=())
-    assert (worst_text(empty), speed_text(empty)) == ("not measured", "not measured")
-    assert conditions([empty]) == []
+    assert (format_worst(empty), format_speed(empty)) == ("not measured", "not measured")
+    assert describe_conditions([empty]) == []
 
 
 def test_a_family_whose_own_engine_lost_more_is_not_sent_there():
-    shown = {row.recipe: row for row in shipped()}
-    lost = [each for each in figures() if each.lost]
+    shown = {row.recipe: row for row in list_shipped()}
+    lost = [each for each in read_figures() if each.lost]
     assert lost
     assert all(each.device not in shown[each.recipe].start_on for each in lost)
     assert [row.recipe for row in shown.values() if "gpu" in row.start_on]
 
 
 def test_a_family_without_the_fastest_recipe_starts_with_the_next():
-    best = start_with()["gpu"]
+    best = choose_start()["gpu"]
     for family in FAMILIES:
-        (start,) = (row for row in shipped(family) if "gpu" in row.start_on)
+        (start,) = (row for row in list_shipped(family) if "gpu" in row.start_on)
         held = f"{family.name}-{best}" in shipped_recipes()
         assert (start.name == best) == held
 
 
 def test_figures_are_of_shipped_recipes():
-    assert {each.recipe for each in figures()} <= {*shipped_recipes()}
-    assert len({(each.recipe, each.device) for each in figures()}) == len(figures())
+    assert {each.recipe for each in read_figures()} <= {*shipped_recipes()}
+    assert len({(each.recipe, each.device) for each in read_figures()}) == len(read_figures())
 
 
 def test_the_documents_recommend_what_the_figures_do():
-    chosen = start_with()
+    chosen = choose_start()
     assert {*chosen} == {"gpu", "cpu"}
     said = f"`{chosen['gpu']}` on a GPU and with `{chosen['cpu']}` on a CPU"
     assert said in " ".join((ROOT / "recipes" / "README.md").read_text().split())
-    assert rule(chosen).startswith(f"Start with {chosen['gpu']} on a GPU and {chosen['cpu']} on a CPU:")
+    assert describe_choice(chosen).startswith(
+        f"Start with {chosen['gpu']} on a GPU and {chosen['cpu']} on a CPU:"
+    )
     for file in (ROOT / "recipes").glob("*/*.yaml"):  # which would have to be changed by hand
         assert not re.search("start here|fastest", file.read_text(), re.IGNORECASE)
 
 
 def test_recipes_of_one_family():
-    rows = shipped(family_of("xlm-roberta"))
+    rows = list_shipped(family_of("xlm-roberta"))
     assert {row.recipe for row in rows} == {name for name in shipped_recipes() if name.startswith("roberta-")}
     assert all("xlm-roberta" in row.model_types and row.description for row in rows)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.tasks.batches import sorted_rows
+from qdqbench.quantize.tasks.rows import sorted_rows
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=60).map(np.array)
 

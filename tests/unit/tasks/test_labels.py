@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.tasks.labels import with_values_of
-from qdqbench.quantize.tasks.rows import load_split
+from qdqbench.quantize.tasks.rows import add_label_values, load_split
 from qdqbench.quantize.tasks.task import Task, get_task
 from qdqbench.quantize.utils.errors import UserError
 
@@ -41,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
     [(("Neg", "POS"), [1, 0, 0, 1]), (("pos", "neg"), [0, 1, 1, 0]), (("LABEL_0", "LABEL_1"), [1, 0, 0, 1])],
 )
 def test_texts_are_matched_with_the_models_classes_or_sorted(folder, classes, labels):
-    task = with_values_of(OWN, str(folder), classes)
+    task = add_label_values(OWN, str(folder), classes)
     texts, found, notes = read(task, folder)
     assert (texts, found) == ([text for text, _ in ROWS], labels)
     assert any("numbered" in note and "pos = " in note for note in notes)
@@ -50,8 +49,8 @@ def test_texts_are_matched_with_the_models_classes_or_sorted(folder, classes, la
 def test_texts_that_are_more_than_the_classes_are_named(folder):
     write(folder, "validation.csv", [*ROWS, ("odd", "neutral")])
     with pytest.raises(UserError, match=r"3 different texts \(neg, neutral, pos\), but --num-labels is 2"):
-        with_values_of(OWN, str(folder), ["neg", "pos"])
-    task = with_values_of(OWN.model_copy(update={"num_labels": 3}), str(folder), [])
+        add_label_values(OWN, str(folder), ["neg", "pos"])
+    task = add_label_values(OWN.model_copy(update={"num_labels": 3}), str(folder), [])
     write(folder, "validation.csv", [("odd", "other")])
     with pytest.raises(UserError, match="hold other, which is none of neg, neutral, pos"):
         read(task, folder)
@@ -61,10 +60,10 @@ def test_numbers_from_one_are_told_by_all_splits_together(tmp_path):
     five = OWN.model_copy(update={"num_labels": 5})
     write(tmp_path, "train.csv", [(f"text {n}", n) for n in range(1, 6)])
     write(tmp_path, "validation.csv", [("few", 1), ("stars", 4)])
-    task = with_values_of(five, str(tmp_path))
+    task = add_label_values(five, str(tmp_path))
     assert read(task, tmp_path)[1] == [0, 3]
     write(tmp_path, "train.csv", [(f"text {n}", n) for n in range(5)])
-    assert with_values_of(five, str(tmp_path)).values == ()
+    assert add_label_values(five, str(tmp_path)).values == ()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_one_file_of_one_row_has_no_two_parts(tmp_path):
 def test_labels_of_one_file_stay_with_their_texts(tmp_path, capfd):
     names = ("bad", "good")
     path = write(tmp_path, "all.csv", [(f"{names[n % 2]} {n}", names[n % 2]) for n in range(50)])
-    task = with_values_of(OWN, str(path))
+    task = add_label_values(OWN, str(path))
     for split, rows in (("validation", 10), ("train", 40)):
         texts, labels, _ = read(task, path, split)
         assert [names[label] for label in labels] == [text.split()[0] for text in texts]

@@ -92,7 +92,7 @@ def test_weighted_metrics_equal_those_of_repeated_samples(seed, n, kind):
     drawn = np.repeat(np.arange(n), weights)
     assume(not (kind.kind is REGRESSION and np.ptp(labels[drawn]) == 0))
     expected = metrics.compute(kind, logits[drawn], labels[drawn])
-    table = kind.kind.table(metrics.predictions(kind, logits, labels), labels)
+    table = kind.kind.table(metrics.predict(kind, logits, labels), labels)
     found = {name: kind.kind.metrics[name].weighted(weights[None] * 1.0, table)[0] for name in kind.metrics}
     assert found == pytest.approx(expected, rel=0, abs=1e-12)
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.quantize.tasks import batches as batching
+from qdqbench.quantize.tasks import rows as batching
 from qdqbench.quantize.tasks import rows as data
 from qdqbench.quantize.tasks import sources
 from qdqbench.quantize.tasks.sources import has_only_texts
-from qdqbench.quantize.tasks.task import EMBED, get_task, of_embeddings
+from qdqbench.quantize.tasks.task import EMBED, get_task, score_embeddings
 from qdqbench.quantize.utils.errors import UserError
 
 SST2, STSB, MNLI = get_task("sst2"), get_task("stsb"), get_task("mnli")
@@ -459,7 +459,7 @@ class TestTexts:
             tmp_path / "validation.csv",
             {"sentence1": ["a b", "c"], "sentence2": ["d", "e f g"], "label": [1, 2]},
         )
-        task = of_embeddings(get_task("stsb"), ())
+        task = score_embeddings(get_task("stsb"), ())
         encoded = data.encode(load(tmp_path, task), task, tokenizer, 16)
         assert encoded.lengths.tolist() == [4, 3, 3, 5]
         assert encoded.samples.tolist() == [0, 0, 1, 1]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.tasks.sources import distinct, half, read_lines
+from qdqbench.quantize.tasks.sources import draw_half, drop_duplicates, read_lines
 from qdqbench.quantize.utils.errors import UserError
 
 NAMES = ("train", "validation")
@@ -28,19 +28,19 @@ def test_other_encodings_are_one_sentence(tmp_path: Path) -> None:
 
 
 def test_each_text_is_there_once_and_what_was_left_out_is_said() -> None:
-    texts, notes = distinct(["a b", "c", "", "a  b ", "c", " \t", None, "d"], "a.txt")
+    texts, notes = drop_duplicates(["a b", "c", "", "a  b ", "c", " \t", None, "d"], "a.txt")
     assert texts == ["a b", "c", "d"]
     assert notes == [
         "3 of 8 texts of a.txt are empty and were left out",
         "2 of 8 texts of a.txt are there before and were left out",
     ]
-    assert distinct(texts, "a.txt") == (texts, [])
+    assert drop_duplicates(texts, "a.txt") == (texts, [])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 9, 100])
 def test_the_halves_of_a_file_share_no_text_and_lose_none(count: int) -> None:
     whole = [f"{number:3}" for number in range(count)]
-    first, second = (half(whole, NAMES, name, "a.txt") for name in NAMES)
+    first, second = (draw_half(whole, NAMES, name, "a.txt") for name in NAMES)
     assert sorted(first + second) == whole
     assert abs(len(first) - len(second)) <= 1
     assert (first, second) == (sorted(first), sorted(second))
@@ -52,4 +52,4 @@ def test_a_file_has_no_other_split() -> None:
     with pytest.raises(
         UserError, match=r"is a single file, half of which is split 'train' and half .*'test'"
     ):
-        half(["a"], NAMES, "test", "a.txt")
+        draw_half(["a"], NAMES, "test", "a.txt")

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qdqbench.quantize.tasks.rows import load_split, samples_of, with_classes_of
+from qdqbench.quantize.tasks.rows import add_tag_classes, list_samples, load_split
 from qdqbench.quantize.tasks.task import get_task
 
 from ...tools import make_heads
@@ -46,7 +46,7 @@ def test_runs_of_capitals_are_entities_and_a_first_word_is_none():
 @pytest.mark.parametrize("name", ["tokens", "qa", "rerank"])
 def test_the_task_reads_both_splits_and_none_of_one_is_in_the_other(made, name):
     task = get_task(name)
-    task = with_classes_of(task, str(made)) if name == "tokens" else task
+    task = add_tag_classes(task, str(made)) if name == "tokens" else task
     train, validation = (load_split(task, str(made), split) for split in make_heads.SPLITS)
     assert (train.notes, validation.notes) == ((), ())
     texts = [{str(row[task.text_columns[-1]]) for row in split.dataset} for split in (train, validation)]
@@ -66,7 +66,7 @@ def test_an_answer_is_the_paraphrase_and_stands_among_sentences_of_other_pairs(m
 def test_a_query_has_one_right_passage_of_ten(made):
     task = get_task("rerank")
     split = load_split(task, str(made), "train")
-    labels, queries = np.array(split.dataset["label"]), samples_of(split.dataset, task)
+    labels, queries = np.array(split.dataset["label"]), list_samples(split.dataset, task)
     assert set(np.bincount(queries)) == {10}
     assert set(np.bincount(queries, labels)) == {1}
     assert len({*np.flatnonzero(labels) % 10}) > 3  # not always in the same place

@@ -4,7 +4,7 @@ import pytest
 
 from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe.schema import Recipe, shipped_recipes
-from qdqbench.quantize.recipe.shipped import shipped
+from qdqbench.quantize.recipe.shipped import list_shipped
 from qdqbench.quantize.tasks.task import KINDS
 
 from ...tools import pages
@@ -73,7 +73,7 @@ def test_every_model_type_and_recipe_is_named():
         for family, mark in zip(FAMILIES, marks, strict=True)
         if mark.strip()
     }
-    assert marked == set(shipped_recipes()) == {row.recipe for row in shipped()}
+    assert marked == set(shipped_recipes()) == {row.recipe for row in list_shipped()}
 
 
 def test_the_readme_names_every_model_type_and_kind_of_task():

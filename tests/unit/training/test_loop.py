@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from qdqbench.quantize.recipe.training import Distill, Training
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.training import checkpoints, finetune, processes
-from qdqbench.quantize.training.judge import collapsed
+from qdqbench.quantize.training.evaluate import is_collapsed
 from qdqbench.quantize.training.loop import train
 from qdqbench.quantize.training.processes import new_accelerator
-from qdqbench.quantize.training.rows import divide, epoch_batches, evaluation_steps, shares, total_steps
+from qdqbench.quantize.training.rows import divide, epoch_batches, evaluation_steps, split_batch, total_steps
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 from ...support import tiny_training as tiny
@@ -147,7 +147,9 @@ def test_a_training_that_begins_again_removes_what_was_passed_over(tmp_path, acc
     for path in tmp_path.glob(f"step-*/{checkpoints.CHECKPOINT_FILE}"):
         path.write_text("{")
     killed_after(tiny.job(tmp_path), 1, accelerator)
-    assert [path.name for path in tmp_path.glob("step-*")] == [checkpoints.at(tmp_path, 4).name]
+    assert [path.name for path in tmp_path.glob("step-*")] == [
+        checkpoints.get_checkpoint_folder(tmp_path, 4).name
+    ]
 
 
 def test_a_checkpoint_without_its_manifest_is_passed_over(tmp_path, accelerator):
@@ -273,13 +275,15 @@ def test_answers_that_do_not_depend_on_the_input():
     classes, scores = get_task("sst2"), get_task("stsb")
     labels, draw = np.array([1, 1, 1, 1, 0]), np.random.default_rng(0)
     one_class = np.array([[0.0, 3.0]], np.float32) + draw.normal(0, 0.1, (5, 2)).astype(np.float32)
-    assert not collapsed(classes, one_class, labels)
+    assert not is_collapsed(classes, one_class, labels)
     same = np.tile(one_class[:1], (5, 1))
-    assert collapsed(classes, same, labels)
-    assert collapsed(classes, same + np.arange(5, dtype=np.float32)[:, None], labels)  # equal probabilities
-    assert not collapsed(classes, same, np.ones(5, np.int64))
-    assert collapsed(scores, same[:, :1], np.arange(5.0))
-    assert not collapsed(scores, one_class[:, :1], np.arange(5.0))
+    assert is_collapsed(classes, same, labels)
+    assert is_collapsed(
+        classes, same + np.arange(5, dtype=np.float32)[:, None], labels
+    )  # equal probabilities
+    assert not is_collapsed(classes, same, np.ones(5, np.int64))
+    assert is_collapsed(scores, same[:, :1], np.arange(5.0))
+    assert not is_collapsed(scores, one_class[:, :1], np.arange(5.0))
 
 
 def test_a_new_head_may_answer_the_same_for_half_of_the_steps(tmp_path, accelerator):
@@ -331,7 +335,7 @@ def test_two_processes_do_what_one_does(tmp_path, accelerator):
 )
 def test_shares_are_the_batch(rows, world, accumulate):
     batch = np.arange(rows) * 3
-    parts = [shares(batch, rank, world, accumulate) for rank in range(world)]
+    parts = [split_batch(batch, rank, world, accumulate) for rank in range(world)]
     assert all(part and all(len(rows) for rows in part) for part in parts)
     assert all(len(part) <= accumulate for part in parts)
     together = np.concatenate([rows for part in parts for rows in part])
@@ -366,7 +370,7 @@ def test_max_steps_end_the_epochs_early(most, steps):
 def test_emulated_bf16_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert processes.precision_here("auto") == "fp32"
+    assert processes.resolve_precision("auto") == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -386,9 +390,12 @@ def test_a_process_that_fails_alone_waits_for_none(monkeypatch, capsys, error, l
         raise SystemExit
 
     monkeypatch.setenv("WORLD_SIZE", str(launched))
-    monkeypatch.setattr(processes, "leave", lambda: seen.append("left"))
+    monkeypatch.setattr(processes, "leave_group", lambda: seen.append("left"))
     monkeypatch.setattr(processes.os, "_exit", leave_at_once)
-    with pytest.raises((UserError, RuntimeError, SystemExit)) if error else nullcontext(), processes.group():
+    with (
+        pytest.raises((UserError, RuntimeError, SystemExit)) if error else nullcontext(),
+        processes.join_group(),
+    ):
         if error:
             raise error
     assert seen == ended

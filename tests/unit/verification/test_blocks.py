@@ -25,7 +25,7 @@ from qdqbench.quantize.calibration.bias import biased
 from qdqbench.quantize.calibration.fakequant.native import frozen
 from qdqbench.quantize.calibration.record import shifted_states
 from qdqbench.quantize.models.families.known import BERT, MODERNBERT
-from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_model, prepare_model
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.results import BlockCheck
@@ -90,7 +90,7 @@ def test_the_right_graph_passes_in_every_block(
 def test_layers_that_end_with_a_sum_are_cut_behind_it() -> None:
     made = of_modernbert(new_modernbert(), attention=True)
     graph = exported_of(made.model, made.plan, "factored", "fp16")
-    stitched, batch = stitch(graph, MODERNBERT), inputs_of(made.model, BATCHES[0])
+    stitched, batch = stitch(graph, MODERNBERT), select_inputs(made.model, BATCHES[0])
     blocks = reference_blocks(made.model, prepare_model(new_modernbert()), batch, half=True)
     assert [*blocks] == [block.name for block in stitched.blocks] == [
         "embeddings", *(f"layer.{n}" for n in range(4)), HEAD

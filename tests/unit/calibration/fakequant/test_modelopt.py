@@ -12,7 +12,7 @@ from qdqbench.quantize.calibration.fakequant.quantizers import import_modelopt
 from qdqbench.quantize.utils.errors import UserError
 
 ROOT = Path(__file__).parents[4]
-HERE = ROOT / "quantize" / "fakequant" / "modelopt.py"
+HERE = ROOT / "quantize" / "calibration" / "fakequant" / "modelopt.py"
 PRIVATE = {
     "TensorQuantizer": (
         "_amax",

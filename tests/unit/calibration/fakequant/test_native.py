@@ -147,7 +147,7 @@ def test_bf16_is_rounded_once_from_fp32(x: Any, amax: float, axis: int | None) -
 @given(st.lists(st.floats(2.0**-30, 2.0**17, width=32), min_size=1, max_size=20))
 def test_weight_scales_are_rounded_as_calibration_does(scales: list[float]) -> None:
     quantizer = quantizer_of(torch.tensor(scales)[:, None] * 127, 0)
-    ours = learned_scales.rounded_up((quantizer.amax / 127).flatten())
+    ours = learned_scales.round_up((quantizer.amax / 127).flatten())
     quantizers.round_weight_scales({"x.weight_quantizer": quantizer})
     assert torch.equal(ours * 127, quantizer.amax.flatten())
     assert torch.equal(quantizer.amax.flatten() / 127, ours)
@@ -165,7 +165,7 @@ def test_learned_gradient_is_that_of_lsq(
     quantizer = quantizer_of(bound, axis)
     parameter = torch.nn.Parameter(torch.full((len(x),) if axis == 0 else (), ratio))
     item = learned_scales.Learned(parameter, quantizer, rounded, -128, axis, x.shape[1])
-    scale, _ = learned_scales.Table([item]).current(item)
+    scale, _ = learned_scales.ScaleTable([item]).current(item)
     incoming = torch.linspace(-2, 2, x.numel()).reshape(x.shape) + 0.1
     leaf = x.clone().requires_grad_()
     item.quantized(leaf).backward(incoming)
@@ -192,7 +192,7 @@ def test_learned_gradient_is_that_of_torch() -> None:
     quantizer = quantizer_of(1.7, None)
     ratio = torch.nn.Parameter(torch.tensor(0.8))
     item = learned_scales.Learned(ratio, quantizer, False, -128, None, 32)
-    scale, _ = learned_scales.Table([item]).current(item)
+    scale, _ = learned_scales.ScaleTable([item]).current(item)
     item.quantized(x).square().sum().backward()
     leaf, other = scale.clone().reshape(1).requires_grad_(), x.detach().clone().requires_grad_()
     theirs = torch._fake_quantize_learnable_per_tensor_affine(
@@ -235,7 +235,7 @@ def test_evaluated_on_a_gpu_by_torch_s_kernels_and_put_back(
     monkeypatch.setattr(runners, "gpu", lambda: torch.device("cpu"))  # stands for one
     with runners.evaluating(model) as placed:
         ours = torch.from_numpy(runners.torch_runner(placed)(padded_batch()))
-        assert {q.backend for q in quantizers.enabled_quantizers(placed).values()} == {native.BACKEND}
+        assert {q.backend for q in quantizers.list_quantizers(placed).values()} == {native.BACKEND}
     assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
     assert torch.equal(logits(model), expected)
     assert {name: type(module) for name, module in model.named_modules()} == kinds
@@ -311,7 +311,7 @@ def test_a_shared_tensor_is_quantized_again_when_anything_changed(tiny_bert: Pat
     assert query(x) is not first
     with torch.no_grad():
         assert key(x).requires_grad is False
-        native.learned(model)[0].mul_(0.5)
+        native.list_learned(model)[0].mul_(0.5)
     narrower = key(x)
     assert narrower.abs().max() < 0.6 * first.abs().max()
     x.mul_(0.01)
@@ -323,7 +323,7 @@ def test_new_scales_are_noticed(tiny_bert: Path) -> None:
     expected = logits(model)
     native.use_native(model)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    for quantizer in quantizers.enabled_quantizers(model).values():
+    for quantizer in quantizers.list_quantizers(model).values():
         quantizer.amax = quantizer.amax * 0.5
     halved = logits(model)
     assert not torch.allclose(halved, expected, rtol=1e-3)
@@ -349,7 +349,7 @@ def test_learning_starts_where_calibration_ended(fake_quant: Quantized) -> None:
     expected = logits(model)
     ratios = native.learn_amax(model)
     assert torch.equal(logits(model), expected)
-    assert [id(p) for p in native.learned(model)] == [id(p) for p in ratios]
+    assert [id(p) for p in native.list_learned(model)] == [id(p) for p in ratios]
     assert {id(p) for p in ratios} <= {id(p) for p in model.parameters()}
     softmax = sum("p_bmm" in name for name in fake_quant.record.quantizers)
     saved = (2 + bool(fake_quant.plan.residual)) * 2 + 2 * bool(fake_quant.plan.residual)
@@ -363,14 +363,14 @@ def test_settled_scales_are_those_of_training(tiny_bert: Path, fake_quant: Quant
     native.learn_amax(model)
     train(model)
     trained = logits(model)
-    native.settle(model)
+    native.settle_learned(model)
     native.use_native(model)
     assert torch.equal(logits(model), trained)
     native.use_modelopt(model)
     assert model.state_dict().keys() == keys
     assert not model._forward_pre_hooks
     restored = restored_from_json(tiny_bert, plan, record, model)
-    for name, quantizer in quantizers.enabled_quantizers(model).items():
+    for name, quantizer in quantizers.list_quantizers(model).items():
         assert torch.equal(restored[name].amax, quantizer.amax)
         assert quantizer.amax.dtype == torch.float32
         if name.endswith("weight_quantizer"):
@@ -390,12 +390,12 @@ def restored_from_json(folder: Path, plan: Plan, record: Any, model: Any) -> dic
         name: record.quantizers[name].model_copy(
             update={"amax": q.amax.flatten().tolist() if q.axis is not None else q.amax.item()}
         )
-        for name, q in quantizers.enabled_quantizers(model).items()
+        for name, q in quantizers.list_quantizers(model).items()
     }
     text = record.model_copy(update={"quantizers": states}).model_dump_json()
     twin = load_model(str(folder))
     ptq.restore(twin, plan, type(record).model_validate_json(text))
-    return quantizers.enabled_quantizers(twin)
+    return quantizers.list_quantizers(twin)
 
 
 def test_a_copy_learns_alone(tiny_bert: Path) -> None:
@@ -418,7 +418,7 @@ def test_a_step_of_the_optimizer_is_noticed(tiny_bert: Path, kind: dict[str, boo
     model(**inputs()).logits.square().sum().backward()
     torch.optim.AdamW(ratios, lr=0.1, **kind).step()
     ours = logits(model)
-    native.settle(model)
+    native.settle_learned(model)
     torch.testing.assert_close(ours, logits(model), rtol=1e-4, atol=1e-5)
 
 
@@ -428,9 +428,9 @@ def test_only_named_scales_learn_with_those_that_must_equal_them(tiny_bert: Path
     ratios = native.learn_amax(model, names)
     assert [ratio.shape for ratio in ratios] == [(), (32,)]
     train(model, rate=0.1)
-    before = {name: q.amax.clone() for name, q in quantizers.enabled_quantizers(model).items()}
-    native.settle(model)
-    after = quantizers.enabled_quantizers(model)
+    before = {name: q.amax.clone() for name, q in quantizers.list_quantizers(model).items()}
+    native.settle_learned(model)
+    after = quantizers.list_quantizers(model)
     changed = {name for name, value in before.items() if not torch.equal(after[name].amax, value)}
     assert changed == {f"{name}.input_quantizer" for name in LINEARS[:3]} | {names[1]}
 
@@ -456,7 +456,7 @@ def test_ratios_stay_positive_and_are_not_lost(tiny_bert: Path) -> None:
     assert (ratios[1][1:] == 1).all()
     with pytest.raises(RuntimeError, match="settle"):
         native.use_modelopt(model)
-    native.settle(model)
+    native.settle_learned(model)
     assert (logits(model).isfinite()).all()
 
 

@@ -12,16 +12,16 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 
 @pytest.fixture(autouse=True)
 def quicker(monkeypatch):
-    monkeypatch.setattr(onednn, "onednn_is_quicker", lambda: True)
+    monkeypatch.setattr(onednn, "is_onednn_quicker", lambda: True)
     onednn._same.cache_clear()
 
 
 @pytest.fixture
 def called(monkeypatch):
     """Shapes of inputs that oneDNN was given."""
-    own, shapes = onednn.by_blocks, []
+    own, shapes = onednn.multiply_blocks, []
     seen = lambda *args: shapes.append(tuple(args[0].shape)) or own(*args)  # noqa: E731
-    monkeypatch.setattr(onednn, "by_blocks", seen)
+    monkeypatch.setattr(onednn, "multiply_blocks", seen)
     return shapes
 
 
@@ -38,7 +38,7 @@ def tensors(shape, dtype=torch.float32, outputs=48):
 
 
 def quick(*given, again=False):
-    with torch.inference_mode(), onednn.quick_linears(again=again):
+    with torch.inference_mode(), onednn.use_quick_linears(again=again):
         return functional.linear(*given)
 
 
@@ -57,7 +57,7 @@ def test_the_bits_are_those_of_torch_on_any_cpu(count, bias, again):
 @pytest.mark.parametrize("bias", [True, False])
 def test_blocks_add_up_to_the_linear(shape, bias):
     inputs, weight, *rest = given = tensors(shape)[: 3 if bias else 2]
-    made = onednn.by_blocks(inputs, onednn.parts_of(weight), *rest)
+    made = onednn.multiply_blocks(inputs, onednn.split_weight(weight), *rest)
     torch.testing.assert_close(made, functional.linear(*given), rtol=1e-4, atol=1e-4)
 
 
@@ -72,7 +72,7 @@ def test_a_weight_that_is_held_is_the_one_that_is_there(taken, monkeypatch, room
         torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
 
     (values, weight, _), linear = tensors((512, 64)), torch.nn.Linear(64, 48, bias=False)
-    with torch.inference_mode(), onednn.quick_linears(again=True):
+    with torch.inference_mode(), onednn.use_quick_linears(again=True):
         close()
         linear.weight.data = weight.clone()  # of a tensor with another address
         close()
@@ -80,9 +80,9 @@ def test_a_weight_that_is_held_is_the_one_that_is_there(taken, monkeypatch, room
             linear.weight.data = linear.weight.detach() + 1
             close()
     linear = torch.nn.Linear(64, 48, bias=False)
-    with onednn.quick_linears(again=True):
+    with onednn.use_quick_linears(again=True):
         for _ in range(2):
-            with torch.inference_mode(), onednn.quick_linears():
+            with torch.inference_mode(), onednn.use_quick_linears():
                 close()
             with torch.no_grad():
                 linear.weight.mul_(2)
@@ -90,13 +90,13 @@ def test_a_weight_that_is_held_is_the_one_that_is_there(taken, monkeypatch, room
 
 @needs_onednn
 def test_blocks_in_blocks_hold_weights_once(taken, monkeypatch):
-    given, made, own = tensors((512, 64)), [], onednn.parts_of
-    monkeypatch.setattr(onednn, "parts_of", lambda weight: made.append(1) or own(weight))
-    with onednn.quick_linears(again=True):
+    given, made, own = tensors((512, 64)), [], onednn.split_weight
+    monkeypatch.setattr(onednn, "split_weight", lambda weight: made.append(1) or own(weight))
+    with onednn.use_quick_linears(again=True):
         for _ in range(3):
             quick(*given)
     assert len(made) == 1
-    with onednn.quick_linears():
+    with onednn.use_quick_linears():
         for _ in range(3):
             quick(*given, again=True)
     assert len(made) == 4
@@ -104,8 +104,8 @@ def test_blocks_in_blocks_hold_weights_once(taken, monkeypatch):
 
 @needs_onednn
 def test_a_size_of_other_bits_is_left_to_torch(called, monkeypatch):
-    own = onednn.by_blocks
-    monkeypatch.setattr(onednn, "by_blocks", lambda *given: own(*given) + 1e-6)
+    own = onednn.multiply_blocks
+    monkeypatch.setattr(onednn, "multiply_blocks", lambda *given: own(*given) + 1e-6)
     given = tensors((4096, 64))
     assert quick(*given).equal(functional.linear(*given))
     assert called == [(16 * torch.get_num_threads(), 64)]  # the probe alone
@@ -127,21 +127,21 @@ def test_what_needs_a_gradient_or_is_laid_out_otherwise_goes_its_own_way(called,
     quick(values, weight.t().contiguous().t(), shift)
     assert quick(*tensors((4096, 64), torch.float64)).dtype == torch.float64
     weight.requires_grad_()
-    with onednn.quick_linears():
+    with onednn.use_quick_linears():
         functional.linear(values, weight, shift).sum().backward()
     assert weight.grad is not None
     assert called == []
 
 
 def test_a_model_elsewhere_is_left_alone(called, taken):
-    with torch.inference_mode(), onednn.quick_linears("cuda"):
+    with torch.inference_mode(), onednn.use_quick_linears("cuda"):
         functional.linear(*tensors((4096, 64)))
     assert called == []
 
 
 def test_behind_the_block_nothing_is_changed(called, taken):
     with torch.inference_mode():
-        with onednn.quick_linears():
+        with onednn.use_quick_linears():
             pass
         functional.linear(*tensors((4096, 64)))
     assert called == []
@@ -160,6 +160,6 @@ def test_only_cpus_of_amd_with_wide_vectors_take_it(name, features, quicker, mon
     monkeypatch.setattr(onednn, "find_cpu", lambda: Cpu(name, 2, features))
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    onednn.onednn_is_quicker.cache_clear()
-    assert onednn.onednn_is_quicker() is quicker
-    onednn.onednn_is_quicker.cache_clear()
+    onednn.is_onednn_quicker.cache_clear()
+    assert onednn.is_onednn_quicker() is quicker
+    onednn.is_onednn_quicker.cache_clear()

@@ -17,7 +17,7 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration import record as record_module
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.engine.build import build, require_int8
-from qdqbench.quantize.engine.facts import graph_of
+from qdqbench.quantize.engine.facts import read_graph
 from qdqbench.quantize.engine.inspection import inspect_layers
 from qdqbench.quantize.engine.kernels import float_residuals
 from qdqbench.quantize.engine.profiles import Profile
@@ -25,7 +25,7 @@ from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.index import GraphIndex, prune
 from qdqbench.quantize.graph.precision import QDQ
-from qdqbench.quantize.graph.residuals import int8_norms
+from qdqbench.quantize.graph.residuals import list_int8_norms
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
@@ -230,7 +230,7 @@ def test_a_residual_is_rounded_as_its_readers_round_the_same_tensor(
 ) -> None:
     model, plan, record = made[way]
     assert list(plan.residual) == ADDERS
-    found = set(quantizers.enabled_quantizers(model))
+    found = set(quantizers.list_quantizers(model))
     assert {n for n in found if n.endswith("residual_quantizer")} == {
         f"{n}.residual_quantizer" for n in ADDERS
     }
@@ -300,7 +300,7 @@ def test_a_record_whose_scales_went_apart_is_refused(tiny_bert: Path, made: dict
 
 
 def test_groups_of_quantizers_that_share_an_amax(made: dict[str, Quantized]) -> None:
-    groups = record_module.shared_quantizers(made["plain"].plan)
+    groups = record_module.group_shared_quantizers(made["plain"].plan)
     assert len(groups) == len(ADDERS)
     assert groups[1] == (
         "bert.encoder.layer.0.output.residual_quantizer",
@@ -318,7 +318,7 @@ def test_the_graph_and_its_check(made: dict[str, Quantized], graphs: Any, way: s
     graph = graphs[way, compute]
     report = check_model(graph, expected_quantized=expected(plan))
     assert report.findings == []
-    assert sorted(report.residual_quantized) == sorted(int8_norms(graph)) == NORMS
+    assert sorted(report.residual_quantized) == sorted(list_int8_norms(graph)) == NORMS
     index = GraphIndex(graph)
     for name in ADDERS:
         mine = [n for n in graph.graph.node if n.op_type == "QuantizeLinear" and _of(n, name)]
@@ -459,7 +459,7 @@ def test_an_engine_with_float_residuals_fails_its_proof(
         CheckFailed, match="as INT8, which no runtime for CPUs does; on a CPU take a recipe w"
     ):
         require_int8(result.model_copy(update={"backend": "openvino"}))
-    judged = inspect_layers(result.layers, graph_of(path), expected=[])
+    judged = inspect_layers(result.layers, read_graph(path), expected=[])
     assert judged.facts.float_residuals == lost
     assert any("1 of 4 LayerNorms do not read" in line for line in judged.failures)
 
@@ -468,7 +468,7 @@ def test_a_graph_without_int8_residuals_expects_none(tiny_bert: Path, made: dict
     model, plan, _ = quantized(tiny_bert)
     settings = export.ExportSettings(20, "fp16", "factored")
     graph = export.finish_graph(export.trace(model, 20), plan, settings)
-    assert int8_norms(graph) == []
+    assert list_int8_norms(graph) == []
     missing = check_model(graph, expected_quantized=expected(made["plain"].plan)).findings
     assert sorted(row.node for row in missing) == sorted(
         f"/{name.replace('.', '/').replace('layer/', 'layer.')}/Add" for name in ADDERS
@@ -482,4 +482,4 @@ def test_a_chain_without_end_is_not_followed() -> None:
         helper.make_node("Add", [names[-1], names[-1]], ["sum"]),
         helper.make_node("LayerNormalization", ["sum", "gain"], ["out"], name="norm"),
     ]
-    assert int8_norms(helper.make_model(helper.make_graph(nodes, "g", [], []))) == []
+    assert list_int8_norms(helper.make_model(helper.make_graph(nodes, "g", [], []))) == []

@@ -7,10 +7,10 @@ import onnx
 import pytest
 
 from qdqbench.eval.metrics.runners import session_of
-from qdqbench.quantize.engine.build import build, gemm_names
+from qdqbench.quantize.engine.build import build, list_gemms
 from qdqbench.quantize.engine.cpu import onnxruntime as ort
 from qdqbench.quantize.engine.cpu.compiled import name_products
-from qdqbench.quantize.engine.cpu.runtimes import compiled, compute_type, first_run
+from qdqbench.quantize.engine.cpu.runtimes import choose_compute, compile_model, warm_up
 from qdqbench.quantize.engine.layers import is_int8
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.export import FORMS, ExportSettings, finish_graph, trace
@@ -43,7 +43,7 @@ def graphs(tiny_bert, tmp_path_factory) -> dict[str, Path]:
 
 
 def linears(path: Path) -> list[str]:
-    return [name for name in gemm_names(path) if "/layer." in name and "/self/MatMul" not in name]
+    return [name for name in list_gemms(path) if "/layer." in name and "/self/MatMul" not in name]
 
 
 def feeds(model, rows: int = 2, length: int = 16) -> dict:
@@ -66,7 +66,7 @@ def test_every_linear_is_proven_and_answers_are_those_of_the_graph(backend, grap
         expected_attention=0,
     )
     assert (found.int8_gemms, found.not_int8) == (12, [])
-    loaded = compiled(backend, engine.read_bytes(), blob=True, compute="fp32")
+    loaded = compile_model(backend, engine.read_bytes(), blob=True, compute="fp32")
     exact = session_of(path.read_bytes(), "graph").run(None, feeds(loaded))[0]
     made = loaded.run(feeds(loaded))["logits"]
     # a code may be rounded to its neighbour
@@ -95,18 +95,18 @@ def test_fp32_products_are_named_and_are_not_int8(backend, tiny_bert, tmp_path):
     twin = ExportSettings.of(recipe_with("bert-int8-linears"), backend, "fp32")
     plan = quantized(tiny_bert).plan
     onnx.save(finish_graph(trace(load_model(str(tiny_bert)), 20), plan, twin), path)
-    model = compiled(backend, path.read_bytes(), blob=False, compute="fp32")
-    first_run(model, (2, 16))
+    model = compile_model(backend, path.read_bytes(), blob=False, compute="fp32")
+    warm_up(model, (2, 16))
     rows = [kernel.row for kernel in model.kernels()]
     name_products(rows, onnx.load(path).graph)
     products = [row for row in rows if row.kind in ("gemm", "attention")]
-    assert {*gemm_names(path)} <= {name for row in products for name in row.onnx}
+    assert {*list_gemms(path)} <= {name for row in products for name in row.onnx}
     assert not any(map(is_int8, products))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_have_times_and_datatypes(backend, graphs):
-    model = compiled(backend, graphs[backend].read_bytes(), blob=False, compute="fp32", profile=True)
+    model = compile_model(backend, graphs[backend].read_bytes(), blob=False, compute="fp32", profile=True)
     model.run(feeds(model))
     model.run(feeds(model))
     kernels = model.kernels()
@@ -120,13 +120,13 @@ def test_kernels_have_times_and_datatypes(backend, graphs):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_no_graph_and_no_engine_is_refused(backend):
     with pytest.raises(UserError, match="refuses this graph"):
-        compiled(backend, b"no graph", blob=False, compute="fp32")
+        compile_model(backend, b"no graph", blob=False, compute="fp32")
     with pytest.raises(MissingDevice, match="cannot load this engine here"):
-        compiled(backend, b"no engine", blob=True, compute="fp32")
+        compile_model(backend, b"no engine", blob=True, compute="fp32")
 
 
 def test_a_profile_of_one_length_fixes_the_graph(graphs):
-    model = compiled(
+    model = compile_model(
         "openvino", graphs["openvino"].read_bytes(), blob=False, compute="fp32", fixed=(None, 16)
     )
     assert {takes.shape for takes in model.inputs.values()} == {(None, 16)}
@@ -144,12 +144,12 @@ def test_a_profile_of_one_length_fixes_the_graph(graphs):
     ],
 )
 def test_half_precision_is_bf16_where_the_cpu_has_it(backend, features, precision, compute):
-    assert compute_type(backend, Cpu("a CPU", 2, features), precision) == compute
+    assert choose_compute(backend, Cpu("a CPU", 2, features), precision) == compute
 
 
 def test_weights_are_uint8_where_sums_would_saturate(graphs, monkeypatch):
     monkeypatch.setattr(ort, "find_cpu", lambda: Cpu("old", 2, ("avx2",)))
-    model = compiled("onnxruntime", graphs["onnxruntime"].read_bytes(), blob=False, compute="fp32")
+    model = compile_model("onnxruntime", graphs["onnxruntime"].read_bytes(), blob=False, compute="fp32")
     model.run(feeds(model))
     rows = [kernel.row for kernel in model.kernels() if kernel.row.kernel == "MatMulIntegerToFloat"]
     assert {row.constants[0] for row in rows} == {"UInt8"}

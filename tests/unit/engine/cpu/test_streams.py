@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from qdqbench.quantize.engine.cpu.runtimes import compiled
+from qdqbench.quantize.engine.cpu.runtimes import compile_model
 
 from ....support.tiny_bert import exported, padded_batch
 
@@ -16,9 +16,9 @@ def test_streams_answer_at_once_as_one_does(backend, threads, tiny_bert):
     pytest.importorskip(backend)
     data = exported(tiny_bert, compute="fp32").SerializeToString()
     batches = [padded_batch(seed=seed) for seed in range(2)]
-    single = compiled(backend, data, blob=False, compute="fp32", threads=1)
+    single = compile_model(backend, data, blob=False, compute="fp32", threads=1)
     expected = [single.run(batch)["logits"] for batch in batches]
-    model = compiled(backend, data, blob=False, compute="fp32", threads=threads, streams=2)
+    model = compile_model(backend, data, blob=False, compute="fp32", threads=threads, streams=2)
     assert len(model.lanes()) == 2
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(lambda run, batch: run(batch)["logits"], model.lanes(), batches))

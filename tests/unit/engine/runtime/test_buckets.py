@@ -7,9 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.engine.profiles import LENGTH_STEP, fit, notes_on_data
-from qdqbench.quantize.engine.runtime import buckets
-from qdqbench.quantize.engine.runtime.buckets import LEAST_SAVING, STEP, bucket_profiles, choose_edges
+from qdqbench.quantize.engine import profiles
+from qdqbench.quantize.engine.profiles import (
+    LEAST_SAVING,
+    LENGTH_STEP,
+    STEP,
+    bucket_profiles,
+    choose_edges,
+    fit_batch,
+    note_distant_data,
+)
 
 LENGTHS = st.lists(st.integers(1, 75), min_size=1, max_size=40)
 
@@ -29,7 +36,7 @@ def best(lengths, count, longest):
 @given(LENGTHS, st.integers(1, 5), st.sampled_from([75, 80, 128]))
 def test_no_other_edges_pad_less(lengths, most, longest):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "LEAST_SAVING", 0.0)
+        patch.setattr(profiles, "LEAST_SAVING", 0.0)
         edges = choose_edges(np.array(lengths), longest, most)
     assert edges == sorted(set(edges))
     assert len(edges) <= most
@@ -44,7 +51,7 @@ def test_each_bucket_more_saves_enough(lengths):
     assert padded(lengths, edges) == costs[len(edges) - 1]
     for fewer, more in pairwise(costs[: len(edges)]):
         assert more <= (1 - LEAST_SAVING) * fewer
-    assert len(edges) == buckets.MOST or costs[-1] > (1 - LEAST_SAVING) * costs[-2]
+    assert len(edges) == profiles.MOST or costs[-1] > (1 - LEAST_SAVING) * costs[-2]
 
 
 @given(LENGTHS, st.sampled_from([75, 128]), st.integers(1, 300))
@@ -52,11 +59,11 @@ def test_every_row_runs_at_its_edge_which_is_what_kernels_are_chosen_for(lengths
     edges = choose_edges(np.array(lengths), longest)
     profiles = bucket_profiles(edges, longest, batch)
     for length in range(1, longest + 1):
-        index, _, to = fit(profiles, batch, length, LENGTH_STEP)
+        index, _, to = fit_batch(profiles, batch, length, LENGTH_STEP)
         if length <= edges[-1]:
             assert to == edges[index] == min(edge for edge in edges if edge >= length)
             assert profiles[index].opt == (batch, to)
         else:
             assert length <= to <= longest
-    notes = notes_on_data(profiles, np.array(lengths), batch)
+    notes = note_distant_data(profiles, np.array(lengths), batch)
     assert not any("length" in note.partition("(")[0] for note in notes)

@@ -11,13 +11,12 @@ import torch
 from qdqbench.eval.metrics.runners import predict
 from qdqbench.quantize.engine import sidecar
 from qdqbench.quantize.engine.backend import Backend
-from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.engine.runtime import bound as engine_bound
+from qdqbench.quantize.engine.profiles import Profile, bucket_profiles
+from qdqbench.quantize.engine.runtime import engine as engine_bound
 from qdqbench.quantize.engine.runtime import engine as engine_core
 from qdqbench.quantize.engine.runtime import tensors
-from qdqbench.quantize.engine.runtime.buckets import bucket_profiles
 from qdqbench.quantize.engine.runtime.engine import Engine
-from qdqbench.quantize.engine.runtime.opened import EngineRunner
+from qdqbench.quantize.engine.runtime.runners import EngineRunner
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
@@ -472,7 +471,7 @@ def test_four_bit_tensors_are_refused(gpu, engine_file, monkeypatch):
 @pytest.mark.parametrize("name", list(tensors._DTYPES))
 def test_buffers_of_every_type(name):
     dtype = tensors.torch_dtype(name)
-    buffer = tensors.poison((2, 3), dtype, "cpu")
+    buffer = tensors.make_poisoned((2, 3), dtype, "cpu")
     array = tensors.to_numpy(buffer)
     assert (buffer.dtype, array.shape) == (dtype, (2, 3))
     if dtype.is_floating_point:

@@ -28,7 +28,7 @@ from qdqbench.quantize.models.families.known import (
     family_of,
     require_family,
 )
-from qdqbench.quantize.models.inputs import inputs_of, widened
+from qdqbench.quantize.models.inputs import pad_columns, select_inputs
 from qdqbench.quantize.models.load import load_encoder, load_model, prepare_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import resolve
@@ -165,7 +165,7 @@ def test_training_attends_to_something_wherever_padding_is(
     model = load_encoder(folder, CLASSIFICATION, num_labels=2, keep_head=True)
     batch = padded_batch((3, 40))  # more padding than a window holds
     batch["input_ids"][batch["attention_mask"] == 0] = model.config.pad_token_id
-    inputs = {name: torch.from_numpy(array) for name, array in inputs_of(model, batch).items()}
+    inputs = {name: torch.from_numpy(array) for name, array in select_inputs(model, batch).items()}
     fused, masks = functional.scaled_dot_product_attention, []
 
     def looks(*given: Any, attn_mask: Any = None, **others: Any) -> Any:
@@ -198,10 +198,10 @@ def test_a_sample_as_long_as_the_positions_runs_and_a_longer_one_does_not(
         batch["attention_mask"] = torch.ones(1, length, dtype=torch.long)
         batch["token_type_ids"] = torch.zeros(1, length, dtype=torch.long)
         if length == 128 or family.rotary:  # which has no table of positions
-            assert model(**inputs_of(model, batch)).logits.isfinite().all()
+            assert model(**select_inputs(model, batch)).logits.isfinite().all()
         else:
             with pytest.raises((IndexError, RuntimeError)):
-                model(**inputs_of(model, batch))
+                model(**select_inputs(model, batch))
 
 
 @every_model
@@ -219,7 +219,7 @@ def test_what_a_recipe_asks_for_stands_in_the_file(family: Family, tmp_path: Pat
     plan = resolve(recipe, module_table(model), model.base_model_prefix)
     assert len(plan.int8) == len(family.layer_names(model)) * len(family.linears)
     batches = [padded_batch((length,) * 4, seed=length) for length in (5, 12)]
-    calibrate(model, plan, [inputs_of(model, batch) for batch in batches], recipe.calibration)
+    calibrate(model, plan, [select_inputs(model, batch) for batch in batches], recipe.calibration)
     graph = finish_graph(trace(model, 20), plan, ExportSettings(20, "fp16", "factored"))
     report = check_model(graph, expected_quantized={*plan.int8, *plan.attention})
     assert report.findings == []
@@ -228,7 +228,7 @@ def test_what_a_recipe_asks_for_stands_in_the_file(family: Family, tmp_path: Pat
     assert len(report.attention_quantized) == runs
     batch = padded_batch((9, 4, 16))
     batch["input_ids"][batch["attention_mask"] == 0] = model.config.pad_token_id
-    parity = compare_layers(graph, model, [inputs_of(model, batch)])
+    parity = compare_layers(graph, model, [select_inputs(model, batch)])
     assert parity.passed
     assert parity.padded
     assert len(parity.rows) == runs * (len(family.linears) + 4)
@@ -298,7 +298,7 @@ def test_a_plan_of_another_family() -> None:
 
 def test_padding_is_of_the_pad_token_and_masked() -> None:
     batch = {name: np.ones((1, 2), np.int64) for name in BERT.inputs}
-    made = {name: array.tolist() for name, array in widened(batch, 2, pad_id=7).items()}
+    made = {name: array.tolist() for name, array in pad_columns(batch, 2, pad_id=7).items()}
     assert made == {
         "input_ids": [[1, 1, 7, 7]],
         "attention_mask": [[1, 1, 0, 0]],

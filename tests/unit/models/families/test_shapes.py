@@ -2,7 +2,7 @@
 
 import pytest
 
-from qdqbench.quantize.models.families.shapes import MODEL_SHAPES
+from qdqbench.quantize.models.families.known import MODEL_SHAPES
 
 # millions of parameters, with a classifier of two labels, as their authors and transformers' documents say
 PARAMETERS = {

@@ -15,14 +15,12 @@ from qdqbench.eval.verification.checks import BlockSums
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.calibration.record import CalibrationRecord
-from qdqbench.quantize.engine.build import attention_count
-from qdqbench.quantize.engine.kernels import block_of_node, kernel_operator, short
+from qdqbench.quantize.engine.build import count_attentions
+from qdqbench.quantize.engine.kernels import block_of_node, kernel_operator, shorten_node
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.check.check import check_model
-from qdqbench.quantize.graph.index import GraphIndex, module_of
-from qdqbench.quantize.graph.runs import run_of
-from qdqbench.quantize.models.families.any_family import part_of
-from qdqbench.quantize.models.families.known import ALBERT
+from qdqbench.quantize.graph.index import GraphIndex, module_of, run_of
+from qdqbench.quantize.models.families.known import ALBERT, part_of
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
@@ -68,7 +66,7 @@ def test_every_run_has_nodes_of_its_own_that_say_which(made: Made) -> None:
     assert runs == [f"@{run}" for run in range(RUNS)]
     per_run = Counter(map(run_of, products(made.graph)))
     assert per_run == {f"@{run}": 8 for run in range(RUNS)} | {"": 3}
-    assert attention_count(products(made.graph), made.plan.attention) == RUNS
+    assert count_attentions(products(made.graph), made.plan.attention) == RUNS
 
 
 def test_weights_are_stored_once(made: Made) -> None:
@@ -172,7 +170,7 @@ def test_kernels_are_told_by_run() -> None:
     node = "/albert/encoder/albert_layer_groups.1/albert_layers.0/attention/query/MatMul@3"
     assert block_of_node(node) == "layer.3"
     assert kernel_operator(node) == "MatMul"
-    assert short(node) == "layer.3 attention query"
+    assert shorten_node(node) == "layer.3 attention query"
 
 
 def test_a_search_moves_weights_and_its_int8_share_counts_runs(made: Made) -> None:

@@ -12,21 +12,29 @@ from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.quantize.calibration.bias import apply_biases
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.calibration.ptq import calibrate
+from qdqbench.quantize.calibration.qkv_bias_folding import choose_shifts, compute_moved_biases, record_inputs
 from qdqbench.quantize.calibration.smoothing import Ranges
-from qdqbench.quantize.calibration.straight import moved_biases, shift, watched
 from qdqbench.quantize.engine import backend as trt
-from qdqbench.quantize.engine.build import TOGETHER, one_gemm
+from qdqbench.quantize.engine.build import TOGETHER, merge_qkv_gemms
 from qdqbench.quantize.engine.kernels import kernel_kind
 from qdqbench.quantize.engine.layers import parse_log
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
-from qdqbench.quantize.graph.residuals import int8_norms
+from qdqbench.quantize.graph.residuals import list_int8_norms
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
-from qdqbench.quantize.recipe.plan import Plan, linears_of, merged, notes_on, resolve, shifted, straight
+from qdqbench.quantize.recipe.plan import (
+    Plan,
+    folds_kv_bias,
+    folds_q_bias,
+    get_linears,
+    note_kept_biases,
+    resolve,
+    shares_qkv_scales,
+)
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
@@ -46,7 +54,7 @@ def planned(model: Any, what: str = "int8-residual-fused") -> Plan:
 def batch_of(model: Any) -> Any:
     batch = padded_batch((9, 14, 16, 16))  # some padding alone, as RoBERTa and MPNet compute it all alike
     batch["input_ids"][batch["attention_mask"] == 0] = model.config.pad_token_id
-    return inputs_of(model, batch)
+    return select_inputs(model, batch)
 
 
 @pytest.mark.parametrize("model_type", [*FAMILIES, "xlm-roberta", "camembert"])
@@ -54,19 +62,21 @@ def test_no_answer_changes_with_all_biases_moved(model_type: str, tmp_path: Path
     """MPNet's bias of positions is added to the scores, and k's to all scores of a row."""
     model = load_model(str(write_model(tmp_path, model_type)))
     plan, batch = planned(model), batch_of(model)
-    assert len(straight(plan)) == len(shifted(plan)) == len(merged(plan)) == LAYERS
-    assert notes_on(plan) == []
+    assert len(folds_kv_bias(plan)) == len(folds_q_bias(plan)) == len(shares_qkv_scales(plan)) == LAYERS
+    assert note_kept_biases(plan) == []
     before = forward(model, batch)
-    with watched(model, plan) as seen:
+    with record_inputs(model, plan) as seen:
         for each in calibration_batches():
-            forward(model, inputs_of(model, each))
-    shifts, warnings = shift(model, plan, seen, Ranges({}, {}))
+            forward(model, select_inputs(model, each))
+    shifts, warnings = choose_shifts(model, plan, seen, Ranges({}, {}))
     assert (len(shifts), warnings) == (LAYERS, [])
     for made in shifts.values():
         apply_biases(model, made.added)
     torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
-    query = [linear for name in plan.attention for linear in linears_of(plan, name, "query")]
-    apply_biases(model, {name: each for name, each in moved_biases(model, plan).items() if name not in query})
+    query = [linear for name in plan.attention for linear in get_linears(plan, name, "query")]
+    apply_biases(
+        model, {name: each for name, each in compute_moved_biases(model, plan).items() if name not in query}
+    )
     torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
 
 
@@ -75,14 +85,16 @@ def test_an_engine_has_one_gemm_and_one_copy_of_q_k_and_v(family: str, tmp_path:
     pytest.importorskip("tensorrt_rtx")
     model = load_model(str(write_model(tmp_path, family)))
     plan, recipe = planned(model), load_recipe(f"{family}-int8-residual-fused")
-    record = calibrate(model, plan, [inputs_of(model, b) for b in calibration_batches()], recipe.calibration)
+    record = calibrate(
+        model, plan, [select_inputs(model, b) for b in calibration_batches()], recipe.calibration
+    )
     assert [*record.shifts] == [*plan.attention]
     graph = finish_graph(trace(model, 20), plan, ExportSettings(20, "fp16", "factored", True))
     asked = {*plan.int8, *plan.attention, *plan.residual}
     assert check_model(graph, expected_quantized=asked).findings == []
-    assert len(int8_norms(graph)) == len(plan.residual) == 2 * LAYERS
+    assert len(list_int8_norms(graph)) == len(plan.residual) == 2 * LAYERS
     assert compare_layers(graph, model, [batch_of(model)]).passed
-    joined = one_gemm(graph)
+    joined = merge_qkv_gemms(graph)
     assert joined is not None
     onnx.save(joined, tmp_path / "model.onnx")
     backend, profile = trt.choose_backend("tensorrt_rtx"), Profile((1, 64), (8, 64), (8, 64))
@@ -113,16 +125,16 @@ def bent(family: str, *parts: str, attention: str, folder: Path) -> tuple[Any, P
 def test_a_family_that_cannot_have_it_says_so(tmp_path: Path) -> None:
     parts = ("query_proj", "key_proj", "value_proj")
     _, plan = bent("deberta-v2", *parts, attention="self", folder=tmp_path / "deberta")
-    (note,) = notes_on(plan)
+    (note,) = note_kept_biases(plan)
     assert note.startswith("q, k and v of 2 INT8 attentions with weights: int8/per-tensor")
     assert note.endswith("family deberta-v2 has other terms of scores that read k")
-    assert straight(plan) == []
+    assert folds_kv_bias(plan) == []
     _, plan = bent("albert", "query", "key", "value", attention="attention", folder=tmp_path / "albert")
-    (note,) = notes_on(plan)
+    (note,) = note_kept_biases(plan)
     assert note.startswith("q of 2 INT8 attentions with")
     assert note.endswith("what makes its input serves several runs of a layer")
-    assert len(straight(plan)) == LAYERS
-    assert shifted(plan) == {}
+    assert len(folds_kv_bias(plan)) == LAYERS
+    assert folds_q_bias(plan) == {}
 
 
 @pytest.mark.parametrize("family", ["albert", "modernbert"])
@@ -140,8 +152,8 @@ def test_what_is_not_read_is_refused_before_it_is_shifted(tmp_path: Path) -> Non
     plan = planned(model)
     wrong = replace(plan, family=replace(plan.family, embeddings_norm="encoder.layer.0.output.LayerNorm"))
     said = r"do not read what roberta\.encoder\.layer\.0\.output\.LayerNorm makes.*weights: int8/per-channel"
-    with pytest.raises(UserError, match=said), watched(model, wrong):
-        forward(model, inputs_of(model, calibration_batches()[0]))
+    with pytest.raises(UserError, match=said), record_inputs(model, wrong):
+        forward(model, select_inputs(model, calibration_batches()[0]))
 
 
 def test_biases_that_are_not_there(tmp_path: Path) -> None:
@@ -150,11 +162,11 @@ def test_biases_that_are_not_there(tmp_path: Path) -> None:
     plan = planned(model)
     first, second = (layer.attention.self for layer in model.roberta.encoder.layer)
     first.query.bias = None
-    with watched(model, plan) as seen:
-        forward(model, inputs_of(model, calibration_batches()[0]))
-    assert [*shift(model, plan, seen, Ranges({}, {}))[0]] == [plan.attention[1]]
+    with record_inputs(model, plan) as seen:
+        forward(model, select_inputs(model, calibration_batches()[0]))
+    assert [*choose_shifts(model, plan, seen, Ranges({}, {}))[0]] == [plan.attention[1]]
     second.key.bias = None
     with pytest.raises(
         UserError, match=r"layer\.1\.attention\.self\.query cannot go elsewhere, as .*self\.key have"
     ):
-        shift(model, plan, seen, Ranges({}, {}))
+        choose_shifts(model, plan, seen, Ranges({}, {}))

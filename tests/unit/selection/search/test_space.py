@@ -20,7 +20,13 @@ from qdqbench.eval.selection.search.space import (
 from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import resolve
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes, short_yaml
+from qdqbench.quantize.recipe.schema import (
+    Recipe,
+    dump_short_recipe,
+    load_recipe,
+    parse_recipe,
+    shipped_recipes,
+)
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils.errors import UserError
 

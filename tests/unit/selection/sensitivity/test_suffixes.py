@@ -46,7 +46,7 @@ class Prepared:
             self.norms = norms()
         self.switches = Switches(self.model, self.plan, self.norms)
         self.suffixes = Suffixes(self.model, BATCHES, ENCODED)
-        self.quantizers = quantizers.enabled_quantizers(self.twin)
+        self.quantizers = quantizers.list_quantizers(self.twin)
 
     def expected(self, on: frozenset[str]) -> Any:
         """Logits of the twin with every token computed, and weights rounded in each forward pass."""

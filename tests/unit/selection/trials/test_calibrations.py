@@ -10,7 +10,7 @@ from qdqbench.eval.selection.methods.measure import METHODS
 from qdqbench.eval.selection.trials.calibrations import apply_methods, collect_ranges, widest_activation
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
-from qdqbench.quantize.calibration.fakequant.quantizers import quantizer_kind
+from qdqbench.quantize.calibration.fakequant.quantizers import get_quantizer_kind
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
@@ -64,11 +64,11 @@ def test_a_copy_leaves_the_shared_model_alone(folder: Path) -> None:
     model = load_model(str(folder))
     plan = plan_of(recipe, model)
     shared = collect_ranges(model, plan, calibration_batches(), recipe.calibration)
-    before = {name: float(q.amax.max()) for name, q in quantizers.enabled_quantizers(shared.model).items()}
+    before = {name: float(q.amax.max()) for name, q in quantizers.list_quantizers(shared.model).items()}
     copied, _ = apply_methods(shared, plan)
-    for quantizer in quantizers.enabled_quantizers(copied).values():
+    for quantizer in quantizers.list_quantizers(copied).values():
         quantizer.amax = quantizer.amax * 2
-    assert before == {n: float(q.amax.max()) for n, q in quantizers.enabled_quantizers(shared.model).items()}
+    assert before == {n: float(q.amax.max()) for n, q in quantizers.list_quantizers(shared.model).items()}
 
 
 def test_widest_activation(folder: Path) -> None:
@@ -78,8 +78,8 @@ def test_widest_activation(folder: Path) -> None:
     found = widest_activation(shared.states)
     assert found is not None
     name, ratio = found
-    ratios = [s.amax / s.rms for n, s in shared.states.items() if quantizer_kind(n) != "weight" and s.rms]  # type: ignore[operator]
-    assert (quantizer_kind(name), ratio) == ("input", max(ratios))
+    ratios = [s.amax / s.rms for n, s in shared.states.items() if get_quantizer_kind(n) != "weight" and s.rms]  # type: ignore[operator]
+    assert (get_quantizer_kind(name), ratio) == ("input", max(ratios))
     assert widest_activation({}) is None
 
 

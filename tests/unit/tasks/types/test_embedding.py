@@ -5,13 +5,13 @@ import pytest
 
 from qdqbench.eval.metrics.compare import agreement_of, compare
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.task import EMBED, GLUE, get_task, of_embeddings
+from qdqbench.quantize.tasks.task import EMBED, GLUE, get_task, score_embeddings
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
-from qdqbench.quantize.tasks.types.encoded import Layout
+from qdqbench.quantize.tasks.types.encoded import RowLayout
 from qdqbench.quantize.utils.comparison import COSINE_EDGES
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
-STSB = of_embeddings(GLUE["stsb"], ())
+STSB = score_embeddings(GLUE["stsb"], ())
 
 
 def vectors(rows, seed=0, noise=0.0):
@@ -105,23 +105,23 @@ def test_one_embedding_for_all_is_seen():
 
 def test_too_few_texts():
     with pytest.raises(UserError, match="10 texts are too few to compare their 10 nearest neighbours"):
-        TEXTS_ALONE.targets(None, EMBED, Layout(np.arange(10), []))
+        TEXTS_ALONE.targets(None, EMBED, RowLayout(np.arange(10), []))
 
 
 class TestTasks:
     def test_a_task_for_embeddings(self):
         assert STSB.kind is PAIRS
-        assert of_embeddings(GLUE["stsb"], ("pearson",)).metrics == ("pearson",)
-        assert of_embeddings(EMBED, ()) is EMBED
+        assert score_embeddings(GLUE["stsb"], ("pearson",)).metrics == ("pearson",)
+        assert score_embeddings(EMBED, ()) is EMBED
         own = get_task("mine", text_columns=("a", "b"), num_labels=1)
-        assert of_embeddings(own, ()).kind is PAIRS
+        assert score_embeddings(own, ()).kind is PAIRS
 
     @pytest.mark.parametrize("name", ["sst2", "mrpc"])
     def test_a_task_about_something_else(self, name):
         with pytest.raises(
             UserError, match=r"cannot judge an embedding model; give pairs .*--data lines\.txt"
         ):
-            of_embeddings(GLUE[name], ())
+            score_embeddings(GLUE[name], ())
 
     def test_texts_are_no_pairs(self):
         with pytest.raises(UserError, match=r"has text columns a, b and .*give 1 text column, all"):

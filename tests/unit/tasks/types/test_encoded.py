@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.tasks.types.encoded import Encoded
-from qdqbench.quantize.tasks.types.kind import joined
+from qdqbench.quantize.tasks.types.kind import join_outputs
 
 INT = np.int64
 
@@ -79,7 +79,7 @@ def test_with_one_answer_a_row_rows_answers_and_samples_are_the_same():
 def test_several_outputs_become_one():
     start, end = np.arange(6.0).reshape(2, 3), np.arange(6.0, 12).reshape(2, 3)
     outputs = {"start": start, "end": end}
-    assert joined(outputs, ["end"]) is end
-    assert joined(outputs, ["start", "end"])[1, 2].tolist() == [5, 11]
+    assert join_outputs(outputs, ["end"]) is end
+    assert join_outputs(outputs, ["start", "end"])[1, 2].tolist() == [5, 11]
     tensors = {name: torch.from_numpy(value) for name, value in outputs.items()}
-    assert joined(tensors, outputs).tolist() == joined(outputs, outputs).tolist()
+    assert join_outputs(tensors, outputs).tolist() == join_outputs(outputs, outputs).tolist()

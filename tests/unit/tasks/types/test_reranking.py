@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import encode, load_split, whole
+from qdqbench.quantize.tasks.rows import complete_samples, encode, load_split
 from qdqbench.quantize.tasks.task import RERANK, check_model_fits, get_task
-from qdqbench.quantize.tasks.types.encoded import Layout
+from qdqbench.quantize.tasks.types.encoded import RowLayout
 from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.utils.errors import UserError
 
@@ -85,7 +85,7 @@ def test_passages_of_a_query_stand_together_and_are_not_cut(folder):
     drawn = load_split(RERANK, str(folder), "train", seed=1)
     smaller = load_split(RERANK, str(folder), "train", seed=1, limit=1)
     assert drawn.dataset[: len(smaller.dataset)] == smaller.dataset[:]
-    assert whole(drawn.dataset, RERANK, 1) == len(smaller.dataset) > 1
+    assert complete_samples(drawn.dataset, RERANK, 1) == len(smaller.dataset) > 1
 
 
 def test_rows_of_a_split_are_samples_of_queries(folder):
@@ -144,5 +144,7 @@ def test_the_task_takes_a_pair_and_one_score():
 
 
 def test_targets_follow_the_layout():
-    made = RERANKING.targets(rows([("q", "p", 1.0), ("q", "r", 0.0)]), RERANK, Layout(np.array([0, 0]), []))
+    made = RERANKING.targets(
+        rows([("q", "p", 1.0), ("q", "r", 0.0)]), RERANK, RowLayout(np.array([0, 0]), [])
+    )
     assert made.gold.tolist() == [[1, 0]]

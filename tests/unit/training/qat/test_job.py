@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from qdqbench.quantize.calibration.fakequant import native
-from qdqbench.quantize.calibration.fakequant.quantizers import enabled_quantizers, quantizers_off
-from qdqbench.quantize.calibration.straight import of_one_scale
+from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers, quantizers_off
+from qdqbench.quantize.calibration.qkv_bias_folding import group_shared_scales
 from qdqbench.quantize.models.load import load_model
-from qdqbench.quantize.recipe.plan import straight_linears
+from qdqbench.quantize.recipe.plan import list_bias_free_linears
 from qdqbench.quantize.recipe.training import Qat
 from qdqbench.quantize.training.qat.job import _own_states, prepare_student
 
@@ -35,7 +35,7 @@ def test_a_shift_is_no_distance_and_a_bias_that_is_gone_stays_so(tiny_bert: Path
     assert torch.equal(own(moved)[-1], moved[-1])
     student = prepare_student(session, Qat(epochs=1, learning_rate=1e-5))
     still = {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
-    assert still == {f"{name}.bias" for name in straight_linears(made.plan)}
+    assert still == {f"{name}.bias" for name in list_bias_free_linears(made.plan)}
 
 
 def test_scales_of_merged_ones_are_learned_as_one(tiny_bert: Path) -> None:
@@ -47,12 +47,12 @@ def test_scales_of_merged_ones_are_learned_as_one(tiny_bert: Path) -> None:
     )
     student = prepare_student(session, Qat(epochs=1, learning_rate=1e-5, amax="learned"))
     with torch.no_grad():
-        for number, ratio in enumerate(native.learned(student)):
+        for number, ratio in enumerate(native.list_learned(student)):
             ratio.mul_(1 + 0.01 * number)
-    native.settle(student)
+    native.settle_learned(student)
     native.use_modelopt(student)
-    amax = {name: each.amax for name, each in enabled_quantizers(student).items()}
-    groups = [*of_one_scale(made.plan)]
+    amax = {name: each.amax for name, each in list_quantizers(student).items()}
+    groups = [*group_shared_scales(made.plan)]
     assert len(groups) == 2 * LAYERS
     for group in groups:
         assert len({float(amax[name]) for name in group}) == 1

@@ -12,7 +12,7 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import native, quantizers
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.training.checkpoints import WEIGHTS
-from qdqbench.quantize.training.qat.modelopt import STATE, load_modelopt, save_modelopt
+from qdqbench.quantize.training.qat.stage import STATE, load_modelopt, save_modelopt
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
 
@@ -49,7 +49,7 @@ def test_every_bit_comes_back(tiny_bert: Path, tmp_path: Path, fake_quant: Quant
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert any(name.endswith("_pre_quant_scale") for name in ours) == bool(record.smoothing.inputs)
-    assert quantizers.enabled_quantizers(model).keys() == quantizers.enabled_quantizers(loaded).keys()
+    assert quantizers.list_quantizers(model).keys() == quantizers.list_quantizers(loaded).keys()
     assert torch.equal(quantizers.forward(model, padded_batch()), quantizers.forward(loaded, padded_batch()))
 
 
@@ -63,7 +63,7 @@ def test_what_was_loaded_can_be_trained_and_saved_again(tiny_bert: Path, tmp_pat
     with torch.no_grad():
         for ratio in ratios:
             ratio.mul_(0.9)
-    native.settle(model)
+    native.settle_learned(model)
     save_modelopt(model, tmp_path / "second")
     again = load_modelopt(tmp_path / "second")
     assert torch.equal(quantizers.forward(model, padded_batch()), quantizers.forward(again, padded_batch()))

@@ -36,16 +36,16 @@ def session(tmp_path: Path) -> Session:
 
 def stage_key(session: Session) -> Any:
     stage = pipeline.Stage("a", lambda _: [], (), lambda _: 1)
-    return pipeline._key(session, stage, pipeline._Manifest())
+    return pipeline._key(session, stage, pipeline._StageManifest())
 
 
 def qat_identity(session: Session) -> Any:
     record = CalibrationRecord.model_construct(amax={}, method="max")
-    return qat._identity(session, qat.settings_of(session), record, "f")
+    return qat._identity(session, qat.get_settings(session), record, "f")
 
 
 def finetune_identity(session: Session) -> Any:
-    request = finetune.Request(
+    request = finetune.FinetuneRequest(
         base=session.model_name,
         task=GLUE["sst2"],
         data="d",
@@ -57,7 +57,7 @@ def finetune_identity(session: Session) -> Any:
         limit=None,
         command="",
     )
-    data = finetune._Data.__new__(finetune._Data)
+    data = finetune._FinetuneData.__new__(finetune._FinetuneData)
     data.fingerprint = "f"
     return finetune._identity(request, data, Training())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qdqbench.quantize.utils.system import cpu
-from qdqbench.quantize.utils.system.process import measured, use_passive_wait
+from qdqbench.quantize.utils.system.process import measure_cost, use_passive_wait
 
 
 @pytest.fixture
@@ -141,12 +141,12 @@ def busy(seconds):
 
 
 def test_cpu_time_is_of_all_threads_and_waiting_costs_none():
-    with measured() as worked:
+    with measure_cost() as worked:
         thread = threading.Thread(target=busy, args=(0.1,))
         thread.start()
         busy(0.1)
         thread.join()
-    with measured() as waited:
+    with measure_cost() as waited:
         time.sleep(0.1)
     assert worked.cpu_s >= 0.18  # the clock of `os.times` has steps of 10 ms
     assert worked.wall_s >= 0.1

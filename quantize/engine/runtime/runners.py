@@ -6,15 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from qdqbench.quantize.engine.cpu.runtimes import compiled
+from qdqbench.quantize.engine.cpu.runtimes import compile_model
 from qdqbench.quantize.engine.profiles import LENGTH_STEP
-from qdqbench.quantize.engine.runtime.bound import BoundRun
 from qdqbench.quantize.engine.runtime.cpu import CpuEngine, CpuRunner
-from qdqbench.quantize.engine.runtime.engine import Engine
-from qdqbench.quantize.engine.runtime.feeds import fitted
-from qdqbench.quantize.engine.runtime.tensors import Arrays
+from qdqbench.quantize.engine.runtime.engine import BoundRun, Engine
+from qdqbench.quantize.engine.runtime.tensors import Arrays, pad_to_profile
 from qdqbench.quantize.engine.sidecar import read_sidecar
-from qdqbench.quantize.tasks.types.kind import LOGITS, joined
+from qdqbench.quantize.tasks.types.kind import LOGITS, join_outputs
 from qdqbench.quantize.utils.arrays import Float32, Int64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
@@ -72,8 +70,8 @@ class EngineRunner:
             CheckFailed: it is larger than every profile, or the engine fails.
         """
         rows = len(next(iter(batch.values())))
-        feeds = fitted(batch, self.engine.profiles, self.engine.inputs, self.pad_id, LENGTH_STEP)
-        answers = joined(self._run(feeds), self._outputs)[:rows]
+        feeds = pad_to_profile(batch, self.engine.profiles, self.engine.inputs, self.pad_id, LENGTH_STEP)
+        answers = join_outputs(self._run(feeds), self._outputs)[:rows]
         return np.asarray(answers, dtype=np.float32)
 
     def _run(self, feeds: Arrays) -> Arrays:
@@ -106,7 +104,7 @@ class EngineRunner:
 
 def open_engine(path: Path, onnx_path: Path) -> Engine | CpuEngine:
     """Load an engine; errors are those of both."""
-    return CpuEngine(path, onnx_path) if on_cpu(path) else Engine(path, onnx_path)
+    return CpuEngine(path, onnx_path) if is_for_cpu(path) else Engine(path, onnx_path)
 
 
 def open_runner(
@@ -117,29 +115,29 @@ def open_runner(
     runtime_cache: Path | None = None,
     outputs: Iterable[str] = LOGITS,
 ) -> EngineRunner | CpuRunner:
-    """A runner of an engine; arguments and errors are those of both."""
-    if on_cpu(path):
+    """Return a runner of an engine; arguments and errors are those of both."""
+    if is_for_cpu(path):
         return CpuRunner(path, onnx_path, pad_id=pad_id, outputs=outputs)
     return EngineRunner(path, onnx_path, pad_id=pad_id, runtime_cache=runtime_cache, outputs=outputs)
 
 
-def open_twin(
+def open_fp32_graph(
     path: Path, backend: BackendName, outputs: Iterable[str] = LOGITS
 ) -> Callable[[Mapping[str, Int64]], Float32]:
-    """A runner of an FP32 graph on this CPU, optimized as its runtime does; batches of any shape.
+    """Return a runner of an FP32 graph on this CPU, optimized as its runtime does; batches of any shape.
 
     Raises:
         UserError: the runtime refuses the graph.
     """
-    model, names = compiled(backend, path.read_bytes(), blob=False, compute="fp32"), [*outputs]
+    model, names = compile_model(backend, path.read_bytes(), blob=False, compute="fp32"), [*outputs]
 
     def run(batch: Mapping[str, Int64]) -> Float32:
         made = model.run({name: np.ascontiguousarray(batch[name]) for name in model.inputs})
-        return np.asarray(joined(made, names), dtype=np.float32)
+        return np.asarray(join_outputs(made, names), dtype=np.float32)
 
     return run
 
 
-def on_cpu(path: Path) -> bool:
-    """Whether an engine is for a CPU; errors are those of its sidecar."""
+def is_for_cpu(path: Path) -> bool:
+    """Return whether an engine is for a CPU; errors are those of its sidecar."""
     return read_sidecar(path).backend in CPU_BACKENDS

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.tasks.losses import hidden_distance
 from qdqbench.quantize.tasks.task import get_task
+from qdqbench.quantize.training.qat.job import compute_hidden_distance
 
 CLASSES, SCORES = get_task("mnli"), get_task("stsb")
 
@@ -67,26 +67,28 @@ def hidden(seed, rows, length):
 def test_padding_does_not_count_in_hidden_states():
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     mine, wanted = hidden(0, 2, 3), hidden(1, 2, 3)
-    before = hidden_distance(mine, wanted, mask).item()
+    before = compute_hidden_distance(mine, wanted, mask).item()
     for layer in mine:
         layer[1, 1:] = 99.0
-    assert hidden_distance(mine, wanted, mask).item() == pytest.approx(before)
+    assert compute_hidden_distance(mine, wanted, mask).item() == pytest.approx(before)
     mine[0][1, 0] = 99.0
-    assert hidden_distance(mine, wanted, mask).item() > before
+    assert compute_hidden_distance(mine, wanted, mask).item() > before
 
 
 def test_hidden_distances_add_up_over_samples_and_are_relative():
     mask = torch.ones(4, 3, dtype=torch.long)
     mine, wanted = hidden(0, 4, 3), hidden(1, 4, 3)
-    whole = hidden_distance(mine, wanted, mask).item()
+    whole = compute_hidden_distance(mine, wanted, mask).item()
     parts = [
-        hidden_distance(
+        compute_hidden_distance(
             tuple(layer[i : i + 1] for layer in mine), tuple(w[i : i + 1] for w in wanted), mask[i : i + 1]
         ).item()
         for i in range(4)
     ]
     assert whole == pytest.approx(sum(parts), rel=1e-5)
     zero = tuple(torch.zeros_like(layer) for layer in mine)
-    assert hidden_distance(zero, wanted, mask).item() == pytest.approx(4, rel=1e-5)  # all of the power
-    scaled = hidden_distance(tuple(5 * m for m in mine), tuple(5 * w for w in wanted), mask).item()
+    assert compute_hidden_distance(zero, wanted, mask).item() == pytest.approx(
+        4, rel=1e-5
+    )  # all of the power
+    scaled = compute_hidden_distance(tuple(5 * m for m in mine), tuple(5 * w for w in wanted), mask).item()
     assert scaled == pytest.approx(whole, rel=1e-5)

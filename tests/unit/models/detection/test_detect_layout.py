@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from qdqbench.quantize.models.detection.recognise import Recognised, inventory, recognise
-from qdqbench.quantize.models.detection.untrained import untrained
+from qdqbench.quantize.models.detection.detect_layout import Recognised, detect_layout, list_modules
 from qdqbench.quantize.models.families.known import BERT, FAMILIES
+from qdqbench.quantize.models.load import create_untrained
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support.families import SIZES
@@ -18,7 +18,7 @@ KNOWN = [each for family in FAMILIES if not family.shared_layers for each in fam
 
 
 def recognised(model_type: str) -> Recognised:
-    return recognise(untrained("tiny", config_for(model_type)))
+    return detect_layout(create_untrained("tiny", config_for(model_type)))
 
 
 def linears_of(model: Any) -> list[str]:
@@ -36,8 +36,8 @@ def test_a_known_family_is_recognised_as_it_is_described(model_type: str) -> Non
 
     described = next(family for family in FAMILIES if model_type in family.model_types)
     config = AutoConfig.for_model(model_type, vocab_size=80, **SIZES[model_type])
-    model = untrained("tiny", config)
-    found = recognise(model)
+    model = create_untrained("tiny", config)
+    found = detect_layout(model)
     names = linears_of(model)
     assert {n: found.family.role(n) for n in names} == {n: described.role(n) for n in names}
     assert found.left == {}
@@ -123,13 +123,13 @@ CONVOLUTION = "a convolution; only linears become INT8"
     ],
 )
 def test_what_is_not_recognised_is_named_with_a_reason(model_type: str, left: dict[str, str]) -> None:
-    model = untrained("tiny", config_for(model_type))
-    found = recognise(model)
+    model = create_untrained("tiny", config_for(model_type))
+    found = detect_layout(model)
     assert {name.removeprefix("encoder.layer.*."): why for name, why in found.left.items()} == left
     others = {path for path, role in found.family.linears.items() if role == "other"}
     assert others == {path for path, why in left.items() if why != CONVOLUTION}
     assert {path: role for path, role in found.family.linears.items() if role != "other"} == BERT.linears
-    rows = inventory(model, found)
+    rows = list_modules(model, found)
     assert {row.module for row in rows if row.module in found.left} == set(found.left)
     assert not [row for row in rows if row.module in found.left and row.becomes != "FP16"]
     assert sum(row.number for row in rows if row.becomes == "INT8") == 2 * len(BERT.linears)
@@ -160,7 +160,7 @@ def test_libraries_are_silent_while_a_model_runs(monkeypatch: pytest.MonkeyPatch
     def seen(model: object) -> None:
         raise RuntimeError(f"level {logging.getLogger('transformers').level}")
 
-    monkeypatch.setattr("qdqbench.quantize.models.detection.recognise.follow", seen)
+    monkeypatch.setattr("qdqbench.quantize.models.detection.detect_layout.trace_flow", seen)
     with pytest.raises(UserError, match=rf"level {logging.ERROR}\)"):
         recognised("ernie")
 
@@ -168,14 +168,14 @@ def test_libraries_are_silent_while_a_model_runs(monkeypatch: pytest.MonkeyPatch
 def test_weights_that_are_shared_between_layers() -> None:
     config = AutoConfig.for_model("albert", **(SIZES["albert"] | {"num_hidden_groups": 1}))
     with pytest.raises(UserError, match=r"layers of a 'albert' share weights: albert\..*dense runs several"):
-        recognise(untrained("tiny", config))
+        detect_layout(create_untrained("tiny", config))
 
 
 def test_a_model_that_fails_on_a_sample() -> None:
     config = config_for("nystromformer")
     config.segment_means_seq_len, config.num_landmarks = 64, 8
     with pytest.raises(UserError, match=r"a 'nystromformer' of this .* not run on a sample .*\(RuntimeError"):
-        recognise(untrained("tiny", config))
+        detect_layout(create_untrained("tiny", config))
 
 
 def test_no_hooks_are_left_behind() -> None:
@@ -196,7 +196,7 @@ class TestAnotherAttention:
             bos_token_id=1, eos_token_id=2, mask_token_id=3, **sizes,
         )  # fmt: skip
         with pytest.raises(UserError, match="4 heads of queries and 2 of keys"):
-            recognise(untrained("tiny", config))
+            detect_layout(create_untrained("tiny", config))
 
     def test_other_logits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from qdqbench.quantize.models import attention

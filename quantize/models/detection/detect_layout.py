@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qdqbench.quantize.models.detection.flow import Flow, Step, Sum, follow, module_kind
+from qdqbench.quantize.models.detection.flow import Flow, FlowStep, FlowSum, module_kind, trace_flow
 from qdqbench.quantize.models.families.family import QKV, Family, Norm, Residual, Role
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def config_fields(model: "PreTrainedModel", layer: str, first: str, wide: int) -> dict[str, Any]:
-    """The fields of a configuration that a `Family` names.
+def find_config_fields(model: "PreTrainedModel", layer: str, first: str, wide: int) -> dict[str, Any]:
+    """Return the fields of a configuration that a `Family` names.
 
     Args:
         model: of any device; not changed.
@@ -50,7 +50,7 @@ def config_fields(model: "PreTrainedModel", layer: str, first: str, wide: int) -
 
 
 def _rebuilt(model: "PreTrainedModel", name: str, value: Any) -> Any:
-    """The model with another value of a field; None where there is no such model."""
+    """Return the model with another value of a field; None where there is no such model."""
     import torch
 
     config = copy.deepcopy(model.config)
@@ -63,7 +63,7 @@ def _rebuilt(model: "PreTrainedModel", name: str, value: Any) -> Any:
 
 
 def _bare(model: Any, layer: str) -> list[str]:
-    """Classes of the modules of a layer that have no weights, its activation among them."""
+    """Return the classes of the modules of a layer that have no weights, its activation among them."""
     inner = model.get_submodule(layer).modules() if model is not None else ()
     return [type(module).__name__ for module in inner if next(module.parameters(), None) is None]
 
@@ -82,25 +82,25 @@ class Frame:
     flow: Flow
 
     def path(self, name: str) -> tuple[str, str] | None:
-        """Layer and path inside of it; None outside of the layers."""
+        """Return the layer and path inside of it; None outside of the layers."""
         pattern = re.escape(self.layers).replace(r"\*", r"\d+")
         found = re.match(rf"({pattern}\.\d+)(?:\.(.+))?$", name)
         return (found[1], found[2] or "") if found else None
 
     def pattern(self, name: str) -> str:
-        """A module's name with * for the number of its layer."""
+        """Return a module's name with * for the number of its layer."""
         place = self.path(name)
         return f"{self.layers}.*.{place[1]}" if place else name
 
     def linears(self) -> list[str]:
-        """Every linear by full name."""
+        """Return every linear by full name."""
         from torch import nn
 
         return [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
 
 
-def list_of_layers(attentions: Collection[str], modules: Mapping[str, Any], name: str) -> str:
-    """Full name of the list whose elements hold an attention each; * stands for a number.
+def find_layer_list(attentions: Collection[str], modules: Mapping[str, Any], name: str) -> str:
+    """Return the full name of the list whose elements hold an attention each; * stands for a number.
 
     Args:
         attentions: full names of modules.
@@ -118,7 +118,7 @@ def list_of_layers(attentions: Collection[str], modules: Mapping[str, Any], name
                 f"the layers of a {name!r} are no modules of one list (its attention is {attention}); its "
                 "family needs a description by hand"
             )
-        patterns.add(any_number(place[0]))
+        patterns.add(mask_numbers(place[0]))
         numbers.add(place)
     if len(patterns) > 1 or len({number for _, number in numbers}) < len(numbers):
         lists = ", ".join(sorted({path for path, _ in numbers}))
@@ -129,13 +129,13 @@ def list_of_layers(attentions: Collection[str], modules: Mapping[str, Any], name
     return patterns.pop()
 
 
-def any_number(name: str) -> str:
-    """A module's name with * for each number."""
+def mask_numbers(name: str) -> str:
+    """Return a module's name with * for each number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _list_around(attention: str, modules: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The innermost list with an attention inside of an element, and the element's number."""
+    """Return the innermost list with an attention inside of an element, and the element's number."""
     from torch import nn
 
     parts = attention.split(".")
@@ -151,7 +151,7 @@ STRANGE = "by what it reads it belongs to neither attention nor feed-forward"
 
 
 @dataclass
-class Found:
+class DetectedRoles:
     """What the data flow says of single modules, by full name."""
 
     roles: dict[str, set[Role]] = field(default_factory=lambda: defaultdict(set))
@@ -159,15 +159,15 @@ class Found:
     products: set[str] = field(default_factory=set)  # modules whose products are those of an attention
     seconds: set[str] = field(default_factory=set)  # linears of feed-forwards beside the one of a layer
 
-    def give(self, steps: Iterable[Step], role: Role) -> None:
+    def give(self, steps: Iterable[FlowStep], role: Role) -> None:
         """Steps of linears get a role."""
         for step in steps:
             self.roles[step.module].add(role)
 
 
-def attention_roles(flow: Flow) -> Found:
-    """Linears around each softmax: what makes its scores, what it weighs, and what reads the result."""
-    found = Found()
+def find_attention_roles(flow: Flow) -> DetectedRoles:
+    """Return the linears around each softmax: those of its scores, its values and its result."""
+    found = DetectedRoles()
     for softmax in flow.of("softmax"):
         scores = flow.behind(softmax.reads[0], "product")
         for score in scores:
@@ -187,8 +187,8 @@ def attention_roles(flow: Flow) -> Found:
     return found
 
 
-def _weighed(flow: Flow, softmax: Step) -> tuple[Step | None, list[Step]]:
-    """The product with the values, and the linears that make them."""
+def _weighed(flow: Flow, softmax: FlowStep) -> tuple[FlowStep | None, list[FlowStep]]:
+    """Return the product with the values, and the linears that make them."""
     for step in flow.readers(softmax.number):
         if step.kind == "product":
             other = [read for read in step.reads if softmax.number not in read]
@@ -197,9 +197,9 @@ def _weighed(flow: Flow, softmax: Step) -> tuple[Step | None, list[Step]]:
     return None, []
 
 
-def feed_forward_roles(frame: Frame, found: Found) -> None:
-    """Of each layer the widest linear that reads nothing but what linears made, and those linears."""
-    pairs: dict[str, list[tuple[int, Step, list[Step]]]] = defaultdict(list)
+def add_feed_forward_roles(frame: Frame, found: DetectedRoles) -> None:
+    """Add of each layer the widest linear that reads nothing but linears' output, and these linears."""
+    pairs: dict[str, list[tuple[int, FlowStep, list[FlowStep]]]] = defaultdict(list)
     for step in frame.flow.of("linear"):
         place = frame.path(step.module)
         first = frame.flow.behind(step.reads[0], "linear")
@@ -217,8 +217,10 @@ def feed_forward_roles(frame: Frame, found: Found) -> None:
                 found.seconds |= {step.module for step in (pair[1], *pair[2])}
 
 
-def other_products(flow: Flow, found: Found, named: Callable[[str], str] = any_number) -> dict[str, str]:
-    """What multiplies matrices and is no linear, nor the product of a recognised attention."""
+def find_other_products(
+    flow: Flow, found: DetectedRoles, named: Callable[[str], str] = mask_numbers
+) -> dict[str, str]:
+    """Find products of matrices that are neither linears nor of a recognized attention."""
     left = {}
     for step in flow.steps:
         if step.kind == "convolution":
@@ -230,13 +232,13 @@ def other_products(flow: Flow, found: Found, named: Callable[[str], str] = any_n
     return {named(name): why for name, why in left.items()}
 
 
-def reasons(left: Mapping[str, str]) -> str:
-    """The first few for one sentence."""
+def join_reasons(left: Mapping[str, str]) -> str:
+    """Join the first few reasons for one sentence."""
     return "; ".join(f"{name}: {why}" for name, why in [*left.items()][:4])
 
 
-def inside(frame: Frame, found: Found) -> tuple[dict[str, Role], dict[str, str]]:
-    """Role of each linear of a layer by its path; reasons for those that have none."""
+def find_inner_roles(frame: Frame, found: DetectedRoles) -> tuple[dict[str, Role], dict[str, str]]:
+    """Return the role of each linear of a layer by its path; reasons for those that have none."""
     ran = {step.module for step in frame.flow.steps}
     roles: dict[str, set[Role]] = defaultdict(set)
     running: dict[str, str] = {}
@@ -258,14 +260,14 @@ def inside(frame: Frame, found: Found) -> tuple[dict[str, Role], dict[str, str]]
 
 
 def find_shared_weights(frame: Frame, linears: Mapping[str, Role]) -> str | None:
-    """A linear behind an attention that runs more than once for a sample; None where there is none."""
+    """Return a linear behind an attention that runs more than once for a sample; None where there is none."""
     ran = Counter(step.module for step in frame.flow.of("linear"))
     ends = (name for name in ran if (at := frame.path(name)) and linears.get(at[1]) == "output")
     return next((name for name in ends if ran[name] > 1), None)
 
 
-def roles_outside(frame: Frame) -> tuple[dict[str, Role], dict[str, str]]:
-    """Role of each linear before and behind the layers; reasons for those that have none."""
+def find_outer_roles(frame: Frame) -> tuple[dict[str, Role], dict[str, str]]:
+    """Return the role of each linear before and behind the layers; reasons for those that have none."""
     ran = [step.module for step in frame.flow.of("linear")]
     places = [at for at, name in enumerate(ran) if frame.path(name)]
     roles, left = dict[str, Role](), dict[str, str]()
@@ -284,8 +286,8 @@ def roles_outside(frame: Frame) -> tuple[dict[str, Role], dict[str, str]]:
     return roles, left
 
 
-def replaceable(frame: Frame, found: Found) -> bool:
-    """Whether every attention can get INT8 q, k, v and softmax.
+def can_replace_attention(frame: Frame, found: DetectedRoles) -> bool:
+    """Return whether every attention can get INT8 q, k, v and softmax.
 
     One that rotates q and k cannot here: which channels are a pair is not known, and smoothing must not part
     them.
@@ -294,14 +296,14 @@ def replaceable(frame: Frame, found: Found) -> bool:
     return set(found.attentions) == frame.flow.replaceable and not rotated
 
 
-def _rotates(frame: Frame, found: Found, each: Sum) -> bool:
-    """Whether both parts of a sum are of the same query."""
+def _rotates(frame: Frame, found: DetectedRoles, each: FlowSum) -> bool:
+    """Return whether both parts of a sum are of the same query."""
     one, two = ({s.module for s in frame.flow.behind(part, "linear")} for part in each.parts)
     return any(found.roles[name] & {"query", QKV[-1]} for name in one & two)
 
 
-def residuals(frame: Frame, found: Found) -> Iterator[Residual]:
-    """What is added behind attention and feed-forward, where a quantizer has a place for it."""
+def find_residuals(frame: Frame, found: DetectedRoles) -> Iterator[Residual]:
+    """Find what is added after attention and feed-forward, where a quantizer has a place for it."""
     wanted: dict[Role, tuple[Role, ...]] = {"output": QKV, "ffn-out": ("ffn-in",)}
     for role, readers in wanted.items():
         added = (each for each in reversed(frame.flow.sums) if _adds_to(frame, found, each, role))
@@ -316,18 +318,18 @@ def residuals(frame: Frame, found: Found) -> Iterator[Residual]:
             yield Residual(place[1], tuple(each for each in readers if each in roles))
 
 
-def _adds_to(frame: Frame, found: Found, each: Sum, role: Role) -> bool:
+def _adds_to(frame: Frame, found: DetectedRoles, each: FlowSum, role: Role) -> bool:
     return any(_made_by(frame, found, part, role) for part in each.parts)
 
 
-def _made_by(frame: Frame, found: Found, part: frozenset[int], role: Role) -> bool:
-    """Whether a tensor is what one linear of a role made."""
+def _made_by(frame: Frame, found: DetectedRoles, part: frozenset[int], role: Role) -> bool:
+    """Return whether a tensor is what one linear of a role made."""
     steps = frame.flow.behind(part, "linear")
     return len(part) == len(steps) == 1 and found.roles[steps[0].module] == {role}
 
 
-def norms(frame: Frame, found: Found) -> dict[str, Norm]:
-    """What each LayerNorm of a layer normalises."""
+def find_norms(frame: Frame, found: DetectedRoles) -> dict[str, Norm]:
+    """Find the input of each LayerNorm of a layer."""
     named: dict[str, Norm] = {}
     for step in frame.flow.of("norm"):
         if (place := frame.path(step.module)) is None or not step.reads:
@@ -346,41 +348,41 @@ def norms(frame: Frame, found: Found) -> dict[str, Norm]:
     return named
 
 
-def _roles(frame: Frame, found: Found, steps: Iterable[Step], layer: str) -> set[Role]:
+def _roles(frame: Frame, found: DetectedRoles, steps: Iterable[FlowStep], layer: str) -> set[Role]:
     inside = (step for step in steps if (at := frame.path(step.module)) and at[0] == layer)
     return {role for step in inside for role in found.roles[step.module]}
 
 
-def embeddings(frame: Frame, model: "PreTrainedModel") -> str:
-    """The module of the base model that makes vectors of tokens."""
+def find_embeddings(frame: Frame, model: "PreTrainedModel") -> str:
+    """Return the module of the base model that makes vectors of tokens."""
     words: str = next(
         name for name, module in frame.modules.items() if module is model.get_input_embeddings()
     )
     return words.removeprefix(frame.prefix).partition(".")[0]
 
 
-def embeddings_norm(frame: Frame, model: "PreTrainedModel") -> str:
-    """The last LayerNorm of the embeddings; empty where they have none."""
-    around = f"{frame.prefix}{embeddings(frame, model)}."
+def find_embeddings_norm(frame: Frame, model: "PreTrainedModel") -> str:
+    """Return the last LayerNorm of the embeddings; empty where they have none."""
+    around = f"{frame.prefix}{find_embeddings(frame, model)}."
     names = [step.module for step in frame.flow.of("norm") if step.module.startswith(around)]
     return names[-1].removeprefix(frame.prefix) if names else ""
 
 
-def embeddings_linear(frame: Frame) -> str | None:
-    """The linear between the embeddings, their LayerNorm included, and the layers; None without one."""
+def find_embeddings_linear(frame: Frame) -> str | None:
+    """Return the linear between the embeddings with their LayerNorm and the layers; None without one."""
     first = next(step.number for step in frame.flow.steps if frame.path(step.module))
     before = [s for s in frame.flow.steps if s.number < first and s.kind in {"linear", "norm"}]
     return before[-1].module.removeprefix(frame.prefix) if before and before[-1].kind == "linear" else None
 
 
-def pooler(frame: Frame, outside: Mapping[str, Role]) -> str | None:
-    """The module of the base model that makes what the classifier reads."""
+def find_pooler(frame: Frame, outside: Mapping[str, Role]) -> str | None:
+    """Return the module of the base model that makes the classifier's input."""
     poolers = (name for name, role in outside.items() if role == "pooler")
     return next((n.partition(".")[0] for n in poolers if frame.prefix + n in frame.modules), None)
 
 
-def inputs(frame: Frame) -> tuple[str, ...]:
-    """Inputs that say something: not what an embedding with a single row reads."""
+def find_inputs(frame: Frame) -> tuple[str, ...]:
+    """Return the inputs with information: not those of an embedding with a single row."""
     single = [s.reads[0] for s in frame.flow.of("embedding") if frame.modules[s.module].num_embeddings == 1]
     read = {
         n for step in frame.flow.steps for numbers in step.reads if numbers not in single for n in numbers
@@ -389,7 +391,7 @@ def inputs(frame: Frame) -> tuple[str, ...]:
 
 
 def positions_follow_padding(frame: Frame, model: "PreTrainedModel") -> bool:
-    """Whether positions are counted from the tokens, past the padding."""
+    """Return whether positions are counted from the tokens, past the padding."""
     words, tokens = model.get_input_embeddings(), frozenset([0])
     return any(
         step.reads[0] == tokens and frame.modules[step.module] is not words
@@ -397,8 +399,8 @@ def positions_follow_padding(frame: Frame, model: "PreTrainedModel") -> bool:
     )
 
 
-def attribute(module: Any, size: int) -> str:
-    """What an attention calls its head size; of several that are equal, the one with the longest name."""
+def find_attribute(module: Any, size: int) -> str:
+    """Return the attribute of an attention that holds its head size; of equal ones the longest name."""
     equal = [name for name, value in vars(module).items() if type(value) is int and value == size]
     sizes = [name for name in equal if re.search("size|dim|head_d", name)]
     found: str = max(sizes or [*equal, ""], key=len)
@@ -419,7 +421,7 @@ class Recognised:
     attention: str  # inside a layer, also where it cannot be exchanged
 
 
-def recognise(model: "PreTrainedModel") -> Recognised:
+def detect_layout(model: "PreTrainedModel") -> Recognised:
     """Describe the family of a model that is on the CPU, with weights of its own or random ones.
 
     Raises:
@@ -429,7 +431,7 @@ def recognise(model: "PreTrainedModel") -> Recognised:
     name = model.config.model_type
     try:
         with quiet("transformers"):
-            flow = follow(model)
+            flow = trace_flow(model)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(
@@ -444,18 +446,18 @@ def recognise(model: "PreTrainedModel") -> Recognised:
             f"a {name!r} gives other logits with the attention and the mask that are used here; its family "
             "needs a description by hand"
         )
-    found = attention_roles(flow)
+    found = find_attention_roles(flow)
     if not found.attentions:
-        strange = reasons(other_products(flow, found))
+        strange = join_reasons(find_other_products(flow, found))
         raise UserError(
             f"no attention was recognised in a {name!r}, as no product of what two linears made goes through "
             f"a softmax to meet what a third made{f' ({strange})' if strange else ''}"
         )
     modules = dict(model.named_modules())
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
-    frame = Frame(list_of_layers(found.attentions, modules, name), prefix, modules, flow)
-    feed_forward_roles(frame, found)
-    linears, left = inside(frame, found)
+    frame = Frame(find_layer_list(found.attentions, modules, name), prefix, modules, flow)
+    add_feed_forward_roles(frame, found)
+    linears, left = find_inner_roles(frame, found)
     if shared := find_shared_weights(frame, linears):
         raise UserError(
             f"the layers of a {name!r} share weights: {shared} runs several times; its family needs a "
@@ -465,34 +467,34 @@ def recognise(model: "PreTrainedModel") -> Recognised:
     if missing := [role for role in NEEDED if role not in has]:
         raise UserError(
             f"no linears of a {name!r} were recognised as {', '.join(missing)}: "
-            f"{reasons(left) or 'it has none in its layers'}; its family needs a description by hand"
+            f"{join_reasons(left) or 'it has none in its layers'}; its family needs a description by hand"
         )
     attention, size = [*found.attentions.items()][-1]
     layer, path = frame.path(attention) or ("", "")
     paths = {role: f"{layer}.{place}" for place, role in linears.items()}
     wide, read = modules[paths["ffn-in"]].out_features, modules[paths["ffn-out"]].in_features
-    outside, unplaced = roles_outside(frame)
+    outside, unplaced = find_outer_roles(frame)
     family = Family(
         name=name,
         model_types=(name,),
         layers=frame.layers.removeprefix(prefix),
         linears=linears,
         outside=outside,
-        attention=path if replaceable(frame, found) else None,
-        residuals=tuple(residuals(frame, found)),
-        norms=norms(frame, found),
-        embeddings=embeddings(frame, model),
-        embeddings_norm=embeddings_norm(frame, model),
-        embeddings_linear=embeddings_linear(frame),
-        pooler=pooler(frame, outside),
-        inputs=inputs(frame),
-        head_size=attribute(modules[attention], size),
+        attention=path if can_replace_attention(frame, found) else None,
+        residuals=tuple(find_residuals(frame, found)),
+        norms=find_norms(frame, found),
+        embeddings=find_embeddings(frame, model),
+        embeddings_norm=find_embeddings_norm(frame, model),
+        embeddings_linear=find_embeddings_linear(frame),
+        pooler=find_pooler(frame, outside),
+        inputs=find_inputs(frame),
+        head_size=find_attribute(modules[attention], size),
         positions_follow_padding=positions_follow_padding(frame, model),
         layers_return_tuples=layer in flow.tuples,
-        **config_fields(model, layer, paths["ffn-in"], wide),
+        **find_config_fields(model, layer, paths["ffn-in"], wide),
     )
     gated = list(linears.values()).count("ffn-in") > 1 or wide != read
-    left |= unplaced | other_products(flow, found, frame.pattern)
+    left |= unplaced | find_other_products(flow, found, frame.pattern)
     short = {each.removeprefix(prefix): why for each, why in left.items()}
     return Recognised(family, short, gated, size, path)
 
@@ -507,13 +509,13 @@ class ModuleRow(NamedTuple):
     becomes: str  # INT8, FP16, or empty where nothing is computed with weights or products
 
 
-def inventory(model: "PreTrainedModel", found: Recognised) -> list[ModuleRow]:
-    """Every module that computes, in model order; those without weights by class alone."""
+def list_modules(model: "PreTrainedModel", found: Recognised) -> list[ModuleRow]:
+    """Return every module that computes, in model order; those without weights by class alone."""
     prefix = f"{model.base_model_prefix}."
     rows: Counter[tuple[str, str, str, str]] = Counter()
     for name, module in model.named_modules():
         class_name, place, role = type(module).__name__, found.family.place(name), ""
-        pattern = f"{any_number(place.layers)}.*.{place.path}" if place else name
+        pattern = f"{mask_numbers(place.layers)}.*.{place.path}" if place else name
         pattern = pattern.removeprefix(prefix)
         becomes = "FP16" if pattern in found.left else ""
         if (kind := module_kind(module)) == "linear":

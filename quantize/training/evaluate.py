@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.models.inputs import inputs_of
+from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded
-from qdqbench.quantize.tasks.types.kind import TaskKind, joined
+from qdqbench.quantize.tasks.types.kind import TaskKind, join_outputs
 from qdqbench.quantize.utils.arrays import Array, Float32, Int64
 from qdqbench.quantize.utils.progress import track
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 BATCH = 64
 
 
-def own_batches(
+def share_batches(
     accelerator: "Accelerator", model: "nn.Module", encoded: Encoded, pad_id: int
 ) -> "Iterator[tuple[Int64, dict[str, torch.Tensor]]]":
-    """This process's share of the rows, and what the model takes of them; the longest first."""
+    """Yield this process's share of the rows, and the model's inputs of them; the longest first."""
     import torch
 
     order = np.argsort(-encoded.lengths, kind="stable")
@@ -31,14 +31,14 @@ def own_batches(
     for start in track("answering", range(0, len(mine), BATCH)):
         rows = mine[start : start + BATCH]
         _, batch = encoded.batch(rows.tolist(), pad_id)
-        given = inputs_of(model, batch)
+        given = select_inputs(model, batch)
         yield rows, {n: torch.from_numpy(array).to(accelerator.device) for n, array in given.items()}
 
 
 def predict_rows(
     accelerator: "Accelerator", model: "nn.Module", kind: TaskKind, encoded: Encoded, pad_id: int
 ) -> Float32:
-    """Answers float32 [answers, width] to a split, the same on every process.
+    """Compute the answers float32 [answers, width] to a split, the same on every process.
 
     Each process computes a share; the model is in eval mode, on the accelerator's device.
     """
@@ -46,9 +46,9 @@ def predict_rows(
     from accelerate.utils import gather_object
 
     found: list[tuple[Int64, Float32]] = []
-    for rows, inputs in own_batches(accelerator, model, encoded, pad_id):
+    for rows, inputs in share_batches(accelerator, model, encoded, pad_id):
         with torch.inference_mode():
-            made: Any = encoded.kept(rows, joined(model(**inputs), kind.outputs))
+            made: Any = encoded.kept(rows, join_outputs(model(**inputs), kind.outputs))
         found.append((rows, made.float().cpu().numpy()))
     parts: list[tuple[Int64, Float32]] = gather_object(found)
     result = np.empty((encoded.answers.sum(), parts[0][1].shape[1]), dtype=np.float32)
@@ -57,6 +57,6 @@ def predict_rows(
     return result
 
 
-def collapsed(task: Task, logits: Float32, labels: Array) -> bool:
-    """Whether the answers are not finite, or do not depend on the input though the labels do."""
+def is_collapsed(task: Task, logits: Float32, labels: Array) -> bool:
+    """Return whether the answers are not finite, or do not depend on the input though the labels do."""
     return not np.isfinite(logits).all() or task.kind.constant(logits, labels)

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibration.record import Shift, Smoothing
-from qdqbench.quantize.calibration.smoothing import Ranges, apply
+from qdqbench.quantize.calibration.smoothing import Ranges, apply_factors
 from qdqbench.quantize.models.families.family import Role
-from qdqbench.quantize.recipe.plan import Plan, linears_of, merged, shifted, straight
+from qdqbench.quantize.recipe.plan import Plan, folds_kv_bias, folds_q_bias, get_linears, shares_qkv_scales
 from qdqbench.quantize.utils.arrays import Float64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 ROLES: tuple[Role, ...] = ("query", "key", "value")
 # mean square of an error of scores that is as bad as a shift of every channel by half its range
-RIDGE = 0.01
+RIDGE_LAMBDA = 0.01
 LARGEST_REST = 0.1  # of scores, root mean square: more is told
 
 
@@ -63,47 +63,47 @@ class _Seen:
         flat = x.detach().flatten(0, -2)
         self.low = torch.minimum(torch.as_tensor(self.low).to(flat), flat.amin(dim=0))
         self.high = torch.maximum(torch.as_tensor(self.high).to(flat), flat.amax(dim=0))
-        centred = (x - x.mean(dim=1, keepdim=True)).detach().flatten(0, -2)
-        self.spread = self.spread + (centred.T @ centred).double() / x.shape[1]
+        centered = (x - x.mean(dim=1, keepdim=True)).detach().flatten(0, -2)
+        self.spread = self.spread + (centered.T @ centered).double() / x.shape[1]
         self.samples += len(x)
 
 
 @contextmanager
-def watched(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _Seen]]:
-    """What q, k and v read in each attention to be shifted, filled while calibration data go through.
+def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _Seen]]:
+    """Record what q, k and v read in each attention to be shifted, while calibration data go through.
 
     Raises:
         UserError: they read another tensor than that whose maker the family names.
     """
-    makers = shifted(plan)
+    makers = folds_q_bias(plan)
     seen = {name: _Seen() for name in makers}
-    made: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
 
     def keep(name: str, _: Any, __: Any, output: Any) -> None:
-        made[name] = output
+        outputs[name] = output
 
     def read(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
-        _require_same(name, makers[name], made.pop(name, None), inputs[0])
+        _require_same(name, makers[name], outputs.pop(name, None), inputs[0])
         seen[name].add(inputs[0])
 
     with ExitStack() as hooks:
         for name, maker in makers.items():
-            (query,) = linears_of(plan, name, "query")
+            (query,) = get_linears(plan, name, "query")
             hooks.enter_context(model.get_submodule(maker).register_forward_hook(partial(keep, name)))
             hooks.enter_context(model.get_submodule(query).register_forward_pre_hook(partial(read, name)))
         yield seen
 
 
-def _require_same(attention: str, maker: str, made: "torch.Tensor | None", read: "torch.Tensor") -> None:
+def _require_same(attention: str, maker: str, output: "torch.Tensor | None", read: "torch.Tensor") -> None:
     """Hold what q, k and v read to what a module made; a family of a recipe's own may name a wrong one."""
-    if made is None or made.shape != read.shape or not made.nan_to_num().equal(read.nan_to_num()):
+    if output is None or output.shape != read.shape or not output.nan_to_num().equal(read.nan_to_num()):
         raise UserError(
             f"q, k and v of {attention} do not read what {maker} makes, so nothing can do what the bias of q "
             "does; give their query weights: int8/per-channel, or mend model.layout of the recipe"
         )
 
 
-def shift(
+def choose_shifts(
     model: "PreTrainedModel", plan: Plan, seen: dict[str, _Seen], ranges: Ranges
 ) -> tuple[dict[str, Shift], list[str]]:
     """Choose the shifts for a model whose weights are its own yet; they change no answer.
@@ -119,40 +119,40 @@ def shift(
     """
     import torch
 
-    found: dict[str, Shift] = {}
-    makers = shifted(plan)
+    shifts: dict[str, Shift] = {}
+    makers = folds_q_bias(plan)
     for name, stats in seen.items():
         if not _needs_shift(model, plan, name, makers[name]):
             continue
-        linears = linears_of(plan, name, *ROLES)
+        linears = get_linears(plan, name, *ROLES)
         modules: list[Any] = [model.get_submodule(linear) for linear in linears]
         weights = [module.weight.detach().double().cpu().numpy() for module in modules]
         low, high = (edge.double().cpu().numpy() for edge in (stats.low, stats.high))
         bias = modules[0].bias.detach().double().cpu().numpy()
         size = int(getattr(model.get_submodule(name), plan.family.head_size))
         spread = stats.spread.cpu().numpy() / stats.samples
-        values, rest = chosen(weights[0], weights[1], bias, size, spread, (high - low) / 2)
+        values, rest = solve_shift(weights[0], weights[1], bias, size, spread, (high - low) / 2)
         values = values.astype(np.float32).astype(np.float64)
         added = {makers[name]: values} | {
             linear: -weight @ values for linear, weight in zip(linears, weights, strict=True)
         }
-        added |= dict.fromkeys(linears_of(plan, name, "output"), -values)
+        added |= dict.fromkeys(get_linears(plan, name, "output"), -values)
         as_lists = {module: torch.from_numpy(each).float().tolist() for module, each in added.items()}
-        found[name] = Shift(added=as_lists, rest=rest)
+        shifts[name] = Shift(added=as_lists, rest=rest)
         largest = np.maximum(np.abs(low + values), np.abs(high + values))
         ranges.inputs |= {linear: largest for linear in linears if linear in ranges.inputs}
-    lost = {name: made.rest for name, made in found.items() if made.rest > LARGEST_REST}
+    lost = {name: made.rest for name, made in shifts.items() if made.rest > LARGEST_REST}
     if not lost:
-        return found, []
-    return found, [
+        return shifts, []
+    return shifts, [
         f"what the bias of q adds to the scores of {name_list(lost)} is left out in part, up to a root mean "
         f"square of {max(lost.values()):.2f}; keep it with weights: int8/per-channel for their query"
     ]
 
 
 def _needs_shift(model: "PreTrainedModel", plan: Plan, attention: str, maker: str) -> bool:
-    """Whether q of an attention has a bias; all that a shift goes through must have one then."""
-    through = [*linears_of(plan, attention, *ROLES, "output"), maker]
+    """Return whether q of an attention has a bias; all that a shift goes through must have one then."""
+    through = [*get_linears(plan, attention, *ROLES, "output"), maker]
     without = [name for name in through if getattr(model.get_submodule(name), "bias", None) is None]
     if through[0] in without:
         return False
@@ -164,13 +164,13 @@ def _needs_shift(model: "PreTrainedModel", plan: Plan, attention: str, maker: st
     return True
 
 
-def chosen(  # noqa: PLR0913, PLR0917
+def solve_shift(  # noqa: PLR0913, PLR0917
     query: Float64, key: Float64, bias: Float64, size: int, spread: Float64, half: Float64
 ) -> tuple[Float64, float]:
-    """The shift d of x that does best what the bias b of q does, and what is left of that.
+    """Return the shift d of x that best does what the bias b of q does, and the rest of that bias.
 
     d is the smallest sum of the mean square of ((b - W d) k) / sqrt(D), over heads and over the differences
-    of keys k of a sample, and of `RIDGE` times the mean square of d / half.
+    of keys k of a sample, and of `RIDGE_LAMBDA` times the mean square of d / half.
 
     Args:
         query: weight [N, K]; so is `key`.
@@ -185,7 +185,7 @@ def chosen(  # noqa: PLR0913, PLR0917
     by_head = key.reshape(-1, size, key.shape[1])
     seen = by_head @ spread @ by_head.transpose(0, 2, 1) / size  # covariance of the keys, [heads, D, D]
     weighted = (seen @ query.reshape(by_head.shape)).reshape(query.shape) * half / len(seen)
-    system = (query * half).T @ weighted + RIDGE / len(half) * np.eye(len(half))
+    system = (query * half).T @ weighted + RIDGE_LAMBDA / len(half) * np.eye(len(half))
     values: Float64 = half * np.linalg.solve(system, weighted.T @ bias)
     rest = (bias - query @ values).reshape(-1, size)
     return values, float(np.sqrt(max(np.einsum("hi,hij,hj->h", rest, seen, rest).mean(), 0.0)))
@@ -202,9 +202,9 @@ def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing) -> Smoothin
     """
     rows: dict[str, list[float]] = {}
     columns: dict[str, list[float]] = {}
-    balanced, level = shifted(plan), merged(plan)
-    for name in straight(plan):
-        query, key, value, output = linears_of(plan, name, *ROLES, "output")
+    balanced, level = folds_q_bias(plan), shares_qkv_scales(plan)
+    for name in folds_kv_bias(plan):
+        query, key, value, output = get_linears(plan, name, *ROLES, "output")
         of_query, of_key, of_value = (_row_ranges(model, linear) for linear in (query, key, value))
         if name in balanced:
             for_key = _towards(np.sqrt(of_query * of_key), of_key)
@@ -214,23 +214,23 @@ def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing) -> Smoothin
         for_value = _towards(goal, of_value)
         rows |= {key: for_key.tolist(), query: (1 / for_key).tolist(), value: for_value.tolist()}
         columns[output] = (1 / for_value).tolist()
-    apply(model, Smoothing(rows=rows, columns=columns))
+    apply_factors(model, Smoothing(rows=rows, columns=columns))
     return Smoothing(
         inputs=moved.inputs, columns=_times(moved.columns, columns), rows=_times(moved.rows, rows)
     )
 
 
-def moved_biases(model: "PreTrainedModel", plan: Plan) -> dict[str, list[float]]:
-    """What takes the biases out of q, k and v, and v's into the output projection; float32 values."""
+def compute_moved_biases(model: "PreTrainedModel", plan: Plan) -> dict[str, list[float]]:
+    """Return what takes the biases out of q, k and v, and v's into the output projection; float32."""
     added: dict[str, list[float]] = {}
-    dropped = [linear for name in straight(plan) for linear in linears_of(plan, name, "key")]
-    dropped += [linear for name in shifted(plan) for linear in linears_of(plan, name, "query")]
+    dropped = [linear for name in folds_kv_bias(plan) for linear in get_linears(plan, name, "key")]
+    dropped += [linear for name in folds_q_bias(plan) for linear in get_linears(plan, name, "query")]
     for linear in dropped:
         module: Any = model.get_submodule(linear)
         if module.bias is not None:
             added[linear] = (-module.bias.detach().float()).cpu().tolist()
-    for name in straight(plan):
-        value, output = linears_of(plan, name, "value", "output")
+    for name in folds_kv_bias(plan):
+        value, output = get_linears(plan, name, "value", "output")
         modules: dict[str, Any] = {linear: model.get_submodule(linear) for linear in (value, output)}
         if modules[value].bias is not None and modules[output].bias is not None:
             bias = modules[value].bias.detach()
@@ -241,34 +241,34 @@ def moved_biases(model: "PreTrainedModel", plan: Plan) -> dict[str, list[float]]
 
 def share_scales(plan: Plan, quantizers: dict[str, Any]) -> None:
     """Give q, k and v that are merged one amax for weights and one for results, the largest."""
-    for group in of_one_scale(plan):
+    for group in group_shared_scales(plan):
         largest = max(quantizers[each].amax.max() for each in group)
         for each in group:
             quantizers[each].amax = largest.clone()
 
 
-def of_one_scale(plan: Plan) -> Iterator[list[str]]:
-    """Full names of quantizers that have one amax, so that an engine makes one GEMM of q, k and v."""
-    for name in merged(plan):
-        yield [f"{linear}.weight_quantizer" for linear in linears_of(plan, name, *ROLES)]
+def group_shared_scales(plan: Plan) -> Iterator[list[str]]:
+    """Group the quantizers that have one amax, so that an engine makes one GEMM of q, k and v."""
+    for name in shares_qkv_scales(plan):
+        yield [f"{linear}.weight_quantizer" for linear in get_linears(plan, name, *ROLES)]
         yield [f"{name}.{x}_bmm_quantizer" for x in "qkv"]
 
 
 def _row_ranges(model: "PreTrainedModel", linear: str) -> Float64:
-    """Largest magnitude of every row of a weight."""
+    """Return the largest magnitude of every row of a weight."""
     module: Any = model.get_submodule(linear)
     ranges: Float64 = module.weight.detach().abs().amax(dim=1).double().cpu().numpy()
     return ranges
 
 
 def _mean(ranges: Float64) -> float:
-    """Geometric mean of what is not zero."""
+    """Return the geometric mean of the values other than zero."""
     alive = ranges[ranges > 0]
     return float(np.exp2(np.log2(alive).mean())) if len(alive) else 1.0
 
 
 def _towards(goal: Float64 | float, ranges: Float64) -> Float64:
-    """Powers of two that bring ranges near a goal; 1 where either is zero."""
+    """Return powers of two that bring ranges near a goal; 1 where either is zero."""
     goals = np.broadcast_to(goal, ranges.shape)
     alive = (ranges > 0) & (goals > 0)
     exponents = np.log2(np.where(alive, goals, 1.0)) - np.log2(np.where(alive, ranges, 1.0))
@@ -277,6 +277,6 @@ def _towards(goal: Float64 | float, ranges: Float64) -> Float64:
 
 
 def _times(one: dict[str, list[float]], other: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Products of factors by linear; of one alone where the other has none."""
+    """Multiply factors by linear; those of one alone stay where the other has none."""
     both = {name: (np.array(one[name]) * other[name]).tolist() for name in one.keys() & other.keys()}
     return one | other | both

@@ -13,19 +13,24 @@ from hypothesis import strategies as st
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.bias import apply_biases
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
+from qdqbench.quantize.calibration.qkv_bias_folding import (
+    LARGEST_REST,
+    RIDGE_LAMBDA,
+    choose_shifts,
+    compute_moved_biases,
+    equalize,
+    record_inputs,
+    solve_shift,
+)
 from qdqbench.quantize.calibration.record import CalibrationRecord, Smoothing
 from qdqbench.quantize.calibration.smoothing import Ranges
-from qdqbench.quantize.calibration.straight import (
-    LARGEST_REST,
-    RIDGE,
-    chosen,
-    equalize,
-    moved_biases,
-    shift,
-    watched,
-)
 from qdqbench.quantize.models.load import load_model
-from qdqbench.quantize.recipe.plan import merged, shifted, straight, straight_linears
+from qdqbench.quantize.recipe.plan import (
+    folds_kv_bias,
+    folds_q_bias,
+    list_bias_free_linears,
+    shares_qkv_scales,
+)
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.tiny_bert import (
@@ -66,23 +71,23 @@ def model(tiny_bert: Path) -> Any:
 
 
 def test_it_is_for_key_and_value_with_one_scale_in_an_int8_attention(model: Any) -> None:
-    assert straight(plan_of(recipe(*STRAIGHT), model)) == ATTENTIONS
-    assert straight_linears(plan_of(recipe(*STRAIGHT), model)) == KEYS_AND_VALUES
-    assert straight(plan_of(recipe(), model)) == []
-    assert straight(plan_of(recipe(STRAIGHT[0]), model)) == []
+    assert folds_kv_bias(plan_of(recipe(*STRAIGHT), model)) == ATTENTIONS
+    assert list_bias_free_linears(plan_of(recipe(*STRAIGHT), model)) == KEYS_AND_VALUES
+    assert folds_kv_bias(plan_of(recipe(), model)) == []
+    assert folds_kv_bias(plan_of(recipe(STRAIGHT[0]), model)) == []
     without = recipe_with("bert-int8-linears", rules=[EVERY, *STRAIGHT])
-    assert straight(plan_of(without, model)) == []
+    assert folds_kv_bias(plan_of(without, model)) == []
 
 
 def test_a_query_with_one_scale_comes_straight_too(model: Any) -> None:
     plan = plan_of(recipe(*STRAIGHT, QUERY), model)
-    assert shifted(plan) == dict(zip(ATTENTIONS, NORMS, strict=True))
-    assert straight_linears(plan) == KEYS_AND_VALUES | QUERIES
-    assert merged(plan) == []
-    assert merged(plan_of(recipe(*STRAIGHT, QUERY, qkv_scales="shared"), model)) == ATTENTIONS
+    assert folds_q_bias(plan) == dict(zip(ATTENTIONS, NORMS, strict=True))
+    assert list_bias_free_linears(plan) == KEYS_AND_VALUES | QUERIES
+    assert shares_qkv_scales(plan) == []
+    assert shares_qkv_scales(plan_of(recipe(*STRAIGHT, QUERY, qkv_scales="shared"), model)) == ATTENTIONS
     for rules in (STRAIGHT, [QUERY], [QUERY, STRAIGHT[0]]):
         plan = plan_of(recipe(*rules, qkv_scales="shared"), model)
-        assert (shifted(plan), merged(plan)) == ({}, [])
+        assert (folds_q_bias(plan), shares_qkv_scales(plan)) == ({}, [])
 
 
 def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model: Any) -> None:
@@ -91,11 +96,11 @@ def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model: Any) 
             model.get_submodule(name).bias.normal_(generator=torch.Generator().manual_seed(0))
     plan, batch = plan_of(recipe(*STRAIGHT, QUERY), model), padded_batch()
     before = forward(model, batch)
-    with watched(model, plan) as seen:
+    with record_inputs(model, plan) as seen:
         for each in calibration_batches():
             forward(model, each)
     ranges = Ranges({name: np.zeros(1) for name in QUERIES}, {})
-    shifts, notes = shift(model, plan, seen, ranges)
+    shifts, notes = choose_shifts(model, plan, seen, ranges)
     assert (list(shifts), notes) == (ATTENTIONS, [])
     without = copy.deepcopy(model)
     for each in shifts.values():
@@ -105,7 +110,7 @@ def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model: Any) 
     for name in QUERIES:
         assert ranges.inputs[name].shape == (model.config.hidden_size,)
         without.get_submodule(name).bias.data.zero_()
-    apply_biases(model, moved_biases(model, plan))
+    apply_biases(model, compute_moved_biases(model, plan))
     assert not any(model.get_submodule(name).bias.any() for name in KEYS_AND_VALUES | QUERIES)
     lost, rest = (float((forward(each, batch) - before).abs().max()) for each in (without, model))
     assert rest < 0.1 * lost
@@ -132,13 +137,13 @@ def test_what_a_shift_cannot_do_is_said(model: Any) -> None:
             linear.weight.zero_()
             linear.bias.fill_(100.0)
     plan = plan_of(recipe(*STRAIGHT, QUERY), model)
-    with watched(model, plan) as seen:
+    with record_inputs(model, plan) as seen:
         for each in calibration_batches():
             forward(model, each)
-    shifts, (warning,) = shift(model, plan, seen, Ranges({}, {}))
+    shifts, (warning,) = choose_shifts(model, plan, seen, Ranges({}, {}))
     assert all(name in warning for name in ATTENTIONS)
     assert "int8/per-channel for their query" in warning
-    assert not any(any(shifts[name].added[norm]) for name, norm in shifted(plan).items())
+    assert not any(any(shifts[name].added[norm]) for name, norm in folds_q_bias(plan).items())
 
 
 @settings(deadline=None)
@@ -156,12 +161,14 @@ def test_no_shift_near_the_chosen_one_is_better(seed: int, scale: float) -> None
             x @ key[at : at + size].T @ (bias - query @ shift)[at : at + size] / np.sqrt(size)
             for at in range(0, width, size)
         ]
-        return float(np.square(scores).mean() + RIDGE * np.square(shift / half).mean())
+        return float(np.square(scores).mean() + RIDGE_LAMBDA * np.square(shift / half).mean())
 
-    found, rest = chosen(query, key, bias, size, x.T @ x / len(x), half)
+    found, rest = solve_shift(query, key, bias, size, x.T @ x / len(x), half)
     best = cost(found)
     assert best <= cost(np.zeros(width)) * (1 + 1e-9)
-    assert rest**2 == pytest.approx(best - RIDGE * np.square(found / half).mean(), abs=1e-9 * cost(0 * half))
+    assert rest**2 == pytest.approx(
+        best - RIDGE_LAMBDA * np.square(found / half).mean(), abs=1e-9 * cost(0 * half)
+    )
     for _ in range(5):
         assert best <= cost(found * (1 + 0.01 * rng.standard_normal(width))) * (1 + 1e-9)
 
@@ -199,7 +206,7 @@ def test_the_model_stays_the_same(model: Any) -> None:
     before = forward(model, batch)
     moved = equalize(model, plan, Smoothing())
     np.testing.assert_array_equal(forward(model, batch), before)  # powers of two
-    apply_biases(model, moved_biases(model, plan))
+    apply_biases(model, compute_moved_biases(model, plan))
     for name in KEYS_AND_VALUES:
         assert not model.get_submodule(name).bias.any()
     torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
@@ -245,9 +252,9 @@ def test_calibration_keeps_the_biases_out_and_restores_bit_for_bit(
 ) -> None:
     asked = recipe(*STRAIGHT, *also, smoothing=0.65, bias_correction=True, softmax_scale="min-error")
     made = calibrate(tiny_bert, asked)
-    assert straight(made.plan) == ATTENTIONS
+    assert folds_kv_bias(made.plan) == ATTENTIONS
     assert list(made.record.shifts) == (ATTENTIONS if also else [])
-    for name in straight_linears(made.plan):
+    for name in list_bias_free_linears(made.plan):
         assert not made.model.get_submodule(name).bias.any(), name
         assert name not in made.record.biases
     again = load_model(str(tiny_bert))
