@@ -68,7 +68,7 @@ def bench(  # noqa: PLR0913
     """
     path = None if target is None else Path(target)
     _check_target(path, options.model, options.recipe)
-    pooling = asked_pooling(options.pooling, options.normalize)
+    pooling = select_pooling(options.pooling, options.normalize)
     if path is not None and pooling:
         raise UserError(f"--pooling belongs to --model; {path} has its own")
     own_recipe = read_config(path).recipe if path else recipe_for(str(options.model), options.recipe)

@@ -116,10 +116,10 @@ class RecipeOptions(FolderOptions, TaskOptions):
 
     def config(self, recipe: "Recipe", command: str) -> "RunConfig":
         """Return the configuration of a run; errors are those of `pipeline.config.run_config`."""
-        from qdqbench.quantize.pipeline.config import run_config
+        from qdqbench.quantize.pipeline.config import make_run_config
 
         names = {*TaskOptions.model_fields, "batch_size", "seed", "limit"}
-        return run_config(recipe, **self.model_dump(include=names), command=command)
+        return make_run_config(recipe, **self.model_dump(include=names), command=command)
 
 
 class EvaluationOptions(RecipeOptions):

@@ -32,7 +32,7 @@ def finetune(*, options: FinetuneOptions, json: Json = False) -> None:
     with _own_folder("finetune", options, task, folder), _processes(options.precision) as accelerator:
         base, source = _base(options, folder, accelerator)
         with progress.seeds(options.seeds, quiet=not accelerator.is_main_process) as report:
-            request = Request(
+            request = FinetuneRequest(
                 base=base,
                 task=task,
                 data=source,
@@ -82,7 +82,7 @@ def study(
         progress.status() as say,
     ):
         base, source = _base(options, folder, accelerator)
-        request = Request(
+        request = FinetuneRequest(
             base=base,
             task=task,
             data=source,

@@ -169,9 +169,9 @@ def _nncf_runs(here: Preparation[CpuWork], _: System) -> CpuRuns:
 
 
 def _torch_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
-    """Return the model in PyTorch with SDPA attention, eager or compiled.
+    """Return the model in PyTorch with SDPA attention, eager or compile_model.
 
-    Inductor's loops have their number of threads compiled in: one stream.
+    Inductor's loops have their number of threads compile_model in: one stream.
     """
     precision, models = cast("peers.PeerPrecision", system.precision), here.torch
     if precision not in models:
@@ -219,7 +219,7 @@ def _compiled_lanes(
     outputs = list(here.target.session.config.task.kind.outputs)
 
     def lanes(streams: int) -> Sequence[Answer]:
-        model_lanes = compiled(
+        model_lanes = compile_model(
             backend, model, blob=blob, compute=compute, threads=here.options.threads or 1, streams=streams
         )
         return [partial(_answers, run, outputs) for run in model_lanes.lanes()]

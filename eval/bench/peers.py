@@ -23,7 +23,7 @@ from qdqbench.quantize.models.attention import use_attention
 from qdqbench.quantize.models.families.family import QKV
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import MASK, TOKENS
-from qdqbench.quantize.tasks.types.kind import joined
+from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.errors import UserError
 
@@ -121,8 +121,8 @@ class TorchRun:
 
 def eager_forward(model: "PreTrainedModel") -> "Callable[..., torch.Tensor]":
     """Return the function from keyword inputs to answers."""
-    names = list(outputs_of(model))
-    return lambda **inputs: joined(model(**inputs), names)
+    names = list(name_outputs(model))
+    return lambda **inputs: join_outputs(model(**inputs), names)
 
 
 def compiled_forward(model: "PreTrainedModel", mode: str, *, dynamic: bool) -> "Callable[..., torch.Tensor]":
@@ -263,7 +263,7 @@ class UnpaddedEncoder:
         self.project: Any = getattr(base, family.embeddings_linear or "", None)
         self.layers = [_layer_weights(model, name) for name in family.layer_names(model)]
         self.eps = float(_norm(model, family.layer_names(model)[0], "attention").eps)
-        self.of_tokens = any("length" in axes for axes in outputs_of(model).values())
+        self.of_tokens = any("length" in axes for axes in name_outputs(model).values())
         self.pooling = str(getattr(getattr(model, "pooling", None), "mode", "cls"))
         self._layer: Callable[..., torch.Tensor] = encoder_layer
         self._embed: Callable[..., torch.Tensor] = self._embedded

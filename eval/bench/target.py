@@ -213,7 +213,7 @@ def _target(session: Session, kind: Any, model_name: str, calibration: str) -> T
 
 def random_ids_task(model: str | None, pooling: Pooling | None = None) -> Task:
     """Return a task without data for a model folder; None: for a model of `write_random_model`."""
-    if pooling or (model is not None and says_pooling(model)):
+    if pooling or (model is not None and has_pooling(model)):
         return EMBED.model_copy(update={"name": "random-token-ids"})
     labels = int(load_model(model).config.num_labels or 0) if model else 2
     metrics = ("pearson",) if labels == 1 else ("accuracy",)

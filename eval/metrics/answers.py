@@ -67,13 +67,13 @@ def answered(task: Task, answers: Floats, gold: metrics.Gold, names: Sequence[st
 
     Args:
         answers: float32 [answers, width].
-        gold: as `metrics.predictions` takes it.
+        gold: as `metrics.predict` takes it.
         names: of the classes.
 
     Raises:
         CheckFailed: wrong shape, NaN or infinite answers.
     """
-    kind, predicted = task.kind, metrics.predictions(task, answers, gold)
+    kind, predicted = task.kind, metrics.predict(task, answers, gold)
     classified = np.issubdtype(predicted.dtype, np.integer) and predicted.ndim == 1
     right = kind.right(kind.table(predicted, gold)) if kind.right else None
     known = tuple(names) if classified or kind.names_classes else ()

@@ -74,7 +74,7 @@ def _weights(done: ExportedRun) -> Iterator[Row]:
 
 def _moved(done: ExportedRun) -> Iterator[Row]:
     """Yield what is computed elsewhere, with the same result before rounding."""
-    record, straight = done.record, straight_linears(done.plan)
+    record, straight = done.record, list_bias_free_linears(done.plan)
     said = "The input channels of {} are multiplied by powers of two, which their weights undo (SmoothQuant)."
     yield "smoothing", len(record.smoothing.inputs), "linear", said
     said = "The rows of {} (q, k, v) are scaled by powers of two, undone in scores or behind the attention."

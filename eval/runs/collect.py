@@ -38,7 +38,7 @@ from qdqbench.quantize.utils.comparison import Comparison, Gate, LayerErrors, Pa
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import FileRow, Results, StageResult, Timing, TrainingRun
-from qdqbench.quantize.utils.system.environment import environment, now
+from qdqbench.quantize.utils.system.environment import describe_environment, now
 
 # of the output of an INT8 attention: up to 128 tokens with scale 1/127 MiniLM is below it
 MOST_SOFTMAX_ERROR = 0.2
@@ -71,7 +71,7 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
     if whole:
         names = [name for name in ONNX_FILES if (folder / name).is_file()]
     else:
-        names = [name for stage in timings for name in finished(folder)[stage].outputs]
+        names = [name for stage in timings for name in read_finished(folder)[stage].outputs]
     results = Results(
         until=until,
         created=now(),
@@ -127,7 +127,7 @@ def stage_results(session: Session, done: Collection[str] | None = None) -> dict
     """Accuracy of every stage of a session that was evaluated, in their order.
 
     Args:
-        done: the stages of the run that are finished; None: all that it has.
+        done: the stages of the run that are complete_record; None: all that it has.
     """
     trained = "after QAT" if session.recipe.qat else ""
     version = importlib.metadata.version("onnxruntime")

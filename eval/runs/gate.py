@@ -285,7 +285,7 @@ def judge_baseline(session: Session, row: StageResult) -> GateIssue | None:
         return None
     logits = read_logits(session.folder / "logits" / "fp32.npz")
     split = next(iter(logits))
-    gold = metrics.against(task, session.gold[split], logits[split])
+    gold = metrics.select_reference(task, session.gold[split], logits[split])
     if (baseline := find_baseline(task, logits[split], gold)) is None:
         return None
     value, stderr = row.metrics[metric], row.stderr.get(metric, 0.0)
@@ -316,7 +316,7 @@ def find_label_order(
     """
     from scipy.optimize import linear_sum_assignment
 
-    predicted = metrics.predictions(task, answers, gold)
+    predicted = metrics.predict(task, answers, gold)
     if task.num_labels < 2 or not isinstance(gold, np.ndarray) or gold.shape != predicted.shape:
         return ""
     counts: Array = np.zeros((task.num_labels, task.num_labels), dtype=np.int64)
@@ -340,12 +340,12 @@ def find_baseline(task: Task, answers: Floats, gold: metrics.Gold) -> Baseline |
 
     Args:
         answers: [answers, width] of any model, for their form.
-        gold: as `metrics.predictions` takes it.
+        gold: as `metrics.predict` takes it.
     """
     kind, primary = task.kind, task.metrics[0]
     if primary in CORRELATIONS:
         return Baseline(None, 0.0)
-    predicted = metrics.predictions(task, answers, gold)
+    predicted = metrics.predict(task, answers, gold)
     if predicted.ndim != 1 or not np.issubdtype(predicted.dtype, np.integer):
         return None
     scores = [

@@ -19,13 +19,13 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqbench.eval.verification.checks import kept_positions
-from qdqbench.quantize.calibration.fakequant.quantizers import forward, seen_by
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, smooth_input
 from qdqbench.quantize.graph.index import module_of, prune, replace_nodes, tensor_values
-from qdqbench.quantize.graph.layout import turn, turned
+from qdqbench.quantize.graph.rewrites import list_sequence_first, transpose_hidden
 from qdqbench.quantize.models.attention import UNROUNDED
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.runs import first_inputs, hidden_of, resumed
+from qdqbench.quantize.models.runs import get_hidden, record_first_inputs, resume_from
 from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
 from qdqbench.quantize.utils.comparison import LayerError, LayerErrors
 from qdqbench.quantize.utils.errors import UserError
@@ -352,7 +352,7 @@ def _beside(  # noqa: PLR0913, PLR0917
     if correction is not None:
         bias = bias - bias.new_tensor(correction)
     weight = linear.__dict__.get(UNROUNDED, linear.weight)
-    exact = functional.linear(seen_by(linear.input_quantizer, args[0]), weight, bias)
+    exact = functional.linear(smooth_input(linear.input_quantizer, args[0]), weight, bias)
     sums.add(name, _array(output), _array(exact), mask)
 
 
@@ -361,7 +361,7 @@ def _states(model: "PreTrainedModel", batch: Batch) -> dict[str, Array]:
     found: dict[str, Array] = {}
 
     def keep(_: Any, __: Any, output: Any) -> None:
-        found[f"layer.{len(found)}"] = _array(hidden_of(output))
+        found[f"layer.{len(found)}"] = _array(get_hidden(output))
 
     with ExitStack() as hooks:
         for path in dict.fromkeys(family_of(model.config).runs(model)):

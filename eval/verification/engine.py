@@ -24,14 +24,14 @@ from qdqbench.eval.verification.checks import (
     verification_failures,
 )
 from qdqbench.quantize.engine.build import build
-from qdqbench.quantize.engine.hazards import hazards
+from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.cpu import CpuEngine
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import open_engine, open_runner
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.models.inputs import inputs_of, widened
+from qdqbench.quantize.models.inputs import pad_columns, select_inputs
 from qdqbench.quantize.pipeline.artifacts import Skipped, expected_gemms, graph_path, read_built
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks.types.encoded import Encoded
@@ -124,7 +124,7 @@ def block_cases(lengths: Int64, profile: Profile, seed: int) -> list[InputCase]:
 def batch_of(encoded: Encoded, case: InputCase, pad_id: int) -> dict[str, Int64]:
     """Return the int64 [B, L] arrays of a case."""
     _, batch = encoded.batch(case.rows, pad_id)
-    return widened(batch, case.length - batch["input_ids"].shape[1], pad_id)
+    return pad_columns(batch, case.length - batch["input_ids"].shape[1], pad_id)
 
 
 def padding_answers(

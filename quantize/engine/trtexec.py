@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from qdqbench.quantize.engine.profiles import Profile, concrete
+from qdqbench.quantize.engine.profiles import Profile, fill_shape
 from qdqbench.quantize.utils.arrays import Float64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_bounded
@@ -174,7 +174,7 @@ def build_options(onnx: str, stem: str, inputs: Inputs, profiles: Sequence[Profi
 def _shapes_text(inputs: Inputs, size: tuple[int, int]) -> str:
     """Return inputs at (batch, length): `input_ids:32x128,attention_mask:32x128`."""
     return ",".join(
-        f"{_quoted(name)}:{'x'.join(map(str, concrete(shape, size)))}" for name, shape in inputs.items()
+        f"{_quoted(name)}:{'x'.join(map(str, fill_shape(shape, size)))}" for name, shape in inputs.items()
     )
 
 

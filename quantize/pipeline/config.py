@@ -51,13 +51,13 @@ def adapted(
     Raises:
         UserError: no such field, or values that do not go together.
     """
-    data, asked = recipe.model_dump(mode="json"), []
+    data, changes = recipe.model_dump(mode="json"), []
     for path, value in fields.items():
         _set_field(data, path, value)
-        asked.append(f"{path}={value}")
+        changes.append(f"{path}={value}")
     if shapes is not None:
         data["engine"]["shapes"] = shapes
-        asked.append("shapes of the data")
+        changes.append("shapes of the data")
     if backend is not None:
         data["engine"]["backend"] = backend
         changes.append(f"backend {backend}")

@@ -36,7 +36,7 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.results import Finetuning, LogRow, TrainingRun
-from qdqbench.quantize.utils.system.environment import environment, made_with, now
+from qdqbench.quantize.utils.system.environment import describe_environment, get_code_identity, now
 from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:

@@ -100,11 +100,11 @@ def test_the_readme_is_one_short_page():
 def figures_between(name):
     """The text of the README between two markers, so that its words can change freely."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    return re.search(rf"<!-- figures:{name} -->(.*?)<!-- figures:end -->", text).group(1)
+    return re.search(rf"<!-- read_figures:{name} -->(.*?)<!-- read_figures:end -->", text).group(1)
 
 
 def headlines(folder):
-    """Speed-up over the fastest FP16 by batch, and the system that it is over."""
+    """Speed-up over the find_fastest FP16 by batch, and the system that it is over."""
     bench = read_bench(ROOT / "docs" / folder / "bench.json")
     assert "unpadded-fp16" in {system.name for system in bench.systems}
     return {config.batch: config.headline for config in bench.configs}
@@ -127,8 +127,8 @@ def test_the_speed_ups_of_the_readme_are_measured_against_the_unpadded_encoder()
 
 def test_the_loss_of_the_readme_is_the_largest():
     text = " ".join((ROOT / "README.md").read_text().split())
-    chosen = fastest("gpu", figures())
-    (figure,) = (each for each in figures() if (each.recipe, each.device) == (chosen, "gpu"))
+    chosen = find_fastest("gpu", read_figures())
+    (figure,) = (each for each in read_figures() if (each.recipe, each.device) == (chosen, "gpu"))
     loss = f"{-figure.worst.points:.2f} ± {figure.worst.stderr:.2f} points"
     assert figures_between("loss").startswith(loss)
     assert f"n = {figure.worst.n}" in figures_between("loss")

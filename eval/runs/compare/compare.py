@@ -31,8 +31,8 @@ from qdqbench.eval.runs.compare.results import (
     SamplePrediction,
 )
 from qdqbench.eval.runs.report.verdict import last_measured, quantized_file
-from qdqbench.quantize.models.load import class_names
-from qdqbench.quantize.pipeline.pipeline import finished
+from qdqbench.quantize.models.load import read_class_names
+from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
@@ -86,7 +86,7 @@ class LoadedRun:
         if self.task.classes:
             return list(self.task.classes)
         try:
-            return class_names(self.session.model_name, self.config.revision, self.task.kind)
+            return read_class_names(self.session.model_name, self.config.revision, self.task.kind)
         except UserError:
             return [str(number) for number in range(self.task.num_labels)]
 
@@ -122,10 +122,10 @@ class LoadedRun:
 
 
 def load_runs(folders: list[Path]) -> list[LoadedRun]:
-    """Return finished runs, each under a name of its own.
+    """Return complete_record runs, each under a name of its own.
 
     Raises:
-        UserError: fewer than two, one of them twice, or any that is not finished; names all of them.
+        UserError: fewer than two, one of them twice, or any that is not complete_record; names all of them.
     """
     if len(folders) < 2:
         raise UserError("one run has nothing to be compared with; give two or more run directories")
@@ -179,7 +179,7 @@ def _answers_file(folder: Path, stage: str) -> Path:
     """
     name = f"logits/{stage}.npz"
     path = folder / name
-    recorded = {done.outputs[name] for done in finished(folder).values() if name in done.outputs}
+    recorded = {done.outputs[name] for done in read_finished(folder).values() if name in done.outputs}
     if recorded and path.is_file() and files.sha256(path) not in recorded:
         raise UserError(f"{path} changed after its stage; run `qdqbench evaluate {folder}` again")
     return path
@@ -243,7 +243,7 @@ FP32 = "FP32"
 
 
 def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunComparison:
-    """Return everything that distinguishes two or more finished runs.
+    """Return everything that distinguishes two or more complete_record runs.
 
     Raises:
         UserError: as `load_runs`.

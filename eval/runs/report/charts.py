@@ -12,7 +12,7 @@ import numpy as np
 from qdqbench.eval.metrics.gate import judge
 from qdqbench.eval.reporting import svg
 from qdqbench.eval.reporting.formats import datatype
-from qdqbench.quantize.engine.layers import computing_rows, is_int8
+from qdqbench.quantize.engine.layers import find_computing_rows, is_int8
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.models.families.known import PARTS, adds_behind_attention, part_of
 from qdqbench.quantize.utils.comparison import COSINE_EDGES, Agreement

@@ -25,7 +25,7 @@ from qdqbench.eval.reporting.document import (
 from qdqbench.eval.reporting.formats import known, label
 from qdqbench.eval.runs.report import charts
 from qdqbench.eval.runs.report.verdict import nearest_text, part_text, worst_first
-from qdqbench.quantize.engine.facts import facts_of
+from qdqbench.quantize.engine.facts import collect_facts
 from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR
 from qdqbench.quantize.utils.results import EngineResult, Results, Verification
 

@@ -317,7 +317,7 @@ def _explanation(auto: Auto) -> list[str]:
     if (source := auto.source) is not None:
         shape = f"batch {source.batch}, {source.length} tokens"
         lines.append(
-            f"Speed: {source.label}; {shape}, over the {source.baseline_precision} engine of the same backend."
+            f"Speed: {source.label}; {shape}, over the {source.baseline_precision} engine of that backend."
         )
     return lines
 

@@ -23,7 +23,7 @@ from qdqbench.eval.selection.search.study import Worker, list_trials
 from qdqbench.eval.selection.search.workspace import Workspace
 from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_of
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, named_by, write_recipe
-from qdqbench.quantize.engine.runtime.opened import open_runner
+from qdqbench.quantize.engine.runtime.runners import open_runner
 from qdqbench.quantize.pipeline.artifacts import backend_of
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes

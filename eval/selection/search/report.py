@@ -107,7 +107,8 @@ def describe_rule(found: Search) -> str:
     """Return the question in words."""
     gate = GateSettings.model_validate(found.recipe["gate"])
     if gate.min_speedup is not None:
-        return f"at least {gate.min_speedup:g}x as fast as the {found.source.baseline_precision} engine, most accurate"
+        baseline = found.source.baseline_precision
+        return f"at least {gate.min_speedup:g}x as fast as the {baseline} engine, most accurate"
     first = "fastest" if found.source.mode == "latency" else "largest INT8 share of multiply-adds"
     return f"at most {points(gate.max_drop)} lost, {first}"
 

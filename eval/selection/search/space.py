@@ -14,7 +14,7 @@ from qdqbench.eval.selection.trials.store import named_by
 from qdqbench.quantize.models.families.family import ENCODER_KINDS, Family, Place
 from qdqbench.quantize.models.families.known import family_named, family_of
 from qdqbench.quantize.models.modules import ModuleInfo
-from qdqbench.quantize.recipe.plan import Plan, matched, resolve
+from qdqbench.quantize.recipe.plan import Plan, match_modules, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError

@@ -25,8 +25,13 @@ from qdqbench.eval.selection.trials.calibrations import widest_activation
 from qdqbench.eval.selection.trials.results import CalibrationCost, Origin, Trial, failure_of
 from qdqbench.eval.selection.trials.store import TRIALS, Trials, hash_of
 from qdqbench.quantize.calibration import ptq
-from qdqbench.quantize.calibration.narrow import narrowed, without_corrections
-from qdqbench.quantize.calibration.record import CalibrationRecord, read_record, write_record
+from qdqbench.quantize.calibration.record import (
+    CalibrationRecord,
+    disable_bias_correction,
+    read_record,
+    select_record,
+    write_record,
+)
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.engine.profiles import choose_profile

@@ -11,7 +11,7 @@ from qdqbench.eval.selection.trials.calibrations import EMBEDDINGS, LAYERNORMS
 from qdqbench.eval.selection.trials.store import named_by
 from qdqbench.quantize.models.families.family import ENCODER_KINDS, KINDS, SMOOTHED, Family
 from qdqbench.quantize.models.modules import ModuleInfo
-from qdqbench.quantize.recipe.plan import Plan, Scaling, matched, resolve, short_name
+from qdqbench.quantize.recipe.plan import Plan, Scaling, match_modules, resolve, short_name
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.comparison import Comparison
@@ -256,7 +256,7 @@ def _not_idle(
     rule: Rule, int8: frozenset[str], modules: Mapping[str, ModuleInfo], prefix: str
 ) -> Rule | None:
     """Return the rule without what it says on the calibration of linears that are no longer in INT8."""
-    if not rule.refines or any(name in int8 for name in matched(rule, modules, prefix)):
+    if not rule.refines or any(name in int8 for name in match_modules(rule, modules, prefix)):
         return rule
     if rule.weights is None and rule.precision is None:
         return None

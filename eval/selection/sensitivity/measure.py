@@ -36,11 +36,11 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import module_table
-from qdqbench.quantize.models.runs import first_inputs, resumed
+from qdqbench.quantize.models.runs import record_first_inputs, resume_from
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.tasks.batches import sorted_batches
+from qdqbench.quantize.tasks.rows import sorted_batches
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
@@ -83,7 +83,7 @@ class Suffixes:
 
     def start(self) -> tuple[list[Held], Float32]:
         """Return states at the input of the first layer, and logits, in the model's present precision."""
-        with first_inputs(self.model) as found:
+        with record_first_inputs(self.model) as found:
             logits = self.full()
         states = zip(self.batches, found, strict=True)
         return [Held(rows, batch, hidden) for (rows, batch), hidden in states], logits
@@ -97,7 +97,7 @@ class Suffixes:
 
         def logits() -> Iterator[tuple[Int64, torch.Tensor]]:
             for state in states:
-                with resumed(self.model, layer, state.hidden):
+                with resume_from(self.model, layer, state.hidden):
                     yield state.rows, quantizers.forward(self.model, state.batch)
 
         return self._gather(logits())
@@ -106,7 +106,7 @@ class Suffixes:
         """Return the states after `layer`."""
         found = []
         for state in states:
-            with resumed(self.model, layer, state.hidden, layer + 1) as made:
+            with resume_from(self.model, layer, state.hidden, layer + 1) as made:
                 quantizers.forward(self.model, state.batch)
             found.append(replace(state, hidden=made[0]))
         return found

@@ -9,7 +9,8 @@ import torch
 
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
-from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, enabled_quantizers, quantizer_kind
+from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, get_quantizer_kind, list_quantizers
+from qdqbench.quantize.calibration.qkv_bias_folding import share_scales
 from qdqbench.quantize.calibration.record import QuantizerState, require_plausible
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
@@ -141,7 +142,7 @@ class Switches:
         for name in plan.residual:
             residual: Any = model.get_submodule(name)
             self._activations[name] = [residual.residual_quantizer]
-        for quantizer in enabled_quantizers(model).values():
+        for quantizer in list_quantizers(model).values():
             quantizer.disable()
         for name, amax in norms.items():
             norm: Any = model.get_submodule(name)

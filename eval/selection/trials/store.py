@@ -18,16 +18,16 @@ from qdqbench.eval.metrics.compare import compare, compare_with_divergence
 from qdqbench.eval.metrics.runners import placed, predict, torch_runner
 from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Scores, Trial, failure_of
 from qdqbench.quantize.pipeline.session import Session
-from qdqbench.quantize.recipe.schema import Recipe, parse_recipe, short_yaml
+from qdqbench.quantize.recipe.schema import Recipe, dump_short_recipe, parse_recipe
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import encode, load_split, whole
+from qdqbench.quantize.tasks.rows import complete_samples, encode, load_split
 from qdqbench.quantize.tasks.sources import Split
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.system.environment import environment, made_with, now
+from qdqbench.quantize.utils.system.environment import describe_environment, get_code_identity, now
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,7 +56,7 @@ def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[S
     known = [f"{wanted} samples asked for, split {settings.split!r} has {split.rows}", *session.notes]
     session.notes += [note for note in split.notes if note not in known]
     session.warnings += [line for line in split.warnings if line not in session.warnings]
-    taken = whole(split.dataset, task, settings.samples)
+    taken = complete_samples(split.dataset, task, settings.samples)
     left = len(split.dataset) - taken
     if left < min(samples, least):
         raise UserError(
@@ -102,7 +102,7 @@ def described(session: "Session", split: Split, samples: int) -> dict[str, Any]:
         "batch_size": config.batch_size,
         "metric": config.task.metrics[0],
         "divergence": config.task.kind.divergence_name,
-        "environment": environment(),
+        "environment": describe_environment(),
     }
 
 
@@ -127,7 +127,7 @@ def write_recipe(recipe: Recipe, folder: Path) -> None:
     Raises:
         UserError: the folder cannot be written.
     """
-    text = short_yaml(recipe)
+    text = dump_short_recipe(recipe)
     assert parse_recipe(text, RECIPE_FILE) == recipe, text
     files.write_text(folder / RECIPE_FILE, text)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from qdqbench.quantize.deployment.server.guard import Metrics
-from qdqbench.quantize.models.inputs import widened
+from qdqbench.quantize.models.inputs import pad_columns
 from qdqbench.quantize.tasks.types.encoded import pad
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
 from qdqbench.quantize.utils.errors import UserError

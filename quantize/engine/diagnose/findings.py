@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from qdqbench.quantize.engine.inspection import named
+from qdqbench.quantize.engine.inspection import format_nodes
 from qdqbench.quantize.graph.check.check import CheckReport, Group
 from qdqbench.quantize.utils.frames import Tabular
 from qdqbench.quantize.utils.results import Effect
@@ -187,7 +187,7 @@ def group_finding(report: CheckReport, group: Group, path: Path) -> Finding:
         why=why,
         fixes=with_file(templates, path),
         nodes=nodes,
-        where=named([node.removesuffix("_quant") for node in nodes]),
+        where=format_nodes([node.removesuffix("_quant") for node in nodes]),
         files=[path.name],
     )
 

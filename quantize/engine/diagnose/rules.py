@@ -7,8 +7,8 @@ from statistics import median
 from qdqbench.quantize.engine.diagnose.findings import FIX, RUN, Finding, group_finding
 from qdqbench.quantize.engine.diagnose.log_file import LOG_FINDINGS, LogFile, Shape
 from qdqbench.quantize.engine.diagnose.sources import Evidence, OnnxFile
-from qdqbench.quantize.engine.facts import Facts
-from qdqbench.quantize.engine.hazards import hazards, is_older
+from qdqbench.quantize.engine.facts import EngineFacts
+from qdqbench.quantize.engine.hazards import find_hazards, is_older
 from qdqbench.quantize.engine.inspection import Inspection
 from qdqbench.quantize.engine.kernels import block_of_node, kernel_kind, kernel_label
 from qdqbench.quantize.engine.layers import NotInt8, base_name, is_attention
@@ -221,7 +221,7 @@ def _attention(evidence: Evidence, inspection: Inspection) -> Iterator[Finding]:
         yield evidence.finding("qkv-apart", "note", what, why, fixes)
 
 
-def _copies(evidence: Evidence, facts: Facts) -> Iterator[Finding]:
+def _copies(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
     """Report kernels that only move, cast, quantize or dequantize."""
     clean = evidence.onnx is not None and not evidence.onnx.groups  # then `fix` changes nothing
     for kind, code, what in (
@@ -265,7 +265,7 @@ def _copies_by_name(evidence: Evidence, profile: dict[str, float]) -> Iterator[F
         )
 
 
-def _norms(evidence: Evidence, facts: Facts) -> Iterator[Finding]:
+def _norms(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
     if low := facts.norms.get("FP16", []):
         yield evidence.finding(
             "layernorm-fp16",
@@ -284,7 +284,7 @@ def _version(evidence: Evidence) -> Iterator[Finding]:
     names = [row.name for row in evidence.layers] or list(profile)
     fused = any("_gemm_mha" in name for name in names) or any(map(is_attention, evidence.layers))
     kinds = ["engine", "log", "layers"]
-    for text in hazards(engine.backend if engine else "tensorrt", version, None) if version else []:
+    for text in find_hazards(engine.backend if engine else "tensorrt", version, None) if version else []:
         if "_gemm_mha" not in text or fused or not names:
             why = "it is a fault of this version, not of the file"
             fixes = ["build with the version that has the fix"]

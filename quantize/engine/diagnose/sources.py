@@ -12,9 +12,9 @@ import onnx
 from qdqbench.quantize.engine.cache_import import CalibrationCache, is_cache, read_cache_file
 from qdqbench.quantize.engine.diagnose.findings import Finding, with_file
 from qdqbench.quantize.engine.diagnose.log_file import LogFile, is_log, read_log
-from qdqbench.quantize.engine.facts import Facts, Graph, graph_of
-from qdqbench.quantize.engine.inspection import Inspection, inspect_layers, named
-from qdqbench.quantize.engine.layers import computing_rows, read_table
+from qdqbench.quantize.engine.facts import EngineFacts, Graph, read_graph
+from qdqbench.quantize.engine.inspection import Inspection, format_nodes, inspect_layers
+from qdqbench.quantize.engine.layers import find_computing_rows, read_table
 from qdqbench.quantize.engine.trtexec import Times, read_profile, read_times
 from qdqbench.quantize.graph.check.check import CheckReport, Group, check_model
 from qdqbench.quantize.graph.check.codes import finding_label
@@ -450,7 +450,7 @@ class Evidence:
             why=why,
             fixes=with_file(fixes, self.sources.paths.get("onnx")),
             nodes=list(nodes),
-            where=named(nodes) if where is None else where,
+            where=format_nodes(nodes) if where is None else where,
             share=share[0] if share else None,
             basis=share[1] if share else "",
             files=[name for kind in shown if (name := self.sources.name(kind))],

@@ -36,7 +36,7 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.results import TrainingRun
-from qdqbench.quantize.utils.system.environment import made_with
+from qdqbench.quantize.utils.system.environment import get_code_identity
 from qdqbench.quantize.utils.system.process import is_main_process
 from qdqbench.quantize.utils.system.quiet import quiet
 

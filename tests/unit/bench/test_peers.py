@@ -27,7 +27,7 @@ from qdqbench.eval.bench.peers import (
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.models.families.known import BERT, family_of
 from qdqbench.quantize.models.load import load_model
-from qdqbench.quantize.models.pooling import FIELD, embedder_class
+from qdqbench.quantize.models.pooling import FIELD, make_embedder_class
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.families import SIZES, new_model
@@ -254,7 +254,7 @@ def test_embeddings_are_pooled_over_the_tokens_of_their_row(mode):
     torch.manual_seed(0)
     config = AutoConfig.for_model("bert", vocab_size=99, **SIZES["bert"])
     setattr(config, FIELD, {"mode": mode, "normalize": True})
-    model = embedder_class(type(config))(config).eval()
+    model = make_embedder_class(type(config))(config).eval()
     batch = padded(model)
     reference = expected(model, batch)
     answers, packing = unpadded(model, batch, 2)

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from qdqbench.quantize.engine.cache_import.cache_file import is_cache, read_cache_file
+from qdqbench.quantize.engine.cache_import import is_cache, read_cache_file
 from qdqbench.quantize.utils.errors import UserError
 
 

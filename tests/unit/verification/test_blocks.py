@@ -21,9 +21,9 @@ from qdqbench.eval.verification.blocks import (
     stitch,
 )
 from qdqbench.eval.verification.checks import BlockSums
-from qdqbench.quantize.calibration.bias import biased
-from qdqbench.quantize.calibration.fakequant.native import frozen
-from qdqbench.quantize.calibration.record import shifted_states
+from qdqbench.quantize.calibration.bias import add_biases_temporarily
+from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
+from qdqbench.quantize.calibration.record import get_state_shifts
 from qdqbench.quantize.models.families.known import BERT, MODERNBERT
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_model, prepare_model
@@ -223,7 +223,7 @@ def made(tiny_bert):
 
 
 def errors(made, tiny_bert, corrections=None):
-    with frozen(made.model):
+    with use_frozen_weights(made.model):
         found = layer_errors(
             made.model, load_model(str(tiny_bert)), [*made.plan.int8], [BATCH], corrections or {}
         )
@@ -273,12 +273,12 @@ def test_shifted_hidden_states_are_no_error(tiny_bert):
     """What q, k and v read is shifted from layer to layer: that is no cost of INT8."""
     rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *one_scale("query", "key", "value")]
     made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules))
-    moved = shifted_states(made.record, made.plan)
+    moved = get_state_shifts(made.record, made.plan)
     assert [*moved] == [*range(LAYERS)]
     fp32 = load_model(str(tiny_bert))
     before = {name: value.clone() for name, value in fp32.state_dict().items()}
     added = [shift.added for shift in made.record.shifts.values()]
-    with frozen(made.model), biased(fp32, added):
+    with use_frozen_weights(made.model), add_biases_temporarily(fp32, added):
         found = layer_errors(made.model, fp32, [*made.plan.int8], [BATCH], {}, moved)
     assert all(torch.equal(value, before[name]) for name, value in fp32.state_dict().items())
     rows = {row.name: row for row in found.rows}
@@ -290,7 +290,7 @@ def test_shifted_hidden_states_are_no_error(tiny_bert):
 
 
 def unshifted(made, tiny_bert):
-    with frozen(made.model):
+    with use_frozen_weights(made.model):
         return layer_errors(made.model, load_model(str(tiny_bert)), [], [BATCH], {})
 
 

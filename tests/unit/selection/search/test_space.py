@@ -82,7 +82,7 @@ def test_every_point_is_a_recipe_with_exactly_its_units(params, random):
     random.shuffle(order)
     space = SPACE.ranked(order, random.sample(range(LAYERS), LAYERS))
     recipe = space.recipe(params)
-    assert parse_recipe(short_yaml(recipe), "again") == recipe
+    assert parse_recipe(dump_short_recipe(recipe), "again") == recipe
     plan = resolve(recipe, modules(), "bert")
     units = space.int8_units(params)
     assert set(plan.int8) == {name for unit in units for name in space.units[unit]}

@@ -26,7 +26,7 @@ from qdqbench.eval.selection.search.workspace import plan_key
 from qdqbench.eval.selection.trials.results import Failure
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
-from qdqbench.quantize.calibration.narrow import narrowed
+from qdqbench.quantize.calibration.record import select_record
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import resolve
@@ -328,7 +328,7 @@ def logits_of(folder, space, recipe, record=None):
     if record is None:
         ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)
     else:
-        ptq.restore(model, plan, narrowed(plan, *record))
+        ptq.restore(model, plan, select_record(plan, *record))
     return quantizers.forward(model, padded_batch()).numpy()
 
 
@@ -364,7 +364,7 @@ def test_a_part_of_a_shared_calibration_is_the_recipe_s_own(folder, space, every
 def test_nothing_of_other_linears_is_left(space, everything):
     recipe = space.assemble({(1, "qkv")}, set(), HOW)
     plan = resolve(recipe, space.modules, space.prefix)
-    found = narrowed(plan, *everything)
+    found = select_record(plan, *everything)
     assert {name.rpartition(".")[0] for name in found.quantizers} == set(plan.int8)
     assert set(found.smoothing.inputs) == set(plan.int8)
 
