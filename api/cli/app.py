@@ -88,7 +88,7 @@ def _invoke() -> None:
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except usage_error as error:
-        message = " ".join(error.format_message().split())
+        message = " ".join(error.format_message().split()).replace("Value error, ", "")
         if not message:  # no command was given, and the help that then is shown has been printed
             sys.exit(1)
         where = error.ctx.command_path if error.ctx else "qdqbench"

@@ -11,7 +11,6 @@ from qdqbench._options import RunOptions
 from qdqbench.cli import progress
 from qdqbench.cli.options import RecipeName, command, note
 from qdqbench.cli.terminal import Json, RunFolder, command_line, console, plain, print_json, show
-from qdqbench.quantize.training.qat.stage import get_settings
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ def qat(recipe: RecipeName = DEFAULT_QAT, *, options: RunOptions, json: Json = F
     from qdqbench.eval.runs.run import require_inputs
     from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
     from qdqbench.quantize.pipeline.session import Session
+    from qdqbench.quantize.training.qat.stage import get_settings
 
     config = options.config(options.find_recipe(recipe), command_line())
     folder = run_folder("run", config, options.out)

@@ -22,7 +22,7 @@ from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
 from qdqbench.quantize.models.attention import use_attention
 from qdqbench.quantize.models.families.family import QKV
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.inputs import MASK, TOKENS
+from qdqbench.quantize.models.inputs import MASK, TOKENS, TYPES
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.errors import UserError
@@ -154,7 +154,6 @@ def tf32_allowed() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-TYPES = "token_type_ids"
 FAMILIES = ("bert", "roberta", "electra", "distilbert")  # RoBERTa's are XLM-R and CamemBERT too
 REFUSED = {
     "mpnet": "its attention adds a relative bias",

@@ -48,7 +48,7 @@ def load_model(
         model, loading = _pretrained(name, kind, commit, config, subfolder=inside)
         lost = {*loading["missing_keys"]}
         if folder and folder.dense:
-            from qdqbench.quantize.models.pooling import load_dense
+            from qdqbench.quantize.models.embedder import load_dense
 
             lost -= load_dense(model, name, folder.dense, commit)
     if lost:
@@ -145,7 +145,7 @@ def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **op
     import transformers
 
     if kind.embeds:
-        from qdqbench.quantize.models.pooling import make_embedder_class
+        from qdqbench.quantize.models.embedder import make_embedder_class
 
         made: Any = make_embedder_class(config.__class__)
     else:

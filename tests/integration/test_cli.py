@@ -129,11 +129,6 @@ def test_recipes_list_of_a_model(qdqbench, tiny_bert, tmp_path):
     assert re.search(rf"^\s*{first}\s+GPU \*", shown.out, re.MULTILINE)
 
 
-def test_recipes_list_is_the_document_of_what_is_supported(qdqbench):
-    done = qdqbench("recipes", "list", "--markdown")
-    assert (done.code, done.out) == (0, (ROOT / "docs" / "supported.md").read_text())
-
-
 def test_a_family_free_name_is_resolved_by_the_model(qdqbench, sst2, tmp_path):
     data = ["--task", "sst2", "--data", sst2.data, "--out", tmp_path / "run", "--until", "baseline"]
     model = write_model(tmp_path / "model", "xlm-roberta", entries())

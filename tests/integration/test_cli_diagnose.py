@@ -104,8 +104,8 @@ def test_fix_says_what_it_cannot_mend(tmp_path, inputs, qdqbench):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--compute", "int4"), "--compute int4 is unknown"),
-        (("--weights", "row"), "--weights row is unknown"),
+        (("--compute", "int4"), "'int4' is not one of 'fp16', 'keep'"),
+        (("--weights", "row"), "'row' is not one of 'channel', 'factored'"),
         (("--inputs", "missing.npz"), "cannot read missing.npz"),
     ],
 )
@@ -120,7 +120,7 @@ def test_wrong_options_of_fix(tmp_path, qdqbench, options, told):
 def test_factored_weights_of_fix(tmp_path, qdqbench):
     onnx.save(healthy("fp32", int8_attention=False), tmp_path / "model.onnx")
     out = tmp_path / "out.onnx"
-    options = ("--weights", "factored", "--compute", "keep", "--no-engine", "--limit", "0.5")
+    options = ("--weights", "factored", "--compute", "keep", "--no-engine", "--max-error", "0.5")
     assert qdqbench("fix", tmp_path / "model.onnx", "-o", out, *options).code == 0
     scales = {
         tensor.name: list(tensor.dims)

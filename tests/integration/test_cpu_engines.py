@@ -125,7 +125,7 @@ def test_auto_without_a_gpu_proves_for_both(sst2, tmp_path, qdqbench, monkeypatc
     assert found["gpu_engine"]["not_int8"] == []
     assert (out / "gpu" / "model.int8.onnx").is_file()
     page = (out / "report.html").read_text()
-    assert "Beside it an engine for GPUs was built ahead of time" in page
+    assert "An engine for GPUs was built ahead of time too" in page
     assert "The engine on this CPU against" in page
     shown = qdqbench("inspect", out, "--profile", "cpu", "--batch", 2, "--length", 16)
     assert (shown.code, shown.err) == (0, ""), shown.err

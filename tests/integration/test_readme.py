@@ -100,7 +100,7 @@ def test_the_readme_is_one_short_page():
 def figures_between(name):
     """The text of the README between two markers, so that its words can change freely."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    return re.search(rf"<!-- read_figures:{name} -->(.*?)<!-- read_figures:end -->", text).group(1)
+    return re.search(rf"<!-- figures:{name} -->(.*?)<!-- figures:end -->", text).group(1)
 
 
 def headlines(folder):

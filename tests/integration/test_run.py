@@ -9,9 +9,11 @@ import onnx
 import pytest
 import yaml
 
+from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.stages import stages as engine_stages
 from qdqbench.quantize.pipeline.artifacts import engine_profiles
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, shipped_recipes
+from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.results import Results
 
 from ..support.pages import offline
@@ -403,10 +405,12 @@ def failed(done, out):
     gate = results(out)["gate"]
     assert not gate["passed"]
     report = (out / "report.md").read_text().replace("\\", "")  # Markdown's escapes
-    for failure in gate["failures"]:
+    issues = [GateIssue.model_validate(issue) for issue in gate["issues"]]
+    failures = [issue_sentence(issue) for issue in issues if issue.state == "failed"]
+    for failure in failures:
         assert failure in report
         assert failure in done.err
-    return gate["failures"]
+    return failures
 
 
 def test_a_drop_fails_the_gate(a_run, sst2, tmp_path, qdqbench, monkeypatch):

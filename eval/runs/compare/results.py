@@ -89,7 +89,9 @@ class SamplePrediction(Strict):
     """What one model answered to a sample."""
 
     prediction: str
-    margin: float | None  # probability of its class less that of the next; None where no classes compete
+    """Class, score or text."""
+    margin: float | None
+    """Probability of the class minus that of the next; null without competing classes."""
     right: bool | None
     """True if it agrees with the label; null if predictions are neither right nor wrong."""
 
@@ -104,8 +106,11 @@ class ComparedSample(Strict):
     text: str | None
     """Text of the sample; null if the data were not found."""
     label: str | None
-    predictions: dict[str, SamplePrediction]  # by run, and of FP32 under "FP32" or "FP32 of MODEL"
-    distance: float  # the kind's divergence between the two answers that differ most
+    """Label in words; null for a task without labels."""
+    predictions: dict[str, SamplePrediction]
+    """Predictions by run; those of FP32 as `FP32`, or `FP32 of NAME` if the runs have different models."""
+    distance: float
+    """Divergence of the two predictions that differ most."""
 
 
 class ComparedLayer(Strict):
@@ -133,7 +138,9 @@ class RunComparison(Tabular):
     pairs: list[Pair]
     """Each pair of runs."""
     samples: list[ComparedSample]
-    sample_count: int  # before the longest list that is kept
+    """Samples with different predictions, or whose scores differ most."""
+    sample_count: int
+    """Number of such samples before the list was cut."""
     layers: list[ComparedLayer]
     """Quantizers, linear layers and blocks of several runs."""
     notes: list[str]

@@ -37,9 +37,13 @@ class SearchTrial(PlacedTrial):
     int8_linears: int = 0
     """Linear layers in INT8."""
     int8_attention: int = 0
-    duplicate_of: int | None = None  # an earlier trial with the same recipe, whose values it has
-    holds: bool = False  # satisfies the gate; a drop that exceeds `max_drop` within noise does
-    on_front: bool = False  # no other trial is better in one objective and as good in the other
+    """Attention layers in INT8."""
+    duplicate_of: int | None = None
+    """Number of an earlier trial with the same recipe, whose values it has; null for a new one."""
+    holds: bool = False
+    """True if it satisfies the gate; a drop that exceeds `max_drop` within noise does."""
+    on_front: bool = False
+    """True if no other trial is better in one objective and as good in the other."""
 
     @property
     def is_scored(self) -> bool:
@@ -65,7 +69,9 @@ class ConfirmedRecipe(PlacedTrial):
     """A recipe on evaluation data, which no trial has seen; its scores are those of fake-quant by split."""
 
     name: str
-    engine: dict[str, Comparison] = {}  # of the chosen recipe, by split; empty where no engine ran
+    """Name of the recipe."""
+    engine: dict[str, Comparison] = {}
+    """Comparisons of the chosen recipe's engine with FP32 by split; empty if none ran."""
     # a shipped recipe that is at least as accurate and as fast as the chosen one, one of both strictly more
     dominates: bool = False
     """True for a shipped recipe as accurate and as fast as the chosen one, and better in one of both."""
@@ -97,8 +103,11 @@ class Source(Strict):
     mode: Literal["latency", "int8-share"]
     """Second objective: latency measured here, or the INT8 share of multiply-adds."""
     gpu: str | None = None
-    cpu: str | None = None  # where engines run on it
-    baseline_precision: str = "FP16"  # datatype of the baseline, and of what an engine has not in INT8
+    """Name of the GPU; null without one."""
+    cpu: str | None = None
+    """Name of the CPU if engines run on it; else null."""
+    baseline_precision: str = "FP16"
+    """Precision of the baseline engine, and of the layers that are not in INT8: `FP16`, `BF16` or `FP32`."""
     backend: str = ""
     """Backend of the engines."""
     version: str = ""

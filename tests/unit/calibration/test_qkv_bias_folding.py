@@ -53,8 +53,8 @@ QUERIES = {name for name in LINEARS if name.endswith("query")}
 KEYS_AND_VALUES = {name for name in LINEARS if name.endswith(("key", "value"))}
 
 
-def recipe(*rules: dict[str, Any], qkv: str = "separate", **calibration: Any) -> Any:
-    export = {"opset": 20, "max_length": 128, "qkv_scales": qkv}
+def recipe(*rules: dict[str, Any], qkv_scales: str = "separate", **calibration: Any) -> Any:
+    export = {"opset": 20, "max_length": 128, "qkv_scales": qkv_scales}
     return recipe_with("bert-int8-attention", rules=[EVERY, *rules], calibration=calibration, export=export)
 
 

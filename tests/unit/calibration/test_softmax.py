@@ -78,7 +78,7 @@ def test_even_attention_is_all_lost_and_all_in_the_centre(length: int, value: fl
 def test_centring_changes_no_answer_and_lowers_the_error(tiny_bert: Path) -> None:
     batch = padded_batch((120, 90))
     plain = quantizers.forward(load_model(str(tiny_bert)), batch)
-    of_max, of_error = (calibrated(tiny_bert, how) for how in ("max", "error"))
+    of_max, of_error = (calibrated(tiny_bert, how) for how in ("fixed", "min-error"))
     model, _, record = of_error
     assert record.centers
     with quantizers.quantizers_off(model):
@@ -113,17 +113,17 @@ def test_auto_chooses_where_calibration_saw_long_inputs_only(
     tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = calibrated(tiny_bert, "auto")[2]
-    assert short == calibrated(tiny_bert, "max")[2]
+    assert short == calibrated(tiny_bert, "fixed")[2]
     assert not short.centers
     assert short.quantizers[f"{ATTENTIONS[0]}.p_bmm_quantizer"].amax == softmax.PLAIN
     monkeypatch.setattr(softmax, "LONG", 100)
-    assert calibrated(tiny_bert, "auto")[2] == calibrated(tiny_bert, "error")[2]
+    assert calibrated(tiny_bert, "auto")[2] == calibrated(tiny_bert, "min-error")[2]
 
 
 def test_without_a_bias_the_values_stay_where_they_are(tiny_bert: Path) -> None:
     model: Any = load_model(str(tiny_bert))
     model.get_submodule(LINEARS[2]).bias = None
-    record = calibrated(tiny_bert, "error", model)[2]
+    record = calibrated(tiny_bert, "min-error", model)[2]
     assert set(record.centers) == {LINEARS[8], LINEARS[9]}
     assert {(row.module, row.centered) for row in record.softmax} == {
         (ATTENTIONS[0], False),
@@ -132,10 +132,10 @@ def test_without_a_bias_the_values_stay_where_they_are(tiny_bert: Path) -> None:
 
 
 def test_a_part_of_a_calibration_keeps_what_its_scales_were_measured_with(tiny_bert: Path) -> None:
-    _, plan, record = calibrated(tiny_bert, "error")
+    _, plan, record = calibrated(tiny_bert, "min-error")
     part = Plan(int8=plan.int8, attention=(ATTENTIONS[1],), scaling=plan.scaling)
     alone = select_record(part, record, record)
     assert alone.centers == record.centers  # the inputs of the output projections are centred too
     assert {row.module for row in alone.softmax} == {ATTENTIONS[1]}
-    plain = calibrated(tiny_bert, "max")[2]
+    plain = calibrated(tiny_bert, "fixed")[2]
     assert set(select_record(part, plain, record).centers) == {LINEARS[8], LINEARS[9]}

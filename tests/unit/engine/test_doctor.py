@@ -128,4 +128,4 @@ def test_the_command(monkeypatch, capsys, here):
     assert run(monkeypatch, capsys, missing)[0] == 2
     code, _, err = run(monkeypatch, capsys, here, "--backend", "cuda")
     assert code == 1
-    assert "unknown" in err
+    assert "is not one of" in err

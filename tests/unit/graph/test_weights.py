@@ -229,7 +229,7 @@ class TestFactoring:
 
     def test_the_same_layers_numerically(self, tiny_bert: Path) -> None:
         model = quantized(tiny_bert).model
-        graph = exported(tiny_bert, compute="fp32", weight_scales="factored")
+        graph = exported(tiny_bert, compute="fp32", weights="factored")
         rows = compare_layers(graph, model, [padded_batch()]).rows
         assert len(rows) == len(LINEARS)
         assert max(row.output_rel_error or 0.0 for row in rows) < 1e-5

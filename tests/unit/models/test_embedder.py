@@ -53,7 +53,7 @@ def test_embeddings_are_those_of_sentence_transformers(tmp_path: Path, mode: str
 def test_padding_in_front_counts_no_more_than_behind(mode: str) -> None:
     import torch
 
-    from qdqbench.quantize.models.pooling import pool_tokens
+    from qdqbench.quantize.models.embedder import pool_tokens
 
     hidden = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1]])
@@ -66,7 +66,7 @@ def test_half_precision_neither_overflows_nor_loses_the_mask() -> None:
     """The sum of these 512 hidden states is beyond FP16, and so is the square of any of them."""
     import torch
 
-    from qdqbench.quantize.models.pooling import SentencePooling
+    from qdqbench.quantize.models.embedder import SentencePooling
 
     generator = torch.Generator().manual_seed(0)
     hidden = (400 + 100 * torch.randn(2, 512, 16, generator=generator)).half()
@@ -81,7 +81,7 @@ def test_half_precision_neither_overflows_nor_loses_the_mask() -> None:
 def test_an_embedding_of_zeros_stays_zero() -> None:
     import torch
 
-    from qdqbench.quantize.models.pooling import SentencePooling
+    from qdqbench.quantize.models.embedder import SentencePooling
 
     zeros = SentencePooling(Pooling(mode="mean", normalize=True), 4)(torch.zeros(1, 3, 4), torch.ones(1, 3))
     assert zeros.tolist() == [[0, 0, 0, 0]]

@@ -171,7 +171,7 @@ def test_what_a_reader_must_know_stands_beside_the_figures():
         "INT8 proven in 72 of 72 GEMMs",
         "1755 to 1755 MHz",
         "± 1.03",
-        "✗ slower",
+        "slower ✗",
         r"Partial data: `fp16`: \--limit 64",
         "no engine",
     ):

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,7 +147,7 @@ def test_a_full_queue_is_503_at_once_and_not_ready():
         assert service.queued == 0
         await called(service, *post, {"texts": ["1"]})
 
-    within(main, settings=replace(LIMITS, queue=6), per_batch=0.15)
+    within(main, settings=LIMITS.model_copy(update={"queue": 6}), per_batch=0.15)
 
 
 def test_rows_count_from_arrival_so_that_nobody_waits_for_the_tokenizer_in_vain():
@@ -168,7 +167,7 @@ def test_rows_count_from_arrival_so_that_nobody_waits_for_the_tokenizer_in_vain(
         assert sorted(each[0] for each in made) == [200, 200, *[503] * 6]
         assert time.monotonic() - start < 0.6  # 1.6 s, were all of them tokenized
 
-    within(main, served=served, settings=replace(LIMITS, queue=8))
+    within(main, served=served, settings=LIMITS.model_copy(update={"queue": 8}))
 
 
 def test_an_answer_that_takes_too_long_is_503_and_frees_its_rows(caplog):

@@ -294,6 +294,8 @@ def hostile() -> Results:
 
     fields = poisoned(sample().model_dump())
     fields["stages"][GARBLED] = fields["stages"]["onnxruntime"]
+    for finding in fields["findings"]:
+        finding["effect"] = "note"  # one of a few words: nothing else is read
     for stage in fields["stages"].values():
         stage["metrics"] = dict.fromkeys([GARBLED] if stage["metrics"] else [], 0.9)
         if stage["vs_fp32"]:
