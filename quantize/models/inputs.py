@@ -8,7 +8,7 @@ import numpy as np
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.utils.arrays import Array
 
-TOKENS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
+TOKENS, MASK = "input_ids", "attention_mask"
 
 
 def select_inputs(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ EQUAL = 1.01  # engines within 1% of each other count as equally fast: rounds di
 class PlacedTrial(Trial):
     """A recipe with both objectives of a search."""
 
-    int8_share: float = 0.0  # of the multiply-adds of the encoder, from 0 to 1
+    int8_share: float = 0.0
+    """INT8 share of the multiply-adds of the encoder, from 0 to 1."""
 
     @property
     def gain(self) -> float:

@@ -8,6 +8,8 @@ from typing import Any
 from qdqbench.quantize.models.families.family import Family, Residual
 from qdqbench.quantize.utils.errors import UserError
 
+TYPES = "token_type_ids"
+
 ALBERT = Family(
     name="albert",
     model_types=("albert",),
@@ -38,7 +40,7 @@ ALBERT = Family(
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
     activation="hidden_act",
     intermediate="intermediate_size",
-    inputs=("input_ids", "attention_mask", "token_type_ids"),
+    inputs=("input_ids", "attention_mask", TYPES),
     shared_layers=True,
 )
 
@@ -126,7 +128,7 @@ BERT = Family(
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
     activation="hidden_act",
     intermediate="intermediate_size",
-    inputs=("input_ids", "attention_mask", "token_type_ids"),
+    inputs=("input_ids", "attention_mask", TYPES),
 )
 
 ROBERTA = replace(
