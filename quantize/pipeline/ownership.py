@@ -268,8 +268,11 @@ def _read_owner(folder: Path) -> RunIdentity | None:
     if not (folder / CONFIG).is_file():
         return None
     config = read_config(folder)
-    model = model_location(config.model, config.revision)
-    return RunIdentity(kind="run", recipe=config.recipe.name, model=model, task=config.task.name)
+    try:
+        return identity_of("run", Session(config, folder))
+    except UserError:  # its model is gone
+        model = model_location(config.model, config.revision)
+        return RunIdentity(kind="run", recipe=config.recipe.name, model=model, task=config.task.name)
 
 
 def _describe(folder: Path, owner: RunIdentity) -> str:
