@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from modelopt.torch.quantization.nn import QuantModule, TensorQuantizer
 from torch import nn
 from torch.nn import functional
 
@@ -44,6 +43,10 @@ from qdqbench.quantize.calibration.fakequant.quantizers import (
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
+
+import_modelopt()
+
+from modelopt.torch.quantization.nn import QuantModule, TensorQuantizer  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
