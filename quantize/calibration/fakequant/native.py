@@ -51,8 +51,6 @@ from modelopt.torch.quantization.nn import QuantModule, TensorQuantizer  # noqa:
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-import_modelopt()
-
 
 class FakeQuantLinear(nn.Linear):
     """A linear whose input and weight are quantized."""
