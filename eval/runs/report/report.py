@@ -80,10 +80,7 @@ EMBEDDINGS = (
     "how many of its 10 nearest texts (by cosine, among these texts) are still among the 10 nearest. No "
     "label is needed."
 )
-TOGETHER = (
-    "Stages may run side by side, so that a run takes less than they add up to. Peak memory is that of the "
-    "whole process while the stage ran."
-)
+TOGETHER = "Stages run one after the other. Peak memory is that of the whole process while the stage ran."
 
 
 def write_reports(results: Results, folder: Path) -> list[Path]:
@@ -199,7 +196,7 @@ def _tiles(results: Results) -> list[Tile]:
     if results.timings:
         peak = max(timing.peak_rss_bytes for timing in results.timings.values())
         total = seconds(sum(timing.wall_s for timing in results.timings.values()))
-        tiles.append(Tile("stages, added up", total, f"may run side by side; peak memory {size(peak)}"))
+        tiles.append(Tile("total stage time", total, f"peak memory {size(peak)}"))
     return tiles
 
 
