@@ -284,6 +284,15 @@ def test_an_endless_loop_ends_and_leaves_nothing(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["loop.onnx"]
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own answer to Ctrl-C, whatever an earlier test of this process left."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_an_endless_loop():
     threads = threading.active_count()
     threading.Timer(0.5, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
