@@ -197,14 +197,12 @@ class CalibrationOptions(EvaluationOptions):
     samples: int = Field(default=1024, ge=2, description="Train rows to compare on.")
 
 
-class FinetuneOptions(FolderOptions, TaskOptions, Training):
-    """Options of `finetune`."""
+class TrainingOptions(FolderOptions, TaskOptions, Training):
+    """Fine-tunings over seeds."""
 
     patience: int = Field(default=5, ge=0, description="Evaluations without gain that end it; 0: none do.")
     seeds: int = Field(default=1, ge=1, description="Number of runs, with seeds from --seed on.")
-    max_length: int = Field(default=128, ge=8, description="Tokens of a sample.")
     limit: int | None = Field(default=None, ge=MIN_ROWS, description="Train rows; the report warns.")
-    keep_head: bool = Field(default=False, description="Start from the model's own classifier.")
 
     @property
     def training(self) -> Training:
@@ -213,7 +211,14 @@ class FinetuneOptions(FolderOptions, TaskOptions, Training):
         return Training(**values | {"patience": self.patience or None})
 
 
-class StudyOptions(FinetuneOptions):
+class FinetuneOptions(TrainingOptions):
+    """Options of `finetune`."""
+
+    max_length: int = Field(default=128, ge=8, description="Tokens of a sample.")
+    keep_head: bool = Field(default=False, description="Start from the model's own classifier.")
+
+
+class StudyOptions(TrainingOptions):
     """Options of `study`."""
 
     seeds: int = Field(default=3, ge=1, description="Number of fine-tunings, each with PTQ and QAT.")

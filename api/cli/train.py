@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qdqbench._options import FinetuneOptions, StudyOptions
+from qdqbench._options import FinetuneOptions, StudyOptions, TrainingOptions
 from qdqbench.cli import progress
 from qdqbench.cli.options import command, note
 from qdqbench.cli.terminal import Json, command_line, show
@@ -102,7 +102,7 @@ def study(
 
 
 def _own_folder(
-    kind: str, options: FinetuneOptions, task: "Task", folder: Path
+    kind: str, options: TrainingOptions, task: "Task", folder: Path
 ) -> AbstractContextManager[None]:
     """Own the folder of a training that begins with a base encoder, once that and its data fit."""
     from qdqbench.quantize.pipeline.ownership import owned_folder, training_identity
@@ -116,7 +116,7 @@ def _own_folder(
     return owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note)
 
 
-def _base(options: FinetuneOptions, folder: Path, accelerator: "Accelerator") -> tuple[str, str]:
+def _base(options: TrainingOptions, folder: Path, accelerator: "Accelerator") -> tuple[str, str]:
     """Return model and data; the main process writes those of the embedded default."""
     if options.model is not None:
         return options.model, options.data

@@ -1,10 +1,9 @@
 """Schema of `methods.json`: calibration methods side by side (documented in docs/methods.md)."""
 
-from typing import Any, Literal
+from typing import Any
 
-from qdqbench.eval.selection.trials.results import Scores, Trial
+from qdqbench.eval.selection.trials.results import DrawRecord, Scores, Trial
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.tasks.types.kind import Divergence
 from qdqbench.quantize.utils.schema import Strict
 
 METHODS_FILE = "methods.json"
@@ -47,34 +46,9 @@ class MethodRow(Strict):
         return ", ".join(parts)
 
 
-class Methods(Strict):
+class Methods(DrawRecord):
     """Everything that `qdqbench compare-calibration` measured."""
 
-    schema_version: Literal[3] = 3
-    """Version of this schema."""
-    created: str
-    """Time of the end, ISO 8601, UTC."""
-    command: str
-    """Command line."""
-    recipe: dict[str, Any]
-    """Recipe with every default filled in."""
-    model: dict[str, Any]
-    """Name and SHA-256 of its files."""
-    task: dict[str, Any]
-    """Name, columns, metrics, label names."""
-    data: dict[str, Any]
-    """Source, split, fingerprint, rows, `calibration` and scored `samples`, seed of the draw, rows of each
-    `evaluation` split."""
-    seed: int
-    """Seed of the bootstrap; the draws use the recipe's `calibration.seed`."""
-    batch_size: int
-    """Batch size of the evaluation in samples."""
-    metric: str
-    """Primary metric of the task."""
-    # KL(FP32 || INT8) per sample, nat; MSE / variance of FP32 logits; or 1 - cosine to FP32 embeddings
-    divergence: Divergence
-    """`kl`: KL(FP32 || INT8) per sample in nat; `squared`: squared error over the variance of FP32 logits;
-    `cosine`: 1 - cosine to FP32 embeddings."""
     fp32: dict[str, Scores]
     """Metrics of FP32 by evaluation split."""
     rows: list[MethodRow]

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from qdqbench.eval.selection.trials.results import Scores
-from qdqbench.quantize.tasks.types.kind import Divergence
+from qdqbench.eval.selection.trials.results import DrawRecord, Scores
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.schema import Strict, read
 
@@ -58,33 +57,9 @@ class SensitivityChoice(Strict):
     """File of the recipe."""
 
 
-class Sensitivity(Strict):
+class Sensitivity(DrawRecord):
     """Everything that `qdqbench sensitivity` measured."""
 
-    schema_version: Literal[3] = 3
-    """Version of this schema."""
-    created: str
-    """Time of the end, ISO 8601, UTC."""
-    command: str
-    """Command line."""
-    recipe: dict[str, Any]
-    """Recipe with every default filled in."""
-    model: dict[str, Any]
-    """Name and sha256."""
-    task: dict[str, Any]
-    """Name, columns, metrics, label names."""
-    data: dict[str, Any]
-    """Source, split, fingerprint, rows, calibration and evaluated samples, seed of the draw."""
-    seed: int
-    """Seed of the bootstrap; the draw uses the recipe's `calibration.seed`."""
-    batch_size: int
-    """Batch size in samples."""
-    metric: str
-    """Primary metric of the task."""
-    # KL(FP32 || INT8) per sample, nat; MSE / variance of FP32 logits; or 1 - cosine to FP32 embeddings
-    divergence: Divergence
-    """`kl`: KL(FP32 || INT8) per sample in nat; `squared`: squared error over the variance of FP32 logits;
-    `cosine`: 1 - cosine to FP32 embeddings."""
     fp32: Scores
     """Metrics of the model without quantizers on the draw."""
     full: Comparison

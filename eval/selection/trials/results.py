@@ -1,8 +1,9 @@
 """Schema of a trial: a recipe that was tried, what it costs, and how it was found."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.tasks.types.kind import Divergence
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.schema import Strict
@@ -99,3 +100,32 @@ class Trial(Strict):
     def divergence(self) -> float:
         """Return the mean divergence on the draw; of a trial that was scored on it."""
         return self.scores[DRAW].distance
+
+
+class DrawRecord(Strict):
+    """What results on a draw of train rows share; `trials.store.described` fills it."""
+
+    schema_version: Literal[3] = 3
+    """Version of this schema."""
+    created: str
+    """Time of the end, ISO 8601, UTC."""
+    command: str
+    """Command line."""
+    recipe: dict[str, Any]
+    """Recipe with every default filled in."""
+    model: dict[str, Any]
+    """Name and SHA-256 of its files."""
+    task: dict[str, Any]
+    """Name, columns, metrics, label names."""
+    data: dict[str, Any]
+    """Source, split, fingerprint, rows, `calibration` and scored `samples`, seed of the draw; of methods
+    the rows of each `evaluation` split too."""
+    seed: int
+    """Seed of the bootstrap; the draws use the recipe's `calibration.seed`."""
+    batch_size: int
+    """Batch size of the evaluation in samples."""
+    metric: str
+    """Primary metric of the task."""
+    divergence: Divergence
+    """`kl`: KL(FP32 || INT8) per sample in nat; `squared`: squared error over the variance of FP32 logits;
+    `cosine`: 1 - cosine to FP32 embeddings."""
