@@ -5,17 +5,16 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from qdqbench._options import AutoOptions, TaskOptions
+from qdqbench._options import AutoOptions, PoolingOptions, TaskOptions
 from qdqbench._runs import silent
 from qdqbench.eval.selection.auto.results import BEST_RECIPE, Auto, Criteria
 from qdqbench.eval.selection.auto.run import AutoRun, run_auto
 from qdqbench.eval.selection.auto.steps import Steps
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.quantize.engine.backend import choose_backend
-from qdqbench.quantize.pipeline.config import find_recipe
 from qdqbench.quantize.pipeline.ownership import default_folder, identity_of, owned_folder
 from qdqbench.quantize.pipeline.session import RunConfig, Session
-from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.schema import Recipe, find_recipe
 from qdqbench.quantize.tasks.embedded import write_embedded
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
@@ -144,7 +143,7 @@ def _limit_calibration(
 
 def _option_words(options: AutoOptions) -> list[str]:
     """Return the options of the `run` that repeats the chosen recipe, those that differ from the defaults."""
-    names = {*TaskOptions.model_fields} if options.model else set()
+    names = {*TaskOptions.model_fields, *PoolingOptions.model_fields} if options.model else set()
     words: list[str] = []
     for name, value in options.model_dump(include=names | {"seed", "batch_size", "limit"}).items():
         if value in (AutoOptions.model_fields[name].default, []):

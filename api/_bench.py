@@ -21,7 +21,6 @@ from qdqbench.eval.runs.report.report import refresh_reports
 from qdqbench.quantize.models.families.known import MODEL_SHAPES
 from qdqbench.quantize.models.identity import model_fingerprint
 from qdqbench.quantize.models.pooling import Pooling
-from qdqbench.quantize.pipeline.config import select_pooling
 from qdqbench.quantize.pipeline.ownership import (
     RunIdentity,
     default_folder,
@@ -30,8 +29,9 @@ from qdqbench.quantize.pipeline.ownership import (
     owned_folder,
 )
 from qdqbench.quantize.pipeline.session import read_config
-from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.schema import Recipe, dump_recipe
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.files import write_text
 from qdqbench.quantize.utils.options import take_options
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
@@ -67,11 +67,14 @@ def bench(  # noqa: PLR0913
         MissingDevice: the GPU or the runtime that is asked for is not there; before anything is exported.
     """
     path = None if target is None else Path(target)
-    _check_target(path, options.model, options.recipe)
-    pooling = select_pooling(options.pooling, options.normalize)
-    if path is not None and pooling:
-        raise UserError(f"--pooling belongs to --model; {path} has its own")
-    own_recipe = read_config(path).recipe if path else recipe_for(str(options.model), options.recipe)
+    _check_target(path, options)
+    pooling = options.find_pooling()
+    if path:
+        recipes = [read_config(path).recipe]
+    else:
+        names = (options.recipe, *(options.extra_recipe or ()))
+        recipes = [options.adapt(recipe_for(str(options.model), name)).ptq for name in names]
+    own_recipe = recipes[0]
     if own_recipe.auto_shapes and path is None and options.engine_shapes != "exact":
         raise UserError(
             f"the shapes of recipe {own_recipe.name} are those of a run's data (shapes: auto); give its "
@@ -81,19 +84,27 @@ def bench(  # noqa: PLR0913
     if cpu := options.cpu or runs_on_cpu(choice):
         own_backend(choice)
     backend = ("", "") if cpu else require_gpu(choice)
-    extra = options.extra_recipe or []
-    if extra and (options.model is None or cpu):
+    if options.extra_recipe and (path or cpu):
         raise UserError("--extra-recipe belongs to --model on a GPU: other recipes of the model measured")
     if cpu and options.build_only:
         raise UserError("--build-only belongs to a bench on a GPU")
-    _check_names(options.exclude or ())
+    known = dict.fromkeys(system.name for system in TABLE)
+    if unknown := sorted({*(options.exclude or ())} - {*known}):
+        raise UserError(
+            f"--exclude {', '.join(unknown)}: no system is called that; there are {', '.join(known)}"
+        )
     plan = _plan(options, cpu)
     progress("exporting")
     place = options.out or path or default_folder("bench", options.model, own_recipe.name)
     with ExitStack() as stack:
         stack.enter_context(_owned_folder(place, path, own_recipe, options, note))
         work = CpuWork() if cpu else GpuWork(stack.enter_context(background(os.cpu_count() or 1)))
-        opened = _open_all(path, options.model, (options.recipe, *extra), place, plan, pooling, work)
+        if path:
+            opened = run_target(path)
+            if isinstance(work, GpuWork):
+                start_compiles(work, path, plan)
+        else:
+            opened = _export_all(str(options.model), recipes, place, plan, pooling, work)
         if options.dataset is not None:
             splits = batched_splits(
                 opened,
@@ -158,21 +169,14 @@ def _report(bench: Bench, folder: Path, written: Callable[[Path], None]) -> Benc
     return bench
 
 
-def _check_target(target: Path | None, model: str | None, recipe: str | None) -> None:
-    if (target is None) == (model is None):
+def _check_target(target: Path | None, options: BenchOptions) -> None:
+    if (target is None) == (options.model is None):
         raise UserError(
             f"give either a run directory or --model (a folder, or one of {', '.join(MODEL_SHAPES)})"
         )
-    if target is not None and recipe is not None:
-        raise UserError(f"--recipe belongs to --model; {target} has a recipe of its own")
-
-
-def _check_names(exclude: Sequence[str]) -> None:
-    known = dict.fromkeys(system.name for system in TABLE)
-    if unknown := sorted({*exclude} - {*known}):
-        raise UserError(
-            f"--exclude {', '.join(unknown)}: no system is called that; there are {', '.join(known)}"
-        )
+    for name in ("recipe", "pooling", "set"):
+        if target is not None and getattr(options, name):
+            raise UserError(f"--{name} belongs to --model; {target} has its own, and its engine is built")
 
 
 def _threads(threads: int | None, streams: Sequence[int] | None, cpu: bool) -> tuple[int, tuple[int, ...]]:
@@ -204,41 +208,38 @@ def _owned_folder(
     return owned_folder(place, identity, overwrite=options.overwrite, say=note)
 
 
-def _open_all(  # noqa: PLR0913, PLR0917
-    target: Path | None,
-    model: str | None,
-    recipes: Sequence[str | None],
+def _export_all(  # noqa: PLR0913, PLR0917
+    model: str,
+    recipes: Sequence[Recipe],
     folder: Path,
-    options: BenchPlan,
+    plan: BenchPlan,
     pooling: Pooling | None,
     work: GpuWork | CpuWork,
 ) -> Target:
     """Return the target by the first recipe, with those by the others, exported at the same time."""
+    recipe, *others = recipes
+    taken = {recipe.name}
+    for other in others:
+        if other.name in taken:
+            raise UserError(f"two recipes to measure are called {other.name!r}; give one another name")
+        taken.add(other.name)
+    places = {other.name: folder / "extra" / other.name for other in others}
+    waits = []
+    if isinstance(work, GpuWork) and pooling is None:
+        for other in others:
+            file = places[other.name] / "recipe.yaml"
+            write_text(file, dump_recipe(other))
+            waits.append(start_export(work, model, str(file), places[other.name] / "work", plan))
 
     def start(run: Path) -> None:
         if isinstance(work, GpuWork):
-            start_compiles(work, run, options)
+            start_compiles(work, run, plan)
 
-    if target is not None:
-        opened = run_target(target)
-        start(target)
-        return opened
-    assert model is not None
-    first, *others = recipes
-    places = {str(other): folder / "extra" / Path(str(other)).stem / "work" for other in others}
-    waits = [
-        start_export(work, model, other, place, options)
-        for other, place in places.items()
-        if pooling is None and isinstance(work, GpuWork)
-    ]
-    seed, longest = options.seed, max(options.lengths)
-    opened = model_target(model, recipe_for(model, first), folder / "work", seed, longest, pooling, start)
+    seed, longest = plan.seed, max(plan.lengths)
+    target = model_target(model, recipe, folder / "work", seed, longest, pooling, start)
     for wait in waits:
         wait()
-    for other, place in places.items():
-        extra = model_target(model, recipe_for(model, other), place, seed, longest, pooling)
-        name = extra.session.recipe.name
-        if name in {opened.session.recipe.name, *opened.extra}:
-            raise UserError(f"two recipes to measure are called {name!r}; give one another name")
-        opened.extra[name] = extra
-    return opened
+    for other in others:
+        place = places[other.name] / "work"
+        target.extra[other.name] = model_target(model, other, place, seed, longest, pooling)
+    return target

@@ -1,13 +1,14 @@
 """A model in memory and the files made of it: calibrate, export, check."""
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qdqbench._options import CheckOptions, PoolingOptions
 from qdqbench._runs import silent
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
@@ -18,7 +19,6 @@ from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.load import load_model, prepare_model, use_tanh_gelu
 from qdqbench.quantize.models.modules import module_table
-from qdqbench.quantize.pipeline.config import select_pooling
 from qdqbench.quantize.pipeline.inspect_target import find_checked_graph, recipe_modules
 from qdqbench.quantize.pipeline.session import require_fit
 from qdqbench.quantize.recipe.plan import Plan, resolve
@@ -27,6 +27,7 @@ from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
 from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
+from qdqbench.quantize.utils.options import parse_options, take_options
 
 if TYPE_CHECKING:
     import pandas
@@ -60,7 +61,7 @@ class Exported:
 def load_embedder(
     model: str | Path, *, revision: str | None = None, pooling: str | None = None, normalize: bool = False
 ) -> "PreTrainedModel":
-    """A sentence-embedding model with pooling in its graph, for `quantize`.
+    """Load a sentence-embedding model with pooling in its graph, for `quantize`.
 
     Args:
         model: folder or hub id, of sentence-transformers or of an encoder.
@@ -71,7 +72,8 @@ def load_embedder(
     Raises:
         UserError: not found or not supported, or it does not fit what the model says itself.
     """
-    return load_model(str(model), revision, PAIRS, select_pooling(pooling, normalize))
+    options = parse_options(PoolingOptions, {"pooling": pooling, "normalize": normalize})
+    return load_model(str(model), revision, PAIRS, options.find_pooling())
 
 
 def quantize(
@@ -133,21 +135,21 @@ def export(quantized: Quantized, path: str | Path) -> Exported:
     return Exported(Path(path), notes)
 
 
-def check(target: str | Path, recipe: str | None = None, *, allow: Collection[str] = ()) -> CheckReport:
+@take_options
+def check(target: str | Path, options: CheckOptions = CheckOptions()) -> CheckReport:  # noqa: B008  (frozen)
     """Findings in any ONNX file: what will run in INT8, and what an engine would refuse or get wrong.
 
     Args:
         target: file of any origin, or a run directory, whose graph is held to its recipe.
-        recipe: hold the quantized set to this recipe, a shipped name or a YAML file.
-        allow: codes of findings to leave out, such as "quantized-residual".
 
     Raises:
         UserError: a file that cannot be read, a run without a graph, a recipe that does not fit it, or
             `allow` names no code.
     """
     path, own = find_checked_graph(Path(target))
-    wanted = recipe or own
-    return check_file(path, expected_quantized=recipe_modules(path, wanted) if wanted else None, allow=allow)
+    recipe = options.recipe or own
+    expected = recipe_modules(path, recipe) if recipe else None
+    return check_file(path, expected_quantized=expected, allow=options.allow or ())
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,41 @@ from pydantic import Field, PositiveInt, field_validator
 
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.quantize.recipe.training import Training
+from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import BackendChoice
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import Duration, Options
 
 if TYPE_CHECKING:
+    from qdqbench.quantize.models.pooling import Pooling
     from qdqbench.quantize.pipeline.session import RunConfig
     from qdqbench.quantize.recipe.schema import Recipe
     from qdqbench.quantize.tasks.task import Task
 
 MIN_ROWS = 4  # train rows that can be divided
+REVISION = "Branch, tag or commit of a hub model; none: its default branch."
+POSITIONAL: Any = {"positional": True}  # of a field that is an argument on the command line
+
+
+class PoolingOptions(Options):
+    """A plain encoder as an embedding model."""
+
+    pooling: Literal["mean", "cls", "last"] | None = Field(
+        default=None, description="Pooling of a plain encoder as embedding model."
+    )
+    normalize: bool = Field(default=False, description="Embeddings of length 1; with --pooling.")
+
+    def find_pooling(self) -> "Pooling | None":
+        """Return the pooling that is asked for.
+
+        Raises:
+            UserError: normalization alone.
+        """
+        from qdqbench.quantize.models.pooling import Pooling
+
+        if self.pooling is None and self.normalize:
+            raise UserError("--normalize belongs to --pooling; give both")
+        return Pooling(mode=self.pooling, normalize=self.normalize) if self.pooling else None
 
 
 class TaskOptions(Options):
@@ -33,9 +58,7 @@ class TaskOptions(Options):
         description="hub or hub:OWNER/NAME, with :CONFIG and @REVISION; a folder; or a file with all "
         "samples.",
     )
-    revision: str | None = Field(
-        default=None, description="Branch, tag or commit of a hub model; none: its default branch."
-    )
+    revision: str | None = Field(default=None, description=REVISION)
     text_column: list[str] | None = Field(
         default=None, description="Text column of your own data; twice for pairs."
     )
@@ -46,17 +69,28 @@ class TaskOptions(Options):
     metric: list[str] | None = Field(
         default=None, description="Metrics of your own data; repeatable, the first decides."
     )
-    pooling: Literal["mean", "cls", "last"] | None = Field(
-        default=None, description="Pooling of a plain encoder as embedding model."
-    )
-    normalize: bool = Field(default=False, description="Embeddings of length 1; with --pooling.")
 
     def find_task(self) -> "Task":
-        """Return the task; errors are those of `pipeline.config.find_task`."""
-        from qdqbench.quantize.pipeline.config import find_task
+        """Return the task; without model and task that of the embedded default.
 
-        names = {"model", "task", "text_column", "label_column", "num_labels", "metric"}
-        return find_task(**self.model_dump(include=names))
+        Raises:
+            UserError: a model without a task, a task without a model, or as `tasks.task.get_task`.
+        """
+        from qdqbench.quantize.tasks.task import EMBEDDED, get_task
+
+        if (self.model is None) != (self.task is None):
+            raise UserError(
+                "--model and --task belong together; give both, or neither for the embedded default"
+            )
+        if self.task is None:
+            return EMBEDDED
+        return get_task(
+            self.task,
+            text_columns=self.text_column or (),
+            label_column=self.label_column,
+            num_labels=self.num_labels,
+            metrics=self.metric or (),
+        )
 
 
 class FolderOptions(Options):
@@ -71,21 +105,11 @@ class FolderOptions(Options):
     )
 
 
-class RecipeOptions(FolderOptions, TaskOptions):
-    """A recipe on a model and task."""
+class SetOptions(Options):
+    """Fields of recipes."""
 
     set: dict[str, Any] | None = Field(
         default=None, description="Recipe field by its path, such as calibration.samples=256; repeatable."
-    )
-    max_length: int | None = Field(
-        default=None, ge=8, description="Tokens of a sample, which profiles follow; none: the recipe's."
-    )
-    backend: BackendChoice | None = Field(
-        default=None, description="Runtime of the engine; none: the recipe's."
-    )
-    batch_size: int = Field(default=32, ge=1, description="Batch size of evaluations.")
-    seed: int = Field(
-        default=0, ge=0, description="Seed of everything random: samples, bootstrap, embedded default."
     )
 
     @field_validator("set", mode="before")
@@ -102,24 +126,61 @@ class RecipeOptions(FolderOptions, TaskOptions):
             raise ValueError(f"no YAML value: {' '.join(str(error).split())[:200]}") from error
 
     def adapt(self, recipe: "Recipe") -> "Recipe":
-        """Return a recipe with what was asked for; errors are those of `pipeline.config.adapted`."""
-        from qdqbench.quantize.pipeline.config import adapted
+        """Return a recipe with what was asked for; errors are those of `recipe.schema.adapt_recipe`."""
+        from qdqbench.quantize.recipe.schema import adapt_recipe
 
         names = {"max_length", "backend", "shapes"}
-        return adapted(recipe, fields=self.set or {}, **self.model_dump(include=names))
+        return adapt_recipe(recipe, fields=self.set, **self.model_dump(include=names))
+
+
+class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
+    """A recipe on a model and task."""
+
+    max_length: int | None = Field(
+        default=None, ge=8, description="Tokens of a sample, which profiles follow; none: the recipe's."
+    )
+    backend: BackendChoice | None = Field(
+        default=None, description="Runtime of the engine; none: the recipe's."
+    )
+    batch_size: int = Field(default=32, ge=1, description="Batch size of evaluations.")
+    seed: int = Field(
+        default=0, ge=0, description="Seed of everything random: samples, bootstrap, embedded default."
+    )
 
     def find_recipe(self, name: str) -> "Recipe":
-        """Return the recipe for the model; errors are those of `pipeline.config.find_recipe` and `adapt`."""
-        from qdqbench.quantize.pipeline.config import find_recipe
+        """Return the recipe for the model; errors are those of `recipe.schema.find_recipe` and `adapt`."""
+        from qdqbench.quantize.recipe.schema import find_recipe
 
         return self.adapt(find_recipe(name, self.model, self.revision))
 
     def config(self, recipe: "Recipe", command: str) -> "RunConfig":
-        """Return the configuration of a run; errors are those of `pipeline.config.run_config`."""
-        from qdqbench.quantize.pipeline.config import make_run_config
+        """Return the configuration of a run.
 
-        names = {*TaskOptions.model_fields, "batch_size", "seed", "limit"}
-        return make_run_config(recipe, **self.model_dump(include=names), command=command)
+        Raises:
+            UserError: as `find_task`, a revision without a model, or an embedding model and a task that
+                cannot judge it.
+        """
+        from qdqbench.quantize.models.identity import has_pooling
+        from qdqbench.quantize.models.load import read_class_names
+        from qdqbench.quantize.pipeline.session import RunConfig
+        from qdqbench.quantize.tasks.rows import add_label_values
+        from qdqbench.quantize.tasks.task import score_embeddings, with_classes
+        from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+
+        task, pooling, model = self.find_task(), self.find_pooling(), self.model
+        if model is None:
+            if self.revision is not None:
+                raise UserError(f"--revision {self.revision} belongs to --model with a hub id; give that too")
+        else:
+            if task.kind.names_classes:
+                task = with_classes(task, read_class_names(model, self.revision, task.kind))
+            if task.kind is CLASSIFICATION:
+                task = add_label_values(task, self.data, read_class_names(model, self.revision, task.kind))
+            if pooling or has_pooling(model, self.revision):
+                task = score_embeddings(task, self.metric or ())
+        names = {"model", "revision", "data", "batch_size", "seed", "limit"}
+        values = self.model_dump(include=names)
+        return RunConfig(recipe=recipe, task=task, pooling=pooling, command=command, **values)
 
 
 class EvaluationOptions(RecipeOptions):
@@ -130,12 +191,21 @@ class EvaluationOptions(RecipeOptions):
     )
 
 
-class RunOptions(EvaluationOptions):
-    """Options of `run` and `qat`."""
+class QatOptions(EvaluationOptions):
+    """Options of `qat`."""
 
     shapes: Literal["auto"] | None = Field(
         default=None,
         description="auto: profiles of the lengths that the evaluation data has; none: the recipe's.",
+    )
+
+
+class RunOptions(QatOptions):
+    """Options of `run`."""
+
+    until: str | None = Field(
+        default=None,
+        description="Stage to stop after, or evaluate for all evaluations; the others can follow later.",
     )
 
 
@@ -144,8 +214,9 @@ class AutoOptions(EvaluationOptions):
 
     recipe: list[str] | None = Field(
         default=None,
-        description="Recipe to start with; repeatable. None: int8-attention, with --min-speedup on a GPU "
+        description="Recipes to start with. None: int8-attention, with --min-speedup on a GPU "
         "int8-residual-fused, and int8-linears.",
+        json_schema_extra=POSITIONAL,
     )
     budget: Duration = Field(
         default="30m",
@@ -218,15 +289,71 @@ class FinetuneOptions(TrainingOptions):
     keep_head: bool = Field(default=False, description="Start from the model's own classifier.")
 
 
-class StudyOptions(TrainingOptions):
+class StudyOptions(SetOptions, TrainingOptions):
     """Options of `study`."""
 
     seeds: int = Field(default=3, ge=1, description="Number of fine-tunings, each with PTQ and QAT.")
 
 
+class CheckOptions(Options):
+    """Options of `check`."""
+
+    recipe: str | None = Field(
+        default=None, description="Recipe to hold the quantized set to; none: that of the run."
+    )
+    allow: list[str] | None = Field(
+        default=None, description="Code of findings to leave out, such as quantized-residual; repeatable."
+    )
+
+
+class InspectOptions(Options):
+    """Options of `inspect`."""
+
+    onnx: Path | None = Field(default=None, description="ONNX file that the engine was built from.")
+    recipe: str | None = Field(default=None, description="Recipe to hold the engine to; none: the run's.")
+    profile: str | None = Field(
+        default=None, description="Kernel times: saved JSON (name, ms), or gpu or cpu to measure here."
+    )
+    batch: int | None = Field(
+        default=None, ge=1, description="With --profile gpu or cpu: batch size; none: the optimum."
+    )
+    length: int | None = Field(
+        default=None, ge=1, description="With --profile gpu or cpu: tokens; none: the optimum."
+    )
+    all: bool = Field(default=False, description="List every kernel, not one row for equal ones.")
+    bisect: bool = Field(default=False, description="Find the first tensor that goes wrong.")
+
+
+class DoctorOptions(Options):
+    """Options of `doctor`."""
+
+    backend: BackendChoice | None = Field(default=None, description="Exit with 3 where it cannot run.")
+    offline: bool = Field(default=False, description="Do not ask whether the hub is there.")
+    report: bool = Field(
+        default=False, description="Markdown for a bug report, without names of users or folders."
+    )
+
+
+class NewRecipeOptions(Options):
+    """Options of `recipes new`."""
+
+    model: str = Field(description="Folder or hub id; its configuration is read, no weights.")
+    revision: str | None = Field(default=None, description=REVISION)
+    out: Path | None = Field(default=None, description="Recipe file; none: NAME.yaml here.")
+
+
+class CacheRecipeOptions(NewRecipeOptions):
+    """Options of `recipes from-cache`."""
+
+    onnx: Path | None = Field(
+        default=None, description="ONNX file that was calibrated; none: names of an export here."
+    )
+
+
 class FixCommandOptions(TaskOptions):
     """Options of `fix`."""
 
+    out: Path = Field(description="File to write.")
     compute: Literal["fp16", "keep"] = Field(
         default="fp16", description="Precision of what is not INT8, in a file that is all FP32."
     )
@@ -245,17 +372,18 @@ class FixCommandOptions(TaskOptions):
     no_engine: bool = Field(default=False, description="Build no engine before and after.")
 
 
-class BenchOptions(FolderOptions):
+class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
     """Options of `bench`."""
 
     model: str | None = Field(
         default=None,
         description="Model folder, or a published size with random weights, such as bert-base.",
     )
-    pooling: Literal["mean", "cls", "last"] | None = Field(
-        default=None, description="With --model: pooling of a plain encoder as embedding model."
+    set: dict[str, Any] | None = Field(
+        default=None,
+        description="With --model: field of its recipes by its path, such as engine.backend=openvino; "
+        "repeatable. A run keeps the recipe that it was built with.",
     )
-    normalize: bool = Field(default=False, description="Embeddings of length 1; with --pooling.")
     recipe: str | None = Field(
         default=None, description=f"With --model: name or YAML file; none: {DEFAULT_RECIPE}."
     )

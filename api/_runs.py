@@ -8,10 +8,9 @@ from qdqbench._options import RunOptions
 from qdqbench.eval.runs.run import StageProgress, follow, require_inputs, run_until
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.pipeline.artifacts import backend_of
-from qdqbench.quantize.pipeline.config import find_recipe
 from qdqbench.quantize.pipeline.ownership import identity_of, open_session, owned_folder, run_folder
 from qdqbench.quantize.pipeline.session import RunConfig, Session
-from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.schema import Recipe, find_recipe
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
 from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
@@ -47,14 +46,12 @@ def run(
     recipe: str | Path | Recipe = DEFAULT_RECIPE,
     options: RunOptions = RunOptions(),  # noqa: B008  (frozen)
     *,
-    until: str | None = None,
     progress: StageCallback = silent,
 ) -> Results:
     """Take a recipe and a model to an engine and a report. A gate that fails is in the results.
 
     Args:
         recipe: shipped name, YAML file, or what `load_recipe` gave.
-        until: a stage to stop after, "evaluate" after all evaluations; None: everything and the report.
         progress: called as stages start and continue.
 
     Raises:
@@ -64,7 +61,7 @@ def run(
     chosen = options.adapt(recipe) if isinstance(recipe, Recipe) else options.find_recipe(str(recipe))
     config = options.config(chosen, "qdqbench.run")
     folder = run_folder("run", config, options.out)
-    return start(config, folder, until, progress, overwrite=options.overwrite)
+    return start(config, folder, options.until, progress, overwrite=options.overwrite)
 
 
 def start(  # noqa: PLR0913

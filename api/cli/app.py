@@ -7,11 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from qdqbench.cli import bench, run, serve, train
-from qdqbench.cli.inspection import check, compare, diagnose, doctor, inspect
+from qdqbench.cli import bench, diagnose, doctor, inspect, recipes, run, serve, train, tune
 from qdqbench.cli.progress import reset_clock
 from qdqbench.cli.terminal import complain
-from qdqbench.cli.tuning import auto, recipes, search, sensitivity
 from qdqbench.quantize.utils.system import process
 
 app = typer.Typer(
@@ -30,21 +28,21 @@ app.add_typer(recipes.recipes_app, name="recipes", rich_help_panel="Run")
 STAGES = {stage: run.stage_command(stage, text) for stage, text in STAGE_COMMANDS.items()}
 STAGES["report"] = run.report
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by what they are for, as help shows them
-    "Run": {"run": run.run, "auto": auto.auto, **STAGES, "build": run.build, "verify": run.verify},
+    "Run": {"run": run.run, "auto": tune.auto, **STAGES, "build": run.build, "verify": run.verify},
     "Inspect": {
-        "check": check.check,
+        "check": diagnose.check,
         "inspect": inspect.inspect,
         "diagnose": diagnose.diagnose,
         "fix": diagnose.fix,
-        "compare": compare.compare,
+        "compare": run.compare,
         "bench": bench.bench,
         "timings": run.timings,
         "doctor": doctor.doctor,
     },
     "Tune": {
-        "sensitivity": sensitivity.sensitivity,
-        "compare-calibration": sensitivity.compare_calibration,
-        "search": search.search,
+        "sensitivity": tune.sensitivity,
+        "compare-calibration": tune.compare_calibration,
+        "search": tune.search,
     },
     "Train": {"qat": run.qat, "finetune": train.finetune},
     "Deploy": {"deploy": serve.deploy, "serve": serve.serve, "export-triton": serve.export_triton},

@@ -9,6 +9,7 @@ import typer
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
+from qdqbench._options import POSITIONAL
 from qdqbench.quantize.utils.options import take_options
 
 RecipeName = Annotated[str, typer.Argument(help="Shipped name, with or without the family, or YAML file.")]
@@ -41,10 +42,14 @@ def _annotate(name: str, field: FieldInfo) -> Any:
     """
     shown = _strip(Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation)
     text, more = field.description, dict[str, Any]()
+    if field.json_schema_extra == POSITIONAL:
+        return Annotated[shown, typer.Argument(help=text, show_default=False)]
     choices = next((get_args(each) for each in (shown, *get_args(shown)) if get_origin(each) is Literal), ())
     if len("|".join(map(str, choices))) > LONG_CHOICES:
         more, text = {"metavar": "NAME"}, f"{text} One of {', '.join(map(str, choices))}."
     flags = [f"--{name.replace('_', '-')}"] if field.default is False else []
+    if name == "out":
+        flags = ["--out", "-o"]
     return Annotated[shown, typer.Option(*flags, help=text, **more)]
 
 

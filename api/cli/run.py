@@ -1,13 +1,13 @@
-"""The commands `run`, `qat`, `timings`, and one for each stage of a run."""
+"""The commands `run`, `qat`, `compare`, `timings`, and one for each stage of a run."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qdqbench._options import RunOptions
+from qdqbench._options import FolderOptions, QatOptions, RunOptions
 from qdqbench.cli import progress
 from qdqbench.cli.options import RecipeName, command, note
 from qdqbench.cli.terminal import Json, RunFolder, command_line, console, plain, print_json, show
@@ -25,9 +25,6 @@ def run(
     recipe: RecipeName = DEFAULT_RECIPE,
     *,
     options: RunOptions,
-    until: Annotated[
-        str | None, typer.Option(help="Stop after this stage; the others can follow later.")
-    ] = None,
     json: Json = False,
 ) -> None:
     """Run the main job: recipe and model in, engine and report out."""
@@ -37,12 +34,12 @@ def run(
     config = options.config(options.find_recipe(recipe), command_line())
     folder = run_folder("run", config, options.out)
     with progress.stages() as shown:
-        results = start(config, folder, until, shown, overwrite=options.overwrite, say=note)
+        results = start(config, folder, options.until, shown, overwrite=options.overwrite, say=note)
     print_results(results, folder, json=json)
 
 
 @command
-def qat(recipe: RecipeName = DEFAULT_QAT, *, options: RunOptions, json: Json = False) -> None:
+def qat(recipe: RecipeName = DEFAULT_QAT, *, options: QatOptions, json: Json = False) -> None:
     """Train with quantization, then continue to engine and report; on one GPU or many."""
     from qdqbench.eval.runs.run import require_inputs
     from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
@@ -131,9 +128,7 @@ def build(folder: RunFolder, json: Json = False) -> None:
 
 def report(
     folder: RunFolder,
-    fp16: Annotated[
-        bool, typer.Option("--fp16", help="Evaluate the FP16 twin too, to see INT8 beside it.")
-    ] = False,
+    fp16: Annotated[bool, typer.Option("--fp16", help="Evaluate the FP16 twin too, beside INT8.")] = False,
     json: Json = False,
 ) -> None:
     """Write results.json, report.md and report.html."""
@@ -165,3 +160,31 @@ def timings(folder: RunFolder, json: Json = False) -> None:
     wall, cpu = (f"{sum(times):.1f}" for times in ([r.wall_s for r in rows], [r.cpu_s or 0 for r in rows]))
     table.add_row("total", wall, cpu, f"{peak / 1e6:.0f}", "")
     console().print(table)
+
+
+@command
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.", show_default=False)],
+    *,
+    options: FolderOptions,
+    json: Json = False,
+) -> None:
+    """Runs side by side: accuracy paired on the same samples, speed, size, answers that flipped, layers."""
+    from qdqbench.eval.reporting.render import render_screen
+    from qdqbench.eval.runs.compare.compare import compare_runs
+    from qdqbench.eval.runs.compare.report import NAME, comparison_report, write_comparison
+    from qdqbench.quantize.pipeline.ownership import RunIdentity, owned_folder
+
+    out = options.out or Path("runs/compare")
+    compared = cache(partial(compare_runs, runs, command_line()))
+    with progress.status() as announce:
+        announce("comparing")
+        with owned_folder(out, RunIdentity(kind=NAME), overwrite=options.overwrite, ready=compared, say=note):
+            found = compared()
+            written = write_comparison(found, out)
+    show(
+        found,
+        json,
+        lambda each: render_screen(comparison_report(each)),
+        *(f"page: {path}" for path in written if path.suffix == ".html"),
+    )

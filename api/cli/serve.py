@@ -1,4 +1,4 @@
-"""The commands `serve` and `export-triton`. Everything heavy is imported inside."""
+"""The commands `serve`, `deploy` and `export-triton`. Everything heavy is imported inside."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +10,13 @@ from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, RunFolder, plain, say, show_json
 from qdqbench.quantize.deployment.server.settings import Settings
 
+EXTRA = (
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "prometheus_client",
+)  # of the extra `serve`
+
 
 @command
 def serve(run: RunFolder, settings: Settings) -> None:
@@ -19,12 +26,7 @@ def serve(run: RunFolder, settings: Settings) -> None:
     try:
         from qdqbench.quantize.deployment.server import server
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in (
-            "fastapi",
-            "starlette",
-            "uvicorn",
-            "prometheus_client",
-        ):
+        if (error.name or "").partition(".")[0] not in EXTRA:
             raise
         raise MissingDevice(
             f"serve needs {error.name}, which is not installed; `pip install 'qdqbench[serve]'`"
@@ -46,8 +48,7 @@ def serve(run: RunFolder, settings: Settings) -> None:
 def deploy(
     run: RunFolder,
     out: Annotated[
-        Path | None,
-        typer.Argument(metavar="[DIR]", help="Folder for copies; none: RUN/deploy.", show_default=False),
+        Path | None, typer.Option("--out", "-o", help="Folder for copies; none: RUN/deploy.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -56,8 +57,8 @@ def deploy(
     from qdqbench.eval.runs.report.report import begin_in
     from qdqbench.eval.runs.report.report import deploy as write
 
-    with status() as say_now:
-        say_now("writing")
+    with status() as announce:
+        announce("writing")
         made = write(run, out)
     begin = str(begin_in(made, made))
     if json:
@@ -68,7 +69,7 @@ def deploy(
 
 def export_triton(
     run: RunFolder,
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="New folder.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder.")],
     name: Annotated[
         str | None, typer.Option(help="Name of the model in Triton; none: the run's folder.")
     ] = None,
@@ -80,8 +81,8 @@ def export_triton(
     from qdqbench.cli.schemas import TritonRepository
     from qdqbench.quantize.deployment.triton.export import export_triton as export
 
-    with status() as say_now:
-        say_now("writing")
+    with status() as announce:
+        announce("writing")
         made = export(run, out, name)
     if json:
         show_json(TritonRepository(folder=str(out), **asdict(made)))

@@ -39,12 +39,12 @@ def console() -> Any:
     """Rich console on stdout."""
     from rich.console import Console
 
-    return Console()
+    return Console(highlight=False)
 
 
 def say(text: str) -> None:
     """A line of markup on stdout, however long."""
-    console().print(text, highlight=False, soft_wrap=True)
+    console().print(text, soft_wrap=True)
 
 
 def show_json(found: "BaseModel") -> None:

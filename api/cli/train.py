@@ -60,7 +60,7 @@ def finetune(*, options: FinetuneOptions, json: Json = False) -> None:
 
 @command
 def study(
-    recipe: Annotated[list[str], typer.Option(help="Shipped name or YAML file, with QAT; repeatable.")],
+    recipe: Annotated[list[str], typer.Argument(help="Shipped names or YAML files, with QAT.")],
     *,
     options: StudyOptions,
     json: Json = False,
@@ -68,12 +68,12 @@ def study(
     """Measure FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
     from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.runs.study import STUDY_FILE, StudyPlan, study, study_report
-    from qdqbench.quantize.pipeline.config import find_recipe
     from qdqbench.quantize.pipeline.ownership import default_folder
+    from qdqbench.quantize.recipe.schema import find_recipe
     from qdqbench.quantize.training.finetune import FinetuneRequest
     from qdqbench.quantize.training.record import require_all
 
-    recipes = [find_recipe(name, options.model, options.revision) for name in recipe]
+    recipes = [options.adapt(find_recipe(name, options.model, options.revision)) for name in recipe]
     task = options.find_task()
     folder = options.out or default_folder("study", options.model, task.name)
     with (

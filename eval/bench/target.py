@@ -22,10 +22,9 @@ from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.pooling import Pooling
 from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.artifacts import FP16, FP32, INT8
-from qdqbench.quantize.pipeline.config import find_recipe
 from qdqbench.quantize.pipeline.pipeline import open_run, run_stages
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.recipe.schema import Recipe, find_recipe, load_recipe
 from qdqbench.quantize.tasks.task import EMBED, Task
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError

@@ -129,7 +129,7 @@ DEFAULT_COMPUTE_CAPABILITY = "8.9"
 _BUILD_LOCK = threading.Lock()  # the logger is process-global while any builder lives
 INSTALL: dict[BackendName, str] = {
     "tensorrt": "pip install 'qdqbench[tensorrt]' on a machine with an NVIDIA GPU, or build there with "
-    "trtexec: `qdqbench deploy RUN OUT` writes its script",
+    "trtexec: `qdqbench deploy RUN --out DIR` writes its script",
     "tensorrt_rtx": "pip install 'qdqbench[rtx]', which builds without a GPU too",
     "openvino": "pip install 'qdqbench[openvino]'",
     "onnxruntime": "pip install onnxruntime",

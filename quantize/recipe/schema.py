@@ -3,7 +3,7 @@
 import difflib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -12,7 +12,8 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from qdqbench.quantize.models.families.family import Family
-from qdqbench.quantize.models.families.known import FAMILIES
+from qdqbench.quantize.models.families.known import BERT, FAMILIES, family_of
+from qdqbench.quantize.models.load import load_config
 from qdqbench.quantize.recipe.sections import (
     AUTO,
     FORMS,
@@ -197,6 +198,71 @@ def load_recipe(name_or_path: str, family: Callable[[], Family] | None = None) -
         return parse_recipe(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text, so it is no recipe") from error
+
+
+def find_recipe(name: str, model: str | None, revision: str | None = None) -> Recipe:
+    """As `load_recipe`, for the family of a model: a folder or hub id; None: the embedded default.
+
+    Raises:
+        UserError: also for a model that cannot be read.
+    """
+    return load_recipe(name, lambda: BERT if model is None else family_of(load_config(model, revision)))
+
+
+def adapt_recipe(
+    recipe: Recipe,
+    *,
+    fields: Mapping[str, Any] | None = None,
+    max_length: int | None = None,
+    backend: str | None = None,
+    shapes: Literal["auto"] | None = None,
+) -> Recipe:
+    """Return a recipe with other values in some fields; None: as the recipe has it.
+
+    Args:
+        fields: values by path: calibration.samples, rules.0.precision.
+        max_length: tokens of a sample, which is cut there; the longest profiles end there.
+        backend: of the engine.
+        shapes: "auto": profiles follow the data.
+
+    Raises:
+        UserError: no such field, or values that do not go together.
+    """
+    named = {"engine.shapes": shapes, "engine.backend": backend, "export.max_length": max_length}
+    changes = {**(fields or {}), **{path: value for path, value in named.items() if value is not None}}
+    if not changes:
+        return recipe
+    data = recipe.model_dump(mode="json")
+    for path, value in changes.items():
+        _set_field(data, path, value)
+    if max_length is not None:
+        kept = data["engine"]["shapes"]
+        longest = max((each.length[2] for each in recipe.engine.profiles), default=max_length)
+        for each in [] if kept == AUTO else [kept] if isinstance(kept, dict) else kept:
+            each["length"] = [
+                max_length if size == longest else min(size, max_length) for size in each["length"]
+            ]
+    told = ", ".join(f"{path}={value}" for path, value in changes.items())
+    return validate_recipe(data, f"recipe {recipe.name} with {told}")
+
+
+def _set_field(data: Any, path: str, value: Any) -> None:
+    """Set a field of a recipe's data; validation names a key that does not exist.
+
+    Raises:
+        UserError: the path goes through a value without fields.
+    """
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    try:
+        for part in parents:
+            if isinstance(data, dict) and data.get(part) is None:
+                data[part] = {}
+            data = data[part]
+        data[last] = value
+    except (TypeError, IndexError) as error:
+        raise UserError(
+            f"--set {path}: a recipe has no such path; `qdqbench recipes show RECIPE --resolved` prints all"
+        ) from error
 
 
 _parsed = functools.cache(parse_recipe)  # of shipped recipes, which commands read again and again

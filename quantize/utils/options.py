@@ -82,7 +82,7 @@ def take_options(
             inspect.Parameter(
                 field,
                 parameter.kind,
-                default=info.default,
+                default=parameter.empty if info.is_required() else info.default,
                 annotation=annotate(field, info) if annotate else info.annotation,
             )
             for field, info in hints[name].model_fields.items()

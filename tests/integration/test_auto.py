@@ -78,7 +78,7 @@ def test_every_step_is_taken(sst2, clipped, tmp_path, qdqbench, monkeypatch):
 
     monkeypatch.setattr(run.AutoRun, "run", run_last)
     out = tmp_path / OUT
-    words = options(sst2, out, "--recipe", clipped, "--samples", 96, "--trials", 8)
+    words = options(sst2, out, clipped, "--samples", 96, "--trials", 8)
     done = qdqbench(*words)
     found = read_auto(out)
     told = {step.name: (step.status, step.failure) for step in found.steps}
@@ -105,7 +105,7 @@ def test_every_step_is_taken(sst2, clipped, tmp_path, qdqbench, monkeypatch):
 def test_the_first_recipe_that_holds_is_deployed_and_repeated(sst2, tmp_path, qdqbench):
     """And the same command again takes no step; more is told by --json."""
     out = tmp_path / OUT
-    words = options(sst2, out, "--recipe", "int8-linears")
+    words = options(sst2, out, "int8-linears")
     done = qdqbench(*words)
     assert done.code == 0, done.err
     found = read_auto(out)
@@ -133,8 +133,8 @@ def test_bad_input_is_told_before_anything_is_written(sst2, tmp_path, qdqbench):
         (["--budget", "soon"], "--budget soon: no duration"),
         (["--max-drop", "2"], "less than or equal to 1"),
         (["--min-speedup", "0"], "should be greater than 0"),
-        (["--recipe", "fp16"], "puts nothing into INT8"),
-        (["--recipe", "int8-linears", "--recipe", "int8-linears"], "two steps would be called"),
+        (["fp16"], "puts nothing into INT8"),
+        (["int8-linears", "int8-linears"], "two steps would be called"),
     ):
         done = qdqbench(*options(sst2, out, *words))
         assert done.code == 1, words
@@ -153,7 +153,7 @@ def test_a_folder_of_something_else_is_left_alone(sst2, tmp_path, qdqbench):
 def test_a_killed_command_resumes(sst2, tmp_path, qdqbench):
     """The step that was killed is taken again, those before are not."""
     out = tmp_path / OUT
-    words = options(sst2, out, "--recipe", "int8-linears", "--samples", 96, "--trials", 8)
+    words = options(sst2, out, "int8-linears", "--samples", 96, "--trials", 8)
     words += ["--min-speedup", "50", "--backend", "openvino"]  # nothing is so fast: search is tried
     process = subprocess.Popen(
         [sys.executable, "-c", MAIN, *words],
@@ -184,7 +184,7 @@ def test_a_killed_command_resumes(sst2, tmp_path, qdqbench):
 @pytest.mark.long
 def test_a_folder_of_another_task_is_not_mixed_in(given, tmp_path, qdqbench):
     out = tmp_path / OUT
-    assert qdqbench(*options(given("sst2"), out, "--recipe", "int8-linears")).code == 0
+    assert qdqbench(*options(given("sst2"), out, "int8-linears")).code == 0
     before = (out / "auto.json").read_bytes()
     done = qdqbench(*options(given("mrpc"), out))
     assert done.code == 1
@@ -213,7 +213,7 @@ def test_labels_in_another_order_end_it_at_once(sst2, tmp_path, qdqbench):
     pyarrow.parquet.write_table(pyarrow.table(table), data / "validation.parquet")
     names = ("bert-int8-attention", "bert-int8-linears")
     given = Given(sst2.model, sst2.task, tmp_path)
-    done = qdqbench(*options(given, tmp_path / OUT, *(word for name in names for word in ("--recipe", name))))
+    done = qdqbench(*options(given, tmp_path / OUT, *names))
     assert done.code == 2
     assert done.err.count("the model's 0 is the data's 1, 1 is the data's 0, which makes accuracy") == 1
     assert f"{', '.join(names)}: FP32 accuracy" in done.err

@@ -116,14 +116,14 @@ def test_the_summary_and_the_report_say_where_to_begin(a_run, qdqbench):
 
 def test_copies_go_elsewhere(finished_run, tmp_path, qdqbench, blocked):
     out = tmp_path / "there"
-    done = qdqbench("deploy", finished_run, out)
+    done = qdqbench("deploy", finished_run, "--out", out)
     assert (done.code, done.err) == (0, "")
     assert f"python {out / 'run_onnxruntime.py'}" in " ".join(done.out.split())
     assert listing(out) == listing(finished_run / "deploy")
     assert not (out / "model.onnx").samefile(finished_run / "model.int8.onnx")
     (out / "mine.txt").write_text("years of work")
     (out / "model.json").unlink()
-    done = qdqbench("deploy", finished_run, out)
+    done = qdqbench("deploy", finished_run, "--out", out)
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert "mine.txt in it is not of qdqbench" in done.err
     assert not (out / "model.json").exists()

@@ -110,7 +110,7 @@ def test_no_step_of_the_first_hour_is_a_dead_end(qdqbench, desk, tmp_path):
     assert "none of it runs in INT8" in flat(looked.out)
     assert f"qdqbench fix {foreign}" in flat(looked.out)
 
-    written = qdqbench("deploy", folders[0], "elsewhere")
+    written = qdqbench("deploy", folders[0], "--out", "elsewhere")
     assert written.code == 0, written.err
     assert (Path("elsewhere") / "README.md").is_file()
     assert answers(Path("elsewhere/run_onnxruntime.py").resolve(), blocked, texts[0]) == made[:1]

@@ -19,9 +19,9 @@ COMMANDS = {  # with what names a recipe
     "sensitivity": ["sensitivity", "bert-int8-linears", "--samples", "16"],
     "methods": ["compare-calibration", "bert-int8-linears", "--samples", "16"],
     "search": ["search", "bert-int8-linears", "--samples", "16", "--trials", "2"],
-    "auto": ["auto", "--recipe", "bert-int8-linears", "--samples", "32"],
+    "auto": ["auto", "bert-int8-linears", "--samples", "32"],
     "finetune": ["finetune", "--max-steps", "4000"],
-    "study": ["study", "--recipe", QAT, "--max-steps", "4000"],
+    "study": ["study", QAT, "--max-steps", "4000"],
     "bench": ["bench", "--recipe", "bert-int8-linears", "--cpu", "--batch", "1", "--length", "8"],
 }
 MISTAKES = ("model", "data", "recipe", "task")

@@ -95,10 +95,12 @@ def test_a_study_names_the_seeds_that_failed(qdqbench, given, tmp_path, monkeypa
 
     rows = [SimpleNamespace(seed=seed, recipe="r", status=("done", "failed")[seed % 2]) for seed in range(4)]
     found = SimpleNamespace(rows=rows, model_dump_json=lambda indent: "{}")
-    monkeypatch.setattr(study, "study", lambda plan, accelerator: found)
-    options = [*given("sst2").options, "--out", str(tmp_path / "s"), "--json"]
-    done = qdqbench("study", "--recipe", "bert-int8-attention-qat", *options)
+    plans = []
+    monkeypatch.setattr(study, "study", lambda plan, accelerator: plans.append(plan) or found)
+    options = [*given("sst2").options, "--out", str(tmp_path / "s"), "--json", "--set", "qat.epochs=2"]
+    done = qdqbench("study", "bert-int8-attention-qat", *options)
     assert (done.code, done.out) == (2, "{}\n")
+    assert [recipe.qat.epochs for recipe in plans[0].recipes] == [2]
     assert "not trained to the end: seed 1 with r, seed 3 with r; " in done.err
 
 
@@ -405,7 +407,7 @@ def test_two_processes_train_one_run(given, tmp_path):
 def test_a_study_over_seeds(given, tmp_path, qdqbench):
     out = tmp_path / "study"
     options = [*given("stsb").options, "--epochs", "1", "--seeds", "2", "--out", str(out)]
-    done = qdqbench("study", "--recipe", recipe(tmp_path, epochs=1), *options)
+    done = qdqbench("study", recipe(tmp_path, epochs=1), *options)
     assert done.code == 0, done.err
     found = read_study(out / "study.json")
     summary = found.summary["trained"]

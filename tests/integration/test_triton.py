@@ -283,10 +283,10 @@ def test_files_that_come_into_the_folder_meanwhile_stay(finished_run, tmp_path, 
 def test_what_cannot_be_exported_is_told(finished_run, tmp_path, qdqbench):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
-    done = qdqbench("export-triton", finished_run, tmp_path / "full")
+    done = qdqbench("export-triton", finished_run, "--out", tmp_path / "full")
     assert (done.code, done.out) == (1, "")
     assert "holds files; give an empty or new folder" in done.err
-    done = qdqbench("export-triton", tmp_path, tmp_path / "out")
+    done = qdqbench("export-triton", tmp_path, "--out", tmp_path / "out")
     assert "no run directory" in done.err
     with pytest.raises(UserError, match="other signs than letters"):
         export_triton(finished_run, tmp_path / "out", "../../x")

@@ -47,10 +47,10 @@ def write_stretched(source: Path, task: str, columns: list[str], length: int, ho
 
 def measure(options: argparse.Namespace, data: Path, length: int, form: str) -> dict[str, Any]:
     """Accuracy and loss of one form on one length; the calibration rows may be of other lengths."""
+    from qdqbench._options import EvaluationOptions
     from qdqbench.eval.metrics.compare import compare
     from qdqbench.eval.metrics.runners import evaluating, placed, predict, torch_runner
     from qdqbench.quantize.calibration import ptq
-    from qdqbench.quantize.pipeline.config import make_run_config
     from qdqbench.quantize.pipeline.session import Session
     from qdqbench.quantize.recipe.schema import Recipe, load_recipe
     from qdqbench.quantize.tasks import metrics
@@ -63,7 +63,7 @@ def measure(options: argparse.Namespace, data: Path, length: int, form: str) -> 
 
     def session_on(folder: Path) -> Session:
         where = {"model": options.model, "task": options.task, "data": str(folder), "limit": options.limit}
-        return Session(make_run_config(recipe, **where), data)
+        return Session(EvaluationOptions(**where).config(recipe, "benchmark_long"), data)
 
     session = session_on(data)
     (_, encoded) = next(iter(session.eval_splits.values()))

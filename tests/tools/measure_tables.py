@@ -128,7 +128,7 @@ def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
             for recipe in RECIPES
         ]
     for task, options in TRAINED.items():
-        named = [part for recipe in STUDIED for part in ("--recipe", f"bert-{recipe}")]
+        named = [f"bert-{recipe}" for recipe in STUDIED]
         shared = ["--model", str(models / "minilm-l6"), "--data", data, "--seeds", "3", "--task", task]
         found[f"qat-{task}"] = [Step(f"{task}-qat", "study.json", ["study", *named, *shared, *options])]
     return found

@@ -49,8 +49,7 @@ from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.study import STUDY_FILE, conditions, read_study
 from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
 from qdqbench.quantize.engine.hazards import find_hazards
-from qdqbench.quantize.pipeline.config import adapted
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
+from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import AUTO
 from qdqbench.quantize.recipe.shipped import Accuracy, Figure, Speed
 from qdqbench.quantize.tasks.task import GLUE
@@ -275,7 +274,7 @@ def differences(recipe: dict[str, Any]) -> list[str]:
         return ["it is of another version of qdqbench"]
     length, backend = _own(recipe)
     shapes = AUTO if _follows_data(recipe) else None
-    shipped = adapted(load_recipe(name), max_length=length, backend=backend, shapes=shapes)
+    shipped = adapt_recipe(load_recipe(name), max_length=length, backend=backend, shapes=shapes)
     now = dict(flat((shipped if recipe.get("qat") else shipped.ptq).model_dump(mode="json")))
     return [
         f"{key} {then.get(key)} (now {now.get(key)})"

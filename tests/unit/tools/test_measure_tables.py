@@ -43,7 +43,7 @@ def test_every_command_and_option_and_recipe_exists(known, tmp_path):
         asked = [
             after for before, after in itertools.pairwise(rest) if before in ("--recipe", "--extra-recipe")
         ]
-        asked += rest[:1] if name == "run" else []
+        asked += itertools.takewhile(lambda word: not word.startswith("--"), rest)
         assert asked
         assert set(asked) - {str(tmp_path / "unsplit.yaml")} <= set(shipped_recipes()), step
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from qdqbench.eval.bench.results import headline_of, row_of, write_bench
-from qdqbench.quantize.pipeline.config import adapted
-from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.schema import adapt_recipe, load_recipe
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.results import write_results
 
@@ -95,7 +94,7 @@ def test_results_of_a_recipe_that_changed_since_are_marked():
 def test_what_a_run_was_given_is_told_and_is_no_change():
     _, _, run, _ = golden()
     for given, said in (({"max_length": 256}, "256 tokens"), ({"shapes": "auto"}, "shapes: auto")):
-        run["recipe"] = adapted(load_recipe("bert-int8-linears"), **given).model_dump(mode="json")
+        run["recipe"] = adapt_recipe(load_recipe("bert-int8-linears"), **given).model_dump(mode="json")
         assert differences(run.recipe) == []
         assert f"| `bert-int8-linears`, {said} |" in markdown([run])
     run["recipe"]["calibration"]["smoothing"] = 0.25
@@ -117,7 +116,7 @@ def test_real_lengths_are_in_sequences_per_second(tmp_path):
     cell.kind, cell.padded_to, cell.real_tokens, cell.padded_tokens = "dataset", [16, 40], 60, 80
     cell.headline = headline_of(bench.systems, cell)
     bench.settings.dataset, bench.settings.engine_shapes = "sst2", "both"
-    bench.recipe = adapted(load_recipe("bert-int8-linears"), shapes="auto").model_dump(mode="json")
+    bench.recipe = adapt_recipe(load_recipe("bert-int8-linears"), shapes="auto").model_dump(mode="json")
     write_bench(tmp_path / "bench.json", bench)
     made = markdown(read_records([tmp_path]))
     line = next(line for line in made.partition("### Real lengths")[2].splitlines() if "SST-2" in line)

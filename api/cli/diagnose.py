@@ -1,11 +1,11 @@
-"""The commands `diagnose` and `fix`: files of any origin. Everything heavy is imported inside."""
+"""The commands `check`, `diagnose` and `fix`: files of any origin. Everything heavy is imported inside."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdqbench._options import FixCommandOptions
+from qdqbench._options import CheckOptions, FixCommandOptions
 from qdqbench.cli.options import command
 from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, console, plain, print_json
@@ -13,23 +13,61 @@ from qdqbench.cli.terminal import Json, console, plain, print_json
 if TYPE_CHECKING:
     from qdqbench.quantize.engine.diagnose.findings import Diagnosis, Finding
     from qdqbench.quantize.engine.repair.fix import EngineRow, FixReport
+    from qdqbench.quantize.graph.check.check import CheckReport
 
-_COLOURS = {"error": "red", "warning": "yellow"}
+_COLORS = {"error": "red", "warning": "yellow"}
+
+
+@command
+def check(
+    target: Annotated[Path, typer.Argument(help="ONNX file of any origin, or run directory.")],
+    *,
+    options: CheckOptions,
+    every: Annotated[bool, typer.Option("--all", help="List every place, not one for equal ones.")] = False,
+    json: Json = False,
+) -> None:
+    """Check any ONNX file: what will run in INT8, and what an engine would refuse or get wrong."""
+    from qdqbench._models import check as check_onnx
+    from qdqbench.quantize.graph.check.check import to_json
+    from qdqbench.quantize.pipeline.inspect_target import find_checked_graph
+
+    report = check_onnx(target, options.recipe, allow=options.allow)
+    if json:
+        print_json(to_json(report))
+    else:
+        _print_check(report, find_checked_graph(target)[0], every)
+    if report.errors:
+        raise typer.Exit(2)
+
+
+def _print_check(report: "CheckReport", path: Path, every: bool) -> None:
+    """Print kinds of findings, the worst first, and the figures last, where a terminal still shows them."""
+    from qdqbench.quantize.engine.diagnose.findings import WORST_FIRST, group_finding
+    from qdqbench.quantize.graph.check.check import summary
+
+    out, told = console(), dict[str, int]()
+    found = [group_finding(report, group, path) for group in report.groups]
+    found.sort(key=lambda each: WORST_FIRST.index(each.effect))
+    for number, each in enumerate(found, 1):
+        _print_finding(number, each, told)
+        for row in (row for row in report.findings if every and row.code == each.code):
+            out.print(f"   - [bold]{plain(row.node)}[/]: {plain(row.why)}")
+        out.print()
+    color = "red" if report.refusals else "yellow" if report.errors else "green"
+    for line in summary(report):
+        out.print(f"[{color}]{plain(line)}[/]")
+        color = "default"
 
 
 def diagnose(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Files of one build: ONNX, build log, layer table, kernel profile, query times, engine, "
-            "cache."
+            help="Files of one build: ONNX, log, layer table, kernel profile, query times, engine, cache."
         ),
     ],
     load_engine: Annotated[
-        bool,
-        typer.Option(
-            "--load-engine", help="TensorRT loads the engine, a program, for its layers: your own only."
-        ),
+        bool, typer.Option("--load-engine", help="Let TensorRT load an engine of your own, for its layers.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -42,54 +80,51 @@ def diagnose(
     if json:
         print_json(found.model_dump(mode="json") | {"errors": len(found.errors)})
     else:
-        _print(found)
+        _print_diagnosis(found)
     if found.errors:
         raise typer.Exit(2)
 
 
-def _print(found: "Diagnosis") -> None:
+def _print_diagnosis(found: "Diagnosis") -> None:
     out = console()
     for row in found.files:
-        out.print(f"[bold]{plain(row.name)}[/] {row.kind}: {plain(row.what)}", highlight=False)
+        out.print(f"[bold]{plain(row.name)}[/] {row.kind}: {plain(row.what)}")
     for text in found.joined:
-        out.print(f"read together: {plain(text)}", highlight=False)
+        out.print(f"read together: {plain(text)}")
     told: dict[str, int] = {}  # fix -> number of the finding that told it
     for number, each in enumerate(found.findings, 1):
         out.print()
-        print_one(number, each, told)
+        _print_finding(number, each, told)
     out.print()
     if found.findings:
-        out.print(f"Ranked: {plain(found.ranked_by)}.", highlight=False)
+        out.print(f"Ranked: {plain(found.ranked_by)}.")
     else:
         out.print("Nothing was found.")
 
 
-def print_one(number: int, found: "Finding", told: dict[str, int]) -> None:
-    """A finding: what, its effect, why, where, and fixes that no earlier one told (fix -> its number)."""
+def _print_finding(number: int, found: "Finding", told: dict[str, int]) -> None:
+    """Print a finding, with the fixes that no earlier one told (fix -> its number)."""
     from qdqbench.quantize.engine.diagnose.findings import EFFECTS
 
     out = console()
     effect = EFFECTS[found.effect]
     if found.share is not None:
         effect = f"{effect}, {found.share:.0%} of {found.basis}"
-    colour = _COLOURS[found.severity]
-    out.print(
-        f"{number}. [{colour}]{plain(found.what)}[/] [dim]({plain(effect)}; {found.code})[/]", highlight=False
-    )
-    out.print(f"   why: {plain(found.why)}", highlight=False)
+    color = _COLORS[found.severity]
+    out.print(f"{number}. [{color}]{plain(found.what)}[/] [dim]({plain(effect)}; {found.code})[/]")
+    out.print(f"   why: {plain(found.why)}")
     if found.where:
-        out.print(f"   where: {plain(found.where)}", highlight=False)
+        out.print(f"   where: {plain(found.where)}")
     first = {fix: told.setdefault(fix, number) for fix in found.fixes}
     texts = [f"[bold]{plain(fix)}[/]" if seen == number else f"as {seen}" for fix, seen in first.items()]
     for text in dict.fromkeys(texts):
-        out.print(f"   fix: {text}", highlight=False)
+        out.print(f"   fix: {text}")
 
 
 @command
 def fix(
     onnx_file: Annotated[Path, typer.Argument(help="ONNX file of any origin.")],
     *,
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")],
     options: FixCommandOptions,
     json: Json = False,
 ) -> None:
@@ -120,13 +155,13 @@ def fix(
     )
     with status() as say:
         say("fixing, and building engines before and after")
-        report = fix_file(onnx_file, out, settings)
+        report = fix_file(onnx_file, options.out, settings)
     if json:
         print_json(report.model_dump(mode="json") | {"failures": report.failures})
     else:
         _print_fix(report)
     if report.failures:
-        raise CheckFailed(f"{out} is written, and not all is fixed: {'; '.join(report.failures[:4])}")
+        raise CheckFailed(f"{options.out} is written, and not all is fixed: {'; '.join(report.failures[:4])}")
 
 
 def _print_fix(report: "FixReport") -> None:
@@ -134,9 +169,9 @@ def _print_fix(report: "FixReport") -> None:
 
     out = console()
     for text in report.done or ["nothing had to be changed"]:
-        out.print(f"[green]done[/] {plain(text)}", highlight=False)
+        out.print(f"[green]done[/] {plain(text)}")
     for text in report.left:
-        out.print(f"[red]left[/] {plain(text)}", highlight=False)
+        out.print(f"[red]left[/] {plain(text)}")
     table = Table("", "before", "after", box=None, pad_edge=False)
     table.add_row(
         "GEMMs that run in INT8, by the graph",
@@ -155,23 +190,21 @@ def _print_fix(report: "FixReport") -> None:
     own = "not run" if found.before_error is None else f"{found.before_error:.4f}"
     limit = f"{found.after_error:.4f} (limit {found.limit:.4f})"
     table.add_row("outputs, relative error to the file without Q/DQ", own, limit)
-    out.print(table, highlight=False)
+    out.print(table)
     if found.difference is not None:
         other = "" if found.disagreements is None else f", another class for {found.disagreements}"
         out.print(
             f"after beside before: relative difference {found.difference:.4f}, largest {found.largest:.4f}"
             f"{other} (n = {found.n}, {plain(found.inputs)}, ONNX Runtime)",
-            highlight=False,
         )
     for row, name in ((first, "before"), (second, "after")):
         if row and row.refused:
-            out.print(f"engine {name}: {plain(row.refused)}", highlight=False)
+            out.print(f"engine {name}: {plain(row.refused)}")
     if second and not second.refused:
-        out.print(f"engine: {plain(second.engine)}; read, not run", highlight=False)
+        out.print(f"engine: {plain(second.engine)}; read, not run")
     elif second is None:
         out.print(
             "[yellow]note[/] no engine was built: pip install 'qdqbench\\[rtx]' builds without a GPU",
-            highlight=False,
         )
 
 

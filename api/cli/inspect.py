@@ -6,31 +6,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdqbench.cli.inspection.inspect_tables import kernel_table, print_time
+from qdqbench._options import InspectOptions
+from qdqbench.cli.options import command
 from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, console, plain, print_json, say
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.engine.inspection import Inspection
+    from qdqbench.quantize.engine.inspection import Inspection, Time
     from qdqbench.quantize.pipeline.inspect_target import InspectTarget
+    from qdqbench.quantize.utils.results import LayerRow
+
+LONGEST_NAME = 400  # characters; TensorRT's are shorter
 
 
-def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
+@command
+def inspect(
     target: Annotated[Path, typer.Argument(help="Run directory, .engine file or saved inspector JSON.")],
-    onnx: Annotated[Path | None, typer.Option(help="ONNX file that the engine was built from.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="Hold the engine to this recipe.")] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|gpu|cpu", help="Kernel times: saved JSON (name, ms), or gpu or cpu to measure here."
-        ),
-    ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="With --profile gpu; none: the optimum.")] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens, with --profile gpu.")] = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="List every kernel, not one row for equal ones.")
-    ] = False,
-    bisect: Annotated[bool, typer.Option("--bisect", help="Find the first tensor that goes wrong.")] = False,
+    *,
+    options: InspectOptions,
     json: Json = False,
 ) -> None:
     """Which kernel runs each ONNX layer, in which datatypes: INT8 against the recipe, attention, time."""
@@ -45,17 +38,18 @@ def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
     )
     from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
+    batch, length, profile = options.batch, options.length, options.profile
     if (batch or length) and profile not in MEASURED:
         raise UserError("--batch and --length are shapes to measure at; give them with --profile gpu or cpu")
-    found = open_target(target, onnx, recipe)
-    if bisect:
+    found = open_target(target, options.onnx, options.recipe)
+    if options.bisect:
         _bisect(found, json)
         return
     expected, attentions = count_expected(found)
     times, shape = None, ""
     if profile in MEASURED:
-        with status() as say_now:
-            say_now("measuring kernels")
+        with status() as announce:
+            announce("measuring kernels")
             times, shape = measure_times(found, profile, batch, length)
     elif profile:
         times = read_profile(Path(profile))
@@ -67,9 +61,9 @@ def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
         times=times,
     )
     if json:
-        print_json(to_json(found, judged))
+        print_json(_to_json(found, judged))
     else:
-        _print(found, judged, every, shape)
+        _print(found, judged, options.all, shape)
     if judged.failures:
         raise CheckFailed(f"{found.name}: {' and '.join(judged.failures)} as the recipe asks")
 
@@ -83,8 +77,8 @@ def _bisect(target: "InspectTarget", json: bool) -> None:
         )
     from qdqbench.eval.verification.bisect import bisect_lines, bisect_run
 
-    with status() as say_now:
-        say_now("looking for the first wrong tensor")
+    with status() as announce:
+        announce("looking for the first wrong tensor")
         result = bisect_run(target.folder)
     if json:
         print_json(result.model_dump(mode="json"))
@@ -95,8 +89,7 @@ def _bisect(target: "InspectTarget", json: bool) -> None:
         raise CheckFailed(f"{target.name}: block {result.block} is wrong on its own")
 
 
-def to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
-    """Every figure; datatypes are TensorRT's names."""
+def _to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
     from dataclasses import asdict
 
     from qdqbench.quantize.engine.inspection import find_problems
@@ -161,7 +154,7 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
     grid = Table.grid(padding=(0, 2))
     for name, text in _summary(judged):
         grid.add_row(name, text)
-    out.print(grid, highlight=False)
+    out.print(grid)
     _print_not_int8(judged)
     known: list[str] = []
     if side := target.sidecar:
@@ -169,12 +162,12 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
             text for cc in side.compute_capability for text in find_hazards(side.backend, side.version, cc)
         ]
     for text in (*find_problems(judged.facts), *known):
-        out.print(f"[yellow]note[/] {plain(text)}", highlight=False)
+        out.print(f"[yellow]note[/] {plain(text)}")
     out.print()
-    out.print(kernel_table(judged, every), highlight=False)
+    out.print(_kernel_table(judged, every))
     if judged.time:
         out.print()
-        print_time(judged.time, shape)
+        _print_time(judged.time, shape)
 
 
 def _print_not_int8(judged: "Inspection") -> None:
@@ -187,7 +180,7 @@ def _print_not_int8(judged: "Inspection") -> None:
     title = "[red]not INT8[/]" if judged.expected is not None else "not INT8"
     for why, nodes in groups.items():
         ordered = sorted(nodes, key=lambda node: block_order(block_of_node(node)))
-        console().print(f"{title} {plain(format_nodes(ordered))}: {plain(why)}", highlight=False)
+        console().print(f"{title} {plain(format_nodes(ordered))}: {plain(why)}")
 
 
 def _made(target: "InspectTarget") -> str:
@@ -200,7 +193,7 @@ def _made(target: "InspectTarget") -> str:
 
 
 def _summary(judged: "Inspection") -> list[tuple[str, str]]:
-    """One line a question: its name, and the answer as markup."""
+    """Return names of questions, and their answers as markup."""
     from qdqbench.quantize.engine.kernels import block_of_node, types_text
 
     facts, proof, expected = judged.facts, judged.proof, judged.expected
@@ -257,3 +250,79 @@ def _softmax_text(judged: "Inspection") -> str:
     parts += [f"{count} kernels in {name}" for name, count in facts.softmax.items()]
     asked = ", ".join(dict.fromkeys(judged.graph.softmax_types.values()))
     return ", ".join(parts) + (f"; the graph computes it in {asked}" if asked else "") or "none found"
+
+
+def _kernel_table(judged: "Inspection", every: bool) -> Any:
+    from rich.table import Table
+
+    from qdqbench.quantize.engine.kernels import types_text
+    from qdqbench.quantize.engine.layers import base_name, is_int8
+
+    times = judged.time.by_kernel if judged.time else {}
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
+    table.add_column("ONNX layer", overflow="fold", ratio=5)
+    table.add_column("", justify="right")
+    table.add_column("kernel", overflow="fold", ratio=6)
+    table.add_column("datatypes", overflow="fold", min_width=12)
+    if judged.time:
+        table.add_column("ms", justify="right")
+        table.add_column("share", justify="right")
+    groups = _groups(judged, every)
+    if judged.time:
+        groups.sort(key=lambda group: -sum(times.get(row.name, 0.0) for row in group[1]))
+    for name, rows in groups:
+        row, cells = rows[0], []
+        if judged.time:
+            spent = sum(times.get(each.name, 0.0) for each in rows)
+            cells = [f"{spent:.4f}", f"{spent / judged.time.total:.1%}" if judged.time.total else ""]
+        named = judged.facts.computed.get(row.name)
+        whole = row.name if every else base_name(row)
+        kernel = "gemm" if named and row.kind == "gemm" else plain(whole[:LONGEST_NAME])
+        style = "green" if is_int8(row) else None
+        count = f"{len(rows)}x" if not every else ""
+        table.add_row(plain(name[:LONGEST_NAME]), count, kernel, types_text(row), *cells, style=style)
+    return table
+
+
+def _groups(judged: "Inspection", every: bool) -> "list[tuple[str, list[LayerRow]]]":
+    """Return kernels under their labels; equal ones of several layers are one group, unless `every`."""
+    from qdqbench.quantize.engine.inspection import format_ranges
+    from qdqbench.quantize.engine.kernels import kernel_kind, kernel_label, types_text
+    from qdqbench.quantize.engine.layers import base_name
+
+    facts = judged.facts
+    labels = [(kernel_label(row, facts.computed.get(row.name, ())), row) for row in facts.rows]
+    if every:
+        return [(name, [row]) for name, row in labels]
+    groups: dict[tuple[str, ...], list[tuple[int | None, LayerRow]]] = defaultdict(list)
+    for name, row in labels:
+        block, _, rest = name.partition(" ")
+        number = block.removeprefix("layer.")
+        layer = int(number[:9]) if block.startswith("layer.") and number.isdecimal() else None
+        kernel = "gemm" if row.kind == "gemm" else base_name(row)
+        what = (rest, "layer") if layer is not None else (name, "")
+        groups[(*what, kernel_kind(row), kernel, types_text(row))].append((layer, row))
+    found = []
+    for key, members in groups.items():
+        layers = [layer for layer, _ in members if layer is not None]
+        name = f"layer.{format_ranges(layers)} {key[0]}".strip() if layers else key[0]
+        found.append((name, [row for _, row in members]))
+    return found
+
+
+def _print_time(time: "Time", shape: str) -> None:
+    from rich.table import Table
+
+    out = console()
+    out.print(f"{time.total:.3f} ms in all{f' at {shape}' if shape else ''}, kernels one after the other")
+    for title, parts in (("block", time.by_block), ("kind", time.by_kind)):
+        table = Table(title, "ms", "share", box=None)
+        for name, ms in parts.items():
+            table.add_row(name, f"{ms:.4f}", f"{ms / time.total:.1%}" if time.total else "")
+        out.print(table)
+    if time.unmatched:
+        names = ", ".join(list(time.unmatched)[:3])
+        lost = f"{len(time.unmatched)} names of the profile ({sum(time.unmatched.values()):.3f} ms)"
+        out.print(f"[yellow]note[/] {lost} are not in the table, such as {plain(names)}")
+    if time.missing:
+        out.print(f"[yellow]note[/] {time.missing} kernels of the table are not in the profile")

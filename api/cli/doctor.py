@@ -1,45 +1,31 @@
 """The command `doctor`: what this machine can do. Everything heavy is imported inside."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+import sys
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from qdqbench.cli.terminal import Json, console, plain, print_json
-from qdqbench.quantize.utils.limits import BackendChoice
+from qdqbench._options import DoctorOptions
+from qdqbench.cli.options import command
+from qdqbench.cli.terminal import Json, clean, console, print_json
 
 if TYPE_CHECKING:
     from qdqbench.quantize.engine.doctor import Doctor
 
 
-def doctor(
-    backend: Annotated[
-        BackendChoice | None,
-        typer.Option(
-            metavar="NAME",
-            help="Exit with 3 where it cannot run: tensorrt, tensorrt_rtx, openvino, onnxruntime or auto.",
-        ),
-    ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Do not ask whether the hub is there.")] = False,
-    report: Annotated[
-        bool, typer.Option("--report", help="Markdown for a bug report, without names of users or folders.")
-    ] = False,
-    json: Json = False,
-) -> None:
+@command
+def doctor(*, options: DoctorOptions, json: Json = False) -> None:
     """Show what this machine can do: libraries, backends, known hazards, and what to install."""
-    import sys
-
     from qdqbench.quantize.engine.doctor import bug_report, look
     from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 
-    found = look(offline=offline)
+    found = look(offline=options.offline)
     if json:
         print_json(found.model_dump(mode="json"))
-    elif report:
+    elif options.report:
         sys.stdout.write(bug_report(found))
     else:
-        console().print(doctor_table(found), highlight=False)
-    if backend is not None:
-        name = found.auto if backend == "auto" else backend
+        console().print(_doctor_screen(found))
+    if options.backend is not None:
+        name = found.auto if options.backend == "auto" else options.backend
         state = found.backends[name]
         if not state.runs:
             raise MissingDevice(f"{name} cannot run here: {state.why}")
@@ -47,8 +33,7 @@ def doctor(
         raise CheckFailed(f"{len(found.unmet)} requirements are not met: {'; '.join(found.unmet)}")
 
 
-def doctor_table(found: "Doctor") -> Any:
-    """One screen: what there is, what each backend can do, and what to know."""
+def _doctor_screen(found: "Doctor") -> Any:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -73,20 +58,15 @@ def doctor_table(found: "Doctor") -> Any:
         ("packages", met if not found.unmet else f"{met}, {len(found.unmet)} do not fit"),
     ]
     for name, text in facts:
-        grid.add_row(name, Text(plain_text(text)))
+        grid.add_row(name, Text(clean(text)))
     backends = Table("backend", "version", "here", box=None, pad_edge=False, header_style="bold")
     for name, state in found.backends.items():
         own, can = found.libraries[name], "runs" if state.runs else "builds" if state.builds else "no"
         style = {"runs": "green", "builds": "yellow", "no": "yellow"}[can]
         told = can if state.why is None else f"{can}: {state.why}" if can != "no" else state.why
         label = f"{name} (auto)" if name == found.auto else name
-        backends.add_row(label, own.version or "-", Text(plain_text(told), style=style))
-    lines = [Text(plain_text(text), style="red") for text in found.unmet]
-    lines += [Text.assemble(("hazard ", "yellow"), plain_text(text)) for text in found.hazards]
+        backends.add_row(label, own.version or "-", Text(clean(told), style=style))
+    lines = [Text(clean(text), style="red") for text in found.unmet]
+    lines += [Text.assemble(("hazard ", "yellow"), clean(text)) for text in found.hazards]
     lines.append(Text("for a bug report: qdqbench doctor --report"))
     return Group(grid, "", backends, "", *lines)
-
-
-def plain_text(text: str) -> str:
-    """Without what a terminal would obey; not markup."""
-    return plain(text).replace("\\[", "[")

@@ -7,20 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdqbench.cli.terminal import Json, console, plain, print_json, show, show_json
+from qdqbench._options import CacheRecipeOptions, NewRecipeOptions
+from qdqbench.cli.options import RecipeName, command
+from qdqbench.cli.terminal import Json, clean, console, print_json, show, show_json
 from qdqbench.quantize.utils.names import name_list
 
 if TYPE_CHECKING:
     from qdqbench.quantize.engine.cache_import import FromCache
-    from qdqbench.quantize.models.families.family import Family
     from qdqbench.quantize.recipe.new import NewRecipe
     from qdqbench.quantize.recipe.shipped import Shipped
 
-ConfigOf = Annotated[str, typer.Option(help="Folder or hub id; its configuration is read, no weights.")]
-Revision = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit of a hub model; none: its default branch.")
-]
-NewFile = Annotated[Path | None, typer.Option(help="Recipe file; none: NAME.yaml here.")]
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show, write, validate and document recipes.")
 
@@ -31,31 +27,25 @@ def recipes_list(
     json: Json = False,
 ) -> None:
     """List the shipped recipes with measured accuracy and speed, and which to start with."""
-    from qdqbench.quantize.recipe.shipped import list_shipped
-
-    rows = list_shipped(None if model is None else _family(model))
-    if json:
-        from qdqbench.cli.schemas import Recipes
-
-        shown = ([figure.model_dump(mode="json") for figure in row.figures] for row in rows)
-        show_json(
-            Recipes(recipes=[row._asdict() | {"figures": of} for row, of in zip(rows, shown, strict=True)])
-        )
-        return
-    _print_recipes(rows)
-
-
-def _family(model: str) -> "Family":
+    from qdqbench.cli.schemas import Recipes
     from qdqbench.quantize.models.families.known import family_of
     from qdqbench.quantize.models.load import load_config
+    from qdqbench.quantize.recipe.shipped import list_shipped
 
-    return family_of(load_config(model))
+    rows = list_shipped(None if model is None else family_of(load_config(model)))
+    if json:
+        figures = ([figure.model_dump(mode="json") for figure in row.figures] for row in rows)
+        show_json(
+            Recipes(recipes=[row._asdict() | {"figures": of} for row, of in zip(rows, figures, strict=True)])
+        )
+    else:
+        _print_recipes(rows)
 
 
 @recipes_app.command("show")
 def recipes_show(
-    recipe: str,
-    resolved: Annotated[bool, typer.Option(help="With every default written out.")] = False,
+    recipe: RecipeName,
+    resolved: Annotated[bool, typer.Option("--resolved", help="With every default written out.")] = False,
     json: Json = False,
 ) -> None:
     """Print a recipe as YAML."""
@@ -78,35 +68,33 @@ def recipes_validate(recipe: list[str], json: Json = False) -> None:
     for name in recipe:
         load_recipe(name)
         if not json:
-            console().print(f"{name}: valid", highlight=False)
+            console().print(f"{name}: valid")
     if json:
         show_json(ValidRecipes(valid=recipe))
 
 
 @recipes_app.command("new")
-def recipes_new(model: ConfigOf, revision: Revision = None, out: NewFile = None, json: Json = False) -> None:
+@command
+def recipes_new(*, options: NewRecipeOptions, json: Json = False) -> None:
     """Write a recipe for a model of any type, and list what was recognised in it and what was not."""
     from qdqbench.quantize.recipe.new import new_recipe, render_new
 
-    _write_new(new_recipe(model, revision), out, model, json, render_new)
+    _write_new(new_recipe(options.model, options.revision), options, json, render_new)
 
 
 @recipes_app.command("from-cache")
-def recipes_from_cache(  # noqa: PLR0913, PLR0917  (a command's options)
+@command
+def recipes_from_cache(
     cache: Annotated[Path, typer.Argument(help="Calibration cache of TensorRT 5 to 10.", show_default=False)],
-    model: ConfigOf,
-    onnx: Annotated[
-        Path | None, typer.Option(help="The ONNX file that was calibrated; none: names of an export here.")
-    ] = None,
-    revision: Revision = None,
-    out: NewFile = None,
+    *,
+    options: CacheRecipeOptions,
     json: Json = False,
 ) -> None:
     """Write a recipe whose amax are those of a calibration cache, where its tensors can be matched."""
     from qdqbench.quantize.engine.cache_import import recipe_from_cache
 
-    made = recipe_from_cache(cache, model, revision=revision, onnx_file=onnx)
-    _write_new(made, out, model, json, _cache_lines)
+    made = recipe_from_cache(cache, options.model, revision=options.revision, onnx_file=options.onnx)
+    _write_new(made, options, json, _cache_lines)
 
 
 @recipes_app.command("schema")
@@ -118,7 +106,7 @@ def recipes_schema() -> None:
 
 
 def _write_new(
-    made: "NewRecipe | FromCache", out: Path | None, model: str, json: bool, lines: Callable[[Any], Any]
+    made: "NewRecipe | FromCache", options: NewRecipeOptions, json: bool, render: Callable[[Any], Any]
 ) -> None:
     """Write a new recipe, and say what it was made from.
 
@@ -128,16 +116,15 @@ def _write_new(
     from qdqbench.quantize.utils import files
     from qdqbench.quantize.utils.errors import UserError
 
-    path = out or Path(f"{made.recipe}.yaml")
+    path = options.out or Path(f"{made.recipe}.yaml")
     if path.exists():
         raise UserError(f"{path} is there already; give another --out")
     files.write_text(path, made.text)
-    told = f"wrote {path}; run it with `qdqbench run {path} --model {model} --task ...`"
-    show(made, json, lines, told)
+    told = f"wrote {path}; run it with `qdqbench run {path} --model {options.model} --task ...`"
+    show(made, json, render, told)
 
 
 def _print_recipes(rows: "Sequence[Shipped]") -> None:
-    """The table, which to start with, what the figures are of, and what each recipe does."""
     from rich.table import Table
 
     from qdqbench.quantize.recipe import shipped
@@ -155,17 +142,15 @@ def _print_recipes(rows: "Sequence[Shipped]") -> None:
             table.add_row("" if number else row.recipe, on, *cells)
     to.print(table)
     measured = [figure for row in rows for figure in row.figures]
-    for line in (
-        f"* {shipped.describe_choice(shipped.choose_start())}",
-        *shipped.describe_conditions(measured),
-    ):
-        to.print(f"\n{line}", highlight=False)
+    choice = f"* {shipped.describe_choice(shipped.choose_start())}"
+    for line in (choice, *shipped.describe_conditions(measured)):
+        to.print(f"\n{line}")
     to.print()
     about: dict[str, str] = {}
     for row in rows:
         about.setdefault(row.name, row.description)
     for name, text in about.items():
-        to.print(f"[bold]{name}[/bold]: {text}", highlight=False)
+        to.print(f"[bold]{name}[/bold]: {text}")
 
 
 def _cache_lines(made: "FromCache") -> Any:
@@ -182,4 +167,4 @@ def _cache_lines(made: "FromCache") -> Any:
         reasons.setdefault(why, []).append(linear)
     for why, linears in reasons.items():
         lines.append(f"calibrated from data, because {why}: {name_list(linears, 1)}")
-    return Group(*(Text(plain(line).replace("\\[", "[")) for line in lines))
+    return Group(*(Text(clean(line)) for line in lines))

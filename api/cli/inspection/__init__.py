@@ -1,1 +1,0 @@
-"""Commands that look at what is there: files, engines, runs beside each other."""

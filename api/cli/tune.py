@@ -1,0 +1,165 @@
+"""The commands that choose what becomes INT8, and how. Everything heavy is imported inside."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qdqbench._options import (
+    AutoOptions,
+    CalibrationOptions,
+    RecipeOptions,
+    SearchCommandOptions,
+    SensitivityOptions,
+)
+from qdqbench.cli import progress
+from qdqbench.cli.options import RecipeName, command, note
+from qdqbench.cli.terminal import Json, command_line, show
+from qdqbench.quantize.utils.names import DEFAULT_RECIPE
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.pipeline.session import RunConfig, Session
+    from qdqbench.quantize.utils.progress import Progress
+
+WORK = "work"
+EMBEDDED_MODEL = Path("embedded", "model", "config.json")
+
+
+@command
+def auto(*, options: AutoOptions, json: Json = False) -> None:
+    """Find a recipe that holds: shipped ones, calibration, islands, search, QAT, as far as it takes."""
+    from qdqbench._auto import auto as find_recipe
+    from qdqbench.eval.reporting.render import render_screen
+    from qdqbench.eval.selection.auto.report import auto_report, unmet_lines
+    from qdqbench.quantize.pipeline.ownership import default_folder
+    from qdqbench.quantize.utils.errors import CheckFailed
+
+    folder = options.out or default_folder("auto", options.model, options.find_task().name)
+    with progress.status() as say:
+        values = vars(options) | {"out": folder}
+        result = find_recipe(**values, note=note, progress=say, command=command_line())
+    show(result, json, lambda each: render_screen(auto_report(each)), f"report: {folder / 'auto.html'}")
+    if not result.choice.passed:
+        raise CheckFailed(f"no recipe holds: {'; '.join(unmet_lines(result))}")
+
+
+@command
+def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions, json: Json = False) -> None:
+    """Find the recipe for your model, data and machine: accuracy against latency, confirmed on validation."""
+    from qdqbench.eval.reporting.render import render_screen
+    from qdqbench.eval.runs.gate import issue_sentence
+    from qdqbench.eval.selection.search.confirm import finish_search
+    from qdqbench.eval.selection.search.report import describe_choice, search_report
+    from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
+    from qdqbench.eval.selection.search.study import open_worker, run_trials
+    from qdqbench.eval.selection.sensitivity.results import read_sensitivity
+    from qdqbench.eval.stages import stages
+    from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
+    from qdqbench.quantize.pipeline.session import Session
+    from qdqbench.quantize.utils.errors import CheckFailed, UserError
+
+    config = options.config(options.find_recipe(recipe).ptq, command_line())
+    folder, study = run_folder("search", config, options.out), options.study_name
+    study = study or f"{config.recipe.name}-{config.task.name}"
+    if options.sensitivity is not None:  # before anything is trained or loaded
+        read_sensitivity(options.sensitivity)
+    if not options.overwrite and (folder / SEARCH_FILE).is_file():
+        known = read_search(folder / SEARCH_FILE).study
+        if known != study:
+            raise UserError(
+                f"{folder} holds the finished search {known!r}, and this is {study!r}; give another --out, "
+                "or --overwrite to start from scratch"
+            )
+    session = Session(config, folder / WORK)
+    identity, ready = identity_of("search", session), session.require_inputs
+    with (
+        owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note),
+        ExitStack() as stack,
+    ):
+        session.folder.mkdir(exist_ok=True)
+        shown = stack.enter_context(progress.trials(options.trials))
+        if config.model is None and not (session.folder / EMBEDDED_MODEL).is_file():
+            shown.say("training the embedded default")
+            stages.embedded(session)
+        worker = open_worker(session, options, stack, shown.say)
+        run_trials(worker, shown.trial)
+        found = finish_search(worker, folder, shown.say)
+    show(found, json, lambda each: render_screen(search_report(each)), f"report: {folder / 'search.html'}")
+    if not found.outcome.passed:
+        failed = [issue_sentence(issue) for issue in found.outcome.issues if issue.state == "failed"]
+        raise CheckFailed(f"the gate does not hold: {'; '.join(failed) or describe_choice(found)}")
+
+
+@command
+def sensitivity(
+    recipe: RecipeName = DEFAULT_RECIPE, *, options: SensitivityOptions, json: Json = False
+) -> None:
+    """Measure which layer costs the accuracy: each alone in INT8, and everything but it; write a recipe."""
+    from qdqbench.eval.reporting.render import render_screen
+    from qdqbench.eval.selection.sensitivity.measure import Measurement
+    from qdqbench.eval.selection.sensitivity.report import choice_text, sensitivity_report, write_sensitivity
+    from qdqbench.quantize.pipeline.ownership import run_folder
+    from qdqbench.quantize.utils.errors import CheckFailed
+
+    config = options.config(options.find_recipe(recipe).ptq, command_line())
+    folder = run_folder("sensitivity", config, options.out)
+    with _open_session("sensitivity", config, folder, options) as (session, show_progress):
+        measurement = Measurement(session, options.samples, show_progress)
+        if measurement.trials.store.resume_note:
+            note(measurement.trials.store.resume_note)
+        found = measurement.run()
+        write_sensitivity(found, folder)
+    written = f"recipe: {folder / found.choice.file}", f"report: {folder / 'sensitivity.html'}"
+    show(found, json, lambda result: render_screen(sensitivity_report(result)), *written)
+    if not found.choice.reached:
+        raise CheckFailed(choice_text(found))
+
+
+@command
+def compare_calibration(
+    recipe: RecipeName = DEFAULT_RECIPE, *, options: CalibrationOptions, json: Json = False
+) -> None:
+    """Compare calibration methods in one table; write the recipe with the best one."""
+    from qdqbench.eval.reporting.render import render_screen
+    from qdqbench.eval.selection.methods.measure import MethodComparison, list_sections, require_quantized
+    from qdqbench.eval.selection.methods.report import methods_report, write_methods
+    from qdqbench.eval.selection.trials.store import RECIPE_FILE
+    from qdqbench.quantize.pipeline.ownership import run_folder
+
+    config = options.config(options.find_recipe(recipe).ptq, command_line())
+    folder = run_folder("methods", config, options.out)
+    methods, smoothing = options.method or (), options.smoothing or ()
+    # a wrong name fails before anything is loaded
+    list_sections(config.recipe.calibration, methods, smoothing)
+    require_quantized(config.recipe)
+    with _open_session("methods", config, folder, options) as (session, show_progress):
+        comparison = MethodComparison(session, options.samples, methods, smoothing, show_progress)
+        if comparison.trials.store.resume_note:
+            note(comparison.trials.store.resume_note)
+        found = comparison.run()
+        write_methods(found, folder)
+    written = f"recipe: {folder / RECIPE_FILE}", f"report: {folder / 'methods.html'}"
+    show(found, json, lambda table: render_screen(methods_report(table)), *written)
+
+
+@contextmanager
+def _open_session(
+    kind: str, config: "RunConfig", folder: Path, options: RecipeOptions
+) -> "Iterator[tuple[Session, Progress]]":
+    """Yield a session that nobody else uses, with the embedded default where no model is given."""
+    from qdqbench.eval.stages import stages
+    from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder
+    from qdqbench.quantize.pipeline.session import Session
+
+    session = Session(config, folder)
+    identity = identity_of(kind, session)
+    ready = partial(session.require_inputs, evaluates=kind == "methods")
+    with (
+        owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note),
+        progress.time_left() as show_progress,
+    ):
+        session.progress = lambda done, total: show_progress(done, total, "embedded default")
+        if config.model is None:
+            stages.embedded(session)
+        yield session, show_progress

@@ -1,1 +1,0 @@
-"""Commands that choose what becomes INT8, and how."""
