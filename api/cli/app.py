@@ -54,7 +54,6 @@ for panel, commands in COMMANDS.items():
 
 
 def _version(asked: bool) -> None:
-    """Print the version and end."""
     if asked:
         from importlib.metadata import version
 

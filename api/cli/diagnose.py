@@ -41,7 +41,6 @@ def check(
 
 
 def _print_check(report: "CheckReport", path: Path, every: bool) -> None:
-    """Print kinds of findings, the worst first, and the figures last, where a terminal still shows them."""
     from qdqbench.quantize.engine.diagnose.findings import WORST_FIRST, group_finding
     from qdqbench.quantize.graph.check.check import summary
 
@@ -103,7 +102,6 @@ def _print_diagnosis(found: "Diagnosis") -> None:
 
 
 def _print_finding(number: int, found: "Finding", told: dict[str, int]) -> None:
-    """Print a finding, with the fixes that no earlier one told (fix -> its number)."""
     from qdqbench.quantize.engine.diagnose.findings import EFFECTS
 
     out = console()

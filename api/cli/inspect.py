@@ -193,7 +193,6 @@ def _made(target: "InspectTarget") -> str:
 
 
 def _summary(judged: "Inspection") -> list[tuple[str, str]]:
-    """Return names of questions, and their answers as markup."""
     from qdqbench.quantize.engine.kernels import block_of_node, types_text
 
     facts, proof, expected = judged.facts, judged.proof, judged.expected

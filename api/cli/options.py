@@ -17,7 +17,6 @@ LONG_CHOICES = 16  # characters; wider ones squeeze the help
 
 
 def note(text: str) -> None:
-    """Print a line on stderr, beside what is printed."""
     sys.stderr.write(f"{text}\n")
 
 
@@ -36,10 +35,7 @@ def _strip(annotation: Any) -> Any:
 
 
 def _annotate(name: str, field: FieldInfo) -> Any:
-    """Return the annotation that makes an option of a field: its help, and no flag to switch it off.
-
-    Long choices stand in the help, where they can wrap.
-    """
+    """Return the annotation that makes an option of a field; long choices stand in its help, and wrap."""
     shown = _strip(Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation)
     text, more = field.description, dict[str, Any]()
     if field.json_schema_extra == POSITIONAL:

@@ -40,14 +40,13 @@ class Eta:
     _updated: float = field(default_factory=time.monotonic)
 
     def tell(self, done: float, total: float, *, anew: bool = False) -> None:
-        """How many steps are done, of how many."""
         now = time.monotonic()
         if anew or total != self.total or done < self.done:
             self._first, self._since = done, now
         self.done, self.total, self._updated = done, total, now
 
     def left(self) -> float | None:
-        """Seconds; None where that is not known yet, or no more."""
+        """Return seconds; None where that is not known yet, or no more."""
         gained, spent = self.done - self._first, self._updated - self._since
         if gained <= 0 or spent < LEAST_S or self.done >= self.total:
             return None
@@ -56,7 +55,6 @@ class Eta:
 
     @property
     def silent_s(self) -> float:
-        """Since something was told."""
         return time.monotonic() - self._updated
 
 
@@ -70,19 +68,16 @@ class Status:
     part: Eta = field(default_factory=Eta)
 
     def begin(self, what: str) -> None:
-        """Something else begins."""
         if what != self.what:
             self.what = what
             self.hear("")
 
     def hear(self, phase: str, done: float = 0, total: float = 0) -> None:
-        """What `report_phase` reports; without a phase its name stays, and this is a step of it."""
         anew = phase not in ("", self.phase) or not total
         self.phase = phase if phase or not total else self.phase
         self.part.tell(done, total, anew=anew)
 
     def details(self) -> str:
-        """The phase with its steps, and the time that is left of it, or for how long nothing was told."""
         parts = [self.phase] if self.phase else []
         if self.part.total:
             share = self.part.total == 1  # a part of the whole, not a count
@@ -96,7 +91,6 @@ class Status:
         return ", ".join(parts)
 
     def line(self) -> str:
-        """All of it as one line."""
         whole = self.whole
         parts = [f"{whole.done / whole.total:.0%}"] if whole.total else []
         if (left := whole.left()) is not None:
@@ -113,7 +107,6 @@ class Heartbeat:
         self.last, self._lock = time.monotonic(), threading.Lock()
 
     def tick(self) -> None:
-        """Draw, if it is time to."""
         with self._lock:
             now, since = time.monotonic(), progress.measuring_since()
             holding = since is not None and now - max(since, self.last) < HOLD_S
@@ -126,12 +119,12 @@ _last_line = [time.monotonic()]  # when this process began, or the last line of 
 
 
 def reset_clock() -> None:
-    """A command begins: what it loads before it shows anything counts too."""
+    """Begin a command: what it loads before it shows anything counts too."""
     _last_line[0] = time.monotonic()
 
 
 def log_heartbeat(line: Callable[[], str]) -> Heartbeat:
-    """Lines with the time on stderr, one every `EVERY_S`; what quick commands do stays silent."""
+    """Write lines with the time to stderr, one every `EVERY_S`; what quick commands do stays silent."""
 
     def draw() -> None:
         if text := line():
@@ -146,7 +139,6 @@ def log_heartbeat(line: Callable[[], str]) -> Heartbeat:
 
 @contextmanager
 def ticking(tick: Callable[[], None], every_s: float = BEAT_S) -> Iterator[None]:
-    """Call `tick` from a thread, again and again."""
     done = threading.Event()
 
     def go() -> None:
@@ -179,33 +171,27 @@ class Display:
             self.heartbeat = Heartbeat(self._draw, REDRAWN_S)
 
     def hear(self, phase: str, done: float = 0, total: float = 0) -> None:
-        """What `report_phase` reports."""
         self.now.hear(phase, done, total)
         self.heartbeat.tick()
 
     def begin(self, what: str) -> None:
-        """Something else begins."""
         self.now.begin(what)
         self.heartbeat.tick()
 
     def whole(self, done: float, total: float) -> str:
-        """How far all of it is; the time that is left, with a comma behind it."""
         self.now.whole.tell(done, total)
         left = self.now.whole.left()
         return "" if left is None else f"{duration(left)} left, "
 
     def add(self, text: str, total: float | None = None, **fields: Any) -> Any:
-        """A new bar, where there are bars."""
         return None if self.bars is None else self.bars.add_task(clean(text), total=total, **fields)
 
     def update(self, bar: Any, **fields: Any) -> None:
-        """What is new of a bar."""
         if self.bars is not None:
             texts = {name: clean(text) for name, text in fields.items() if isinstance(text, str)}
             self.bars.update(bar, **(fields | texts))
 
     def say(self, text: str, style: str = "") -> None:
-        """A line that stays, above the bars."""
         if self.bars is None:
             sys.stderr.write(f"{clean(text)}\n")
         else:
@@ -217,7 +203,6 @@ class Display:
         self.refresh()
 
     def renderable(self) -> Any:
-        """Bars, and below them what is done now."""
         from rich.console import Group
         from rich.text import Text
 
@@ -272,7 +257,7 @@ def _display(*columns: str | int, quiet: bool = False, stays: bool = True) -> It
 
 @contextmanager
 def status() -> Iterator[Callable[[str], None]]:
-    """One changing line, gone when it ends: what came of it is printed."""
+    """Show one changing line, gone when it ends: what came of it is printed."""
     with _display("spinner", "{task.description}", "elapsed", stays=False) as shown:
         bar = shown.add("")
 
@@ -285,7 +270,6 @@ def status() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def time_left() -> Iterator[Callable[[float, float, str], None]]:
-    """A bar with the time that is left: called with what is done, all, and what is done now."""
     with _display(24, "{task.percentage:>3.0f}%", "elapsed", "{task.description}") as shown:
         bar = shown.add("")
 
@@ -299,7 +283,6 @@ def time_left() -> Iterator[Callable[[float, float, str], None]]:
 
 @contextmanager
 def stages() -> Iterator[Callable[["StageProgress"], None]]:
-    """One bar per stage."""
     with _display("spinner", "{task.description:<28}", 20, "elapsed") as shown:
         bar: Any = None  # of the stage that runs
 
@@ -335,7 +318,7 @@ def stages() -> Iterator[Callable[["StageProgress"], None]]:
 
 @contextmanager
 def seeds(count: int, *, quiet: bool) -> Iterator[Show]:
-    """One bar per seed of a fine-tuning: called with the seed, the row of its log, and its steps."""
+    """Show one bar per seed of a fine-tuning: called with the seed, the row of its log, and its steps."""
     columns = "{task.description:<10}", 24, "elapsed", "{task.fields[left]}{task.fields[loss]}"
     with _display(*columns, quiet=quiet) as shown:
         bars: dict[int, Any] = {}
@@ -359,15 +342,12 @@ def seeds(count: int, *, quiet: bool) -> Iterator[Show]:
 
 
 class Trials(NamedTuple):
-    """Progress of a search: what is being done, and the trials so far, all and the best."""
-
     say: Callable[[str], None]
     trial: Callable[[int, int, str], None]
 
 
 @contextmanager
 def trials(total: int) -> Iterator[Trials]:
-    """One bar over the trials of a search."""
     with _display("spinner", "{task.description}", 20, "elapsed", "{task.fields[left]}") as shown:
         head = "preparing"
         bar = shown.add(head, total, left="")

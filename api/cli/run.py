@@ -101,8 +101,6 @@ def print_results(results: "Results", folder: Path, *, json: bool) -> None:
 
 
 def stage_command(target: str, text: str) -> Callable[..., None]:
-    """A sub-command that takes a run directory up to one stage."""
-
     def run_stage(folder: RunFolder, json: Json = False) -> None:
         from qdqbench._runs import resume
 

@@ -63,6 +63,5 @@ class TritonRepository(Strict):
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file below a folder, by its path inside."""
     found = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.stat().st_size for path in found}

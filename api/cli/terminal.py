@@ -17,43 +17,37 @@ RunFolder = Annotated[Path, typer.Argument(help="Run directory.", show_default=F
 
 
 def clean(text: str) -> str:
-    """Text with nothing in it that a terminal would obey."""
+    """Return text without what a terminal would obey."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
 def plain(text: str) -> str:
-    """The same, without markup."""
     from rich.markup import escape
 
     return escape(clean(text))
 
 
 def print_json(value: Any) -> None:
-    """Strict JSON on stdout."""
     import json
 
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def console() -> Any:
-    """Rich console on stdout."""
     from rich.console import Console
 
     return Console(highlight=False)
 
 
 def say(text: str) -> None:
-    """A line of markup on stdout, however long."""
     console().print(text, soft_wrap=True)
 
 
 def show_json(found: "BaseModel") -> None:
-    """A result as JSON on stdout."""
     sys.stdout.write(found.model_dump_json(indent=2) + "\n")
 
 
 def show(found: "BaseModel", json: bool, summary: Callable[[Any], Any], *lines: str) -> None:
-    """Print a result: JSON of all of it, or its summary and plain lines such as where its report is."""
     if json:
         show_json(found)
         return
@@ -63,7 +57,7 @@ def show(found: "BaseModel", json: bool, summary: Callable[[Any], Any], *lines: 
 
 
 def complain(sentence: str) -> None:
-    """What stops a command, on stderr: one line, on a terminal broken between words but in no `command`."""
+    """Print what stops a command: one line, on a terminal broken between words but in no `command`."""
     import re
     import shutil
     import textwrap
@@ -78,7 +72,6 @@ def complain(sentence: str) -> None:
 
 
 def command_line() -> str:
-    """What was typed, as a shell takes it, without the passwords in URLs."""
     import shlex
 
     return shlex.join(["qdqbench", *(hide_credentials(word) for word in sys.argv[1:])])

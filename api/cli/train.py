@@ -129,7 +129,6 @@ def _base(options: TrainingOptions, folder: Path, accelerator: "Accelerator") ->
 
 @contextmanager
 def _processes(precision: str) -> "Iterator[Accelerator]":
-    """Accelerate on the processes that are here; the group ends with the block."""
     from qdqbench.quantize.training.processes import join_group, new_accelerator
 
     with join_group():

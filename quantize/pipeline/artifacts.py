@@ -37,7 +37,6 @@ BUILD, VERIFY, ENGINE = "build.json", "verify.json", "engine.json"  # outcomes o
 
 
 def graph_path(session: Session) -> Path:
-    """Return the graph that the recipe is about."""
     if session.recipe.quantizes:
         return session.folder / INT8
     half = session.recipe.precision.compute == "fp16" and backend_of(session.recipe) not in CPU_BACKENDS
@@ -45,7 +44,6 @@ def graph_path(session: Session) -> Path:
 
 
 def backend_of(recipe: Recipe) -> BackendName:
-    """Return the backend whose engine a run builds and runs here."""
     return preferred_backend(recipe.engine.backend)
 
 
@@ -60,7 +58,6 @@ def checked_path(session: Session) -> Path:
 
 
 def cpu_compute(recipe: Recipe) -> Compute:
-    """Return the datatype in which an engine for this CPU computes what is not quantized."""
     return choose_compute(backend_of(recipe), find_cpu(), recipe.precision.compute)
 
 
@@ -76,21 +73,16 @@ def graph_bytes(session: Session) -> int:
 
 
 def expected_modules(session: Session) -> set[str]:
-    """Return the modules whose MatMuls, or whose residual, must be in INT8."""
     return {*session.plan.int8, *session.plan.attention, *session.plan.residual}
 
 
 def expected_gemms(session: Session) -> list[str]:
-    """Return the ONNX MatMul and Gemm nodes that must run in INT8."""
     modules = expected_modules(session)
     return [name for name in list_gemms(graph_path(session)) if module_of(name) in modules]
 
 
 def engine_profiles(session: Session) -> list[Any]:
-    """Return the recipe's optimization profiles; for a CPU, whose kernels take every shape, one for all.
-
-    With `shapes: auto` those of the evaluation data.
-    """
+    """Return profiles of the recipe or the data; for a CPU, whose kernels take every shape, one for all."""
     if session.recipe.auto_shapes:
         return auto_profiles(session)
     profiles = recipe_profiles(session.recipe)
@@ -98,7 +90,6 @@ def engine_profiles(session: Session) -> list[Any]:
 
 
 def recipe_profiles(recipe: Recipe) -> list[Profile]:
-    """Return the optimization profiles that a recipe lists; none with `shapes: auto`."""
     bounds = (zip(each.batch, each.length, strict=True) for each in recipe.engine.profiles)
     return [Profile(*sizes) for sizes in bounds]
 
@@ -119,7 +110,6 @@ def length_edges(session: Session) -> list[int] | None:
 
 
 def auto_profiles(session: Session) -> list[Profile]:
-    """Return optimization profiles for the lengths of the evaluation data; for a CPU one for every shape."""
     batch, longest = session.config.batch_size, session.recipe.export.max_length
     if edges := length_edges(session):
         return bucket_profiles(edges, longest, batch)
@@ -128,7 +118,6 @@ def auto_profiles(session: Session) -> list[Profile]:
 
 
 def describe_lengths(session: Session) -> Lengths | None:
-    """Return lengths, buckets and profiles of a run with `shapes: auto` for its results; None without."""
     if not session.recipe.auto_shapes:
         return None
     lengths, edges = row_lengths(session), length_edges(session)
@@ -185,7 +174,6 @@ Result = TypeVar("Result", bound=Strict)
 
 
 def write_outcome(path: Path, outcome: Strict) -> Path:
-    """Write the outcome of a stage, and return its path."""
     files.write_json(path, outcome.model_dump(mode="json"))
     return path
 
@@ -216,21 +204,12 @@ def engine_file(folder: Path, built: EngineResult) -> Path:
 
 
 def read_verified(folder: Path) -> Verification | Skipped:
-    """Return the verification of a run directory's engine; skipped where nobody asked.
-
-    Raises:
-        UserError: the record is of another version.
-    """
+    """Return the verification of a run directory's engine; skipped where nobody asked."""
     path = folder / VERIFY
     return _read_outcome(path, Verification) if path.is_file() else Skipped(skipped="not asked for")
 
 
 def read_engine_run(folder: Path) -> EngineRun | Skipped:
-    """Return how the engine of a run directory was evaluated.
-
-    Raises:
-        UserError: the record is of another version.
-    """
     return _read_outcome(folder / ENGINE, EngineRun)
 
 

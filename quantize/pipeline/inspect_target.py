@@ -154,7 +154,6 @@ def measure_times(
 
 
 def _run(folder: Path) -> InspectTarget:
-    """Open a run directory, whose engine must be of its present graph."""
     session = Session(read_config(folder), folder)
     built = read_built(folder)
     if isinstance(built, Skipped):
@@ -175,7 +174,6 @@ def _run(folder: Path) -> InspectTarget:
 
 
 def _engine(path: Path) -> InspectTarget:
-    """Open an engine file with its sidecar; in a run directory with its recipe."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give a run directory, an .engine file or a saved JSON")
     sidecar = _sidecar(path)
@@ -238,7 +236,6 @@ def _sidecar(engine: Path) -> Sidecar:
 
 
 def _built_file(folder: Path) -> str | None:
-    """Name of the engine that a run directory built."""
     path = folder / BUILD
     built = files.read_json(path) if path.is_file() else None
     name = built.get("file") if isinstance(built, dict) else None

@@ -56,7 +56,6 @@ class RunIdentity(Strict):
     task: str | None = None
 
     def same(self, other: "RunIdentity") -> bool:
-        """Return whether a command of one identity may resume in a folder of the other."""
         one, two = ((each.kind, each.recipe, each.task) for each in (self, other))
         return one == two and self._same_model(other)
 
@@ -79,11 +78,6 @@ class RunIdentity(Strict):
 
 
 def identity_of(kind: str, session: Session) -> RunIdentity:
-    """Return the identity of a session's folder.
-
-    Raises:
-        UserError: its model cannot be found.
-    """
     config = session.config
     return RunIdentity(
         kind=kind,
@@ -95,11 +89,6 @@ def identity_of(kind: str, session: Session) -> RunIdentity:
 
 
 def training_identity(kind: str, model: str | None, revision: str | None, task: str) -> RunIdentity:
-    """Return the identity of a folder of trainings.
-
-    Raises:
-        UserError: the model cannot be found.
-    """
     sha256 = None if model is None else model_fingerprint(model, revision)
     return RunIdentity(kind=kind, model=model_location(model, revision), model_sha256=sha256, task=task)
 
@@ -113,13 +102,12 @@ def model_location(model: str | None, revision: str | None = None) -> str | None
 
 
 def default_folder(kind: str, model: str | None, *names: str) -> Path:
-    """Return where a command writes without --out: runs/[KIND-]MODEL-..., MODEL only where given."""
+    """Return runs/[KIND-]MODEL-..., MODEL only where given."""
     parts = ["" if kind == "run" else kind, "" if model is None else model_name(model), *names]
     return RUNS / "-".join(filter(None, parts))
 
 
 def run_folder(kind: str, config: RunConfig, out: str | Path | None) -> Path:
-    """Return the folder that was asked for, else runs/[KIND-]MODEL-RECIPE-TASK."""
     if out is not None:
         return Path(out)
     return default_folder(kind, config.model, config.recipe.name, config.task.name)
@@ -237,11 +225,7 @@ def locked_for_reading(folder: Path) -> AbstractContextManager[None]:
 
 
 def _require_owner(folder: Path, identity: RunIdentity, overwrite: bool) -> RunIdentity | None:
-    """Return the identity of a folder; None where it holds nothing.
-
-    Raises:
-        UserError: it may not be used for `identity`.
-    """
+    """Return the identity of a folder that may be used for `identity`; None where it holds nothing."""
     kind = KINDS[identity.kind][0]
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give --out a folder")
@@ -262,7 +246,6 @@ def _require_owner(folder: Path, identity: RunIdentity, overwrite: bool) -> RunI
 
 
 def _read_owner(folder: Path) -> RunIdentity | None:
-    """Return the identity in a folder; of a run without a mark, such as a step of `auto`, by its settings."""
     if (folder / MARK).is_file():
         return read(folder / MARK, RunIdentity, "mark of a folder", "give another --out")
     if not (folder / CONFIG).is_file():
@@ -281,7 +264,6 @@ def _describe(folder: Path, owner: RunIdentity) -> str:
 
 
 def _unused(folder: Path) -> Path:
-    """Return FOLDER.old, or FOLDER.old-2 and so on where that exists."""
     place, number = folder.resolve(), 1
     while (old := place.with_name(f"{place.name}.old{f'-{number}' if number > 1 else ''}")).exists():
         number += 1
@@ -289,11 +271,7 @@ def _unused(folder: Path) -> Path:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Move what a folder holds, but its lock, to a new folder next to it; return that.
-
-    Raises:
-        UserError: it cannot be moved, as out of a mounted folder; what is there is not touched.
-    """
+    """Move what a folder holds, but its lock, to a new folder next to it; return that."""
     old = _unused(folder)
     # the mark last: a folder that was moved in part has an owner
     paths = sorted(folder.iterdir(), key=lambda path: path.name == MARK)

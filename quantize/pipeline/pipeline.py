@@ -20,8 +20,6 @@ STAGES_FILE = "stages.json"
 
 @dataclass(frozen=True)
 class Stage:
-    """One step: a function from the session to the files it wrote."""
-
     name: str
     run: Callable[[Session], list[Path]]
     needs: tuple[str, ...]  # stages whose outputs it reads
@@ -30,8 +28,6 @@ class Stage:
 
 
 class FinishedStage(Strict):
-    """One finished stage in the manifest."""
-
     key: str
     outputs: dict[str, str]  # path inside the run directory -> sha256
     notes: list[str]
@@ -97,7 +93,6 @@ def run_stages(
 
 
 def _run_stage(session: Session, stage: Stage, key: str, before: FinishedStage | None) -> FinishedStage:
-    """Run a stage, and remove the files of its run `before` that it no longer writes."""
     noted, warned = len(session.notes), len(session.warnings)
     with measure_cost() as cost:
         outputs = stage.run(session)
@@ -116,12 +111,10 @@ def _run_stage(session: Session, stage: Stage, key: str, before: FinishedStage |
 
 
 def get_timing(done: FinishedStage, *, reused: bool) -> Timing:
-    """Return the cost of a finished stage."""
     return Timing(wall_s=done.wall_s, cpu_s=done.cpu_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused)
 
 
 def read_finished(folder: Path) -> dict[str, FinishedStage]:
-    """Read the finished stages of a run directory, by name."""
     return _read(folder / STAGES_FILE).stages
 
 
@@ -151,7 +144,6 @@ def remove_other_stages(folder: Path, known: Iterable[str]) -> None:
 
 
 def select_stages(stages: dict[str, Stage], targets: Iterable[str]) -> list[Stage]:
-    """Return the targets and all that they need, in the order of `stages`."""
     wanted = set(targets)
     for name in reversed(stages):
         if name in wanted:
@@ -160,7 +152,6 @@ def select_stages(stages: dict[str, Stage], targets: Iterable[str]) -> list[Stag
 
 
 def _key(session: Session, stage: Stage, manifest: _StageManifest) -> str:
-    """Return the hash of everything that a stage's outputs depend on."""
     needs = {name: manifest.stages[name].outputs for name in stage.needs if name in manifest.stages}
     known = {
         "stage": stage.name,

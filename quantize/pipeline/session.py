@@ -68,11 +68,7 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def require_fit(recipe: Recipe, model: str, config: Any) -> None:
-    """Hold a recipe to a model's configuration; `model` names it in errors.
-
-    Raises:
-        UserError: another family, or too few positions.
-    """
+    """Hold a recipe to a model's family and positions; `model` names it in errors."""
     recipe.model.describe()  # another recipe may have described this type since
     longest = require_family(recipe.name, recipe.model.family, model, config).positions(config)
     if recipe.export.max_length > longest:
@@ -83,11 +79,6 @@ def require_fit(recipe: Recipe, model: str, config: Any) -> None:
 
 
 def require_teachable(recipe: Recipe, task: Task) -> None:
-    """Refuse to learn from labels that teach nothing.
-
-    Raises:
-        UserError: QAT with labels, of a task whose kind has no loss on them.
-    """
     if recipe.qat and recipe.qat.distill.labels and task.kind.loss is None:
         raise UserError(
             f"qat.distill.labels is {recipe.qat.distill.labels:g}, but embeddings learn from those of FP32 "
@@ -97,8 +88,6 @@ def require_teachable(recipe: Recipe, task: Task) -> None:
 
 @dataclass
 class Session:
-    """A run in progress."""
-
     config: RunConfig
     folder: Path
     progress: Callable[[float, float], None] = lambda done, total: None  # of the current stage
@@ -112,36 +101,29 @@ class Session:
 
     @property
     def recipe(self) -> Recipe:
-        """The resolved recipe."""
         return self.config.recipe
 
     @property
     def model_name(self) -> str:
-        """Folder or hub id of the model; of the embedded default it is inside the run directory."""
         return self.config.model or str(self.folder / "embedded" / "model")
 
     @property
     def data_source(self) -> str:
-        """Return the source of the splits."""
         return self.config.data if self.config.model else str(self.folder / "embedded" / "data")
 
     @functools.cached_property
     def model_sha256(self) -> str:
-        """Return the hash of the model's files; of id and commit for a hub model."""
         return model_fingerprint(self.model_name, self.config.revision)
 
     @functools.cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Return the model's fast tokenizer."""
         return load_matching_tokenizer(self.model_name, self.config.revision, self.config.task.kind)
 
     @property
     def pad_id(self) -> int:
-        """Token id of padding."""
         return int(self.tokenizer.pad_token_id)
 
     def new_model(self) -> "PreTrainedModel":
-        """Load a fresh FP32 model, checked against the task."""
         asked = self.config
         report_phase("loading the model")
         model = load_model(self.model_name, asked.revision, asked.task.kind, asked.pooling)
@@ -157,7 +139,6 @@ class Session:
         return model
 
     def new_int8_model(self) -> "PreTrainedModel":
-        """Load a fresh FP32 model with the activation that the recipe's INT8 graph computes."""
         model = self.new_model()
         if self.recipe.export.gelu == "tanh":
             use_tanh_gelu(model, self.model_name)
@@ -165,7 +146,6 @@ class Session:
 
     @functools.cached_property
     def fp32_model(self) -> "PreTrainedModel":
-        """Return the FP32 model, shared by the stages that do not change it."""
         return self.new_model()
 
     @contextmanager
@@ -178,18 +158,15 @@ class Session:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """Return the recipe resolved for this model."""
         model = self.fp32_model
         return resolve(self.recipe, module_table(model), model.base_model_prefix)
 
     def new_ptq_model(self) -> "PreTrainedModel":
-        """Return the calibrated fake-quant model, rebuilt from calibration.json."""
         model = self.new_int8_model()
         ptq.restore(model, self.plan, self.ptq_record)
         return model
 
     def new_qat_model(self) -> "PreTrainedModel":
-        """Return the trained fake-quant model, rebuilt from the files of the QAT stage."""
         name = str(self.folder / QAT / "model")
         report_phase("loading the model")
         model = load_model(name, kind=self.config.task.kind)
@@ -200,12 +177,10 @@ class Session:
 
     @property
     def ptq_record(self) -> CalibrationRecord:
-        """Return the record of calibration, before QAT."""
         return read_record(self.folder / "calibration.json")
 
     @property
     def record_path(self) -> Path:
-        """The calibration record of the graph that is exported."""
         return self.folder / QAT / "calibration.json" if self.recipe.qat else self.folder / "calibration.json"
 
     @functools.cached_property
@@ -214,7 +189,6 @@ class Session:
         return self.new_qat_model() if self.recipe.qat else self.new_ptq_model()
 
     def split(self, name: str, *, limit: int | None, seed: int | None = None, labelled: bool = True) -> Split:
-        """Read a split of the run's data, and its notes."""
         split = load_split(
             self.config.task, self.data_source, name, limit=limit, seed=seed, labelled=labelled
         )
@@ -223,7 +197,6 @@ class Session:
         return split
 
     def calibration_batches(self) -> CalibrationBatches:
-        """Return the draw of the recipe's calibration section."""
         settings = self.recipe.calibration
         task = self.config.task
         texts = has_only_texts(task, self.data_source, settings.split)
@@ -256,7 +229,6 @@ class Session:
 
     @functools.cached_property
     def eval_splits(self) -> dict[str, tuple[Split, Encoded]]:
-        """Return the evaluation splits with their tokens (MNLI has two)."""
         task, splits = self.config.task, {}
         for name in task.eval_splits:
             report_phase(f"reading {name}")
@@ -270,5 +242,4 @@ class Session:
 
     @property
     def gold(self) -> dict[str, Any]:
-        """Return the reference of each evaluation split's score, as the kind of task has it."""
         return {name: encoded.gold for name, (_, encoded) in self.eval_splits.items()}

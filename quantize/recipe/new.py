@@ -71,7 +71,6 @@ def new_recipe(name: str, revision: str | None = None) -> NewRecipe:
 
 
 def _fit_shipped(name: str, config: Any, family: Family) -> NewRecipe:
-    """Fit a shipped recipe of a family to a model."""
     recipe = _fit_recipe(load_recipe(DEFAULT_RECIPE, lambda: family), config, family, name)
     return NewRecipe(
         model=name,
@@ -86,7 +85,6 @@ def _fit_shipped(name: str, config: Any, family: Family) -> NewRecipe:
 
 
 def _add_layout(layout: Recognised, config: Any, name: str) -> tuple[Recipe, list[str]]:
-    """Add the layout to the recipe, and what its reader should know."""
     family, notes = layout.family, []
     base = _fit_recipe(load_recipe(DEFAULT_RECIPE, lambda: BERT), config, family, name)
     int8 = {"weights": "int8/per-channel", "input": "int8/per-tensor"}
@@ -124,11 +122,6 @@ def _add_layout(layout: Recognised, config: Any, name: str) -> tuple[Recipe, lis
 
 
 def _fit_recipe(recipe: Recipe, config: Any, family: Family, name: str) -> Recipe:
-    """Fit the lengths and activation of a recipe to a model.
-
-    Raises:
-        UserError: the configuration does not say how many tokens a sample can have.
-    """
     try:
         longest = min(family.positions(config), recipe.export.max_length)
     except AttributeError as error:
@@ -145,7 +138,6 @@ def _fit_recipe(recipe: Recipe, config: Any, family: Family, name: str) -> Recip
 
 
 def render_new(new: NewRecipe) -> "Group":
-    """Render what was recognized."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -40,7 +40,6 @@ class Plan:
     family: Family = BERT  # of the model
 
     def scaling_of(self, name: str) -> Scaling:
-        """Return the scaling of an INT8 linear or attention."""
         return self.scaling.get(name, Scaling())
 
 
@@ -96,7 +95,6 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
 def _scaling(
     recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str, int8: set[str]
 ) -> dict[str, Scaling]:
-    """Return the calibration of every INT8 module: the recipe's section, refined by its rules."""
     section = recipe.calibration
     scalings = {name: Scaling(section.method, section.weights_method) for name in modules if name in int8}
     # not the others: outliers of GELU are rare, and factors from them fail on data that has more
@@ -119,7 +117,6 @@ def _scaling(
 
 
 def match_modules(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "") -> list[str]:
-    """Return the names that a rule applies to: pattern and type both match."""
     kind = rule.type or ("Linear" if rule.weights else None)
     return [
         name
@@ -130,12 +127,10 @@ def match_modules(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "
 
 
 def short_name(name: str, prefix: str) -> str:
-    """Return a module's name without that of the base model."""
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
 def _target(rule: Rule) -> str | None:
-    """Return the format that a rule gives; None when it only says how to calibrate."""
     return rule.precision or (rule.weights.removeprefix("int8/per-") if rule.weights else None)
 
 
@@ -179,7 +174,6 @@ def _int8_attention(
 
 
 def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> tuple[str, ...]:
-    """Return the modules whose residual is INT8: by the recipe's key, and by rules, the later wins."""
     known = [name for name, info in modules.items() if info.kind == "Residual"]
     if recipe.int8_residual and not known:
         family = family_named(recipe.model.family)
@@ -288,12 +282,10 @@ def note_kept_biases(plan: Plan) -> list[str]:
 
 
 def get_linears(plan: Plan, attention: str, *roles: Role) -> list[str]:
-    """Return the linears of an attention by their roles."""
     return [plan.family.made_by(attention, role).linear for role in roles]
 
 
 def _list_unscaled_kv(plan: Plan) -> list[str]:
-    """Return the INT8 attentions whose k and v have linears of their own with one weight scale."""
     return [name for name in plan.attention if all(_one_scale(plan, name, role) for role in ("key", "value"))]
 
 

@@ -102,31 +102,26 @@ class Recipe(Frozen):
 
     @property
     def int8_attention(self) -> bool:
-        """Return whether any attention is asked for in INT8."""
         return self.attention == "int8" or any(
             rule.type == "Attention" and rule.precision == "int8" for rule in self.rules
         )
 
     @property
     def int8_residual(self) -> bool:
-        """Return whether any residual is asked for in INT8."""
         return self.residual == "int8" or any(
             rule.type == "Residual" and rule.precision == "int8" for rule in self.rules
         )
 
     @property
     def auto_shapes(self) -> bool:
-        """Return whether the profiles of the engine follow the lengths of the data."""
         return self.engine.shapes == AUTO
 
     @property
     def ptq(self) -> "Recipe":
-        """The recipe without training."""
         return self.model_copy(update={"qat": None})
 
     @property
     def quantizes(self) -> bool:
-        """Return whether any rule asks for INT8."""
         return any(rule.weights for rule in self.rules)
 
 
@@ -170,7 +165,6 @@ def parse_recipe(text: str, source: str) -> Recipe:
 
 
 def validate_recipe(data: Any, source: str) -> Recipe:
-    """Validate the content of a recipe's YAML; arguments and errors as `parse_recipe`."""
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -247,11 +241,6 @@ def adapt_recipe(
 
 
 def _set_field(data: Any, path: str, value: Any) -> None:
-    """Set a field of a recipe's data; validation names a key that does not exist.
-
-    Raises:
-        UserError: the path goes through a value without fields.
-    """
     *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
     try:
         for part in parents:
@@ -269,7 +258,6 @@ _parsed = functools.cache(parse_recipe)  # of shipped recipes, which commands re
 
 
 def _of_family(name: str, family: Callable[[], Family] | None) -> str:
-    """Return the shipped recipe that a family-free name stands for."""
     free = family_free_recipes()
     if name not in free:
         near = difflib.get_close_matches(name, [*shipped_recipes(), *(free if family else ())], n=1)
@@ -356,7 +344,6 @@ def _explain(error: ValidationError) -> str:
 
 
 def _keys_at(location: tuple[int | str, ...]) -> list[str]:
-    """Return the field names of the section at `location` in the schema."""
     section: Any = Recipe
     for part in location:
         if not isinstance(part, int):
@@ -365,7 +352,6 @@ def _keys_at(location: tuple[int | str, ...]) -> list[str]:
 
 
 def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Return the sections within an annotation such as `A | tuple[B, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):

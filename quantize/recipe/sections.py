@@ -80,13 +80,11 @@ class FamilyLayout(Frozen):
     )
 
     def family(self, name: str) -> Family:
-        """Return the family of the model type `name`."""
         added = tuple(Residual(*each) for each in self.residuals.items())
         return Family(name=name, model_types=(name,), **(dict(self) | {"residuals": added}))
 
     @classmethod
     def of(cls, family: Family) -> "FamilyLayout":
-        """Return the family of a description."""
         fields = {name: getattr(family, name) for name in cls.model_fields}
         return cls(**(fields | {"residuals": {each.module: each.readers for each in family.residuals}}))
 
@@ -103,7 +101,7 @@ Smooth = Annotated[float, Field(ge=0, le=1, strict=True)] | Literal["gain", "non
 
 
 def parse_percentile(method: str) -> float | None:
-    """Return the percentile of a method such as "percentile/99.99", else None."""
+    """Return 99.99 of "percentile/99.99", None of another method."""
     kind, _, value = method.partition("/")
     try:
         return float(value) if kind == "percentile" else None
@@ -229,7 +227,6 @@ class Rule(Frozen):
 
     @property
     def refines(self) -> bool:
-        """Return whether the rule says how to calibrate."""
         return any(value is not None for value in (self.method, self.weights_method, self.smoothing))
 
 
@@ -342,7 +339,7 @@ class EngineSettings(Frozen):
 
     @property
     def profiles(self) -> tuple[Shapes, ...]:
-        """Shapes of every optimization profile; none where they follow the data."""
+        """Return the shapes of every optimization profile; none where they follow the data."""
         if isinstance(self.shapes, str):
             return ()
         return (self.shapes,) if isinstance(self.shapes, Shapes) else self.shapes

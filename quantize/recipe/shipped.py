@@ -60,27 +60,21 @@ class Figure(Frozen):
 
     @property
     def worst(self) -> Accuracy | None:
-        """The largest loss; of engines where any ran."""
         ran = [row for row in self.accuracy if row.stage == "engine"]
         return min(ran or self.accuracy, key=lambda row: row.points, default=None)
 
     @property
     def shown_speed(self) -> Speed | None:
-        """At the shape that recipes are compared at."""
         shown = SHOWN[self.device]
         return next((row for row in self.speed if (row.model, row.batch, row.length) == shown), None)
 
     @property
     def holds(self) -> bool:
-        """Engines lost no more than `MAX_DROP` on each of `TASKS` and of any others.
-
-        Noise is no excuse here: what a task of few rows cannot tell is no reason to start with.
-        """
+        """Return whether engines lost at most `MAX_DROP` on each task, with `TASKS`; noise is no excuse."""
         return {row.task for row in self.accuracy if row.stage == "engine"} >= {*TASKS} and not self.lost
 
     @property
     def lost(self) -> bool:
-        """Engines lost more than `MAX_DROP` on a task."""
         return any(-row.points > MAX_DROP for row in self.accuracy if row.stage == "engine")
 
 
@@ -99,13 +93,11 @@ class Shipped(NamedTuple):
 
 @cache
 def read_figures() -> tuple[Figure, ...]:
-    """Read the figures of the package."""
     text = resources.files("qdqbench.recipes").joinpath(FIGURES_FILE).read_text(encoding="utf-8")
     return TypeAdapter(tuple[Figure, ...]).validate_json(text)
 
 
 def list_shipped(family: Family | None = None) -> list[Shipped]:
-    """Return the shipped recipes, family by family; of one family only where it is given."""
     rows = []
     for each in FAMILIES if family is None else (family,):
         first = choose_start(each)
@@ -143,11 +135,6 @@ def choose_start(family: Family | None = None) -> dict[Device, str]:
 
 
 def find_fastest(device: Device, candidates: Iterable[Figure]) -> str | None:
-    """Return the fastest recipe of those that hold, at the shape that recipes are compared at.
-
-    Returns:
-        its name; None where none that is faster was measured.
-    """
     able = [
         (speed.value, each.recipe)
         for each in candidates
@@ -157,7 +144,6 @@ def find_fastest(device: Device, candidates: Iterable[Figure]) -> str | None:
 
 
 def format_worst(figure: Figure) -> str:
-    """Return `-0.34 ± 0.47 mrpc`, or that it was not measured."""
     worst = figure.worst
     if worst is None:
         return NOT_MEASURED
@@ -167,13 +153,11 @@ def format_worst(figure: Figure) -> str:
 
 
 def format_speed(figure: Figure) -> str:
-    """Return `1.28x`, or that it was not measured."""
     speed = figure.shown_speed
     return NOT_MEASURED if speed is None else f"{speed.value:.2f}x"
 
 
 def describe_conditions(shown: Iterable[Figure]) -> list[str]:
-    """Return what the figures are of: a sentence of accuracy, and one of speed a device."""
     shown = list(shown)
     ran = dict.fromkeys(row.where for each in shown for row in each.accuracy if row.stage == "engine")
     sentences = []
@@ -195,11 +179,6 @@ def describe_conditions(shown: Iterable[Figure]) -> list[str]:
 
 
 def describe_choice(chosen: Mapping[Device, str]) -> str:
-    """Return which recipe to start with, and why.
-
-    Args:
-        chosen: names by device.
-    """
     start = " and ".join(f"{name} on a {DEVICES[device]}" for device, name in chosen.items())
     return (
         f"Start with {start}: of the recipes without training whose engines lost at most {MAX_DROP:g} "

@@ -65,12 +65,10 @@ class Comparison(Strict):
 
     @property
     def drop_stderr(self) -> float:
-        """Return the paired standard error of the drop."""
         return next(iter(self.delta_stderr.values()))
 
     @property
     def distance(self) -> float:
-        """Return the divergence of a comparison that has one."""
         assert self.divergence is not None
         return self.divergence
 
@@ -100,15 +98,11 @@ class ParityRow(Strict):
 
     @property
     def share(self) -> float:
-        """Fraction of codes that differ without lying at a rounding border."""
         return (self.differing - self.at_border) / max(self.int8_values, 1)
 
     @property
     def nearest(self) -> tuple[float, str]:
-        """The part that it uses of its nearest limit (over 1: it does not hold): "codes", "step" or "output".
-
-        Steps count once they are over: within their limit they are whole numbers that say nothing.
-        """
+        """Return the share used of the nearest limit, and its name; steps count only over their limit."""
         over = self.max_step / self.step_limit if self.max_step > self.step_limit else 0.0
         allowed = self.limit * self.int8_values
         faults = self.differing - self.at_border
@@ -119,7 +113,6 @@ class ParityRow(Strict):
 
     @property
     def holds(self) -> bool:
-        """Within its limits: codes, steps, and the linear's own output."""
         return self.nearest[0] <= 1
 
 
@@ -345,17 +338,14 @@ class Gate(Strict):
     """Checks that do not simply pass."""
 
     def having(self, *states: IssueState) -> list[GateIssue]:
-        """Return the issues in any of these states."""
         return [issue for issue in self.issues if issue.state in states]
 
     @property
     def failures(self) -> list[GateIssue]:
-        """Return why it does not hold."""
         return self.having("failed")
 
     @property
     def state(self) -> GateState:
-        """Passed only where all that is asked was judged, on samples that can tell."""
         if not self.passed:
             return "failed"
         if self.having("inconclusive"):

@@ -8,8 +8,6 @@ QdqError            exit 1   (base; never raised itself)
 
 
 class QdqError(Exception):
-    """Base of all errors that a user can cause or must hear about."""
-
     exit_code = 1
 
 
@@ -18,12 +16,8 @@ class UserError(QdqError):
 
 
 class CheckFailed(QdqError):
-    """The work finished, but a check or the recipe's gate does not hold."""
-
     exit_code = 2
 
 
 class MissingDevice(QdqError):
-    """A device or library that the command needs is not there."""
-
     exit_code = 3

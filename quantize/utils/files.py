@@ -22,12 +22,7 @@ NOTHING_LEFT = 1 << 16  # bytes: libraries in C++ fail in words of their own on 
 
 
 def cannot_write(path: Path, error: OSError, needed: int | None = None, written: int = 0) -> UserError:
-    """The sentence on a file that cannot be written; of a full disk with what is needed, and free where.
-
-    Args:
-        needed: bytes, where they are known.
-        written: bytes of it, which go again.
-    """
+    """Return an error that says what is `needed` and free on a full disk; `written` bytes go again."""
     if error.errno not in FULL:
         return UserError(f"cannot write {path}: {error.strerror}; choose another --out folder")
     where = _there(path)
@@ -44,25 +39,17 @@ def cannot_write(path: Path, error: OSError, needed: int | None = None, written:
 
 
 def require_room(folder: Path, needed: int, what: str) -> None:
-    """Find out that a disk is too small before the work.
-
-    Args:
-        needed: bytes that `what` writes into the folder.
-
-    Raises:
-        UserError: it is.
-    """
+    """Raise `UserError` where a disk is too small for the `needed` bytes of `what`, before the work."""
     if needed > free_bytes(folder):
         raise cannot_write(folder / what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed)
 
 
 def free_bytes(path: Path) -> int:
-    """What may be written where `path` is, or will be."""
     return shutil.disk_usage(_there(path)).free
 
 
 def unwritable(error: Exception, folder: Path) -> OSError | None:
-    """What kept a file from being written into `folder`, where that is what an exception says."""
+    """Return what kept a file from being written into `folder`, where an exception says that."""
     if isinstance(error, OSError):
         named = error.filename2 or error.filename  # of a copy the second is written
         elsewhere = named is not None and not str(named).startswith(str(folder.parent))
@@ -74,7 +61,7 @@ def unwritable(error: Exception, folder: Path) -> OSError | None:
 
 
 def full_disk(error: Exception) -> UserError | None:
-    """The sentence on a disk that got full while something else than a result was written, as in TMPDIR."""
+    """Return the error of a disk that got full while something else than a result was written."""
     if not (isinstance(error, OSError) and error.errno in FULL) and not SAID.search(str(error)):
         return None
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -88,7 +75,6 @@ def full_disk(error: Exception) -> UserError | None:
 
 
 def _there(path: Path) -> Path:
-    """The folder of `path` that exists."""
     found = path.resolve()
     while not found.is_dir() and found != found.parent:
         found = found.parent
@@ -181,13 +167,12 @@ def require_writable(folder: Path) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically."""
     with atomic_path(path, len(data)) as temporary:
         temporary.write_bytes(data)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 `text` to `path` atomically; it is on the disk when this returns."""
+    """Write UTF-8 `text` atomically; it is on the disk when this returns."""
     data = text.encode()
     with atomic_path(path, len(data)) as temporary, temporary.open("wb") as stream:
         stream.write(data)
@@ -196,7 +181,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as strict, indented JSON (NaN and infinity are errors) to `path` atomically."""
+    """Write strict, indented JSON (NaN and infinity are errors) atomically."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
@@ -241,7 +226,6 @@ def read_bounded(path: Path, most: int, what: str, give: str) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Hex SHA-256 of a file, read in 1 MiB blocks."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):

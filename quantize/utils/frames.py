@@ -13,11 +13,9 @@ class Tabular(Strict):
     """A result that is a table too."""
 
     def rows(self) -> Iterable[Any]:
-        """Rows of the table, each a dictionary or a `Strict`."""
         raise NotImplementedError
 
     def to_frame(self) -> "pandas.DataFrame":
-        """The rows in pandas; columns are their fields."""
         import pandas
 
         rows = (row.model_dump() if isinstance(row, Strict) else row for row in self.rows())
@@ -25,7 +23,7 @@ class Tabular(Strict):
 
 
 def stage_rows(stages: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of `StageResult`s: one row a stage and metric; `delta` is the paired difference from FP32."""
+    """Yield a row per stage and metric of `StageResult`s; `delta` is the paired difference from FP32."""
     for name, stage in stages.items():
         pair = stage.vs_fp32.model_dump(include={"delta", "delta_stderr"}) if stage.vs_fp32 else {}
         for metric, value in stage.metrics.items():

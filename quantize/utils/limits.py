@@ -19,7 +19,6 @@ class Limits:
 
     @property
     def head_sizes_text(self) -> str:
-        """`16, 32 or 64`."""
         *first, last = map(str, self.int8_head_sizes)
         return f"{', '.join(first)} or {last}"
 
@@ -32,7 +31,7 @@ LIMITS = {
 
 
 def limits_of(backend: str = "auto") -> Limits:
-    """Limits of a backend; of "auto" and of CPU runtimes, whose recipes are for GPUs too, what all can do."""
+    """Return limits of a backend; of "auto" and of CPU runtimes, whose recipes are for GPUs too, common ones."""
     if backend in LIMITS:
         return LIMITS[backend]
     common = set.intersection(*(set(each.int8_head_sizes) for each in LIMITS.values()))

@@ -8,14 +8,13 @@ MAX_NAMED = 12  # offenders named in one sentence before "and N more"
 
 
 def name_list(names: Iterable[str], most: int = MAX_NAMED) -> str:
-    """Names for one sentence: the first few, then how many more."""
+    """Return the first names, then how many more."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def count_of(number: int, noun: str) -> str:
-    """3 linears, 1 linear."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -45,11 +45,6 @@ Duration = Annotated[float, BeforeValidator(parse_duration, json_schema_input_ty
 
 
 def parse_options(schema: type[Schema], values: dict[str, Any]) -> Schema:
-    """Return checked options.
-
-    Raises:
-        UserError: a wrong value; names its option and what it takes.
-    """
     try:
         return schema(**values)
     except ValidationError as error:

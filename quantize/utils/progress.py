@@ -18,7 +18,6 @@ _measuring: list[float] = []  # when each measurement began
 
 @contextmanager
 def subscribe(listener: Listener) -> Iterator[None]:
-    """Send what is reported in the block to a listener."""
     _listeners.append(listener)
     try:
         yield
@@ -27,13 +26,11 @@ def subscribe(listener: Listener) -> Iterator[None]:
 
 
 def report_phase(phase: str, done: float = 0, total: float = 0) -> None:
-    """Report the phase that runs now, and how many of its steps are done."""
     if _listeners:
         _listeners[-1](phase, done, total)
 
 
 def track(phase: str, items: Collection[T]) -> Iterator[T]:
-    """Yield items one by one, each of them a step of a phase."""
     steps = len(items) if len(items) > 1 else 0
     for done, item in enumerate(items):
         report_phase(phase, done, steps)
@@ -42,7 +39,6 @@ def track(phase: str, items: Collection[T]) -> Iterator[T]:
 
 @contextmanager
 def measuring() -> Iterator[None]:
-    """Mark a block whose time is measured."""
     _measuring.append(time.monotonic())
     try:
         yield
@@ -51,7 +47,7 @@ def measuring() -> Iterator[None]:
 
 
 def measuring_since() -> float | None:
-    """Return when the measurement of now began, by `time.monotonic`; None: nothing is measured."""
+    """Return when the present measurement began, by `time.monotonic`; None: nothing is measured."""
     return _measuring[-1] if _measuring else None
 
 

@@ -214,7 +214,6 @@ class Finetuning(Strict):
 
 
 def training_line(row: "LogRow", steps: int) -> str:
-    """Where a training is."""
     loss = "" if row.loss is None else f", loss {row.loss:.4g}"
     return f"step {row.step} of {steps}{loss}"
 
@@ -313,11 +312,9 @@ class EngineResult(Tabular):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether a CPU runs it."""
         return self.backend in CPU_BACKENDS
 
     def rows(self) -> list[LayerRow]:
-        """One a kernel."""
         return self.layers
 
 
@@ -354,7 +351,6 @@ class BlockCheck(Strict):
 
     @property
     def holds(self) -> bool:
-        """Finite, and within each limit."""
         pairs = (
             (self.error, self.limit),
             (self.position_error, self.position_limit),
@@ -398,7 +394,6 @@ class PaddingCheck(Strict):
 
     @property
     def holds(self) -> bool:
-        """Finite, and within both limits."""
         pairs = ((self.mean_abs_logit_diff, self.mean_limit), (self.max_abs_logit_diff, self.max_limit))
         return not self.nonfinite and all(value is not None and value <= limit for value, limit in pairs)
 
@@ -437,7 +432,6 @@ class PredictionsCheck(Strict):
 
     @property
     def holds(self) -> bool:
-        """Finite, and within each limit."""
         pairs = [(self.drop, self.drop_limit), (self.mean_abs_logit_diff, self.mean_limit)]
         if self.disagreements is not None:
             pairs.append((self.disagreements, self.disagreement_limit))
@@ -605,29 +599,20 @@ class Results(Tabular):
     files were changed; null for an installed package."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """As `stage_rows`."""
         return stage_rows(self.stages)
 
     @property
     def trained(self) -> bool:
-        """Whether QAT came between PTQ and the export."""
         return self.training is not None
 
     @property
     def expected_stages(self) -> tuple[str, ...]:
-        """The stages of such a run, in their order."""
         return QAT_STAGES if self.trained else STAGES
 
 
 def read_results(folder: Path) -> Results:
-    """Read `results.json` of a finished run.
-
-    Raises:
-        UserError: missing, or not of this version.
-    """
     return read(folder / RESULTS_FILE, Results, "report", f"run `qdqbench report {folder}`")
 
 
 def write_results(folder: Path, results: Results) -> None:
-    """Write `results.json` of a run."""
     files.write_text(folder / RESULTS_FILE, results.model_dump_json(indent=2) + "\n")

@@ -30,7 +30,6 @@ class Speedup(Strict):
 
     @property
     def verdict(self) -> SpeedVerdict:
-        """Return what the value and its interval say; inconclusive where the interval contains 1."""
         if self.ci95_low is not None and self.ci95_high is not None and self.ci95_low <= 1 <= self.ci95_high:
             return "inconclusive"
         return "slower" if self.value < 1 else "faster"

@@ -24,23 +24,20 @@ class Cpu:
 
     @property
     def bf16(self) -> bool:
-        """Return whether the CPU multiplies BF16 in hardware."""
         return not {*BF16}.isdisjoint(self.features)
 
     @property
     def int8_dot(self) -> bool:
-        """Return whether the CPU sums INT8 products in one step, or the system does not say."""
+        """Return whether the CPU sums INT8 products in one step; true where the system does not say."""
         return not self.features or not {*INT8_DOT}.isdisjoint(self.features)
 
     def __str__(self) -> str:
-        """Return `AMD EPYC (2 cores; avx2, avx512_vnni)`."""
         told = ", ".join(self.features) or "instruction sets unknown"
         return f"{self.name} ({self.cores} {'core' if self.cores == 1 else 'cores'}; {told})"
 
 
 @cache
 def find_cpu() -> Cpu:
-    """Find the CPU of this machine."""
     info: dict[str, str] = {}
     if _CPUINFO.is_file():
         for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -54,7 +51,6 @@ def find_cpu() -> Cpu:
 
 
 def usable_cores() -> list[int]:
-    """Return the numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return [*range(os.cpu_count() or 1)]

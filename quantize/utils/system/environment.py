@@ -31,7 +31,6 @@ VERSIONED = ("qdqbench", "torch", "transformers", "nvidia-modelopt", "onnx", "on
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions, hardware and the code's git hash: a number is worth nothing without them."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -73,7 +72,6 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def now() -> str:
-    """Return the time in UTC, ISO 8601 to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -83,13 +81,11 @@ def get_code_identity() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions that outputs depend on."""
     return {name: importlib.metadata.version(name) for name in VERSIONED}
 
 
 @functools.lru_cache
 def _code_hash() -> str:
-    """Hash this package's source by SHA-256."""
     digest = hashlib.sha256()
     for package in ("qdqbench.quantize", "qdqbench.eval"):
         root = Path(str(resources.files(package)))

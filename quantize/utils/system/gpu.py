@@ -10,8 +10,6 @@ _DRIVER = Path("/sys/module/nvidia/version")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU and the driver that runs it."""
-
     name: str
     compute_capability: str  # "8.9"
     driver: str | None  # version of the kernel module; None where the system does not say

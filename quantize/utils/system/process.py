@@ -72,14 +72,11 @@ def freeze_gc() -> None:
 
 
 def is_main_process() -> bool:
-    """Return whether this is the first process of its launcher; true where there is no other."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @dataclass
 class Usage:
-    """Cost of a block, filled when it ends."""
-
     wall_s: float = 0.0
     cpu_s: float = 0.0  # of all threads, and of processes that ended in the block
     peak_rss_bytes: int = 0
@@ -87,7 +84,6 @@ class Usage:
 
 @contextmanager
 def measure_cost() -> Iterator[Usage]:
-    """Measure a block: wall and CPU seconds, and the largest resident set of this process, every 50 ms."""
     import psutil
 
     process, cost, done = psutil.Process(), Usage(), threading.Event()
@@ -109,7 +105,6 @@ def measure_cost() -> Iterator[Usage]:
 
 
 def _cpu_s() -> float:
-    """Return user and system seconds of this process so far, and of its children that have ended."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
 
@@ -122,7 +117,6 @@ class Interruption:
 
     @property
     def status(self) -> int:
-        """Exit status after the latest signal, as of a shell."""
         return 128 + self.number
 
     def watch(self) -> None:
@@ -134,16 +128,10 @@ class Interruption:
             signal.signal(signal.SIGTERM, self.receive)
 
     def receive(self, number: int, frame: Any) -> None:
-        """Handle a signal."""
         self.number, self._pending = signal.Signals(number), True
         raise KeyboardInterrupt
 
     def raise_if_pending(self) -> None:
-        """Stop here if a signal came before.
-
-        Raises:
-            KeyboardInterrupt: it did.
-        """
         if self._pending:
             self._pending = False
             raise KeyboardInterrupt
@@ -172,7 +160,6 @@ def end_interrupted() -> None:
 
 
 def _end_children() -> None:
-    """End what this process has started, and what that has; kill those that do not end in time."""
     import psutil
 
     children = psutil.Process().children(recursive=True)

@@ -43,7 +43,6 @@ def quiet(library: Library) -> Iterator[None]:
 
 
 def _bars(library: Library) -> list[tuple[Callable[[], None], Callable[[], None]]]:
-    """Return what hides bars that are shown, each with what shows them again."""
     if library == "transformers":
         from transformers.utils import logging as untyped
 
