@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import PositiveInt, field_validator
 
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import BackendChoice
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
-from qdqbench.quantize.utils.options import Duration, Options
+from qdqbench.quantize.utils.options import Duration, Options, option
 
 if TYPE_CHECKING:
     from qdqbench.quantize.models.pooling import Pooling
@@ -27,10 +27,8 @@ POSITIONAL: Any = {"positional": True}  # of a field that is an argument on the 
 class PoolingOptions(Options):
     """A plain encoder as an embedding model."""
 
-    pooling: Literal["mean", "cls", "last"] | None = Field(
-        default=None, description="Pooling of a plain encoder as embedding model."
-    )
-    normalize: bool = Field(default=False, description="Embeddings of length 1; with --pooling.")
+    pooling: Literal["mean", "cls", "last"] | None = option("Pooling of a plain encoder as embedding model.")
+    normalize: bool = option("Embeddings of length 1; with --pooling.", False)
 
     def find_pooling(self) -> "Pooling | None":
         """Return the pooling that is asked for.
@@ -48,27 +46,18 @@ class PoolingOptions(Options):
 class TaskOptions(Options):
     """The model, and the task with its data."""
 
-    model: str | None = Field(default=None, description="Model folder or hub id; none: the embedded default.")
-    task: str | None = Field(
-        default=None,
-        description="GLUE task, embed, tokens, qa, squad, squad_v2, or any name with --text-column.",
+    model: str | None = option("Model folder or hub id; none: the embedded default.")
+    task: str | None = option(
+        "GLUE task, embed, tokens, qa, squad, squad_v2, or any name with --text-column."
     )
-    data: str = Field(
-        default="hub",
-        description="hub or hub:OWNER/NAME, with :CONFIG and @REVISION; a folder; or a file with all "
-        "samples.",
+    data: str = option(
+        "hub or hub:OWNER/NAME, with :CONFIG and @REVISION; a folder; or a file with all samples.", "hub"
     )
-    revision: str | None = Field(default=None, description=REVISION)
-    text_column: list[str] | None = Field(
-        default=None, description="Text column of your own data; twice for pairs."
-    )
-    label_column: str | None = Field(default=None, description="Label column of your own data.")
-    num_labels: int | None = Field(
-        default=None, ge=1, description="Classes of your own data; 1 is regression."
-    )
-    metric: list[str] | None = Field(
-        default=None, description="Metrics of your own data; repeatable, the first decides."
-    )
+    revision: str | None = option(REVISION)
+    text_column: list[str] | None = option("Text column of your own data; twice for pairs.")
+    label_column: str | None = option("Label column of your own data.")
+    num_labels: int | None = option("Classes of your own data; 1 is regression.", ge=1)
+    metric: list[str] | None = option("Metrics of your own data; repeatable, the first decides.")
 
     def find_task(self) -> "Task":
         """Return the task; without model and task that of the embedded default.
@@ -96,21 +85,14 @@ class TaskOptions(Options):
 class FolderOptions(Options):
     """The folder that is written."""
 
-    out: Path | None = Field(
-        default=None,
-        description="Output folder; none: one in runs/, named after command, model, recipe and task.",
-    )
-    overwrite: bool = Field(
-        default=False, description="Start over in a used --out; what it holds moves to OUT.old."
-    )
+    out: Path | None = option("Output folder; none: in runs/, named after command, model, recipe and task.")
+    overwrite: bool = option("Start over in a used --out; what it holds moves to OUT.old.", False)
 
 
 class SetOptions(Options):
     """Fields of recipes."""
 
-    set: dict[str, Any] | None = Field(
-        default=None, description="Recipe field by its path, such as calibration.samples=256; repeatable."
-    )
+    set: dict[str, Any] | None = option("Recipe field by its path, as calibration.samples=256; repeatable.")
 
     @field_validator("set", mode="before")
     @classmethod
@@ -136,16 +118,10 @@ class SetOptions(Options):
 class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
     """A recipe on a model and task."""
 
-    max_length: int | None = Field(
-        default=None, ge=8, description="Tokens of a sample, which profiles follow; none: the recipe's."
-    )
-    backend: BackendChoice | None = Field(
-        default=None, description="Runtime of the engine; none: the recipe's."
-    )
-    batch_size: int = Field(default=32, ge=1, description="Batch size of evaluations.")
-    seed: int = Field(
-        default=0, ge=0, description="Seed of everything random: samples, bootstrap, embedded default."
-    )
+    max_length: int | None = option("Tokens of a sample, which profiles follow; none: the recipe's.", ge=8)
+    backend: BackendChoice | None = option("Runtime of the engine; none: the recipe's.")
+    batch_size: int = option("Batch size of evaluations.", 32, ge=1)
+    seed: int = option("Seed of everything random: samples, bootstrap, embedded default.", 0, ge=0)
 
     def find_recipe(self, name: str) -> "Recipe":
         """Return the recipe for the model; errors are those of `recipe.schema.find_recipe` and `adapt`."""
@@ -186,64 +162,41 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
 class EvaluationOptions(RecipeOptions):
     """A recipe that is evaluated."""
 
-    limit: int | None = Field(
-        default=None, ge=1, description="Evaluate on this many samples; the report warns."
-    )
+    limit: int | None = option("Evaluate on this many samples; the report warns.", ge=1)
 
 
 class QatOptions(EvaluationOptions):
     """Options of `qat`."""
 
-    shapes: Literal["auto"] | None = Field(
-        default=None,
-        description="auto: profiles of the lengths that the evaluation data has; none: the recipe's.",
-    )
+    shapes: Literal["auto"] | None = option("auto: profiles for the lengths of the data; none: the recipe's.")
 
 
 class RunOptions(QatOptions):
     """Options of `run`."""
 
-    until: str | None = Field(
-        default=None,
-        description="Stage to stop after, or evaluate for all evaluations; the others can follow later.",
-    )
+    until: str | None = option("Last stage, or evaluate for all evaluations; the others can follow later.")
 
 
 class AutoOptions(EvaluationOptions):
     """Options of `auto`."""
 
-    recipe: list[str] | None = Field(
-        default=None,
-        description="Recipes to start with. None: int8-attention, with --min-speedup on a GPU "
-        "int8-residual-fused, and int8-linears.",
+    recipe: list[str] | None = option(
+        "Recipes to start with. None: int8-attention, int8-linears, and for speed int8-residual-fused.",
         json_schema_extra=POSITIONAL,
     )
-    budget: Duration = Field(
-        default="30m",
+    budget: Duration = option(
+        "Time for all steps, such as 90s, 30m or 2h; those that do not fit are left out.",
+        "30m",
         validate_default=True,
-        description="Time for all steps, such as 90s, 30m or 2h; those that do not fit are left out.",
     )
-    max_drop: float = Field(
-        default=0.005,
-        ge=0,
-        le=1,
-        description="Largest drop of the primary metric, or noise: 0.005 is half a percentage point.",
+    max_drop: float = option(
+        "Largest drop of the primary metric, or noise: 0.005 is half a percentage point.", 0.005, ge=0, le=1
     )
-    min_speedup: float | None = Field(
-        default=None,
-        gt=0,
-        description="Lowest speed-up over the engine without INT8 of the same backend, a factor.",
-    )
-    samples: int = Field(
-        default=512, ge=32, description="Train rows that proposals are chosen on; none of them calibrates."
-    )
-    trials: int = Field(default=24, ge=8, description="Recipes that the search tries at most.")
-    batch: int = Field(default=32, ge=1, description="Batch size of the latency.")
-    length: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens per sequence of the latency; none: 128, or what the recipe takes.",
-    )
+    min_speedup: float | None = option("Least speed-up factor over its backend's engine without INT8.", gt=0)
+    samples: int = option("Train rows that proposals are chosen on; none of them calibrates.", 512, ge=32)
+    trials: int = option("Recipes that the search tries at most.", 24, ge=8)
+    batch: int = option("Batch size of the latency.", 32, ge=1)
+    length: int | None = option("Tokens per sequence of the latency; none: 128, or the recipe's.", ge=1)
 
 
 class SearchCommandOptions(RecipeOptions, SearchOptions):
@@ -253,27 +206,23 @@ class SearchCommandOptions(RecipeOptions, SearchOptions):
 class SensitivityOptions(RecipeOptions):
     """Options of `sensitivity`."""
 
-    samples: int = Field(default=512, ge=2, description="Train rows to measure on.")
+    samples: int = option("Train rows to measure on.", 512, ge=2)
 
 
 class CalibrationOptions(EvaluationOptions):
     """Options of `compare-calibration`."""
 
-    method: list[str] | None = Field(
-        default=None, description="max, percentile/P, mse or entropy; repeatable. None: all of them."
-    )
-    smoothing: list[str] | None = Field(
-        default=None, description="none, gain or an alpha; repeatable. None: none and 0.65."
-    )
-    samples: int = Field(default=1024, ge=2, description="Train rows to compare on.")
+    method: list[str] | None = option("max, percentile/P, mse or entropy; repeatable. None: all of them.")
+    smoothing: list[str] | None = option("none, gain or an alpha; repeatable. None: none and 0.65.")
+    samples: int = option("Train rows to compare on.", 1024, ge=2)
 
 
 class TrainingOptions(FolderOptions, TaskOptions, Training):
     """Fine-tunings over seeds."""
 
-    patience: int = Field(default=5, ge=0, description="Evaluations without gain that end it; 0: none do.")
-    seeds: int = Field(default=1, ge=1, description="Number of runs, with seeds from --seed on.")
-    limit: int | None = Field(default=None, ge=MIN_ROWS, description="Train rows; the report warns.")
+    patience: int = option("Evaluations without gain that end it; 0: none do.", 5, ge=0)
+    seeds: int = option("Number of runs, with seeds from --seed on.", 1, ge=1)
+    limit: int | None = option("Train rows; the report warns.", ge=MIN_ROWS)
 
     @property
     def training(self) -> Training:
@@ -285,161 +234,104 @@ class TrainingOptions(FolderOptions, TaskOptions, Training):
 class FinetuneOptions(TrainingOptions):
     """Options of `finetune`."""
 
-    max_length: int = Field(default=128, ge=8, description="Tokens of a sample.")
-    keep_head: bool = Field(default=False, description="Start from the model's own classifier.")
+    max_length: int = option("Tokens of a sample.", 128, ge=8)
+    keep_head: bool = option("Start from the model's own classifier.", False)
 
 
 class StudyOptions(SetOptions, TrainingOptions):
     """Options of `study`."""
 
-    seeds: int = Field(default=3, ge=1, description="Number of fine-tunings, each with PTQ and QAT.")
+    seeds: int = option("Number of fine-tunings, each with PTQ and QAT.", 3, ge=1)
 
 
 class CheckOptions(Options):
     """Options of `check`."""
 
-    recipe: str | None = Field(
-        default=None, description="Recipe to hold the quantized set to; none: that of the run."
-    )
-    allow: list[str] | None = Field(
-        default=None, description="Code of findings to leave out, such as quantized-residual; repeatable."
-    )
+    recipe: str | None = option("Recipe to hold the quantized set to; none: that of the run.")
+    allow: list[str] | None = option("Code of findings to leave out, such as quantized-residual; repeatable.")
 
 
 class InspectOptions(Options):
     """Options of `inspect`."""
 
-    onnx: Path | None = Field(default=None, description="ONNX file that the engine was built from.")
-    recipe: str | None = Field(default=None, description="Recipe to hold the engine to; none: the run's.")
-    profile: str | None = Field(
-        default=None, description="Kernel times: saved JSON (name, ms), or gpu or cpu to measure here."
-    )
-    batch: int | None = Field(
-        default=None, ge=1, description="With --profile gpu or cpu: batch size; none: the optimum."
-    )
-    length: int | None = Field(
-        default=None, ge=1, description="With --profile gpu or cpu: tokens; none: the optimum."
-    )
-    all: bool = Field(default=False, description="List every kernel, not one row for equal ones.")
-    bisect: bool = Field(default=False, description="Find the first tensor that goes wrong.")
+    onnx: Path | None = option("ONNX file that the engine was built from.")
+    recipe: str | None = option("Recipe to hold the engine to; none: the run's.")
+    profile: str | None = option("Kernel times: saved JSON (name, ms), or gpu or cpu to measure here.")
+    batch: int | None = option("With --profile gpu or cpu: batch size; none: the optimum.", ge=1)
+    length: int | None = option("With --profile gpu or cpu: tokens; none: the optimum.", ge=1)
+    all: bool = option("List every kernel, not one row for equal ones.", False)
+    bisect: bool = option("Find the first tensor that goes wrong.", False)
 
 
 class DoctorOptions(Options):
     """Options of `doctor`."""
 
-    backend: BackendChoice | None = Field(default=None, description="Exit with 3 where it cannot run.")
-    offline: bool = Field(default=False, description="Do not ask whether the hub is there.")
-    report: bool = Field(
-        default=False, description="Markdown for a bug report, without names of users or folders."
-    )
+    backend: BackendChoice | None = option("Exit with 3 where it cannot run.")
+    offline: bool = option("Do not ask whether the hub is there.", False)
+    report: bool = option("Markdown for a bug report, without names of users or folders.", False)
 
 
 class NewRecipeOptions(Options):
     """Options of `recipes new`."""
 
-    model: str = Field(description="Folder or hub id; its configuration is read, no weights.")
-    revision: str | None = Field(default=None, description=REVISION)
-    out: Path | None = Field(default=None, description="Recipe file; none: NAME.yaml here.")
+    model: str = option("Folder or hub id; its configuration is read, no weights.", ...)
+    revision: str | None = option(REVISION)
+    out: Path | None = option("Recipe file; none: NAME.yaml here.")
 
 
 class CacheRecipeOptions(NewRecipeOptions):
     """Options of `recipes from-cache`."""
 
-    onnx: Path | None = Field(
-        default=None, description="ONNX file that was calibrated; none: names of an export here."
-    )
+    onnx: Path | None = option("ONNX file that was calibrated; none: names of an export here.")
 
 
 class FixCommandOptions(TaskOptions):
     """Options of `fix`."""
 
-    out: Path = Field(description="File to write.")
-    compute: Literal["fp16", "keep"] = Field(
-        default="fp16", description="Precision of what is not INT8, in a file that is all FP32."
+    out: Path = option("File to write.", ...)
+    compute: Literal["fp16", "keep"] = option("Precision of what is not INT8, in an FP32 file.", "fp16")
+    weights: Literal["channel", "factored"] = option(
+        "Scales of weights; TensorRT-RTX runs factored ones faster.", "channel"
     )
-    weights: Literal["channel", "factored"] = Field(
-        default="channel", description="Scales of weights; TensorRT-RTX runs factored ones faster."
+    inputs: Path | None = option(
+        "Samples (.npz, one array an input): compared on, and calibrate what has no scale."
     )
-    inputs: Path | None = Field(
-        default=None,
-        description="Samples (.npz, one array an input): compared on, and calibrate what has no scale.",
-    )
-    samples: int = Field(default=128, ge=1, description="Rows of the train split, with --model and --task.")
-    seed: int = Field(default=0, ge=0, description="Seed of random inputs, or of the drawn samples.")
-    max_error: float = Field(
-        default=0.1, ge=0, description="Largest relative error of outputs to the file without Q/DQ."
-    )
-    no_engine: bool = Field(default=False, description="Build no engine before and after.")
+    samples: int = option("Rows of the train split, with --model and --task.", 128, ge=1)
+    seed: int = option("Seed of random inputs, or of the drawn samples.", 0, ge=0)
+    max_error: float = option("Largest relative error of outputs to the file without Q/DQ.", 0.1, ge=0)
+    no_engine: bool = option("Build no engine before and after.", False)
 
 
 class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
     """Options of `bench`."""
 
-    model: str | None = Field(
-        default=None,
-        description="Model folder, or a published size with random weights, such as bert-base.",
+    model: str | None = option("Model folder, or a published size with random weights, such as bert-base.")
+    set: dict[str, Any] | None = option(
+        "With --model: recipe field by its path, as export.gelu=tanh; repeatable. A run keeps its own recipe."
     )
-    set: dict[str, Any] | None = Field(
-        default=None,
-        description="With --model: field of its recipes by its path, such as engine.backend=openvino; "
-        "repeatable. A run keeps the recipe that it was built with.",
+    recipe: str | None = option(f"With --model: name or YAML file; none: {DEFAULT_RECIPE}.")
+    extra_recipe: list[str] | None = option("With --model on a GPU: INT8 by this recipe too; repeatable.")
+    batch: list[PositiveInt] | None = option("Batch size; repeatable. None: 1, 8, 32, 128, on a CPU 1 and 8.")
+    length: list[PositiveInt] | None = option("Tokens per sequence; repeatable. None: 128.")
+    dataset: str | None = option("Task whose evaluation split is timed; other shapes if they are named.")
+    dataset_batch: list[PositiveInt] | None = option("Batch size of --dataset; repeatable. None: 32.")
+    data: str | None = option("Data of --dataset; none: the run's.")
+    tokenizer: str | None = option("Tokenizer of --dataset for a built-in shape.")
+    streams: list[PositiveInt] | None = option("Concurrent inferences; repeatable. None: 1 and 2.")
+    threads: int | None = option("Threads of a system on a CPU, all streams together; none: its cores.", ge=1)
+    rounds: int | None = option("Interleaved rounds. None: 12, on a CPU 6.", ge=1)
+    duration: float = option("Seconds of latency per system and shape, over all rounds.", 1.0, gt=0)
+    iterations: int | None = option("Inferences per round, instead of --duration.", ge=1)
+    baselines: bool = option("PyTorch, torch.compile, unpadded FP16 and other quantizers too.", True)
+    fp32: bool = option("FP32 engine too.", True)
+    compile_seconds: float = option(
+        "Limit for each shape and mode of torch.compile; what takes longer is left out.", 90.0, gt=0
     )
-    recipe: str | None = Field(
-        default=None, description=f"With --model: name or YAML file; none: {DEFAULT_RECIPE}."
+    engine_shapes: Literal["both", "exact", "recipe"] = option(
+        "Shapes of engines on a GPU: the recipe's, exactly each shape, or both.", "both"
     )
-    extra_recipe: list[str] | None = Field(
-        default=None, description="With --model on a GPU: INT8 by this recipe too; repeatable."
-    )
-    batch: list[PositiveInt] | None = Field(
-        default=None, description="Batch size; repeatable. None: 1, 8, 32, 128, on a CPU 1 and 8."
-    )
-    length: list[PositiveInt] | None = Field(
-        default=None, description="Tokens per sequence; repeatable. None: 128."
-    )
-    dataset: str | None = Field(
-        default=None,
-        description="Task whose whole evaluation split is timed; other shapes if they are named.",
-    )
-    dataset_batch: list[PositiveInt] | None = Field(
-        default=None, description="Batch size of --dataset; repeatable. None: 32."
-    )
-    data: str | None = Field(default=None, description="Data of --dataset; none: the run's.")
-    tokenizer: str | None = Field(default=None, description="Tokenizer of --dataset for a built-in shape.")
-    streams: list[PositiveInt] | None = Field(
-        default=None, description="Concurrent inferences; repeatable. None: 1 and 2."
-    )
-    threads: int | None = Field(
-        default=None,
-        ge=1,
-        description="Threads of a system on a CPU, all streams together; none: one for each core.",
-    )
-    rounds: int | None = Field(default=None, ge=1, description="Interleaved rounds. None: 12, on a CPU 6.")
-    duration: float = Field(
-        default=1.0, gt=0, description="Seconds of latency per system and shape, over all rounds."
-    )
-    iterations: int | None = Field(
-        default=None, ge=1, description="Inferences per round, instead of --duration."
-    )
-    baselines: bool = Field(
-        default=True, description="PyTorch, torch.compile, unpadded FP16 and other quantizers too."
-    )
-    fp32: bool = Field(default=True, description="FP32 engine too.")
-    compile_seconds: float = Field(
-        default=90.0,
-        gt=0,
-        description="Limit for each shape and mode of torch.compile; what takes longer is left out.",
-    )
-    engine_shapes: Literal["both", "exact", "recipe"] = Field(
-        default="both", description="Shapes of engines on a GPU: the recipe's, exactly each shape, or both."
-    )
-    cpu: bool = Field(default=False, description="Measure on the CPU, even where a GPU is.")
-    keep_engines: bool = Field(
-        default=False, description="Leave the engines in the work folder, for inspect or the next bench."
-    )
-    build_only: bool = Field(
-        default=False, description="Only export, build and compile, for a bench that follows; on a GPU."
-    )
-    exclude: list[str] | None = Field(
-        default=None, description="System to leave out, by its name in bench.json; repeatable."
-    )
-    seed: int = Field(default=0, ge=0, description="Seed of weights, inputs and bootstrap.")
+    cpu: bool = option("Measure on the CPU, even where a GPU is.", False)
+    keep_engines: bool = option("Leave the engines in the work folder, for inspect or the next bench.", False)
+    build_only: bool = option("Only export, build and compile, for a bench that follows; on a GPU.", False)
+    exclude: list[str] | None = option("System to leave out, by its name in bench.json; repeatable.")
+    seed: int = option("Seed of weights, inputs and bootstrap.", 0, ge=0)

@@ -31,7 +31,7 @@ LIMITS = {
 
 
 def limits_of(backend: str = "auto") -> Limits:
-    """Return limits of a backend; of "auto" and of CPU runtimes, whose recipes are for GPUs too, common ones."""
+    """Return limits of a backend; of "auto" and of CPU runtimes, which are for GPUs too, common ones."""
     if backend in LIMITS:
         return LIMITS[backend]
     common = set.intersection(*(set(each.int8_head_sizes) for each in LIMITS.values()))
