@@ -10,6 +10,7 @@ import typer
 from qdqbench.cli import bench, diagnose, doctor, inspect, recipes, run, serve, train, tune
 from qdqbench.cli.progress import reset_clock
 from qdqbench.cli.terminal import complain
+from qdqbench.quantize.utils.errors import QdqError, UserError
 from qdqbench.quantize.utils.system import process
 
 app = typer.Typer(
@@ -75,7 +76,6 @@ def _options(
 
 def _invoke() -> None:
     """Run the command; typer's own main exits with 2 and a box for a wrong option, with 130 for Ctrl-C."""
-    from qdqbench.quantize.utils.errors import UserError
 
     usage_error: Any = typer.BadParameter.__mro__[1]  # click's class, which newer typers bring along
     try:
@@ -125,7 +125,6 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
-    from qdqbench.quantize.utils.errors import QdqError
     from qdqbench.quantize.utils.files import full_disk
 
     reset_clock()

@@ -8,7 +8,8 @@ import typer
 from qdqbench._options import BenchOptions
 from qdqbench.cli.options import command, note
 from qdqbench.cli.progress import status
-from qdqbench.cli.terminal import Json, command_line, say, show, show_json
+from qdqbench.cli.terminal import Json, command_line, say, show_json, show_report
+from qdqbench.quantize.utils.errors import CheckFailed
 
 
 @command
@@ -21,32 +22,19 @@ def bench(
     """Measure INT8 against other engines, PyTorch and other quantizers: interleaved, verified, GPU or CPU."""
     from qdqbench._bench import bench as measure
     from qdqbench.eval.bench.report import bench_report
-    from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.runs.report.report import too_slow
-    from qdqbench.quantize.utils.errors import CheckFailed
 
     written: list[Path] = []
     with status() as announce:
-        found = measure(
-            target,
-            **vars(options),
-            note=note,
-            progress=announce,
-            written=written.append,
-            command=command_line(),
-        )
-    if options.build_only and json:
-        show_json(found)
-        return
+        told = {"note": note, "progress": announce, "written": written.append, "command": command_line()}
+        found = measure(target, **vars(options), **told)
     if options.build_only:
-        say("engines and compiled models are kept: run the same command without --build-only")
+        if json:
+            show_json(found)
+        else:
+            say("engines and compiled models are kept: run the same command without --build-only")
         return
-    show(
-        found,
-        json,
-        lambda bench: render_screen(bench_report(bench)),
-        *(f"report: {path}" for path in written),
-    )
+    show_report(found, json, bench_report, *(f"report: {path}" for path in written))
     if found.errors:
         raise CheckFailed(f"{len(found.errors)} measurements failed: {'; '.join(found.errors)}")
     if target is not None and (slow := too_slow(target)):

@@ -9,6 +9,7 @@ from qdqbench._options import CheckOptions, FixCommandOptions
 from qdqbench.cli.options import command
 from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, console, plain, print_json
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 if TYPE_CHECKING:
     from qdqbench.quantize.engine.diagnose.findings import Diagnosis, Finding
@@ -132,7 +133,6 @@ def fix(
     """
     from qdqbench.quantize.engine.repair.fix import FixOptions
     from qdqbench.quantize.engine.repair.fix import fix as fix_file
-    from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
     inputs: Any = options.inputs
     if options.model is not None or options.task is not None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from qdqbench._options import DoctorOptions
 from qdqbench.cli.options import command
 from qdqbench.cli.terminal import Json, clean, console, print_json
+from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 
 if TYPE_CHECKING:
     from qdqbench.quantize.engine.doctor import Doctor
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 def doctor(*, options: DoctorOptions, json: Json = False) -> None:
     """Show what this machine can do: libraries, backends, known hazards, and what to install."""
     from qdqbench.quantize.engine.doctor import bug_report, look
-    from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 
     found = look(offline=options.offline)
     if json:

@@ -10,6 +10,7 @@ from qdqbench._options import InspectOptions
 from qdqbench.cli.options import command
 from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, console, plain, print_json, say
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 if TYPE_CHECKING:
     from qdqbench.quantize.engine.inspection import Inspection, Time
@@ -36,7 +37,6 @@ def inspect(
         measure_times,
         open_target,
     )
-    from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
     batch, length, profile = options.batch, options.length, options.profile
     if (batch or length) and profile not in MEASURED:
@@ -69,7 +69,6 @@ def inspect(
 
 
 def _bisect(target: "InspectTarget", json: bool) -> None:
-    from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
     if target.folder is None:
         raise UserError(

@@ -37,25 +37,21 @@ class Eta:
     total: float = 0  # 0: not known
     _first: float = 0  # done when counting began: what an earlier call did says nothing of the pace
     _since: float = field(default_factory=time.monotonic)
-    _updated: float = field(default_factory=time.monotonic)
+    updated: float = field(default_factory=time.monotonic)
 
     def tell(self, done: float, total: float, *, anew: bool = False) -> None:
         now = time.monotonic()
         if anew or total != self.total or done < self.done:
             self._first, self._since = done, now
-        self.done, self.total, self._updated = done, total, now
+        self.done, self.total, self.updated = done, total, now
 
     def left(self) -> float | None:
         """Return seconds; None where that is not known yet, or no more."""
-        gained, spent = self.done - self._first, self._updated - self._since
+        gained, spent = self.done - self._first, self.updated - self._since
         if gained <= 0 or spent < LEAST_S or self.done >= self.total:
             return None
-        left = spent / gained * (self.total - self.done) - (time.monotonic() - self._updated)
+        left = spent / gained * (self.total - self.done) - (time.monotonic() - self.updated)
         return left if left >= 0.5 else None
-
-    @property
-    def silent_s(self) -> float:
-        return time.monotonic() - self._updated
 
 
 @dataclass
@@ -78,33 +74,29 @@ class Status:
         self.part.tell(done, total, anew=anew)
 
     def details(self) -> str:
-        parts = [self.phase] if self.phase else []
-        if self.part.total:
-            share = self.part.total == 1  # a part of the whole, not a count
-            done = f"{self.part.done:.0%}" if share else f"{self.part.done:g} of {self.part.total:g}"
-            parts.append(done)
-        left, silent = self.part.left(), self.part.silent_s
-        if silent >= EVERY_S:
+        part, parts = self.part, [self.phase]
+        if part.total:  # 1: a share of the whole, not a count
+            parts.append(f"{part.done:.0%}" if part.total == 1 else f"{part.done:g} of {part.total:g}")
+        if (silent := time.monotonic() - part.updated) >= EVERY_S:
             parts.append(f"nothing new for {duration(silent)}")
-        elif left is not None:
+        elif (left := part.left()) is not None:
             parts.append(f"{duration(left)} left")
-        return ", ".join(parts)
+        return ", ".join(filter(None, parts))
 
     def line(self) -> str:
         whole = self.whole
         parts = [f"{whole.done / whole.total:.0%}"] if whole.total else []
         if (left := whole.left()) is not None:
             parts.append(f"{duration(left)} left")
-        said = [", ".join(parts)] if parts else []
-        return ": ".join([*said, *(text for text in (self.what, self.details()) if text)])
+        return ": ".join(filter(None, (", ".join(parts), self.what, self.details())))
 
 
 class Heartbeat:
     """Draws again and again, though not while something is timed."""
 
-    def __init__(self, draw: Callable[[], None], every_s: float) -> None:
-        self.draw, self.every_s = draw, every_s
-        self.last, self._lock = time.monotonic(), threading.Lock()
+    def __init__(self, draw: Callable[[], None], every_s: float, last: float) -> None:
+        self.draw, self.every_s, self.last = draw, every_s, last
+        self._lock = threading.Lock()
 
     def tick(self) -> None:
         with self._lock:
@@ -132,9 +124,7 @@ def log_heartbeat(line: Callable[[], str]) -> Heartbeat:
             sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
             sys.stderr.flush()
 
-    heartbeat = Heartbeat(draw, EVERY_S)
-    heartbeat.last = _last_line[0]
-    return heartbeat
+    return Heartbeat(draw, EVERY_S, _last_line[0])
 
 
 @contextmanager
@@ -160,15 +150,11 @@ class Display:
 
     def __init__(self, bars: "Progress | None", *, quiet: bool = False) -> None:
         self.bars, self.now = bars, Status()
-        self.step, self.note = (
-            "",
-            "",
-        )  # what a terminal is shown beside the bars: what is done, what came of it
-        self.refresh: Callable[[], None] = lambda: None
+        self.step = self.note = ""  # what a terminal shows below the bars: what is done, what came of it
         if bars is None:
             self.heartbeat = log_heartbeat(lambda: "" if quiet else clean(self.now.line()))
         else:
-            self.heartbeat = Heartbeat(self._draw, REDRAWN_S)
+            self.heartbeat = Heartbeat(lambda: None, REDRAWN_S, time.monotonic())
 
     def hear(self, phase: str, done: float = 0, total: float = 0) -> None:
         self.now.hear(phase, done, total)
@@ -199,28 +185,21 @@ class Display:
 
             self.bars.console.print(Text(clean(text), style))
 
-    def _draw(self) -> None:
-        self.refresh()
-
     def renderable(self) -> Any:
         from rich.console import Group
         from rich.text import Text
 
-        below = (Text(clean(each), "dim", no_wrap=True, overflow="ellipsis") for each in self._below())
+        lines = filter(None, (": ".join(filter(None, (self.step, self.now.details()))), self.note))
+        below = (Text(clean(line), "dim", no_wrap=True, overflow="ellipsis") for line in lines)
         return Group(*filter(None, (self.bars,)), *below)
-
-    def _below(self) -> list[str]:
-        done = ": ".join(text for text in (self.step, self.now.details()) if text)
-        return [text for text in (done, self.note) if text]
 
 
 @contextmanager
 def _display(*columns: str | int, quiet: bool = False, stays: bool = True) -> Iterator[Display]:
-    """A display that hears what is done, until the block ends.
+    """Yield a display that hears what is done; quiet in other processes of a launcher.
 
     Args:
         columns: of the bars: the width of the bar itself, "spinner", "elapsed", or a template of text.
-        quiet: nothing is shown, as another process of a launcher does.
         stays: the last state is left on the terminal.
     """
     if quiet:
@@ -249,7 +228,7 @@ def _display(*columns: str | int, quiet: bool = False, stays: bool = True) -> It
     with Live(
         console=console, auto_refresh=False, get_renderable=shown.renderable, transient=not stays
     ) as live:
-        shown.refresh = live.refresh
+        shown.heartbeat.draw = live.refresh
         with progress.subscribe(shown.hear), ticking(shown.heartbeat.tick, REDRAWN_S):
             yield shown
         shown.now.hear("")  # nothing is done any more

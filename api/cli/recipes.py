@@ -10,6 +10,7 @@ import typer
 from qdqbench._options import CacheRecipeOptions, NewRecipeOptions
 from qdqbench.cli.options import RecipeName, command
 from qdqbench.cli.terminal import Json, clean, console, print_json, show, show_json
+from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
 
 if TYPE_CHECKING:
@@ -114,7 +115,6 @@ def _write_new(
         UserError: its file is there already.
     """
     from qdqbench.quantize.utils import files
-    from qdqbench.quantize.utils.errors import UserError
 
     path = options.out or Path(f"{made.recipe}.yaml")
     if path.exists():

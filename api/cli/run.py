@@ -10,23 +10,18 @@ import typer
 from qdqbench._options import FolderOptions, QatOptions, RunOptions
 from qdqbench.cli import progress
 from qdqbench.cli.options import RecipeName, command, note
-from qdqbench.cli.terminal import Json, RunFolder, command_line, console, plain, print_json, show
+from qdqbench.cli.terminal import Json, RunFolder, command_line, console, plain, print_json, show, show_report
+from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.pipeline.session import Session
     from qdqbench.quantize.utils.results import Results
 
 DEFAULT_QAT = "int8-attention-qat"
 
 
 @command
-def run(
-    recipe: RecipeName = DEFAULT_RECIPE,
-    *,
-    options: RunOptions,
-    json: Json = False,
-) -> None:
+def run(recipe: RecipeName = DEFAULT_RECIPE, *, options: RunOptions, json: Json = False) -> None:
     """Run the main job: recipe and model in, engine and report out."""
     from qdqbench._runs import start
     from qdqbench.quantize.pipeline.ownership import run_folder
@@ -41,10 +36,11 @@ def run(
 @command
 def qat(recipe: RecipeName = DEFAULT_QAT, *, options: QatOptions, json: Json = False) -> None:
     """Train with quantization, then continue to engine and report; on one GPU or many."""
-    from qdqbench.eval.runs.run import require_inputs
+    from qdqbench.eval.runs.run import follow, require_inputs, run_to, run_until
     from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
     from qdqbench.quantize.pipeline.session import Session
-    from qdqbench.quantize.training.qat.stage import get_settings
+    from qdqbench.quantize.training.qat.stage import get_settings, train_on_all
+    from qdqbench.quantize.utils.system.process import is_main_process
 
     config = options.config(options.find_recipe(recipe), command_line())
     folder = run_folder("run", config, options.out)
@@ -52,21 +48,13 @@ def qat(recipe: RecipeName = DEFAULT_QAT, *, options: QatOptions, json: Json = F
     get_settings(session)  # before anything is written
     identity, ready = identity_of("run", session), partial(require_inputs, session)
     with owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note):
-        _train(session, json)
-
-
-def _train(session: "Session", json: bool) -> None:
-    from qdqbench.eval.runs.run import follow, run_to, run_until
-    from qdqbench.quantize.training.qat.stage import train_on_all
-    from qdqbench.quantize.utils.system.process import is_main_process
-
-    with progress.stages() as shown:
-        start = follow(session, shown)
-        train_on_all(session, lambda stage: run_to(session, stage, start))
-    if is_main_process():
         with progress.stages() as shown:
-            results = run_until(session, None, follow(session, shown))
-        print_results(results, session.folder, json=json)
+            start = follow(session, shown)
+            train_on_all(session, lambda stage: run_to(session, stage, start))
+        if is_main_process():
+            with progress.stages() as shown:
+                results = run_until(session, None, follow(session, shown))
+            print_results(results, folder, json=json)
 
 
 def print_results(results: "Results", folder: Path, *, json: bool) -> None:
@@ -80,18 +68,12 @@ def print_results(results: "Results", folder: Path, *, json: bool) -> None:
     from qdqbench.eval.runs.report.report import run_report, where_to_begin
     from qdqbench.eval.runs.stage_table import stages_report
     from qdqbench.quantize.deployment.write import DEPLOY
-    from qdqbench.quantize.utils.errors import CheckFailed
 
     failures = "; ".join(map(issue_sentence, results.gate.failures))
     if results.until is None:
         begin = where_to_begin(folder, folder / DEPLOY)
         places = {"report": str(folder / "report.html"), **({"deploy": str(begin)} if begin else {})}
-        show(
-            results,
-            json,
-            lambda each: render_screen(run_report(each)),
-            *(f"{name}: {plain(text)}" for name, text in places.items()),
-        )
+        show_report(results, json, run_report, *(f"{name}: {path}" for name, path in places.items()))
         failures = f"the gate does not hold: {failures}"
     else:
         judged = f"the gate is judged by [bold]qdqbench report {plain(str(folder))}[/]"
@@ -154,9 +136,9 @@ def timings(folder: RunFolder, json: Json = False) -> None:
         reused = "reused" if row.reused else ""
         cpu = "-" if row.cpu_s is None else f"{row.cpu_s:.1f}"
         table.add_row(name, f"{row.wall_s:.1f}", cpu, f"{row.peak_rss_bytes / 1e6:.0f}", reused)
+    wall, cpu_s = sum(row.wall_s for row in rows), sum(row.cpu_s or 0 for row in rows)
     peak = max(row.peak_rss_bytes for row in rows)
-    wall, cpu = (f"{sum(times):.1f}" for times in ([r.wall_s for r in rows], [r.cpu_s or 0 for r in rows]))
-    table.add_row("total", wall, cpu, f"{peak / 1e6:.0f}", "")
+    table.add_row("total", f"{wall:.1f}", f"{cpu_s:.1f}", f"{peak / 1e6:.0f}", "")
     console().print(table)
 
 
@@ -168,7 +150,6 @@ def compare(
     json: Json = False,
 ) -> None:
     """Runs side by side: accuracy paired on the same samples, speed, size, answers that flipped, layers."""
-    from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.runs.compare.compare import compare_runs
     from qdqbench.eval.runs.compare.report import NAME, comparison_report, write_comparison
     from qdqbench.quantize.pipeline.ownership import RunIdentity, owned_folder
@@ -180,9 +161,5 @@ def compare(
         with owned_folder(out, RunIdentity(kind=NAME), overwrite=options.overwrite, ready=compared, say=note):
             found = compared()
             written = write_comparison(found, out)
-    show(
-        found,
-        json,
-        lambda each: render_screen(comparison_report(each)),
-        *(f"page: {path}" for path in written if path.suffix == ".html"),
-    )
+    pages = (f"page: {path}" for path in written if path.suffix == ".html")
+    show_report(found, json, comparison_report, *pages)

@@ -9,6 +9,7 @@ from qdqbench.cli.options import command
 from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, RunFolder, plain, say, show_json
 from qdqbench.quantize.deployment.server.settings import Settings
+from qdqbench.quantize.utils.errors import MissingDevice
 
 EXTRA = (
     "fastapi",
@@ -21,7 +22,6 @@ EXTRA = (
 @command
 def serve(run: RunFolder, settings: Settings) -> None:
     """Answer requests over HTTP with a run's engine, and compare it with FP32 on a page; for small loads."""
-    from qdqbench.quantize.utils.errors import MissingDevice
 
     try:
         from qdqbench.quantize.deployment.server import server

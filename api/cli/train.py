@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,50 +11,36 @@ import typer
 from qdqbench._options import FinetuneOptions, StudyOptions, TrainingOptions
 from qdqbench.cli import progress
 from qdqbench.cli.options import command, note
-from qdqbench.cli.terminal import Json, command_line, show
+from qdqbench.cli.terminal import Json, command_line, show_report
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from qdqbench.quantize.tasks.task import Task
+    from qdqbench.quantize.training.finetune import FinetuneRequest
 
 
 @command
 def finetune(*, options: FinetuneOptions, json: Json = False) -> None:
     """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
-    from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.runs.report.training import finetuning_report, write_finetuning
     from qdqbench.quantize.pipeline.ownership import default_folder
-    from qdqbench.quantize.training.finetune import RESULT, FinetuneRequest, finetune
+    from qdqbench.quantize.training.finetune import RESULT, finetune
     from qdqbench.quantize.training.record import require_all
 
     task = options.find_task()
     folder = options.out or default_folder("finetune", options.model, task.name)
     with _own_folder("finetune", options, task, folder), _processes(options.precision) as accelerator:
-        base, source = _base(options, folder, accelerator)
         with progress.seeds(options.seeds, quiet=not accelerator.is_main_process) as report:
-            request = FinetuneRequest(
-                base=base,
-                task=task,
-                data=source,
-                folder=folder,
-                settings=options.training,
-                seeds=options.seeds,
-                max_length=options.max_length,
-                keep_head=options.keep_head,
-                limit=options.limit,
-                command=command_line(),
-                report=report,
-                revision=options.revision,
-            )
-            result = finetune(request, accelerator)
+            request = _request(options, task, folder, accelerator, options.max_length)
+            result = finetune(replace(request, keep_head=options.keep_head, report=report), accelerator)
         if accelerator.is_main_process:
             write_finetuning(result, folder)
     if accelerator.is_main_process:
         written = [f"report: {folder / 'finetune.html'}"]
         if result.best_seed is not None:
             written.append(f"model: {folder / f'seed-{result.best_seed}' / 'model'}")
-        show(result, json, lambda each: render_screen(finetuning_report(each)), *written)
+        show_report(result, json, finetuning_report, *written)
     failed = [f"seed {run.seed}" for run in result.runs if run.status == "failed"]
     require_all(failed, folder / RESULT)
 
@@ -66,11 +53,9 @@ def study(
     json: Json = False,
 ) -> None:
     """Measure FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
-    from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.runs.study import STUDY_FILE, StudyPlan, study, study_report
     from qdqbench.quantize.pipeline.ownership import default_folder
     from qdqbench.quantize.recipe.schema import find_recipe
-    from qdqbench.quantize.training.finetune import FinetuneRequest
     from qdqbench.quantize.training.record import require_all
 
     recipes = [options.adapt(find_recipe(name, options.model, options.revision)) for name in recipe]
@@ -81,22 +66,10 @@ def study(
         _processes(options.precision) as accelerator,
         progress.status() as say,
     ):
-        base, source = _base(options, folder, accelerator)
-        request = FinetuneRequest(
-            base=base,
-            task=task,
-            data=source,
-            folder=folder,
-            settings=options.training,
-            seeds=options.seeds,
-            max_length=max(each.export.max_length for each in recipes),
-            keep_head=False,
-            limit=options.limit,
-            command=command_line(),
-            revision=options.revision,
-        )
+        longest = max(each.export.max_length for each in recipes)
+        request = _request(options, task, folder, accelerator, longest)
         found = study(StudyPlan(request, recipes, folder, say), accelerator)
-    show(found, json, lambda each: render_screen(study_report(each)), f"results: {folder / STUDY_FILE}")
+    show_report(found, json, study_report, f"results: {folder / STUDY_FILE}")
     failed = [f"seed {row.seed} with {row.recipe}" for row in found.rows if row.status == "failed"]
     require_all(failed, folder / STUDY_FILE)
 
@@ -116,15 +89,32 @@ def _own_folder(
     return owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note)
 
 
-def _base(options: TrainingOptions, folder: Path, accelerator: "Accelerator") -> tuple[str, str]:
-    """Return model and data; the main process writes those of the embedded default."""
-    if options.model is not None:
-        return options.model, options.data
-    from qdqbench.quantize.tasks.embedded import write_embedded
+def _request(
+    options: TrainingOptions, task: "Task", folder: Path, accelerator: "Accelerator", max_length: int
+) -> "FinetuneRequest":
+    """Return what is trained; the main process writes model and data of the embedded default."""
+    from qdqbench.quantize.training.finetune import FinetuneRequest
 
-    with accelerator.main_process_first():
-        run = write_embedded(folder / "embedded")
-    return str(run.model_dir), str(run.data_dir)
+    base, data = options.model, options.data
+    if base is None:
+        from qdqbench.quantize.tasks.embedded import write_embedded
+
+        with accelerator.main_process_first():
+            run = write_embedded(folder / "embedded")
+        base, data = str(run.model_dir), str(run.data_dir)
+    return FinetuneRequest(
+        base=base,
+        task=task,
+        data=data,
+        folder=folder,
+        settings=options.training,
+        seeds=options.seeds,
+        max_length=max_length,
+        keep_head=False,
+        limit=options.limit,
+        command=command_line(),
+        revision=options.revision,
+    )
 
 
 @contextmanager

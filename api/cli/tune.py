@@ -15,7 +15,8 @@ from qdqbench._options import (
 )
 from qdqbench.cli import progress
 from qdqbench.cli.options import RecipeName, command, note
-from qdqbench.cli.terminal import Json, command_line, show
+from qdqbench.cli.terminal import Json, command_line, show_report
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -30,16 +31,14 @@ EMBEDDED_MODEL = Path("embedded", "model", "config.json")
 def auto(*, options: AutoOptions, json: Json = False) -> None:
     """Find a recipe that holds: shipped ones, calibration, islands, search, QAT, as far as it takes."""
     from qdqbench._auto import auto as find_recipe
-    from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.selection.auto.report import auto_report, unmet_lines
     from qdqbench.quantize.pipeline.ownership import default_folder
-    from qdqbench.quantize.utils.errors import CheckFailed
 
     folder = options.out or default_folder("auto", options.model, options.find_task().name)
     with progress.status() as say:
         values = vars(options) | {"out": folder}
         result = find_recipe(**values, note=note, progress=say, command=command_line())
-    show(result, json, lambda each: render_screen(auto_report(each)), f"report: {folder / 'auto.html'}")
+    show_report(result, json, auto_report, f"report: {folder / 'auto.html'}")
     if not result.choice.passed:
         raise CheckFailed(f"no recipe holds: {'; '.join(unmet_lines(result))}")
 
@@ -47,7 +46,6 @@ def auto(*, options: AutoOptions, json: Json = False) -> None:
 @command
 def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions, json: Json = False) -> None:
     """Find the recipe for your model, data and machine: accuracy against latency, confirmed on validation."""
-    from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.runs.gate import issue_sentence
     from qdqbench.eval.selection.search.confirm import finish_search
     from qdqbench.eval.selection.search.report import describe_choice, search_report
@@ -57,7 +55,6 @@ def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions
     from qdqbench.eval.stages import stages
     from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
     from qdqbench.quantize.pipeline.session import Session
-    from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
     config = options.config(options.find_recipe(recipe).ptq, command_line())
     folder, study = run_folder("search", config, options.out), options.study_name
@@ -85,7 +82,7 @@ def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions
         worker = open_worker(session, options, stack, shown.say)
         run_trials(worker, shown.trial)
         found = finish_search(worker, folder, shown.say)
-    show(found, json, lambda each: render_screen(search_report(each)), f"report: {folder / 'search.html'}")
+    show_report(found, json, search_report, f"report: {folder / 'search.html'}")
     if not found.outcome.passed:
         failed = [issue_sentence(issue) for issue in found.outcome.issues if issue.state == "failed"]
         raise CheckFailed(f"the gate does not hold: {'; '.join(failed) or describe_choice(found)}")
@@ -96,11 +93,9 @@ def sensitivity(
     recipe: RecipeName = DEFAULT_RECIPE, *, options: SensitivityOptions, json: Json = False
 ) -> None:
     """Measure which layer costs the accuracy: each alone in INT8, and everything but it; write a recipe."""
-    from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.selection.sensitivity.measure import Measurement
     from qdqbench.eval.selection.sensitivity.report import choice_text, sensitivity_report, write_sensitivity
     from qdqbench.quantize.pipeline.ownership import run_folder
-    from qdqbench.quantize.utils.errors import CheckFailed
 
     config = options.config(options.find_recipe(recipe).ptq, command_line())
     folder = run_folder("sensitivity", config, options.out)
@@ -111,7 +106,7 @@ def sensitivity(
         found = measurement.run()
         write_sensitivity(found, folder)
     written = f"recipe: {folder / found.choice.file}", f"report: {folder / 'sensitivity.html'}"
-    show(found, json, lambda result: render_screen(sensitivity_report(result)), *written)
+    show_report(found, json, sensitivity_report, *written)
     if not found.choice.reached:
         raise CheckFailed(choice_text(found))
 
@@ -121,7 +116,6 @@ def compare_calibration(
     recipe: RecipeName = DEFAULT_RECIPE, *, options: CalibrationOptions, json: Json = False
 ) -> None:
     """Compare calibration methods in one table; write the recipe with the best one."""
-    from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.selection.methods.measure import MethodComparison, list_sections, require_quantized
     from qdqbench.eval.selection.methods.report import methods_report, write_methods
     from qdqbench.eval.selection.trials.store import RECIPE_FILE
@@ -140,7 +134,7 @@ def compare_calibration(
         found = comparison.run()
         write_methods(found, folder)
     written = f"recipe: {folder / RECIPE_FILE}", f"report: {folder / 'methods.html'}"
-    show(found, json, lambda table: render_screen(methods_report(table)), *written)
+    show_report(found, json, methods_report, *written)
 
 
 @contextmanager
