@@ -11,7 +11,8 @@ from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import BackendChoice
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
-from qdqbench.quantize.utils.options import Duration, Options, option
+from qdqbench.quantize.utils.options import Duration, Options
+from qdqbench.quantize.utils.schema import field
 
 if TYPE_CHECKING:
     from qdqbench.quantize.models.pooling import Pooling
@@ -27,8 +28,8 @@ POSITIONAL: Any = {"positional": True}  # of a field that is an argument on the 
 class PoolingOptions(Options):
     """A plain encoder as an embedding model."""
 
-    pooling: Literal["mean", "cls", "last"] | None = option("Pooling of a plain encoder as embedding model.")
-    normalize: bool = option("Embeddings of length 1; with --pooling.", False)
+    pooling: Literal["mean", "cls", "last"] | None = field("Pooling of a plain encoder as embedding model.")
+    normalize: bool = field("Embeddings of length 1; with --pooling.", False)
 
     def find_pooling(self) -> "Pooling | None":
         """Return the pooling that is asked for.
@@ -46,18 +47,16 @@ class PoolingOptions(Options):
 class TaskOptions(Options):
     """The model, and the task with its data."""
 
-    model: str | None = option("Model folder or hub id; none: the embedded default.")
-    task: str | None = option(
-        "GLUE task, embed, tokens, qa, squad, squad_v2, or any name with --text-column."
-    )
-    data: str = option(
+    model: str | None = field("Model folder or hub id; none: the embedded default.")
+    task: str | None = field("GLUE task, embed, tokens, qa, squad, squad_v2, or any name with --text-column.")
+    data: str = field(
         "hub or hub:OWNER/NAME, with :CONFIG and @REVISION; a folder; or a file with all samples.", "hub"
     )
-    revision: str | None = option(REVISION)
-    text_column: list[str] | None = option("Text column of your own data; twice for pairs.")
-    label_column: str | None = option("Label column of your own data.")
-    num_labels: int | None = option("Classes of your own data; 1 is regression.", ge=1)
-    metric: list[str] | None = option("Metrics of your own data; repeatable, the first decides.")
+    revision: str | None = field(REVISION)
+    text_column: list[str] | None = field("Text column of your own data; twice for pairs.")
+    label_column: str | None = field("Label column of your own data.")
+    num_labels: int | None = field("Classes of your own data; 1 is regression.", ge=1)
+    metric: list[str] | None = field("Metrics of your own data; repeatable, the first decides.")
 
     def find_task(self) -> "Task":
         """Return the task; without model and task that of the embedded default.
@@ -85,14 +84,14 @@ class TaskOptions(Options):
 class FolderOptions(Options):
     """The folder that is written."""
 
-    out: Path | None = option("Output folder; none: in runs/, named after command, model, recipe and task.")
-    overwrite: bool = option("Start over in a used --out; what it holds moves to OUT.old.", False)
+    out: Path | None = field("Output folder; none: in runs/, named after command, model, recipe and task.")
+    overwrite: bool = field("Start over in a used --out; what it holds moves to OUT.old.", False)
 
 
 class SetOptions(Options):
     """Fields of recipes."""
 
-    set: dict[str, Any] | None = option("Recipe field by its path, as calibration.samples=256; repeatable.")
+    set: dict[str, Any] | None = field("Recipe field by its path, as calibration.samples=256; repeatable.")
 
     @field_validator("set", mode="before")
     @classmethod
@@ -118,10 +117,10 @@ class SetOptions(Options):
 class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
     """A recipe on a model and task."""
 
-    max_length: int | None = option("Tokens of a sample, which profiles follow; none: the recipe's.", ge=8)
-    backend: BackendChoice | None = option("Runtime of the engine; none: the recipe's.")
-    batch_size: int = option("Batch size of evaluations.", 32, ge=1)
-    seed: int = option("Seed of everything random: samples, bootstrap, embedded default.", 0, ge=0)
+    max_length: int | None = field("Tokens of a sample, which profiles follow; none: the recipe's.", ge=8)
+    backend: BackendChoice | None = field("Runtime of the engine; none: the recipe's.")
+    batch_size: int = field("Batch size of evaluations.", 32, ge=1)
+    seed: int = field("Seed of everything random: samples, bootstrap, embedded default.", 0, ge=0)
 
     def find_recipe(self, name: str) -> "Recipe":
         """Return the recipe for the model; errors are those of `recipe.schema.find_recipe` and `adapt`."""
@@ -162,41 +161,41 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
 class EvaluationOptions(RecipeOptions):
     """A recipe that is evaluated."""
 
-    limit: int | None = option("Evaluate on this many samples; the report warns.", ge=1)
+    limit: int | None = field("Evaluate on this many samples; the report warns.", ge=1)
 
 
 class QatOptions(EvaluationOptions):
     """Options of `qat`."""
 
-    shapes: Literal["auto"] | None = option("auto: profiles for the lengths of the data; none: the recipe's.")
+    shapes: Literal["auto"] | None = field("auto: profiles for the lengths of the data; none: the recipe's.")
 
 
 class RunOptions(QatOptions):
     """Options of `run`."""
 
-    until: str | None = option("Last stage, or evaluate for all evaluations; the others can follow later.")
+    until: str | None = field("Last stage, or evaluate for all evaluations; the others can follow later.")
 
 
 class AutoOptions(EvaluationOptions):
     """Options of `auto`."""
 
-    recipe: list[str] | None = option(
+    recipe: list[str] | None = field(
         "Recipes to start with. None: int8-attention, int8-linears, and for speed int8-residual-fused.",
         json_schema_extra=POSITIONAL,
     )
-    budget: Duration = option(
+    budget: Duration = field(
         "Time for all steps, such as 90s, 30m or 2h; those that do not fit are left out.",
         "30m",
         validate_default=True,
     )
-    max_drop: float = option(
+    max_drop: float = field(
         "Largest drop of the primary metric, or noise: 0.005 is half a percentage point.", 0.005, ge=0, le=1
     )
-    min_speedup: float | None = option("Least speed-up factor over its backend's engine without INT8.", gt=0)
-    samples: int = option("Train rows that proposals are chosen on; none of them calibrates.", 512, ge=32)
-    trials: int = option("Recipes that the search tries at most.", 24, ge=8)
-    batch: int = option("Batch size of the latency.", 32, ge=1)
-    length: int | None = option("Tokens per sequence of the latency; none: 128, or the recipe's.", ge=1)
+    min_speedup: float | None = field("Least speed-up factor over its backend's engine without INT8.", gt=0)
+    samples: int = field("Train rows that proposals are chosen on; none of them calibrates.", 512, ge=32)
+    trials: int = field("Recipes that the search tries at most.", 24, ge=8)
+    batch: int = field("Batch size of the latency.", 32, ge=1)
+    length: int | None = field("Tokens per sequence of the latency; none: 128, or the recipe's.", ge=1)
 
 
 class SearchCommandOptions(RecipeOptions, SearchOptions):
@@ -206,23 +205,23 @@ class SearchCommandOptions(RecipeOptions, SearchOptions):
 class SensitivityOptions(RecipeOptions):
     """Options of `sensitivity`."""
 
-    samples: int = option("Train rows to measure on.", 512, ge=2)
+    samples: int = field("Train rows to measure on.", 512, ge=2)
 
 
 class CalibrationOptions(EvaluationOptions):
     """Options of `compare-calibration`."""
 
-    method: list[str] | None = option("max, percentile/P, mse or entropy; repeatable. None: all of them.")
-    smoothing: list[str] | None = option("none, gain or an alpha; repeatable. None: none and 0.65.")
-    samples: int = option("Train rows to compare on.", 1024, ge=2)
+    method: list[str] | None = field("max, percentile/P, mse or entropy; repeatable. None: all of them.")
+    smoothing: list[str] | None = field("none, gain or an alpha; repeatable. None: none and 0.65.")
+    samples: int = field("Train rows to compare on.", 1024, ge=2)
 
 
 class TrainingOptions(FolderOptions, TaskOptions, Training):
     """Fine-tunings over seeds."""
 
-    patience: int = option("Evaluations without gain that end it; 0: none do.", 5, ge=0)
-    seeds: int = option("Number of runs, with seeds from --seed on.", 1, ge=1)
-    limit: int | None = option("Train rows; the report warns.", ge=MIN_ROWS)
+    patience: int = field("Evaluations without gain that end it; 0: none do.", 5, ge=0)
+    seeds: int = field("Number of runs, with seeds from --seed on.", 1, ge=1)
+    limit: int | None = field("Train rows; the report warns.", ge=MIN_ROWS)
 
     @property
     def training(self) -> Training:
@@ -234,104 +233,104 @@ class TrainingOptions(FolderOptions, TaskOptions, Training):
 class FinetuneOptions(TrainingOptions):
     """Options of `finetune`."""
 
-    max_length: int = option("Tokens of a sample.", 128, ge=8)
-    keep_head: bool = option("Start from the model's own classifier.", False)
+    max_length: int = field("Tokens of a sample.", 128, ge=8)
+    keep_head: bool = field("Start from the model's own classifier.", False)
 
 
 class StudyOptions(SetOptions, TrainingOptions):
     """Options of `study`."""
 
-    seeds: int = option("Number of fine-tunings, each with PTQ and QAT.", 3, ge=1)
+    seeds: int = field("Number of fine-tunings, each with PTQ and QAT.", 3, ge=1)
 
 
 class CheckOptions(Options):
     """Options of `check`."""
 
-    recipe: str | None = option("Recipe to hold the quantized set to; none: that of the run.")
-    allow: list[str] | None = option("Code of findings to leave out, such as quantized-residual; repeatable.")
+    recipe: str | None = field("Recipe to hold the quantized set to; none: that of the run.")
+    allow: list[str] | None = field("Code of findings to leave out, such as quantized-residual; repeatable.")
 
 
 class InspectOptions(Options):
     """Options of `inspect`."""
 
-    onnx: Path | None = option("ONNX file that the engine was built from.")
-    recipe: str | None = option("Recipe to hold the engine to; none: the run's.")
-    profile: str | None = option("Kernel times: saved JSON (name, ms), or gpu or cpu to measure here.")
-    batch: int | None = option("With --profile gpu or cpu: batch size; none: the optimum.", ge=1)
-    length: int | None = option("With --profile gpu or cpu: tokens; none: the optimum.", ge=1)
-    all: bool = option("List every kernel, not one row for equal ones.", False)
-    bisect: bool = option("Find the first tensor that goes wrong.", False)
+    onnx: Path | None = field("ONNX file that the engine was built from.")
+    recipe: str | None = field("Recipe to hold the engine to; none: the run's.")
+    profile: str | None = field("Kernel times: saved JSON (name, ms), or gpu or cpu to measure here.")
+    batch: int | None = field("With --profile gpu or cpu: batch size; none: the optimum.", ge=1)
+    length: int | None = field("With --profile gpu or cpu: tokens; none: the optimum.", ge=1)
+    all: bool = field("List every kernel, not one row for equal ones.", False)
+    bisect: bool = field("Find the first tensor that goes wrong.", False)
 
 
 class DoctorOptions(Options):
     """Options of `doctor`."""
 
-    backend: BackendChoice | None = option("Exit with 3 where it cannot run.")
-    offline: bool = option("Do not ask whether the hub is there.", False)
-    report: bool = option("Markdown for a bug report, without names of users or folders.", False)
+    backend: BackendChoice | None = field("Exit with 3 where it cannot run.")
+    offline: bool = field("Do not ask whether the hub is there.", False)
+    report: bool = field("Markdown for a bug report, without names of users or folders.", False)
 
 
 class NewRecipeOptions(Options):
     """Options of `recipes new`."""
 
-    model: str = option("Folder or hub id; its configuration is read, no weights.", ...)
-    revision: str | None = option(REVISION)
-    out: Path | None = option("Recipe file; none: NAME.yaml here.")
+    model: str = field("Folder or hub id; its configuration is read, no weights.", ...)
+    revision: str | None = field(REVISION)
+    out: Path | None = field("Recipe file; none: NAME.yaml here.")
 
 
 class CacheRecipeOptions(NewRecipeOptions):
     """Options of `recipes from-cache`."""
 
-    onnx: Path | None = option("ONNX file that was calibrated; none: names of an export here.")
+    onnx: Path | None = field("ONNX file that was calibrated; none: names of an export here.")
 
 
 class FixCommandOptions(TaskOptions):
     """Options of `fix`."""
 
-    out: Path = option("File to write.", ...)
-    compute: Literal["fp16", "keep"] = option("Precision of what is not INT8, in an FP32 file.", "fp16")
-    weights: Literal["channel", "factored"] = option(
+    out: Path = field("File to write.", ...)
+    compute: Literal["fp16", "keep"] = field("Precision of what is not INT8, in an FP32 file.", "fp16")
+    weights: Literal["channel", "factored"] = field(
         "Scales of weights; TensorRT-RTX runs factored ones faster.", "channel"
     )
-    inputs: Path | None = option(
+    inputs: Path | None = field(
         "Samples (.npz, one array an input): compared on, and calibrate what has no scale."
     )
-    samples: int = option("Rows of the train split, with --model and --task.", 128, ge=1)
-    seed: int = option("Seed of random inputs, or of the drawn samples.", 0, ge=0)
-    max_error: float = option("Largest relative error of outputs to the file without Q/DQ.", 0.1, ge=0)
-    no_engine: bool = option("Build no engine before and after.", False)
+    samples: int = field("Rows of the train split, with --model and --task.", 128, ge=1)
+    seed: int = field("Seed of random inputs, or of the drawn samples.", 0, ge=0)
+    max_error: float = field("Largest relative error of outputs to the file without Q/DQ.", 0.1, ge=0)
+    no_engine: bool = field("Build no engine before and after.", False)
 
 
 class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
     """Options of `bench`."""
 
-    model: str | None = option("Model folder, or a published size with random weights, such as bert-base.")
-    set: dict[str, Any] | None = option(
+    model: str | None = field("Model folder, or a published size with random weights, such as bert-base.")
+    set: dict[str, Any] | None = field(
         "With --model: recipe field by its path, as export.gelu=tanh; repeatable. A run keeps its own recipe."
     )
-    recipe: str | None = option(f"With --model: name or YAML file; none: {DEFAULT_RECIPE}.")
-    extra_recipe: list[str] | None = option("With --model on a GPU: INT8 by this recipe too; repeatable.")
-    batch: list[PositiveInt] | None = option("Batch size; repeatable. None: 1, 8, 32, 128, on a CPU 1 and 8.")
-    length: list[PositiveInt] | None = option("Tokens per sequence; repeatable. None: 128.")
-    dataset: str | None = option("Task whose evaluation split is timed; other shapes if they are named.")
-    dataset_batch: list[PositiveInt] | None = option("Batch size of --dataset; repeatable. None: 32.")
-    data: str | None = option("Data of --dataset; none: the run's.")
-    tokenizer: str | None = option("Tokenizer of --dataset for a built-in shape.")
-    streams: list[PositiveInt] | None = option("Concurrent inferences; repeatable. None: 1 and 2.")
-    threads: int | None = option("Threads of a system on a CPU, all streams together; none: its cores.", ge=1)
-    rounds: int | None = option("Interleaved rounds. None: 12, on a CPU 6.", ge=1)
-    duration: float = option("Seconds of latency per system and shape, over all rounds.", 1.0, gt=0)
-    iterations: int | None = option("Inferences per round, instead of --duration.", ge=1)
-    baselines: bool = option("PyTorch, torch.compile, unpadded FP16 and other quantizers too.", True)
-    fp32: bool = option("FP32 engine too.", True)
-    compile_seconds: float = option(
+    recipe: str | None = field(f"With --model: name or YAML file; none: {DEFAULT_RECIPE}.")
+    extra_recipe: list[str] | None = field("With --model on a GPU: INT8 by this recipe too; repeatable.")
+    batch: list[PositiveInt] | None = field("Batch size; repeatable. None: 1, 8, 32, 128, on a CPU 1 and 8.")
+    length: list[PositiveInt] | None = field("Tokens per sequence; repeatable. None: 128.")
+    dataset: str | None = field("Task whose evaluation split is timed; other shapes if they are named.")
+    dataset_batch: list[PositiveInt] | None = field("Batch size of --dataset; repeatable. None: 32.")
+    data: str | None = field("Data of --dataset; none: the run's.")
+    tokenizer: str | None = field("Tokenizer of --dataset for a built-in shape.")
+    streams: list[PositiveInt] | None = field("Concurrent inferences; repeatable. None: 1 and 2.")
+    threads: int | None = field("Threads of a system on a CPU, all streams together; none: its cores.", ge=1)
+    rounds: int | None = field("Interleaved rounds. None: 12, on a CPU 6.", ge=1)
+    duration: float = field("Seconds of latency per system and shape, over all rounds.", 1.0, gt=0)
+    iterations: int | None = field("Inferences per round, instead of --duration.", ge=1)
+    baselines: bool = field("PyTorch, torch.compile, unpadded FP16 and other quantizers too.", True)
+    fp32: bool = field("FP32 engine too.", True)
+    compile_seconds: float = field(
         "Limit for each shape and mode of torch.compile; what takes longer is left out.", 90.0, gt=0
     )
-    engine_shapes: Literal["both", "exact", "recipe"] = option(
+    engine_shapes: Literal["both", "exact", "recipe"] = field(
         "Shapes of engines on a GPU: the recipe's, exactly each shape, or both.", "both"
     )
-    cpu: bool = option("Measure on the CPU, even where a GPU is.", False)
-    keep_engines: bool = option("Leave the engines in the work folder, for inspect or the next bench.", False)
-    build_only: bool = option("Only export, build and compile, for a bench that follows; on a GPU.", False)
-    exclude: list[str] | None = option("System to leave out, by its name in bench.json; repeatable.")
-    seed: int = option("Seed of weights, inputs and bootstrap.", 0, ge=0)
+    cpu: bool = field("Measure on the CPU, even where a GPU is.", False)
+    keep_engines: bool = field("Leave the engines in the work folder, for inspect or the next bench.", False)
+    build_only: bool = field("Only export, build and compile, for a bench that follows; on a GPU.", False)
+    exclude: list[str] | None = field("System to leave out, by its name in bench.json; repeatable.")
+    seed: int = field("Seed of weights, inputs and bootstrap.", 0, ge=0)

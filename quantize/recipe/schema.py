@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import BERT, FAMILIES, family_of
@@ -29,7 +29,7 @@ from qdqbench.quantize.recipe.training import Qat
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import limits_of
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, MAX_NAMED
-from qdqbench.quantize.utils.schema import Frozen
+from qdqbench.quantize.utils.schema import Frozen, field
 
 MAX_RECIPE_BYTES = 64 * 1024  # a recipe is one screen; a larger file is a mistake or an attack
 LONGEST = 200  # characters of a key or of what is wrong with it, in an error
@@ -38,36 +38,28 @@ LONGEST = 200  # characters of a key or of what is wrong with it, in an error
 class Recipe(Frozen):
     """A whole recipe, validated without loading a model."""
 
-    version: Literal[1] = Field(description="Version of this format.")
-    name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9._-]*$", description="Names run directories, files and rows of tables."
+    version: Literal[1] = field("Version of this format.", ...)
+    name: str = field(
+        "Names run directories, files and rows of tables.", ..., pattern=r"^[a-z0-9][a-z0-9._-]*$"
     )
-    description: str = Field(default="", description="One line for `qdqbench recipes list`.")
-    model: ModelSection = Field(default=ModelSection(), description="Which models the recipe is for.")
-    precision: Precision = Field(
-        default=Precision(), description="Compute precision, and what stays out of INT8."
+    description: str = field("One line for `qdqbench recipes list`.", "")
+    model: ModelSection = field("Which models the recipe is for.", ModelSection())
+    precision: Precision = field("Compute precision, and what stays out of INT8.", Precision())
+    rules: tuple[Rule, ...] = field(
+        "What becomes INT8, and exceptions; read in order, and the later one wins.", ()
     )
-    rules: tuple[Rule, ...] = Field(
-        default=(), description="What becomes INT8, and exceptions; read in order, and the later one wins."
+    attention: Literal["fp16", "int8"] = field(
+        "q, k, v, softmax and output of every attention; rules of type Attention differ.", "fp16"
     )
-    attention: Literal["fp16", "int8"] = Field(
-        default="fp16",
-        description="q, k, v, softmax and output of every attention; rules of type Attention differ.",
+    residual: Literal["fp16", "int8"] = field(
+        "What each LayerNorm of the encoder adds to a linear's output; rules of type Residual change it.",
+        "fp16",
     )
-    residual: Literal["fp16", "int8"] = Field(
-        default="fp16",
-        description="What each LayerNorm of the encoder adds to a linear's output; rules of type Residual "
-        "change it.",
-    )
-    calibration: Calibration = Field(default=Calibration(), description="Data and method that set each amax.")
-    export: Export = Field(default=Export(), description="Form of the ONNX file.")
-    engine: EngineSettings = Field(
-        default=EngineSettings(), description="Where the ONNX file is built, and for which shapes."
-    )
-    qat: Qat | None = Field(
-        default=None, description="Training after PTQ, with its Q/DQ in place; null: none."
-    )
-    gate: GateSettings = Field(default=GateSettings(), description="What must hold for exit status 0.")
+    calibration: Calibration = field("Data and method that set each amax.", Calibration())
+    export: Export = field("Form of the ONNX file.", Export())
+    engine: EngineSettings = field("Where the ONNX file is built, and for which shapes.", EngineSettings())
+    qat: Qat | None = field("Training after PTQ, with its Q/DQ in place; null: none.")
+    gate: GateSettings = field("What must hold for exit status 0.", GateSettings())
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":

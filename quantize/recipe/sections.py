@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema, 
 from qdqbench.quantize.models.families.family import Family, Norm, Residual, Role
 from qdqbench.quantize.models.families.known import FAMILIES, known_family, register_family
 from qdqbench.quantize.utils.limits import FP16_MAX, BackendChoice
-from qdqbench.quantize.utils.schema import Frozen, Positive
+from qdqbench.quantize.utils.schema import Frozen, Positive, field
 
 Range = tuple[Positive, Positive, Positive]
 AUTO = "auto"
@@ -18,10 +18,8 @@ FORMS = ("mapping", "list", "word")
 class Shapes(Frozen):
     """Minimum, optimum and maximum of the optimization profile."""
 
-    batch: Range = Field(default=(1, 32, 128), description="Samples: [min, opt, max] in rising order.")
-    length: Range = Field(
-        default=(16, 128, 128), description="Tokens of a sample: [min, opt, max] in rising order."
-    )
+    batch: Range = field("Samples: [min, opt, max] in rising order.", (1, 32, 128))
+    length: Range = field("Tokens of a sample: [min, opt, max] in rising order.", (16, 128, 128))
 
     @model_validator(mode="after")
     def _ordered(self) -> "Shapes":
@@ -46,38 +44,31 @@ ShapesForm = Annotated[
 class FamilyLayout(Frozen):
     """Where models of a family have what; `qdqbench recipes new` writes it. Paths are inside a layer."""
 
-    layers: str = Field(description="Path of the layers inside the base model; `*` stands for a number.")
-    linears: dict[str, Role] = Field(
-        description="Role of every linear of a layer; `other` is one that was not recognised."
+    layers: str = field("Path of the layers inside the base model; `*` stands for a number.", ...)
+    linears: dict[str, Role] = field(
+        "Role of every linear of a layer; `other` is one that was not recognised.", ...
     )
-    outside: dict[str, Role] = Field(description="Roles of linears in no layer, by the ends of their names.")
-    attention: str | None = Field(
-        default=None,
-        description="Module that calls transformers' AttentionInterface; null: none that can be in INT8.",
+    outside: dict[str, Role] = field("Roles of linears in no layer, by the ends of their names.", ...)
+    attention: str | None = field(
+        "Module that calls transformers' AttentionInterface; null: none that can be in INT8."
     )
-    head_size: str = Field(default="head_dim", description="Attribute of the attention.")
-    residuals: dict[str, tuple[Role, ...]] = Field(
-        default={},
-        description="Modules that add a residual, that of the attention first, and the linears that read "
-        "the same tensor.",
+    head_size: str = field("Attribute of the attention.", "head_dim")
+    residuals: dict[str, tuple[Role, ...]] = field(
+        "Modules that add a residual, that of the attention first, and the linears that read the same "
+        "tensor.",
+        {},
     )
-    norms: dict[str, Norm] = Field(description="What each LayerNorm of a layer normalises.")
-    embeddings: str = Field(description="In the base model.")
-    embeddings_norm: str = Field(default="", description="In the base model; empty: none.")
-    embeddings_linear: str | None = Field(
-        default=None, description="In the base model, where one stands before the layers."
-    )
-    layers_return_tuples: bool = Field(
-        default=False, description="Whether a layer returns more than one tensor."
-    )
-    pooler: str | None = Field(default=None, description="In the base model.")
-    dropouts: tuple[str, ...] = Field(default=(), description="Fields of the configuration.")
-    activation: str = Field(description="Field of the configuration: that of the feed-forward.")
-    intermediate: str = Field(description="Field of the configuration: width of the feed-forward.")
-    inputs: tuple[str, ...] = Field(min_length=1, description="Of the model, in the order of the graph's.")
-    positions_follow_padding: bool = Field(
-        default=False, description="Whether the first token has position `pad_token_id` + 1."
-    )
+    norms: dict[str, Norm] = field("What each LayerNorm of a layer normalises.", ...)
+    embeddings: str = field("In the base model.", ...)
+    embeddings_norm: str = field("In the base model; empty: none.", "")
+    embeddings_linear: str | None = field("In the base model, where one stands before the layers.")
+    layers_return_tuples: bool = field("Whether a layer returns more than one tensor.", False)
+    pooler: str | None = field("In the base model.")
+    dropouts: tuple[str, ...] = field("Fields of the configuration.", ())
+    activation: str = field("Field of the configuration: that of the feed-forward.", ...)
+    intermediate: str = field("Field of the configuration: width of the feed-forward.", ...)
+    inputs: tuple[str, ...] = field("Of the model, in the order of the graph's.", ..., min_length=1)
+    positions_follow_padding: bool = field("Whether the first token has position `pad_token_id` + 1.", False)
 
     def family(self, name: str) -> Family:
         added = tuple(Residual(*each) for each in self.residuals.items())
@@ -122,15 +113,14 @@ def _method(text: str) -> str:
 class ModelSection(Frozen):
     """Which models the recipe is for."""
 
-    family: str = Field(
-        default="bert",
-        description="Encoder family; `qdqbench recipes list` says which model types it holds. With `layout` "
-        "the model type.",
+    family: str = field(
+        "Encoder family; `qdqbench recipes list` says which model types it holds. With `layout` the model"
+        " type.",
+        "bert",
         json_schema_extra={"examples": [family.name for family in FAMILIES]},
     )
-    layout: FamilyLayout | None = Field(
-        default=None,
-        description="Of a family that is not known here, as `qdqbench recipes new` writes it; null: known.",
+    layout: FamilyLayout | None = field(
+        "Of a family that is not known here, as `qdqbench recipes new` writes it; null: known."
     )
 
     @model_validator(mode="after")
@@ -155,49 +145,44 @@ class ModelSection(Frozen):
 class Precision(Frozen):
     """Compute precision, and what a recipe promises to leave without Q/DQ."""
 
-    compute: Literal["fp16", "fp32"] = Field(
-        default="fp16", description="Datatype of everything that is not in INT8; Q/DQ scales stay FP32."
+    compute: Literal["fp16", "fp32"] = field(
+        "Datatype of everything that is not in INT8; Q/DQ scales stay FP32.", "fp16"
     )
-    never_quantize: tuple[Literal["layernorm", "softmax"], ...] = Field(
-        default=("layernorm", "softmax"),
-        description="Operators that must never be quantized: a constraint, not a setting; recipes that "
-        "violate it are rejected. Must include `layernorm`; leave `softmax` out to allow INT8 attention.",
+    never_quantize: tuple[Literal["layernorm", "softmax"], ...] = field(
+        "Operators that must never be quantized: a constraint, not a setting; recipes that violate it are"
+        " rejected. Must include `layernorm`; leave `softmax` out to allow INT8 attention.",
+        ("layernorm", "softmax"),
     )
 
 
 class Rule(Frozen):
     """Quantize the matched linears, keep the matched modules in FP16 or FP32, or change their calibration."""
 
-    match: str = Field(
+    match: str = field(
+        "Glob on the module's name, with or without the base model's; `*` crosses dots. A rule that "
+        "matches nothing is an error.",
+        ...,
         min_length=1,
-        description="Glob on the module's name, with or without the base model's; `*` crosses dots. A rule "
-        "that matches nothing is an error.",
     )
-    type: Literal["Linear", "LayerNorm", "Embedding", "Softmax", "Attention", "Residual"] | None = Field(
-        default=None, description="Only modules of this class; null: of any."
+    type: Literal["Linear", "LayerNorm", "Embedding", "Softmax", "Attention", "Residual"] | None = field(
+        "Only modules of this class; null: of any."
     )
-    weights: Literal["int8/per-channel", "int8/per-tensor"] | None = Field(
-        default=None,
-        description="INT8 weights with a scale per output channel, or one in all; with `input`.",
+    weights: Literal["int8/per-channel", "int8/per-tensor"] | None = field(
+        "INT8 weights with a scale per output channel, or one in all; with `input`."
     )
-    input: Literal["int8/per-tensor"] | None = Field(
-        default=None, description="INT8 input with one scale; with `weights`."
+    input: Literal["int8/per-tensor"] | None = field("INT8 input with one scale; with `weights`.")
+    precision: Literal["int8", "fp16", "fp32"] | None = field(
+        "fp16 or fp32: the matched modules stay out of INT8; int8: an Attention or a Residual."
     )
-    precision: Literal["int8", "fp16", "fp32"] | None = Field(
-        default=None,
-        description="fp16 or fp32: the matched modules stay out of INT8; int8: an Attention or a Residual.",
+    method: Method | None = field(
+        "As `calibration.method`, for activations of the matched modules; null: as there."
     )
-    method: Method | None = Field(
-        default=None,
-        description="As `calibration.method`, for activations of the matched modules; null: as there.",
+    weights_method: WeightMethod | None = field(
+        "As `calibration.weights_method`, for the matched linears; null: as there."
     )
-    weights_method: WeightMethod | None = Field(
-        default=None, description="As `calibration.weights_method`, for the matched linears; null: as there."
-    )
-    smoothing: Smooth | None = Field(
-        default=None,
-        description="As `calibration.smoothing`, for the matched modules, attention outputs too (the factors "
-        "go into v); null: as there.",
+    smoothing: Smooth | None = field(
+        "As `calibration.smoothing`, for the matched modules, attention outputs too (the factors go into "
+        "v); null: as there."
     )
 
     @model_validator(mode="after")
@@ -233,47 +218,45 @@ class Rule(Frozen):
 class Calibration(Frozen):
     """Data and method that set each amax."""
 
-    split: str = Field(default="train", description="Split that the samples are drawn from.")
-    samples: Positive = Field(default=512, description="Samples, drawn without replacement.")
-    batch_size: Positive = Field(
-        default=32, description="Samples of a batch at most; all of one length, so no padding token is seen."
+    split: str = field("Split that the samples are drawn from.", "train")
+    samples: Positive = field("Samples, drawn without replacement.", 512)
+    batch_size: Positive = field(
+        "Samples of a batch at most; all of one length, so no padding token is seen.", 32
     )
-    method: Method = Field(
-        default="max",
-        description="How the amax of an activation follows from what calibration saw: max, mse, entropy or "
+    method: Method = field(
+        "How the amax of an activation follows from what calibration saw: max, mse, entropy or "
         "percentile/P (P over 50, at most 100; percentile/99.99 clips 0.01%).",
+        "max",
     )
-    weights_method: WeightMethod = Field(
-        default="max",
-        description="Amax of weights: max, or mse, which clips where the squared error is least.",
+    weights_method: WeightMethod = field(
+        "Amax of weights: max, or mse, which clips where the squared error is least.", "max"
     )
-    smoothing: Smooth = Field(
-        default="none",
-        description="SmoothQuant with this alpha (0 to 1), gain (that of the LayerNorm before moves into the "
-        "linear) or none; of linears that read a LayerNorm, and of q against k in an INT8 attention. Factors "
-        "are powers of two.",
+    smoothing: Smooth = field(
+        "SmoothQuant with this alpha (0 to 1), gain (that of the LayerNorm before moves into the linear) "
+        "or none; of linears that read a LayerNorm, and of q against k in an INT8 attention. Factors are "
+        "powers of two.",
+        "none",
     )
-    outlier_channel_splitting: Annotated[int, Field(ge=0, le=1024, multiple_of=32)] = Field(
-        default=0,
-        description="Channels that each feed-forward gets for copies of its outlier channels; by 32, as INT8 "
-        "kernels need alignment.",
+    outlier_channel_splitting: Annotated[int, Field(ge=0, le=1024, multiple_of=32)] = field(
+        "Channels that each feed-forward gets for copies of its outlier channels; by 32, as INT8 kernels "
+        "need alignment.",
+        0,
     )
-    bias_correction: bool = Field(
-        default=False,
-        description="Add the mean error of each INT8 linear of the encoder to its bias, where that helps it.",
+    bias_correction: bool = field(
+        "Add the mean error of each INT8 linear of the encoder to its bias, where that helps it.", False
     )
-    softmax_scale: Literal["auto", "fixed", "min-error"] = Field(
-        default="auto",
-        description="Scale of the INT8 softmax: fixed (1/127), min-error (mean-centered V, and the amax per "
-        "layer with the least error of the attention output), or auto (min-error if calibration saw a sample "
-        "of more than 128 tokens, else fixed).",
+    softmax_scale: Literal["auto", "fixed", "min-error"] = field(
+        "Scale of the INT8 softmax: fixed (1/127), min-error (mean-centered V, and the amax per layer "
+        "with the least error of the attention output), or auto (min-error if calibration saw a sample of"
+        " more than 128 tokens, else fixed).",
+        "auto",
     )
-    amax: dict[str, Annotated[float, Field(gt=0, le=FP16_MAX)]] = Field(
-        default={},
-        description="Amax of activations that are given, by quantizer (MODULE.input_quantizer), as from"
-        " a calibration cache of TensorRT 10; the others follow from data.",
+    amax: dict[str, Annotated[float, Field(gt=0, le=FP16_MAX)]] = field(
+        "Amax of activations that are given, by quantizer (MODULE.input_quantizer), as from a calibration"
+        " cache of TensorRT 10; the others follow from data.",
+        {},
     )
-    seed: Annotated[int, Field(ge=0)] = Field(default=0, description="Seed of the draw.")
+    seed: Annotated[int, Field(ge=0)] = field("Seed of the draw.", 0)
 
     @model_validator(mode="after")
     def _given_as_it_is(self) -> "Calibration":
@@ -288,47 +271,44 @@ class Calibration(Frozen):
 class Export(Frozen):
     """Form of the ONNX file."""
 
-    opset: Annotated[int, Field(ge=20, le=22)] = Field(default=20, description="ONNX opset.")
-    max_length: Annotated[int, Field(ge=8, le=8192)] = Field(
-        default=128,
-        description="Tokens of a sample, special tokens included; longer ones are cut in every stage.",
+    opset: Annotated[int, Field(ge=20, le=22)] = field("ONNX opset.", 20)
+    max_length: Annotated[int, Field(ge=8, le=8192)] = field(
+        "Tokens of a sample, special tokens included; longer ones are cut in every stage.", 128
     )
-    weight_scales: Literal["auto", "channel", "factored"] = Field(
-        default="auto",
-        description="Form of per-channel weights: channel (a DQ with one scale per output channel), factored "
-        "(a DQ with one scale and a Mul after the MatMul; the codes are the same), or auto (factored for "
+    weight_scales: Literal["auto", "channel", "factored"] = field(
+        "Form of per-channel weights: channel (a DQ with one scale per output channel), factored (a DQ "
+        "with one scale and a Mul after the MatMul; the codes are the same), or auto (factored for "
         "TensorRT-RTX, channel for TensorRT).",
+        "auto",
     )
-    qkv_scales: Literal["shared", "separate"] = Field(
-        default="shared",
-        description="Scale factors of q, k and v with factored weights. shared: one factor, so the engine "
-        "can fuse the GEMMs; separate: one each. With per-tensor q, k, v in an INT8 attention, shared also "
-        "shares weight and output scales.",
+    qkv_scales: Literal["shared", "separate"] = field(
+        "Scale factors of q, k and v with factored weights. shared: one factor, so the engine can fuse "
+        "the GEMMs; separate: one each. With per-tensor q, k, v in an INT8 attention, shared also shares "
+        "weight and output scales.",
+        "shared",
     )
-    gelu: Literal["exact", "tanh"] = Field(
-        default="exact",
-        description="GELU of the INT8 graph: the model's own, or its tanh form, which is off by 5e-4 at most "
-        "and faster.",
+    gelu: Literal["exact", "tanh"] = field(
+        "GELU of the INT8 graph: the model's own, or its tanh form, which is off by 5e-4 at most and faster.",
+        "exact",
     )
 
 
 class EngineSettings(Frozen):
     """Where the ONNX file is built, and for which shapes: one optimization profile, several, or auto."""
 
-    backend: BackendChoice = Field(
-        default="auto",
-        description="Library that builds and runs the engine; auto: where a GPU is TensorRT, or TensorRT-RTX "
-        "if that is not installed; without a GPU OpenVINO, or ONNX Runtime if that is not installed, and "
+    backend: BackendChoice = field(
+        "Library that builds and runs the engine; auto: where a GPU is TensorRT, or TensorRT-RTX if that "
+        "is not installed; without a GPU OpenVINO, or ONNX Runtime if that is not installed, and "
         "TensorRT-RTX builds ahead of time beside it, as a proof for a GPU.",
+        "auto",
     )
-    shapes: ShapesForm = Field(
-        default=Shapes(),
-        description="Shapes of one optimization profile, a list of several, or auto: a profile for each of a "
-        "few lengths that pad the run's evaluation data least (docs/real_lengths.md).",
+    shapes: ShapesForm = field(
+        "Shapes of one optimization profile, a list of several, or auto: a profile for each of a few "
+        "lengths that pad the run's evaluation data least (docs/real_lengths.md).",
+        Shapes(),
     )
-    compute_capability: str | None = Field(
-        default=None,
-        description='Target of an ahead-of-time build, such as "8.9"; null: the GPU that is here.',
+    compute_capability: str | None = field(
+        'Target of an ahead-of-time build, such as "8.9"; null: the GPU that is here.'
     )
 
     @model_validator(mode="after")
@@ -348,17 +328,15 @@ class EngineSettings(Frozen):
 class GateSettings(Frozen):
     """What must hold for exit status 0."""
 
-    max_drop: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.01,
-        description="Largest drop of the primary metric from FP32, absolute (0.01 is one point); fails "
-        "beyond two standard errors of it.",
+    max_drop: Annotated[float, Field(ge=0, le=1)] = field(
+        "Largest drop of the primary metric from FP32, absolute (0.01 is one point); fails beyond two "
+        "standard errors of it.",
+        0.01,
     )
-    require_int8: bool = Field(
-        default=True,
-        description="Fail the gate if the engine runs a layer in another precision than the recipe requests.",
+    require_int8: bool = field(
+        "Fail the gate if the engine runs a layer in another precision than the recipe requests.", True
     )
-    min_speedup: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="Least speed-up over the fastest contestant without INT8, a factor, in every cell of "
-        "the run's bench; not judged before `bench`. `search` judges it over the twin.",
+    min_speedup: Annotated[float, Field(gt=0)] | None = field(
+        "Least speed-up over the fastest contestant without INT8, a factor, in every cell of the run's "
+        "bench; not judged before `bench`. `search` judges it over the twin."
     )

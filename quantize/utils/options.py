@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from qdqbench.quantize.utils.errors import UserError
@@ -39,11 +39,6 @@ def parse_duration(text: str | float | None) -> float | None:
     if match is None or not float(match[1]) > 0:
         raise ValueError("no duration; give one such as 90s, 30m or 2h")
     return float(match[1]) * SECONDS[match[2]]
-
-
-def option(text: str, default: Any = None, **constraints: Any) -> Any:
-    """Return a field with its help and default (`...`: required), and constraints of `pydantic.Field`."""
-    return Field(default, description=text, **constraints)
 
 
 Duration = Annotated[float, BeforeValidator(parse_duration, json_schema_input_type=str)]

@@ -1,7 +1,7 @@
 """The base of every schema that is read or written, and the way to read a file of one."""
 
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -10,6 +10,11 @@ from qdqbench.quantize.utils.errors import UserError
 
 Schema = TypeVar("Schema", bound=BaseModel)
 Positive = Annotated[int, Field(gt=0)]
+
+
+def field(text: str, default: Any = None, **constraints: Any) -> Any:
+    """Return a field with its help and default (`...`: required), and constraints of `pydantic.Field`."""
+    return Field(default, description=text, **constraints)
 
 
 class Strict(BaseModel):
