@@ -21,11 +21,7 @@ MAX_ARRAY_BYTES = 1 << 30  # of all arrays in one file
 
 
 def read_arrays(path: Path, again: str, most: int = MAX_ARRAY_BYTES) -> dict[str, Array]:
-    """Read every array of an .npz file, whose unpacked size is bounded.
-
-    Args:
-        again: how to get a good file, such as "give arrays that numpy.savez wrote".
-        most: bytes of all arrays together.
+    """Read every array of an .npz file, of at most so many bytes unpacked.
 
     Raises:
         UserError: missing, no regular file, too large, damaged, or with Python objects in it.

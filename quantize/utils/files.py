@@ -19,6 +19,9 @@ REFUSED = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 SAID = re.compile(r"no space left|os error 28|disk is full|disk quota exceeded", re.IGNORECASE)
 MAX_JSON = 32 << 20  # bytes; the largest results.json has 0.5 MB
 NOTHING_LEFT = 1 << 16  # bytes: libraries in C++ fail in words of their own on a disk as full as that
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+REPLACED = "replaced"  # name of an old folder until the new one is in its place
+LOOK = Path(__file__).parent / "look.css"  # colors and letters of all pages
 
 
 def cannot_write(path: Path, error: OSError, needed: int | None = None, written: int = 0) -> UserError:
@@ -28,10 +31,10 @@ def cannot_write(path: Path, error: OSError, needed: int | None = None, written:
     where = _there(path)
     while not where.is_mount() and where != where.parent:
         where = where.parent
-    free = f"{_megabytes(free_bytes(path) + written)} is free on {where}"
+    free = f"{(free_bytes(path) + written) / 1e6:.1f} MB is free on {where}"
     if error.errno == errno.EDQUOT:
         free = f"the quota on {where} is used up"
-    need = f"needs {_megabytes(needed)}, and" if needed else "needs more:"
+    need = f"needs {needed / 1e6:.1f} MB, and" if needed else "needs more:"
     return UserError(
         f"cannot write {path}: {(error.strerror or 'no space left on device').lower()}; it {need} {free}; "
         "make room there, or choose another --out folder"
@@ -41,7 +44,7 @@ def cannot_write(path: Path, error: OSError, needed: int | None = None, written:
 def require_room(folder: Path, needed: int, what: str) -> None:
     """Raise `UserError` where a disk is too small for the `needed` bytes of `what`, before the work."""
     if needed > free_bytes(folder):
-        raise cannot_write(folder / what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed)
+        raise cannot_write(folder / what, NO_SPACE, needed)
 
 
 def free_bytes(path: Path) -> int:
@@ -55,22 +58,19 @@ def unwritable(error: Exception, folder: Path) -> OSError | None:
         elsewhere = named is not None and not str(named).startswith(str(folder.parent))
         return error if error.errno in REFUSED and not elsewhere else None
     full = SAID.search(str(error)) or free_bytes(folder) < NOTHING_LEFT
-    if isinstance(error, QdqError) or not full:
-        return None
-    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return NO_SPACE if full and not isinstance(error, QdqError) else None
 
 
 def full_disk(error: Exception) -> UserError | None:
     """Return the error of a disk that got full while something else than a result was written."""
     if not (isinstance(error, OSError) and error.errno in FULL) and not SAID.search(str(error)):
         return None
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     # shutil.copyfile names the file that it reads first, and the one that it writes second
     if named := getattr(error, "filename2", None) or getattr(error, "filename", None):
-        return cannot_write(Path(str(named)), full)
+        return cannot_write(Path(str(named)), NO_SPACE)
     place = min((Path(tempfile.gettempdir()), Path.cwd()), key=free_bytes)
     if free_bytes(place) < NOTHING_LEFT:
-        return cannot_write(place / "a temporary file", full)
+        return cannot_write(place / "a temporary file", NO_SPACE)
     return UserError("cannot write the output: no space left on device; make room where the output goes")
 
 
@@ -79,14 +79,6 @@ def _there(path: Path) -> Path:
     while not found.is_dir() and found != found.parent:
         found = found.parent
     return found
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
-
-
-REPLACED = "replaced"  # name of an old folder until the new one is in its place
-LOOK = Path(__file__).parent / "look.css"  # colours and letters of all pages
 
 
 @contextmanager
@@ -114,11 +106,8 @@ def _beside(path: Path, needed: int | None = None) -> Iterator[Path]:
 def atomic_path(path: Path, needed: int | None = None) -> Iterator[Path]:
     """Yield a temporary path, which replaces `path` on success and is deleted on failure.
 
-    Args:
-        needed: bytes, where they are known.
-
     Raises:
-        UserError: it cannot be written: no room, no permission.
+        UserError: no room for the `needed` bytes, no permission.
     """
     with _beside(path, needed) as temporary:
         yield temporary
@@ -129,11 +118,8 @@ def atomic_path(path: Path, needed: int | None = None) -> Iterator[Path]:
 def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
     """As `atomic_path`, for a folder, which is there and empty.
 
-    Args:
-        replace: what is at `path` goes; else only an empty folder does.
-
     Raises:
-        UserError: as `atomic_path`, or the folder is not empty and may not be replaced.
+        UserError: as `atomic_path`, or what is at `path` may not be replaced, and is no empty folder.
     """
     with _beside(path) as temporary:
         temporary.mkdir()
@@ -151,11 +137,7 @@ def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
 
 
 def require_writable(folder: Path) -> None:
-    """Find out that a folder cannot be written before hours of work; nothing is left behind.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Raise `UserError` where a folder cannot be written, before hours of work; nothing is left behind."""
     parent = folder
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent
@@ -188,11 +170,8 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path, again: str = "delete it and run the stage again") -> Any:
     """Read a JSON file of at most MAX_JSON bytes.
 
-    Args:
-        again: how to get a good one, in errors.
-
     Raises:
-        UserError: the file is missing, no regular file, too large, unreadable, or not JSON.
+        UserError: missing, no regular file, too large, unreadable, or not JSON; `again` says what to do.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist; run the stage that writes it first")
@@ -204,13 +183,10 @@ def read_json(path: Path, again: str = "delete it and run the stage again") -> A
 
 
 def read_bounded(path: Path, most: int, what: str, give: str) -> str:
-    """Text of a file from anywhere, of at most so many bytes.
-
-    Args:
-        what: it should be, and `give` what to give instead, in errors.
+    """Return the text of a file from anywhere.
 
     Raises:
-        UserError: missing, no regular file, too large, or not text.
+        UserError: missing, no regular file, over `most` bytes, or not text; names what to `give`.
     """
     try:
         if path.exists() and not path.is_file():  # a pipe would wait for its writer

@@ -28,11 +28,7 @@ class Options(Frozen):
 
 
 def parse_duration(text: str | float | None) -> float | None:
-    """Return seconds of a number, or of one followed by s, m or h.
-
-    Raises:
-        ValueError: neither, or not positive.
-    """
+    """Return seconds of a number, or of one followed by s, m or h."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([smh]?)", str(text).strip())
@@ -57,45 +53,42 @@ def parse_options(schema: type[Schema], values: dict[str, Any]) -> Schema:
 
 
 def take_options(
-    function: Callable[..., Result],
-    annotate: Callable[[str, FieldInfo], Any] | None = None,
+    function: Callable[..., Result], annotate: Callable[[str, FieldInfo], Any] | None = None
 ) -> Callable[..., Result]:
-    """Return a function whose parameters of type `Options` are keyword arguments, one for each field.
+    """Return a function with a keyword argument for each field of its parameter of a type `Options`.
 
     Args:
-        annotate: annotation of such a parameter; None: its type, with its help in the docstring.
+        annotate: annotation of such an argument; None: its type, with its help in the docstring.
     """
     hints = get_type_hints(function, include_extras=True)
+    own = inspect.signature(function).parameters
+    name = next(each for each in own if isinstance(hints[each], type) and issubclass(hints[each], Options))
+    schema: type[Options] = hints[name]
     parameters: list[inspect.Parameter] = []
-    schemas: dict[str, type[Options]] = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        if not (isinstance(hints[name], type) and issubclass(hints[name], Options)):
-            parameters.append(parameter.replace(annotation=hints[name]))
+    for each, parameter in own.items():
+        if each != name:
+            parameters.append(parameter.replace(annotation=hints[each]))
             continue
-        schemas[name] = hints[name]
         parameters += [
             inspect.Parameter(
-                field,
+                key,
                 parameter.kind,
                 default=parameter.empty if info.is_required() else info.default,
-                annotation=annotate(field, info) if annotate else info.annotation,
+                annotation=annotate(key, info) if annotate else info.annotation,
             )
-            for field, info in hints[name].model_fields.items()
+            for key, info in schema.model_fields.items()
         ]
     signature = inspect.Signature(parameters)
 
     @functools.wraps(function)
     def call(*positional: Any, **keywords: Any) -> Result:
         values = signature.bind(*positional, **keywords).arguments
-        for name, schema in schemas.items():
-            given = {field: values.pop(field) for field in schema.model_fields if field in values}
-            values[name] = parse_options(schema, given)
-        return function(**values)
+        given = {key: values.pop(key) for key in schema.model_fields if key in values}
+        return function(**values, **{name: parse_options(schema, given)})
 
     call.__signature__ = signature  # type: ignore[attr-defined]  # help and typer read it
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     if annotate is None:
-        fields = [each for schema in schemas.values() for each in schema.model_fields.items()]
-        lines = [f"    {field}: {info.description}" for field, info in fields]
+        lines = (f"    {key}: {info.description}" for key, info in schema.model_fields.items())
         call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options:", *lines])
     return call

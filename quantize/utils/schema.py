@@ -30,11 +30,7 @@ class Frozen(Strict):
 
 
 def read(path: Path, schema: type[Schema], what: str, again: str) -> Schema:
-    """Read and check a JSON file.
-
-    Args:
-        what: what it should be, such as "study".
-        again: how to get a good one, such as "run `qdqbench study` again".
+    """Read and check a JSON file; errors say `what` it should be, and how to get it `again`.
 
     Raises:
         UserError: missing, not JSON, or not of this schema; names the first field that is wrong.
