@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdqbench.quantize.utils.system.secrets import hide_credentials
+from qdqbench.quantize.utils.names import hide_credentials
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -8,8 +8,7 @@ from pydantic import Field
 
 from qdqbench.eval.bench.rounds import compare_rounds
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.frames import Tabular
-from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.schema import Strict, Tabular, read
 from qdqbench.quantize.utils.speedup import Speedup
 
 BENCH_FILE = "bench.json"

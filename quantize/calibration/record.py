@@ -15,10 +15,9 @@ from qdqbench.quantize.recipe.plan import Plan, folds_q_bias
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed
-from qdqbench.quantize.utils.frames import Tabular
 from qdqbench.quantize.utils.limits import FP16_MAX
 from qdqbench.quantize.utils.results import QuantizerRow, SoftmaxRow
-from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.schema import Strict, Tabular, read
 
 # An amax outside these bounds is a fault of the data or the weights, never a property of a working model.
 # Activations are FP16 tensors in the engine, so they end with it, and below 1e-6 it holds no seven bits.

@@ -22,9 +22,9 @@ from qdqbench.quantize.models.identity import model_fingerprint
 from qdqbench.quantize.pipeline.session import CONFIG, RunConfig, Session, read_config
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import hide_credentials
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.process import is_main_process
-from qdqbench.quantize.utils.system.secrets import hide_credentials
 
 MARK = ".qdqbench.json"
 LOCK, HOLDER = ".lock", ".lock.json"  # the holder in its own file: others read it while the lock is held

@@ -19,7 +19,6 @@ class Agreement(Strict):
 
     n: int
     """Number of texts; of pairs, both."""
-    # cosine to FP32's (mean), cosine_p1 (its 1st percentile), neighbors (of the 10 nearest, share that stays)
     values: dict[str, float]
     """`cosine`: mean cosine to the FP32 embedding of the same text; `cosine_p1`: its 1st percentile;
     `neighbors`: mean share of the 10 nearest texts by FP32 that stay among the 10 nearest."""
@@ -271,9 +270,6 @@ class EngineSize(Strict):
 
 
 GateState = Literal["passed", "failed", "not_evaluated", "inconclusive"]
-# accuracy: a drop of the primary metric. baseline: FP32 against one answer for everything. check: an error of
-# `check`. engine: it did not run. require_int8: what runs in INT8. min_speedup: a config of the bench.
-# parity: ONNX Runtime against fake-quant. recipe: it could not be tried. verification: the engine's outputs.
 GateCode = Literal[
     "accuracy",
     "baseline",

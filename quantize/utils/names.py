@@ -1,5 +1,6 @@
-"""Names and numbers in messages."""
+"""Names, numbers and URLs in messages."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,3 +22,21 @@ def count_of(number: int, noun: str) -> str:
 def without_formula(value: Any) -> Any:
     """Return a cell of a CSV file; a text that a spreadsheet would compute gets an apostrophe."""
     return f"'{value}" if isinstance(value, str) and value[:1] in {*"=+-@\t\r"} else value
+
+
+# user and password of a URL, up to the last @: a password may hold any character, an @ and a / too
+_USER = re.compile(r"(?<=://)(?:[^/?#:@\s]*:.*|[^/?#@\s]+)@", re.DOTALL)
+# parameters of a URL, and those of a connection string inside one of them, which are percent-encoded
+_PARAMETER = re.compile(
+    r"((?:[?&;=]|%3B|%26)(?:\s|\+|%20)*(?:\w*password|passwd|pwd|\w*token|\w*secret)(?:=|%3D))"
+    r"(?:(?!%3B|%26)[^&;\s'\"])+",
+    re.IGNORECASE,
+)
+
+
+def hide_credentials(text: str) -> str:
+    """Replace what stands before the host of each URL, and passwords among its parameters, by ***.
+
+    A text with several URLs may lose what stands between them: too much is hidden rather than too little.
+    """
+    return _PARAMETER.sub(r"\1***", _USER.sub("***@", text))

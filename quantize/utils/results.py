@@ -17,9 +17,8 @@ from qdqbench.quantize.utils.comparison import (
     ModelChange,
     Parity,
 )
-from qdqbench.quantize.utils.frames import Tabular, stage_rows
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
-from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.schema import Strict, Tabular, read, stage_rows
 from qdqbench.quantize.utils.speedup import Speedup
 
 
@@ -318,6 +317,11 @@ class EngineResult(Tabular):
         return self.layers
 
 
+def _within(*pairs: tuple[float | None, float | None]) -> bool:
+    """Return whether each value is a number within its limit."""
+    return all(value is not None and limit is not None and value <= limit for value, limit in pairs)
+
+
 class BlockCheck(Strict):
     """One block of the engine that got the reference's own input (teacher forcing); errors are relative.
 
@@ -351,12 +355,9 @@ class BlockCheck(Strict):
 
     @property
     def holds(self) -> bool:
-        pairs = (
-            (self.error, self.limit),
-            (self.position_error, self.position_limit),
-            (self.systematic_error, self.systematic_limit),
-        )
-        return not self.nonfinite and all(error is not None and error <= limit for error, limit in pairs)
+        position = self.position_error, self.position_limit
+        systematic = self.systematic_error, self.systematic_limit
+        return not self.nonfinite and _within((self.error, self.limit), position, systematic)
 
 
 class ShapeCheck(Strict):
@@ -394,8 +395,8 @@ class PaddingCheck(Strict):
 
     @property
     def holds(self) -> bool:
-        pairs = ((self.mean_abs_logit_diff, self.mean_limit), (self.max_abs_logit_diff, self.max_limit))
-        return not self.nonfinite and all(value is not None and value <= limit for value, limit in pairs)
+        mean, most = (self.mean_abs_logit_diff, self.mean_limit), (self.max_abs_logit_diff, self.max_limit)
+        return not self.nonfinite and _within(mean, most)
 
 
 class PredictionsCheck(Strict):
@@ -435,8 +436,7 @@ class PredictionsCheck(Strict):
         pairs = [(self.drop, self.drop_limit), (self.mean_abs_logit_diff, self.mean_limit)]
         if self.disagreements is not None:
             pairs.append((self.disagreements, self.disagreement_limit))
-        within = all(a is not None and b is not None and a <= b for a, b in pairs)
-        return not self.nonfinite and within and self.ks_p is not None and self.ks_p >= self.ks_p_limit
+        return not self.nonfinite and _within(*pairs, (self.ks_p_limit, self.ks_p))
 
 
 class Verification(Strict):

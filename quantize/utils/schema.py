@@ -1,12 +1,16 @@
 """The base of every schema that is read or written, and the way to read a file of one."""
 
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas
 
 Schema = TypeVar("Schema", bound=BaseModel)
 Positive = Annotated[int, Field(gt=0)]
@@ -42,3 +46,25 @@ def read(path: Path, schema: type[Schema], what: str, again: str) -> Schema:
         where = ".".join(map(str, first["loc"])) or "the whole"
         told = "".join(c if c.isprintable() else "?" for c in f"{where[:100]}: {first['msg'][:200]}")
         raise UserError(f"{path} is no {what} of this version of qdqbench ({told}); {again}") from error
+
+
+class Tabular(Strict):
+    """A result that is a table too."""
+
+    def rows(self) -> Iterable[Any]:
+        raise NotImplementedError
+
+    def to_frame(self) -> "pandas.DataFrame":
+        import pandas
+
+        rows = (row.model_dump() if isinstance(row, Strict) else row for row in self.rows())
+        return pandas.DataFrame([*rows])
+
+
+def stage_rows(stages: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row per stage and metric of `StageResult`s; `delta` is the paired difference from FP32."""
+    for name, stage in stages.items():
+        pair = stage.vs_fp32.model_dump(include={"delta", "delta_stderr"}) if stage.vs_fp32 else {}
+        for metric, value in stage.metrics.items():
+            row = {"stage": name, "metric": metric, "value": value, "stderr": stage.stderr.get(metric)}
+            yield row | {"n": stage.n} | {key: found.get(metric) for key, found in pair.items()}

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from qdqbench.quantize.utils.comparison import Comparison, GateCode, GateState
-from qdqbench.quantize.utils.frames import Tabular
-from qdqbench.quantize.utils.schema import Strict
+from qdqbench.quantize.utils.schema import Strict, Tabular
 from qdqbench.quantize.utils.speedup import Speedup
 
 

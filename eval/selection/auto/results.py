@@ -6,8 +6,7 @@ from typing import Any, Literal
 from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.trials.results import Failure, Trial
 from qdqbench.quantize.utils.comparison import Comparison, GateCode, GateIssue
-from qdqbench.quantize.utils.frames import Tabular
-from qdqbench.quantize.utils.schema import Strict
+from qdqbench.quantize.utils.schema import Strict, Tabular
 
 AUTO_FILE = "auto.json"
 BEST_RECIPE = "best.yaml"

@@ -35,9 +35,9 @@ from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.tasks.sources import source_fingerprint
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.utils.names import hide_credentials
 from qdqbench.quantize.utils.system.environment import get_code_identity
 from qdqbench.quantize.utils.system.quiet import quiet
-from qdqbench.quantize.utils.system.secrets import hide_credentials
 
 if TYPE_CHECKING:
     import optuna

@@ -7,9 +7,8 @@ from typing import get_args
 
 from qdqbench.quantize.engine.inspection import format_nodes
 from qdqbench.quantize.graph.check.check import CheckReport, Group
-from qdqbench.quantize.utils.frames import Tabular
 from qdqbench.quantize.utils.results import Effect
-from qdqbench.quantize.utils.schema import Strict
+from qdqbench.quantize.utils.schema import Strict, Tabular
 
 WORST_FIRST: tuple[Effect, ...] = get_args(Effect)
 EFFECTS: dict[Effect, str] = {

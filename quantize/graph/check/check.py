@@ -41,10 +41,9 @@ from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, module_of, opset_o
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
 from qdqbench.quantize.graph.residuals import ResidualAdd, find_residuals
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.frames import Tabular
 from qdqbench.quantize.utils.names import count_of
 from qdqbench.quantize.utils.results import FindingRow
-from qdqbench.quantize.utils.schema import Strict
+from qdqbench.quantize.utils.schema import Strict, Tabular
 
 ORDER = "slow-weight-order"
 State = Literal["INT8", "refused", "not INT8", "floating point"]

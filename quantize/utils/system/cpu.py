@@ -45,9 +45,7 @@ def find_cpu() -> Cpu:
             info.setdefault(key.strip().lower(), value.strip())
     flags = f"{info.get('flags', '')} {info.get('features', '')}".split()
     name = info.get("model name") or platform.processor() or platform.machine()
-    return Cpu(
-        name, quota() or len(usable_cores()), tuple(feature for feature in FEATURES if feature in flags)
-    )
+    return Cpu(name, quota() or len(usable_cores()), tuple(each for each in FEATURES if each in flags))
 
 
 def usable_cores() -> list[int]:
@@ -59,7 +57,7 @@ def usable_cores() -> list[int]:
 def quota() -> int | None:
     """Return the cores that a container (cgroup v2 or v1) gives this process, if fewer than it sees.
 
-    A library that starts a thread for each core that it sees would be stopped by the kernel again and again.
+    With a thread for each core that it sees, a library would be stopped by the kernel again and again.
     """
     v2, v1 = _CGROUPS / "cpu.max", [_CGROUPS / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
     paths = [v2] if v2.is_file() else v1
@@ -77,9 +75,8 @@ def cpu_hazards(cpu: Cpu) -> list[str]:
 
     Source: onnxruntime.ai, "Quantize ONNX models", on U8S8 and CPUs without VNNI.
     """
-    if cpu.int8_dot:
-        return []
-    return [
+    told = (
         f"{cpu.name} has no INT8 dot product ({', '.join(INT8_DOT)}): INT8 kernels take about as long as "
         "FP32 ones here, and those that multiply UINT8 by INT8 saturate, which changes answers"
-    ]
+    )
+    return [] if cpu.int8_dot else [told]

@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import platform
 import subprocess
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import resources
 from pathlib import Path
@@ -13,30 +14,16 @@ from typing import Any
 from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
-PACKAGES = (
-    "qdqbench",
-    "torch",
-    "transformers",
-    "nvidia-modelopt",
-    "onnx",
-    "onnxruntime",
-    "datasets",
-    "tensorrt",
-    "tensorrt-rtx-cu13",
-    "numpy",
-    "scipy",
-)
 # versions that outputs depend on
 VERSIONED = ("qdqbench", "torch", "transformers", "nvidia-modelopt", "onnx", "onnxruntime")
+PACKAGES = (*VERSIONED, "datasets", "tensorrt", "tensorrt-rtx-cu13", "numpy", "scipy")
 
 
 def describe_environment() -> dict[str, Any]:
-    versions = {}
+    versions = dict.fromkeys(PACKAGES, "not installed")
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
     cpu, gpu = find_cpu(), find_gpu()
     return {
         "python": platform.python_version(),
@@ -51,10 +38,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _commit(package: Path) -> str | None:
-    """Return the commit of the checkout that runs, with "-dirty" where its files were changed since.
-
-    None for an installed package, wherever it lies: the repository around it says nothing of it.
-    """
+    """Return the commit of the checkout that runs, with "-dirty"; None for a package installed anywhere."""
     try:
         if Path(_git(package, "rev-parse", "--show-toplevel")) != package:
             return None

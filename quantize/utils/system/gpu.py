@@ -16,10 +16,9 @@ class Gpu:
 
 
 def find_gpu() -> Gpu | None:
-    """Find the first GPU that CUDA shows to this process, or None.
+    """Find the first GPU that CUDA shows to this process, by the driver library, as TensorRT does.
 
-    Asks the driver library itself, as TensorRT does: torch may be a CPU build, and NVML (pynvml) neither
-    heeds CUDA_VISIBLE_DEVICES nor counts GPUs in CUDA's order.
+    torch may be a CPU build, and NVML neither heeds CUDA_VISIBLE_DEVICES nor counts in CUDA's order.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

@@ -17,13 +17,9 @@ class HubError(UserError):
 
 @functools.lru_cache
 def commit_of(repository: str, kind: RepoKind, revision: str | None = None) -> str:
-    """Return the commit of a repository, from the hub, or from its local cache if it is unreachable.
-
-    Within one process it stays the same, whatever happens on the hub.
+    """Return the commit of OWNER/NAME, from the hub, or from its local cache; within a process the same.
 
     Args:
-        repository: OWNER/NAME.
-        kind: of the repository.
         revision: branch, tag or commit; None: the default branch.
 
     Raises:

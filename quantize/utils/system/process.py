@@ -41,9 +41,8 @@ def open_streams() -> None:
 
 
 def use_passive_wait(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let OpenMP threads of this process and its children sleep while they wait; what is set already stays.
+    """Let OpenMP threads sleep while they wait, no more than a container may use; what is set already stays.
 
-    They are as many as the library chooses, one for each core, but no more than a container may use at once.
     Call it before torch is imported: libraries read these variables once. Not for what measures PyTorch.
     """
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

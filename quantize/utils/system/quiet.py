@@ -47,9 +47,8 @@ def _bars(library: Library) -> list[tuple[Callable[[], None], Callable[[], None]
         from transformers.utils import logging as untyped
 
         bars: Any = untyped
-        return (
-            [(bars.disable_progress_bar, bars.enable_progress_bar)] if bars.is_progress_bar_enabled() else []
-        )
+        switch = bars.disable_progress_bar, bars.enable_progress_bar
+        return [switch] if bars.is_progress_bar_enabled() else []
     if library == "optuna":
         import optuna  # noqa: F401
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.cli.terminal import command_line
-from qdqbench.quantize.utils.system.secrets import hide_credentials
+from qdqbench.quantize.utils.names import hide_credentials
 
 
 @pytest.mark.parametrize(
