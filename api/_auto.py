@@ -88,14 +88,7 @@ def auto(
 def _first_recipes(
     names: Sequence[str], model: str | None, revision: str | None, *, fast: bool = False
 ) -> list[Recipe]:
-    """Return the recipes that are named, without their training; else those of the family.
-
-    Args:
-        fast: also the faster one, where there is a GPU.
-
-    Raises:
-        UserError: one cannot be used, or two have the same name.
-    """
+    """Return the recipes that are named, without their training; else the family's, with `fast` ones."""
     if not names:
         careful, shipped = find_recipe(DEFAULT_RECIPE, model, revision), []
         for shipped_name in (*FIRST_RECIPES[:-1], *([FASTER] if fast and find_gpu() else [])):

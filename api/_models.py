@@ -171,11 +171,7 @@ class _Batches:
 
 
 def _rows(given: Mapping[str, Any], longest: int) -> Iterator[Sample]:
-    """The samples of an item, without padding.
-
-    Raises:
-        UserError: no input_ids, arrays of different shapes, or more tokens than the model has positions.
-    """
+    """Yield the samples of an item without padding; `UserError` names what does not fit."""
     if "input_ids" not in given:
         raise UserError(f"a calibration sample has {', '.join(given) or 'nothing'}, but no input_ids")
     ids = _array(given["input_ids"])

@@ -32,11 +32,7 @@ class PoolingOptions(Options):
     normalize: bool = field("Embeddings of length 1; with --pooling.", False)
 
     def find_pooling(self) -> "Pooling | None":
-        """Return the pooling that is asked for.
-
-        Raises:
-            UserError: normalization alone.
-        """
+        """Return the pooling that is asked for; normalization alone is a `UserError`."""
         from qdqbench.quantize.models.pooling import Pooling
 
         if self.pooling is None and self.normalize:
@@ -59,11 +55,7 @@ class TaskOptions(Options):
     metric: list[str] | None = field("Metrics of your own data; repeatable, the first decides.")
 
     def find_task(self) -> "Task":
-        """Return the task; without model and task that of the embedded default.
-
-        Raises:
-            UserError: a model without a task, a task without a model, or as `tasks.task.get_task`.
-        """
+        """Return the task, without model and task the embedded default's; errors as `tasks.task.get_task`."""
         from qdqbench.quantize.tasks.task import EMBEDDED, get_task
 
         if (self.model is None) != (self.task is None):
@@ -129,12 +121,7 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
         return self.adapt(find_recipe(name, self.model, self.revision))
 
     def config(self, recipe: "Recipe", command: str) -> "RunConfig":
-        """Return the configuration of a run.
-
-        Raises:
-            UserError: as `find_task`, a revision without a model, or an embedding model and a task that
-                cannot judge it.
-        """
+        """Return the configuration of a run; `UserError`s as `find_task`, and where options do not fit."""
         from qdqbench.quantize.models.identity import has_pooling
         from qdqbench.quantize.models.load import read_class_names
         from qdqbench.quantize.pipeline.session import RunConfig

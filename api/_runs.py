@@ -75,9 +75,6 @@ def start(  # noqa: PLR0913
 ) -> Results:
     """Open a run directory for what was asked, and take it up to a stage as `resume` does.
 
-    Args:
-        overwrite, say: as of `owned_folder`.
-
     Raises:
         UserError: the folder holds something else.
         MissingDevice: the recipe names a CPU runtime that is not installed; nothing was begun.
@@ -102,9 +99,6 @@ def resume(folder: str | Path, until: str | None = None, progress: StageCallback
         folder: of a run that was started.
         until: a stage, "evaluate" for all evaluations; None or "report": everything and the report.
         progress: called as stages start and go on.
-
-    Returns:
-        The results; those of the stages up to there where the report was not asked for.
 
     Raises:
         UserError: no run directory, or no such stage.

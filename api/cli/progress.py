@@ -1,7 +1,4 @@
-"""What a command shows while it works: bars on a terminal; in a log file a line every half minute.
-
-All of it goes to stderr. Heavy libraries are imported inside.
-"""
+"""Show on stderr what a command does: bars on a terminal; in a log file a line every half minute."""
 
 import sys
 import threading
@@ -200,7 +197,6 @@ def _display(*columns: str | int, quiet: bool = False, stays: bool = True) -> It
 
     Args:
         columns: of the bars: the width of the bar itself, "spinner", "elapsed", or a template of text.
-        stays: the last state is left on the terminal.
     """
     if quiet:
         yield Display(None, quiet=True)

@@ -58,11 +58,7 @@ def qat(recipe: RecipeName = DEFAULT_QAT, *, options: QatOptions, json: Json = F
 
 
 def print_results(results: "Results", folder: Path, *, json: bool) -> None:
-    """Print the results of a run.
-
-    Raises:
-        CheckFailed: something of it does not hold.
-    """
+    """Print the results of a run; what does not hold is a `CheckFailed`."""
     from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.runs.gate import issue_sentence
     from qdqbench.eval.runs.report.report import run_report, where_to_begin

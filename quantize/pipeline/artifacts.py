@@ -102,7 +102,7 @@ def row_lengths(session: Session) -> Int64:
 def length_edges(session: Session) -> list[int] | None:
     """Return the lengths that the engine's batches are padded to; None: each to its own longest row.
 
-    Those are the profiles of `shapes: auto`; a CPU's kernels take every length, so that padding buys nothing.
+    A CPU's kernels take every length, so that padding buys nothing there.
     """
     if not session.recipe.auto_shapes or preferred_backend(session.recipe.engine.backend) in CPU_BACKENDS:
         return None
@@ -179,22 +179,14 @@ def write_outcome(path: Path, outcome: Strict) -> Path:
 
 
 def read_built(folder: Path) -> EngineResult | Skipped:
-    """Return the engine of a run directory.
-
-    Raises:
-        UserError: it was not asked for yet, or the record is of another version.
-    """
+    """Return the engine of a run directory; a `UserError` where nobody asked for it yet."""
     if not (folder / BUILD).is_file():
         raise UserError(f"{folder} has no engine yet; run `qdqbench build {folder}` first")
     return _read_outcome(folder / BUILD, EngineResult)
 
 
 def engine_file(folder: Path, built: EngineResult) -> Path:
-    """Return the path of a run directory's engine.
-
-    Raises:
-        UserError: the record names a file elsewhere.
-    """
+    """Return the path of a run directory's engine; a `UserError` where the record names a file elsewhere."""
     if Path(built.file).name != built.file:
         raise UserError(
             f"{folder / BUILD} names an engine outside of the run, {built.file!r}; run "

@@ -33,9 +33,6 @@ def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
 
     Linears are the modules with a MatMul or Gemm, less the attentions, which have a Softmax. The head
     size is not in the names, so the check of the attention itself judges it.
-
-    Raises:
-        UserError: unreadable file or recipe, or rules that match nothing in it.
     """
     loaded, model = load_recipe(recipe), read_model(onnx_file)
     family = family_named(loaded.model.family)
@@ -76,10 +73,6 @@ class InspectTarget:
 def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None) -> InspectTarget:
     """Read the layer table of a run directory, an .engine file or a saved JSON.
 
-    Args:
-        onnx: the graph; None: the one that the engine was built from, where it is beside it.
-        recipe: the recipe; None: the run's.
-
     Raises:
         UserError: nothing to read, or files that do not belong together.
         MissingDevice: an engine without a saved layer table, and no GPU to load it.
@@ -97,11 +90,7 @@ def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None)
 
 
 def find_checked_graph(path: Path) -> tuple[Path, str | None]:
-    """Return the ONNX file for `check`, and the recipe to compare with: of a run directory its own.
-
-    Raises:
-        UserError: a folder that is no run directory, or has no graph yet.
-    """
+    """Return the ONNX file for `check`, and the recipe to compare with: of a run directory its own."""
     if not path.is_dir():
         return path, None
     session = Session(read_config(path), path)
@@ -129,7 +118,6 @@ def measure_times(
 
     Raises:
         UserError: a saved JSON, which cannot run, or an engine for the other place.
-        MissingDevice: no GPU.
         CheckFailed: no profile takes the shape, or the engine fails.
     """
     import numpy as np

@@ -143,8 +143,7 @@ def owned_folder(
         say: called with what was moved, and where it is.
 
     Raises:
-        UserError: the folder belongs to another run, holds other files, is in use or cannot be written; or as
-            `ready` raises.
+        UserError: the folder belongs to another run, holds other files, is in use or cannot be written.
     """
     if not is_main_process():
         yield
@@ -167,11 +166,7 @@ def owned_folder(
 
 @contextmanager
 def open_session(folder: str | Path) -> Iterator[Session]:
-    """Hold the folder of a run that was started, and return its session.
-
-    Raises:
-        UserError: no run directory, or another process holds it.
-    """
+    """Hold the folder of a run that was started, and yield its session."""
     path = Path(folder)
     read_config(path)  # before a lock is written into a folder of somebody else
     with locked_folder(path):
@@ -182,8 +177,7 @@ def open_session(folder: str | Path) -> Iterator[Session]:
 def locked_folder(folder: Path) -> Iterator[None]:
     """Keep other processes out of a folder, which is created where missing; may nest within a process.
 
-    The lock is the kernel's and ends with its process, however that ends. Of the processes of a launcher the
-    main one holds it for all.
+    The lock is the kernel's and ends with its process. Of a launcher the main process holds it for all.
 
     Raises:
         UserError: another process holds it, or the folder cannot be written.

@@ -44,11 +44,7 @@ class _StageManifest(Strict):
 
 
 def open_run(config: RunConfig, folder: Path) -> Session:
-    """Start or resume a run directory inside a folder that this process holds, and record its configuration.
-
-    Raises:
-        UserError: the folder holds something that is not a run.
-    """
+    """Record the configuration of a run in a folder that this process holds; other files: `UserError`."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give --out a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).is_file():
@@ -62,15 +58,10 @@ def run_stages(
     stages: Iterable[Stage],
     announce: Callable[[str, bool], None] = lambda name, reused: None,
 ) -> dict[str, Timing]:
-    """Run stages in order; one whose key and files are as it left them is reused.
+    """Run stages, needs first, and return their costs; one whose key and files are as it left them is reused.
 
     Args:
-        session: in a folder that this process holds.
-        stages: in an order in which each stage's needs come first.
         announce: called with a stage's name, and whether it is reused, before it runs.
-
-    Returns:
-        Cost of each stage; a reused one has the cost of the run that made it.
     """
     timings: dict[str, Timing] = {}
     freeze_gc()

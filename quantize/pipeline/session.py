@@ -53,11 +53,7 @@ class RunConfig(Strict):
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Return the configuration of an existing run directory.
-
-    Raises:
-        UserError: no run directory, or one of another version.
-    """
+    """Return the configuration of a run directory; a `UserError` where it is none of this version."""
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(
@@ -212,11 +208,7 @@ class Session:
         )
 
     def require_inputs(self, *, calibrates: bool = True, evaluates: bool = True) -> None:
-        """Find out what is wrong with model, recipe or data before anything is written.
-
-        Raises:
-            UserError: they cannot be loaded, or do not fit each other.
-        """
+        """Raise `UserError` where model, recipe or data do not load or fit, before anything is written."""
         if self.config.model is None:
             return
         self.plan  # noqa: B018

@@ -40,47 +40,30 @@ class NewRecipe(Strict):
 def new_recipe(name: str, revision: str | None = None) -> NewRecipe:
     """Write a recipe that puts every recognized linear of the encoder's layers in INT8.
 
-    Args:
-        name: folder or hub id of a model; of its files config.json alone is read.
-        revision: of a hub model.
-
     Raises:
         UserError: a model that cannot be used here, or in which no encoder layers were recognized.
     """
     config = read_model_config(name, revision)
+    about = {"model": name, "model_type": config.model_type}
     if family := known_family(config.model_type):
-        return _fit_shipped(name, config, family)
+        recipe = _fit_recipe(load_recipe(DEFAULT_RECIPE, lambda: family), config, family, name)
+        shipped = [row.recipe for row in list_shipped(family)]
+        text = dump_short_recipe(recipe)
+        return NewRecipe(
+            **about, recipe=recipe.name, text=text, shipped=shipped, modules=[], left={}, notes=[]
+        )
     model = create_untrained(name, config)
     layout = detect_layout(model)
     recipe, notes = _add_layout(layout, config, name)
-    left = [f"# stays in FP16: {module}: {why}" for module, why in layout.left.items()]
-    head = [
-        f"# Written by `qdqbench recipes new` for models of type {config.model_type}.",
-        *map("# {}".format, notes),
+    comments = [
+        f"Written by `qdqbench recipes new` for models of type {config.model_type}.",
+        *notes,
+        *(f"stays in FP16: {module}: {why}" for module, why in layout.left.items()),
     ]
+    text = "".join(f"# {line}\n" for line in comments) + dump_short_recipe(recipe)
+    modules = list_modules(model, layout)
     return NewRecipe(
-        model=name,
-        model_type=config.model_type,
-        recipe=recipe.name,
-        text="\n".join([*head, *left, dump_short_recipe(recipe)]),
-        shipped=[],
-        modules=list_modules(model, layout),
-        left=layout.left,
-        notes=notes,
-    )
-
-
-def _fit_shipped(name: str, config: Any, family: Family) -> NewRecipe:
-    recipe = _fit_recipe(load_recipe(DEFAULT_RECIPE, lambda: family), config, family, name)
-    return NewRecipe(
-        model=name,
-        model_type=config.model_type,
-        recipe=recipe.name,
-        text=dump_short_recipe(recipe),
-        shipped=[row.recipe for row in list_shipped(family)],
-        modules=[],
-        left={},
-        notes=[],
+        **about, recipe=recipe.name, text=text, shipped=[], modules=modules, left=layout.left, notes=notes
     )
 
 
@@ -89,9 +72,10 @@ def _add_layout(layout: Recognised, config: Any, name: str) -> tuple[Recipe, lis
     base = _fit_recipe(load_recipe(DEFAULT_RECIPE, lambda: BERT), config, family, name)
     int8 = {"weights": "int8/per-channel", "input": "int8/per-tensor"}
     rules: list[dict[str, Any]] = [{"match": f"{family.layers}.*", "type": "Linear", **int8}]
-    others = [path for path, role in family.linears.items() if role == "other"]
     rules += [
-        {"match": f"{family.layers}.*.{path}", "type": "Linear", "precision": "fp16"} for path in others
+        {"match": f"{family.layers}.*.{path}", "type": "Linear", "precision": "fp16"}
+        for path, role in family.linears.items()
+        if role == "other"
     ]
     calibration = base.calibration.model_dump(mode="json")
     if family.attention is None:
@@ -149,18 +133,15 @@ def render_new(new: NewRecipe) -> "Group":
         )
     table = Table("module", "class", "count", "role", "becomes", box=None)
     table.columns[0].overflow = "fold"
-    colours = {"INT8": "green", "FP16": "default", "": "dim"}
+    colors = {"INT8": "green", "FP16": "default", "": "dim"}
     for row in new.modules:
-        becomes = Text(row.becomes, style=colours[row.becomes])
+        becomes = Text(row.becomes, style=colors[row.becomes])
         table.add_row(Text(row.module or "(any)"), Text(row.class_name), str(row.number), row.role, becomes)
-    left = [
-        Text(f"not recognised, stays in FP16: {module}: {why}", style="yellow")
-        for module, why in new.left.items()
-    ]
-    told = Text("Every linear, convolution and product was recognised.", style="green")
+    left = [f"not recognised, stays in FP16: {module}: {why}" for module, why in new.left.items()]
+    whole = Text("Every linear, convolution and product was recognised.", style="green")
     return Group(
         Text(f"{new.model} is of type {new.model_type}, which has no recipes here", style="bold"),
         table,
-        *(left or [told]),
+        *([Text(line, style="yellow") for line in left] or [whole]),
         *(Text(f"note: {note}") for note in new.notes),
     )

@@ -48,14 +48,11 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
 
     Args:
         modules: every module by full name, in model order.
-        prefix: name of the base model inside the model (`bert` in `bert.encoder.layer.0`); patterns
-            match names with or without it.
+        prefix: name of the base model inside the model (`bert`); patterns match names with or without it.
 
     Raises:
-        UserError: rules that match nothing (all of them, with near names), an attention that cannot
-            be fused in INT8, an INT8 attention whose output linear is not INT8, an INT8 residual whose
-            tensor is not INT8 for the linears that read it, or linears that the recipe's model family does
-            not have.
+        UserError: rules that match nothing, an attention or residual that cannot be INT8 as the rules ask,
+            or linears that the recipe's family does not have.
     """
     family = family_named(recipe.model.family)
     if unmatched := [rule for rule in recipe.rules if not match_modules(rule, modules, prefix)]:

@@ -141,11 +141,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_recipe(text: str, source: str) -> Recipe:
-    """Validate recipe YAML; `source` names it in errors.
-
-    Raises:
-        UserError: not YAML, an unknown key (named with its nearest key), or a bad value.
-    """
+    """Validate recipe YAML; `source` names it in the `UserError`, which names unknown keys and near ones."""
     try:
         data = yaml.load(text, _Loader)  # noqa: S506  (_Loader is a SafeLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -164,11 +160,7 @@ def validate_recipe(data: Any, source: str) -> Recipe:
 
 
 def load_recipe(name_or_path: str, family: Callable[[], Family] | None = None) -> Recipe:
-    """Load a shipped recipe by name, or a YAML file.
-
-    Args:
-        name_or_path: "bert-int8-linears", or "int8-linears" for that of the model's family.
-        family: of the model; asked for only where the name needs it.
+    """Load a shipped recipe ("bert-int8-linears", or "int8-linears" for that of a family), or a YAML file.
 
     Raises:
         UserError: no such recipe or file, none of that family, or it does not validate.
@@ -187,11 +179,7 @@ def load_recipe(name_or_path: str, family: Callable[[], Family] | None = None) -
 
 
 def find_recipe(name: str, model: str | None, revision: str | None = None) -> Recipe:
-    """As `load_recipe`, for the family of a model: a folder or hub id; None: the embedded default.
-
-    Raises:
-        UserError: also for a model that cannot be read.
-    """
+    """Load a recipe as `load_recipe`, for the family of a model; None: the embedded default."""
     return load_recipe(name, lambda: BERT if model is None else family_of(load_config(model, revision)))
 
 
@@ -208,11 +196,7 @@ def adapt_recipe(
     Args:
         fields: values by path: calibration.samples, rules.0.precision.
         max_length: tokens of a sample, which is cut there; the longest profiles end there.
-        backend: of the engine.
         shapes: "auto": profiles follow the data.
-
-    Raises:
-        UserError: no such field, or values that do not go together.
     """
     named = {"engine.shapes": shapes, "engine.backend": backend, "export.max_length": max_length}
     changes = {**(fields or {}), **{path: value for path, value in named.items() if value is not None}}

@@ -103,12 +103,8 @@ def list_shipped(family: Family | None = None) -> list[Shipped]:
         first = choose_start(each)
         for name in (name for name, having in family_free_recipes().items() if each.name in having):
             recipe = f"{each.name}-{name}"
-            measured = tuple(
-                figure
-                for device in DEVICES
-                for figure in read_figures()
-                if (figure.recipe, figure.device) == (recipe, device)
-            )
+            figures = {figure.device: figure for figure in read_figures() if figure.recipe == recipe}
+            measured = tuple(figures[device] for device in DEVICES if device in figures)
             on = tuple(device for device, chosen in first.items() if chosen == name)
             about = load_recipe(recipe).description
             rows.append(Shipped(recipe, name, each.name, each.model_types, about, measured, on))
@@ -172,9 +168,8 @@ def describe_conditions(shown: Iterable[Figure]) -> list[str]:
         rows = [speed for each in shown if each.device == device and (speed := each.shown_speed)]
         what = sorted({f"{row.where}, over the fastest {row.over} there is" for row in rows})
         model, batch, length = SHOWN[device]
-        sentences += (
-            [f"Speed-up on a {name}: {model}, {batch} x {length} tokens, {'; '.join(what)}."] if what else []
-        )
+        if what:
+            sentences.append(f"Speed-up on a {name}: {model}, {batch} x {length} tokens, {'; '.join(what)}.")
     return sentences
 
 

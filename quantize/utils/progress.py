@@ -1,7 +1,4 @@
-"""Progress of this process, reported where the work is done; the display of whoever started it listens.
-
-Without a display this costs a call. Displays hold still while something is measured.
-"""
+"""Progress, reported where the work is done; the display that listens is still while time is measured."""
 
 import time
 from collections.abc import Callable, Collection, Iterator

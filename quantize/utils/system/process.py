@@ -1,11 +1,9 @@
 """How this process uses the machine: how threads wait, what memory is kept, what it costs, and how it ends.
 
-An OpenMP thread that is done spins until the others are, which is quick where every core is free. Where
-another process is busy, one of them has no core, and the others spin away the time that it needs: several
-times the CPU time for the same work. Threads that sleep cost a wake-up of some microseconds.
+An OpenMP thread that is done spins until the others are. Where another process is busy, one of them has no
+core, and the others spin away the time that it needs. Threads that sleep cost a wake-up of microseconds.
 
-glibc gives large arrays back to the kernel when they are freed, and gets new pages, filled with zeros, for
-the next ones. Models and graphs are copied and freed all the time, and each of these pages is a fault.
+glibc gives large arrays back to the kernel when they are freed, and each page of the next ones is a fault.
 """
 
 import atexit
