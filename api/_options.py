@@ -175,9 +175,7 @@ class AutoOptions(EvaluationOptions):
         "30m",
         validate_default=True,
     )
-    max_drop: float = field(
-        "Largest drop of the primary metric, or noise: 0.005 is half a percentage point.", 0.005, ge=0, le=1
-    )
+    max_drop: float = field("Largest drop of the metric, or noise: 0.005 is half a point.", 0.005, ge=0, le=1)
     min_speedup: float | None = field("Least speed-up factor over its backend's engine without INT8.", gt=0)
     samples: int = field("Train rows that proposals are chosen on; none of them calibrates.", 512, ge=32)
     trials: int = field("Recipes that the search tries at most.", 24, ge=8)
@@ -279,9 +277,7 @@ class FixCommandOptions(TaskOptions):
     weights: Literal["channel", "factored"] = field(
         "Scales of weights; TensorRT-RTX runs factored ones faster.", "channel"
     )
-    inputs: Path | None = field(
-        "Samples (.npz, one array an input): compared on, and calibrate what has no scale."
-    )
+    inputs: Path | None = field("Samples (.npz, an array an input): to compare on, and calibrate with.")
     samples: int = field("Rows of the train split, with --model and --task.", 128, ge=1)
     seed: int = field("Seed of random inputs, or of the drawn samples.", 0, ge=0)
     max_error: float = field("Largest relative error of outputs to the file without Q/DQ.", 0.1, ge=0)
@@ -310,9 +306,7 @@ class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
     iterations: int | None = field("Inferences per round, instead of --duration.", ge=1)
     baselines: bool = field("PyTorch, torch.compile, unpadded FP16 and other quantizers too.", True)
     fp32: bool = field("FP32 engine too.", True)
-    compile_seconds: float = field(
-        "Limit for each shape and mode of torch.compile; what takes longer is left out.", 90.0, gt=0
-    )
+    compile_seconds: float = field("Limit of each torch.compile; what takes longer is left out.", 90.0, gt=0)
     engine_shapes: Literal["both", "exact", "recipe"] = field(
         "Shapes of engines on a GPU: the recipe's, exactly each shape, or both.", "both"
     )

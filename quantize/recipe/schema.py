@@ -39,21 +39,16 @@ class Recipe(Frozen):
     """A whole recipe, validated without loading a model."""
 
     version: Literal[1] = field("Version of this format.", ...)
-    name: str = field(
-        "Names run directories, files and rows of tables.", ..., pattern=r"^[a-z0-9][a-z0-9._-]*$"
-    )
+    name: str = field("Names run folders, files and rows of tables.", ..., pattern=r"^[a-z0-9][a-z0-9._-]*$")
     description: str = field("One line for `qdqbench recipes list`.", "")
     model: ModelSection = field("Which models the recipe is for.", ModelSection())
     precision: Precision = field("Compute precision, and what stays out of INT8.", Precision())
-    rules: tuple[Rule, ...] = field(
-        "What becomes INT8, and exceptions; read in order, and the later one wins.", ()
-    )
+    rules: tuple[Rule, ...] = field("What becomes INT8, and exceptions; the later one wins.", ())
     attention: Literal["fp16", "int8"] = field(
-        "q, k, v, softmax and output of every attention; rules of type Attention differ.", "fp16"
+        "q, k, v, softmax and output of attentions, but for rules.", "fp16"
     )
     residual: Literal["fp16", "int8"] = field(
-        "What each LayerNorm of the encoder adds to a linear's output; rules of type Residual change it.",
-        "fp16",
+        "What LayerNorms of the encoder add to a linear's output, but for rules.", "fp16"
     )
     calibration: Calibration = field("Data and method that set each amax.", Calibration())
     export: Export = field("Form of the ONNX file.", Export())

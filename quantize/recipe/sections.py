@@ -45,18 +45,14 @@ class FamilyLayout(Frozen):
     """Where models of a family have what; `qdqbench recipes new` writes it. Paths are inside a layer."""
 
     layers: str = field("Path of the layers inside the base model; `*` stands for a number.", ...)
-    linears: dict[str, Role] = field(
-        "Role of every linear of a layer; `other` is one that was not recognised.", ...
-    )
+    linears: dict[str, Role] = field("Role of every linear of a layer; `other`: not recognized.", ...)
     outside: dict[str, Role] = field("Roles of linears in no layer, by the ends of their names.", ...)
     attention: str | None = field(
-        "Module that calls transformers' AttentionInterface; null: none that can be in INT8."
+        "Module that calls transformers' AttentionInterface; null: none can be INT8."
     )
     head_size: str = field("Attribute of the attention.", "head_dim")
     residuals: dict[str, tuple[Role, ...]] = field(
-        "Modules that add a residual, that of the attention first, and the linears that read the same "
-        "tensor.",
-        {},
+        "Modules that add a residual, the attention's first, and linears that read the same tensor.", {}
     )
     norms: dict[str, Norm] = field("What each LayerNorm of a layer normalises.", ...)
     embeddings: str = field("In the base model.", ...)
@@ -114,13 +110,12 @@ class ModelSection(Frozen):
     """Which models the recipe is for."""
 
     family: str = field(
-        "Encoder family; `qdqbench recipes list` says which model types it holds. With `layout` the model"
-        " type.",
+        "Encoder family, as `qdqbench recipes list` has it; with `layout` the model type.",
         "bert",
         json_schema_extra={"examples": [family.name for family in FAMILIES]},
     )
     layout: FamilyLayout | None = field(
-        "Of a family that is not known here, as `qdqbench recipes new` writes it; null: known."
+        "Of an unknown family, as `qdqbench recipes new` writes it; null: known."
     )
 
     @model_validator(mode="after")
@@ -146,7 +141,7 @@ class Precision(Frozen):
     """Compute precision, and what a recipe promises to leave without Q/DQ."""
 
     compute: Literal["fp16", "fp32"] = field(
-        "Datatype of everything that is not in INT8; Q/DQ scales stay FP32.", "fp16"
+        "Datatype of what is not in INT8; Q/DQ scales stay FP32.", "fp16"
     )
     never_quantize: tuple[Literal["layernorm", "softmax"], ...] = field(
         "Operators that must never be quantized: a constraint, not a setting; recipes that violate it are"
@@ -175,14 +170,13 @@ class Rule(Frozen):
         "fp16 or fp32: the matched modules stay out of INT8; int8: an Attention or a Residual."
     )
     method: Method | None = field(
-        "As `calibration.method`, for activations of the matched modules; null: as there."
+        "As `calibration.method`, for activations of these modules; null: as there."
     )
     weights_method: WeightMethod | None = field(
         "As `calibration.weights_method`, for the matched linears; null: as there."
     )
     smoothing: Smooth | None = field(
-        "As `calibration.smoothing`, for the matched modules, attention outputs too (the factors go into "
-        "v); null: as there."
+        "As `calibration.smoothing`; of attention outputs too (factors go into v); null: as there."
     )
 
     @model_validator(mode="after")
@@ -220,17 +214,11 @@ class Calibration(Frozen):
 
     split: str = field("Split that the samples are drawn from.", "train")
     samples: Positive = field("Samples, drawn without replacement.", 512)
-    batch_size: Positive = field(
-        "Samples of a batch at most; all of one length, so no padding token is seen.", 32
-    )
+    batch_size: Positive = field("Samples of a batch at most; all of one length, so that none is padded.", 32)
     method: Method = field(
-        "How the amax of an activation follows from what calibration saw: max, mse, entropy or "
-        "percentile/P (P over 50, at most 100; percentile/99.99 clips 0.01%).",
-        "max",
+        "Amax of an activation from calibration: max, mse, entropy or percentile/P (50 < P <= 100).", "max"
     )
-    weights_method: WeightMethod = field(
-        "Amax of weights: max, or mse, which clips where the squared error is least.", "max"
-    )
+    weights_method: WeightMethod = field("Amax of weights: max, or mse (least squared error).", "max")
     smoothing: Smooth = field(
         "SmoothQuant with this alpha (0 to 1), gain (that of the LayerNorm before moves into the linear) "
         "or none; of linears that read a LayerNorm, and of q against k in an INT8 attention. Factors are "
@@ -238,12 +226,10 @@ class Calibration(Frozen):
         "none",
     )
     outlier_channel_splitting: Annotated[int, Field(ge=0, le=1024, multiple_of=32)] = field(
-        "Channels that each feed-forward gets for copies of its outlier channels; by 32, as INT8 kernels "
-        "need alignment.",
-        0,
+        "Channels of each feed-forward for copies of its outlier channels; by 32, which kernels need.", 0
     )
     bias_correction: bool = field(
-        "Add the mean error of each INT8 linear of the encoder to its bias, where that helps it.", False
+        "Add the mean error of INT8 linears to their biases, where that helps.", False
     )
     softmax_scale: Literal["auto", "fixed", "min-error"] = field(
         "Scale of the INT8 softmax: fixed (1/127), min-error (mean-centered V, and the amax per layer "
@@ -252,9 +238,7 @@ class Calibration(Frozen):
         "auto",
     )
     amax: dict[str, Annotated[float, Field(gt=0, le=FP16_MAX)]] = field(
-        "Amax of activations that are given, by quantizer (MODULE.input_quantizer), as from a calibration"
-        " cache of TensorRT 10; the others follow from data.",
-        {},
+        "Amax that are given, by quantizer (MODULE.input_quantizer); the others follow from data.", {}
     )
     seed: Annotated[int, Field(ge=0)] = field("Seed of the draw.", 0)
 
@@ -288,8 +272,7 @@ class Export(Frozen):
         "shared",
     )
     gelu: Literal["exact", "tanh"] = field(
-        "GELU of the INT8 graph: the model's own, or its tanh form, which is off by 5e-4 at most and faster.",
-        "exact",
+        "GELU of the INT8 graph: the model's own, or its faster tanh form, off by 5e-4 at most.", "exact"
     )
 
 
@@ -307,9 +290,7 @@ class EngineSettings(Frozen):
         "lengths that pad the run's evaluation data least (docs/real_lengths.md).",
         Shapes(),
     )
-    compute_capability: str | None = field(
-        'Target of an ahead-of-time build, such as "8.9"; null: the GPU that is here.'
-    )
+    compute_capability: str | None = field('Target of an ahead-of-time build, as "8.9"; null: the GPU here.')
 
     @model_validator(mode="after")
     def _some(self) -> "EngineSettings":
@@ -329,13 +310,9 @@ class GateSettings(Frozen):
     """What must hold for exit status 0."""
 
     max_drop: Annotated[float, Field(ge=0, le=1)] = field(
-        "Largest drop of the primary metric from FP32, absolute (0.01 is one point); fails beyond two "
-        "standard errors of it.",
-        0.01,
+        "Largest drop of the primary metric, absolute (0.01: one point), plus two standard errors.", 0.01
     )
-    require_int8: bool = field(
-        "Fail the gate if the engine runs a layer in another precision than the recipe requests.", True
-    )
+    require_int8: bool = field("Fail where the engine runs a layer in another precision than asked.", True)
     min_speedup: Annotated[float, Field(gt=0)] | None = field(
         "Least speed-up over the fastest contestant without INT8, a factor, in every cell of the run's "
         "bench; not judged before `bench`. `search` judges it over the twin."

@@ -31,13 +31,9 @@ class Training(Frozen):
         "the GPU has it). bf16 rounds as coarsely as INT8.",
         "auto",
     )
-    num_evals: Positive = field(
-        "Evaluations on the held-out rows, spread over the run, each with a checkpoint.", 10
-    )
+    num_evals: Positive = field("Evaluations on the held-out rows over the run, each with a checkpoint.", 10)
     patience: Positive | None = field("Evaluations without gain that end the run; null: none do.")
-    holdout: Annotated[float, Field(gt=0, le=0.5)] = field(
-        "Share of the train split to judge on, 1,000 rows at most.", 0.1
-    )
+    holdout: float = field("Share of the train split to judge on, 1,000 rows at most.", 0.1, gt=0, le=0.5)
     seed: Annotated[int, Field(ge=0)] = field("Of head, held-out rows, order and dropout.", 0)
 
 
@@ -67,14 +63,10 @@ class Qat(Training):
         "tf32",
     )
     dropout: Fraction | None = field(
-        "Of hidden states and attention; null: the model's own. The student starts as a near copy of its "
-        "teacher.",
-        0.0,
+        "Of hidden states and attention; null: the model's. The student is a near copy of its teacher.", 0.0
     )
     amax: Literal["frozen", "learned"] = field(
-        "frozen: the calibrated scales stay; learned: the ratio of each amax to its calibrated value is "
-        "trained (LSQ, arXiv 1902.08153).",
-        "frozen",
+        "frozen: calibrated scales; learned: their ratio is trained (LSQ, arXiv 1902.08153).", "frozen"
     )
     amax_learning_rate: Rate = field("Of learned amax, relative to its value.", 1e-3)
     distill: Distill = field("Parts of the loss.", Distill())
