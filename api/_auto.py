@@ -51,7 +51,9 @@ def auto(
     name, criteria = options.model, Criteria(max_drop=options.max_drop, min_speedup=options.min_speedup)
     fast = options.min_speedup is not None and options.backend not in CPU_BACKENDS
     first = _first_recipes(options.recipe or (), name, options.revision, fast=fast)
-    recipes = [options.adapt(_set_gate(recipe, criteria)) for recipe in first]
+    gate = criteria.model_dump()
+    gated = [recipe.model_copy(update={"gate": recipe.gate.model_copy(update=gate)}) for recipe in first]
+    recipes = [options.adapt(recipe) for recipe in gated]
     config = options.config(recipes[0], command)
     for recipe in recipes:
         if recipe.engine.backend in CPU_BACKENDS:
@@ -63,23 +65,14 @@ def auto(
         if config.model is None:
             progress("training the embedded default")
             embedded = write_embedded(folder / "embedded", seed=options.seed)
-            config = config.model_copy(
-                update={"model": str(embedded.model_dir), "data": str(embedded.data_dir)}
-            )
+            written = {"model": str(embedded.model_dir), "data": str(embedded.data_dir)}
+            config = config.model_copy(update=written)
         recipes, notes = _limit_calibration(config, folder, recipes)
         longest = min(recipe.export.max_length for recipe in recipes)
-        state = AutoRun(
-            config=config.model_copy(update={"recipe": recipes[0]}),
-            folder=folder,
-            criteria=criteria,
-            options=SearchOptions(
-                trials=options.trials,
-                samples=options.samples,
-                batch=options.batch,
-                length=options.length or min(LENGTH, longest),
-            ),
-            say=progress,
-        )
+        values = options.model_dump(include={"trials", "samples", "batch"})
+        searched = SearchOptions(**values, length=options.length or min(LENGTH, longest))
+        config = config.model_copy(update={"recipe": recipes[0]})
+        state = AutoRun(config=config, folder=folder, criteria=criteria, options=searched, say=progress)
         state.session.notes += notes
         words = ["qdqbench", "run", str(folder / BEST_RECIPE), *_option_words(options)]
         return run_auto(state, Steps(state, recipes).proposers(), recipes, options.budget, shlex.join(words))
@@ -96,21 +89,16 @@ def _first_recipes(
                 shipped.append(find_recipe(shipped_name, model, revision))
         return [*shipped, careful]
     recipes = [find_recipe(name, model, revision).ptq for name in names]
-    taken = {"methods", "islands", "search", "qat", "embedded"}
+    taken = ["methods", "islands", "search", "qat", "embedded"]
     for each in recipes:
         if each.name in taken:
             raise UserError(
-                f"two steps would be called {each.name!r}: give recipes names of their own, other than "
-                "methods, islands, search, qat and embedded"
+                f"two steps would be called {each.name!r}: name recipes unlike {', '.join(taken)}"
             )
-        taken.add(each.name)
+        taken.append(each.name)
         if not each.quantizes:
             raise UserError(f"recipe {each.name} puts nothing into INT8; start with another")
     return recipes
-
-
-def _set_gate(recipe: Recipe, criteria: Criteria) -> Recipe:
-    return recipe.model_copy(update={"gate": recipe.gate.model_copy(update=criteria.model_dump())})
 
 
 def _limit_calibration(
@@ -141,7 +129,6 @@ def _option_words(options: AutoOptions) -> list[str]:
     for name, value in options.model_dump(include=names | {"seed", "batch_size", "limit"}).items():
         if value in (AutoOptions.model_fields[name].default, []):
             continue
-        option = f"--{name.replace('_', '-')}"
-        values = value if isinstance(value, list) else [value]
-        words += [option] if value is True else [word for each in values for word in (option, str(each))]
+        for each in value if isinstance(value, list) else [value]:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(each)])]
     return words

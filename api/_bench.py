@@ -1,8 +1,10 @@
 """Latency: a bench of a run directory, a model or a built-in shape, with its reports."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 
 from qdqbench._options import BenchOptions
@@ -90,9 +92,7 @@ def bench(  # noqa: PLR0913
         raise UserError("--build-only belongs to a bench on a GPU")
     known = dict.fromkeys(system.name for system in TABLE)
     if unknown := sorted({*(options.exclude or ())} - {*known}):
-        raise UserError(
-            f"--exclude {', '.join(unknown)}: no system is called that; there are {', '.join(known)}"
-        )
+        raise UserError(f"--exclude {', '.join(unknown)}: no system is called that, but {', '.join(known)}")
     plan = _plan(options, cpu)
     progress("exporting")
     place = options.out or path or default_folder("bench", options.model, own_recipe.name)
@@ -106,57 +106,14 @@ def bench(  # noqa: PLR0913
         else:
             opened = _export_all(str(options.model), recipes, place, plan, pooling, work)
         if options.dataset is not None:
-            splits = batched_splits(
-                opened,
-                options.dataset,
-                batches=tuple(dict.fromkeys(options.dataset_batch or (DEFAULT_DATASET_BATCH,))),
-                data=options.data,
-                tokenizer=options.tokenizer,
-                buckets=not cpu,
-            )
+            batches = tuple(dict.fromkeys(options.dataset_batch or (DEFAULT_DATASET_BATCH,)))
+            source = {"data": options.data, "tokenizer": options.tokenizer}
+            splits = batched_splits(opened, options.dataset, batches=batches, **source, buckets=not cpu)
             plan = plan.model_copy(update={"splits": splits})
         check_lengths(opened, plan.lengths)
-        result = run_bench(
-            opened,
-            plan,
-            work,
-            command=command,
-            backend=backend,
-            save=lambda partial: write_bench(place / BENCH_FILE, partial),
-            announce=progress,
-        )
+        save = partial(write_bench, place / BENCH_FILE)
+        result = run_bench(opened, plan, work, command=command, backend=backend, save=save, announce=progress)
         return result if options.build_only else _report(result, place, written)
-
-
-def _plan(options: BenchOptions, cpu: bool) -> BenchPlan:
-    """Return what is measured, with the defaults of the device."""
-    threads, streams = _threads(options.threads, options.streams, cpu)
-    batches: Sequence[int] = DEFAULT_CPU_BATCHES if cpu else DEFAULT_BATCHES
-    if options.dataset is not None and options.length is None:
-        batches = ()
-    same = {
-        "dataset",
-        "iterations",
-        "baselines",
-        "fp32",
-        "compile_seconds",
-        "engine_shapes",
-        "seed",
-        "build_only",
-    }
-    return BenchPlan(
-        **options.model_dump(include=same),
-        device="cpu" if cpu else "gpu",
-        batches=list(dict.fromkeys(options.batch or batches)),
-        lengths=list(dict.fromkeys(options.length or (128,))),
-        streams=list(streams),
-        rounds=options.rounds or (DEFAULT_CPU_ROUNDS if cpu else DEFAULT_ROUNDS),
-        duration_s=options.duration,
-        input_sets=INPUT_SETS,
-        keep_engines=options.keep_engines or options.build_only,
-        exclude=tuple(options.exclude or ()),
-        threads=threads if cpu else None,
-    )
 
 
 def _report(bench: Bench, folder: Path, written: Callable[[Path], None]) -> Bench:
@@ -169,11 +126,31 @@ def _report(bench: Bench, folder: Path, written: Callable[[Path], None]) -> Benc
     return bench
 
 
+def _plan(options: BenchOptions, cpu: bool) -> BenchPlan:
+    """Return what is measured, with the defaults of the device."""
+    threads, streams = _threads(options.threads, options.streams, cpu)
+    batches: Sequence[int] = DEFAULT_CPU_BATCHES if cpu else DEFAULT_BATCHES
+    if options.dataset is not None and options.length is None:
+        batches = ()
+    values = {name: value for name, value in options if name in BenchPlan.model_fields}
+    changed = {
+        "device": "cpu" if cpu else "gpu",
+        "batches": list(dict.fromkeys(options.batch or batches)),
+        "lengths": list(dict.fromkeys(options.length or (128,))),
+        "streams": list(streams),
+        "rounds": options.rounds or (DEFAULT_CPU_ROUNDS if cpu else DEFAULT_ROUNDS),
+        "duration_s": options.duration,
+        "input_sets": INPUT_SETS,
+        "keep_engines": options.keep_engines or options.build_only,
+        "exclude": tuple(options.exclude or ()),
+        "threads": threads if cpu else None,
+    }
+    return BenchPlan(**(values | changed))
+
+
 def _check_target(target: Path | None, options: BenchOptions) -> None:
     if (target is None) == (options.model is None):
-        raise UserError(
-            f"give either a run directory or --model (a folder, or one of {', '.join(MODEL_SHAPES)})"
-        )
+        raise UserError(f"give either a run directory or --model (a folder or {', '.join(MODEL_SHAPES)})")
     for name in ("recipe", "pooling", "set"):
         if target is not None and getattr(options, name):
             raise UserError(f"--{name} belongs to --model; {target} has its own, and its engine is built")
@@ -218,11 +195,8 @@ def _export_all(  # noqa: PLR0913, PLR0917
 ) -> Target:
     """Return the target by the first recipe, with those by the others, exported at the same time."""
     recipe, *others = recipes
-    taken = {recipe.name}
-    for other in others:
-        if other.name in taken:
-            raise UserError(f"two recipes to measure are called {other.name!r}; give one another name")
-        taken.add(other.name)
+    if twice := [name for name, count in Counter(each.name for each in recipes).items() if count > 1]:
+        raise UserError(f"two recipes to measure are called {twice[0]!r}; give one another name")
     places = {other.name: folder / "extra" / other.name for other in others}
     waits = []
     if isinstance(work, GpuWork) and pooling is None:
