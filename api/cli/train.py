@@ -78,14 +78,17 @@ def _own_folder(
     kind: str, options: TrainingOptions, task: "Task", folder: Path
 ) -> AbstractContextManager[None]:
     """Own the folder of a training that begins with a base encoder, once that and its data fit."""
-    from qdqbench.quantize.pipeline.ownership import owned_folder, training_identity
+    from qdqbench.quantize.models.identity import model_fingerprint
+    from qdqbench.quantize.pipeline.ownership import RunIdentity, model_location, owned_folder
     from qdqbench.quantize.training.finetune import require_base
 
     def ready() -> None:
         if options.model is not None:
             require_base(options.model, options.revision, task, options.data)
 
-    identity = training_identity(kind, options.model, options.revision, task.name)
+    sha256 = None if options.model is None else model_fingerprint(options.model, options.revision)
+    place = model_location(options.model, options.revision)
+    identity = RunIdentity(kind=kind, model=place, model_sha256=sha256, task=task.name)
     return owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note)
 
 

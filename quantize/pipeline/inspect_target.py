@@ -123,9 +123,7 @@ def measure_times(
     import numpy as np
 
     if target.engine is None:
-        raise UserError(
-            f"{target.name} cannot run; give a run directory or an .engine file, or a saved profile"
-        )
+        raise UserError(f"{target.name} cannot run; give a run directory, an .engine file or a saved profile")
     on_cpu = target.sidecar is not None and target.sidecar.backend in CPU_BACKENDS
     if on_cpu != (place == "cpu"):
         right = "cpu" if on_cpu else "gpu"
@@ -208,18 +206,14 @@ def _engine_layers(path: Path, sidecar: Sidecar) -> list[LayerRow]:
     with log.capture(backend.module) as (logger, _):
         text = trt.inspect_engine(backend.module, logger, path.read_bytes())
     if text is None:
-        raise MissingDevice(
-            f"{backend.name} {backend.version} cannot load {path} here; build it on this machine"
-        )
+        raise MissingDevice(f"{backend.name} {backend.version} cannot load {path}; build it here")
     return parse_inspector_json(text)
 
 
 def _sidecar(engine: Path) -> Sidecar:
     path = sidecar_path(engine)
     if not path.is_file():
-        raise UserError(
-            f"{path} does not exist, so nothing says what {engine.name} is; build the engine again"
-        )
+        raise UserError(f"{path} does not exist, so nothing says what {engine.name} is; build it again")
     return read(path, Sidecar, "engine sidecar", "build the engine again")
 
 
@@ -237,6 +231,4 @@ def _check_graph(target: InspectTarget) -> None:
     if not target.onnx.is_file():
         raise UserError(f"{target.onnx}, which the engine was built from, does not exist; give --onnx FILE")
     if files.sha256(target.onnx) != target.sidecar.onnx_sha256:
-        raise UserError(
-            f"{target.engine} was built from another {target.onnx.name} than the one at hand; build it again"
-        )
+        raise UserError(f"{target.engine} was built from another {target.onnx.name}; build it again")

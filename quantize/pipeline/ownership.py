@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from qdqbench.quantize.models.identity import model_fingerprint
 from qdqbench.quantize.pipeline.session import CONFIG, RunConfig, Session, read_config
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
@@ -86,11 +85,6 @@ def identity_of(kind: str, session: Session) -> RunIdentity:
         model_sha256=session.model_sha256 if config.model else None,
         task=config.task.name,
     )
-
-
-def training_identity(kind: str, model: str | None, revision: str | None, task: str) -> RunIdentity:
-    sha256 = None if model is None else model_fingerprint(model, revision)
-    return RunIdentity(kind=kind, model=model_location(model, revision), model_sha256=sha256, task=task)
 
 
 def model_location(model: str | None, revision: str | None = None) -> str | None:
@@ -288,28 +282,24 @@ def _remove_unfinished(folder: Path) -> None:
     paths = [path for path in folder.rglob("*") if not path.is_dir()]
     requested = {folder / name for name in (MARK, CONFIG, "recipe.yaml", LOCK, HOLDER)}
     if requested.issuperset(paths):
-        for path in paths:
-            if path.name not in (LOCK, HOLDER):
-                path.unlink()
+        for path in {*paths} - {folder / LOCK, folder / HOLDER}:
+            path.unlink()
         for path in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
             path.rmdir()
 
 
 def _this_process() -> dict[str, Any]:
-    words = [Path(sys.argv[0]).name, *(hide_credentials(word) for word in sys.argv[1:])]
-    return {
-        "process": os.getpid(),
-        "host": socket.gethostname(),
-        "since": datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds"),
-        "command": shlex.join(words),
-    }
+    since = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
+    words = shlex.join([Path(sys.argv[0]).name, *map(hide_credentials, sys.argv[1:])])
+    return {"process": os.getpid(), "host": socket.gethostname(), "since": since, "command": words}
 
 
 def _holder(folder: Path) -> str:
     try:
         holder: dict[str, Any] = files.read_json(folder / HOLDER)
         command = " ".join(str(holder["command"]).split())
-        short = command if len(command) <= LONGEST_COMMAND else f"{command[:LONGEST_COMMAND]}..."
-        return f"process {holder['process']} on {holder['host']} since {holder['since']} (`{short}`)"
+        dots = "..." if len(command) > LONGEST_COMMAND else ""
+        command = f"`{command[:LONGEST_COMMAND]}{dots}`"
+        return f"process {holder['process']} on {holder['host']} since {holder['since']} ({command})"
     except (UserError, KeyError, TypeError):
         return "another process"  # which has not written yet who it is

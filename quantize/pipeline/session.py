@@ -1,7 +1,7 @@
 """One run: its configuration and folder, and the models and data that its stages share, loaded lazily."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,14 +74,6 @@ def require_fit(recipe: Recipe, model: str, config: Any) -> None:
         )
 
 
-def require_teachable(recipe: Recipe, task: Task) -> None:
-    if recipe.qat and recipe.qat.distill.labels and task.kind.loss is None:
-        raise UserError(
-            f"qat.distill.labels is {recipe.qat.distill.labels:g}, but embeddings learn from those of FP32 "
-            "alone; set it to 0"
-        )
-
-
 @dataclass
 class Session:
     config: RunConfig
@@ -120,19 +112,23 @@ class Session:
         return int(self.tokenizer.pad_token_id)
 
     def new_model(self) -> "PreTrainedModel":
-        asked = self.config
+        task, revision, recipe = self.config.task, self.config.revision, self.recipe
         report_phase("loading the model")
-        model = load_model(self.model_name, asked.revision, asked.task.kind, asked.pooling)
-        config = model.config
-        require_teachable(self.recipe, asked.task)
-        if asked.task.kind.embeds:
-            said = embedding_notes(self.model_name, asked.revision, self.recipe.export.max_length)
-            self.warnings += [line for line in said if line not in self.warnings]
-        require_fit(self.recipe, self.model_name, config)
-        check_model_fits(
-            self.config.task, model_labels=int(config.num_labels or 0), problem_type=config.problem_type
-        )
+        model = load_model(self.model_name, revision, task.kind, self.config.pooling)
+        labels, kind = int(model.config.num_labels or 0), model.config.problem_type
+        if recipe.qat and recipe.qat.distill.labels and task.kind.loss is None:
+            raise UserError(
+                f"qat.distill.labels is {recipe.qat.distill.labels:g}, but embeddings learn from those of "
+                "FP32 alone; set it to 0"
+            )
+        if task.kind.embeds:
+            self._warn(embedding_notes(self.model_name, revision, recipe.export.max_length))
+        require_fit(recipe, self.model_name, model.config)
+        check_model_fits(task, model_labels=labels, problem_type=kind)
         return model
+
+    def _warn(self, lines: Iterable[str]) -> None:
+        self.warnings += [line for line in lines if line not in self.warnings]
 
     def new_int8_model(self) -> "PreTrainedModel":
         model = self.new_model()
@@ -147,9 +143,8 @@ class Session:
     @contextmanager
     def fp32_shifted(self) -> Iterator["PreTrainedModel"]:
         """Give the FP32 model the shifts of calibration: the same answers, with INT8's hidden states."""
-        with add_biases_temporarily(
-            self.fp32_model, [shift.added for shift in self.ptq_record.shifts.values()]
-        ):
+        shifts = [shift.added for shift in self.ptq_record.shifts.values()]
+        with add_biases_temporarily(self.fp32_model, shifts):
             yield self.fp32_model
 
     @functools.cached_property
@@ -185,27 +180,19 @@ class Session:
         return self.new_qat_model() if self.recipe.qat else self.new_ptq_model()
 
     def split(self, name: str, *, limit: int | None, seed: int | None = None, labelled: bool = True) -> Split:
-        split = load_split(
-            self.config.task, self.data_source, name, limit=limit, seed=seed, labelled=labelled
-        )
+        task, source = self.config.task, self.data_source
+        split = load_split(task, source, name, limit=limit, seed=seed, labelled=labelled)
         self.notes += [note for note in split.notes if note not in self.notes]
-        self.warnings += [line for line in split.warnings if line not in self.warnings]
+        self._warn(split.warnings)
         return split
 
     def calibration_batches(self) -> CalibrationBatches:
-        settings = self.recipe.calibration
-        task = self.config.task
+        settings, task = self.recipe.calibration, self.config.task
         texts = has_only_texts(task, self.data_source, settings.split)
         labelled = not (task.kind.calibrates_unlabelled or texts)
         split = self.split(settings.split, limit=settings.samples, seed=settings.seed, labelled=labelled)
-        return CalibrationBatches(
-            split,
-            self.config.task,
-            self.tokenizer,
-            self.recipe.export.max_length,
-            settings.batch_size,
-            self.pad_id,
-        )
+        longest = self.recipe.export.max_length
+        return CalibrationBatches(split, task, self.tokenizer, longest, settings.batch_size, self.pad_id)
 
     def require_inputs(self, *, calibrates: bool = True, evaluates: bool = True) -> None:
         """Raise `UserError` where model, recipe or data do not load or fit, before anything is written."""
@@ -229,7 +216,7 @@ class Session:
                 require_order(split, task, read_class_names(self.model_name, self.config.revision, task.kind))
             encoded = encode(split, task, self.tokenizer, self.recipe.export.max_length)
             splits[name] = split, encoded
-            self.warnings += [line for line in encoded.warnings if line not in self.warnings]
+            self._warn(encoded.warnings)
         return splits
 
     @property
