@@ -19,39 +19,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-STAGE_COMMANDS = {
-    "quantize": "Calibrate: write calibration.json (amax, data, lengths).",
-    "export": "Write the INT8 ONNX file and its FP32 and FP16 twins.",
-    "evaluate": "Measure accuracy of every stage.",
-}
-
 app.add_typer(recipes.recipes_app, name="recipes", rich_help_panel="Run")
-STAGES = {stage: run.stage_command(stage, text) for stage, text in STAGE_COMMANDS.items()}
-STAGES["report"] = run.report
-COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by what they are for, as help shows them
-    "Run": {"run": run.run, "auto": tune.auto, **STAGES, "build": run.build, "verify": run.verify},
-    "Inspect": {
-        "check": diagnose.check,
-        "inspect": inspect.inspect,
-        "diagnose": diagnose.diagnose,
-        "fix": diagnose.fix,
-        "compare": run.compare,
-        "bench": bench.bench,
-        "timings": run.timings,
-        "doctor": doctor.doctor,
-    },
-    "Tune": {
-        "sensitivity": tune.sensitivity,
-        "compare-calibration": tune.compare_calibration,
-        "search": tune.search,
-    },
-    "Train": {"qat": run.qat, "finetune": train.finetune},
-    "Deploy": {"deploy": serve.deploy, "serve": serve.serve, "export-triton": serve.export_triton},
-    "Maintainers": {"study": train.study},
+STAGES = run.quantize, run.export, run.evaluate
+INSPECT = diagnose.check, inspect.inspect, diagnose.diagnose, diagnose.fix, run.compare, bench.bench
+COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {  # by what they are for, as help shows them
+    "Run": (run.run, tune.auto, *STAGES, run.report, run.build, run.verify),
+    "Inspect": (*INSPECT, run.timings, doctor.doctor),
+    "Tune": (tune.sensitivity, tune.compare_calibration, tune.search),
+    "Train": (run.qat, train.finetune),
+    "Deploy": (serve.deploy, serve.serve, serve.export_triton),
+    "Maintainers": (train.study,),
 }
 for panel, commands in COMMANDS.items():
-    for name, command in commands.items():
-        app.command(name, rich_help_panel=panel)(command)
+    for command in commands:
+        app.command(rich_help_panel=panel)(command)
 
 
 def _version(asked: bool) -> None:
@@ -65,11 +46,9 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Version.")
     ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="With any command: the traceback of an error.")
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="With any command: an error's traceback.")] = False,
 ) -> None:
     """Explicit Q/DQ INT8 for BERT: recipe, ONNX, TensorRT engine, proof and accuracy report."""
 
@@ -94,7 +73,7 @@ def _invoke() -> None:
 
 KEEPS_TORCH_DEFAULTS = ("bench",)  # commands that leave threads and memory as PyTorch does
 RESUMABLE = {  # commands that resume what an interrupted call left
-    *("run", "auto", *STAGE_COMMANDS, "build", "verify", "qat", "finetune", "study"),
+    *("run", "auto", "quantize", "export", "evaluate", "build", "verify", "qat", "finetune", "study"),
     *("sensitivity", "compare-calibration", "search"),
 }
 

@@ -31,12 +31,7 @@ def inspect(
     from qdqbench.quantize.engine.facts import read_graph
     from qdqbench.quantize.engine.inspection import inspect_layers
     from qdqbench.quantize.engine.trtexec import read_profile
-    from qdqbench.quantize.pipeline.inspect_target import (
-        MEASURED,
-        count_expected,
-        measure_times,
-        open_target,
-    )
+    from qdqbench.quantize.pipeline.inspect_target import MEASURED, count_expected, measure_times, open_target
 
     batch, length, profile = options.batch, options.length, options.profile
     if (batch or length) and profile not in MEASURED:
@@ -53,12 +48,9 @@ def inspect(
             times, shape = measure_times(found, profile, batch, length)
     elif profile:
         times = read_profile(Path(profile))
+    graph = read_graph(found.onnx) if found.onnx else None
     judged = inspect_layers(
-        found.layers,
-        read_graph(found.onnx) if found.onnx else None,
-        expected=expected,
-        expected_attention=attentions,
-        times=times,
+        found.layers, graph, expected=expected, expected_attention=attentions, times=times
     )
     if json:
         print_json(_to_json(found, judged))
@@ -69,7 +61,6 @@ def inspect(
 
 
 def _bisect(target: "InspectTarget", json: bool) -> None:
-
     if target.folder is None:
         raise UserError(
             f"--bisect needs a run directory, whose model is the reference; {target.name} is not in one"
@@ -96,10 +87,10 @@ def _to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
 
     facts, proof, sidecar = judged.facts, judged.proof, target.sidecar
     times = judged.time.by_kernel if judged.time else {}
+    names = {"backend", "version", "compute_capability", "ahead_of_time"}
     return {
         "target": target.name,
-        "engine": sidecar
-        and sidecar.model_dump(include={"backend", "version", "compute_capability", "ahead_of_time"}),
+        "engine": sidecar and sidecar.model_dump(include=names),
         "gemms": judged.gemms,
         "int8_gemms": len(proof.int8_gemms),
         "expected_int8_gemms": None if judged.expected is None else len(judged.expected),
@@ -155,12 +146,11 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
         grid.add_row(name, text)
     out.print(grid)
     _print_not_int8(judged)
-    known: list[str] = []
+    notes = find_problems(judged.facts)
     if side := target.sidecar:
-        known = [
-            text for cc in side.compute_capability for text in find_hazards(side.backend, side.version, cc)
-        ]
-    for text in (*find_problems(judged.facts), *known):
+        for cc in side.compute_capability:
+            notes += find_hazards(side.backend, side.version, cc)
+    for text in notes:
         out.print(f"[yellow]note[/] {plain(text)}")
     out.print()
     out.print(_kernel_table(judged, every))
@@ -195,25 +185,22 @@ def _summary(judged: "Inspection") -> list[tuple[str, str]]:
     from qdqbench.quantize.engine.kernels import block_of_node, types_text
 
     facts, proof, expected = judged.facts, judged.proof, judged.expected
-    lines = []
     total = f"{len(proof.int8_gemms)} of {judged.gemms}"
     encoder = [node for node in facts.linears if block_of_node(node).startswith("layer.")]
     inside = f"{len({*encoder}.intersection(facts.int8))} of {len(encoder)} in the encoder"
     if expected is None:
-        lines.append(("INT8 GEMMs", f"{total}, {inside} (no recipe to hold them to)"))
+        gemms = f"{total}, {inside} (no recipe to hold them to)"
     elif not expected:
-        lines.append(("INT8 GEMMs", f"{total} (the recipe wants none)"))
+        gemms = f"{total} (the recipe wants none)"
     else:
-        colour = "red" if proof.not_int8 else "green"
-        met = len(expected) - len(proof.not_int8)
-        lines.append(
-            ("INT8 GEMMs", f"[{colour}]{met} of {len(expected)} the recipe wants[/], {total} of all")
-        )
+        color, met = "red" if proof.not_int8 else "green", len(expected) - len(proof.not_int8)
+        gemms = f"[{color}]{met} of {len(expected)} the recipe wants[/], {total} of all"
+    lines = [("INT8 GEMMs", gemms)]
     kinds = ", ".join(dict.fromkeys(types_text(row) for row in facts.fused))
     wanted = f", the recipe wants {judged.expected_attention}" if judged.expected_attention else ""
-    colour = "red" if proof.attention_int8 < judged.expected_attention else "default"
+    color = "red" if proof.attention_int8 < judged.expected_attention else "default"
     text = f"{proof.attention_fused} of {facts.attentions} fused, "
-    text += f"[{colour}]{proof.attention_int8} in INT8{wanted}[/]"
+    text += f"[{color}]{proof.attention_int8} in INT8{wanted}[/]"
     lines.append(("attention", f"{text} ({kinds})" if kinds else text))
     if facts.qkv:
         lines.append(("q, k, v", f"merged into one GEMM in {facts.qkv_merged} of {facts.qkv} attentions"))
@@ -221,11 +208,10 @@ def _summary(judged: "Inspection") -> list[tuple[str, str]]:
     norms = ", ".join(f"{len(rows)} in {name}" for name, rows in facts.norms.items())
     lines.append(("LayerNorm", norms or "none found"))
     if asked := len(facts.residuals):
-        colour = "red" if facts.float_residuals else "green"
-        read = f"[{colour}]{asked - len(facts.float_residuals)} of {asked}[/]"
+        color = "red" if facts.float_residuals else "green"
+        read = f"[{color}]{asked - len(facts.float_residuals)} of {asked}[/]"
         lines.append(("residuals", f"{read} with Q/DQ in the graph are read as INT8"))
-    gelus = facts.gelu_fused + facts.gelu_separate
-    if gelus:
+    if gelus := facts.gelu_fused + facts.gelu_separate:
         lines.append(("GELU", f"{facts.gelu_fused} of {gelus} fused into the GEMM"))
     fused = len(facts.linears) - len(facts.separate)
     lines.append(("epilogues", f"bias or scale fused into {fused} of {len(facts.linears)} linears"))
@@ -236,9 +222,8 @@ def _summary(judged: "Inspection") -> list[tuple[str, str]]:
     layout = f"{facts.kernels['layout']} kernels move, cast or transpose"
     lines.append(("layout", f"{layout}, {facts.layout_quantized} of them INT8" if writers else layout))
     counts = ", ".join(f"{kind} {count}" for kind, count in facts.kernels.most_common())
-    of_one = "" if facts.profiles == 1 else "; of one profile: "
-    in_all = facts.count.replace(" kernels", "", 1)
-    lines.append(("kernels", f"{in_all}{of_one or ': '}{counts}"))
+    of_one = ": " if facts.profiles == 1 else "; of one profile: "
+    lines.append(("kernels", f"{facts.count.replace(' kernels', '', 1)}{of_one}{counts}"))
     return lines
 
 

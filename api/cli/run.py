@@ -78,7 +78,7 @@ def print_results(results: "Results", folder: Path, *, json: bool) -> None:
         raise CheckFailed(failures)
 
 
-def stage_command(target: str, text: str) -> Callable[..., None]:
+def _stage_command(target: str, text: str) -> Callable[..., None]:
     def run_stage(folder: RunFolder, json: Json = False) -> None:
         from qdqbench._runs import resume
 
@@ -86,11 +86,14 @@ def stage_command(target: str, text: str) -> Callable[..., None]:
             found = resume(folder, target, shown)
         print_results(found, folder, json=json)
 
-    run_stage.__doc__ = text
+    run_stage.__name__, run_stage.__doc__ = target, text
     return run_stage
 
 
-verify = stage_command("verify", "Verify what the engine computes, where it runs.")
+quantize = _stage_command("quantize", "Calibrate: write calibration.json (amax, data, lengths).")
+export = _stage_command("export", "Write the INT8 ONNX file and its FP32 and FP16 twins.")
+evaluate = _stage_command("evaluate", "Measure accuracy of every stage.")
+verify = _stage_command("verify", "Verify what the engine computes, where it runs.")
 
 
 def build(folder: RunFolder, json: Json = False) -> None:
