@@ -193,7 +193,7 @@ def _print_fix(report: "FixReport") -> None:
         other = "" if found.disagreements is None else f", another class for {found.disagreements}"
         out.print(
             f"after beside before: relative difference {found.difference:.4f}, largest {found.largest:.4f}"
-            f"{other} (n = {found.n}, {plain(found.inputs)}, ONNX Runtime)",
+            f"{other} (n = {found.n}, {plain(found.inputs)}, ONNX Runtime)"
         )
     for row, name in ((first, "before"), (second, "after")):
         if row and row.refused:
@@ -201,9 +201,7 @@ def _print_fix(report: "FixReport") -> None:
     if second and not second.refused:
         out.print(f"engine: {plain(second.engine)}; read, not run")
     elif second is None:
-        out.print(
-            "[yellow]note[/] no engine was built: pip install 'qdqbench\\[rtx]' builds without a GPU",
-        )
+        out.print("[yellow]note[/] no engine was built: pip install 'qdqbench\\[rtx]' builds without a GPU")
 
 
 def _gemms(row: "EngineRow") -> str:

@@ -11,12 +11,7 @@ from qdqbench.cli.terminal import Json, RunFolder, plain, say, show_json
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.utils.errors import MissingDevice
 
-EXTRA = (
-    "fastapi",
-    "starlette",
-    "uvicorn",
-    "prometheus_client",
-)  # of the extra `serve`
+EXTRA = ("fastapi", "starlette", "uvicorn", "prometheus_client")  # of the extra `serve`
 
 
 @command

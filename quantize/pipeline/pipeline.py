@@ -144,12 +144,7 @@ def select_stages(stages: dict[str, Stage], targets: Iterable[str]) -> list[Stag
 
 def _key(session: Session, stage: Stage, manifest: _StageManifest) -> str:
     needs = {name: manifest.stages[name].outputs for name in stage.needs if name in manifest.stages}
-    known = {
-        "stage": stage.name,
-        **get_code_identity(),
-        "needs": needs,
-        "inputs": stage.inputs(session),
-    }
+    known = {"stage": stage.name, **get_code_identity(), "needs": needs, "inputs": stage.inputs(session)}
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
 

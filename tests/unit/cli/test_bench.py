@@ -31,18 +31,7 @@ from qdqbench.quantize.utils.system.cpu import find_cpu
 from ...support.tiny_bert import INT8, recipe_with
 from ...tools.tables import markdown, read_records
 
-QUICK = [
-    "--cpu",
-    "--no-baselines",
-    "--length",
-    "16",
-    "--batch",
-    "3",
-    "--rounds",
-    "3",
-    "--iterations",
-    "2",
-]
+QUICK = ["--cpu", "--no-baselines", "--length", "16", "--batch", "3", "--rounds", "3", "--iterations", "2"]
 
 
 WORD_COUNTS = [1, 2, 3, 9, 9, 20, 100, *(number % 31 + 1 for number in range(33))]
@@ -143,10 +132,7 @@ def test_no_gpu_is_a_missing_device_before_anything_is_exported(tiny_bert, tmp_p
         (["run", "--set", "gate.max_drop=1"], "--set belongs to --model; run has its own, and its engine is"),
         (["run", "--pooling", "mean"], "--pooling belongs to --model; run has its own"),
         (["--model", "bert-base", "--normalize"], "--normalize belongs to --pooling"),
-        (
-            ["--model", "bert-base", "--cpu", "--extra-recipe", "bert-fp16"],
-            "--extra-recipe belongs to",
-        ),
+        (["--model", "bert-base", "--cpu", "--extra-recipe", "bert-fp16"], "--extra-recipe belongs to"),
         (["--model", "bert-base", "--cpu", "--exclude", "mine"], "--exclude mine: no system is called that"),
         (["--model", "bert-base", "--cpu", "--build-only"], "--build-only belongs to a bench on a GPU"),
         (["--model", "x", "--compile-seconds", "0"], "--compile-seconds 0.0: should be greater than 0"),

@@ -154,13 +154,7 @@ def test_an_interrupted_stage_leaves_nothing_half_written(line: Line) -> None:
     with pytest.raises(KeyboardInterrupt):
         line.run()
     assert line.path("b").read_text() == before
-    assert {p.name for p in line.session.folder.iterdir()} == {
-        CONFIG,
-        STAGES_FILE,
-        "a.txt",
-        "b.txt",
-        "c.txt",
-    }
+    assert {p.name for p in line.session.folder.iterdir()} == {CONFIG, STAGES_FILE, "a.txt", "b.txt", "c.txt"}
     line.fail_in = None
     assert line.run() == ["b", "c"]
     assert line.path("c").read_text() == "c1b2a1"
