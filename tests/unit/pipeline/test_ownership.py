@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,13 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 
 RUN = RunIdentity(kind="run", recipe="bert-int8-linears", model="/m/one", model_sha256="1", task="sst2")
+
+
+def refusal(folder: AbstractContextManager[None]) -> str:
+    """The sentence that refuses a folder."""
+    with pytest.raises(UserError) as caught, folder:
+        pass
+    return str(caught.value)
 
 
 def begun(folder: Path, identity: RunIdentity = RUN, *names: str) -> None:
@@ -50,9 +57,7 @@ def test_another_recipe_model_task_or_command_is_refused(
 ) -> None:
     folder = tmp_path / "run"
     begun(folder)
-    with pytest.raises(UserError) as caught, owned_folder(folder, RUN.model_copy(update=change)):
-        pass
-    said = str(caught.value)
+    said = refusal(owned_folder(folder, RUN.model_copy(update=change)))
     assert "holds a finished run of recipe bert-int8-linears, model /m/one, task sst2, and" in said
     assert re.search(
         rf"{told}.*; give another --out, or --overwrite to move that to .*run\.old and start over$", said
@@ -98,11 +103,8 @@ def test_what_cannot_be_moved_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = tmp_path / "run"
     begun(folder)
     monkeypatch.setattr(Path, "rename", mounted)
-    with (
-        pytest.raises(UserError, match=r"cannot move what is in .*Invalid cross-device link.*another --out"),
-        owned_folder(folder, RUN, overwrite=True),
-    ):
-        pass
+    assert "cannot move what is in" in (said := refusal(owned_folder(folder, RUN, overwrite=True)))
+    assert "(Invalid cross-device link); give another --out" in said
     assert (folder / "results.json").is_file()
     assert not (tmp_path / "run.old").exists()
 
@@ -115,23 +117,23 @@ def test_nothing_is_removed_before_what_is_asked_can_be_done(tmp_path: Path, ove
     def ready() -> None:
         raise UserError("no such data")
 
-    with (
-        pytest.raises(UserError, match="no such data"),
-        owned_folder(folder, RUN, overwrite=overwrite, ready=ready),
-    ):
-        (folder / "results.json").unlink()
+    assert refusal(owned_folder(folder, RUN, overwrite=overwrite, ready=ready)) == "no such data"
     assert (folder / "results.json").is_file()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_folder_of_somebody_else_is_never_touched(tmp_path: Path, overwrite: bool) -> None:
     (tmp_path / "thesis.txt").touch()
-    with (
-        pytest.raises(UserError, match="holds other files than a run"),
-        owned_folder(tmp_path, RUN, overwrite=overwrite),
-    ):
-        pass
+    assert "holds other files than a run" in refusal(owned_folder(tmp_path, RUN, overwrite=overwrite))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def fail(folder: Path, name: str, error: type[BaseException]) -> None:
+    """Own a folder, and fail with one file in it."""
+    with pytest.raises(error), owned_folder(folder, RUN):  # noqa: PT012
+        files.write_text(folder / name, "{}")
+        (folder / "work").mkdir()
+        raise error
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -139,27 +141,13 @@ def test_what_comes_to_nothing_leaves_nothing(tmp_path: Path, there: bool) -> No
     folder = tmp_path / "runs" / "deep" / "run"
     if there:
         folder.mkdir(parents=True)
-
-    def fails() -> None:
-        with owned_folder(folder, RUN):
-            files.write_text(folder / "run.json", "what was asked")
-            (folder / "work").mkdir()
-            raise UserError("mistyped")
-
-    with pytest.raises(UserError, match="mistyped"):
-        fails()
+    fail(folder, "run.json", UserError)
     assert [*tmp_path.rglob("*")] == ([folder.parent.parent, folder.parent, folder] if there else [])
 
 
 def test_what_was_begun_stays(tmp_path: Path) -> None:
-    def fails() -> None:
-        with owned_folder(tmp_path / "run", RUN):
-            files.write_text(tmp_path / "run" / "stages.json", "{}")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fails()
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", MARK, "stages.json"}
+    fail(tmp_path / "run", "stages.json", KeyboardInterrupt)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", MARK, "stages.json", "work"}
 
 
 @pytest.mark.parametrize(
@@ -212,9 +200,7 @@ def another(folder: Path) -> Iterator["subprocess.Popen[str]"]:
 def test_the_second_process_says_who_is_there_and_a_killed_one_blocks_nobody(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with another(folder) as process:
-        with pytest.raises(UserError) as caught, locked_folder(folder):
-            pass
-        said = str(caught.value)
+        said = refusal(locked_folder(folder))
         assert re.fullmatch(
             rf"{folder} is in use by process {process.pid} on {socket.gethostname()} since "
             rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00 \(`-c {folder}`\); wait until that ends, or give "
@@ -257,8 +243,7 @@ def test_processes_of_one_launcher_share_it(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write .*--out"), locked_folder(tmp_path / "file"):
-        pass
+    assert re.search(r"cannot write .*--out", refusal(locked_folder(tmp_path / "file")))
 
 
 def test_a_folder_that_is_only_read_is_locked_where_it_can_be_written(

@@ -14,6 +14,12 @@ from qdqbench.quantize.utils.system import cpu
 from qdqbench.quantize.utils.system.process import measure_cost, use_passive_wait
 
 
+def python(code, *, check=True, **more):
+    """What Python says to a program."""
+    command, told = [sys.executable, "-c", code], {"capture_output": True, "text": True}
+    return subprocess.run(command, check=check, timeout=60, **(more or told))
+
+
 @pytest.fixture
 def cgroups(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "_CGROUPS", tmp_path)
@@ -23,19 +29,15 @@ def cgroups(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("given", "cores"),
-    [("max 100000", None), ("150000 100000", 2), ("5000 100000", 1), ("400000 100000", None)],
+    [("max", None), ("150000", 2), ("5000", 1), ("400000", None), ("-1", None), ("250000", 3)],
 )
 def test_a_quota_counts_where_it_is_less_than_the_cores(given, cores, cgroups):
     assert cpu.quota() is None
-    (cgroups / "cpu.max").write_text(f"{given}\n")
-    assert cpu.quota() == cores
-
-
-@pytest.mark.parametrize(("given", "cores"), [("-1", None), ("250000", 3)])
-def test_a_quota_of_the_older_cgroups(given, cores, cgroups):
-    (cgroups / "cpu").mkdir()
+    (cgroups / "cpu").mkdir()  # of the older cgroups
     (cgroups / "cpu" / "cpu.cfs_quota_us").write_text(f"{given}\n")
     (cgroups / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert cpu.quota() == cores
+    (cgroups / "cpu.max").write_text(f"{given} 100000\n")
     assert cpu.quota() == cores
 
 
@@ -59,9 +61,7 @@ def test_a_command_sets_it_before_torch_unless_it_times_torch(command, policy):
         f"sys.argv[1:] = [{command!r}, '--help']; app.program()"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True, timeout=60
-    )
+    done = python(code, env=clean, capture_output=True, text=True)
     assert done.stdout.split() == [str(policy), "False"]
 
 
@@ -75,9 +75,7 @@ def test_freed_memory_serves_the_next_array(kept):
         "once = bytearray(2**26); del once; before = faults(); "
         "[len(bytearray(2**26)) for _ in range(4)]; print(faults() - before)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = python(code)
     pages = 4 * 2**26 // resource.getpagesize()
     assert int(done.stdout) < pages / 8 if kept else int(done.stdout) > pages / 2
 
@@ -91,9 +89,7 @@ def test_python_looks_for_cycles_seldom_and_not_among_what_was_imported():
         "print(gc.get_freeze_count() > 500_000); kept += [[] for _ in range(50_000)]; print(len(found)); "
         "kept += [[] for _ in range(60_000)]; print(len(found))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = python(code)
     assert done.stdout.split() == ["0", "True", "0", "2"]  # start and stop of one look
 
 
@@ -111,9 +107,7 @@ def main():
 app.main = main
 app.program()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = python(code, check=False)
     assert (done.returncode, done.stdout) == (status, "registered\n")
 
 
@@ -122,14 +116,7 @@ def test_a_command_whose_last_words_nobody_reads_ends_as_it_would():
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=buffered,
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        check=False,
-        timeout=60,
-    )
+    done = python(code, check=False, env=buffered, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -172,9 +159,7 @@ except KeyboardInterrupt:
 
 
 def test_in_a_destructor_it_comes_again() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", DESTRUCTOR], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = python(DESTRUCTOR, check=False)
     assert (done.returncode, done.stderr) == (130, "")
 
 
