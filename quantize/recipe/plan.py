@@ -61,7 +61,7 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
     if recipe.attention == "int8":
         formats.update(dict.fromkeys((n for n, i in modules.items() if i.kind == "Attention"), "int8"))
     for rule in recipe.rules:
-        target = _target(rule)
+        target = rule.precision or (rule.weights and rule.weights.removeprefix("int8/per-"))
         if target and (rule.type, target) != ("Residual", "int8"):  # that is nothing for the modules inside
             formats.update(dict.fromkeys(match_modules(rule, modules, prefix), target))
     linears = [name for name, info in modules.items() if info.kind == "Linear"]
@@ -114,21 +114,16 @@ def _scaling(
 
 
 def match_modules(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "") -> list[str]:
-    kind = rule.type or ("Linear" if rule.weights else None)
     return [
         name
         for name, info in modules.items()
-        if (kind is None or info.kind == kind)
+        if rule.kind in (None, info.kind)
         and any(fnmatch.fnmatchcase(form, rule.match) for form in (name, short_name(name, prefix)))
     ]
 
 
 def short_name(name: str, prefix: str) -> str:
     return name.removeprefix(f"{prefix}.") if prefix else name
-
-
-def _target(rule: Rule) -> str | None:
-    return rule.precision or (rule.weights.removeprefix("int8/per-") if rule.weights else None)
 
 
 def _inherited(name: str, formats: Mapping[str, str]) -> str | None:
@@ -139,13 +134,12 @@ def _inherited(name: str, formats: Mapping[str, str]) -> str | None:
 
 
 def _unmatched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str) -> str:
-    kind = rule.type or ("Linear" if rule.weights else None)
-    what = f"rule {rule.match!r} matches no {kind or 'module'}"
+    what = f"rule {rule.match!r} matches no {rule.kind or 'module'}"
     # numbers are folded so that twelve layers give one near name
     shapes = {
         re.sub(r"\.\d+\.", ".*.", short_name(name, prefix)): None
         for name, info in modules.items()
-        if name and (kind is None or info.kind == kind)
+        if name and rule.kind in (None, info.kind)
     }
     near = difflib.get_close_matches(rule.match, shapes, n=3, cutoff=0.3) or list(shapes)[:3]
     return f"{what} of this model; near names: {', '.join(near)}" if near else f"{what}: it has none"
@@ -156,13 +150,10 @@ def _int8_attention(
 ) -> tuple[str, ...]:
     known = {name: info for name, info in modules.items() if info.kind == "Attention"}
     if recipe.attention == "int8" and not known:
-        raise UserError(
-            "attention: int8 is asked for, but the model has no self-attention that is known here"
-        )
+        raise UserError("attention: int8 is asked for, but the model has no self-attention known here")
     attentions = {name: info for name, info in known.items() if formats.get(name) == "int8"}
     limits = limits_of(recipe.engine.backend)
-    sizes = {info.head_size for info in attentions.values()} - set(limits.int8_head_sizes)
-    if sizes:
+    if sizes := {info.head_size for info in attentions.values()} - {*limits.int8_head_sizes}:
         raise UserError(
             f"attention: int8 needs a head size of {limits.head_sizes_text} to be fused, this model has "
             f"{', '.join(map(str, sorted(s or 0 for s in sizes)))}; set attention: fp16 in the recipe"
@@ -192,13 +183,11 @@ def _require_int8_readers(
     readers: Mapping[str, tuple[str, ...]], int8: Mapping[str, str], scaling: Mapping[str, Scaling]
 ) -> None:
     """Require readers of an INT8 residual to be INT8, and to round it in one way: it is their tensor."""
-    lost: dict[str, None] = {}
-    split = []
+    lost, split, problems = dict[str, None](), [], []
     for name, linears in readers.items():
         lost |= dict.fromkeys(reader for reader in linears if reader not in int8)
         ways = {(scaling[n].method, scaling[n].smoothing) for n in linears if n in int8}
         split += [name] if len(ways) > 1 else []
-    problems = []
     if lost:
         problems.append(f"{name_list(lost)} to be INT8, as they read the same tensors")
     if split:
@@ -230,8 +219,7 @@ def _require_splittable(names: list[str], scaling: Mapping[str, Scaling]) -> Non
 def _require_quantized_outputs(plan: Plan) -> None:
     """Require an INT8 output linear of an INT8 attention: the fusion needs a Q after its second matmul."""
     outputs = [plan.family.require_beside(name, "output") for name in plan.attention]
-    lost = [name for name in outputs if name not in plan.int8]
-    if lost:
+    if lost := [name for name in outputs if name not in plan.int8]:
         raise UserError(
             f"attention: int8 needs INT8 at the output linear too (else the fusion is lost "
             f"and INT8 is slower than FP16); add a rule for {name_list(lost)} or set attention: fp16"
@@ -264,18 +252,16 @@ def list_bias_free_linears(plan: Plan) -> set[str]:
 def note_kept_biases(plan: Plan) -> list[str]:
     """Note which of q, k and v have one weight scale and yet keep their biases, and why."""
     why, which, whole = _why_kept(plan), "q, k and v", folds_q_bias(plan)
-    lost = [
-        name
-        for name in _list_unscaled_kv(plan)
-        if why or (_one_scale(plan, name, "query") and name not in whole)
-    ]
+    lost = _list_unscaled_kv(plan)
     if not why:
-        which, why = "q", "what makes its input is not known"
-        if plan.family.shared_layers:
-            why = "what makes its input serves several runs of a layer"
-    said = f"{which} of {count_of(len(lost), 'INT8 attention')} with weights: int8/per-tensor keep their "
-    said += "biases, "
-    return [f"{said}so that a kernel stands between GEMM and attention: {why}"] if lost else []
+        lost = [name for name in lost if _one_scale(plan, name, "query") and name not in whole]
+        shared = "serves several runs of a layer" if plan.family.shared_layers else "is not known"
+        which, why = "q", f"what makes its input {shared}"
+    said = (
+        f"{which} of {count_of(len(lost), 'INT8 attention')} with weights: int8/per-tensor keep their "
+        f"biases, so that a kernel stands between GEMM and attention: {why}"
+    )
+    return [said] if lost else []
 
 
 def get_linears(plan: Plan, attention: str, *roles: Role) -> list[str]:

@@ -89,15 +89,14 @@ class Recipe(Frozen):
 
     @property
     def int8_attention(self) -> bool:
-        return self.attention == "int8" or any(
-            rule.type == "Attention" and rule.precision == "int8" for rule in self.rules
-        )
+        return self.attention == "int8" or self._asks_int8("Attention")
 
     @property
     def int8_residual(self) -> bool:
-        return self.residual == "int8" or any(
-            rule.type == "Residual" and rule.precision == "int8" for rule in self.rules
-        )
+        return self.residual == "int8" or self._asks_int8("Residual")
+
+    def _asks_int8(self, kind: str) -> bool:
+        return any(rule.type == kind and rule.precision == "int8" for rule in self.rules)
 
     @property
     def auto_shapes(self) -> bool:
@@ -139,8 +138,11 @@ def parse_recipe(text: str, source: str) -> Recipe:
     """Validate recipe YAML; `source` names it in the `UserError`, which names unknown keys and near ones."""
     try:
         data = yaml.load(text, _Loader)  # noqa: S506  (_Loader is a SafeLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        # ValueError: PyYAML on impossible dates and on numbers of thousands of digits
+    except (
+        yaml.YAMLError,
+        RecursionError,
+        ValueError,
+    ) as error:  # ValueError: impossible dates, long numbers
         raise UserError(f"{source} is not valid recipe YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise UserError(f"{source} holds no recipe: expected keys like version, name and rules at top level")
@@ -256,9 +258,9 @@ def _of_family(name: str, family: Callable[[], Family] | None) -> str:
 def shipped_recipes() -> dict[str, Any]:
     """Return the shipped recipes: name to readable resource, sorted by name."""
     root = resources.files("qdqbench.recipes")
-    families = [family for family in root.iterdir() if family.is_dir()]
-    found = [file for family in families for file in family.iterdir() if file.name.endswith(".yaml")]
-    return {file.name[:-5]: file for file in sorted(found, key=lambda file: file.name[:-5])}
+    files = [file for family in root.iterdir() if family.is_dir() for file in family.iterdir()]
+    found = {file.name[:-5]: file for file in files if file.name.endswith(".yaml")}
+    return {name: found[name] for name in sorted(found)}
 
 
 def family_free_recipes() -> dict[str, list[str]]:
@@ -279,20 +281,13 @@ def dump_recipe(recipe: Recipe) -> str:
 def dump_short_recipe(recipe: Recipe) -> str:
     """Return YAML text of the differences from the defaults; parses back to the same recipe."""
     data = recipe.model_dump(mode="json", exclude_defaults=True)
-    kept: dict[str, Any] = {"version": recipe.version, "name": recipe.name}
+    whole, kept = recipe.model_dump(mode="json"), dict[str, Any]()
     # written out though they may be defaults: what the search decided, and what decides about it
-    kept |= {name: data[name] for name in ("description", "model", "precision") if name in data}
+    always = {"version", "name", "rules", "attention", "calibration", "gate"}
+    for name in Recipe.model_fields:
+        if name in always or name in data:
+            kept[name] = data[name] if name in ("description", "model", "precision") else whole[name]
     kept["rules"] = [rule.model_dump(mode="json", exclude_none=True) for rule in recipe.rules]
-    kept["attention"] = recipe.attention
-    if recipe.residual != "fp16":
-        kept["residual"] = recipe.residual
-    kept["calibration"] = recipe.calibration.model_dump(mode="json")
-    kept |= {
-        name: getattr(recipe, name).model_dump(mode="json")
-        for name in ("export", "engine", "qat")
-        if name in data
-    }
-    kept["gate"] = recipe.gate.model_dump(mode="json")
     text: str = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
     return text
 

@@ -205,6 +205,10 @@ class Rule(Frozen):
         return self
 
     @property
+    def kind(self) -> str | None:
+        return self.type or ("Linear" if self.weights else None)
+
+    @property
     def refines(self) -> bool:
         return any(value is not None for value in (self.method, self.weights_method, self.smoothing))
 
