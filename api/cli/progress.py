@@ -4,13 +4,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qdqbench.cli.terminal import clean
 from qdqbench.quantize.utils import progress
 from qdqbench.quantize.utils.progress import duration
+from qdqbench.quantize.utils.system.process import ticking
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -124,24 +125,6 @@ def log_heartbeat(line: Callable[[], str]) -> Heartbeat:
     return Heartbeat(draw, EVERY_S, _last_line[0])
 
 
-@contextmanager
-def ticking(tick: Callable[[], None], every_s: float = BEAT_S) -> Iterator[None]:
-    done = threading.Event()
-
-    def go() -> None:
-        while not done.wait(every_s):
-            with suppress(OSError, ValueError):  # nobody reads any more
-                tick()
-
-    thread = threading.Thread(target=go, name="sign of life", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
 class Display:
     """What is being done now: on a terminal bars, and lines below them; in a log file lines."""
 
@@ -203,7 +186,7 @@ def _display(*columns: str | int, quiet: bool = False, stays: bool = True) -> It
         return
     if not sys.stderr.isatty():
         shown = Display(None)
-        with progress.subscribe(shown.hear), ticking(shown.heartbeat.tick):
+        with progress.subscribe(shown.hear), ticking(shown.heartbeat.tick, BEAT_S):
             yield shown
         return
     from rich.console import Console

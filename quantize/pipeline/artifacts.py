@@ -125,11 +125,8 @@ def describe_lengths(session: Session) -> Lengths | None:
     tokens, longest = int(lengths.sum()), int(lengths.max())
     ends = np.searchsorted(lengths, edges or (), sorter=np.argsort(lengths), side="right")
     parts = np.split(np.sort(lengths), ends[:-1])
-    batches = [
-        each
-        for _, encoded in session.eval_splits.values()
-        for each in sorted_rows(encoded.lengths, session.config.batch_size, edges)
-    ]
+    splits, batch = session.eval_splits.values(), session.config.batch_size
+    batches = [each for _, encoded in splits for each in sorted_rows(encoded.lengths, batch, edges)]
     return Lengths(
         splits=list(session.eval_splits),
         rows=len(lengths),
@@ -188,10 +185,8 @@ def read_built(folder: Path) -> EngineResult | Skipped:
 def engine_file(folder: Path, built: EngineResult) -> Path:
     """Return the path of a run directory's engine; a `UserError` where the record names a file elsewhere."""
     if Path(built.file).name != built.file:
-        raise UserError(
-            f"{folder / BUILD} names an engine outside of the run, {built.file!r}; run "
-            f"`qdqbench build {folder}` again"
-        )
+        again = f"run `qdqbench build {folder}` again"
+        raise UserError(f"{folder / BUILD} names an engine outside of the run, {built.file!r}; {again}")
     return folder / "engine" / built.file
 
 

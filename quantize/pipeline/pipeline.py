@@ -37,6 +37,9 @@ class FinishedStage(Strict):
     cpu_s: float
     peak_rss_bytes: int
 
+    def timing(self, *, reused: bool) -> Timing:
+        return Timing(**self.model_dump(include={"wall_s", "cpu_s", "peak_rss_bytes"}), reused=reused)
+
 
 class _StageManifest(Strict):
     schema_version: Literal[1] = 1
@@ -77,7 +80,7 @@ def run_stages(
             files.write_json(session.folder / STAGES_FILE, manifest.model_dump(mode="json"))
         session.notes = [*dict.fromkeys([*session.notes, *done.notes])]
         session.warnings = [*dict.fromkeys([*session.warnings, *done.warnings])]
-        timings[stage.name] = get_timing(done, reused=reused)
+        timings[stage.name] = done.timing(reused=reused)
         stage.recorded(session)
         interruption.raise_if_pending()
     return timings
@@ -89,20 +92,11 @@ def _run_stage(session: Session, stage: Stage, key: str, before: FinishedStage |
         outputs = stage.run(session)
     hashes = {str(path.relative_to(session.folder)): files.sha256(path) for path in outputs}
     _remove_stale(session.folder, before, hashes)
+    notes, warnings = session.notes[noted:], session.warnings[warned:]
+    made_with = get_code_identity()
     return FinishedStage(
-        key=key,
-        outputs=hashes,
-        notes=session.notes[noted:],
-        warnings=session.warnings[warned:],
-        made_with=get_code_identity(),
-        wall_s=cost.wall_s,
-        cpu_s=cost.cpu_s,
-        peak_rss_bytes=cost.peak_rss_bytes,
+        key=key, outputs=hashes, notes=notes, warnings=warnings, made_with=made_with, **vars(cost)
     )
-
-
-def get_timing(done: FinishedStage, *, reused: bool) -> Timing:
-    return Timing(wall_s=done.wall_s, cpu_s=done.cpu_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused)
 
 
 def read_finished(folder: Path) -> dict[str, FinishedStage]:

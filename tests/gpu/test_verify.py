@@ -61,9 +61,9 @@ def test_a_wrong_block_is_named(faulty):
 @pytest.mark.parametrize("faulty", ["offset"], indirect=True)
 def test_the_gate_fails_with_the_verification(faulty):
     from qdqbench.eval.runs.collect import collect
-    from qdqbench.quantize.pipeline.pipeline import get_timing, read_finished
+    from qdqbench.quantize.pipeline.pipeline import read_finished
 
-    timings = {name: get_timing(done, reused=True) for name, done in read_finished(faulty.folder).items()}
+    timings = {name: done.timing(reused=True) for name, done in read_finished(faulty.folder).items()}
     found = collect(faulty, timings)
     assert not found.gate.passed
     assert any("layer.1 is wrong" in issue.detail for issue in found.gate.failures)

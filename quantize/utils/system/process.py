@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -80,30 +80,40 @@ class Usage:
 
 
 @contextmanager
-def measure_cost() -> Iterator[Usage]:
-    import psutil
+def ticking(tick: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Call `tick` from a thread, again and again, until the block ends."""
+    done = threading.Event()
 
-    process, cost, done = psutil.Process(), Usage(), threading.Event()
+    def go() -> None:
+        while not done.wait(every_s):
+            with suppress(OSError, ValueError):  # nobody reads any more
+                tick()
 
-    def sample() -> None:
-        while not done.wait(MEMORY_INTERVAL_S):
-            cost.peak_rss_bytes = max(cost.peak_rss_bytes, process.memory_info().rss)
-
-    thread = threading.Thread(target=sample, daemon=True)
-    start, cpu = time.perf_counter(), _cpu_s()
+    thread = threading.Thread(target=go, daemon=True)
     thread.start()
     try:
-        yield cost
+        yield
     finally:
         done.set()
         thread.join()
-        cost.wall_s, cost.cpu_s = time.perf_counter() - start, _cpu_s() - cpu
+
+
+@contextmanager
+def measure_cost() -> Iterator[Usage]:
+    import psutil
+
+    process, cost = psutil.Process(), Usage()
+
+    def sample() -> None:
         cost.peak_rss_bytes = max(cost.peak_rss_bytes, process.memory_info().rss)
 
-
-def _cpu_s() -> float:
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
+    start, cpu = time.perf_counter(), sum(os.times()[:4])
+    try:
+        with ticking(sample, MEMORY_INTERVAL_S):
+            yield cost
+    finally:
+        cost.wall_s, cost.cpu_s = time.perf_counter() - start, sum(os.times()[:4]) - cpu
+        sample()
 
 
 class Interruption:
