@@ -35,9 +35,7 @@ def auto(
     note: Callable[[str], None] = silent,
     command: str = "qdqbench.auto",
 ) -> Auto:
-    """Find a recipe that holds; that none does is in the result.
-
-    Finished steps of an earlier call in the same folder are reused.
+    """Find a recipe that holds, and reuse finished steps; that none does is in the result.
 
     Args:
         progress: called with what is being done.

@@ -59,9 +59,7 @@ def bench(  # noqa: PLR0913
 
     Args:
         target: run directory; or `model` is given.
-        progress: called with what is being done.
-        written: called with each report.
-        note: called with what was moved.
+        progress, written, note: called with what is being done, with each report, with what was moved.
         command: recorded in the result.
 
     Raises:

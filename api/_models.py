@@ -86,19 +86,16 @@ def quantize(
     """Calibrate a model in memory (PTQ): quantizers where the recipe says, scales from the samples.
 
     Args:
-        model: FP32 classifier, or what `load_embedder` gave; it is not changed, its copy is on the same
-            device.
+        model: FP32 classifier, or what `load_embedder` gave; it is not changed, its copy is on its device.
         samples: tokens to calibrate with: a list, a tokenized dataset or a data loader, whose items are one
             sample (lists of L numbers) or a batch ([B, L] arrays or tensors) with input_ids and, where they
-            are known, attention_mask and token_type_ids. All of them are used, and more than once; padding is
-            taken out, so that no quantizer sees it.
+            are known, attention_mask and token_type_ids. All are used, more than once, without padding.
         recipe: shipped name, YAML file, or what `load_recipe` gave; of its calibration section split,
             samples and seed are not used.
         progress: called with the number of samples of each batch.
 
     Raises:
-        UserError: an architecture that is not supported, samples that cannot be read, or a recipe that does
-            not fit.
+        UserError: an architecture, samples or a recipe that do not fit.
         CheckFailed: weights or an amax that are not finite, positive and plausible; names every layer.
     """
     chosen = recipe
@@ -137,14 +134,13 @@ def export(quantized: Quantized, path: str | Path) -> Exported:
 
 @take_options
 def check(target: str | Path, options: CheckOptions = CheckOptions()) -> CheckReport:  # noqa: B008  (frozen)
-    """Findings in any ONNX file: what will run in INT8, and what an engine would refuse or get wrong.
+    """Find what will run in INT8 of any ONNX file, and what an engine would refuse or get wrong.
 
     Args:
         target: file of any origin, or a run directory, whose graph is held to its recipe.
 
     Raises:
-        UserError: a file that cannot be read, a run without a graph, a recipe that does not fit it, or
-            `allow` names no code.
+        UserError: an unreadable file, a run without a graph, a recipe that does not fit, an unknown code.
     """
     path, own = find_checked_graph(Path(target))
     recipe = options.recipe or own
@@ -179,10 +175,8 @@ def _rows(given: Mapping[str, Any], longest: int) -> Iterator[Sample]:
     types = _array(given.get("token_type_ids", np.zeros_like(ids)))
     if not ids.shape == mask.shape == types.shape:
         shapes = ", ".join(str(list(array.shape)) for array in (ids, mask, types))
-        raise UserError(
-            f"input_ids, attention_mask and token_type_ids of a calibration sample have shapes {shapes}; "
-            "give one shape"
-        )
+        names = "input_ids, attention_mask and token_type_ids"
+        raise UserError(f"{names} of a calibration sample have shapes {shapes}; give one shape")
     for row, kept in enumerate(mask.astype(bool)):
         if kept.sum() > longest:
             raise UserError(

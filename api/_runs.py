@@ -27,11 +27,7 @@ def silent(now: Any) -> None:
 
 
 def load_recipe(recipe: str | Path | Recipe, model: str | Path | None = None) -> Recipe:
-    """A recipe by its shipped name or from a YAML file; one that is loaded already is returned.
-
-    Args:
-        recipe: "bert-int8-linears", or with a model "int8-linears" for that of its family.
-        model: folder or hub id.
+    """Return a recipe by its shipped name, for the family of a model, or from a YAML file, or as it is given.
 
     Raises:
         UserError: no such recipe or file, or it does not validate.
@@ -109,11 +105,7 @@ def resume(folder: str | Path, until: str | None = None, progress: StageCallback
 
 
 def evaluate(folder: str | Path, progress: StageCallback = silent) -> Results:
-    """Measure the accuracy of every stage of a run directory: `stages` of the results.
-
-    Raises:
-        UserError: no run directory.
-    """
+    """Measure the accuracy of every stage of a run directory: `stages` of the results."""
     return resume(folder, "evaluate", progress)
 
 
@@ -123,7 +115,6 @@ def build(folder: str | Path, progress: StageCallback = silent) -> Results:
     An engine that is not proven, or is wrong, is in the results: `engine`, `verification` and `gate`.
 
     Raises:
-        UserError: no run directory.
         MissingDevice: nothing here can build it.
     """
     with open_session(folder) as session:

@@ -55,7 +55,6 @@ def _options(
 
 def _invoke() -> None:
     """Run the command; typer's own main exits with 2 and a box for a wrong option, with 130 for Ctrl-C."""
-
     usage_error: Any = typer.BadParameter.__mro__[1]  # click's class, which newer typers bring along
     try:
         command = typer.main.get_command(app)

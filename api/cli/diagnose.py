@@ -171,13 +171,10 @@ def _print_fix(report: "FixReport") -> None:
     for text in report.left:
         out.print(f"[red]left[/] {plain(text)}")
     table = Table("", "before", "after", box=None, pad_edge=False)
-    table.add_row(
-        "GEMMs that run in INT8, by the graph",
-        str(report.int8_before),
-        f"{report.int8_after} of {report.gemms}",
-    )
+    after = f"{report.int8_after} of {report.gemms}"
+    table.add_row("GEMMs that run in INT8, by the graph", str(report.int8_before), after)
     for code in dict.fromkeys((*report.findings_before, *report.findings_after)):
-        numbers = (report.findings_before.get(code, 0), report.findings_after.get(code, 0))
+        numbers = (each.get(code, 0) for each in (report.findings_before, report.findings_after))
         table.add_row(f"check: {code}", *map(str, numbers))
     first, second = report.engine_before, report.engine_after
     if first and second:

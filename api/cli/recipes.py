@@ -158,9 +158,7 @@ def _cache_lines(made: "FromCache") -> Any:
         f"TensorRT {made.version}, {made.calibrator}: amax of {len(made.given)} of {total} INT8 linears, "
         f"matched with {made.graph}; {made.unused} tensors of the cache are not used"
     ]
-    reasons: dict[str, list[str]] = {}
-    for linear, why in made.calibrated.items():
-        reasons.setdefault(why, []).append(linear)
-    for why, linears in reasons.items():
-        lines.append(f"calibrated from data, because {why}: {name_list(linears, 1)}")
+    for reason in dict.fromkeys(made.calibrated.values()):
+        linears = [linear for linear, why in made.calibrated.items() if why == reason]
+        lines.append(f"calibrated from data, because {reason}: {name_list(linears, 1)}")
     return Group(*(Text(clean(line)) for line in lines))

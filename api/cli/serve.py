@@ -17,7 +17,6 @@ EXTRA = ("fastapi", "starlette", "uvicorn", "prometheus_client")  # of the extra
 @command
 def serve(run: RunFolder, settings: Settings) -> None:
     """Answer requests over HTTP with a run's engine, and compare it with FP32 on a page; for small loads."""
-
     try:
         from qdqbench.quantize.deployment.server import server
     except ModuleNotFoundError as error:
