@@ -154,7 +154,7 @@ def test_only_the_innermost_display_hears():
 def test_the_thread_beats_until_the_block_ends_and_survives_a_closed_file():
     beats = threading.Semaphore(0)
 
-    def beat() -> None:
+    def beat():
         beats.release()
         raise ValueError("I/O operation on closed file")
 

@@ -36,7 +36,7 @@ def test_quick_commands_and_other_processes_are_silent(clock, capsys):
 
 
 def test_a_log_says_what_each_display_says(clock, session, capsys):
-    def later(call, *given) -> None:
+    def later(call, *given):
         clock.now += 31
         call(*given)
 

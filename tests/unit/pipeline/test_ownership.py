@@ -6,8 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,14 +27,14 @@ from qdqbench.quantize.utils.errors import UserError
 RUN = RunIdentity(kind="run", recipe="bert-int8-linears", model="/m/one", model_sha256="1", task="sst2")
 
 
-def refusal(folder: AbstractContextManager[None]) -> str:
+def refusal(folder):
     """The sentence that refuses a folder."""
     with pytest.raises(UserError) as caught, folder:
         pass
     return str(caught.value)
 
 
-def begun(folder: Path, identity: RunIdentity = RUN, *names: str) -> None:
+def begun(folder, identity=RUN, *names):
     """A folder in which a command left these files."""
     with owned_folder(folder, identity):
         for name in ("results.json", *names):
@@ -52,9 +51,7 @@ def begun(folder: Path, identity: RunIdentity = RUN, *names: str) -> None:
         ({"kind": "methods"}, "asked for is a table of methods of recipe bert-int8-linears, model /m/one"),
     ],
 )
-def test_another_recipe_model_task_or_command_is_refused(
-    tmp_path: Path, change: dict[str, str], told: str
-) -> None:
+def test_another_recipe_model_task_or_command_is_refused(tmp_path, change, told):
     folder = tmp_path / "run"
     begun(folder)
     said = refusal(owned_folder(folder, RUN.model_copy(update=change)))
@@ -70,17 +67,17 @@ def test_another_recipe_model_task_or_command_is_refused(
     [{}, {"model": "/moved/one"}, {"model_sha256": "trained on"}],
     ids=["the same", "model moved", "model trained on in its place"],
 )
-def test_the_same_goes_on(tmp_path: Path, change: dict[str, str]) -> None:
+def test_the_same_goes_on(tmp_path, change):
     begun(tmp_path / "run")
     with owned_folder(tmp_path / "run", RUN.model_copy(update=change)):
         assert (tmp_path / "run" / "results.json").is_file()
 
 
-def everything(folder: Path) -> dict[str, str]:
+def everything(folder):
     return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_overwrite_moves_everything_aside_and_deletes_nothing(tmp_path: Path) -> None:
+def test_overwrite_moves_everything_aside_and_deletes_nothing(tmp_path):
     folder, other, told = tmp_path / "run", RUN.model_copy(update={"recipe": "bert-fp16"}), list[str]()
     begun(folder, RUN, "logits/fp32.npz", "work/thesis/chapter1.tex", "report.docx", "notes.tmp/todo.txt")
     (tmp_path / "run.old").mkdir()
@@ -96,8 +93,8 @@ def test_overwrite_moves_everything_aside_and_deletes_nothing(tmp_path: Path) ->
     ]
 
 
-def test_what_cannot_be_moved_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def mounted(path: Path, target: Path) -> None:
+def test_what_cannot_be_moved_stays(tmp_path, monkeypatch):
+    def mounted(path, target):
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     folder = tmp_path / "run"
@@ -110,11 +107,11 @@ def test_what_cannot_be_moved_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_nothing_is_removed_before_what_is_asked_can_be_done(tmp_path: Path, overwrite: bool) -> None:
+def test_nothing_is_removed_before_what_is_asked_can_be_done(tmp_path, overwrite):
     folder = tmp_path / "run"
     begun(folder)
 
-    def ready() -> None:
+    def ready():
         raise UserError("no such data")
 
     assert refusal(owned_folder(folder, RUN, overwrite=overwrite, ready=ready)) == "no such data"
@@ -122,13 +119,13 @@ def test_nothing_is_removed_before_what_is_asked_can_be_done(tmp_path: Path, ove
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_folder_of_somebody_else_is_never_touched(tmp_path: Path, overwrite: bool) -> None:
+def test_a_folder_of_somebody_else_is_never_touched(tmp_path, overwrite):
     (tmp_path / "thesis.txt").touch()
     assert "holds other files than a run" in refusal(owned_folder(tmp_path, RUN, overwrite=overwrite))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def fail(folder: Path, name: str, error: type[BaseException]) -> None:
+def fail(folder, name, error):
     """Own a folder, and fail with one file in it."""
     with pytest.raises(error), owned_folder(folder, RUN):  # noqa: PT012
         files.write_text(folder / name, "{}")
@@ -137,7 +134,7 @@ def fail(folder: Path, name: str, error: type[BaseException]) -> None:
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_what_comes_to_nothing_leaves_nothing(tmp_path: Path, there: bool) -> None:
+def test_what_comes_to_nothing_leaves_nothing(tmp_path, there):
     folder = tmp_path / "runs" / "deep" / "run"
     if there:
         folder.mkdir(parents=True)
@@ -145,7 +142,7 @@ def test_what_comes_to_nothing_leaves_nothing(tmp_path: Path, there: bool) -> No
     assert [*tmp_path.rglob("*")] == ([folder.parent.parent, folder.parent, folder] if there else [])
 
 
-def test_what_was_begun_stays(tmp_path: Path) -> None:
+def test_what_was_begun_stays(tmp_path):
     fail(tmp_path / "run", "stages.json", KeyboardInterrupt)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", MARK, "stages.json", "work"}
 
@@ -160,11 +157,11 @@ def test_what_was_begun_stays(tmp_path: Path) -> None:
         ("a b/c:d", "c-d"),
     ],
 )
-def test_names_of_models(model: str, name: str) -> None:
+def test_names_of_models(model, name):
     assert model_name(model) == name
 
 
-def test_default_folders_carry_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_folders_carry_the_model(tmp_path, monkeypatch):
     assert default_folder("run", "x/m", "r", "t") == Path("runs/m-r-t")
     assert default_folder("methods", "x/m", "r", "t") == Path("runs/methods-m-r-t")
     assert default_folder("run", None, "r", "embedded") == Path("runs/r-embedded")
@@ -185,7 +182,7 @@ with locked_folder(Path(sys.argv[1])):
 
 
 @contextmanager
-def another(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+def another(folder):
     """A process that holds a folder."""
     command = [sys.executable, "-c", CODE, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -197,7 +194,7 @@ def another(folder: Path) -> Iterator["subprocess.Popen[str]"]:
             process.kill()
 
 
-def test_the_second_process_says_who_is_there_and_a_killed_one_blocks_nobody(tmp_path: Path) -> None:
+def test_the_second_process_says_who_is_there_and_a_killed_one_blocks_nobody(tmp_path):
     folder = tmp_path / "run"
     with another(folder) as process:
         said = refusal(locked_folder(folder))
@@ -214,7 +211,7 @@ def test_the_second_process_says_who_is_there_and_a_killed_one_blocks_nobody(tmp
             pass
 
 
-def test_one_process_may_hold_it_twice(tmp_path: Path) -> None:
+def test_one_process_may_hold_it_twice(tmp_path):
     with locked_folder(tmp_path):
         with locked_folder(tmp_path):
             pass
@@ -222,7 +219,7 @@ def test_one_process_may_hold_it_twice(tmp_path: Path) -> None:
     assert not (tmp_path / HOLDER).exists()
 
 
-def test_a_folder_that_got_no_file_goes_again_unless_it_was_there(tmp_path: Path) -> None:
+def test_a_folder_that_got_no_file_goes_again_unless_it_was_there(tmp_path):
     new, old, used = (tmp_path / name for name in ("new", "old", "used"))
     old.mkdir()
     for folder in (new, old, used):
@@ -234,21 +231,19 @@ def test_a_folder_that_got_no_file_goes_again_unless_it_was_there(tmp_path: Path
         assert new.is_dir()
 
 
-def test_processes_of_one_launcher_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_one_launcher_share_it(tmp_path, monkeypatch):
     with another(tmp_path):
         monkeypatch.setenv("RANK", "1")
         with locked_folder(tmp_path):
             pass
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     assert re.search(r"cannot write .*--out", refusal(locked_folder(tmp_path / "file")))
 
 
-def test_a_folder_that_is_only_read_is_locked_where_it_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_only_read_is_locked_where_it_can_be_written(tmp_path, monkeypatch):
     with locked_for_reading(tmp_path):
         assert (tmp_path / HOLDER).is_file()
     assert [*tmp_path.iterdir()] == []

@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.process import interruption
 
 
-def config(**changes: Any) -> RunConfig:
+def config(**changes):
     values = {"recipe": load_recipe("bert-fp16"), "model": "m", "task": GLUE["sst2"], "data": "d"}
     return RunConfig(**values | changes)
 
@@ -35,7 +33,7 @@ def config(**changes: Any) -> RunConfig:
 class Line:
     """Three stages a -> b -> c that write what they read; their inputs are plain values to change."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.session = open_run(config(), folder)
         self.inputs: dict[str, Any] = {"a": 1, "b": 1, "c": 1}
         self.ran: list[str] = []
@@ -46,11 +44,11 @@ class Line:
             Stage("c", self.writer("c", "b"), ("b",), lambda _: self.inputs["c"]),
         ]
 
-    def path(self, name: str) -> Path:
+    def path(self, name):
         return self.session.folder / f"{name}.txt"
 
-    def writer(self, name: str, source: str | None = None) -> Callable[[Session], list[Path]]:
-        def run(session: Session) -> list[Path]:
+    def writer(self, name, source=None):
+        def run(session):
             self.ran.append(name)
             session.notes.append(f"note of {name}")
             session.warnings.append(f"warning of {name}")
@@ -64,7 +62,7 @@ class Line:
 
         return run
 
-    def run(self, *names: str) -> list[str]:
+    def run(self, *names):
         """Names of the stages that ran."""
         self.ran.clear()
         self.session = Session(self.session.config, self.session.folder)
@@ -73,13 +71,13 @@ class Line:
 
 
 @pytest.fixture
-def line(tmp_path: Path) -> Line:
+def line(tmp_path):
     line = Line(tmp_path / "run")
     assert line.run() == ["a", "b", "c"]
     return line
 
 
-def test_nothing_runs_when_nothing_changed(line: Line) -> None:
+def test_nothing_runs_when_nothing_changed(line):
     first = {name: timing.wall_s for name, timing in line.timings.items()}
     assert not any(timing.reused for timing in line.timings.values())
     assert line.run() == []
@@ -89,7 +87,7 @@ def test_nothing_runs_when_nothing_changed(line: Line) -> None:
     assert line.session.warnings == ["warning of a", "warning of b", "warning of c"]
 
 
-def test_what_other_code_made_is_told_before_it_is_made_again(line: Line) -> None:
+def test_what_other_code_made_is_told_before_it_is_made_again(line):
     folder, path = line.session.folder, line.session.folder / "stages.json"
     assert explain_stale(folder, ["a", "b", "c"]) == ""
     known = json.loads(path.read_text())
@@ -105,13 +103,13 @@ def test_what_other_code_made_is_told_before_it_is_made_again(line: Line) -> Non
 
 
 @pytest.mark.parametrize(("changed", "runs"), [("a", ["a", "b", "c"]), ("b", ["b", "c"]), ("c", ["c"])])
-def test_a_changed_input_runs_the_stage_and_what_reads_it(line: Line, changed: str, runs: list[str]) -> None:
+def test_a_changed_input_runs_the_stage_and_what_reads_it(line, changed, runs):
     line.inputs[changed] = 2
     assert line.run() == runs
     assert line.run() == []
 
 
-def test_the_same_output_stops_the_wave(line: Line) -> None:
+def test_the_same_output_stops_the_wave(line):
     line.stages[0] = Stage("a", line.stages[0].run, (), lambda _: "another input, the same output")
     assert line.run() == ["a"]
 
@@ -120,24 +118,24 @@ def test_the_same_output_stops_the_wave(line: Line) -> None:
     "damage", [os.unlink, lambda path: path.write_text("tampered")], ids=["deleted", "tampered"]
 )
 @pytest.mark.parametrize("name", ["a", "b", "c"])
-def test_a_damaged_output_is_made_again(line: Line, name: str, damage: Callable[[Path], object]) -> None:
+def test_a_damaged_output_is_made_again(line, name, damage):
     before = {n: line.path(n).read_text() for n in "abc"}
     damage(line.path(name))
     assert line.run() == [name]
     assert {n: line.path(n).read_text() for n in "abc"} == before
 
 
-def test_an_output_that_is_now_a_folder(line: Line) -> None:
+def test_an_output_that_is_now_a_folder(line):
     line.path("c").unlink()
     line.path("c").mkdir()
     with pytest.raises(OSError, match="directory"):
         line.run()
 
 
-def test_outputs_that_are_no_longer_made_are_removed(line: Line) -> None:
+def test_outputs_that_are_no_longer_made_are_removed(line):
     other = line.session.folder / "new" / "c.txt"
 
-    def moved(_: Session) -> list[Path]:
+    def moved(_):
         files.write_text(other, "x")
         return [other]
 
@@ -147,7 +145,7 @@ def test_outputs_that_are_no_longer_made_are_removed(line: Line) -> None:
     assert not line.path("c").exists()
 
 
-def test_an_interrupted_stage_leaves_nothing_half_written(line: Line) -> None:
+def test_an_interrupted_stage_leaves_nothing_half_written(line):
     line.inputs["b"] = 2
     before = line.path("b").read_text()
     line.fail_in = "b"
@@ -160,10 +158,10 @@ def test_an_interrupted_stage_leaves_nothing_half_written(line: Line) -> None:
     assert line.path("c").read_text() == "c1b2a1"
 
 
-def test_ctrl_c_that_a_library_swallows_ends_the_run_after_the_stage(line: Line) -> None:
+def test_ctrl_c_that_a_library_swallows_ends_the_run_after_the_stage(line):
     stage = line.stages[1]
 
-    def swallowing(session: Session) -> list[Path]:
+    def swallowing(session):
         with contextlib.suppress(KeyboardInterrupt):
             interruption.receive(2, None)
         return stage.run(session)
@@ -177,19 +175,19 @@ def test_ctrl_c_that_a_library_swallows_ends_the_run_after_the_stage(line: Line)
     assert line.run() == ["c"]
 
 
-def test_another_version_of_a_library_runs_all(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_a_library_runs_all(line, monkeypatch):
     monkeypatch.setattr("qdqbench.quantize.utils.system.environment.versions", lambda: {"torch": "0"})
     assert line.run() == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 2}', '{"stages": {"a": {}}}', "\x00"])
-def test_an_unreadable_manifest_runs_all(line: Line, content: str) -> None:
+def test_an_unreadable_manifest_runs_all(line, content):
     (line.session.folder / STAGES_FILE).write_text(content)
     assert line.run() == ["a", "b", "c"]
     assert line.run() == []
 
 
-def test_the_manifest_never_deletes_outside_the_run(line: Line, tmp_path: Path) -> None:
+def test_the_manifest_never_deletes_outside_the_run(line, tmp_path):
     outside = tmp_path / "precious.txt"
     outside.write_text("x")
     path = line.session.folder / STAGES_FILE
@@ -200,14 +198,14 @@ def test_the_manifest_never_deletes_outside_the_run(line: Line, tmp_path: Path) 
     assert outside.is_file()
 
 
-def test_announced_before_it_runs(line: Line) -> None:
+def test_announced_before_it_runs(line):
     line.inputs["b"] = 2
     told: list[tuple[str, bool]] = []
     run_stages(line.session, line.stages, lambda name, reused: told.append((name, reused)))
     assert told == [("a", True), ("b", False), ("c", False)]
 
 
-def test_ancestors() -> None:
+def test_ancestors():
     needs = {"data": (), "a": ("data",), "b": ("a",), "c": ("data",), "d": ("b", "c"), "e": ()}
     stages = {name: Stage(name, lambda _: [], need, lambda _: 0) for name, need in needs.items()}
     assert [s.name for s in select_stages(stages, ["b"])] == ["data", "a", "b"]
@@ -217,33 +215,33 @@ def test_ancestors() -> None:
 
 
 class TestOpening:
-    def test_a_new_folder(self, tmp_path: Path) -> None:
+    def test_a_new_folder(self, tmp_path):
         session = open_run(config(limit=5), tmp_path / "deep" / "run")
         assert read_config(session.folder) == session.config == config(limit=5)
 
-    def test_an_existing_run_is_taken_up_with_the_new_configuration(self, tmp_path: Path) -> None:
+    def test_an_existing_run_is_taken_up_with_the_new_configuration(self, tmp_path):
         open_run(config(), tmp_path)
         open_run(config(limit=5), tmp_path)
         assert read_config(tmp_path).limit == 5
 
-    def test_a_foreign_folder_or_file_is_refused_and_untouched(self, tmp_path: Path) -> None:
+    def test_a_foreign_folder_or_file_is_refused_and_untouched(self, tmp_path):
         (tmp_path / "f").write_text("x")
         for path, told in ((tmp_path, "other files than a run; give"), (tmp_path / "f", "is a file; give")):
             with pytest.raises(UserError, match=f"{told} --out an?"):
                 open_run(config(), path)
         assert os.listdir(tmp_path) == ["f"]
 
-    def test_a_folder_that_is_no_run(self, tmp_path: Path) -> None:
+    def test_a_folder_that_is_no_run(self, tmp_path):
         with pytest.raises(UserError, match=r"is no run directory \(it has no run\.json\)"):
             read_config(tmp_path)
 
-    def test_a_run_of_another_version(self, tmp_path: Path) -> None:
+    def test_a_run_of_another_version(self, tmp_path):
         (tmp_path / CONFIG).write_text('{"schema_version": 2}')
         with pytest.raises(UserError, match="is no run configuration of this version of qdqbench"):
             read_config(tmp_path)
 
 
-def test_files_of_stages_that_this_run_does_not_have_are_removed(tmp_path: Path) -> None:
+def test_files_of_stages_that_this_run_does_not_have_are_removed(tmp_path):
     line = Line(tmp_path)
     run_stages(line.session, line.stages)
     remove_other_stages(tmp_path, ["a", "b"])

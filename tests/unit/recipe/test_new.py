@@ -2,8 +2,6 @@
 
 import json
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -24,15 +22,15 @@ from ...support.unknown import config_for, write_config
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_is_described(monkeypatch):
     monkeypatch.setattr(known, "_DESCRIBED", {})
 
 
-def new(folder: Path, model_type: str) -> NewRecipe:
+def new(folder, model_type):
     return new_recipe(str(write_config(folder / model_type, model_type)))
 
 
-def test_a_layout_says_what_a_family_says() -> None:
+def test_a_layout_says_what_a_family_says():
     # what only a description by hand says; a layout's family has the defaults
     by_hand = {"name", "model_types", "gated", "rotary", "given_sums", "shared_layers"}
     by_hand |= {"windows", "terms", "rewritten_by", "needs"}
@@ -42,7 +40,7 @@ def test_a_layout_says_what_a_family_says() -> None:
         assert FamilyLayout.of(found).family(model_type) == found
 
 
-def test_the_recipe_of_an_unknown_type_makes_it_known(tmp_path: Path) -> None:
+def test_the_recipe_of_an_unknown_type_makes_it_known(tmp_path):
     made = new(tmp_path, "ernie")
     known._DESCRIBED.clear()
     with pytest.raises(
@@ -50,7 +48,7 @@ def test_the_recipe_of_an_unknown_type_makes_it_known(tmp_path: Path) -> None:
     ):
         family_of("ernie", "my")
     recipe = parse_recipe(made.text, "mine")
-    assert family_of("ernie").linears == recipe.model.layout.linears  # type: ignore[union-attr]
+    assert family_of("ernie").linears == recipe.model.layout.linears
     assert parse_recipe(dump_recipe(recipe), "again") == recipe
     assert (recipe.name, recipe.model.family, made.shipped) == ("ernie-int8-linears", "ernie", [])
     assert recipe.export.gelu == "tanh"
@@ -61,7 +59,7 @@ def test_the_recipe_of_an_unknown_type_makes_it_known(tmp_path: Path) -> None:
     assert f"# {made.notes[0]}" in made.text.splitlines()
 
 
-def test_of_two_recipes_for_a_type_each_counts_when_it_is_used(tmp_path: Path) -> None:
+def test_of_two_recipes_for_a_type_each_counts_when_it_is_used(tmp_path):
     from qdqbench.quantize.pipeline.session import require_fit
 
     one = parse_recipe(new(tmp_path, "ernie").text, "one")
@@ -70,10 +68,10 @@ def test_of_two_recipes_for_a_type_each_counts_when_it_is_used(tmp_path: Path) -
     other = parse_recipe(yaml.safe_dump(data), "other")
     for recipe in (one, other, one):
         require_fit(recipe, "tiny", config_for("ernie"))
-        assert family_of("ernie").norms == recipe.model.layout.norms  # type: ignore[union-attr]
+        assert family_of("ernie").norms == recipe.model.layout.norms
 
 
-def test_what_is_not_recognised_has_a_rule_and_a_line(tmp_path: Path) -> None:
+def test_what_is_not_recognised_has_a_rule_and_a_line(tmp_path):
     made = new(tmp_path, "mobilebert")
     recipe = parse_recipe(made.text, "mine")
     kept = [rule.match for rule in recipe.rules if rule.precision == "fp16"]
@@ -84,7 +82,7 @@ def test_what_is_not_recognised_has_a_rule_and_a_line(tmp_path: Path) -> None:
     assert recipe.export.gelu == "exact"  # its activation is relu
 
 
-def test_an_attention_that_cannot_be_int8_and_a_gated_feed_forward(tmp_path: Path) -> None:
+def test_an_attention_that_cannot_be_int8_and_a_gated_feed_forward(tmp_path):
     made = new(tmp_path, "nomic_bert")
     recipe = parse_recipe(made.text, "mine")
     assert recipe.model.layout is not None
@@ -96,7 +94,7 @@ def test_an_attention_that_cannot_be_int8_and_a_gated_feed_forward(tmp_path: Pat
     ]
 
 
-def test_a_known_type_gets_a_shipped_recipe_fitted_to_the_model(tmp_path: Path) -> None:
+def test_a_known_type_gets_a_shipped_recipe_fitted_to_the_model(tmp_path):
     model = new_bert()
     model.config.max_position_embeddings, model.config.hidden_act = 64, "relu"
     model.config.save_pretrained(tmp_path)
@@ -109,7 +107,7 @@ def test_a_known_type_gets_a_shipped_recipe_fitted_to_the_model(tmp_path: Path) 
     assert [shapes.length for shapes in recipe.engine.profiles] == [(64, 64, 64)] * 3 + [(16, 64, 64)]
 
 
-def test_recipe_names_are_those_of_the_format(tmp_path: Path) -> None:
+def test_recipe_names_are_those_of_the_format(tmp_path):
     assert new(tmp_path, "data2vec-text").recipe == "data2vec-text-int8-linears"
 
 
@@ -121,7 +119,7 @@ def test_recipe_names_are_those_of_the_format(tmp_path: Path) -> None:
         ({"layout": None}, r"'ernie' is no family that is known here; choose from bert, .*recipes new"),
     ],
 )
-def test_a_layout_that_does_not_fit(tmp_path: Path, change: Any, why: str) -> None:
+def test_a_layout_that_does_not_fit(tmp_path, change, why):
     data = parse_recipe(new(tmp_path, "ernie").text, "mine").model_dump(mode="json")
     data["model"] |= change
     with pytest.raises(UserError, match=why):
@@ -142,15 +140,15 @@ class TestBadModels:
             ),
         ],
     )
-    def test_one_sentence(self, tmp_path: Path, config: Any, why: str) -> None:
+    def test_one_sentence(self, tmp_path, config, why):
         if config:
             (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(UserError, match=why) as raised:
             new_recipe(str(tmp_path))
         assert "\n" not in str(raised.value)
 
-    def test_no_count_of_positions(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def positions(self: Family, config: Any) -> int:
+    def test_no_count_of_positions(self, tmp_path, monkeypatch):
+        def positions(self, config):
             return int(config.nowhere)
 
         monkeypatch.setattr(Family, "positions", positions)
@@ -159,7 +157,7 @@ class TestBadModels:
 
 
 class TestCommand:
-    def call(self, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    def call(self, monkeypatch, *arguments):
         monkeypatch.setattr("sys.argv", ["qdqbench", "recipes", "new", *map(str, arguments)])
         try:
             main()
@@ -167,9 +165,7 @@ class TestCommand:
             return int(stop.code or 0)
         return 0
 
-    def test_it_writes_the_recipe_and_lists_what_was_found(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_it_writes_the_recipe_and_lists_what_was_found(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("COLUMNS", "160")
         folder, out = write_config(tmp_path / "m", "convbert"), tmp_path / "mine.yaml"
         assert self.call(monkeypatch, "--model", folder, "--out", out) == 0
@@ -184,9 +180,7 @@ class TestCommand:
         assert "mine.yaml is there already; give another --out" in capsys.readouterr().err
         assert out.read_bytes() == before
 
-    def test_json(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_json(self, tmp_path, monkeypatch, capsys):
         folder = write_config(tmp_path / "m", "ernie")
         monkeypatch.chdir(tmp_path)
         assert self.call(monkeypatch, "--model", folder, "--json") == 0

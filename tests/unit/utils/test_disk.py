@@ -4,8 +4,6 @@ import errno
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,7 @@ MEGABYTE = 1_000_000
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
+def small(tmp_path):
     """A file system of one MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
@@ -32,7 +30,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
         subprocess.run([unmount, "-l", str(folder)], check=False)
 
 
-def test_a_full_disk_is_told_with_what_is_needed_and_free(small: Path) -> None:
+def test_a_full_disk_is_told_with_what_is_needed_and_free(small):
     files.write_bytes(small / "old", b"kept")
     with pytest.raises(UserError) as caught:
         files.write_bytes(small / "run" / "model.onnx", b"x" * 3 * MEGABYTE)
@@ -44,10 +42,10 @@ def test_a_full_disk_is_told_with_what_is_needed_and_free(small: Path) -> None:
     files.write_bytes(small / "run" / "half", b"x" * (MEGABYTE // 2))
 
 
-def test_what_a_library_in_another_language_says_of_it(small: Path) -> None:
+def test_what_a_library_in_another_language_says_of_it(small):
     import torch
 
-    def save() -> None:
+    def save():
         with files.atomic_path(small / "weights.pt") as temporary:
             torch.save(torch.zeros(MEGABYTE), temporary)
 
@@ -58,7 +56,7 @@ def test_what_a_library_in_another_language_says_of_it(small: Path) -> None:
     assert not [*small.iterdir()]
 
 
-def test_it_is_told_before_the_work_where_the_size_is_known(small: Path) -> None:
+def test_it_is_told_before_the_work_where_the_size_is_known(small):
     files.require_room(small / "new" / "folder", MEGABYTE // 2, "model.onnx")
     with pytest.raises(
         UserError, match=r"folder/model\.onnx: no space .* it needs 2\.0 MB, and 1\.0 MB is free"
@@ -76,8 +74,8 @@ def test_it_is_told_before_the_work_where_the_size_is_known(small: Path) -> None
         (errno.EROFS, r"Read-only file system; choose another --out"),
     ],
 )
-def test_why_a_file_cannot_be_written(tmp_path: Path, number: int, told: str) -> None:
-    def write() -> None:
+def test_why_a_file_cannot_be_written(tmp_path, number, told):
+    def write():
         with files.atomic_path(tmp_path / "a") as temporary:
             temporary.write_text("half")
             raise OSError(number, os.strerror(number))
@@ -87,8 +85,8 @@ def test_why_a_file_cannot_be_written(tmp_path: Path, number: int, told: str) ->
     assert not [*tmp_path.iterdir()]
 
 
-def test_another_failure_stays_what_it_is(tmp_path: Path) -> None:
-    def write(error: Exception) -> None:
+def test_another_failure_stays_what_it_is(tmp_path):
+    def write(error):
         with files.atomic_path(tmp_path / "a"):
             raise error
 
@@ -102,7 +100,7 @@ def test_another_failure_stays_what_it_is(tmp_path: Path) -> None:
             write(error)
 
 
-def test_a_temporary_file_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_file_is_told_too(monkeypatch):
     assert files.full_disk(ValueError("x")) is None
     copied = OSError(errno.ENOSPC, "No space left on device", "/from", None, "/x/to")
     assert "cannot write /x/to: no space" in str(files.full_disk(copied))

@@ -4,7 +4,6 @@ import hashlib
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +16,14 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import without_formula
 
 
-def _write_half(path: Path, failure: type[BaseException]) -> None:
+def _write_half(path, failure):
     with files.atomic_path(path) as temporary:
         temporary.write_text("half")
         raise failure
 
 
 @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt, SystemExit])
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, failure: type[BaseException]
-) -> None:
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, failure):
     path = tmp_path / "a.txt"
     files.write_text(path, "old")
     with pytest.raises(failure):
@@ -35,7 +32,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_the_target_is_absent_until_the_block_ends(tmp_path: Path) -> None:
+def test_the_target_is_absent_until_the_block_ends(tmp_path):
     path = tmp_path / "new" / "folder" / "a.bin"
     with files.atomic_path(path) as temporary:
         temporary.write_bytes(b"12")
@@ -45,7 +42,7 @@ def test_the_target_is_absent_until_the_block_ends(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["a.bin"]
 
 
-def test_files_are_for_others_too(tmp_path: Path) -> None:
+def test_files_are_for_others_too(tmp_path):
     before = os.umask(0o022)
     try:
         files.write_text(tmp_path / "a", "x")
@@ -54,14 +51,14 @@ def test_files_are_for_others_too(tmp_path: Path) -> None:
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_is_a_file_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write .*file/x: .*; choose another --out folder"):
         files.write_text(tmp_path / "file" / "x", "")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {"a": [1.0, float("-inf")]}])
-def test_json_is_strict(tmp_path: Path, value: Any) -> None:
+def test_json_is_strict(tmp_path, value):
     with pytest.raises(ValueError, match="not JSON compliant"):
         files.write_json(tmp_path / "a.json", value)
     assert list(tmp_path.iterdir()) == []
@@ -76,7 +73,7 @@ values = st.recursive(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
 @given(value=values)
-def test_json_comes_back_equal(tmp_path: Path, value: Any) -> None:
+def test_json_comes_back_equal(tmp_path, value):
     path = tmp_path / "a.json"
     files.write_json(path, value)
     assert files.read_json(path) == value
@@ -91,7 +88,7 @@ def test_json_comes_back_equal(tmp_path: Path, value: Any) -> None:
         (b"\xff\xfe", "it is not text"),
     ],
 )
-def test_unreadable_json_is_one_sentence(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_unreadable_json_is_one_sentence(tmp_path, content, message):
     path = tmp_path / "a.json"
     if content is not None:
         path.write_bytes(content)
@@ -101,7 +98,7 @@ def test_unreadable_json_is_one_sentence(tmp_path: Path, content: bytes | None, 
 
 
 @pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1])
-def test_sha256_over_block_borders(tmp_path: Path, size: int) -> None:
+def test_sha256_over_block_borders(tmp_path, size):
     data = bytes(range(256)) * (size // 256 + 1)
     (tmp_path / "a").write_bytes(data[:size])
     assert files.sha256(tmp_path / "a") == hashlib.sha256(data[:size]).hexdigest()

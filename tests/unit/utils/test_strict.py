@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from qdqbench.quantize.utils.errors import UserError
@@ -14,7 +12,7 @@ class Tree(Strict):
     leaves: list[Leaf]
 
 
-def test_a_file_of_the_schema(tmp_path: Path) -> None:
+def test_a_file_of_the_schema(tmp_path):
     path = tmp_path / "tree.json"
     path.write_text('{"leaves": [{"size": 3}]}')
     assert read(path, Tree, "tree", "grow it again") == Tree(leaves=[Leaf(size=3)])
@@ -29,7 +27,7 @@ def test_a_file_of_the_schema(tmp_path: Path) -> None:
         ("[]", "the whole: Input should be"),
     ],
 )
-def test_another_file_names_the_field_and_the_fix(tmp_path: Path, content: str, field: str) -> None:
+def test_another_file_names_the_field_and_the_fix(tmp_path, content, field):
     path = tmp_path / "tree.json"
     path.write_text(content)
     said = rf"tree\.json is no tree of this version of qdqbench \({field}.*\); grow it again$"
@@ -38,6 +36,6 @@ def test_another_file_names_the_field_and_the_fix(tmp_path: Path, content: str, 
     assert "\n" not in str(error.value)
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_no_file(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         read(tmp_path / "tree.json", Tree, "tree", "grow it again")

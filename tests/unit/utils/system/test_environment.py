@@ -1,7 +1,6 @@
 """The commit of a result is that of this code, or none."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -10,12 +9,12 @@ from qdqbench.quantize.utils.system import environment
 PROJECT = '[project]\nname = "qdqbench"\n'
 
 
-def checkout(folder: Path, project: str) -> str:
+def checkout(folder, project):
     """A repository of one commit; returns it."""
     folder.mkdir(parents=True)
     (folder / "pyproject.toml").write_text(project)
 
-    def git(*arguments: str) -> str:
+    def git(*arguments):
         who = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
         command = ["git", "-C", str(folder), *who, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -27,7 +26,7 @@ def checkout(folder: Path, project: str) -> str:
     return git("rev-parse", "HEAD")
 
 
-def test_the_commit_of_its_own_checkout_marked_when_dirty(tmp_path: Path) -> None:
+def test_the_commit_of_its_own_checkout_marked_when_dirty(tmp_path):
     commit = checkout(tmp_path / "own", PROJECT)
     assert environment._commit(tmp_path / "own") == commit
     (tmp_path / "own" / "runs").mkdir()
@@ -38,14 +37,14 @@ def test_the_commit_of_its_own_checkout_marked_when_dirty(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("project", ["", PROJECT, '[project]\nname = "theirs"\n'])
-def test_no_commit_of_a_repository_around_an_installed_package(tmp_path: Path, project: str) -> None:
+def test_no_commit_of_a_repository_around_an_installed_package(tmp_path, project):
     checkout(tmp_path / "theirs", project)
     installed = tmp_path / "theirs" / ".venv" / "site-packages"
     installed.mkdir(parents=True)
     assert environment._commit(installed) is None
 
 
-def test_no_commit_of_another_project_or_without_a_repository(tmp_path: Path) -> None:
+def test_no_commit_of_another_project_or_without_a_repository(tmp_path):
     checkout(tmp_path / "theirs", '[project]\nname = "theirs"\n')
     assert environment._commit(tmp_path / "theirs") is None
     (tmp_path / "copied").mkdir()

@@ -1,8 +1,6 @@
 """The commit of a hub repository: from the hub, from its cache, or one sentence."""
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from huggingface_hub import HfApi, constants
@@ -21,12 +19,12 @@ A, B = "a" * 40, "b" * 40
 class FakeHub:
     """What is on the hub: (kind, repository, revision) -> commit."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.commits: dict[tuple[str, str, str | None], str] = {}
         self.asked = 0
         self.offline = False
 
-    def repo_info(self, repository: str, *, repo_type: str, revision: str | None, timeout: float) -> Any:
+    def repo_info(self, repository, *, repo_type, revision, timeout):
         self.asked += 1
         if self.offline:
             raise ConnectionError("no route\nto the hub")
@@ -39,7 +37,7 @@ class FakeHub:
 
 
 @pytest.fixture(autouse=True)
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
+def hub(monkeypatch, tmp_path):
     fake = FakeHub()
     monkeypatch.setattr(HfApi, "repo_info", lambda _, *a, **k: fake.repo_info(*a, **k))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -47,7 +45,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
     return fake
 
 
-def cache(tmp_path: Path, folder: str, *commits: str, **refs: str) -> None:
+def cache(tmp_path, folder, *commits, **refs):
     """A cache folder in the hub's layout."""
     for commit in commits:
         (tmp_path / "cache" / folder / "snapshots" / commit).mkdir(parents=True)
@@ -57,7 +55,7 @@ def cache(tmp_path: Path, folder: str, *commits: str, **refs: str) -> None:
         path.write_text(commit)
 
 
-def test_the_hub_says_which_commit_once_in_a_process(hub: FakeHub) -> None:
+def test_the_hub_says_which_commit_once_in_a_process(hub):
     hub.commits = {("model", "o/m", None): A, ("model", "o/m", "v1"): B}
     assert commit_of("o/m", "model") == A
     assert commit_of("o/m", "model", "v1") == B
@@ -67,7 +65,7 @@ def test_the_hub_says_which_commit_once_in_a_process(hub: FakeHub) -> None:
     assert hub.asked == 2
 
 
-def test_without_a_connection_the_cache_tells(hub: FakeHub, tmp_path: Path) -> None:
+def test_without_a_connection_the_cache_tells(hub, tmp_path):
     hub.offline = True
     cache(tmp_path, "models--o--m", A, B, main=B, v1=A)
     cache(tmp_path, "datasets--o--d", A)
@@ -81,7 +79,7 @@ def test_without_a_connection_the_cache_tells(hub: FakeHub, tmp_path: Path) -> N
         commit_of("o/n", "model")
 
 
-def test_a_changed_model_is_another_model(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_changed_model_is_another_model(hub, tmp_path):
     hub.commits = {("model", "o/m", None): A}
     before = identity.model_fingerprint("o/m")
     assert identity.model_fingerprint("o/m") == before
@@ -92,12 +90,12 @@ def test_a_changed_model_is_another_model(hub: FakeHub, tmp_path: Path) -> None:
     assert identity.model_commit("o/m") == B
 
 
-def test_what_is_loaded_is_the_commit(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_loaded_is_the_commit(hub, monkeypatch):
     import transformers
 
     seen = []
 
-    def asked(name: str, *, revision: str, **_: Any) -> Any:
+    def asked(name, *, revision, **_):
         seen.append((name, revision))
         raise OSError("not here")
 
@@ -110,7 +108,7 @@ def test_what_is_loaded_is_the_commit(hub: FakeHub, monkeypatch: pytest.MonkeyPa
     assert seen == [("o/m", B)] * 2
 
 
-def test_a_changed_set_is_another_set(hub: FakeHub) -> None:
+def test_a_changed_set_is_another_set(hub):
     task = get_task("sst2")
     hub.commits = {
         ("dataset", "o/d", None): A,
@@ -127,7 +125,7 @@ def test_a_changed_set_is_another_set(hub: FakeHub) -> None:
     assert sources.source_fingerprint(task, "hub:o/d", "train") != before
 
 
-def test_what_is_not_on_the_hub_is_one_sentence(hub: FakeHub, tmp_path: Path) -> None:
+def test_what_is_not_on_the_hub_is_one_sentence(hub, tmp_path):
     with pytest.raises(UserError, match=r"cannot load model o/m \(no such folder here.*no such model"):
         identity.model_fingerprint("o/m")
     with pytest.raises(UserError, match=r"cannot load --data hub:o/d: no such dataset.*--data FOLDER"):

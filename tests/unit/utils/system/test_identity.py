@@ -2,8 +2,6 @@
 
 import copy
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +21,7 @@ from qdqbench.quantize.utils.system import environment
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Session:
+def session(tmp_path):
     for name in ("model", "data"):
         (tmp_path / name).mkdir()
     (tmp_path / "data" / "train.csv").write_text("sentence,label\na,0\n")
@@ -34,17 +32,17 @@ def session(tmp_path: Path) -> Session:
     return Session(config, tmp_path)
 
 
-def stage_key(session: Session) -> Any:
+def stage_key(session):
     stage = pipeline.Stage("a", lambda _: [], (), lambda _: 1)
     return pipeline._key(session, stage, pipeline._StageManifest())
 
 
-def qat_identity(session: Session) -> Any:
+def qat_identity(session):
     record = CalibrationRecord.model_construct(amax={}, method="max")
     return qat._identity(session, qat.get_settings(session), record, "f")
 
 
-def finetune_identity(session: Session) -> Any:
+def finetune_identity(session):
     request = finetune.FinetuneRequest(
         base=session.model_name,
         task=GLUE["sst2"],
@@ -62,12 +60,12 @@ def finetune_identity(session: Session) -> Any:
     return finetune._identity(request, data, Training())
 
 
-def search_settings(session: Session) -> Any:
+def search_settings(session):
     source = Source.model_construct(mode="latency", gpu="a", backend="b", version="1")
     return study._settings(session, SearchOptions(), source)
 
 
-def sensitivity_settings(session: Session) -> Any:
+def sensitivity_settings(session):
     trials = measure.Measurement(session, 8).trials
     trials.__dict__["drawn"] = type("Split", (), {"fingerprint": "f"})(), None
     trials.path.unlink(missing_ok=True)
@@ -79,9 +77,7 @@ def sensitivity_settings(session: Session) -> Any:
     "identity_of", [stage_key, qat_identity, finetune_identity, search_settings, sensitivity_settings]
 )
 @pytest.mark.parametrize("changed", ["versions", "_code_hash"])
-def test_another_version_is_another_identity(
-    identity_of: Any, changed: str, session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_is_another_identity(identity_of, changed, session, monkeypatch):
     before = copy.deepcopy(identity_of(session))
     assert identity_of(session) == before
     monkeypatch.setattr(environment, changed, lambda: {"torch": "0.1"})

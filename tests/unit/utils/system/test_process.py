@@ -158,7 +158,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_in_a_destructor_it_comes_again() -> None:
+def test_in_a_destructor_it_comes_again():
     done = python(DESTRUCTOR, check=False)
     assert (done.returncode, done.stderr) == (130, "")
 
