@@ -42,8 +42,7 @@ class Comparison(Strict):
     disagreements: int | None
     """Samples with another prediction (class, tags of a sentence, text); null for regression."""
     mcnemar_p: float | None
-    """p-value of the exact McNemar test on the samples that one of the two gets right; null for
-    regression."""
+    """p-value of the exact McNemar test on samples that one of the two gets right; null for regression."""
     within_noise: bool
     """True if `delta` of the primary metric is at most two of its standard errors."""
     mean_abs_logit_diff: float
@@ -76,8 +75,7 @@ class ParityRow(Strict):
     """One quantized tensor with the reference's inputs fed to the ONNX graph (teacher forcing)."""
 
     name: str
-    """Module path of the layer whose input is compared; with the suffix `@N` for call N of weights that
-    are used several times."""
+    """Module path of the layer whose input is compared; `@N` for call N of weights used several times."""
     int8_values: int
     """INT8 values compared."""
     differing: int
@@ -146,8 +144,7 @@ class ChangedPrediction(Strict):
     sample: int
     """Row of the split from 0, or number of the sample if it has several rows."""
     text: str | None
-    """Text in one line of at most 600 characters (the first passage of a query with passages); null if the
-    data were not found."""
+    """Text in one line of at most 600 characters, the first passage of several; null if not found."""
     label: str | None
     """Label in words; null without labels."""
     fp32: str
@@ -233,8 +230,7 @@ class LayerError(Strict):
     isolated: float
     """Relative error if both models get the fake-quant model's input there: the cost of its own INT8."""
     cumulative: float | None
-    """Relative error from the tokens on: the cost of all INT8 so far; null for linear layers and
-    embeddings."""
+    """Relative error from the tokens on, of all INT8 so far; null for linear layers and embeddings."""
 
 
 class LayerErrors(Strict):
@@ -328,8 +324,7 @@ class Gate(Strict):
     max_drop: float
     """Largest loss of the primary metric against FP32 that passes, absolute, without noise."""
     min_speedup: float | None = None
-    """Lowest speed-up over the fastest system without INT8 that passes in every config of the bench; null
-    if not required."""
+    """Lowest speed-up over the fastest system without INT8 that passes in each config; null if none."""
     issues: list[GateIssue] = Field(default_factory=list)
     """Checks that do not simply pass."""
 

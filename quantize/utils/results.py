@@ -239,8 +239,7 @@ class StageResult(Strict):
     `pearson`, `spearman`; entities: `f1`, `precision`, `recall` (seqeval, micro) and `accuracy` by word;
     questions: `f1` and `exact_match` (SQuAD); the suffix `_mm` is MNLI's mismatched split."""
     stderr: dict[str, float] = Field(default_factory=dict)
-    """Standard error of each metric over the samples (sentences, questions, queries), regardless of tokens
-    or windows per sample."""
+    """Standard error of each metric over the samples, regardless of tokens or windows per sample."""
     n: int = 0
     """Number of samples of the first evaluation split, whose metrics have no suffix."""
     vs_fp32: Comparison | None = None
@@ -265,8 +264,7 @@ class LayerRow(Strict):
     outputs: list[str]
     """Datatypes of the outputs."""
     kernel: str | None = None
-    """Implementation of the kernel, as CPU runtimes report it: `brgemm_avx512_i8`, `MatMulIntegerToFloat`;
-    else null."""
+    """Implementation, as CPU runtimes report it, such as `brgemm_avx512_i8`; else null."""
 
 
 class EngineResult(Tabular):
@@ -343,11 +341,9 @@ class BlockCheck(Strict):
     position_limit: float
     """Limit of `position_error`: 0.05 or twice that of quantization itself, the larger."""
     systematic_error: float | None
-    """Part of `error` that one offset and one factor per channel explain (a lost bias, a wrong scale);
-    null if it is not a number."""
+    """Part of `error` that an offset and a factor per channel explain; null if it is not a number."""
     systematic_limit: float
-    """Limit of `systematic_error`: 0.01 or three standard errors of what noise of this size explains, the
-    larger."""
+    """Limit of `systematic_error`: 0.01 or three standard errors of what such noise explains, the larger."""
     nonfinite: int
     """Number of NaN or infinite values."""
     nonfinite_shapes: list[list[int]]
@@ -424,8 +420,7 @@ class PredictionsCheck(Strict):
     mean_limit: float
     """Limit of `mean_abs_logit_diff`, as in the padding check; null with `nonfinite` samples."""
     ks_statistic: float | None
-    """Two-sample Kolmogorov-Smirnov statistic of the logits, one prediction per sample, of the label with
-    the smallest p; null with `nonfinite` samples."""
+    """Two-sample Kolmogorov-Smirnov statistic of the logits of the label with the smallest p; else null."""
     ks_p: float | None
     """p-value of `ks_statistic`; null with it."""
     ks_p_limit: float
@@ -447,13 +442,11 @@ class Verification(Strict):
     seed: int
     """Seed of the sample draw."""
     blocks: list[BlockCheck]
-    """Embeddings, each encoder layer, and pooler with classifier, each given the reference's own input
-    (teacher forcing)."""
+    """Embeddings, encoder layers, and head, each given the reference's own input (teacher forcing)."""
     blocks_not_checked: str | None = None
     """Reason why the graph could not be cut into blocks; null if it was."""
     stitched_int8_gemms: int
-    """INT8 GEMMs of the engine whose blocks were checked; equal to `engine.int8_gemms` if cutting changed
-    nothing."""
+    """INT8 GEMMs of the checked blocks; equal to `engine.int8_gemms` if cutting changed nothing."""
     shapes: list[ShapeCheck]
     """Deployed engine on batches of real samples."""
     padding: PaddingCheck
@@ -558,8 +551,7 @@ class Results(Tabular):
     skipped: dict[str, str] = {}
     """Reason by stage that has no result, such as no device to run on."""
     changed_predictions: ChangedPredictions | None = None
-    """Samples with another prediction than FP32 in the stage nearest to deployment; null if only FP32 was
-    scored."""
+    """Samples with another prediction than FP32 nearest to deployment; null if only FP32 was scored."""
     classes: Classes | None = None
     """Confusion and recall by class; null if predictions are not classes."""
     layer_errors: LayerErrors | None = None

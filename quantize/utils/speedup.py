@@ -19,8 +19,7 @@ class Speedup(Strict):
     value: float
     """`baseline_ms` / `system_ms`; below 1: slower."""
     ci95_low: float | None
-    """Lower end of the 95% confidence interval, by bootstrap over rounds; null with fewer than three
-    rounds."""
+    """Lower end of the 95% confidence interval, by bootstrap over rounds; null with fewer than three."""
     ci95_high: float | None
     """Upper end of the 95% confidence interval; null with fewer than three rounds."""
     system_ms: float
