@@ -204,7 +204,11 @@ def _summary(judged: "Inspection") -> list[tuple[str, str]]:
     lines.append(("attention", f"{text} ({kinds})" if kinds else text))
     if facts.qkv:
         lines.append(("q, k, v", f"merged into one GEMM in {facts.qkv_merged} of {facts.qkv} attentions"))
-    lines.append(("softmax", _softmax_text(judged)))
+    parts = [f"{len(facts.fused)} inside a fused attention"] if facts.fused else []
+    parts += [f"{count} kernels in {name}" for name, count in facts.softmax.items()]
+    computed = ", ".join(dict.fromkeys(judged.graph.softmax_types.values()))
+    softmax = ", ".join(parts) + (f"; the graph computes it in {computed}" if computed else "")
+    lines.append(("softmax", softmax or "none found"))
     norms = ", ".join(f"{len(rows)} in {name}" for name, rows in facts.norms.items())
     lines.append(("LayerNorm", norms or "none found"))
     if asked := len(facts.residuals):
@@ -225,14 +229,6 @@ def _summary(judged: "Inspection") -> list[tuple[str, str]]:
     of_one = ": " if facts.profiles == 1 else "; of one profile: "
     lines.append(("kernels", f"{facts.count.replace(' kernels', '', 1)}{of_one}{counts}"))
     return lines
-
-
-def _softmax_text(judged: "Inspection") -> str:
-    facts = judged.facts
-    parts = [f"{len(facts.fused)} inside a fused attention"] if facts.fused else []
-    parts += [f"{count} kernels in {name}" for name, count in facts.softmax.items()]
-    asked = ", ".join(dict.fromkeys(judged.graph.softmax_types.values()))
-    return ", ".join(parts) + (f"; the graph computes it in {asked}" if asked else "") or "none found"
 
 
 def _kernel_table(judged: "Inspection", every: bool) -> Any:

@@ -1,6 +1,5 @@
 """Schemas of what commands without a results file print with --json."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 from qdqbench.quantize.utils.schema import Strict
@@ -60,8 +59,3 @@ class TritonRepository(Strict):
     """Lengths that it accepts, in tokens."""
     max_batch: int
     """Largest batch, in rows."""
-
-
-def sizes(folder: Path) -> dict[str, int]:
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): path.stat().st_size for path in found}

@@ -47,7 +47,7 @@ def deploy(
     json: Json = False,
 ) -> None:
     """Write what a finished run hands over: engine, graph, tokenizer, and scripts that need no qdqbench."""
-    from qdqbench.cli.schemas import HandedOver, sizes
+    from qdqbench.cli.schemas import HandedOver
     from qdqbench.eval.runs.report.report import begin_in
     from qdqbench.eval.runs.report.report import deploy as write
 
@@ -56,7 +56,9 @@ def deploy(
         made = write(run, out)
     begin = str(begin_in(made, made))
     if json:
-        show_json(HandedOver(folder=str(made), files=sizes(made), entry_point=begin))
+        paths = (path for path in sorted(made.rglob("*")) if path.is_file())
+        sizes = {str(path.relative_to(made)): path.stat().st_size for path in paths}
+        show_json(HandedOver(folder=str(made), files=sizes, entry_point=begin))
         return
     say(f"deploy: {plain(begin)}")
 

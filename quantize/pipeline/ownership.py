@@ -55,8 +55,8 @@ class RunIdentity(Strict):
     task: str | None = None
 
     def same(self, other: "RunIdentity") -> bool:
-        one, two = ((each.kind, each.recipe, each.task) for each in (self, other))
-        return one == two and self._same_model(other)
+        same = (self.kind, self.recipe, self.task) == (other.kind, other.recipe, other.task)
+        return same and self._same_model(other)
 
     def _same_model(self, other: "RunIdentity") -> bool:
         same_files = self.model_sha256 is not None and self.model_sha256 == other.model_sha256

@@ -200,8 +200,18 @@ def adapt_recipe(
     if not changes:
         return recipe
     data = recipe.model_dump(mode="json")
-    for path, value in changes.items():
-        _set_field(data, path, value)
+    for path, value in changes.items():  # validation names a key that does not exist
+        *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        section: Any = data
+        try:
+            for part in parents:
+                if isinstance(section, dict) and section.get(part) is None:
+                    section[part] = {}
+                section = section[part]
+            section[last] = value
+        except (TypeError, IndexError) as error:
+            told = "a recipe has no such path; `qdqbench recipes show RECIPE --resolved` prints all"
+            raise UserError(f"--set {path}: {told}") from error
     if max_length is not None:
         kept = data["engine"]["shapes"]
         longest = max((each.length[2] for each in recipe.engine.profiles), default=max_length)
@@ -211,20 +221,6 @@ def adapt_recipe(
             ]
     told = ", ".join(f"{path}={value}" for path, value in changes.items())
     return validate_recipe(data, f"recipe {recipe.name} with {told}")
-
-
-def _set_field(data: Any, path: str, value: Any) -> None:
-    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-    try:
-        for part in parents:
-            if isinstance(data, dict) and data.get(part) is None:
-                data[part] = {}
-            data = data[part]
-        data[last] = value
-    except (TypeError, IndexError) as error:
-        raise UserError(
-            f"--set {path}: a recipe has no such path; `qdqbench recipes show RECIPE --resolved` prints all"
-        ) from error
 
 
 _parsed = functools.cache(parse_recipe)  # of shipped recipes, which commands read again and again
