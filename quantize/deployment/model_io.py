@@ -68,7 +68,7 @@ def read_model_io(session: Session) -> ModelIO:
     return ModelIO(
         answer=answer,
         texts=texts[: 1 if kind.texts_apart else len(task.text_columns)],
-        words=bool(kind.tokenizing.get("is_split_into_words")),
+        words=kind.split_words,
         windows=kind.windows,
         truncation="only_second" if kind.windows else "longest_first",
         labels=_labels(session),

@@ -88,7 +88,7 @@ def require_teachable(recipe: Recipe, task: Task) -> None:
     Raises:
         UserError: QAT with labels, of a task whose kind has no loss on them.
     """
-    if recipe.qat and recipe.qat.distill.labels and task.kind.loss is None:
+    if recipe.qat and recipe.qat.distill.labels and task.kind.embeds:
         raise UserError(
             f"qat.distill.labels is {recipe.qat.distill.labels:g}, but embeddings learn from those of FP32 "
             "alone; set it to 0"

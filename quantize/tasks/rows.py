@@ -9,8 +9,9 @@ import numpy as np
 
 from qdqbench.quantize.tasks.sources import Split, read_split
 from qdqbench.quantize.tasks.task import GLUE, Task, find_nearest, with_classes
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, NUMBERS
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch, RowLayout, Units, pad
+from qdqbench.quantize.tasks.types.kind import NUMBERS
 from qdqbench.quantize.tasks.types.tokens import class_names
 from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.errors import UserError
@@ -178,22 +179,17 @@ def add_tag_classes(task: Task, source: str) -> Task:
     return with_classes(task, names)
 
 
-def list_samples(dataset: "datasets.Dataset", task: Task) -> Int64:
-    """Return the sample of each row of a data set, [rows]."""
-    return np.arange(len(dataset)) if task.kind.groups is None else task.kind.groups(dataset, task)
-
-
 def complete_samples(dataset: "datasets.Dataset", task: Task, rows: int) -> int:
     """Return the rows of all samples that the first rows belong to; rows of a sample stand together."""
-    samples = list_samples(dataset, task)
+    samples = task.kind.groups(dataset, task)
     return rows if rows >= len(samples) else int(np.searchsorted(samples, samples[rows - 1], side="right"))
 
 
 def _ordered(dataset: "datasets.Dataset", task: Task, seed: int | None) -> "datasets.Dataset":
     """Return the samples as they come, or shuffled, with the rows of each together."""
-    if seed is None and task.kind.groups is None:
+    samples = task.kind.groups(dataset, task)
+    if seed is None and (np.diff(samples) >= 0).all():
         return dataset
-    samples = list_samples(dataset, task)
     count = int(samples.max()) + 1
     order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
     return dataset.select(np.argsort(np.argsort(order)[samples], kind="stable"))
@@ -306,7 +302,7 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
     special = tokenizer.num_special_tokens_to_add(pair=len(task.text_columns) == 2 and apart == 1)
     if max_length <= special:  # the tokenizer would then not truncate at all
         raise UserError(f"max_length {max_length} holds the {special} special tokens only; give more")
-    options = {"truncation": True, **task.kind.tokenizing}
+    options: dict[str, Any] = {"truncation": True, "is_split_into_words": task.kind.split_words}
     if task.kind.windows:
         options |= {
             "truncation": "only_second",
@@ -353,16 +349,16 @@ def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded
     kind, rows, units = task.kind, [], list[Units]()
     for row in iter_encoded(split, task, tokenizer, max_length):
         rows.append(row._replace(coded=None))  # large
-        if kind.units is not None:
+        if kind.over_tokens:
             units.append(kind.units(row.coded))
-    samples = list_samples(split.dataset, task)[[row.sample for row in rows]]
+    samples = kind.groups(split.dataset, task)[[row.sample for row in rows]]
     targets = kind.targets(split.dataset, task, RowLayout(samples, units))
     return Encoded(
         input_ids=[row.input_ids for row in rows],
         token_type_ids=[row.token_type_ids for row in rows],
         labels=targets.labels,
         truncated=sum(row.truncated for row in rows),
-        positions=None if kind.units is None else [each.positions for each in units],
+        positions=[each.positions for each in units] if kind.over_tokens else None,
         samples=samples,
         scored=targets.gold,
         warnings=targets.warnings,

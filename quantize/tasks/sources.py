@@ -1,4 +1,4 @@
-"""Where a split comes from: the hub, or files in a folder."""
+"""Splits as they come: from the hub, or from files in a folder."""
 
 import atexit
 import codecs
@@ -26,15 +26,9 @@ from qdqbench.quantize.utils.system.quiet import quiet
 if TYPE_CHECKING:
     import datasets
 
-    from qdqbench.quantize.tasks.task import Task
-
 
 def read_lines(paths: Sequence[Path]) -> list[str]:
-    """Read UTF-8 text files, one text a line; empty lines are texts too.
-
-    Raises:
-        UserError: one is not UTF-8.
-    """
+    """Read UTF-8 text files, one text a line; empty lines are texts too."""
     lines = []
     for path in paths:
         try:
@@ -50,7 +44,7 @@ def read_lines(paths: Sequence[Path]) -> list[str]:
 def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str], list[str]]:
     """Return each text with a word once, in the order of first places, and notes on omissions.
 
-    The same text twice would be its own nearest neighbor, and could calibrate what it judges.
+    A text that is there twice would be its own nearest neighbor, and could calibrate what it judges.
     """
     first: dict[str, str] = {}
     blank = 0
@@ -68,18 +62,10 @@ def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str]
 
 
 def draw_half(texts: Sequence[str], names: tuple[str, str], name: str, source: str) -> list[str]:
-    """Draw one of the halves of a single file: a seeded draw of its texts, in their order.
-
-    The draw is of the file alone, so both halves are the same in every run.
+    """Draw half `name` of the texts of a single file, in their order; the same in every run.
 
     Args:
-        texts: of the file.
         names: of the half to calibrate with, and of the one to judge on.
-        name: one of them.
-        source: the file, for errors.
-
-    Raises:
-        UserError: it is none of them.
     """
     if name not in names:
         raise UserError(
@@ -92,12 +78,10 @@ def draw_half(texts: Sequence[str], names: tuple[str, str], name: str, source: s
 
 
 def make_dataset(texts: list[str], column: str) -> "datasets.Dataset":
-    """Return the texts as the only column of a dataset."""
     import datasets
 
-    return datasets.Dataset.from_dict(
-        {column: texts}, features=datasets.Features({column: datasets.Value("string")})
-    )
+    features = datasets.Features({column: datasets.Value("string")})
+    return datasets.Dataset.from_dict({column: texts}, features=features)
 
 
 FORMATS = {
@@ -115,14 +99,8 @@ CHUNK = 1 << 20
 JUDGED = 0.2  # share of a single file that is evaluated on
 
 
-def read_table(
-    task: "Task", paths: list[Path], kind: str, cache: str
-) -> "tuple[datasets.Dataset, list[str], list[str]]":
-    """Read rows of files of one kind, notes on their form, and what in it may be wrong.
-
-    Args:
-        kind: of `FORMATS`, but text.
-        cache: folder for Arrow copies.
+def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Dataset, list[str], list[str]]":
+    """Read rows of files of one kind of `FORMATS` but text, notes on their form, and warnings.
 
     Raises:
         UserError: they cannot be read in that form.
@@ -148,7 +126,7 @@ def read_table(
                 kind,
                 data_files={"data": [glob.escape(str(path.resolve())) for path in paths]},
                 split="data",
-                cache_dir=cache,
+                cache_dir=_cache_folder(),
                 **options,
             )
     except Exception as error:  # the readers raise ArrowInvalid, DatasetGenerationError, even StopIteration
@@ -171,7 +149,7 @@ def find_root_cause(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(": ")
 
 
-def _form(task: "Task", path: Path) -> tuple[str, str]:
+def _form(task: Task, path: Path) -> tuple[str, str]:
     """Return the encoding of a file, and the separator under which its header has the task's columns."""
     encoding = _encoding(path)
     with path.open("rb") as stream:
@@ -184,7 +162,7 @@ def _form(task: "Task", path: Path) -> tuple[str, str]:
 
 
 def _encoding(path: Path) -> str:
-    """Return the encoding: UTF-8 where all is, UTF-16 by its first bytes, else that of Windows."""
+    """Return UTF-16 by its first bytes, UTF-8 where all of the file is, else the encoding of Windows."""
     with path.open("rb") as stream:
         start = stream.read(4)
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -201,11 +179,7 @@ def _encoding(path: Path) -> str:
 
 
 def draw_part(samples: Any, *, judged: bool) -> Any:
-    """Draw the rows of a single file for training or for evaluation, ascending; always the same.
-
-    Args:
-        samples: the sample of each row, int64 [rows].
-    """
+    """Draw the rows of a single file for training or evaluation, ascending, by the sample of each row."""
     count = int(samples.max()) + 1 if len(samples) else 0
     order = np.random.default_rng(0).permutation(count)
     chosen = np.zeros(count, dtype=bool)
@@ -233,22 +207,18 @@ class Split:
 
 
 def read_split(task: Task, source: str, split: str) -> Split:
-    """Read a whole split as it is; `tasks.rows.load_split` checks it and documents `source`.
-
-    Raises:
-        UserError: nothing found, or unreadable.
-    """
+    """Read a whole split as it is; `tasks.rows.load_split` checks it and documents `source`."""
     if is_hub_source(source):
-        loaded = _load_hub(task, source, split)
+        loaded, single = _load_hub(task, source, split), False
     else:
-        loaded = _load_files(task, *_find_files(task, Path(source), split))
+        loaded, single = _load_files(task, Path(source), split), Path(source).is_file()
     if task.kind.labelled:
-        return _part(loaded, task, split) if not is_hub_source(source) and Path(source).is_file() else loaded
+        return _part(loaded, task, split) if single else loaded
     column, dataset = task.text_columns[0], loaded.dataset
     if column not in dataset.column_names or "string" not in str(dataset.data.column(column).type):
         return loaded  # the caller says what is wrong
     texts, left_out = drop_duplicates(dataset.data.column(column).to_pylist(), loaded.source)
-    if Path(source).is_file():
+    if single:
         texts = draw_half(texts, (task.train_split, task.eval_splits[0]), split, source)
     return replace(
         loaded, dataset=make_dataset(texts, column), rows=len(texts), warnings=(*loaded.warnings, *left_out)
@@ -257,9 +227,8 @@ def read_split(task: Task, source: str, split: str) -> Split:
 
 def _part(whole: Split, task: Task, split: str) -> Split:
     """Return the split's part of a single file that holds all samples."""
-    columns = whole.dataset.column_names
-    grouped = task.kind.groups is not None and {*task.text_columns, task.label_column} <= {*columns}
-    samples = task.kind.groups(whole.dataset, task) if grouped else np.arange(whole.rows)  # type: ignore[misc]
+    complete = {*task.text_columns, task.label_column} <= {*whole.dataset.column_names}
+    samples = task.kind.groups(whole.dataset, task) if complete else np.arange(whole.rows)
     rows = draw_part(samples, judged=split != task.train_split)
     if not len(rows):
         raise UserError(
@@ -281,11 +250,7 @@ def _cache_folder() -> str:
 
 
 def has_only_texts(task: Task, source: str, split: str) -> bool:
-    """Return whether a split is a text file, in which there are no labels.
-
-    Raises:
-        UserError: nothing found.
-    """
+    """Return whether a split is a text file, in which there are no labels."""
     return not is_hub_source(source) and _find_files(task, Path(source), split)[0][0].suffix == ".txt"
 
 
@@ -295,11 +260,7 @@ def is_hub_source(source: str) -> bool:
 
 
 def _hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
-    """Return the repository, config or "", and revision of a hub source.
-
-    Raises:
-        UserError: it names none.
-    """
+    """Return the repository, config or "", and revision of a hub source."""
     named, _, revision = source.partition("@")
     repository, _, config = named.removeprefix("hub").removeprefix(":").partition(":")
     if named == "hub":
@@ -318,11 +279,7 @@ def _hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
 
 
 def source_commit(task: Task, source: str) -> str | None:
-    """Return the commit of a hub source; None for a folder.
-
-    Raises:
-        UserError: it names no set, or the commit cannot be found out.
-    """
+    """Return the commit of a hub source; None for a folder."""
     if not is_hub_source(source):
         return None
     repository, _, revision = _hub_set(task, source)
@@ -348,21 +305,20 @@ def _load_hub(task: Task, source: str, split: str) -> Split:
             f"cannot load split {split!r} of {name} from the hub ({find_root_cause(error)}); check the name "
             "and the connection, or give --data FOLDER with the files"
         ) from error
-    fingerprint = f"{dataset._fingerprint} {commit}"
-    return Split(dataset, f"hub {name}, split {split}", fingerprint, len(dataset))
+    return Split(dataset, f"hub {name}, split {split}", f"{dataset._fingerprint} {commit}", len(dataset))
 
 
-def _load_files(task: Task, paths: list[Path], warnings: list[str]) -> Split:
-    notes = list[str]()
-    names, kind = ", ".join(str(path) for path in paths), FORMATS[paths[0].suffix]
+def _load_files(task: Task, folder: Path, split: str) -> Split:
+    paths, warnings = _find_files(task, folder, split)
+    kind, notes, doubts = FORMATS[paths[0].suffix], list[str](), list[str]()
     if kind == "text":
         dataset = make_dataset(read_lines(paths), task.text_columns[0])
     else:
-        dataset, notes, doubts = read_table(task, paths, kind, _cache_folder())
-        warnings = [*warnings, *doubts]
+        dataset, notes, doubts = read_table(task, paths, kind)
     digests = [files.sha256(path) for path in paths]
     whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-    return Split(dataset, names, whole, len(dataset), tuple(notes), tuple(warnings))
+    names = ", ".join(map(str, paths))
+    return Split(dataset, names, whole, len(dataset), tuple(notes), (*warnings, *doubts))
 
 
 def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[str]]:
@@ -398,16 +354,14 @@ def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[
                     warnings.append(f"{choices[0][0]} was read, {others} not")
                 return choices[0], warnings
     looked = ", ".join(f"{place}{os.sep}{stem}" for place in (folder / task.name, folder) for stem in stems)
-    there = [f"{place} holds {', '.join(_listing(place)) or 'nothing'}" for place in places]
+    there = []
+    for place in places:
+        names = sorted(path.name + os.sep * path.is_dir() for path in place.iterdir())
+        there.append(f"{place} holds {', '.join(names[:12] + ['...'] * (len(names) > 12)) or 'nothing'}")
     raise UserError(
         f"no file for split {split!r} of task {task.name!r}: looked for {looked} with {', '.join(FORMATS)} "
         f"and for their shards (-00000-of-00001); {'; '.join(there)}; give --data the folder that holds it"
     )
-
-
-def _listing(place: Path) -> list[str]:
-    names = sorted(path.name + os.sep * path.is_dir() for path in place.iterdir())
-    return [*names[:12], *(["..."] if len(names) > 12 else [])]
 
 
 def _shards(place: Path, stem: str, suffix: str) -> list[Path]:
@@ -425,11 +379,7 @@ def _shards(place: Path, stem: str, suffix: str) -> list[Path]:
 
 
 def source_fingerprint(task: Task, source: str, split: str) -> str:
-    """Return the fingerprint of a split's data: SHA-256 of its files; name and commit for the hub.
-
-    Raises:
-        UserError: nothing found.
-    """
+    """Return SHA-256 of the files of a split; name and commit for the hub."""
     if is_hub_source(source):
         return f"{source} {split} {source_commit(task, source)}"
     paths, _ = _find_files(task, Path(source), split)

@@ -5,31 +5,17 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
-from qdqbench.quantize.tasks.types.kind import TaskKind
+from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind
 from qdqbench.quantize.tasks.types.questions import QUESTIONS
 from qdqbench.quantize.tasks.types.regression import REGRESSION
 from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.tasks.types.tokens import TOKENS
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.schema import Frozen
 
 SECOND = "_mm"  # ends the name of a metric on the second evaluation split: MNLI's mismatched one
 
 
-class Task(Frozen):
-    """What a task's data looks like and how it is scored."""
-
-    name: str
-    text_columns: tuple[str, ...]  # one sentence or a pair
-    label_column: str = "label"
-    num_labels: int  # 1: regression
-    metrics: tuple[str, ...]  # the first is the primary one
-    train_split: str = "train"
-    eval_splits: tuple[str, ...] = ("validation",)  # MNLI has two, scored apart
-    type: str | None = None  # name of its kind; None: classification or regression, by the number of labels
-    classes: tuple[str, ...] = ()  # names of the model's classes, by their number, where the kind needs them
-    values: tuple[str, ...] = ()  # labels of the data by class number; empty where they are the numbers
-
+class Task(TaskFields):
     @property
     def kind(self) -> TaskKind:
         """Return the meaning of labels and answers."""
@@ -259,7 +245,7 @@ def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None)
     Raises:
         UserError: the head is for another kind of task or another number of classes.
     """
-    if task.kind.units is not None or task.kind.embeds:  # held to the kind when it was loaded
+    if task.kind.over_tokens or task.kind.embeds:  # held to the kind when it was loaded
         return
     head = task_kind(model_labels, problem_type)
     outputs = f"{problem_type or head.name} with {model_labels} output{'s' * (model_labels != 1)}"

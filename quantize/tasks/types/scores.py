@@ -1,7 +1,8 @@
-"""Metrics of a table with the numbers of each sample, on the samples as they are and on resampled ones."""
+"""Metrics of a table with the numbers of each sample, as they are and resampled."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -24,6 +25,13 @@ def of_sums(value: Callable[[Floats], Floats]) -> Metric:
     return Metric(
         value=lambda table: float(value(table.sum(axis=0, dtype=np.float64)[None])[0]),
         weighted=lambda weights, table: value(weights @ table),
+    )
+
+
+def mean_of_column(column: int) -> Metric:
+    return Metric(
+        value=lambda table: float(table[:, column].mean()),
+        weighted=lambda weights, table: np.asarray(weights @ table[:, column] / weights.sum(axis=1)),
     )
 
 
@@ -80,27 +88,20 @@ def _weighted_matthews(weights: Floats, table: Array) -> Floats:
     return ratio(covariance, np.sqrt(np.maximum(spread, 0)))
 
 
-def _pearson(table: Array) -> float:
-    from scipy import stats
-
-    return _correlation(table, lambda x, y: stats.pearsonr(x, y).statistic)
-
-
-def _spearman(table: Array) -> float:
-    from scipy import stats
-
-    return _correlation(table, lambda x, y: stats.spearmanr(x, y).statistic)
-
-
-def _correlation(table: Array, value: Callable[[Array, Array], float]) -> float:
-    """Divide covariances by deviations; 0 for constant predictions.
+def _correlation(table: Array, *, ranks: bool) -> float:
+    """Return Pearson's correlation, or Spearman's; 0 for constant predictions.
 
     Raises:
         UserError: constant labels.
     """
+    from scipy import stats
+
     if np.ptp(table[:, 0]) == 0:
         raise UserError(f"all {len(table)} labels are equal, so correlation is undefined; use more samples")
-    return 0.0 if np.ptp(table[:, 1]) == 0 else float(value(table[:, 0], table[:, 1]))
+    if np.ptp(table[:, 1]) == 0:
+        return 0.0
+    correlate = stats.spearmanr if ranks else stats.pearsonr
+    return float(correlate(table[:, 0], table[:, 1]).statistic)
 
 
 def _weighted_pearson(weights: Floats, table: Array) -> Floats:
@@ -108,9 +109,8 @@ def _weighted_pearson(weights: Floats, table: Array) -> Floats:
 
 
 def _weighted_spearman(weights: Floats, table: Array) -> Floats:
-    return _pearson_rows(
-        weights, _weighted_ranks(weights, table[:, 0]), _weighted_ranks(weights, table[:, 1])
-    )
+    labels, predicted = (_weighted_ranks(weights, column) for column in table.T)
+    return _pearson_rows(weights, labels, predicted)
 
 
 def _pearson_rows(weights: Floats, x: Floats, y: Floats) -> Floats:
@@ -144,6 +144,6 @@ CLASSES = {
     "matthews": Metric(_matthews, _weighted_matthews),
 }
 CORRELATIONS = {
-    "pearson": Metric(_pearson, _weighted_pearson),
-    "spearman": Metric(_spearman, _weighted_spearman),
+    "pearson": Metric(partial(_correlation, ranks=False), _weighted_pearson),
+    "spearman": Metric(partial(_correlation, ranks=True), _weighted_spearman),
 }
