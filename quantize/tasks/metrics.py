@@ -20,11 +20,7 @@ def select_reference(task: Task, gold: Gold, reference: Floats) -> Gold:
 
 
 def predict(task: Task, answers: Floats, gold: Gold) -> Array:
-    """Return the prediction for each sample, [samples]: a class, or the score of a regression.
-
-    Args:
-        answers: [answers, width].
-        gold: what the kind scores against; of classification and regression the labels [n].
+    """Return the prediction for each sample, [samples], from answers [answers, width].
 
     Raises:
         CheckFailed: wrong shape, NaN or infinite answers.
@@ -48,12 +44,8 @@ def predict(task: Task, answers: Floats, gold: Gold) -> Array:
 def compute(task: Task, answers: Floats, gold: Gold) -> dict[str, float]:
     """Score one split; the primary metric comes first.
 
-    Args:
-        answers: float32 [answers, width].
-        gold: as `predict` takes it.
-
     Raises:
-        CheckFailed: wrong shape, NaN or infinite answers.
+        CheckFailed: as `predict`.
         UserError: a correlation with labels that are all equal.
     """
     table = task.kind.table(predict(task, answers, gold), gold)
@@ -66,9 +58,7 @@ def stderr(
     """Return the standard error of each metric of `compute` over samples.
 
     Where the metric has no closed form: bootstrap (Efron and Tibshirani 1993, chapter 6), the standard
-    deviation of the metric over `resamples` draws of n samples with replacement.
-
-    Args and errors as in `compute`; `seed` seeds the draws.
+    deviation of the metric over `resamples` draws of n samples with replacement. Errors as `compute`.
     """
     predicted = predict(task, answers, gold)
     table, found = task.kind.table(predicted, gold), {}
@@ -91,7 +81,6 @@ def bootstrap(
     `python -m timeit -s "import numpy, sklearn.metrics as m; y = numpy.arange(1500) % 2" "m.f1_score(y, y)"`
 
     Args:
-        gold: as `predict` takes it.
         systems: Predictions of each system, [samples] each, as `predict` returns them.
 
     Returns:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,12 +29,6 @@ def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Ta
     Texts are matched with the names of the model's classes, whatever their case; where these are others, they
     are numbered in sorted order. Whole numbers from 1 to the number of classes are numbered from 0. They are
     read from the train split and every evaluation split, so that all are numbered alike.
-
-    Args:
-        classes: names of the model's classes by their number; empty where it has none yet.
-
-    Raises:
-        UserError: as `read_split`, or more or fewer texts than classes.
     """
     if task.kind is not CLASSIFICATION or task.name in GLUE:
         return task
@@ -51,16 +45,18 @@ def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Ta
         labels |= {str(value) for value in column.unique().to_pylist() if value is not None}
     if not labels:
         return task
-    values = _order_by_name(labels, classes) if texts else _number_from_one(labels, task.num_labels)
-    if texts and not 2 <= len(values) <= MOST_VALUES:
+    if not texts:  # numbered from 1 instead of 0, or as they are
+        whole, count = {int(value) for value in labels}, task.num_labels
+        from_one = min(whole) >= 1 and max(whole) == count
+        numbers = tuple(str(number) for number in range(1, count + 1)) if from_one else ()
+        return task.model_copy(update={"values": numbers})
+    values = _order_by_name(labels, classes)
+    found = f"the labels (column {task.label_column!r}) of {source} are {len(values)} different texts"
+    if not 2 <= len(values) <= MOST_VALUES:
+        raise UserError(f"{found}, not classes; name the right --label-column")
+    if len(values) != task.num_labels:
         raise UserError(
-            f"the labels (column {task.label_column!r}) of {source} are {len(values)} different texts, not "
-            "classes; name the right --label-column"
-        )
-    if texts and len(values) != task.num_labels:
-        raise UserError(
-            f"the labels (column {task.label_column!r}) of {source} are {len(values)} different texts "
-            f"({name_list(values)}), but --num-labels is {task.num_labels}; correct one of them"
+            f"{found} ({name_list(values)}), but --num-labels is {task.num_labels}; correct one of them"
         )
     return task.model_copy(update={"values": values})
 
@@ -74,25 +70,14 @@ def _order_by_name(labels: set[str], classes: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(labels))
 
 
-def _number_from_one(labels: set[str], count: int) -> tuple[str, ...]:
-    """Return numbers by class number where they go from 1 to the number of classes; else none."""
-    whole = {int(value) for value in labels}
-    ours = whole and min(whole) >= 1 and max(whole) == count
-    return tuple(str(number) for number in range(1, count + 1)) if ours else ()
-
-
-def number_labels(split: Split, task: Task) -> tuple["datasets.Dataset", str]:
-    """Return a split with the class numbers of its labels, and a note of the numbers.
-
-    Raises:
-        UserError: a label that `add_label_values` did not see.
-    """
-    dataset, column = split.dataset, task.label_column
+def _number_labels(dataset: "datasets.Dataset", task: Task, source: str) -> tuple["datasets.Dataset", str]:
+    """Return rows with the class numbers of their labels, and a note of the numbers."""
+    column = task.label_column
     values = [None if each is None else str(each) for each in dataset.data.column(column).to_pylist()]
     numbers = {value: number for number, value in enumerate(task.values)}
     if unknown := sorted({value for value in values if value is not None} - {*numbers}):
         raise UserError(
-            f"the labels (column {column!r}) of {split.source} hold {name_list(unknown)}, which is none of "
+            f"the labels (column {column!r}) of {source} hold {name_list(unknown)}, which is none of "
             f"{name_list(task.values)}; start anew where the data changed"
         )
     given = [None if value is None else numbers[value] for value in values]
@@ -119,16 +104,14 @@ def load_split(  # noqa: PLR0913
     """Load and check one split.
 
     Args:
-        task: Names the columns, and the config on the hub.
         source: `hub` (nyu-mll/glue) or `hub:OWNER/NAME[:CONFIG]`, each with `@REVISION` where a certain
             commit, branch or tag is meant, or a folder with `TASK/SPLIT.EXT` or `SPLIT.EXT` (EXT: parquet,
             csv, json, jsonl; also shards `SPLIT-00000-of-00002.EXT`). For the train split a partial
             `SPLIT_subset.EXT` is taken when nothing else is there, and noted.
-        split: Name of the split.
         limit: Keep this many rows: the first ones, or a draw without replacement when `seed` is given
             (a smaller draw is the start of a larger one). Of samples of several rows the last is kept whole.
         seed: Shuffle the samples.
-        labelled: Whether labels are needed; else the split has the texts alone.
+        labelled: Whether labels are read and checked.
 
     Raises:
         UserError: nothing found, unreadable, wrong columns, or texts or labels that do not fit the task.
@@ -140,7 +123,7 @@ def load_split(  # noqa: PLR0913
     columns = _check_columns(loaded, task, labelled)
     dataset, messages = loaded.dataset.select_columns(columns), list[str]()
     if labelled and task.values:
-        dataset, note = number_labels(replace(loaded, dataset=dataset), task)
+        dataset, note = _number_labels(dataset, task, loaded.source)
         messages.append(note)
     _check_texts(dataset, task, loaded.source)
     if labelled:
@@ -157,25 +140,15 @@ def load_split(  # noqa: PLR0913
 
 
 def add_tag_classes(task: Task, source: str) -> Task:
-    """Return a task with the classes that the tags of its train split name.
-
-    Raises:
-        UserError: as `load_split`, or they are numbers without names.
-    """
+    """Return a task with the classes that the tags of its train split name."""
     loaded = read_split(task, source, task.train_split)
     _check_columns(loaded, task, labelled=True)
+    labels = f"the labels (column {task.label_column!r}) of {loaded.source}"
     kind = str(loaded.dataset.data.column(task.label_column).type)
     if not re.fullmatch(task.kind.label_type, kind):
-        raise UserError(
-            f"the labels (column {task.label_column!r}) of {loaded.source} are {kind}, not "
-            f"{task.kind.label_values}; name the right --label-column"
-        )
-    names = class_names(loaded.dataset, task.label_column)
-    if not names:
-        raise UserError(
-            f"the labels (column {task.label_column!r}) of {loaded.source} are numbers without names; write "
-            "the tags as texts, such as B-PER"
-        )
+        raise UserError(f"{labels} are {kind}, not {task.kind.label_values}; name the right --label-column")
+    if not (names := class_names(loaded.dataset, task.label_column)):
+        raise UserError(f"{labels} are numbers without names; write the tags as texts, such as B-PER")
     return with_classes(task, names)
 
 
@@ -199,14 +172,11 @@ def _check_columns(split: Split, task: Task, labelled: bool) -> list[str]:
     wanted = [*task.text_columns, *([task.label_column] if labelled else [])]
     there = split.dataset.column_names
     if missing := [name for name in wanted if name not in there]:
-        hint = (
-            ", ".join(f"{name} (nearest: {find_nearest(name, there)})" for name in missing)
-            if there
-            else "any"
-        )
+        hints = [f"{name} (nearest: {find_nearest(name, there)})" for name in missing if there]
         raise UserError(
-            f"{split.source} has no column {hint}; its columns are {', '.join(there)}; name yours with "
-            "--text-column and --label-column, or give the data of this --task"
+            f"{split.source} has no column {', '.join(hints) or 'any'}; its columns are "
+            f"{', '.join(there)}; name yours with --text-column and --label-column, or give the data of this "
+            "--task"
         )
     if not split.rows:
         raise UserError(f"{split.source} has no rows; give a split with samples")
@@ -214,7 +184,6 @@ def _check_columns(split: Split, task: Task, labelled: bool) -> list[str]:
 
 
 def _check_texts(dataset: "datasets.Dataset", task: Task, source: str) -> None:
-    """Check the type of every text, and that there is one."""
     for name in task.text_columns:
         column = dataset.data.column(name)
         if not re.fullmatch(task.kind.text_type, str(column.type)):
@@ -231,7 +200,6 @@ def _check_texts(dataset: "datasets.Dataset", task: Task, source: str) -> None:
 
 
 def _check_labels(dataset: "datasets.Dataset", task: Task, source: str) -> None:
-    """Check the type and the range of every label."""
     column = dataset.data.column(task.label_column)
     if column.null_count:
         problem = f"are missing in {column.null_count} of {len(column)} rows; give a labelled split"
@@ -249,11 +217,7 @@ def _check_labels(dataset: "datasets.Dataset", task: Task, source: str) -> None:
 
 
 def require_order(split: Split, task: Task, classes: Sequence[str]) -> None:
-    """Hold the names that a data set gives its classes to those of a model, by their numbers.
-
-    Raises:
-        UserError: the same names in another order, so that right answers would count as wrong.
-    """
+    """Refuse class names in another order than the model's: right answers would count as wrong."""
     there = getattr(split.dataset.features[task.label_column], "names", ())
     named, known = ([str(name).lower() for name in names] for names in (there, classes))
     if named != known and sorted(named) == sorted(known):
@@ -289,7 +253,6 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
     """Tokenize a split in chunks, so that memory does not grow with the samples.
 
     Args:
-        split: From `load_split`, with the same task.
         tokenizer: A fast tokenizer of transformers.
         max_length: Most tokens of a sample, special tokens included; the longer text of a pair is cut first.
 
@@ -304,11 +267,8 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
         raise UserError(f"max_length {max_length} holds the {special} special tokens only; give more")
     options: dict[str, Any] = {"truncation": True, "is_split_into_words": task.kind.split_words}
     if task.kind.windows:
-        options |= {
-            "truncation": "only_second",
-            "return_overflowing_tokens": True,
-            "stride": max_length // OVERLAP,
-        }
+        stride = max_length // OVERLAP
+        options |= {"truncation": "only_second", "return_overflowing_tokens": True, "stride": stride}
     count = 0
     for start in range(0, len(split.dataset), TOKENIZER_ROWS):
         rows = split.dataset[start : start + TOKENIZER_ROWS]
@@ -345,7 +305,7 @@ def _require_room(questions: list[str], task: Task, tokenizer: Any, room: int) -
 
 
 def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded:
-    """Tokenize a whole split, with its labels; arguments and errors as in `iter_encoded`."""
+    """Tokenize a whole split, with its labels; arguments as in `iter_encoded`."""
     kind, rows, units = task.kind, [], list[Units]()
     for row in iter_encoded(split, task, tokenizer, max_length):
         rows.append(row._replace(coded=None))  # large
@@ -396,7 +356,6 @@ def sorted_rows(
     """Return the length that each batch is to be padded to, and its rows; the longest first.
 
     Args:
-        lengths: tokens of each row, int64 [rows].
         edges: of length buckets, rising, the last no shorter than any row: the rows of a bucket are shared
             out evenly, so that its batches differ by one row at most. None: each batch to its longest row.
     """
@@ -419,9 +378,6 @@ def equal_length_batches(
     A quantizer sees all positions whatever the attention mask says. Samples wait in one bucket per length; a
     full bucket is a batch, the rest follows at the end, shortest first. So at most `batch_size - 1` samples
     per length are held, however many there are.
-
-    Yields:
-        As `sorted_batches`.
     """
     buckets: dict[int, list[tuple[int, Int64, Int64]]] = {}
     for sample in samples:
@@ -437,7 +393,7 @@ def equal_length_batches(
 
 @dataclass(frozen=True)
 class CalibrationBatches:
-    """Batches of equal length over a split, made anew on each pass, so that memory holds few samples."""
+    """Batches of equal length over a split, tokenized on each pass, so that memory holds few samples."""
 
     split: Split
     task: Task
