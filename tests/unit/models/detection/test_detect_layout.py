@@ -199,8 +199,11 @@ class TestAnotherAttention:
             detect_layout(create_untrained("tiny", config))
 
     def test_other_logits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
         from qdqbench.quantize.models import attention
 
+        torch.manual_seed(0)  # of some random weights padding changes next to nothing
         monkeypatch.setattr(attention, "MASK_FILL", 0.0)
         with pytest.raises(UserError, match="gives other logits with the attention and the mask"):
             recognised("ernie")
