@@ -1,4 +1,4 @@
-"""Encoder families as data: what a family calls its modules, and the few ways in which its models differ."""
+"""Encoder families as data: names of modules and config fields, and the few ways in which models differ."""
 
 import re
 from collections.abc import Container, Iterable, Mapping
@@ -21,15 +21,10 @@ Norm = Literal["attention", "ffn", "attention input", "ffn input"]
 ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
 KINDS = (*ENCODER_KINDS, "pooler", "classifier")
 QKV: tuple[Role, ...] = ("query", "key", "value", "query, key, value")
-HEADS: dict[str, Role] = {
-    "classifier": "classifier",
-    "qa_outputs": "classifier",
-    "pooling.dense": "pooler",
-}  # over tokens, any family
-SMOOTHED = (
-    "qkv",
-    "ffn-in",
-)  # what `smoothing` of the calibration section means: linears that read a LayerNorm
+# over tokens, any family
+HEADS: dict[str, Role] = {"classifier": "classifier", "qa_outputs": "classifier", "pooling.dense": "pooler"}
+# what `smoothing` of the calibration section means: linears that read a LayerNorm
+SMOOTHED = ("qkv", "ffn-in")
 
 
 class Place(NamedTuple):
@@ -95,35 +90,23 @@ class Family:
         return Place(found[1], int(found[2]), found[3] or "") if found else None
 
     def layer_of(self, name: str) -> int | None:
-        """Return the number of the encoder layer that a module is in; None outside of the encoder."""
+        """Return the number of a module's encoder layer; None outside of the encoder."""
         place = self.place(name)
         return place.number if place else None
 
     def role(self, linear: str) -> Role:
-        """Return the role of a linear.
-
-        Raises:
-            UserError: the family has no such linear.
-        """
+        """Return the role of a linear; a UserError for an unknown one, as of all that take a linear here."""
         if (found := self._role(linear)) is None:
             raise UserError(_unknown([linear], self))
         return found
 
     def kind(self, linear: str) -> str:
-        """Return the role of a linear, with q, k and v as one: "qkv".
-
-        Raises:
-            UserError: the family has no such linear.
-        """
+        """Return the role of a linear, with q, k and v as one: "qkv"."""
         role = self.role(linear)
         return "qkv" if role in QKV else role
 
     def require_known(self, linears: Iterable[str]) -> None:
-        """Refuse linears that the family does not have, as nothing would smooth, split or judge them.
-
-        Raises:
-            UserError: names them all.
-        """
+        """Refuse linears that the family does not have, as nothing would smooth, split or judge them."""
         if lost := [name for name in linears if self._role(name) is None]:
             raise UserError(_unknown(lost, self))
 
@@ -134,21 +117,13 @@ class Family:
         return f"{place.layers}.{place.number}.{path}" if place and path else None
 
     def require_beside(self, name: str, role: Role) -> str:
-        """Return the same as `beside`, where there must be one.
-
-        Raises:
-            UserError: the family has no such linear.
-        """
+        """Return the same as `beside`, where there must be one."""
         if (found := self.beside(name, role)) is None:
             raise UserError(f"family {self.name} has no linear of its own for {role} beside {name}")
         return found
 
     def made_by(self, name: str, role: Role) -> LinearRows:
-        """Return the maker of q, k or v in a module's layer: a linear of its own, or a part of one.
-
-        Raises:
-            UserError: the family has no such linear.
-        """
+        """Return the maker of q, k or v in a module's layer: a linear of its own, or a part of one."""
         place = self.place(name)
         for path, roles in ((path, found.split(", ")) for path, found in self.linears.items()):
             if place and role in roles:
@@ -156,14 +131,14 @@ class Family:
         raise UserError(f"family {self.name} has no linear that makes the {role} beside {name}")
 
     def read_by(self, attention: str, linears: Container[str]) -> str | None:
-        """Return the maker of the tensor that q, k, v and an attention's residual read, and nothing else.
+        """Return the LayerNorm, or linear behind the embeddings, whose output only q, k, v and residual read.
 
         Args:
             linears: those of the model, as not every one has a linear behind its embeddings.
 
         Returns:
-            A LayerNorm, or the linear behind the embeddings; None where it serves several runs, where what is
-            normalized is not the residual, or where it is not known.
+            None where it serves several runs, where what is normalized is not the residual, or where it is
+            not known.
         """
         place = self.place(attention)
         if place is None or not self.layer_end or self.shared_layers or "*" in self.layers:
@@ -237,11 +212,7 @@ class Family:
         return list(dict.fromkeys(adders))
 
     def require_supported(self, config: Any, model: str) -> None:
-        """Refuse what some models of the family do and the code for it does not.
-
-        Raises:
-            UserError: names every field of the config with its value.
-        """
+        """Refuse what some models of the family do and the code for it does not."""
         found = {name: getattr(config, name, None) for name in self.needs}
         if lost := [f"{name} {value!r}" for name, value in found.items() if value not in self.needs[name]]:
             wanted = ", ".join(f"{name} {values[0]!r}" for name, values in self.needs.items())
@@ -256,11 +227,7 @@ class Family:
         return int(config.max_position_embeddings) - taken
 
     def require_padding(self, config: Any, pad_id: int, model: str) -> None:
-        """Hold the padding of a tokenizer to that by which the model counts its positions.
-
-        Raises:
-            UserError: they differ.
-        """
+        """Check that a tokenizer pads with the token by which the model counts its positions."""
         if self.positions_follow_padding and pad_id != config.pad_token_id:
             raise UserError(
                 f"the tokenizer of model {model} pads with id {pad_id}, but the model counts its positions "
