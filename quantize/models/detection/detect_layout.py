@@ -389,7 +389,7 @@ def find_attention_roles(flow: Flow) -> DetectedRoles:
             if context is None:
                 continue
             one = queries == keys == values
-            for role, steps in (("query", queries), ("key", keys), ("value", values)):
+            for role, steps in zip(QKV[:3], (queries, keys, values), strict=True):
                 found.give(steps, QKV[-1] if one else role)
             found.give((s for s in flow.readers(context.number) if s.kind == "linear"), "output")
             found.attentions[softmax.module] = score.width
