@@ -31,10 +31,7 @@ BERT = Family(
     ),
     outside={"pooler.dense": "pooler", "classifier": "classifier"},
     attention="attention.self",
-    residuals=(
-        Residual("attention.output", ("query", "key", "value")),
-        Residual("output", ("ffn-in",)),
-    ),
+    residuals=(Residual("attention.output", ("query", "key", "value")), Residual("output", ("ffn-in",))),
     norms={"attention.output.LayerNorm": "attention", "output.LayerNorm": "ffn"},
     embeddings="embeddings",
     embeddings_norm="embeddings.LayerNorm",
@@ -99,12 +96,7 @@ DISTILBERT = replace(
     model_types=("distilbert",),
     layers="transformer.layer",
     linears=_linears(
-        "attention.q_lin",
-        "attention.k_lin",
-        "attention.v_lin",
-        "attention.out_lin",
-        "ffn.lin1",
-        "ffn.lin2",
+        "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "ffn.lin1", "ffn.lin2"
     ),
     outside={"pre_classifier": "pooler", "classifier": "classifier"},
     attention="attention",
@@ -121,12 +113,7 @@ MODERNBERT = replace(
     name="modernbert",
     model_types=("modernbert",),
     layers="layers",
-    linears={
-        "attn.Wqkv": "query, key, value",
-        "attn.Wo": "output",
-        "mlp.Wi": "ffn-in",
-        "mlp.Wo": "ffn-out",
-    },
+    linears={"attn.Wqkv": "query, key, value", "attn.Wo": "output", "mlp.Wi": "ffn-in", "mlp.Wo": "ffn-out"},
     outside={"head.dense": "pooler", "classifier": "classifier"},
     attention="attn",
     residuals=(),  # pre-norm: what a layer adds is read by LayerNorms and by no linear
@@ -244,19 +231,9 @@ ANY_QKV = re.compile(r"(?:query|key|value|[qkv])(?:_proj|_lin)?")  # the last pa
 ANY_MERGED_QKV = re.compile(r"w?qkv(?:_proj)?|in_proj|query_key_value", re.IGNORECASE)
 ACTIVATION = re.compile(r"(?:\w+_)?act_fn|act|activation")  # the module of an activation
 SILENT = ("self", "dense")  # parts of a name that say nothing
-_CALLED: dict[str, tuple[str, ...]] = {
-    "query": ("attention.self.query", "attention.q_lin", "attention.self.query_proj", "attention.attn.q"),
-    "key": ("attention.self.key", "attention.k_lin", "attention.self.key_proj", "attention.attn.k"),
-    "value": ("attention.self.value", "attention.v_lin", "attention.self.value_proj", "attention.attn.v"),
-    "query, key, value": ("attn.Wqkv",),
-    "attention": ("attention.self", "attention.attn", "attention", "attn"),
-    "output": ("attention.output.dense", "attention.out_lin", "attention.attn.o", "attn.Wo"),
-    "ffn-in": ("intermediate.dense", "ffn.lin1", "mlp.Wi"),
-    "ffn-out": ("output.dense", "ffn.lin2", "mlp.Wo"),
-}
-PARTS = tuple(_CALLED)  # of a layer, in the order of computation
-_PART = {path: part for part, paths in _CALLED.items() for path in paths}
-_PART |= {family.attention: "attention" for family in FAMILIES if family.attention}
+# of a layer, in the order of computation
+PARTS = ("query", "key", "value", "query, key, value", "attention", "output", "ffn-in", "ffn-out")
+_PART: dict[str, str] = {family.attention: "attention" for family in FAMILIES if family.attention}
 _PART |= {path: role for family in FAMILIES for path, role in family.linears.items()}
 
 

@@ -36,15 +36,10 @@ def cosines(a: Floats, b: Floats) -> Float64:
 
 
 def overlap(reference: Floats, answers: Floats, count: int = NEIGHBORS) -> Float64:
-    """Return the share of the nearest texts by one embedding that are nearest by the other too, [n].
+    """Return the share of the `count` nearest texts by one embedding that are nearest by the other too, [n].
 
     A text is no neighbor of itself. Nearest are those of the largest cosine; of equal ones the first. Exact,
     in blocks: memory grows with n, not with its square.
-
-    Args:
-        reference: [n, width].
-        answers: the same texts, [n, width].
-        count: neighbors; of fewer texts all others.
     """
     count = min(count, len(reference) - 1)
     if count < 1:
@@ -68,12 +63,9 @@ def _nearest(vectors: Floats, count: int) -> Iterator[npt.NDArray[np.bool_]]:
 
 
 def weighted_percentile(weights: Floats, values: Float64, share: float) -> Float64:
-    """Return the smallest value that at least `share` of the samples do not exceed, of each resample.
+    """Return the smallest value that `share` of the samples do not exceed, of each resample.
 
-    Args:
-        weights: how often each sample counts, float64 [resamples, samples].
-        values: [samples].
-        share: from 0 to 1.
+    Weights say how often each sample counts, float64 [resamples, samples].
     """
     order = np.argsort(values, kind="stable")
     below = np.cumsum(weights[:, order], axis=1)
@@ -86,9 +78,9 @@ LOWEST = 0.01  # the share of texts whose cosine is at most `cosine_p1`
 SAME = 1e-3  # length of what differs between embeddings, relative to theirs, up to which they are the same
 
 
-def agreement(reference: Floats, made: Floats) -> Float64:
+def agreement(reference: Floats, answers: Floats) -> Float64:
     """Return each text's cosine to FP32's embedding, and the share of neighbors that stay, [n, 2]."""
-    return np.stack([cosines(reference, made), overlap(reference, made)], axis=1)
+    return np.stack([cosines(reference, answers), overlap(reference, answers)], axis=1)
 
 
 AGREEMENT = {  # of the table of `agreement`
@@ -110,7 +102,6 @@ class Embedding(TaskKind):
     divergence_name = "cosine"
 
     def constant(self, answers: Floats, labels: Array) -> bool:
-        """Return whether all texts have the same embedding."""
         spread = np.linalg.norm(answers - answers.mean(axis=0), axis=1).max()
         return bool(spread <= SAME * np.linalg.norm(answers, axis=1).max())
 
@@ -142,7 +133,6 @@ class PairEmbedding(Embedding):
         return cosines(answers[::2], answers[1::2])
 
     def divergence(self, reference: Float64, answers: Float64, gold: Any) -> Float64:
-        """Return 1 - cosine to FP32's embedding, mean of both texts."""
         return np.asarray(1 - cosines(reference, answers).reshape(-1, 2).mean(axis=1))
 
 

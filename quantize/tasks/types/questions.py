@@ -11,7 +11,7 @@ import numpy as np
 
 from qdqbench.quantize.tasks.types.classification import kl
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
-from qdqbench.quantize.tasks.types.kind import SAME, TaskFields, TaskKind
+from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind
 from qdqbench.quantize.tasks.types.scores import of_sums, ratio
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 
@@ -23,7 +23,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalized(text: str) -> str:
-    """Lower case, without punctuation, the articles a, an and the, and doubled spaces."""
+    """Return lower case, without punctuation, the articles a, an and the, and doubled spaces."""
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -74,7 +74,7 @@ class Questions:
 
     @property
     def tokens(self) -> Int64:
-        """Tokens of each window of each sample, [windows]."""
+        """The number of tokens of each window, [windows]."""
         return np.array([len(spans) for windows in self.windows for spans in windows], dtype=np.int64)
 
     def by_window(self, values: Array) -> list[Array]:
@@ -98,13 +98,12 @@ def _mark(spans: Int64, answers: Any) -> Floats:
 
 
 def _best_span(logits: Floats, spans: Int64) -> tuple[float, int, int]:
-    """Score, first and last token of the best answer in a window; -inf where it has no context."""
+    """Return score, first and last token of a window's best answer; -inf where it has no context."""
     inside = np.flatnonzero(spans[:, 0] >= 0)
     starts, ends = (inside[np.argsort(-logits[inside, side], kind="stable")[:BEST]] for side in (0, 1))
     long = ends[None] - starts[:, None] + 1
-    scores = np.where(
-        (long >= 1) & (long <= LONGEST), logits[starts, 0][:, None] + logits[ends, 1][None], -np.inf
-    )
+    sums = logits[starts, 0][:, None] + logits[ends, 1][None]
+    scores = np.where((long >= 1) & (long <= LONGEST), sums, -np.inf)
     if not scores.size:
         return -np.inf, NO_ANSWER, NO_ANSWER
     row, column = np.unravel_index(int(scores.argmax()), scores.shape)
@@ -154,18 +153,16 @@ class QuestionAnswering(TaskKind):
             texts, starts = (row[task.label_column][name] for name in ("text", "answer_start"))
             if len(texts) != len(starts):
                 uneven += 1
-            elif any(
-                row[context][at : at + len(text)] != text for text, at in zip(texts, starts, strict=True)
-            ):
-                lost += 1
+            else:
+                pairs = zip(texts, starts, strict=True)
+                lost += any(row[context][at : at + len(text)] != text for text, at in pairs)
+        count = len(dataset)
         if uneven:
-            return (
-                f"have as many answer_start as text in all but {uneven} of {len(dataset)} rows; correct them"
-            )
+            return f"have as many answer_start as text in all but {uneven} of {count} rows; correct them"
         if lost:
             return (
-                f"are not at their answer_start in column {context!r} in {lost} of {len(dataset)} rows; "
-                "count characters from 0, and give the text as it stands in the context"
+                f"are not at their answer_start in column {context!r} in {lost} of {count} rows; count "
+                "characters from 0, and give the text as it stands in the context"
             )
         return ""
 
@@ -199,10 +196,9 @@ class QuestionAnswering(TaskKind):
         return np.array(texts, dtype=str)
 
     def table(self, predicted: Array, gold: Questions) -> Array:
-        pairs = [*zip(predicted.tolist(), gold.answers, strict=True)]
-        return np.array(
-            [(exact_match(text, right), f1(text, right), 1) for text, right in pairs], dtype=np.float64
-        )
+        pairs = zip(predicted.tolist(), gold.answers, strict=True)
+        rows = [(exact_match(text, right), f1(text, right), 1) for text, right in pairs]
+        return np.array(rows, dtype=np.float64)
 
     def right(self, table: Array) -> Array:
         return np.asarray(table[:, EXACT] == 1)
@@ -216,9 +212,6 @@ class QuestionAnswering(TaskKind):
         each = np.array([kl(before.T, after.T).mean() for before, after in pairs])
         samples = np.repeat(np.arange(len(gold)), [len(windows) for windows in gold.windows])
         return np.asarray(np.bincount(samples, each) / np.bincount(samples))
-
-    def constant(self, answers: Floats, labels: Array) -> bool:
-        return bool(np.ptp(answers, axis=0).max() <= SAME)
 
     def loss(self, answers: "Tensor", labels: "Tensor", counts: "Tensor") -> "Tensor":
         """Compute cross entropy over a window's tokens, mean of both ends (Devlin et al. 2018, 4.2)."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
-from qdqbench.quantize.tasks.types.kind import SAME, TaskFields
+from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind
 from qdqbench.quantize.tasks.types.regression import Regression
 from qdqbench.quantize.tasks.types.scores import mean_of_column, ratio
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
@@ -37,12 +37,8 @@ class Reranking(Regression):
     gold_is_labels = False
     # Gains are the relevance itself, as in Järvelin and Kekäläinen 2002, "Cumulated gain-based evaluation of
     # IR techniques", and trec_eval; for the others every relevance above 0 is relevant.
-    metrics = {
-        f"mrr@{BEST}": mean_of_column(0),
-        f"ndcg@{BEST}": mean_of_column(1),
-        "average_precision": mean_of_column(2),
-    }
-    default_metrics = tuple(metrics)
+    default_metrics = (f"mrr@{BEST}", f"ndcg@{BEST}", "average_precision")
+    metrics = {name: mean_of_column(column) for column, name in enumerate(default_metrics)}
 
     def groups(self, dataset: "Dataset", task: TaskFields) -> Int64:
         """Group rows by query: equal texts are one."""
@@ -113,8 +109,7 @@ class Reranking(Regression):
         queries = np.nonzero(np.isfinite(gold))[0]
         return np.bincount(queries, weights=each) / np.bincount(queries)
 
-    def constant(self, answers: Floats, labels: Array) -> bool:
-        return bool(np.ptp(answers[:, 0]) <= SAME)
+    constant = TaskKind.constant
 
     def loss(self, answers: "Tensor", labels: "Tensor", counts: "Tensor") -> "Tensor":
         """Compute cross-entropy of relevance by passage (Nogueira and Cho 2019, arXiv 1901.04085)."""

@@ -89,11 +89,7 @@ def _weighted_matthews(weights: Floats, table: Array) -> Floats:
 
 
 def _correlation(table: Array, *, ranks: bool) -> float:
-    """Return Pearson's correlation, or Spearman's; 0 for constant predictions.
-
-    Raises:
-        UserError: constant labels.
-    """
+    """Return Pearson's correlation, or Spearman's; 0 for constant predictions."""
     from scipy import stats
 
     if np.ptp(table[:, 0]) == 0:

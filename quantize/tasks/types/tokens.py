@@ -43,19 +43,17 @@ class Tagged:
         return np.split(values, np.cumsum(self.words)[:-1])
 
     def entities(self, tags: Array) -> set[tuple[str, int, int]]:
-        """Type, first and last word of every entity of a sentence, where classes name entities."""
+        """Return type, first and last word of every entity of a sentence, where classes name entities."""
         from seqeval.metrics.sequence_labeling import get_entities
 
         return set(get_entities([self.classes[tag] for tag in tags]))
 
     @cached_property
     def gold_entities(self) -> list[set[tuple[str, int, int]]]:
-        """Return the true entities of each sentence."""
         return [self.entities(tags) for tags in self.by_sentence(self.tags)]
 
     @property
     def has_entities(self) -> bool:
-        """Return whether classes name entities."""
         return not _not_iob2(self.classes)
 
 
@@ -64,10 +62,7 @@ def _not_iob2(classes: tuple[str, ...]) -> list[str]:
 
 
 def class_names(dataset: "Dataset", column: str) -> tuple[str, ...]:
-    """Return the names of tags in a column of lists: of its numbers in order, or its sorted texts, O first.
-
-    Empty where its numbers have no names.
-    """
+    """Return the names of tags: of numbers in order, empty without names; of texts sorted, O first."""
     feature = dataset.features[column].feature
     if names := getattr(feature, "names", None):
         return tuple(names)
@@ -136,11 +131,11 @@ class TokenClassification(TaskKind):
 
     def units(self, encoding: Any) -> Units:
         """Return the first token of each word."""
-        found: dict[int, int] = {}
+        first: dict[int, int] = {}
         for position, word in enumerate(encoding.word_ids):
             if word is not None:
-                found.setdefault(word, position)
-        return Units(np.array([*found.values()], dtype=np.int64), np.array([*found], dtype=np.int64))
+                first.setdefault(word, position)
+        return Units(np.array([*first.values()], dtype=np.int64), np.array([*first], dtype=np.int64))
 
     def label_problem(self, dataset: "Dataset", task: TaskFields) -> str:
         import pyarrow.compute as pc
