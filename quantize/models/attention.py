@@ -24,14 +24,13 @@ def use_attention(model: "PreTrainedModel", implementation: str) -> None:
     if implementation == ATTENTION:
         _register_attention()
     family = family_of(model.config)
-    rewritten = family.rewritten_by
-    if family.attention is None:
-        model.config._attn_implementation = implementation  # its own goes on, with this mask
-    elif rewritten is None:
+    if family.attention and family.rewritten_by is None:
         model.set_attn_implementation(implementation)
-    else:
-        importlib.import_module(f"{__package__}.{rewritten}").use_interface(model)
-        model.config._attn_implementation = implementation  # transformers itself would not switch it
+        return
+    if family.attention:
+        importlib.import_module(f"{__package__}.{family.rewritten_by}").use_interface(model)
+    # transformers would not switch a rewritten one; any other stays as it is, with this mask
+    model.config._attn_implementation = implementation
 
 
 def _register_attention() -> None:
@@ -59,8 +58,7 @@ def _register_attention() -> None:
         if attention_mask is not None:
             scores = scores + attention_mask
         weights = torch.nn.functional.softmax(scores, dim=-1)
-        quantizer = getattr(module, "p_bmm_quantizer", None)
-        if quantizer is not None:
+        if (quantizer := getattr(module, "p_bmm_quantizer", None)) is not None:
             weights = quantizer(weights)
         weights = torch.nn.functional.dropout(weights, p=dropout, training=module.training)
         return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights

@@ -111,8 +111,7 @@ def load_encoder(  # noqa: PLR0913
     head = [module for key, module in model.named_children() if key != model.base_model_prefix]
     if keep_head and any(not key.startswith(prefix) for key in new_weights):
         raise UserError(
-            f"model {name} has no classifier for {num_labels} labels (it says {known}) that could be kept; "
-            "drop --keep-head"
+            f"model {name} has no classifier for {num_labels} labels (it says {known}); drop --keep-head"
         )
     if not keep_head:
         for module in head:
@@ -226,8 +225,7 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
         return
     if activation not in ("gelu", SAME):
         raise UserError(
-            f"export.gelu is tanh, but model {name} computes {activation!r} in its feed-forward "
-            "layers; set export.gelu to exact"
+            f"export.gelu is tanh, but model {name} computes {activation!r} ; set export.gelu to exact"
         )
     for path, module in model.named_modules():
         for child, found in module.named_children():

@@ -89,7 +89,6 @@ def _number_labels(dataset: "datasets.Dataset", task: Task, source: str) -> tupl
 
 OVERLAP = 3  # windows share a third of their length, as 128 of 384 tokens in Devlin et al. 2018
 TOKENIZER_ROWS = 1000  # rows per tokenizer call
-NO_LABEL = -1  # what nyu-mll/glue writes in its test splits
 
 
 def load_split(  # noqa: PLR0913
@@ -121,14 +120,13 @@ def load_split(  # noqa: PLR0913
     labelled = labelled and task.kind.labelled
     loaded = read_split(task, source, split)
     columns = _check_columns(loaded, task, labelled)
-    dataset, messages = loaded.dataset.select_columns(columns), list[str]()
+    dataset, notes = loaded.dataset.select_columns(columns), [*loaded.notes]
     if labelled and task.values:
         dataset, note = _number_labels(dataset, task, loaded.source)
-        messages.append(note)
-    _check_texts(dataset, task, loaded.source)
+        notes.append(note)
+    warnings = loaded.warnings + tuple(_check_texts(dataset, task, split, loaded.source))
     if labelled:
         _check_labels(dataset, task, loaded.source)
-    notes, warnings = [*loaded.notes, *messages], [*loaded.warnings, *_blank(dataset, task, split)]
     if limit is not None and limit > loaded.rows:
         notes.append(f"{limit} samples asked for, split {split!r} has {loaded.rows}")
     dataset = _ordered(dataset, task, seed)
@@ -136,7 +134,7 @@ def load_split(  # noqa: PLR0913
     dataset = dataset.select(range(kept))
     if kept < loaded.rows and seed is None:  # a draw is asked for, a cut must be seen
         notes.append(f"the first {kept} of {loaded.rows} rows of split {split!r}")
-    return Split(dataset, loaded.source, loaded.fingerprint, loaded.rows, tuple(notes), tuple(warnings))
+    return Split(dataset, loaded.source, loaded.fingerprint, loaded.rows, tuple(notes), warnings)
 
 
 def add_tag_classes(task: Task, source: str) -> Task:
@@ -174,16 +172,17 @@ def _check_columns(split: Split, task: Task, labelled: bool) -> list[str]:
     if missing := [name for name in wanted if name not in there]:
         hints = [f"{name} (nearest: {find_nearest(name, there)})" for name in missing if there]
         raise UserError(
-            f"{split.source} has no column {', '.join(hints) or 'any'}; its columns are "
-            f"{', '.join(there)}; name yours with --text-column and --label-column, or give the data of this "
-            "--task"
+            f"{split.source} has no column {', '.join(hints) or 'any'}; its columns are {', '.join(there)}; "
+            "name yours with --text-column and --label-column, or give the data of this --task"
         )
     if not split.rows:
         raise UserError(f"{split.source} has no rows; give a split with samples")
     return wanted
 
 
-def _check_texts(dataset: "datasets.Dataset", task: Task, source: str) -> None:
+def _check_texts(dataset: "datasets.Dataset", task: Task, split: str, source: str) -> list[str]:
+    """Refuse other types and nulls; warn of texts without a word, as an empty cell of a CSV file is one."""
+    warnings = []
     for name in task.text_columns:
         column = dataset.data.column(name)
         if not re.fullmatch(task.kind.text_type, str(column.type)):
@@ -197,6 +196,10 @@ def _check_texts(dataset: "datasets.Dataset", task: Task, source: str) -> None:
                 f"column {name!r} of {source} has {column.null_count} empty (null) texts, the first in row "
                 f"{row}; fill or drop these rows"
             )
+        texts = column.to_pylist()
+        if count := sum(not (text.strip() if isinstance(text, str) else text) for text in texts):
+            warnings.append(f"{count} of {len(texts)} texts in column {name!r} of split {split!r} are empty")
+    return warnings
 
 
 def _check_labels(dataset: "datasets.Dataset", task: Task, source: str) -> None:
@@ -206,10 +209,8 @@ def _check_labels(dataset: "datasets.Dataset", task: Task, source: str) -> None:
     elif not re.fullmatch(task.kind.label_type, str(column.type)):
         wanted = task.kind.label_values.format(last=task.num_labels - 1)
         problem = f"are {column.type}; map them to {wanted}, or name the right --label-column"
-    elif re.fullmatch(NUMBERS, str(column.type)) and (column.to_numpy() == NO_LABEL).all():
-        problem = (
-            f"are all {NO_LABEL}: test splits of GLUE have no labels; use the train or a validation split"
-        )
+    elif re.fullmatch(NUMBERS, str(column.type)) and (column.to_numpy() == -1).all():
+        problem = "are all -1: test splits of GLUE have no labels; use the train or a validation split"
     else:
         problem = task.kind.label_problem(dataset, task)
     if problem:
@@ -222,20 +223,9 @@ def require_order(split: Split, task: Task, classes: Sequence[str]) -> None:
     named, known = ([str(name).lower() for name in names] for names in (there, classes))
     if named != known and sorted(named) == sorted(known):
         raise UserError(
-            f"the labels (column {task.label_column!r}) of {split.source} are not those of the model: "
-            f"0, 1, ... are {', '.join(named)} in the data and {', '.join(known)} in the model; number "
-            "the data as it does"
+            f"the labels (column {task.label_column!r}) of {split.source} are {', '.join(named)} from 0 on, "
+            f"those of the model {', '.join(known)}; number the data as it does"
         )
-
-
-def _blank(dataset: "datasets.Dataset", task: Task, split: str) -> list[str]:
-    """Find texts without a word: an empty cell of a CSV file is one, so this may be a fault of the data."""
-    found = []
-    for name in task.text_columns:
-        texts = dataset.data.column(name).to_pylist()
-        if count := sum(not (text.strip() if isinstance(text, str) else text) for text in texts):
-            found.append(f"{count} of {len(texts)} texts in column {name!r} of split {split!r} are empty")
-    return found
 
 
 class Sample(NamedTuple):

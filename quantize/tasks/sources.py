@@ -110,24 +110,21 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
     names = ", ".join(str(path) for path in paths)
     # A sentence may be "NA", "null" or "12": only the labels of a CSV have missing values.
     options: dict[str, Any] = {}
-    notes, warnings = list[str](), list[str]()
+    notes, warnings, mark = list[str](), list[str](), ","
     if kind == "csv":
-        options["converters"] = dict.fromkeys(task.text_columns, str)
-        options["keep_default_na"] = False
-        options["na_values"] = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
-        options["encoding"], options["sep"] = _form(task, paths[0])
-        if options["encoding"] not in ("utf-8", "utf-8-sig"):
-            warnings.append(f"{names} is not UTF-8 and was read as {options['encoding']}: look at its texts")
-        if options["sep"] != ("\t" if paths[0].suffix == ".tsv" else ","):
-            notes.append(f"{names} has {BETWEEN[options['sep']]} between its fields")
+        encoding, mark = _form(task, paths[0])
+        missing = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
+        options = {"converters": dict.fromkeys(task.text_columns, str), "keep_default_na": False}
+        options |= {"na_values": missing, "encoding": encoding, "sep": mark}
+        if encoding not in ("utf-8", "utf-8-sig"):
+            warnings.append(f"{names} is not UTF-8 and was read as {encoding}: look at its texts")
+        if mark != ("\t" if paths[0].suffix == ".tsv" else ","):
+            notes.append(f"{names} has {BETWEEN[mark]} between its fields")
     try:
         with quiet("datasets"):
+            where = {"data": [glob.escape(str(path.resolve())) for path in paths]}
             dataset = datasets.load_dataset(
-                kind,
-                data_files={"data": [glob.escape(str(path.resolve())) for path in paths]},
-                split="data",
-                cache_dir=_cache_folder(),
-                **options,
+                kind, data_files=where, split="data", cache_dir=_cache_folder(), **options
             )
     except Exception as error:  # the readers raise ArrowInvalid, DatasetGenerationError, even StopIteration
         raise UserError(
@@ -136,8 +133,7 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
         ) from error
     if "__index_level_0__" in dataset.column_names:
         raise UserError(
-            f"{names} has rows with more fields than its header; quote the texts that hold "
-            f"{BETWEEN[options.get('sep', ',')]}"
+            f"{names} has rows with more fields than its header; quote the texts that hold {BETWEEN[mark]}"
         )
     return dataset, notes, warnings
 
@@ -176,15 +172,6 @@ def _encoding(path: Path) -> str:
         except UnicodeDecodeError:
             return WINDOWS
     return "utf-8-sig" if start.startswith(codecs.BOM_UTF8) else "utf-8"
-
-
-def draw_part(samples: Any, *, judged: bool) -> Any:
-    """Draw the rows of a single file for training or evaluation, ascending, by the sample of each row."""
-    count = int(samples.max()) + 1 if len(samples) else 0
-    order = np.random.default_rng(0).permutation(count)
-    chosen = np.zeros(count, dtype=bool)
-    chosen[order[: max(1, round(JUDGED * count)) if count > 1 else 0]] = True
-    return np.flatnonzero(chosen[samples] == judged)
 
 
 GLUE_REPOSITORY = "nyu-mll/glue"
@@ -226,14 +213,17 @@ def read_split(task: Task, source: str, split: str) -> Split:
 
 
 def _part(whole: Split, task: Task, split: str) -> Split:
-    """Return the split's part of a single file that holds all samples."""
+    """Draw the rows of a split from a single file that holds all samples; always the same."""
     complete = {*task.text_columns, task.label_column} <= {*whole.dataset.column_names}
     samples = task.kind.groups(whole.dataset, task) if complete else np.arange(whole.rows)
-    rows = draw_part(samples, judged=split != task.train_split)
+    count = int(samples.max(initial=-1)) + 1
+    judged = np.zeros(count, dtype=bool)
+    drawn = max(1, round(JUDGED * count)) if count > 1 else 0
+    judged[np.random.default_rng(0).permutation(count)[:drawn]] = True
+    rows = np.flatnonzero(judged[samples] == (split != task.train_split))
     if not len(rows):
         raise UserError(
-            f"{whole.source} is one file of {whole.rows} rows, too few for one part that is evaluated on and "
-            "one that calibrates; give more"
+            f"{whole.source} is one file of {whole.rows} rows, too few to evaluate on and to calibrate with"
         )
     note = f"{whole.source} is one file: a fifth of it, a draw that is always the same, is evaluated on"
     with quiet("datasets"):
@@ -266,14 +256,12 @@ def _hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
     if named == "hub":
         if task.name not in HUB:
             raise UserError(
-                f"task {task.name!r} is not in {GLUE_REPOSITORY}; give --data hub:OWNER/NAME[:CONFIG], or "
-                "--data FOLDER"
+                f"task {task.name!r} is not in {GLUE_REPOSITORY}; give a folder or hub:OWNER/NAME[:CONFIG]"
             )
         repository, config = HUB[task.name]
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise UserError(
-            f"--data {source!r} names no hub set; write hub:OWNER/NAME[:CONFIG][@REVISION], hub[@REVISION], "
-            "or a folder"
+            f"--data {source!r} names no hub set; write hub[:OWNER/NAME[:CONFIG]][@REVISION], or a folder"
         )
     return repository, config, revision or None
 
@@ -286,9 +274,7 @@ def source_commit(task: Task, source: str) -> str | None:
     try:
         return commit_of(repository, "dataset", revision)
     except HubError as error:
-        raise UserError(
-            f"cannot load --data {source}: {error}, or give --data FOLDER with the files"
-        ) from error
+        raise UserError(f"cannot load --data {source}: {error}, or give --data FOLDER") from error
 
 
 def _load_hub(task: Task, source: str, split: str) -> Split:
@@ -303,7 +289,7 @@ def _load_hub(task: Task, source: str, split: str) -> Split:
     except Exception as error:  # the hub's clients raise OSError, ValueError, RuntimeError, httpx errors, ...
         raise UserError(
             f"cannot load split {split!r} of {name} from the hub ({find_root_cause(error)}); check the name "
-            "and the connection, or give --data FOLDER with the files"
+            "and the connection, or give --data FOLDER"
         ) from error
     return Split(dataset, f"hub {name}, split {split}", f"{dataset._fingerprint} {commit}", len(dataset))
 
@@ -333,11 +319,8 @@ def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[
             raise UserError(f"--data {folder} is none of {', '.join(FORMATS)}; give the rows in one of them")
         return [folder], []
     if not folder.is_dir():
-        if folder.suffix in FORMATS:
-            raise UserError(f"data file {folder} does not exist; give --data the file, a folder or hub")
-        raise UserError(
-            f"data folder {folder} does not exist; give --data a folder with {split}.parquet, or hub"
-        )
+        what = "file" if folder.suffix in FORMATS else "folder"
+        raise UserError(f"data {what} {folder} does not exist; give --data a file, a folder of them, or hub")
     places = [place for place in (folder / task.name, folder) if place.is_dir()]
     stems = [split] + [f"{split}_subset"] * (split == task.train_split)
     for place in places:

@@ -127,8 +127,7 @@ def get_task(
         )
     elif num_labels is None:
         raise UserError(
-            f"task {name!r} is not built in and its number of classes is not known; give --num-labels "
-            "(1 for regression)"
+            f"task {name!r} is not built in, so give its number of classes by --num-labels (1 for regression)"
         )
     else:
         fields = {"name": name, "metrics": task_kind(num_labels).default_metrics} | changes
@@ -159,8 +158,7 @@ def _check_fields(task: Task) -> None:
         )
     if kind is CLASSIFICATION and "f1" in task.metrics and task.num_labels != 2:
         raise UserError(
-            f"f1 is the F1 of class 1 and needs 2 classes, task {task.name!r} has {task.num_labels}; "
-            "use accuracy or matthews"
+            f"f1 needs 2 classes, task {task.name!r} has {task.num_labels}; use accuracy or matthews"
         )
 
 

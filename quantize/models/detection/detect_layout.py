@@ -95,22 +95,17 @@ def trace_flow(model: "PreTrainedModel") -> Flow:
         recorder.add("input", name, (), value)
     with torch.no_grad():
         expected = model(**given)[0]
-        recorder.flow.ahead = _attends_ahead(model, {n: given[n][:1] for n in (tokens, mask) if n in given})
+        # whether the first token's last hidden state depends on the last token
+        sample = {name: given[name][:1] for name in (tokens, mask) if name in given}
+        other = sample | {tokens: sample[tokens].clone()}
+        other[tokens][0, -1] += 1
+        one, two = (model.base_model(**each)[0][0, 0] for each in (sample, other))
+        recorder.flow.ahead = not torch.equal(one, two)
         with recorder.watching():
             output = model(**given)[0]
     recorder.flow.outputs = recorder.sources(output)
     recorder.flow.same = bool(torch.allclose(expected, output, atol=1e-5))
     return recorder.flow
-
-
-def _attends_ahead(model: "PreTrainedModel", sample: "dict[str, torch.Tensor]") -> bool:
-    """Return whether the first token's last hidden state depends on the last token."""
-    import torch
-
-    other = sample | {BERT.inputs[0]: sample[BERT.inputs[0]].clone()}
-    other[BERT.inputs[0]][0, -1] += 1
-    one, two = (model.base_model(**tokens)[0][0, 0] for tokens in (sample, other))
-    return not torch.equal(one, two)
 
 
 class _Recorder:
@@ -322,18 +317,21 @@ def find_layer_list(attentions: Collection[str], modules: Mapping[str, Any], nam
     Raises:
         UserError: there is no such list, or there are several.
     """
-    patterns, numbers = set(), set()
+    from torch import nn
+
+    places: set[tuple[str, int]] = set()  # innermost list with the attention inside of an element, and which
     for attention in attentions:
-        place = _list_around(attention, modules)
-        if place is None:
+        parts = attention.split(".")
+        around = ((".".join(parts[:end]), parts[end]) for end in range(len(parts) - 2, 0, -1))
+        inside = ((p, n) for p, n in around if isinstance(modules[p], nn.ModuleList) and n.isdecimal())
+        if (place := next(inside, None)) is None:
             raise UserError(
-                f"the layers of a {name!r} are no modules of one list (its attention is {attention}); "
-                f"{BY_HAND}"
+                f"the layers of a {name!r} are no one list (its attention is {attention}); {BY_HAND}"
             )
-        patterns.add(mask_numbers(place[0]))
-        numbers.add(place)
-    if len(patterns) > 1 or len({number for _, number in numbers}) < len(numbers):
-        lists = ", ".join(sorted({path for path, _ in numbers}))
+        places.add((place[0], int(place[1])))
+    patterns = {mask_numbers(path) for path, _ in places}
+    if len(patterns) > 1 or len({number for _, number in places}) < len(places):
+        lists = ", ".join(sorted({path for path, _ in places}))
         raise UserError(
             f"the layers of a {name!r} stand in several lists ({lists}), so that a number does not say which "
             f"one is meant; {BY_HAND}"
@@ -344,18 +342,6 @@ def find_layer_list(attentions: Collection[str], modules: Mapping[str, Any], nam
 def mask_numbers(name: str) -> str:
     """Return a module's name with * for each number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def _list_around(attention: str, modules: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return the innermost list with an attention inside of an element, and the element's number."""
-    from torch import nn
-
-    parts = attention.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        path, number = ".".join(parts[:end]), parts[end]
-        if isinstance(modules[path], nn.ModuleList) and number.isdecimal() and end + 1 < len(parts):
-            return path, int(number)
-    return None
 
 
 SECOND = "a feed-forward beside the widest, or last, of its layer"
@@ -385,7 +371,12 @@ def find_attention_roles(flow: Flow) -> DetectedRoles:
             queries, keys = (flow.linears(read) for read in score.reads[:2])
             if not (queries and keys) or queries[-1].reads != keys[-1].reads:
                 continue  # a product with positions
-            context, values = _weighed(flow, softmax)
+            products = (step for step in flow.readers(softmax.number) if step.kind == "product")
+            weighed = (
+                (p, [s for r in p.reads if softmax.number not in r for s in flow.linears(r)])
+                for p in products
+            )
+            context, values = next((each for each in weighed if each[1]), (None, []))
             if context is None:
                 continue
             one = queries == keys == values
@@ -395,16 +386,6 @@ def find_attention_roles(flow: Flow) -> DetectedRoles:
             found.attentions[softmax.module] = score.width
             found.products |= {score.module, context.module}
     return found
-
-
-def _weighed(flow: Flow, softmax: FlowStep) -> tuple[FlowStep | None, list[FlowStep]]:
-    """Return the product with the values, and the linears that make them."""
-    for step in flow.readers(softmax.number):
-        if step.kind == "product":
-            other = [read for read in step.reads if softmax.number not in read]
-            if values := [s for read in other for s in flow.linears(read)]:
-                return step, values
-    return None, []
 
 
 def add_feed_forward_roles(frame: Frame, found: DetectedRoles) -> None:
@@ -442,8 +423,7 @@ def find_other_products(
     return {named(name): why for name, why in left.items()}
 
 
-def join_reasons(left: Mapping[str, str]) -> str:
-    """Join the first few reasons for one sentence."""
+def _join_reasons(left: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {why}" for name, why in [*left.items()][:4])
 
 
@@ -506,23 +486,22 @@ def find_residuals(frame: Frame, found: DetectedRoles) -> Iterator[Residual]:
     """Find what is added after attention and feed-forward, where a quantizer has a place for it."""
     wanted: dict[Role, tuple[Role, ...]] = {"output": QKV, "ffn-out": ("ffn-in",)}
     for role, readers in wanted.items():
-        added = [(each, _made_by(frame, found, each.parts, role)) for each in reversed(frame.flow.sums)]
-        last, made = next(((each, made) for each, made in added if any(made)), (None, []))
-        if last is None:
+        added = [  # a tensor that one linear of this role made, and the residual
+            (each, residual)
+            for each in reversed(frame.flow.sums)
+            for part, residual in (each.parts, each.parts[::-1])
+            if len(part) == len(steps := frame.flow.linears(part)) == 1
+            and found.roles[steps[0].module] == {role}
+        ]
+        if not added:
             continue
-        residual = last.parts[1 if made[0] else 0]  # of the last layer: a first one may differ
+        last, residual = added[0]  # of the last layer: a first one may differ
         reading = (s.module for s in frame.flow.of("linear") if s.reads[0] == residual)
         roles = {each for name in reading for each in found.roles[name]}
         taken = inspect.signature(frame.modules[last.module].forward).parameters
         place = frame.path(last.module)
         if place and len(taken) == 2 and roles & set(readers):
             yield Residual(place[1], tuple(each for each in readers if each in roles))
-
-
-def _made_by(frame: Frame, found: DetectedRoles, parts: Iterable[frozenset[int]], role: Role) -> list[bool]:
-    """Return whether each tensor is what one linear of a role made."""
-    made = [(part, frame.flow.linears(part)) for part in parts]
-    return [len(part) == len(steps) == 1 and found.roles[steps[0].module] == {role} for part, steps in made]
 
 
 def find_norms(frame: Frame, found: DetectedRoles) -> dict[str, Norm]:
@@ -566,12 +545,6 @@ def find_embeddings(frame: Frame, model: "PreTrainedModel") -> dict[str, Any]:
     }
 
 
-def find_pooler(frame: Frame, outside: Mapping[str, Role]) -> str | None:
-    """Return the module of the base model that makes the classifier's input."""
-    poolers = (name for name, role in outside.items() if role == "pooler")
-    return next((n.partition(".")[0] for n in poolers if frame.prefix + n in frame.modules), None)
-
-
 def find_inputs(frame: Frame) -> tuple[str, ...]:
     """Return the inputs with information: not those of an embedding with a single row."""
     single = [s.reads[0] for s in frame.flow.of("embedding") if frame.modules[s.module].num_embeddings == 1]
@@ -588,14 +561,6 @@ def positions_follow_padding(frame: Frame, model: "PreTrainedModel") -> bool:
         step.reads[0] == tokens and frame.modules[step.module] is not words
         for step in frame.flow.of("embedding")
     )
-
-
-def find_attribute(module: Any, size: int) -> str:
-    """Return the attribute of an attention that holds its head size; of equal ones the longest name."""
-    equal = [name for name, value in vars(module).items() if type(value) is int and value == size]
-    sizes = [name for name in equal if re.search("size|dim|head_d", name)]
-    found: str = max(sizes or [*equal, ""], key=len)
-    return found
 
 
 NEEDED: tuple[Role, ...] = ("query", "key", "value", "output", "ffn-in", "ffn-out")
@@ -638,7 +603,7 @@ def detect_layout(model: "PreTrainedModel") -> Recognised:
         )
     found = find_attention_roles(flow)
     if not found.attentions:
-        strange = join_reasons(find_other_products(flow, found))
+        strange = _join_reasons(find_other_products(flow, found))
         raise UserError(
             f"no attention was recognised in a {name!r}, as no product of what two linears made goes through "
             f"a softmax to meet what a third made{f' ({strange})' if strange else ''}"
@@ -656,13 +621,16 @@ def detect_layout(model: "PreTrainedModel") -> Recognised:
     if missing := [role for role in NEEDED if role not in has]:
         raise UserError(
             f"no linears of a {name!r} were recognised as {', '.join(missing)}: "
-            f"{join_reasons(left) or 'it has none in its layers'}; {BY_HAND}"
+            f"{_join_reasons(left) or 'it has none in its layers'}; {BY_HAND}"
         )
     attention, size = [*found.attentions.items()][-1]
     layer, path = frame.path(attention) or ("", "")
     paths = {role: f"{layer}.{place}" for place, role in linears.items()}
     wide, read = modules[paths["ffn-in"]].out_features, modules[paths["ffn-out"]].in_features
     outside, unplaced = find_outer_roles(frame)
+    poolers = (name for name, role in outside.items() if role == "pooler")
+    equal = [name for name, value in vars(modules[attention]).items() if type(value) is int and value == size]
+    sizes = [name for name in equal if re.search("size|dim|head_d", name)]
     family = Family(
         name=name,
         model_types=(name,),
@@ -672,9 +640,9 @@ def detect_layout(model: "PreTrainedModel") -> Recognised:
         attention=path if can_replace_attention(frame, found) else None,
         residuals=tuple(find_residuals(frame, found)),
         norms=find_norms(frame, found),
-        pooler=find_pooler(frame, outside),
+        pooler=next((n.partition(".")[0] for n in poolers if prefix + n in modules), None),
         inputs=find_inputs(frame),
-        head_size=find_attribute(modules[attention], size),
+        head_size=max(sizes or [*equal, ""], key=len),
         positions_follow_padding=positions_follow_padding(frame, model),
         layers_return_tuples=layer in flow.tuples,
         **find_embeddings(frame, model),

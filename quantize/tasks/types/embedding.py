@@ -148,8 +148,7 @@ class TextEmbedding(Embedding):
         count = len(layout.samples)
         if count <= NEIGHBORS:
             raise UserError(
-                f"{count} texts are too few to compare their {NEIGHBORS} nearest neighbours; give at least "
-                f"{NEIGHBORS + 1} different ones to judge on, and as many to calibrate with"
+                f"{count} texts are too few to compare their {NEIGHBORS} nearest neighbours; give more"
             )
         return Targets(np.zeros(count, dtype=np.float32))
 
