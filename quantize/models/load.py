@@ -47,10 +47,8 @@ def load_model(
 
             lost -= load_dense(model, name, folder.dense, commit)
     if lost:
-        raise UserError(
-            f"model {name} lacks weights for {name_list(sorted(lost))}: it is not fine-tuned for "
-            f"{kind.name}; fine-tune it first"
-        )
+        missing = name_list(sorted(lost))
+        raise UserError(f"model {name} lacks weights for {missing}; fine-tune it for {kind.name} first")
     return prepare_model(model)
 
 
@@ -89,9 +87,7 @@ def load_encoder(  # noqa: PLR0913
     with quiet("transformers"), explain_load_errors(name):
         commit = model_commit(name, revision)
         config = _supported_config(name, commit)
-        known = config.num_labels
-        config.num_labels = num_labels
-        config.problem_type = kind.problem_type
+        known, config.num_labels, config.problem_type = config.num_labels, num_labels, kind.problem_type
         if classes:
             config.id2label = dict(enumerate(classes))
             config.label2id = {name: number for number, name in enumerate(classes)}
@@ -165,10 +161,10 @@ def _supported_config(name: str, commit: str | None, inside: str = "") -> Any:
 
 def _require_head(config: Any, name: str, kind: TaskKind) -> None:
     """Refuse a head of another kind, whose weights may have the same names."""
-    made = next(iter(config.architectures or ()), "")
-    if not kind.embeds and kind_of(made) is not None and not made.endswith(kind.architecture):
+    own = next(iter(config.architectures or ()), "")
+    if not kind.embeds and kind_of(own) is not None and not own.endswith(kind.architecture):
         raise UserError(
-            f"model {name} is a {made}, but the task is a {kind.name}, which needs a model "
+            f"model {name} is a {own}, but the task is a {kind.name}, which needs a model "
             f"...{kind.architecture}; give one that was fine-tuned on this task, or the --task of this model"
         )
 
@@ -225,7 +221,7 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
         return
     if activation not in ("gelu", SAME):
         raise UserError(
-            f"export.gelu is tanh, but model {name} computes {activation!r} ; set export.gelu to exact"
+            f"export.gelu is tanh, but model {name} computes {activation!r}; set export.gelu to exact"
         )
     for path, module in model.named_modules():
         for child, found in module.named_children():
@@ -265,9 +261,9 @@ def _find_class(config: Any) -> Any:
     import transformers
 
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if "For" in name and found is not None and issubclass(found, transformers.PreTrainedModel):
-            return found
+        own = getattr(transformers, name, None)
+        if "For" in name and own is not None and issubclass(own, transformers.PreTrainedModel):
+            return own
     heads = getattr(transformers, CLASSIFICATION.model_class)._model_mapping
     mapping = heads if type(config) in heads else transformers.AutoModel._model_mapping
     if type(config) not in mapping:

@@ -24,7 +24,6 @@ def resume_from(
     """Let a model resume from a hidden state in the block, whatever its tokens are.
 
     Args:
-        model: changed only while the block runs.
         start: run of a layer that `hidden` is the input of, from 1 on; as many as there are: the head.
         hidden: [B, L, hidden]; fewer tokens where all that follows reads the first ones only. None: of the
             embeddings, which the runs before `start` then pass on.

@@ -50,7 +50,11 @@ def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Ta
         from_one = min(whole) >= 1 and max(whole) == count
         numbers = tuple(str(number) for number in range(1, count + 1)) if from_one else ()
         return task.model_copy(update={"values": numbers})
-    values = _order_by_name(labels, classes)
+    spelled = {text.strip().lower(): text for text in labels}
+    names = [name.strip().lower() for name in classes]
+    values = tuple(sorted(labels))
+    if len(spelled) == len(labels) and {*spelled} <= {*names}:
+        values = tuple(spelled.get(name, shown) for name, shown in zip(names, classes, strict=True))
     found = f"the labels (column {task.label_column!r}) of {source} are {len(values)} different texts"
     if not 2 <= len(values) <= MOST_VALUES:
         raise UserError(f"{found}, not classes; name the right --label-column")
@@ -59,15 +63,6 @@ def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Ta
             f"{found} ({name_list(values)}), but --num-labels is {task.num_labels}; correct one of them"
         )
     return task.model_copy(update={"values": values})
-
-
-def _order_by_name(labels: set[str], classes: Sequence[str]) -> tuple[str, ...]:
-    """Order texts by class number: the model's, where each is one of its names, else sorted."""
-    spelled = {text.strip().lower(): text for text in labels}
-    names = [name.strip().lower() for name in classes]
-    if len(spelled) == len(labels) and {*spelled} <= {*names}:
-        return tuple(spelled.get(name, shown) for name, shown in zip(names, classes, strict=True))
-    return tuple(sorted(labels))
 
 
 def _number_labels(dataset: "datasets.Dataset", task: Task, source: str) -> tuple["datasets.Dataset", str]:

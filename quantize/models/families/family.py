@@ -151,15 +151,15 @@ class Family:
         return f"{base}{self.embeddings_norm}" if self.embeddings_norm else None
 
     def splittable(self, linears: Iterable[str]) -> list[str]:
-        """Return the second feed-forward linears, whose outlier channels can be split."""
+        """Return the second feed-forward linears: outlier channels of these can be split."""
         return [name for name in linears if self.kind(name) == "ffn-out"]
 
     def residual_readers(self, module: str) -> tuple[str, ...]:
         """Return the linears that read the residual that a module adds; none of a module that adds none."""
         place = self.place(module)
         added = [each for each in self.residuals if place and each.module == place.path]
-        found = (self.beside(module, role) for each in added for role in each.readers)
-        return tuple(name for name in found if name)
+        linears = (self.beside(module, role) for each in added for role in each.readers)
+        return tuple(filter(None, linears))
 
     def residual_read_by(self, linear: str) -> str | None:
         """Return the module whose residual a linear reads; None for none, or if known by another linear."""
@@ -182,7 +182,6 @@ class Family:
         return next((path for path, what in self.norms.items() if what == "ffn"), "")
 
     def layer_names(self, model: "PreTrainedModel") -> list[str]:
-        """Return the encoder layers of a model, in order."""
         found = ((name, self.place(name)) for name, _ in model.named_modules())
         return [name for name, place in found if place and not place.path]
 
@@ -197,12 +196,10 @@ class Family:
         return [int(run / (runs / layers)) for run in range(runs)]  # as transformers rounds it
 
     def is_attention(self, name: str) -> bool:
-        """Return whether a module computes softmax(q k) v."""
         place = self.place(name)
         return place is not None and place.path == self.attention
 
     def adds_residual(self, name: str) -> bool:
-        """Return whether a module adds a residual to what a linear made."""
         place = self.place(name)
         return place is not None and any(each.module == place.path for each in self.residuals)
 
@@ -217,8 +214,7 @@ class Family:
         if lost := [f"{name} {value!r}" for name, value in found.items() if value not in self.needs[name]]:
             wanted = ", ".join(f"{name} {values[0]!r}" for name, values in self.needs.items())
             raise UserError(
-                f"model {model} has {', '.join(lost)} in config.json; of family {self.name} only models with "
-                f"{wanted} are supported"
+                f"model {model} has {', '.join(lost)} in config.json; {self.name} is supported with {wanted}"
             )
 
     def positions(self, config: Any) -> int:

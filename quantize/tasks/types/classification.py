@@ -42,10 +42,7 @@ def class_text(number: int, names: Sequence[str]) -> str:
 
 
 def same_for_all(logits: Floats, labels: Array) -> bool:
-    """Return whether the class probabilities do not depend on the input though labels do.
-
-    Not whether one class gets them all: with few samples of the others, a sound model may do that.
-    """
+    """Return whether probabilities do not depend on the input; a sound model, too, may give all one class."""
     return len(np.unique(labels)) > 1 and bool(np.ptp(_log_softmax(logits), axis=0).max() <= SAME)
 
 

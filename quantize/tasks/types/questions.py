@@ -34,18 +34,15 @@ def exact_match(answer: str, right: Sequence[str]) -> float:
 
 def f1(answer: str, right: Sequence[str]) -> float:
     """Return the largest F1 of an answer's words with a right one's; `exact_match` if either has none."""
-    return max(_overlap(normalized(answer).split(), known.split()) for known in _known(right))
+    words, scores = normalized(answer).split(), []
+    for known in (text.split() for text in _known(right)):
+        same = sum((Counter(words) & Counter(known)).values())
+        scores.append(2 * same / (len(words) + len(known)) if words and known else float(words == known))
+    return max(scores)
 
 
 def _known(right: Sequence[str]) -> list[str]:
     return [text for text in map(normalized, right) if text] or [""]
-
-
-def _overlap(made: list[str], known: list[str]) -> float:
-    if not made or not known:
-        return float(made == known)
-    same = sum((Counter(made) & Counter(known)).values())
-    return 2 * same / (len(made) + len(known))
 
 
 # as transformers' examples/pytorch/question-answering/utils_qa.py has them
