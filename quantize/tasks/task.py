@@ -4,11 +4,10 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
 from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind
 from qdqbench.quantize.tasks.types.questions import QUESTIONS
-from qdqbench.quantize.tasks.types.regression import REGRESSION
 from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.tasks.types.tokens import TOKENS
 from qdqbench.quantize.utils.errors import UserError

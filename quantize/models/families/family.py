@@ -214,7 +214,8 @@ class Family:
         if lost := [f"{name} {value!r}" for name, value in found.items() if value not in self.needs[name]]:
             wanted = ", ".join(f"{name} {values[0]!r}" for name, values in self.needs.items())
             raise UserError(
-                f"model {model} has {', '.join(lost)} in config.json; {self.name} is supported with {wanted}"
+                f"model {model} has {', '.join(lost)} in config.json; of family {self.name} only models "
+                f"with {wanted} are supported"
             )
 
     def positions(self, config: Any) -> int:

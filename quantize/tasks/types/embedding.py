@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
-from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind
-from qdqbench.quantize.tasks.types.scores import CORRELATIONS, Metric, mean_of_column
+from qdqbench.quantize.tasks.types.kind import CORRELATIONS, Metric, TaskFields, TaskKind, mean_of_column
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats
 from qdqbench.quantize.utils.errors import UserError
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from qdqbench.quantize.tasks.types.classification import kl
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
-from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind
-from qdqbench.quantize.tasks.types.scores import of_sums, ratio
+from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, of_sums, ratio
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 
 if TYPE_CHECKING:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qdqbench.quantize.tasks.types.classification import Regression
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
-from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind
-from qdqbench.quantize.tasks.types.regression import Regression
-from qdqbench.quantize.tasks.types.scores import mean_of_column, ratio
+from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, mean_of_column, ratio
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ import numpy as np
 
 from qdqbench.quantize.tasks.types.classification import class_text, kl, kl_terms, same_for_all
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
-from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind
-from qdqbench.quantize.tasks.types.scores import of_sums, ratio
+from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, of_sums, ratio
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.utils.names import name_list
 

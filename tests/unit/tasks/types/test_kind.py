@@ -14,8 +14,7 @@ from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.models.load import load_encoder, load_model
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, Classification
-from qdqbench.quantize.tasks.types.regression import REGRESSION
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION, Classification
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support.tiny_bert import write_tiny_bert
