@@ -15,16 +15,9 @@ from qdqbench.quantize.models.pooling import Pooling
 from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
 
+from ...support import tiny_embedder
 from ...support.tiny_bert import HIDDEN, INT8, LINEARS, padded_batch, plan_of, recipe_with, run_onnx
-from ...support.tiny_embedder import (
-    CLS,
-    LAST,
-    MEAN,
-    expected,
-    hidden_states,
-    plain_encoder,
-    write_sentence_folder,
-)
+from ...support.tiny_embedder import CLS, LAST, MEAN, expected, hidden_states, write_sentence_folder
 
 SHORT = {MEAN: "mean", CLS: "cls", LAST: "last"}
 
@@ -137,8 +130,7 @@ def test_the_fingerprint_covers(tmp_path: Path, file: str) -> None:
 
 @pytest.mark.parametrize("mode", [MEAN, CLS, LAST])
 def test_a_plain_encoder_is_told_how(tmp_path: Path, mode: str) -> None:
-    folder = plain_encoder(write_sentence_folder(tmp_path))
-    batch = padded_batch()
+    folder, batch = tiny_embedder.plain_encoder(write_sentence_folder(tmp_path)), padded_batch()
     model = load_model(str(folder), kind=PAIRS, pooling=Pooling(mode=SHORT[mode], normalize=True))
     wanted = expected(hidden_states(folder, batch), batch["attention_mask"], mode)
     np.testing.assert_allclose(embed(model, batch), wanted, atol=2e-6, rtol=0)
@@ -153,7 +145,7 @@ def refusal(folder: Path, pooling: Pooling | None = None) -> str:
 
 class TestRefused:
     def test_a_plain_encoder_that_nobody_tells_how(self, tmp_path: Path) -> None:
-        message = refusal(plain_encoder(write_sentence_folder(tmp_path)))
+        message = refusal(tiny_embedder.plain_encoder(write_sentence_folder(tmp_path)))
         assert "does not say how the tokens of a text become its embedding" in message
         assert "give --pooling mean, cls or last" in message
 
@@ -235,31 +227,19 @@ def test_the_graph_pools_in_fp32_and_gives_the_embedding(tmp_path: Path) -> None
     np.testing.assert_allclose(np.linalg.norm(made, axis=1), 1, atol=1e-6)  # FP16 would leave 1e-3
 
 
-def test_a_model_in_memory_is_quantized_and_exported(tmp_path: Path) -> None:
-    import qdqbench
-
-    model = qdqbench.load_embedder(write_sentence_folder(tmp_path / "model"))
-    quantized = qdqbench.quantize(
-        model, [padded_batch((7, 7), seed=seed) for seed in range(3)], recipe_with()
-    )
-    exported = qdqbench.export(quantized, tmp_path / "model.onnx")
-    batch = padded_batch()
-    made = run_onnx(onnx.load(exported.path), batch)
-    np.testing.assert_allclose(made, embed(quantized.model, batch), atol=0.05, rtol=0)
-    assert (made != embed(model, batch)).any()
-
-
-def test_a_dense_may_be_int8(tmp_path: Path) -> None:
+def test_a_model_in_memory_is_quantized_and_exported_with_its_dense(tmp_path: Path) -> None:
     import qdqbench
 
     folder = write_sentence_folder(tmp_path / "model", dense={"width": 8, "activation": "Tanh"})
     rules = [*recipe_with().rules, {"match": "pooling.dense", **INT8}]
     samples = [padded_batch((7, 7), seed=seed) for seed in range(3)]
-    quantized = qdqbench.quantize(qdqbench.load_embedder(folder), samples, recipe_with(rules=rules))
+    model = qdqbench.load_embedder(folder)
+    quantized = qdqbench.quantize(model, samples, recipe_with(rules=rules))
     exported = qdqbench.export(quantized, tmp_path / "model.onnx")
     assert "pooling.dense" in quantized.plan.int8
     batch = padded_batch()
     made = run_onnx(onnx.load(exported.path), batch)
     assert made.shape == (3, 8)
     np.testing.assert_allclose(made, embed(quantized.model, batch), atol=0.05, rtol=0)
+    assert (made != embed(model, batch)).any()
     assert qdqbench.check(exported.path).findings == []
