@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +14,6 @@ from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    name: str
-    sha256: str  # of config and weights, so that a changed model is never mistaken for the old one
-    architecture: str
-    num_labels: int
-    problem_type: str | None
-    label_names: list[str]
-    revision: str | None = None  # commit of a hub model
 
 
 def model_commit(name: str, revision: str | None = None) -> str | None:
@@ -54,18 +42,18 @@ def read_config(name: str, commit: str | None, inside: str = "") -> Any:
         ) from error
 
 
-def describe_model(name: str, model: "PreTrainedModel", revision: str | None = None) -> ModelInfo:
-    """Describe a loaded model; for a folder the hash covers its config and safetensors files."""
+def describe_model(name: str, model: "PreTrainedModel", revision: str | None = None) -> dict[str, Any]:
+    """Return what results say of a loaded model; its hash tells a changed model from the old one."""
     config = model.config
-    return ModelInfo(
-        name=name,
-        sha256=model_fingerprint(name, revision),
-        architecture=type(model).__name__,
-        num_labels=int(config.num_labels or 0),
-        problem_type=config.problem_type or ("regression" if config.num_labels == 1 else None),
-        label_names=[str(name) for _, name in sorted((config.id2label or {}).items())],
-        revision=model_commit(name, revision),
-    )
+    return {
+        "name": name,
+        "sha256": model_fingerprint(name, revision),
+        "architecture": type(model).__name__,
+        "num_labels": int(config.num_labels or 0),
+        "problem_type": config.problem_type or ("regression" if config.num_labels == 1 else None),
+        "label_names": [str(name) for _, name in sorted((config.id2label or {}).items())],
+        "revision": model_commit(name, revision),
+    }
 
 
 def model_fingerprint(name: str, revision: str | None = None) -> str:

@@ -107,11 +107,7 @@ def _dense(name: str, folder: str, commit: str | None) -> Dense:
 def choose_pooling(
     name: str, folder: SentenceFolder | None, saved: Any, requested: Pooling | None
 ) -> Pooling:
-    """Choose the pooling of a model: of its folder, of `FIELD` saved in its configuration, or of the request.
-
-    Raises:
-        UserError: nobody says it, or two say different things.
-    """
+    """Choose the pooling of a model: its folder's, that of its config (`FIELD`), or the requested one."""
     known = folder.pooling if folder else Pooling.model_validate(saved) if saved else None
     if known is None and requested is None:
         raise UserError(

@@ -108,8 +108,6 @@ MAX_LENGTH = 128
 
 @dataclass(frozen=True)
 class Size:
-    """How large the data and the model are, and how long the training is."""
-
     train_rows: int = 8000
     validation_rows: int = 1000
     layers: int = 2
@@ -121,10 +119,8 @@ class Size:
 
 @dataclass(frozen=True)
 class EmbeddedRun:
-    """Where the default model and its data are; the task is `EMBEDDED`."""
-
     model_dir: Path
-    data_dir: Path
+    data_dir: Path  # of the task `EMBEDDED`
 
 
 def write_embedded(
@@ -138,9 +134,6 @@ def write_embedded(
     Args:
         folder: Gets `data/embedded/{train,validation}.parquet`, `model/` and `embedded.json`.
         progress: Called with the fraction done, from 0 to 1.
-
-    Raises:
-        UserError: `folder` holds something else, or cannot be written.
     """
     size = size or Size()
     run = EmbeddedRun(folder / "model", folder / "data")

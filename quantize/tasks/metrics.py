@@ -19,11 +19,7 @@ def select_reference(task: Task, gold: Gold, reference: Floats) -> Gold:
 
 
 def predict(task: Task, answers: Floats, gold: Gold) -> Array:
-    """Return the prediction for each sample, [samples], from answers [answers, width].
-
-    Raises:
-        CheckFailed: wrong shape, NaN or infinite answers.
-    """
+    """Return the prediction for each sample; a CheckFailed for a wrong shape, NaN or infinite answers."""
     kind = task.kind
     width = answers.shape[1] if kind.embeds else kind.width or task.num_labels
     wanted = kind.expected(gold), width

@@ -106,9 +106,6 @@ def load_split(  # noqa: PLR0913
             (a smaller draw is the start of a larger one). Of samples of several rows the last is kept whole.
         seed: Shuffle the samples.
         labelled: Whether labels are read and checked.
-
-    Raises:
-        UserError: nothing found, unreadable, wrong columns, or texts or labels that do not fit the task.
     """
     if limit is not None and limit < 1:
         raise UserError(f"{limit} samples of split {split!r} were asked for; ask for at least 1")
@@ -240,9 +237,6 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
     Args:
         tokenizer: A fast tokenizer of transformers.
         max_length: Most tokens of a sample, special tokens included; the longer text of a pair is cut first.
-
-    Raises:
-        UserError: the tokenizer is not a fast one, or `max_length` leaves no room for text.
     """
     if not tokenizer.is_fast:
         raise UserError(f"{type(tokenizer).__name__} is not a fast tokenizer; save one with tokenizer.json")

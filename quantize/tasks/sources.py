@@ -62,11 +62,7 @@ def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str]
 
 
 def draw_half(texts: Sequence[str], names: tuple[str, str], name: str, source: str) -> list[str]:
-    """Draw half `name` of the texts of a single file, in their order; the same in every run.
-
-    Args:
-        names: of the half to calibrate with, and of the one to judge on.
-    """
+    """Draw the half `name` (to calibrate with, or to judge on) of a single file's texts; always the same."""
     if name not in names:
         raise UserError(
             f"{source} is a single file, half of which is split {names[0]!r} and half {names[1]!r}, so it "
@@ -100,11 +96,7 @@ JUDGED = 0.2  # share of a single file that is evaluated on
 
 
 def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Dataset, list[str], list[str]]":
-    """Read rows of files of one kind of `FORMATS` but text, notes on their form, and warnings.
-
-    Raises:
-        UserError: they cannot be read in that form.
-    """
+    """Read rows of files of one kind of `FORMATS` but text, notes on their form, and warnings."""
     import datasets
 
     names = ", ".join(str(path) for path in paths)

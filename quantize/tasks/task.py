@@ -99,11 +99,7 @@ def get_task(
     num_labels: int | None = None,
     metrics: Sequence[str] = (),
 ) -> Task:
-    """Return a task of `KNOWN` with the given fields changed, or a new one where `text_columns` are given.
-
-    Raises:
-        UserError: unknown name without columns, or fields that do not fit together.
-    """
+    """Return a task of `KNOWN` with the given fields changed, or a new one where `text_columns` are given."""
     changes = {
         "text_columns": tuple(text_columns),
         "label_column": label_column,
@@ -162,11 +158,7 @@ def _check_fields(task: Task) -> None:
 
 
 def score_embeddings(task: Task, metrics: Sequence[str]) -> Task:
-    """Return a task for embeddings: a score of pairs by the cosine of their texts.
-
-    Raises:
-        UserError: the task is about something else.
-    """
+    """Return a task for embeddings: a score of pairs by the cosine of their texts."""
     if task.kind.embeds:
         return task
     if task.kind is not REGRESSION or len(task.text_columns) != 2:

@@ -64,22 +64,16 @@ class Flow:
         return [step for step in self.steps if step.kind == kind]
 
     def linears(self, numbers: frozenset[int]) -> list[FlowStep]:
-        """Return the linears among these steps."""
         return [self.steps[number] for number in sorted(numbers) if self.steps[number].kind == "linear"]
 
     def readers(self, number: int) -> list[FlowStep]:
-        """Return the steps that read what a step made."""
         return [step for step in self.steps if any(number in read for read in step.reads)]
 
 
 def trace_flow(model: "PreTrainedModel") -> Flow:
-    """Send two random samples through a model, one of them padded, and record what happens.
+    """Record what two random samples, one of them padded, do in a model with transformers' eager attention.
 
-    Args:
-        model: with transformers' eager attention; given the attention that can be quantized for good.
-
-    Raises:
-        Exception: whatever the model raises on them.
+    It keeps the attention that can be quantized. Whatever the model raises on the samples is raised.
     """
     import torch
 
@@ -235,15 +229,7 @@ def _tensors(value: Any) -> "list[torch.Tensor]":
 
 
 def find_config_fields(model: "PreTrainedModel", layer: str, first: str, wide: int) -> dict[str, Any]:
-    """Return the fields of a configuration that a `Family` names.
-
-    Args:
-        first: first linear of the layer's feed-forward.
-        wide: its outputs.
-
-    Raises:
-        UserError: the activation or the width of the feed-forward is no field of its own.
-    """
+    """Return the config fields of a `Family`, where `first`, of a feed-forward, has `wide` outputs."""
     from transformers.activations import ACT2FN
 
     given = model.config.to_dict()
@@ -305,18 +291,13 @@ class Frame:
         return f"{self.layers}.*.{place[1]}" if place else name
 
     def linears(self) -> list[str]:
-        """Return every linear by full name."""
         from torch import nn
 
         return [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
 
 
 def find_layer_list(attentions: Collection[str], modules: Mapping[str, Any], name: str) -> str:
-    """Return the full name of the list whose elements hold an attention each; * stands for a number.
-
-    Raises:
-        UserError: there is no such list, or there are several.
-    """
+    """Return the full name of the list whose elements hold an attention each; * stands for a number."""
     from torch import nn
 
     places: set[tuple[str, int]] = set()  # innermost list with the attention inside of an element, and which
@@ -563,9 +544,6 @@ def positions_follow_padding(frame: Frame, model: "PreTrainedModel") -> bool:
     )
 
 
-NEEDED: tuple[Role, ...] = ("query", "key", "value", "output", "ffn-in", "ffn-out")
-
-
 @dataclass(frozen=True)
 class Recognised:
     """A family described, and what of its models multiplies matrices and is not in it."""
@@ -578,12 +556,7 @@ class Recognised:
 
 
 def detect_layout(model: "PreTrainedModel") -> Recognised:
-    """Describe the family of a model that is on the CPU, with weights of its own or random ones.
-
-    Raises:
-        UserError: a model that fails on a sample, a decoder, no attention, layers that do not stand in one
-            list, or that lack a linear which every encoder has.
-    """
+    """Describe the family of a model that is on the CPU, with weights of its own or random ones."""
     name = model.config.model_type
     try:
         with quiet("transformers"):
@@ -618,7 +591,8 @@ def detect_layout(model: "PreTrainedModel") -> Recognised:
     if shared := next((n for n in outputs if runs[n] > 1), None):
         raise UserError(f"the layers of a {name!r} share weights: {shared} runs several times; {BY_HAND}")
     has = {part for role in linears.values() for part in role.split(", ")}
-    if missing := [role for role in NEEDED if role not in has]:
+    needed = ("query", "key", "value", "output", "ffn-in", "ffn-out")
+    if missing := [role for role in needed if role not in has]:
         raise UserError(
             f"no linears of a {name!r} were recognised as {', '.join(missing)}: "
             f"{_join_reasons(left) or 'it has none in its layers'}; {BY_HAND}"
@@ -687,6 +661,4 @@ def list_modules(model: "PreTrainedModel", found: Recognised) -> list[ModuleRow]
         else:
             pattern = ""
         rows[pattern, class_name, role, becomes] += 1
-    return [
-        ModuleRow(module, kind, count, role, becomes) for (module, kind, role, becomes), count in rows.items()
-    ]
+    return [ModuleRow(*row[:2], count, *row[2:]) for row, count in rows.items()]

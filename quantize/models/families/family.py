@@ -133,12 +133,8 @@ class Family:
     def read_by(self, attention: str, linears: Container[str]) -> str | None:
         """Return the LayerNorm, or linear behind the embeddings, whose output only q, k, v and residual read.
 
-        Args:
-            linears: those of the model, as not every one has a linear behind its embeddings.
-
-        Returns:
-            None where it serves several runs, where what is normalized is not the residual, or where it is
-            not known.
+        None where it serves several runs, where what is normalized is not the residual, or where it is not
+        known. Not every model has a linear behind its embeddings: `linears` are those that it has.
         """
         place = self.place(attention)
         if place is None or not self.layer_end or self.shared_layers or "*" in self.layers:

@@ -110,15 +110,15 @@ def test_the_module_table(tiny_bert: Path) -> None:
 
 def test_description(tiny_bert: Path) -> None:
     info = describe_model(str(tiny_bert), load_model(str(tiny_bert)))
-    assert (info.architecture, info.num_labels) == ("BertForSequenceClassification", 3)
-    assert info.problem_type is None
-    assert info.label_names == ["LABEL_0", "LABEL_1", "LABEL_2"]
-    assert info.sha256 == model_fingerprint(str(tiny_bert))
+    assert (info["architecture"], info["num_labels"]) == ("BertForSequenceClassification", 3)
+    assert info["problem_type"] is None
+    assert info["label_names"] == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert info["sha256"] == model_fingerprint(str(tiny_bert))
 
 
 def test_one_output_is_a_regression(tmp_path: Path) -> None:
     write_tiny_bert(tmp_path, new_bert(labels=1))
-    assert describe_model(str(tmp_path), load_model(str(tmp_path))).problem_type == "regression"
+    assert describe_model(str(tmp_path), load_model(str(tmp_path)))["problem_type"] == "regression"
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
