@@ -36,9 +36,8 @@ def use_attention(model: "PreTrainedModel", implementation: str) -> None:
 def _register_attention() -> None:
     """Register eager attention with a quantizer on the softmax output and a mask that is finite in FP16.
 
-    ModelOpt puts `p_bmm_quantizer` on HF attention and then ignores INT8 there; calling it here puts the
-    softmax Q/DQ into the fake-quant model and the traced graph alike. A sliding window is in the mask alone,
-    [B, 1, L, L] then, and [B, 1, 1, L] without one.
+    ModelOpt puts `p_bmm_quantizer` on HF attention and then ignores INT8 there. The mask is [B, 1, 1, L], and
+    with a sliding window [B, 1, L, L].
     """
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -1,11 +1,8 @@
 """DeBERTa's attention (He et al. 2020, arXiv 2006.03654) through transformers' AttentionInterface.
 
-With the bucket b of the distance i - j, the score of query i for key j is
-(q_i k_j + q_i K_b + k_j Q_b) / sqrt(3 d), where K and Q are the projections of the relative embeddings: the
-last two terms are added to the mask, so an attention takes one additive tensor, as in any other family.
-
-K and Q follow from weights alone. A traced graph holds them as constants, in FP32 until it gets its types, so
-no quantizer sees them and an engine has no GEMM for them; q_i K_b and k_j Q_b stay in FP16.
+The score of query i for key j in bucket b of i - j is (q_i k_j + q_i K_b + k_j Q_b) / sqrt(3 d). K and Q, the
+projections of the relative embeddings, follow from weights alone: constants of a graph, never quantized. The
+last two terms are added to the mask and stay in FP16.
 """
 
 from typing import Any

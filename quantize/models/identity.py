@@ -88,10 +88,8 @@ def embedding_notes(name: str, revision: str | None, max_length: int) -> list[st
     """Return notes on an embedding model that is exported for texts of `max_length` tokens."""
     with quiet("transformers"), explain_load_errors(name):
         folder = read_sentence_folder(name, model_commit(name, revision))
-    if folder is None:
-        return []
-    notes = [*folder.notes]
-    if folder.longest is not None and folder.longest < max_length:
+    notes = [*folder.notes] if folder else []
+    if folder and folder.longest is not None and folder.longest < max_length:
         notes.append(
             f"texts are cut at {max_length} tokens (export.max_length); sentence-transformers would cut "
             f"those of this model at {folder.longest} (max_seq_length)"

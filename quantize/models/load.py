@@ -104,13 +104,12 @@ def load_encoder(  # noqa: PLR0913
         raise UserError(
             f"model {name} lacks encoder weights: {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}"
         )
-    head = [module for key, module in model.named_children() if key != model.base_model_prefix]
     if keep_head and any(not key.startswith(prefix) for key in new_weights):
         raise UserError(
             f"model {name} has no classifier for {num_labels} labels (it says {known}); drop --keep-head"
         )
-    if not keep_head:
-        for module in head:
+    for key, module in model.named_children():
+        if not keep_head and key != model.base_model_prefix:
             model._init_weights(module)
     return model  # type: ignore[no-any-return]
 
@@ -178,8 +177,8 @@ def load_tokenizer(
     with quiet("transformers"), explain_load_errors(name, "tokenizer"):
         commit = model_commit(name, revision)
         folder = read_sentence_folder(name, commit) if kind.embeds else None
-        options: dict[str, Any] = {"revision": commit, "trust_remote_code": False, "use_fast": True}
-        options["subfolder"] = folder.encoder if folder else ""
+        inside = folder.encoder if folder else ""
+        options = {"revision": commit, "trust_remote_code": False, "use_fast": True, "subfolder": inside}
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
         if kind.split_words and getattr(tokenizer, "add_prefix_space", True) is False:
             # words come one by one, and to byte-level BPE a word begins with its space
@@ -215,9 +214,7 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
     from transformers.activations import ACT2FN, GELUActivation, NewGELUActivation
 
     family = family_of(model.config)
-    field = family.activation
-    activation = getattr(model.config, field)
-    if activation == TANH:
+    if (activation := getattr(model.config, family.activation)) == TANH:
         return
     if activation not in ("gelu", SAME):
         raise UserError(
@@ -227,7 +224,7 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
         for child, found in module.named_children():
             if isinstance(found, (GELUActivation, NewGELUActivation)) and family.place(path):
                 setattr(module, child, ACT2FN[TANH])
-    setattr(model.config, field, TANH)
+    setattr(model.config, family.activation, TANH)
 
 
 def read_model_config(name: str, revision: str | None = None) -> Any:
@@ -237,10 +234,7 @@ def read_model_config(name: str, revision: str | None = None) -> Any:
 
 
 def create_untrained(name: str, config: Any) -> "PreTrainedModel":
-    """Create an encoder of the configuration's own class, with a classifier where that has no head.
-
-    No file is read, and no code but that of transformers is run.
-    """
+    """Create an encoder of the configuration's own class, with a classifier where that has no head."""
     what = f"model {name} is a {config.model_type!r}"
     if quantized := getattr(config, "quantization_config", None):
         method = dict(quantized).get("quant_method", "an unknown method")

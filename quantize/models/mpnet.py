@@ -1,8 +1,7 @@
-"""MPNet's attention through transformers' AttentionInterface, which its own modelling does not know.
+"""MPNet's attention through transformers' AttentionInterface.
 
-The bias of relative positions (Song et al. 2020, arXiv 2004.09297) is the same in every layer, so it is added
-to the mask once: an attention takes one additive tensor, as in any other family. Buckets are constants, as
-their logarithms in FP16 would fall into other buckets.
+The bias of relative positions (Song et al. 2020, arXiv 2004.09297), the same in every layer, is added to the
+mask once. Buckets are constants, as their logarithms in FP16 would fall into other buckets.
 """
 
 from typing import Any

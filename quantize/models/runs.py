@@ -1,8 +1,4 @@
-"""Layers of an encoder in the order in which they run, and a model that resumes at any of them.
-
-What lies around the layers is always the model's own `forward`, so that every kind of head is computed as the
-model computes it.
-"""
+"""Layers of an encoder in the order in which they run, and a model that resumes at any of them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +17,7 @@ if TYPE_CHECKING:
 def resume_from(
     model: "PreTrainedModel", start: int, hidden: "torch.Tensor | None", stop: int | None = None
 ) -> Iterator[list[Any]]:
-    """Let a model resume from a hidden state in the block, whatever its tokens are.
+    """Let a model resume from a hidden state in the block, whatever its tokens are; its own `forward` runs.
 
     Args:
         start: run of a layer that `hidden` is the input of, from 1 on; as many as there are: the head.

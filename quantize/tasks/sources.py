@@ -42,10 +42,7 @@ def read_lines(paths: Sequence[Path]) -> list[str]:
 
 
 def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str], list[str]]:
-    """Return each text with a word once, in the order of first places, and notes on omissions.
-
-    A text that is there twice would be its own nearest neighbor, and could calibrate what it judges.
-    """
+    """Return each text with a word once, and notes: one that is there twice would be its own neighbor."""
     first: dict[str, str] = {}
     blank = 0
     for text in texts:
@@ -53,11 +50,12 @@ def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str]
             first.setdefault(key, text)
         else:
             blank += 1
-    notes = []
-    if blank:
-        notes.append(f"{blank} of {len(texts)} texts of {source} are empty and were left out")
-    if twice := len(texts) - blank - len(first):
-        notes.append(f"{twice} of {len(texts)} texts of {source} are there before and were left out")
+    left_out = {"empty": blank, "there before": len(texts) - blank - len(first)}
+    notes = [
+        f"{count} of {len(texts)} texts of {source} are {what} and were left out"
+        for what, count in left_out.items()
+        if count
+    ]
     return [*first.values()], notes
 
 

@@ -58,7 +58,6 @@ class Encoded:
 
     @property
     def lengths(self) -> Int64:
-        """The number of tokens of each row, [rows]."""
         return np.array([len(ids) for ids in self.input_ids], dtype=np.int64)
 
     @property
@@ -70,7 +69,7 @@ class Encoded:
 
     @cached_property
     def answers(self) -> Int64:
-        """The number of answers of each row, [rows]."""
+        """The number of answers of each row."""
         if self.positions is None:
             return np.ones(self.rows, dtype=np.int64)
         return np.array([len(kept) for kept in self.positions], dtype=np.int64)
