@@ -251,7 +251,8 @@ def _hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
         repository, config = HUB[task.name]
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise UserError(
-            f"--data {source!r} names no hub set; write hub[:OWNER/NAME[:CONFIG]][@REVISION], or a folder"
+            f"--data {source!r} names no hub set; write hub:OWNER/NAME[:CONFIG][@REVISION], hub[@REVISION], "
+            "or a folder"
         )
     return repository, config, revision or None
 
