@@ -75,7 +75,7 @@ def answered(task: Task, answers: Floats, gold: metrics.Gold, names: Sequence[st
     """
     kind, predicted = task.kind, metrics.predict(task, answers, gold)
     classified = np.issubdtype(predicted.dtype, np.integer) and predicted.ndim == 1
-    right = kind.right(kind.table(predicted, gold)) if kind.right else None
+    right = kind.right(kind.table(predicted, gold))
     known = tuple(names) if classified or kind.names_classes else ()
     return Answered(predicted, _margin(answers) if classified else None, right, known)
 
@@ -101,9 +101,7 @@ def differing(reference: Answered, other: Answered) -> Array:
 
 def sample_texts(dataset: "datasets.Dataset", task: Task, samples: Int64) -> list[str]:
     """Return the texts of samples of a split, a line each; of one with several rows those of its first."""
-    rows = samples
-    if task.kind.groups is not None:
-        rows = np.flatnonzero(np.diff(task.kind.groups(dataset, task), prepend=-1))[samples]
+    rows = np.flatnonzero(np.diff(task.kind.groups(dataset, task), prepend=-1))[samples]
     chosen = dataset.select(rows.tolist())
     columns = [chosen[column] for column in task.text_columns]
     return [_line(values) for values in zip(*columns, strict=True)]
@@ -113,13 +111,6 @@ def _line(values: tuple[Any, ...]) -> str:
     texts = (" ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values)
     line = " | ".join(" ".join(text.split()) for text in texts)
     return line if len(line) <= LONGEST_TEXT else f"{line[:LONGEST_TEXT]}…"
-
-
-def sample_labels(task: Task, gold: metrics.Gold, names: Sequence[str], samples: Int64) -> list[str | None]:
-    """Return what would be right for some samples, in words; None where nothing is."""
-    if task.kind.label_texts is None or not len(samples):
-        return [None] * len(samples)
-    return [*task.kind.label_texts(gold[samples], names)]
 
 
 @dataclass(frozen=True)
@@ -207,7 +198,7 @@ def _all(both: PairedAnswers, dataset: "datasets.Dataset") -> list[ChangedPredic
     order = np.lexsort((-both.distance[samples], np.array(rank))).tolist()
     chosen = samples[order]
     texts: Sequence[str] = sample_texts(dataset, both.task, chosen) if len(chosen) else []
-    labels = sample_labels(both.task, both.gold, both.names, chosen)
+    labels = both.task.kind.label_texts(both.gold[chosen], both.names)
     margins = before.margin, after.margin
     return [
         ChangedPrediction(
@@ -248,16 +239,17 @@ MOST = 40  # classes whose confusion is kept as a matrix
 def compare_classes(both: PairedAnswers) -> Classes | None:
     """Compare both answers class by class; None where answers are no classes."""
     kind = both.task.kind
-    if kind.by_class is None:
+    of_fp32 = kind.by_class(both.of_fp32.predicted, both.gold)
+    of_stage = kind.by_class(both.of_stage.predicted, both.gold)
+    if of_fp32 is None or of_stage is None:
         return None
-    labels, before, samples = kind.by_class(both.of_fp32.predicted, both.gold)
-    _, after, _ = kind.by_class(both.of_stage.predicted, both.gold)
+    (labels, before, samples), after = of_fp32, of_stage[1]
     seen = (int(each.max()) for each in (labels, before, after) if len(each))
     count = max(both.task.num_labels - 1, *seen) + 1
     few = count <= MOST
     return Classes(
         stage=both.stage,
-        unit="words" if kind.units else "samples",
+        unit="words" if kind.over_tokens else "samples",
         rows=[
             _row(class_text(number, both.names), labels == number, before == number, after == number, samples)
             for number in range(count)

@@ -83,7 +83,7 @@ def compare(
     systems = [metrics.predict(task, each, gold) for each in both]
     found = metrics.bootstrap(task, gold, systems, seed=seed, resamples=metrics.RESAMPLES)
     errors = {name: float(np.std(values[1] - values[0], ddof=1)) for name, values in found.items()}
-    right = [kind.right(kind.table(each, gold)) for each in systems] if kind.right else None
+    right = [hits for each in systems if (hits := kind.right(kind.table(each, gold))) is not None]
     primary = task.metrics[0]
     difference = answers.astype(np.float64) - reference_answers.astype(np.float64)
     return Comparison(

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 from collections.abc import Collection, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +190,7 @@ def _model(session: Session, whole: bool) -> dict[str, Any]:
     if not whole:
         return {"name": session.model_name, "sha256": session.model_sha256}
     model = session.fp32_model
-    info = asdict(describe_model(session.model_name, model, session.config.revision))
+    info = describe_model(session.model_name, model, session.config.revision)
     return info | {
         "parameters": sum(p.numel() for p in model.parameters()),
         "embedded": session.config.model is None,

@@ -17,7 +17,7 @@ from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import SECOND, Task
-from qdqbench.quantize.tasks.types.scores import CORRELATIONS
+from qdqbench.quantize.tasks.types.kind import CORRELATIONS
 from qdqbench.quantize.utils.arrays import Array, Floats
 from qdqbench.quantize.utils.comparison import EngineSize, Gate, GateCode, GateIssue, IssueState
 from qdqbench.quantize.utils.errors import CheckFailed, UserError

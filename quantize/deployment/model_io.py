@@ -8,10 +8,9 @@ from qdqbench.quantize.models.load import load_config, read_class_names
 from qdqbench.quantize.models.pooling import FIELD, choose_pooling, read_sentence_folder
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks.rows import OVERLAP
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
 from qdqbench.quantize.tasks.types.questions import QUESTIONS
-from qdqbench.quantize.tasks.types.regression import REGRESSION
 from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.tasks.types.tokens import TOKENS, is_named
 
@@ -68,7 +67,7 @@ def read_model_io(session: Session) -> ModelIO:
     return ModelIO(
         answer=answer,
         texts=texts[: 1 if kind.texts_apart else len(task.text_columns)],
-        words=bool(kind.tokenizing.get("is_split_into_words")),
+        words=kind.split_words,
         windows=kind.windows,
         truncation="only_second" if kind.windows else "longest_first",
         labels=_labels(session),

@@ -24,22 +24,20 @@ def use_attention(model: "PreTrainedModel", implementation: str) -> None:
     if implementation == ATTENTION:
         _register_attention()
     family = family_of(model.config)
-    rewritten = family.rewritten_by
-    if family.attention is None:
-        model.config._attn_implementation = implementation  # its own goes on, with this mask
-    elif rewritten is None:
+    if family.attention and family.rewritten_by is None:
         model.set_attn_implementation(implementation)
-    else:
-        importlib.import_module(f"{__package__}.{rewritten}").use_interface(model)
-        model.config._attn_implementation = implementation  # transformers itself would not switch it
+        return
+    if family.attention:
+        importlib.import_module(f"{__package__}.{family.rewritten_by}").use_interface(model)
+    # transformers would not switch a rewritten one; any other stays as it is, with this mask
+    model.config._attn_implementation = implementation
 
 
 def _register_attention() -> None:
     """Register eager attention with a quantizer on the softmax output and a mask that is finite in FP16.
 
-    ModelOpt puts `p_bmm_quantizer` on HF attention and then ignores INT8 there; calling it here puts the
-    softmax Q/DQ into the fake-quant model and the traced graph alike. A sliding window is in the mask alone,
-    [B, 1, L, L] then, and [B, 1, 1, L] without one.
+    ModelOpt puts `p_bmm_quantizer` on HF attention and then ignores INT8 there. The mask is [B, 1, 1, L], and
+    with a sliding window [B, 1, L, L].
     """
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -59,8 +57,7 @@ def _register_attention() -> None:
         if attention_mask is not None:
             scores = scores + attention_mask
         weights = torch.nn.functional.softmax(scores, dim=-1)
-        quantizer = getattr(module, "p_bmm_quantizer", None)
-        if quantizer is not None:
+        if (quantizer := getattr(module, "p_bmm_quantizer", None)) is not None:
             weights = quantizer(weights)
         weights = torch.nn.functional.dropout(weights, p=dropout, training=module.training)
         return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights

@@ -1,11 +1,8 @@
 """DeBERTa's attention (He et al. 2020, arXiv 2006.03654) through transformers' AttentionInterface.
 
-With the bucket b of the distance i - j, the score of query i for key j is
-(q_i k_j + q_i K_b + k_j Q_b) / sqrt(3 d), where K and Q are the projections of the relative embeddings: the
-last two terms are added to the mask, so an attention takes one additive tensor, as in any other family.
-
-K and Q follow from weights alone. A traced graph holds them as constants, in FP32 until it gets its types, so
-no quantizer sees them and an engine has no GEMM for them; q_i K_b and k_j Q_b stay in FP16.
+The score of query i for key j in bucket b of i - j is (q_i k_j + q_i K_b + k_j Q_b) / sqrt(3 d). K and Q, the
+projections of the relative embeddings, follow from weights alone: constants of a graph, never quantized. The
+last two terms are added to the mask and stay in FP16.
 """
 
 from typing import Any
@@ -53,7 +50,7 @@ class DisentangledSelfAttention(theirs.DisentangledSelfAttention):
         """Return the context [B, L, N], and the probabilities [B, H, L, L] or None.
 
         Args:
-            attention_mask: is added to the scores, [B, 1, 1, L].
+            attention_mask: added to the scores, [B, 1, 1, L].
             relative_pos: places in [L * buckets] of the terms of each query and of each key, int64 [2, L, L].
             rel_embeddings: [buckets, N].
         """
@@ -68,14 +65,14 @@ class DisentangledSelfAttention(theirs.DisentangledSelfAttention):
         scaling = (parts * self.attention_head_size) ** -0.5
         rel_embeddings = self.pos_dropout(rel_embeddings)
         if "c2p" in self.pos_att_type:
-            table = self._projected(self.key_proj, rel_embeddings) * scaling
+            table = self._project(self.key_proj, rel_embeddings) * scaling
             attention_mask = attention_mask + self.c2p(query, table, relative_pos[0])
         if "p2c" in self.pos_att_type:
-            table = self._projected(self.query_proj, rel_embeddings) * scaling
+            table = self._project(self.query_proj, rel_embeddings) * scaling
             attention_mask = attention_mask + self.p2c(key, table, relative_pos[1])
         # called here, by this name: ModelOpt finds attentions by it in a module's own source
         attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        made, probabilities = attention(
+        context, probabilities = attention(
             self,
             query,
             key,
@@ -84,14 +81,14 @@ class DisentangledSelfAttention(theirs.DisentangledSelfAttention):
             scaling=scaling,
             dropout=self.dropout.p if self.training else 0.0,
         )
-        return made.reshape(*shape, -1), probabilities
+        return context.reshape(*shape, -1), probabilities
 
-    def _projected(self, linear: Any, rel_embeddings: torch.Tensor) -> torch.Tensor:
+    def _project(self, linear: Any, rel_embeddings: torch.Tensor) -> torch.Tensor:
         """Return relative embeddings as q or k of each head [H, D, buckets], past the linear's quantizers."""
         factors = getattr(getattr(linear, "input_quantizer", None), "pre_quant_scale", None)  # of smoothing
         inputs = rel_embeddings if factors is None else rel_embeddings * factors
-        made = functional.linear(inputs, linear.__dict__.get(UNROUNDED, linear.weight), linear.bias)
-        return made.view(-1, self.num_attention_heads, self.attention_head_size).permute(1, 2, 0)
+        projected = functional.linear(inputs, linear.__dict__.get(UNROUNDED, linear.weight), linear.bias)
+        return projected.view(-1, self.num_attention_heads, self.attention_head_size).permute(1, 2, 0)
 
 
 class DebertaV2Encoder(theirs.DebertaV2Encoder):
@@ -105,7 +102,6 @@ class DebertaV2Encoder(theirs.DebertaV2Encoder):
         return (1.0 - attention_mask[:, None, None, :].to(dtype)) * MASK_FILL
 
     def get_rel_pos(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Return the places for this length, int64 [2, L, L]."""
         length = hidden_states.shape[1]
         return self.places[:, :length, :length]
 
@@ -114,7 +110,6 @@ class DebertaV2Embeddings(theirs.DebertaV2Embeddings):
     """Embeddings that are not set to 0 where padding is: nothing reads them."""
 
     def forward(self, *args: Any, mask: Any = None, **kwargs: Any) -> torch.Tensor:
-        """Run the layers as transformers does, without a mask."""
         return super().forward(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -134,10 +129,8 @@ def use_interface(model: Any) -> None:
 def _places(encoder: Any, config: Any) -> torch.Tensor:
     """Return flat places of the terms of each query i and each key j in [P * buckets], int64 [2, P, P]."""
     tokens = torch.arange(config.max_position_embeddings)
-    every = tokens[:, None].float()
-    distance = theirs.build_relative_position(
-        every, every, encoder.position_buckets, encoder.max_relative_positions
-    )[0]
+    each, limits = tokens[:, None].float(), (encoder.position_buckets, encoder.max_relative_positions)
+    distance = theirs.build_relative_position(each, each, *limits)[0]
     buckets = encoder.rel_embeddings.num_embeddings
     bucket = (distance + buckets // 2).clamp(0, buckets - 1)
     return torch.stack([tokens[:, None] * buckets + bucket, tokens * buckets + bucket])

@@ -18,8 +18,6 @@ from qdqbench.quantize.utils.errors import UserError
 
 @dataclass
 class Embedded(ModelOutput):
-    """What an embedding model gives."""
-
     sentence_embedding: torch.Tensor | None = None  # float32 [B, width]
     hidden_states: tuple[torch.Tensor, ...] | None = None
 
@@ -41,11 +39,11 @@ class SentencePooling(nn.Module):
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the embedding float32 [B, width] of hidden states [B, L, H] and a mask [B, L]."""
-        made = pool_tokens(hidden.float(), mask, self.mode)
+        vectors = pool_tokens(hidden.float(), mask, self.mode)
         if self.dense is not None:
-            made = self.activation(self.dense(made.to(self.dense.weight.dtype))).float()
+            vectors = self.activation(self.dense(vectors.to(self.dense.weight.dtype))).float()
         # as functional.normalize, whose expand_as would leave the width out of the graph
-        return made / made.norm(dim=1, keepdim=True).clamp(min=1e-12) if self.normalize else made
+        return vectors / vectors.norm(dim=1, keepdim=True).clamp(min=1e-12) if self.normalize else vectors
 
 
 def pool_tokens(hidden: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
@@ -101,18 +99,12 @@ def make_embedder_class(config: type) -> type[PreTrainedModel]:
 
 
 def load_dense(model: PreTrainedModel, name: str, folder: str, commit: str | None) -> set[str]:
-    """Read the weights of sentence-transformers' Dense into an embedding model; their names in it.
-
-    Raises:
-        UserError: no safetensors there, or other weights than the Dense has.
-    """
+    """Read the weights of sentence-transformers' Dense into an embedding model, and return their names."""
     from safetensors.torch import load_file
 
-    if (path := find_model_file(name, f"{folder}/model.safetensors", commit)) is None:
-        raise UserError(
-            f"model {name} has no {folder}/model.safetensors; save it again with sentence-transformers 3 or "
-            "later"
-        )
+    file = f"{folder}/model.safetensors"
+    if (path := find_model_file(name, file, commit)) is None:
+        raise UserError(f"model {name} has no {file}; save it again with sentence-transformers 3 or later")
     dense: Any = model.get_submodule("pooling.dense")
     weights = {key.removeprefix("linear."): value for key, value in load_file(path).items()}
     wanted = {key: tuple(value.shape) for key, value in dense.state_dict().items()}

@@ -1,9 +1,8 @@
-"""Which model it is: its files, its commit on the hub, and a sentence where it cannot be loaded."""
+"""The identity of a model: its files, its commit on the hub, and why it cannot be loaded."""
 
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,25 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True)
-class ModelInfo:
-    """A loaded model's identity."""
-
-    name: str
-    sha256: str  # of config and weights, so that a changed model is never mistaken for the old one
-    architecture: str
-    num_labels: int
-    problem_type: str | None
-    label_names: list[str]
-    revision: str | None = None  # commit of a hub model
-
-
 def model_commit(name: str, revision: str | None = None) -> str | None:
-    """Return the commit of a hub model; None for a folder.
-
-    Raises:
-        UserError: it cannot be found out, or a folder is given with a revision.
-    """
+    """Return the commit of a hub model; None for a folder."""
     if not Path(name).is_dir():
         return commit_of(name, "model", revision)
     if revision is not None:
@@ -44,11 +26,7 @@ def model_commit(name: str, revision: str | None = None) -> str | None:
 
 
 def read_config(name: str, commit: str | None, inside: str = "") -> Any:
-    """Read the configuration of a model of any type that transformers has; `inside` is a folder of it.
-
-    Raises:
-        UserError: transformers has no such type.
-    """
+    """Read the configuration of a model of any type that transformers has; `inside` is a folder of it."""
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, __version__
 
     try:
@@ -64,27 +42,22 @@ def read_config(name: str, commit: str | None, inside: str = "") -> Any:
         ) from error
 
 
-def describe_model(name: str, model: "PreTrainedModel", revision: str | None = None) -> ModelInfo:
-    """Describe a loaded model; for a folder the hash covers its config and safetensors files."""
+def describe_model(name: str, model: "PreTrainedModel", revision: str | None = None) -> dict[str, Any]:
+    """Return what results say of a loaded model; its hash tells a changed model from the old one."""
     config = model.config
-    problem = config.problem_type or ("regression" if config.num_labels == 1 else None)
-    return ModelInfo(
-        name=name,
-        sha256=model_fingerprint(name, revision),
-        architecture=type(model).__name__,
-        num_labels=int(config.num_labels or 0),
-        problem_type=problem,
-        label_names=[str(name) for _, name in sorted((config.id2label or {}).items())],
-        revision=model_commit(name, revision),
-    )
+    return {
+        "name": name,
+        "sha256": model_fingerprint(name, revision),
+        "architecture": type(model).__name__,
+        "num_labels": int(config.num_labels or 0),
+        "problem_type": config.problem_type or ("regression" if config.num_labels == 1 else None),
+        "label_names": [str(name) for _, name in sorted((config.id2label or {}).items())],
+        "revision": model_commit(name, revision),
+    }
 
 
 def model_fingerprint(name: str, revision: str | None = None) -> str:
-    """Hash the files that define a model (config, weights, tokenizer); id and commit on the hub.
-
-    Raises:
-        UserError: the commit of a hub model cannot be found out.
-    """
+    """Hash the files that define a model (config, weights, tokenizer); id and commit on the hub."""
     folder = Path(name)
     digest = hashlib.sha256()
     with explain_load_errors(name):
@@ -93,9 +66,8 @@ def model_fingerprint(name: str, revision: str | None = None) -> str:
         parts = {"", *(str(module.get("path", "")) for module in listed)}  # of sentence-transformers
     if commit is not None:
         return hashlib.sha256(f"{name}@{commit}".encode()).hexdigest()
-    for file in sorted(
-        file for part in parts if (folder / part).is_dir() for file in (folder / part).iterdir()
-    ):
+    inside = (folder / part for part in parts if (folder / part).is_dir())
+    for file in sorted(file for place in inside for file in place.iterdir()):
         if file.suffix in (".json", ".safetensors", ".txt"):
             digest.update(f"{file.relative_to(folder)} {sha256(file)}\n".encode())
     return digest.hexdigest()
@@ -106,9 +78,8 @@ def has_pooling(name: str, revision: str | None = None) -> bool:
     try:
         with quiet("transformers"), explain_load_errors(name):
             commit = model_commit(name, revision)
-            if read_model_json(name, MODULES, commit) is not None:
-                return True
-            return FIELD in (read_model_json(name, "config.json", commit) or {})
+            listed = read_model_json(name, MODULES, commit) is not None
+            return listed or FIELD in (read_model_json(name, "config.json", commit) or {})
     except UserError:  # loading says why
         return False
 
@@ -117,10 +88,8 @@ def embedding_notes(name: str, revision: str | None, max_length: int) -> list[st
     """Return notes on an embedding model that is exported for texts of `max_length` tokens."""
     with quiet("transformers"), explain_load_errors(name):
         folder = read_sentence_folder(name, model_commit(name, revision))
-    if folder is None:
-        return []
-    notes = [*folder.notes]
-    if folder.longest is not None and folder.longest < max_length:
+    notes = [*folder.notes] if folder else []
+    if folder and folder.longest is not None and folder.longest < max_length:
         notes.append(
             f"texts are cut at {max_length} tokens (export.max_length); sentence-transformers would cut "
             f"those of this model at {folder.longest} (max_seq_length)"
@@ -130,7 +99,7 @@ def embedding_notes(name: str, revision: str | None, max_length: int) -> list[st
 
 @contextmanager
 def explain_load_errors(name: str, what: str = "model") -> Iterator[None]:
-    """Turn the many ways in which a load fails into one sentence."""
+    """Turn the many ways in which a load fails into a UserError of one sentence."""
     where = "the folder" if Path(name).is_dir() else "no such folder here, and as a hub id"
     try:
         yield

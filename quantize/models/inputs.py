@@ -1,4 +1,4 @@
-"""What goes into an encoder: the arrays that its family takes, random ones, and their padding."""
+"""The inputs of an encoder: the arrays that its family takes, and their padding."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +12,7 @@ TOKENS, MASK = "input_ids", "attention_mask"
 
 
 def select_inputs(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the arrays or tensors of a batch that a transformers model takes.
-
-    Raises:
-        UserError: the model's family is not supported.
-    """
+    """Select the arrays or tensors of a batch that a transformers model takes."""
     while not hasattr(model, "config"):
         model = model.module  # wrapped for several processes
     taken = family_of(model.config).inputs
@@ -25,8 +21,5 @@ def select_inputs(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def pad_columns(batch: Mapping[str, Array], columns: int, pad_id: int) -> dict[str, Array]:
     """Pad int arrays [B, L] with masked positions to [B, L + columns]."""
-    fill = {TOKENS: pad_id}  # all else is 0 there, the mask above all
-    return {
-        name: np.pad(array, ((0, 0), (0, columns)), constant_values=fill.get(name, 0))
-        for name, array in batch.items()
-    }
+    places, fill = ((0, 0), (0, columns)), {TOKENS: pad_id}  # all else is 0 there, the mask above all
+    return {name: np.pad(array, places, constant_values=fill.get(name, 0)) for name, array in batch.items()}

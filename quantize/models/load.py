@@ -24,17 +24,12 @@ TANH, SAME = "gelu_pytorch_tanh", "gelu_new"  # one function, as one operator an
 def load_model(
     name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION, pooling: Pooling | None = None
 ) -> "PreTrainedModel":
-    """Load an FP32 model with its head, in eval mode; never runs code from the repository.
+    """Load an FP32 model with its head, in eval mode; never run code from the repository.
 
     Args:
-        name: a sentence-transformers folder, too, where the kind of task is about embeddings.
+        name: folder or hub id; a sentence-transformers folder, too, where the kind embeds.
         revision: branch, tag or commit of a hub model; None: its default branch.
-        kind: of task.
         pooling: of an encoder that does not say itself how its tokens become an embedding.
-
-    Raises:
-        UserError: not found, no such head in the weights, an unsupported architecture, or pooling that is not
-            known, not supported or said twice.
     """
     with quiet("transformers"), explain_load_errors(name):
         commit = model_commit(name, revision)
@@ -52,32 +47,21 @@ def load_model(
 
             lost -= load_dense(model, name, folder.dense, commit)
     if lost:
-        raise UserError(
-            f"model {name} lacks weights for {name_list(sorted(lost))}: it is not fine-tuned for "
-            f"{kind.name}; fine-tune it first"
-        )
-    use_attention(model, ATTENTION)
-    _add_sums(model)
-    return model.eval()  # type: ignore[no-any-return]
+        missing = name_list(sorted(lost))
+        raise UserError(f"model {name} lacks weights for {missing}; fine-tune it for {kind.name} first")
+    return prepare_model(model)
 
 
 def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Make a classifier in memory like one of `load_model`, in place: FP32, eval mode, its attention.
-
-    Raises:
-        UserError: an unsupported architecture.
-    """
-    family_of(model.config).require_supported(model.config, type(model).__name__)
+    """Make a model quantizable in place: FP32, eval mode, our attention, modules for sums."""
+    family = family_of(model.config)
+    family.require_supported(model.config, type(model).__name__)
     use_attention(model, ATTENTION)
-    _add_sums(model)
-    return cast("Any", model).float().eval()  # type: ignore[no-any-return]
-
-
-def _add_sums(model: "PreTrainedModel") -> None:
-    if family_of(model.config).given_sums:
+    if family.given_sums:
         from qdqbench.quantize.models.sums import add_sums
 
         add_sums(model)
+    return cast("Any", model).float().eval()  # type: ignore[no-any-return]
 
 
 def load_encoder(  # noqa: PLR0913
@@ -96,21 +80,14 @@ def load_encoder(  # noqa: PLR0913
     softmax over nothing, and of its gradient, differs.
 
     Args:
-        name: folder or hub id, of an encoder or of a classifier; revision as `load_model`.
-        num_labels: of the classifier; 1 for regression.
         classes: their names; none: as the model says, or numbers.
         dropout: of hidden states and attention; None: as the model says.
-        keep_head: go on with the model's own classifier instead of a new one.
-
-    Raises:
-        UserError: not found, unsupported, without encoder weights, or no such classifier to keep.
+        keep_head: resume the model's own classifier instead of a new one.
     """
     with quiet("transformers"), explain_load_errors(name):
         commit = model_commit(name, revision)
         config = _supported_config(name, commit)
-        known = config.num_labels
-        config.num_labels = num_labels
-        config.problem_type = kind.problem_type
+        known, config.num_labels, config.problem_type = config.num_labels, num_labels, kind.problem_type
         if classes:
             config.id2label = dict(enumerate(classes))
             config.label2id = {name: number for number, name in enumerate(classes)}
@@ -127,30 +104,28 @@ def load_encoder(  # noqa: PLR0913
         raise UserError(
             f"model {name} lacks encoder weights: {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}"
         )
-    head = [module for key, module in model.named_children() if key != model.base_model_prefix]
     if keep_head and any(not key.startswith(prefix) for key in new_weights):
         raise UserError(
-            f"model {name} has no classifier for {num_labels} labels (it says {known}) that could be kept; "
-            "drop --keep-head"
+            f"model {name} has no classifier for {num_labels} labels (it says {known}); drop --keep-head"
         )
-    if not keep_head:
-        for module in head:
+    for key, module in model.named_children():
+        if not keep_head and key != model.base_model_prefix:
             model._init_weights(module)
     return model  # type: ignore[no-any-return]
 
 
 def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **options: Any) -> Any:
-    """Load a model in FP32, and return it with what transformers tells of its weights."""
+    """Return a model in FP32, and what transformers reports of its weights."""
     import torch
     import transformers
 
     if kind.embeds:
         from qdqbench.quantize.models.embedder import make_embedder_class
 
-        made: Any = make_embedder_class(config.__class__)
+        model_class: Any = make_embedder_class(config.__class__)
     else:
-        made = getattr(transformers, kind.model_class)
-    return made.from_pretrained(
+        model_class = getattr(transformers, kind.model_class)
+    return model_class.from_pretrained(
         name,
         revision=commit,
         config=config,
@@ -163,11 +138,7 @@ def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **op
 
 
 def load_config(name: str, revision: str | None = None) -> Any:
-    """Load the configuration of a supported model, of sentence-transformers too; arguments as `load_model`.
-
-    Raises:
-        UserError: not found, or an unsupported architecture.
-    """
+    """Load the configuration of a supported model, of sentence-transformers too."""
     with quiet("transformers"), explain_load_errors(name):
         commit = model_commit(name, revision)
         folder = read_sentence_folder(name, commit)
@@ -175,11 +146,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
 
 
 def read_class_names(name: str, revision: str | None, kind: TaskKind) -> list[str]:
-    """Read the names of a model's classes, by their number; arguments as `load_model`.
-
-    Raises:
-        UserError: as `load_config`, or a head of another kind.
-    """
+    """Read the names of a model's classes, by their number."""
     config = load_config(name, revision)
     _require_head(config, name, kind)
     return [str(label) for _, label in sorted((config.id2label or {}).items())]
@@ -193,10 +160,10 @@ def _supported_config(name: str, commit: str | None, inside: str = "") -> Any:
 
 def _require_head(config: Any, name: str, kind: TaskKind) -> None:
     """Refuse a head of another kind, whose weights may have the same names."""
-    made = next(iter(config.architectures or ()), "")
-    if not kind.embeds and kind_of(made) is not None and not made.endswith(kind.architecture):
+    own = next(iter(config.architectures or ()), "")
+    if not kind.embeds and kind_of(own) is not None and not own.endswith(kind.architecture):
         raise UserError(
-            f"model {name} is a {made}, but the task is a {kind.name}, which needs a model "
+            f"model {name} is a {own}, but the task is a {kind.name}, which needs a model "
             f"...{kind.architecture}; give one that was fine-tuned on this task, or the --task of this model"
         )
 
@@ -204,28 +171,18 @@ def _require_head(config: Any, name: str, kind: TaskKind) -> None:
 def load_tokenizer(
     name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION
 ) -> "PreTrainedTokenizerBase":
-    """Load a fast tokenizer with a pad token; arguments as `load_model`.
-
-    Raises:
-        UserError: no tokenizer files, only a slow tokenizer, or one that cannot pad.
-    """
+    """Load a fast tokenizer with a pad token."""
     from transformers import AutoTokenizer
 
     with quiet("transformers"), explain_load_errors(name, "tokenizer"):
         commit = model_commit(name, revision)
         folder = read_sentence_folder(name, commit) if kind.embeds else None
-        tokenizer = AutoTokenizer.from_pretrained(
-            name,
-            revision=commit,
-            trust_remote_code=False,
-            use_fast=True,
-            subfolder=folder.encoder if folder else "",
-        )
-        if kind.names_classes and getattr(tokenizer, "add_prefix_space", True) is False:
+        inside = folder.encoder if folder else ""
+        options = {"revision": commit, "trust_remote_code": False, "use_fast": True, "subfolder": inside}
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        if kind.split_words and getattr(tokenizer, "add_prefix_space", True) is False:
             # words come one by one, and to byte-level BPE a word begins with its space
-            tokenizer = AutoTokenizer.from_pretrained(
-                name, revision=commit, trust_remote_code=False, use_fast=True, add_prefix_space=True
-            )
+            tokenizer = AutoTokenizer.from_pretrained(name, **options, add_prefix_space=True)
     if not tokenizer.is_fast:
         raise UserError(f"model {name} has only a slow tokenizer; save it with a tokenizer.json")
     if tokenizer.vocab_size <= len(tokenizer.all_special_ids):
@@ -242,11 +199,7 @@ def load_tokenizer(
 def load_matching_tokenizer(
     model: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION
 ) -> "PreTrainedTokenizerBase":
-    """Load a supported model's tokenizer, checked against its configuration; arguments as `load_model`.
-
-    Raises:
-        UserError: as `load_tokenizer` and `load_config`, or it pads otherwise than the model expects.
-    """
+    """Load a supported model's tokenizer, and check that it pads as the model expects."""
     tokenizer, config = load_tokenizer(model, revision, kind), load_config(model, revision)
     family_of(config).require_padding(config, tokenizer.pad_token_id, model)
     return tokenizer
@@ -256,63 +209,42 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
     """Replace every GELU of the layers by its tanh form, in place.
 
     Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2. The forms differ by 5e-4 at most, a small part of
-    an INT8 step behind a feed-forward layer.
-
-    Raises:
-        UserError: the model's activation is not GELU.
+    an INT8 step after a feed-forward layer.
     """
     from transformers.activations import ACT2FN, GELUActivation, NewGELUActivation
 
     family = family_of(model.config)
-    field = family.activation
-    activation = getattr(model.config, field)
-    if activation == TANH:
+    if (activation := getattr(model.config, family.activation)) == TANH:
         return
     if activation not in ("gelu", SAME):
         raise UserError(
-            f"export.gelu is tanh, but model {name} computes {activation!r} in its feed-forward "
-            "layers; set export.gelu to exact"
+            f"export.gelu is tanh, but model {name} computes {activation!r}; set export.gelu to exact"
         )
     for path, module in model.named_modules():
         for child, found in module.named_children():
             if isinstance(found, (GELUActivation, NewGELUActivation)) and family.place(path):
                 setattr(module, child, ACT2FN[TANH])
-    setattr(model.config, field, TANH)
-
-
-TOKENS = BERT.inputs[0]
+    setattr(model.config, family.activation, TANH)
 
 
 def read_model_config(name: str, revision: str | None = None) -> Any:
-    """Read the configuration of a model, from a folder or a hub id.
-
-    Raises:
-        UserError: there is none, or transformers does not know its type.
-    """
+    """Read the configuration of a model of any type that transformers has."""
     with quiet("transformers"), explain_load_errors(name):
         return read_config(name, model_commit(name, revision))
 
 
 def create_untrained(name: str, config: Any) -> "PreTrainedModel":
-    """Create an encoder of the configuration's own class, with a classifier where that has no head.
-
-    No file is read, and no code but that of transformers is run.
-
-    Raises:
-        UserError: quantized weights, an encoder with a decoder, or a model that does not read tokens.
-    """
+    """Create an encoder of the configuration's own class, with a classifier where that has no head."""
     what = f"model {name} is a {config.model_type!r}"
     if quantized := getattr(config, "quantization_config", None):
         method = dict(quantized).get("quant_method", "an unknown method")
-        raise UserError(
-            f"{what} whose weights are quantized already ({method}); give the model it was made of"
-        )
+        raise UserError(f"{what} whose weights are quantized already ({method}); give the original model")
     if config.is_encoder_decoder:
         raise UserError(f"{what}, an encoder with a decoder; only encoders are supported")
     with quiet("transformers"), explain_load_errors(name):
         model = _find_class(config)._from_config(config, attn_implementation="eager").eval()
-    if TOKENS not in inspect.signature(model.forward).parameters:
-        raise UserError(f"{what}, which does not read {TOKENS}; only encoders of text are supported")
+    if (tokens := BERT.inputs[0]) not in inspect.signature(model.forward).parameters:
+        raise UserError(f"{what}, which does not read {tokens}; only encoders of text are supported")
     if model.config.pad_token_id is None:
         model.config.pad_token_id = 0  # some classifiers look for the last token that is none
     return model  # type: ignore[no-any-return]
@@ -323,9 +255,9 @@ def _find_class(config: Any) -> Any:
     import transformers
 
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if "For" in name and found is not None and issubclass(found, transformers.PreTrainedModel):
-            return found
+        own = getattr(transformers, name, None)
+        if "For" in name and own is not None and issubclass(own, transformers.PreTrainedModel):
+            return own
     heads = getattr(transformers, CLASSIFICATION.model_class)._model_mapping
     mapping = heads if type(config) in heads else transformers.AutoModel._model_mapping
     if type(config) not in mapping:

@@ -1,4 +1,4 @@
-"""Which module of a model is what: the table that recipes match."""
+"""The modules of a model by class and place: the table that recipes match."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """What matching needs to know of one module."""
-
     # Linear, LayerNorm, Embedding, Attention, Softmax (virtual, one per attention), Residual (what adds one
     # before its LayerNorm), Pooling (from the last hidden state to a sentence embedding) or other
     kind: str
@@ -21,22 +19,15 @@ class ModuleInfo:
 
 
 def module_table(model: "PreTrainedModel") -> dict[str, ModuleInfo]:
-    """Return every module by name with its class, as recipes match it: its class, or its place in the family.
-
-    Raises:
-        UserError: the model's family is not supported.
-    """
+    """Return every module by name with its class, or its place in the family."""
     from torch import nn
 
     family = family_of(model.config)
     table: dict[str, ModuleInfo] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            kind = "Linear"
-        elif isinstance(module, nn.LayerNorm):
-            kind = "LayerNorm"
-        elif isinstance(module, nn.Embedding):
-            kind = "Embedding"
+        plain = [each for each in (nn.Linear, nn.LayerNorm, nn.Embedding) if isinstance(module, each)]
+        if plain:
+            kind = plain[0].__name__
         elif family.is_attention(name):
             table[name] = ModuleInfo("Attention", head_size=int(getattr(module, family.head_size)))
             table[f"{name}.softmax"] = ModuleInfo("Softmax")
@@ -49,6 +40,3 @@ def module_table(model: "PreTrainedModel") -> dict[str, ModuleInfo]:
             kind = "other"
         table[name] = ModuleInfo(kind)
     return table
-
-
-TOKENS, MASK = "input_ids", "attention_mask"

@@ -1,8 +1,7 @@
-"""MPNet's attention through transformers' AttentionInterface, which its own modelling does not know.
+"""MPNet's attention through transformers' AttentionInterface.
 
-The bias of relative positions (Song et al. 2020, arXiv 2004.09297) is the same in every layer, so it is added
-to the mask once: an attention takes one additive tensor, as in any other family. Buckets are constants, as
-their logarithms in FP16 would fall into other buckets.
+The bias of relative positions (Song et al. 2020, arXiv 2004.09297), the same in every layer, is added to the
+mask once. Buckets are constants, as their logarithms in FP16 would fall into other buckets.
 """
 
 from typing import Any
@@ -23,7 +22,6 @@ class MPNetSelfAttention(theirs.MPNetSelfAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output [B, L, N] of the output projection, and the probabilities [B, H, L, L] or None."""
         shape = hidden_states.shape[:-1]
         heads = (*shape, -1, self.attention_head_size)
         query, key, value = (
@@ -31,7 +29,7 @@ class MPNetSelfAttention(theirs.MPNetSelfAttention):
         )
         # called here, by this name: ModelOpt finds attentions by it in a module's own source
         attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        made, probabilities = attention(
+        context, probabilities = attention(
             self,
             query,
             key,
@@ -40,7 +38,7 @@ class MPNetSelfAttention(theirs.MPNetSelfAttention):
             scaling=self.attention_head_size**-0.5,
             dropout=self.dropout.p if self.training else 0.0,
         )
-        return self.o(made.reshape(*shape, -1)), probabilities
+        return self.o(context.reshape(*shape, -1)), probabilities
 
 
 class MPNetAttention(theirs.MPNetAttention):
@@ -51,9 +49,8 @@ class MPNetAttention(theirs.MPNetAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the hidden states [B, L, N], and the probabilities [B, H, L, L] or None."""
-        made, probabilities = self.attn(hidden_states, attention_mask)
-        return self.LayerNorm(self.sum(self.dropout(made), hidden_states)), probabilities
+        output, probabilities = self.attn(hidden_states, attention_mask)
+        return self.LayerNorm(self.sum(self.dropout(output), hidden_states)), probabilities
 
 
 class MPNetEncoder(theirs.MPNetEncoder):
@@ -64,7 +61,6 @@ class MPNetEncoder(theirs.MPNetEncoder):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
     ) -> Any:
-        """Run as transformers does."""
         length = hidden_states.shape[1]
         bias = self.relative_attention_bias(self.buckets[:length, :length]).permute(2, 0, 1).unsqueeze(0)
         if attention_mask is not None and attention_mask.dtype == torch.bool:  # as SDPA gets it

@@ -1,9 +1,9 @@
-"""How the tokens of a text become its embedding: as sentence-transformers says it, or the user."""
+"""Pooling of tokens to an embedding, by the settings of sentence-transformers or the user."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.schema import Frozen
@@ -13,14 +13,9 @@ FIELD = "sentence_embedding"  # of a model's configuration: its `Pooling`
 POOLING_CLASS = "SentencePooling"  # of the module that pools
 Mode = Literal["mean", "cls", "last"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-_MODES: dict[str, Mode] = {  # of 1_Pooling/config.json: flags, in newer files names
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last",
-    "mean": "mean",
-    "cls": "cls",
-    "lasttoken": "last",
-}
+_FLAGS = ("pooling_mode_mean_tokens", "pooling_mode_cls_token", "pooling_mode_lasttoken")
+_NAMES = ("mean", "cls", "lasttoken")  # in newer files of 1_Pooling/config.json, instead of flags
+_MODES: dict[str, Mode] = dict(zip(_FLAGS + _NAMES, MODES + MODES, strict=True))
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")  # of PyTorch, behind a Dense
 _ORDER = ["Transformer", "Pooling", "Dense", "Normalize"]  # the last two may be missing
 _SUPPORTED = "a Transformer, a Pooling (mean, cls or last token), a Dense and a Normalize, in this order"
@@ -54,11 +49,7 @@ class SentenceFolder:
 
 
 def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None:
-    """Read the settings of a sentence-transformers folder or hub model; None for another kind of model.
-
-    Raises:
-        UserError: it has modules, or ways of pooling, that are not supported; names them all.
-    """
+    """Read the settings of a sentence-transformers folder or hub model; None for another kind of model."""
     if (listed := read_model_json(name, MODULES, commit)) is None:
         return None
     modules = {str(each["type"]).rpartition(".")[2]: str(each.get("path", "")) for each in listed}
@@ -70,9 +61,8 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
     pooling = read_model_json(name, f"{modules['Pooling']}/config.json", commit) or {}
     own = read_model_json(name, "config_sentence_transformers.json", commit) or {}
     files = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")
-    texts: Any = next(
-        (read for file in files if (read := read_model_json(name, f"{encoder}/{file}", commit))), {}
-    )
+    settings = (read_model_json(name, f"{encoder}/{file}", commit) for file in files)
+    texts: Any = next(filter(None, settings), {})
     notes = []
     if prompts := [key for key, prompt in (own.get("prompts") or {}).items() if prompt]:
         notes.append(
@@ -81,11 +71,10 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
         )
     if texts.get("do_lower_case"):
         notes.append("the model asks for texts in lower case; here they go to the tokenizer as they are")
+    mode, last = _mode(name, pooling), _dense(name, dense, commit) if dense else None
     return SentenceFolder(
         encoder,
-        Pooling(
-            mode=_mode(name, pooling), normalize="Normalize" in modules, dense=_dense(name, dense, commit)
-        ),
+        Pooling(mode=mode, normalize="Normalize" in modules, dense=last),
         dense,
         texts.get("max_seq_length"),
         tuple(notes),
@@ -104,13 +93,9 @@ def _mode(name: str, pooling: dict[str, Any]) -> Mode:
     return _MODES[modes[0]]
 
 
-def _dense(name: str, folder: str, commit: str | None) -> Dense | None:
-    if not folder:
-        return None
+def _dense(name: str, folder: str, commit: str | None) -> Dense:
     settings = read_model_json(name, f"{folder}/config.json", commit) or {}
-    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[
-        2
-    ]
+    activation = str(settings.get("activation_function", "torch.nn.Tanh")).rpartition(".")[2]
     if activation not in ACTIVATIONS:
         raise UserError(
             f"model {name} has the activation {activation!r} behind its Dense ({folder}/config.json); "
@@ -122,17 +107,7 @@ def _dense(name: str, folder: str, commit: str | None) -> Dense | None:
 def choose_pooling(
     name: str, folder: SentenceFolder | None, saved: Any, requested: Pooling | None
 ) -> Pooling:
-    """Choose the pooling of a model: of its folder, of what was saved with it, or of the request.
-
-    Args:
-        name: of the model, for errors.
-        folder: of sentence-transformers, if it is one.
-        saved: `FIELD` of its configuration, if there is one.
-        requested: by --pooling and --normalize.
-
-    Raises:
-        UserError: nobody says it, or two say different things.
-    """
+    """Choose the pooling of a model: its folder's, that of its config (`FIELD`), or the requested one."""
     known = folder.pooling if folder else Pooling.model_validate(saved) if saved else None
     if known is None and requested is None:
         raise UserError(
@@ -145,9 +120,7 @@ def choose_pooling(
             f"model {name} says itself that it pools by {known.mode}, {normal} normalization; drop --pooling "
             "and --normalize"
         )
-    found = known or requested
-    assert found is not None
-    return found
+    return cast("Pooling", known or requested)
 
 
 def find_model_file(name: str, file: str, commit: str | None) -> Path | None:

@@ -1,8 +1,4 @@
-"""The layers of an encoder in the order in which they run, and a model that goes on from any of them.
-
-What lies around the layers is always the model's own `forward`, so that every kind of head is computed as the
-model computes it.
-"""
+"""Layers of an encoder in the order in which they run, and a model that resumes at any of them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,10 +17,9 @@ if TYPE_CHECKING:
 def resume_from(
     model: "PreTrainedModel", start: int, hidden: "torch.Tensor | None", stop: int | None = None
 ) -> Iterator[list[Any]]:
-    """Let a model go on from a hidden state in the block; what it gets as tokens is not looked at.
+    """Let a model resume from a hidden state in the block, whatever its tokens are; its own `forward` runs.
 
     Args:
-        model: changed only while the block runs.
         start: run of a layer that `hidden` is the input of, from 1 on; as many as there are: the head.
         hidden: [B, L, hidden]; fewer tokens where all that follows reads the first ones only. None: of the
             embeddings, which the runs before `start` then pass on.
@@ -43,8 +38,9 @@ def resume_from(
         if not start <= number < stop:
             passed = args[0] if hidden is None else hidden
             return (passed, None) if family.layers_return_tuples else passed
-        given = args if hidden is None or number != start else (hidden, *args[1:])
-        output = own(*given, **kwargs)
+        if hidden is not None and number == start:
+            args = (hidden, *args[1:])
+        output = own(*args, **kwargs)
         if number == stop - 1:
             outputs.append(get_hidden(output))
         return output

@@ -116,7 +116,7 @@ class Session:
         report_phase("loading the model")
         model = load_model(self.model_name, revision, task.kind, self.config.pooling)
         labels, kind = int(model.config.num_labels or 0), model.config.problem_type
-        if recipe.qat and recipe.qat.distill.labels and task.kind.loss is None:
+        if recipe.qat and recipe.qat.distill.labels and task.kind.embeds:
             raise UserError(
                 f"qat.distill.labels is {recipe.qat.distill.labels:g}, but embeddings learn from those of "
                 "FP32 alone; set it to 0"

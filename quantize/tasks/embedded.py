@@ -22,44 +22,35 @@ LABEL_NOISE = 0.02  # labels turned around, so that no model is right everywhere
 MAX_WORDS = 30
 
 
-def _words(text: str, separator: str = " ") -> list[str]:
-    return text.split(separator)
-
-
 POLAR = (
-    _words(
-        "bad dull awful boring clumsy cold bleak tedious stale terrible harsh bland sad ugly dreary awkward"
-    ),
-    _words(
-        "good great lovely charming clever warm bright fun fresh fine calm tasty superb elegant lively witty"
-    ),
-)
-NEGATIONS = _words("not never hardly barely")
-DEGREES = _words("very quite rather really truly so")
-SUBJECTS = _words(
-    "film meal room story actor song play garden hotel book trip cook guide singer plot coffee crew host tour"
-)
-VERBS = _words("was seemed looked felt remained")
-PLACES = _words(
-    "on friday,in the old town,by the river,after the rain,for the guests,during the long winter,"
-    "at the end of the day,near the station",
-    ",",
-)
-ASIDES = _words(
-    "we arrived late,the door was blue,it was a tuesday,the tickets came by mail,my brother drove us there,"
-    "they counted forty chairs",
-    ",",
-)
-
-
-def vocabulary() -> list[str]:
-    """Return every word of the grammar, sorted."""
-    lists = [*POLAR, NEGATIONS, DEGREES, SUBJECTS, VERBS, PLACES, ASIDES, ["the but although and ,"]]
-    return sorted({word for group in lists for phrase in group for word in phrase.split()})
+    [
+        "bad", "dull", "awful", "boring", "clumsy", "cold", "bleak", "tedious", "stale", "terrible", "harsh",
+        "bland", "sad", "ugly", "dreary", "awkward",
+    ],
+    [
+        "good", "great", "lovely", "charming", "clever", "warm", "bright", "fun", "fresh", "fine", "calm",
+        "tasty", "superb", "elegant", "lively", "witty",
+    ],
+)  # fmt: skip
+NEGATIONS = ["not", "never", "hardly", "barely"]
+DEGREES = ["very", "quite", "rather", "really", "truly", "so"]
+SUBJECTS = [
+    "film", "meal", "room", "story", "actor", "song", "play", "garden", "hotel", "book", "trip", "cook",
+    "guide", "singer", "plot", "coffee", "crew", "host", "tour",
+]  # fmt: skip
+VERBS = ["was", "seemed", "looked", "felt", "remained"]
+PLACES = [
+    "on friday", "in the old town", "by the river", "after the rain", "for the guests",
+    "during the long winter", "at the end of the day", "near the station",
+]  # fmt: skip
+ASIDES = [
+    "we arrived late", "the door was blue", "it was a tuesday", "the tickets came by mail",
+    "my brother drove us there", "they counted forty chairs",
+]  # fmt: skip
 
 
 def sentences(rows: int, *, seed: int) -> list[tuple[str, int]]:
-    """Draw different sentences of 4 to 30 words with their class (0 or 1; `NOISE` are wrong)."""
+    """Draw different sentences of 4 to 30 words with their class (0 or 1; `LABEL_NOISE` are wrong)."""
     generator = np.random.default_rng(seed)
     labels: dict[str, int] = {}
     while len(labels) < rows:
@@ -117,8 +108,6 @@ MAX_LENGTH = 128
 
 @dataclass(frozen=True)
 class Size:
-    """How large the data and the model are, and how long the training is."""
-
     train_rows: int = 8000
     validation_rows: int = 1000
     layers: int = 2
@@ -130,10 +119,8 @@ class Size:
 
 @dataclass(frozen=True)
 class EmbeddedRun:
-    """Where the default model and its data are; the task is `EMBEDDED`."""
-
     model_dir: Path
-    data_dir: Path
+    data_dir: Path  # of the task `EMBEDDED`
 
 
 def write_embedded(
@@ -145,14 +132,8 @@ def write_embedded(
     not depend on the number of threads.
 
     Args:
-        folder: Gets `data/embedded/{train,validation}.parquet`, `model/` (as any saved Hugging Face model)
-            and `embedded.json`; written beside it and renamed when whole.
-        seed: Of the sentences, the initial weights and the order of training.
+        folder: Gets `data/embedded/{train,validation}.parquet`, `model/` and `embedded.json`.
         progress: Called with the fraction done, from 0 to 1.
-        size: Default `Size()`.
-
-    Raises:
-        UserError: `folder` holds something else, or cannot be written.
     """
     size = size or Size()
     run = EmbeddedRun(folder / "model", folder / "data")
@@ -179,19 +160,15 @@ def _write_data(folder: Path, seed: int, size: Size) -> None:
 
     rows = sentences(size.train_rows + size.validation_rows, seed=seed)
     splits = {"train": rows[: size.train_rows], "validation": rows[size.train_rows :]}
-    features = datasets.Features(
-        {
-            "sentence": datasets.Value("string"),
-            "label": datasets.ClassLabel(names=list(SENTIMENTS)),
-            "idx": datasets.Value("int32"),
-        }
-    )
+    label = datasets.ClassLabel(names=list(SENTIMENTS))
+    columns = {"sentence": datasets.Value("string"), "label": label, "idx": datasets.Value("int32")}
     folder.mkdir(parents=True)
     for split, part in splits.items():
         texts, labels = zip(*part, strict=True)
-        columns = {"sentence": texts, "label": labels, "idx": range(len(part))}
+        values = {"sentence": texts, "label": labels, "idx": range(len(part))}
         with quiet("datasets"):
-            datasets.Dataset.from_dict(columns, features=features).to_parquet(folder / f"{split}.parquet")
+            dataset = datasets.Dataset.from_dict(values, features=datasets.Features(columns))
+            dataset.to_parquet(folder / f"{split}.parquet")
 
 
 def _tokenizer() -> "BertTokenizer":
@@ -199,17 +176,17 @@ def _tokenizer() -> "BertTokenizer":
     from transformers import BertTokenizer
 
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,!?'-"
-    pieces = sorted({*vocabulary(), *letters, *(f"##{letter}" for letter in letters)})
+    groups = [*POLAR, NEGATIONS, DEGREES, SUBJECTS, VERBS, PLACES, ASIDES, ["the but although and ,"]]
+    words = {word for group in groups for phrase in group for word in phrase.split()}
+    pieces = sorted({*words, *letters, *(f"##{letter}" for letter in letters)})
     entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
-    return BertTokenizer(
-        vocab={piece: index for index, piece in enumerate(entries)}, model_max_length=MAX_LENGTH
-    )
+    vocabulary = {piece: index for index, piece in enumerate(entries)}
+    return BertTokenizer(vocab=vocabulary, model_max_length=MAX_LENGTH)
 
 
 def _train(
     data_dir: Path, tokenizer: "BertTokenizer", seed: int, size: Size, progress: Callable[[float], None]
 ) -> "BertForSequenceClassification":
-    """Train by AdamW with a one-cycle learning rate, on one thread."""
     import torch
 
     split = data.load_split(EMBEDDED, str(data_dir), "train")

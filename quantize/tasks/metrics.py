@@ -1,12 +1,11 @@
 """Metrics of one stage and their standard errors."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.utils.arrays import Array, Floats, Int64
+from qdqbench.quantize.utils.arrays import Array, Floats
 from qdqbench.quantize.utils.errors import CheckFailed
 
 Gold = Any  # what the kind of a task scores against, as its `TaskKind` says; its length is that in samples
@@ -20,15 +19,7 @@ def select_reference(task: Task, gold: Gold, reference: Floats) -> Gold:
 
 
 def predict(task: Task, answers: Floats, gold: Gold) -> Array:
-    """Return the prediction for each sample, [samples]: a class, or the score of a regression.
-
-    Args:
-        answers: [answers, width].
-        gold: what the kind scores against; of classification and regression the labels [n].
-
-    Raises:
-        CheckFailed: wrong shape, NaN or infinite answers.
-    """
+    """Return the prediction for each sample; a CheckFailed for a wrong shape, NaN or infinite answers."""
     kind = task.kind
     width = answers.shape[1] if kind.embeds else kind.width or task.num_labels
     wanted = kind.expected(gold), width
@@ -46,16 +37,7 @@ def predict(task: Task, answers: Floats, gold: Gold) -> Array:
 
 
 def compute(task: Task, answers: Floats, gold: Gold) -> dict[str, float]:
-    """Score one split; the primary metric comes first.
-
-    Args:
-        answers: float32 [answers, width].
-        gold: as `predict` takes it.
-
-    Raises:
-        CheckFailed: wrong shape, NaN or infinite answers.
-        UserError: a correlation with labels that are all equal.
-    """
+    """Score one split; the primary metric comes first."""
     table = task.kind.table(predict(task, answers, gold), gold)
     return {name: task.kind.metrics[name].value(table) for name in task.metrics}
 
@@ -66,9 +48,7 @@ def stderr(
     """Return the standard error of each metric of `compute` over samples.
 
     Where the metric has no closed form: bootstrap (Efron and Tibshirani 1993, chapter 6), the standard
-    deviation of the metric over `resamples` draws of n samples with replacement.
-
-    Args and errors as in `compute`; `seed` seeds the draws.
+    deviation of the metric over `resamples` draws of n samples with replacement. Errors as `compute`.
     """
     predicted = predict(task, answers, gold)
     table, found = task.kind.table(predicted, gold), {}
@@ -85,13 +65,10 @@ def bootstrap(
     """Compute metrics of every system over the same bootstrap resamples of the samples.
 
     Samples with equal tables are one cell, and a resample is a multinomial draw of counts over the cells,
-    which is the distribution of drawing n samples with replacement and counting. All resamples are computed
-    at once: 1,000 of F1 and Matthews take 4 ms for two classes, a loop over scikit-learn's 11 s. SciPy's
-    Spearman takes 4 times as long as this one. A single call of scikit-learn's, some 5 ms:
-    `python -m timeit -s "import numpy, sklearn.metrics as m; y = numpy.arange(1500) % 2" "m.f1_score(y, y)"`
+    which is the distribution of drawing n samples with replacement and counting. Resamples are computed at
+    once, in blocks of bounded memory: 1,000 of F1 and Matthews take 4 ms, a loop over scikit-learn's 11 s.
 
     Args:
-        gold: as `predict` takes it.
         systems: Predictions of each system, [samples] each, as `predict` returns them.
 
     Returns:
@@ -101,19 +78,11 @@ def bootstrap(
     cells, counts = np.unique(np.concatenate(tables, axis=1), axis=0, return_counts=True)
     parts = np.split(cells, len(systems), axis=1)
     measures = [task.kind.metrics[name].weighted for name in task.metrics]
-    blocks = [
-        [[measure(draws, part) for part in parts] for measure in measures]
-        for draws in _draws(counts, seed, resamples)
-    ]
+    generator, total, blocks = np.random.default_rng(seed), int(counts.sum()), []
+    most = max(1, BLOCK // len(counts))
+    for start in range(0, resamples, most):
+        size = min(most, resamples - start)
+        draws = generator.multinomial(total, counts / total, size=size).astype(np.float64)
+        blocks.append([[measure(draws, part) for part in parts] for measure in measures])
     joined = np.concatenate([np.array(block) for block in blocks], axis=2)
     return dict(zip(task.metrics, joined, strict=True))
-
-
-def _draws(counts: Int64, seed: int, resamples: int) -> Iterator[Floats]:
-    """Yield the counts of each cell in each resample, float64 [block, cells], in blocks of bounded memory."""
-    generator = np.random.default_rng(seed)
-    total = int(counts.sum())
-    block = max(1, BLOCK // len(counts))
-    for start in range(0, resamples, block):
-        size = min(block, resamples - start)
-        yield generator.multinomial(total, counts / total, size=size).astype(np.float64)

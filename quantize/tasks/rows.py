@@ -2,15 +2,16 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from qdqbench.quantize.tasks.sources import Split, read_split
 from qdqbench.quantize.tasks.task import GLUE, Task, find_nearest, with_classes
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, NUMBERS
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch, RowLayout, Units, pad
+from qdqbench.quantize.tasks.types.kind import NUMBERS
 from qdqbench.quantize.tasks.types.tokens import class_names
 from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.errors import UserError
@@ -28,12 +29,6 @@ def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Ta
     Texts are matched with the names of the model's classes, whatever their case; where these are others, they
     are numbered in sorted order. Whole numbers from 1 to the number of classes are numbered from 0. They are
     read from the train split and every evaluation split, so that all are numbered alike.
-
-    Args:
-        classes: names of the model's classes by their number; empty where it has none yet.
-
-    Raises:
-        UserError: as `read_split`, or more or fewer texts than classes.
     """
     if task.kind is not CLASSIFICATION or task.name in GLUE:
         return task
@@ -50,48 +45,34 @@ def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Ta
         labels |= {str(value) for value in column.unique().to_pylist() if value is not None}
     if not labels:
         return task
-    values = _order_by_name(labels, classes) if texts else _number_from_one(labels, task.num_labels)
-    if texts and not 2 <= len(values) <= MOST_VALUES:
+    if not texts:  # numbered from 1 instead of 0, or as they are
+        whole, count = {int(value) for value in labels}, task.num_labels
+        from_one = min(whole) >= 1 and max(whole) == count
+        numbers = tuple(str(number) for number in range(1, count + 1)) if from_one else ()
+        return task.model_copy(update={"values": numbers})
+    spelled = {text.strip().lower(): text for text in labels}
+    names = [name.strip().lower() for name in classes]
+    values = tuple(sorted(labels))
+    if len(spelled) == len(labels) and {*spelled} <= {*names}:
+        values = tuple(spelled.get(name, shown) for name, shown in zip(names, classes, strict=True))
+    found = f"the labels (column {task.label_column!r}) of {source} are {len(values)} different texts"
+    if not 2 <= len(values) <= MOST_VALUES:
+        raise UserError(f"{found}, not classes; name the right --label-column")
+    if len(values) != task.num_labels:
         raise UserError(
-            f"the labels (column {task.label_column!r}) of {source} are {len(values)} different texts, not "
-            "classes; name the right --label-column"
-        )
-    if texts and len(values) != task.num_labels:
-        raise UserError(
-            f"the labels (column {task.label_column!r}) of {source} are {len(values)} different texts "
-            f"({name_list(values)}), but --num-labels is {task.num_labels}; correct one of them"
+            f"{found} ({name_list(values)}), but --num-labels is {task.num_labels}; correct one of them"
         )
     return task.model_copy(update={"values": values})
 
 
-def _order_by_name(labels: set[str], classes: Sequence[str]) -> tuple[str, ...]:
-    """Order texts by class number: the model's, where each is one of its names, else sorted."""
-    spelled = {text.strip().lower(): text for text in labels}
-    names = [name.strip().lower() for name in classes]
-    if len(spelled) == len(labels) and {*spelled} <= {*names}:
-        return tuple(spelled.get(name, shown) for name, shown in zip(names, classes, strict=True))
-    return tuple(sorted(labels))
-
-
-def _number_from_one(labels: set[str], count: int) -> tuple[str, ...]:
-    """Return numbers by class number where they go from 1 to the number of classes; else none."""
-    whole = {int(value) for value in labels}
-    ours = whole and min(whole) >= 1 and max(whole) == count
-    return tuple(str(number) for number in range(1, count + 1)) if ours else ()
-
-
-def number_labels(split: Split, task: Task) -> tuple["datasets.Dataset", str]:
-    """Return a split with the class numbers of its labels, and a note of the numbers.
-
-    Raises:
-        UserError: a label that `add_label_values` did not see.
-    """
-    dataset, column = split.dataset, task.label_column
+def _number_labels(dataset: "datasets.Dataset", task: Task, source: str) -> tuple["datasets.Dataset", str]:
+    """Return rows with the class numbers of their labels, and a note of the numbers."""
+    column = task.label_column
     values = [None if each is None else str(each) for each in dataset.data.column(column).to_pylist()]
     numbers = {value: number for number, value in enumerate(task.values)}
     if unknown := sorted({value for value in values if value is not None} - {*numbers}):
         raise UserError(
-            f"the labels (column {column!r}) of {split.source} hold {name_list(unknown)}, which is none of "
+            f"the labels (column {column!r}) of {source} hold {name_list(unknown)}, which is none of "
             f"{name_list(task.values)}; start anew where the data changed"
         )
     given = [None if value is None else numbers[value] for value in values]
@@ -103,7 +84,6 @@ def number_labels(split: Split, task: Task) -> tuple["datasets.Dataset", str]:
 
 OVERLAP = 3  # windows share a third of their length, as 128 of 384 tokens in Devlin et al. 2018
 TOKENIZER_ROWS = 1000  # rows per tokenizer call
-NO_LABEL = -1  # what nyu-mll/glue writes in its test splits
 
 
 def load_split(  # noqa: PLR0913
@@ -118,33 +98,27 @@ def load_split(  # noqa: PLR0913
     """Load and check one split.
 
     Args:
-        task: Names the columns, and the config on the hub.
         source: `hub` (nyu-mll/glue) or `hub:OWNER/NAME[:CONFIG]`, each with `@REVISION` where a certain
             commit, branch or tag is meant, or a folder with `TASK/SPLIT.EXT` or `SPLIT.EXT` (EXT: parquet,
             csv, json, jsonl; also shards `SPLIT-00000-of-00002.EXT`). For the train split a partial
             `SPLIT_subset.EXT` is taken when nothing else is there, and noted.
-        split: Name of the split.
         limit: Keep this many rows: the first ones, or a draw without replacement when `seed` is given
             (a smaller draw is the start of a larger one). Of samples of several rows the last is kept whole.
         seed: Shuffle the samples.
-        labelled: Whether labels are needed; else the split has the texts alone.
-
-    Raises:
-        UserError: nothing found, unreadable, wrong columns, or texts or labels that do not fit the task.
+        labelled: Whether labels are read and checked.
     """
     if limit is not None and limit < 1:
         raise UserError(f"{limit} samples of split {split!r} were asked for; ask for at least 1")
     labelled = labelled and task.kind.labelled
     loaded = read_split(task, source, split)
     columns = _check_columns(loaded, task, labelled)
-    dataset, messages = loaded.dataset.select_columns(columns), list[str]()
+    dataset, notes = loaded.dataset.select_columns(columns), [*loaded.notes]
     if labelled and task.values:
-        dataset, note = number_labels(replace(loaded, dataset=dataset), task)
-        messages.append(note)
-    _check_texts(dataset, task, loaded.source)
+        dataset, note = _number_labels(dataset, task, loaded.source)
+        notes.append(note)
+    warnings = loaded.warnings + tuple(_check_texts(dataset, task, split, loaded.source))
     if labelled:
         _check_labels(dataset, task, loaded.source)
-    notes, warnings = [*loaded.notes, *messages], [*loaded.warnings, *_blank(dataset, task, split)]
     if limit is not None and limit > loaded.rows:
         notes.append(f"{limit} samples asked for, split {split!r} has {loaded.rows}")
     dataset = _ordered(dataset, task, seed)
@@ -152,48 +126,33 @@ def load_split(  # noqa: PLR0913
     dataset = dataset.select(range(kept))
     if kept < loaded.rows and seed is None:  # a draw is asked for, a cut must be seen
         notes.append(f"the first {kept} of {loaded.rows} rows of split {split!r}")
-    return Split(dataset, loaded.source, loaded.fingerprint, loaded.rows, tuple(notes), tuple(warnings))
+    return Split(dataset, loaded.source, loaded.fingerprint, loaded.rows, tuple(notes), warnings)
 
 
 def add_tag_classes(task: Task, source: str) -> Task:
-    """Return a task with the classes that the tags of its train split name.
-
-    Raises:
-        UserError: as `load_split`, or they are numbers without names.
-    """
+    """Return a task with the classes that the tags of its train split name."""
     loaded = read_split(task, source, task.train_split)
     _check_columns(loaded, task, labelled=True)
+    labels = f"the labels (column {task.label_column!r}) of {loaded.source}"
     kind = str(loaded.dataset.data.column(task.label_column).type)
     if not re.fullmatch(task.kind.label_type, kind):
-        raise UserError(
-            f"the labels (column {task.label_column!r}) of {loaded.source} are {kind}, not "
-            f"{task.kind.label_values}; name the right --label-column"
-        )
-    names = class_names(loaded.dataset, task.label_column)
-    if not names:
-        raise UserError(
-            f"the labels (column {task.label_column!r}) of {loaded.source} are numbers without names; write "
-            "the tags as texts, such as B-PER"
-        )
+        raise UserError(f"{labels} are {kind}, not {task.kind.label_values}; name the right --label-column")
+    if not (names := class_names(loaded.dataset, task.label_column)):
+        raise UserError(f"{labels} are numbers without names; write the tags as texts, such as B-PER")
     return with_classes(task, names)
-
-
-def list_samples(dataset: "datasets.Dataset", task: Task) -> Int64:
-    """Return the sample of each row of a data set, [rows]."""
-    return np.arange(len(dataset)) if task.kind.groups is None else task.kind.groups(dataset, task)
 
 
 def complete_samples(dataset: "datasets.Dataset", task: Task, rows: int) -> int:
     """Return the rows of all samples that the first rows belong to; rows of a sample stand together."""
-    samples = list_samples(dataset, task)
+    samples = task.kind.groups(dataset, task)
     return rows if rows >= len(samples) else int(np.searchsorted(samples, samples[rows - 1], side="right"))
 
 
 def _ordered(dataset: "datasets.Dataset", task: Task, seed: int | None) -> "datasets.Dataset":
     """Return the samples as they come, or shuffled, with the rows of each together."""
-    if seed is None and task.kind.groups is None:
+    samples = task.kind.groups(dataset, task)
+    if seed is None and (np.diff(samples) >= 0).all():
         return dataset
-    samples = list_samples(dataset, task)
     count = int(samples.max()) + 1
     order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
     return dataset.select(np.argsort(np.argsort(order)[samples], kind="stable"))
@@ -203,22 +162,19 @@ def _check_columns(split: Split, task: Task, labelled: bool) -> list[str]:
     wanted = [*task.text_columns, *([task.label_column] if labelled else [])]
     there = split.dataset.column_names
     if missing := [name for name in wanted if name not in there]:
-        hint = (
-            ", ".join(f"{name} (nearest: {find_nearest(name, there)})" for name in missing)
-            if there
-            else "any"
-        )
+        hints = [f"{name} (nearest: {find_nearest(name, there)})" for name in missing if there]
         raise UserError(
-            f"{split.source} has no column {hint}; its columns are {', '.join(there)}; name yours with "
-            "--text-column and --label-column, or give the data of this --task"
+            f"{split.source} has no column {', '.join(hints) or 'any'}; its columns are {', '.join(there)}; "
+            "name yours with --text-column and --label-column, or give the data of this --task"
         )
     if not split.rows:
         raise UserError(f"{split.source} has no rows; give a split with samples")
     return wanted
 
 
-def _check_texts(dataset: "datasets.Dataset", task: Task, source: str) -> None:
-    """Check the type of every text, and that there is one."""
+def _check_texts(dataset: "datasets.Dataset", task: Task, split: str, source: str) -> list[str]:
+    """Refuse other types and nulls; warn of texts without a word, as an empty cell of a CSV file is one."""
+    warnings = []
     for name in task.text_columns:
         column = dataset.data.column(name)
         if not re.fullmatch(task.kind.text_type, str(column.type)):
@@ -232,20 +188,21 @@ def _check_texts(dataset: "datasets.Dataset", task: Task, source: str) -> None:
                 f"column {name!r} of {source} has {column.null_count} empty (null) texts, the first in row "
                 f"{row}; fill or drop these rows"
             )
+        texts = column.to_pylist()
+        if count := sum(not (text.strip() if isinstance(text, str) else text) for text in texts):
+            warnings.append(f"{count} of {len(texts)} texts in column {name!r} of split {split!r} are empty")
+    return warnings
 
 
 def _check_labels(dataset: "datasets.Dataset", task: Task, source: str) -> None:
-    """Check the type and the range of every label."""
     column = dataset.data.column(task.label_column)
     if column.null_count:
         problem = f"are missing in {column.null_count} of {len(column)} rows; give a labelled split"
     elif not re.fullmatch(task.kind.label_type, str(column.type)):
         wanted = task.kind.label_values.format(last=task.num_labels - 1)
         problem = f"are {column.type}; map them to {wanted}, or name the right --label-column"
-    elif re.fullmatch(NUMBERS, str(column.type)) and (column.to_numpy() == NO_LABEL).all():
-        problem = (
-            f"are all {NO_LABEL}: test splits of GLUE have no labels; use the train or a validation split"
-        )
+    elif re.fullmatch(NUMBERS, str(column.type)) and (column.to_numpy() == -1).all():
+        problem = "are all -1: test splits of GLUE have no labels; use the train or a validation split"
     else:
         problem = task.kind.label_problem(dataset, task)
     if problem:
@@ -253,29 +210,14 @@ def _check_labels(dataset: "datasets.Dataset", task: Task, source: str) -> None:
 
 
 def require_order(split: Split, task: Task, classes: Sequence[str]) -> None:
-    """Hold the names that a data set gives its classes to those of a model, by their numbers.
-
-    Raises:
-        UserError: the same names in another order, so that right answers would count as wrong.
-    """
+    """Refuse class names in another order than the model's: right answers would count as wrong."""
     there = getattr(split.dataset.features[task.label_column], "names", ())
     named, known = ([str(name).lower() for name in names] for names in (there, classes))
     if named != known and sorted(named) == sorted(known):
         raise UserError(
-            f"the labels (column {task.label_column!r}) of {split.source} are not those of the model: "
-            f"0, 1, ... are {', '.join(named)} in the data and {', '.join(known)} in the model; number "
-            "the data as it does"
+            f"the labels (column {task.label_column!r}) of {split.source} are {', '.join(named)} from 0 on, "
+            f"those of the model {', '.join(known)}; number the data as it does"
         )
-
-
-def _blank(dataset: "datasets.Dataset", task: Task, split: str) -> list[str]:
-    """Find texts without a word: an empty cell of a CSV file is one, so this may be a fault of the data."""
-    found = []
-    for name in task.text_columns:
-        texts = dataset.data.column(name).to_pylist()
-        if count := sum(not (text.strip() if isinstance(text, str) else text) for text in texts):
-            found.append(f"{count} of {len(texts)} texts in column {name!r} of split {split!r} are empty")
-    return found
 
 
 class Sample(NamedTuple):
@@ -293,12 +235,8 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
     """Tokenize a split in chunks, so that memory does not grow with the samples.
 
     Args:
-        split: From `load_split`, with the same task.
         tokenizer: A fast tokenizer of transformers.
         max_length: Most tokens of a sample, special tokens included; the longer text of a pair is cut first.
-
-    Raises:
-        UserError: the tokenizer is not a fast one, or `max_length` leaves no room for text.
     """
     if not tokenizer.is_fast:
         raise UserError(f"{type(tokenizer).__name__} is not a fast tokenizer; save one with tokenizer.json")
@@ -306,13 +244,10 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
     special = tokenizer.num_special_tokens_to_add(pair=len(task.text_columns) == 2 and apart == 1)
     if max_length <= special:  # the tokenizer would then not truncate at all
         raise UserError(f"max_length {max_length} holds the {special} special tokens only; give more")
-    options = {"truncation": True, **task.kind.tokenizing}
+    options: dict[str, Any] = {"truncation": True, "is_split_into_words": task.kind.split_words}
     if task.kind.windows:
-        options |= {
-            "truncation": "only_second",
-            "return_overflowing_tokens": True,
-            "stride": max_length // OVERLAP,
-        }
+        stride = max_length // OVERLAP
+        options |= {"truncation": "only_second", "return_overflowing_tokens": True, "stride": stride}
     count = 0
     for start in range(0, len(split.dataset), TOKENIZER_ROWS):
         rows = split.dataset[start : start + TOKENIZER_ROWS]
@@ -349,20 +284,20 @@ def _require_room(questions: list[str], task: Task, tokenizer: Any, room: int) -
 
 
 def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded:
-    """Tokenize a whole split, with its labels; arguments and errors as in `iter_encoded`."""
+    """Tokenize a whole split, with its labels; arguments as in `iter_encoded`."""
     kind, rows, units = task.kind, [], list[Units]()
     for row in iter_encoded(split, task, tokenizer, max_length):
         rows.append(row._replace(coded=None))  # large
-        if kind.units is not None:
+        if kind.over_tokens:
             units.append(kind.units(row.coded))
-    samples = list_samples(split.dataset, task)[[row.sample for row in rows]]
+    samples = kind.groups(split.dataset, task)[[row.sample for row in rows]]
     targets = kind.targets(split.dataset, task, RowLayout(samples, units))
     return Encoded(
         input_ids=[row.input_ids for row in rows],
         token_type_ids=[row.token_type_ids for row in rows],
         labels=targets.labels,
         truncated=sum(row.truncated for row in rows),
-        positions=None if kind.units is None else [each.positions for each in units],
+        positions=[each.positions for each in units] if kind.over_tokens else None,
         samples=samples,
         scored=targets.gold,
         warnings=targets.warnings,
@@ -400,7 +335,6 @@ def sorted_rows(
     """Return the length that each batch is to be padded to, and its rows; the longest first.
 
     Args:
-        lengths: tokens of each row, int64 [rows].
         edges: of length buckets, rising, the last no shorter than any row: the rows of a bucket are shared
             out evenly, so that its batches differ by one row at most. None: each batch to its longest row.
     """
@@ -423,9 +357,6 @@ def equal_length_batches(
     A quantizer sees all positions whatever the attention mask says. Samples wait in one bucket per length; a
     full bucket is a batch, the rest follows at the end, shortest first. So at most `batch_size - 1` samples
     per length are held, however many there are.
-
-    Yields:
-        As `sorted_batches`.
     """
     buckets: dict[int, list[tuple[int, Int64, Int64]]] = {}
     for sample in samples:
@@ -441,7 +372,7 @@ def equal_length_batches(
 
 @dataclass(frozen=True)
 class CalibrationBatches:
-    """Batches of equal length over a split, made anew on each pass, so that memory holds few samples."""
+    """Batches of equal length over a split, tokenized on each pass, so that memory holds few samples."""
 
     split: Split
     task: Task

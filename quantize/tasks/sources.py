@@ -1,4 +1,4 @@
-"""Where a split comes from: the hub, or files in a folder."""
+"""Splits as they come: from the hub, or from files in a folder."""
 
 import atexit
 import codecs
@@ -26,15 +26,9 @@ from qdqbench.quantize.utils.system.quiet import quiet
 if TYPE_CHECKING:
     import datasets
 
-    from qdqbench.quantize.tasks.task import Task
-
 
 def read_lines(paths: Sequence[Path]) -> list[str]:
-    """Read UTF-8 text files, one text a line; empty lines are texts too.
-
-    Raises:
-        UserError: one is not UTF-8.
-    """
+    """Read UTF-8 text files, one text a line; empty lines are texts too."""
     lines = []
     for path in paths:
         try:
@@ -48,10 +42,7 @@ def read_lines(paths: Sequence[Path]) -> list[str]:
 
 
 def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str], list[str]]:
-    """Return each text with a word once, in the order of first places, and notes on omissions.
-
-    The same text twice would be its own nearest neighbor, and could calibrate what it judges.
-    """
+    """Return each text with a word once, and notes: one that is there twice would be its own neighbor."""
     first: dict[str, str] = {}
     blank = 0
     for text in texts:
@@ -59,28 +50,17 @@ def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str]
             first.setdefault(key, text)
         else:
             blank += 1
-    notes = []
-    if blank:
-        notes.append(f"{blank} of {len(texts)} texts of {source} are empty and were left out")
-    if twice := len(texts) - blank - len(first):
-        notes.append(f"{twice} of {len(texts)} texts of {source} are there before and were left out")
+    left_out = {"empty": blank, "there before": len(texts) - blank - len(first)}
+    notes = [
+        f"{count} of {len(texts)} texts of {source} are {what} and were left out"
+        for what, count in left_out.items()
+        if count
+    ]
     return [*first.values()], notes
 
 
 def draw_half(texts: Sequence[str], names: tuple[str, str], name: str, source: str) -> list[str]:
-    """Draw one of the halves of a single file: a seeded draw of its texts, in their order.
-
-    The draw is of the file alone, so both halves are the same in every run.
-
-    Args:
-        texts: of the file.
-        names: of the half to calibrate with, and of the one to judge on.
-        name: one of them.
-        source: the file, for errors.
-
-    Raises:
-        UserError: it is none of them.
-    """
+    """Draw the half `name` (to calibrate with, or to judge on) of a single file's texts; always the same."""
     if name not in names:
         raise UserError(
             f"{source} is a single file, half of which is split {names[0]!r} and half {names[1]!r}, so it "
@@ -92,12 +72,10 @@ def draw_half(texts: Sequence[str], names: tuple[str, str], name: str, source: s
 
 
 def make_dataset(texts: list[str], column: str) -> "datasets.Dataset":
-    """Return the texts as the only column of a dataset."""
     import datasets
 
-    return datasets.Dataset.from_dict(
-        {column: texts}, features=datasets.Features({column: datasets.Value("string")})
-    )
+    features = datasets.Features({column: datasets.Value("string")})
+    return datasets.Dataset.from_dict({column: texts}, features=features)
 
 
 FORMATS = {
@@ -115,41 +93,28 @@ CHUNK = 1 << 20
 JUDGED = 0.2  # share of a single file that is evaluated on
 
 
-def read_table(
-    task: "Task", paths: list[Path], kind: str, cache: str
-) -> "tuple[datasets.Dataset, list[str], list[str]]":
-    """Read rows of files of one kind, notes on their form, and what in it may be wrong.
-
-    Args:
-        kind: of `FORMATS`, but text.
-        cache: folder for Arrow copies.
-
-    Raises:
-        UserError: they cannot be read in that form.
-    """
+def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Dataset, list[str], list[str]]":
+    """Read rows of files of one kind of `FORMATS` but text, notes on their form, and warnings."""
     import datasets
 
     names = ", ".join(str(path) for path in paths)
     # A sentence may be "NA", "null" or "12": only the labels of a CSV have missing values.
     options: dict[str, Any] = {}
-    notes, warnings = list[str](), list[str]()
+    notes, warnings, mark = list[str](), list[str](), ","
     if kind == "csv":
-        options["converters"] = dict.fromkeys(task.text_columns, str)
-        options["keep_default_na"] = False
-        options["na_values"] = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
-        options["encoding"], options["sep"] = _form(task, paths[0])
-        if options["encoding"] not in ("utf-8", "utf-8-sig"):
-            warnings.append(f"{names} is not UTF-8 and was read as {options['encoding']}: look at its texts")
-        if options["sep"] != ("\t" if paths[0].suffix == ".tsv" else ","):
-            notes.append(f"{names} has {BETWEEN[options['sep']]} between its fields")
+        encoding, mark = _form(task, paths[0])
+        missing = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
+        options = {"converters": dict.fromkeys(task.text_columns, str), "keep_default_na": False}
+        options |= {"na_values": missing, "encoding": encoding, "sep": mark}
+        if encoding not in ("utf-8", "utf-8-sig"):
+            warnings.append(f"{names} is not UTF-8 and was read as {encoding}: look at its texts")
+        if mark != ("\t" if paths[0].suffix == ".tsv" else ","):
+            notes.append(f"{names} has {BETWEEN[mark]} between its fields")
     try:
         with quiet("datasets"):
+            where = {"data": [glob.escape(str(path.resolve())) for path in paths]}
             dataset = datasets.load_dataset(
-                kind,
-                data_files={"data": [glob.escape(str(path.resolve())) for path in paths]},
-                split="data",
-                cache_dir=cache,
-                **options,
+                kind, data_files=where, split="data", cache_dir=_cache_folder(), **options
             )
     except Exception as error:  # the readers raise ArrowInvalid, DatasetGenerationError, even StopIteration
         raise UserError(
@@ -158,8 +123,7 @@ def read_table(
         ) from error
     if "__index_level_0__" in dataset.column_names:
         raise UserError(
-            f"{names} has rows with more fields than its header; quote the texts that hold "
-            f"{BETWEEN[options.get('sep', ',')]}"
+            f"{names} has rows with more fields than its header; quote the texts that hold {BETWEEN[mark]}"
         )
     return dataset, notes, warnings
 
@@ -171,7 +135,7 @@ def find_root_cause(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(": ")
 
 
-def _form(task: "Task", path: Path) -> tuple[str, str]:
+def _form(task: Task, path: Path) -> tuple[str, str]:
     """Return the encoding of a file, and the separator under which its header has the task's columns."""
     encoding = _encoding(path)
     with path.open("rb") as stream:
@@ -184,7 +148,7 @@ def _form(task: "Task", path: Path) -> tuple[str, str]:
 
 
 def _encoding(path: Path) -> str:
-    """Return the encoding: UTF-8 where all is, UTF-16 by its first bytes, else that of Windows."""
+    """Return UTF-16 by its first bytes, UTF-8 where all of the file is, else the encoding of Windows."""
     with path.open("rb") as stream:
         start = stream.read(4)
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -198,19 +162,6 @@ def _encoding(path: Path) -> str:
         except UnicodeDecodeError:
             return WINDOWS
     return "utf-8-sig" if start.startswith(codecs.BOM_UTF8) else "utf-8"
-
-
-def draw_part(samples: Any, *, judged: bool) -> Any:
-    """Draw the rows of a single file for training or for evaluation, ascending; always the same.
-
-    Args:
-        samples: the sample of each row, int64 [rows].
-    """
-    count = int(samples.max()) + 1 if len(samples) else 0
-    order = np.random.default_rng(0).permutation(count)
-    chosen = np.zeros(count, dtype=bool)
-    chosen[order[: max(1, round(JUDGED * count)) if count > 1 else 0]] = True
-    return np.flatnonzero(chosen[samples] == judged)
 
 
 GLUE_REPOSITORY = "nyu-mll/glue"
@@ -233,22 +184,18 @@ class Split:
 
 
 def read_split(task: Task, source: str, split: str) -> Split:
-    """Read a whole split as it is; `tasks.rows.load_split` checks it and documents `source`.
-
-    Raises:
-        UserError: nothing found, or unreadable.
-    """
+    """Read a whole split as it is; `tasks.rows.load_split` checks it and documents `source`."""
     if is_hub_source(source):
-        loaded = _load_hub(task, source, split)
+        loaded, single = _load_hub(task, source, split), False
     else:
-        loaded = _load_files(task, *_find_files(task, Path(source), split))
+        loaded, single = _load_files(task, Path(source), split), Path(source).is_file()
     if task.kind.labelled:
-        return _part(loaded, task, split) if not is_hub_source(source) and Path(source).is_file() else loaded
+        return _part(loaded, task, split) if single else loaded
     column, dataset = task.text_columns[0], loaded.dataset
     if column not in dataset.column_names or "string" not in str(dataset.data.column(column).type):
         return loaded  # the caller says what is wrong
     texts, left_out = drop_duplicates(dataset.data.column(column).to_pylist(), loaded.source)
-    if Path(source).is_file():
+    if single:
         texts = draw_half(texts, (task.train_split, task.eval_splits[0]), split, source)
     return replace(
         loaded, dataset=make_dataset(texts, column), rows=len(texts), warnings=(*loaded.warnings, *left_out)
@@ -256,15 +203,17 @@ def read_split(task: Task, source: str, split: str) -> Split:
 
 
 def _part(whole: Split, task: Task, split: str) -> Split:
-    """Return the split's part of a single file that holds all samples."""
-    columns = whole.dataset.column_names
-    grouped = task.kind.groups is not None and {*task.text_columns, task.label_column} <= {*columns}
-    samples = task.kind.groups(whole.dataset, task) if grouped else np.arange(whole.rows)  # type: ignore[misc]
-    rows = draw_part(samples, judged=split != task.train_split)
+    """Draw the rows of a split from a single file that holds all samples; always the same."""
+    complete = {*task.text_columns, task.label_column} <= {*whole.dataset.column_names}
+    samples = task.kind.groups(whole.dataset, task) if complete else np.arange(whole.rows)
+    count = int(samples.max(initial=-1)) + 1
+    judged = np.zeros(count, dtype=bool)
+    drawn = max(1, round(JUDGED * count)) if count > 1 else 0
+    judged[np.random.default_rng(0).permutation(count)[:drawn]] = True
+    rows = np.flatnonzero(judged[samples] == (split != task.train_split))
     if not len(rows):
         raise UserError(
-            f"{whole.source} is one file of {whole.rows} rows, too few for one part that is evaluated on and "
-            "one that calibrates; give more"
+            f"{whole.source} is one file of {whole.rows} rows, too few to evaluate on and to calibrate with"
         )
     note = f"{whole.source} is one file: a fifth of it, a draw that is always the same, is evaluated on"
     with quiet("datasets"):
@@ -281,11 +230,7 @@ def _cache_folder() -> str:
 
 
 def has_only_texts(task: Task, source: str, split: str) -> bool:
-    """Return whether a split is a text file, in which there are no labels.
-
-    Raises:
-        UserError: nothing found.
-    """
+    """Return whether a split is a text file, in which there are no labels."""
     return not is_hub_source(source) and _find_files(task, Path(source), split)[0][0].suffix == ".txt"
 
 
@@ -295,18 +240,13 @@ def is_hub_source(source: str) -> bool:
 
 
 def _hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
-    """Return the repository, config or "", and revision of a hub source.
-
-    Raises:
-        UserError: it names none.
-    """
+    """Return the repository, config or "", and revision of a hub source."""
     named, _, revision = source.partition("@")
     repository, _, config = named.removeprefix("hub").removeprefix(":").partition(":")
     if named == "hub":
         if task.name not in HUB:
             raise UserError(
-                f"task {task.name!r} is not in {GLUE_REPOSITORY}; give --data hub:OWNER/NAME[:CONFIG], or "
-                "--data FOLDER"
+                f"task {task.name!r} is not in {GLUE_REPOSITORY}; give a folder or hub:OWNER/NAME[:CONFIG]"
             )
         repository, config = HUB[task.name]
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
@@ -318,20 +258,14 @@ def _hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
 
 
 def source_commit(task: Task, source: str) -> str | None:
-    """Return the commit of a hub source; None for a folder.
-
-    Raises:
-        UserError: it names no set, or the commit cannot be found out.
-    """
+    """Return the commit of a hub source; None for a folder."""
     if not is_hub_source(source):
         return None
     repository, _, revision = _hub_set(task, source)
     try:
         return commit_of(repository, "dataset", revision)
     except HubError as error:
-        raise UserError(
-            f"cannot load --data {source}: {error}, or give --data FOLDER with the files"
-        ) from error
+        raise UserError(f"cannot load --data {source}: {error}, or give --data FOLDER") from error
 
 
 def _load_hub(task: Task, source: str, split: str) -> Split:
@@ -346,23 +280,22 @@ def _load_hub(task: Task, source: str, split: str) -> Split:
     except Exception as error:  # the hub's clients raise OSError, ValueError, RuntimeError, httpx errors, ...
         raise UserError(
             f"cannot load split {split!r} of {name} from the hub ({find_root_cause(error)}); check the name "
-            "and the connection, or give --data FOLDER with the files"
+            "and the connection, or give --data FOLDER"
         ) from error
-    fingerprint = f"{dataset._fingerprint} {commit}"
-    return Split(dataset, f"hub {name}, split {split}", fingerprint, len(dataset))
+    return Split(dataset, f"hub {name}, split {split}", f"{dataset._fingerprint} {commit}", len(dataset))
 
 
-def _load_files(task: Task, paths: list[Path], warnings: list[str]) -> Split:
-    notes = list[str]()
-    names, kind = ", ".join(str(path) for path in paths), FORMATS[paths[0].suffix]
+def _load_files(task: Task, folder: Path, split: str) -> Split:
+    paths, warnings = _find_files(task, folder, split)
+    kind, notes, doubts = FORMATS[paths[0].suffix], list[str](), list[str]()
     if kind == "text":
         dataset = make_dataset(read_lines(paths), task.text_columns[0])
     else:
-        dataset, notes, doubts = read_table(task, paths, kind, _cache_folder())
-        warnings = [*warnings, *doubts]
+        dataset, notes, doubts = read_table(task, paths, kind)
     digests = [files.sha256(path) for path in paths]
     whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-    return Split(dataset, names, whole, len(dataset), tuple(notes), tuple(warnings))
+    names = ", ".join(map(str, paths))
+    return Split(dataset, names, whole, len(dataset), tuple(notes), (*warnings, *doubts))
 
 
 def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[str]]:
@@ -377,11 +310,8 @@ def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[
             raise UserError(f"--data {folder} is none of {', '.join(FORMATS)}; give the rows in one of them")
         return [folder], []
     if not folder.is_dir():
-        if folder.suffix in FORMATS:
-            raise UserError(f"data file {folder} does not exist; give --data the file, a folder or hub")
-        raise UserError(
-            f"data folder {folder} does not exist; give --data a folder with {split}.parquet, or hub"
-        )
+        what = "file" if folder.suffix in FORMATS else "folder"
+        raise UserError(f"data {what} {folder} does not exist; give --data a file, a folder of them, or hub")
     places = [place for place in (folder / task.name, folder) if place.is_dir()]
     stems = [split] + [f"{split}_subset"] * (split == task.train_split)
     for place in places:
@@ -398,16 +328,14 @@ def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[
                     warnings.append(f"{choices[0][0]} was read, {others} not")
                 return choices[0], warnings
     looked = ", ".join(f"{place}{os.sep}{stem}" for place in (folder / task.name, folder) for stem in stems)
-    there = [f"{place} holds {', '.join(_listing(place)) or 'nothing'}" for place in places]
+    there = []
+    for place in places:
+        names = sorted(path.name + os.sep * path.is_dir() for path in place.iterdir())
+        there.append(f"{place} holds {', '.join(names[:12] + ['...'] * (len(names) > 12)) or 'nothing'}")
     raise UserError(
         f"no file for split {split!r} of task {task.name!r}: looked for {looked} with {', '.join(FORMATS)} "
         f"and for their shards (-00000-of-00001); {'; '.join(there)}; give --data the folder that holds it"
     )
-
-
-def _listing(place: Path) -> list[str]:
-    names = sorted(path.name + os.sep * path.is_dir() for path in place.iterdir())
-    return [*names[:12], *(["..."] if len(names) > 12 else [])]
 
 
 def _shards(place: Path, stem: str, suffix: str) -> list[Path]:
@@ -425,11 +353,7 @@ def _shards(place: Path, stem: str, suffix: str) -> list[Path]:
 
 
 def source_fingerprint(task: Task, source: str, split: str) -> str:
-    """Return the fingerprint of a split's data: SHA-256 of its files; name and commit for the hub.
-
-    Raises:
-        UserError: nothing found.
-    """
+    """Return SHA-256 of the files of a split; name and commit for the hub."""
     if is_hub_source(source):
         return f"{source} {split} {source_commit(task, source)}"
     paths, _ = _find_files(task, Path(source), split)

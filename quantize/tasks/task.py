@@ -1,38 +1,23 @@
-"""The nine GLUE tasks, tasks over tokens, and any other text-classification task by naming its columns."""
+"""The tasks that are built in, and any other text-classification task by naming its columns."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
-from qdqbench.quantize.tasks.types.kind import TaskKind
+from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind
 from qdqbench.quantize.tasks.types.questions import QUESTIONS
-from qdqbench.quantize.tasks.types.regression import REGRESSION
 from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.tasks.types.tokens import TOKENS
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.schema import Frozen
 
 SECOND = "_mm"  # ends the name of a metric on the second evaluation split: MNLI's mismatched one
 
 
-class Task(Frozen):
-    """What a task's data looks like and how it is scored."""
-
-    name: str
-    text_columns: tuple[str, ...]  # one sentence or a pair
-    label_column: str = "label"
-    num_labels: int  # 1: regression
-    metrics: tuple[str, ...]  # the first is the primary one
-    train_split: str = "train"
-    eval_splits: tuple[str, ...] = ("validation",)  # MNLI has two, scored apart
-    type: str | None = None  # name of its kind; None: classification or regression, by the number of labels
-    classes: tuple[str, ...] = ()  # names of the model's classes, by their number, where the kind needs them
-    values: tuple[str, ...] = ()  # labels of the data by class number; empty where they are the numbers
-
+class Task(TaskFields):
     @property
     def kind(self) -> TaskKind:
-        """Return the meaning of labels and answers."""
         return KINDS[self.type] if self.type else task_kind(self.num_labels)
 
 
@@ -42,10 +27,7 @@ KINDS = {
 
 
 def kind_of(architecture: str) -> TaskKind | None:
-    """Return the kind of task that a class of transformers is for; None where its head is not known.
-
-    Classifiers and regressors share a class: classification is found. Libraries put names before it.
-    """
+    """Return the kind of task that a class of transformers is for; of a regressor, too, classification."""
     return next((kind for kind in KINDS.values() if architecture.endswith(kind.architecture)), None)
 
 
@@ -54,78 +36,44 @@ def task_kind(num_labels: int, problem_type: str | None = None) -> TaskKind:
     return REGRESSION if num_labels == 1 or problem_type == REGRESSION.problem_type else CLASSIFICATION
 
 
-def _glue(name: str, columns: str, metrics: str, num_labels: int = 2) -> Task:
-    return Task(
-        name=name,
-        text_columns=tuple(columns.split()),
-        num_labels=num_labels,
-        metrics=tuple(metrics.split()),
-        eval_splits=("validation_matched", "validation_mismatched") if name == "mnli" else ("validation",),
-    )
+def _task(name: str, columns: str, metrics: str, num_labels: int = 2, **fields: Any) -> Task:
+    texts, scores = tuple(columns.split()), tuple(metrics.split())
+    return Task(name=name, text_columns=texts, metrics=scores, num_labels=num_labels, **fields)
+
+
+def _task_of(kind: TaskKind, name: str, columns: str, num_labels: int = 1, **fields: Any) -> Task:
+    return _task(name, columns, " ".join(kind.default_metrics), num_labels, type=kind.name, **fields)
 
 
 # Columns as in nyu-mll/glue, metrics as in Wang et al. 2019, "GLUE", table 1.
-GLUE: dict[str, Task] = {
-    task.name: task
-    for task in (
-        _glue("cola", "sentence", "matthews"),
-        _glue("sst2", "sentence", "accuracy"),
-        _glue("mrpc", "sentence1 sentence2", "f1 accuracy"),
-        _glue("stsb", "sentence1 sentence2", "pearson spearman", num_labels=1),
-        _glue("qqp", "question1 question2", "f1 accuracy"),
-        _glue("mnli", "premise hypothesis", "accuracy", num_labels=3),
-        _glue("qnli", "question sentence", "accuracy"),
-        _glue("rte", "sentence1 sentence2", "accuracy"),
-        _glue("wnli", "sentence1 sentence2", "accuracy"),
-    )
-}
-# The generated task of qdqbench.eval.embedded.
-EMBEDDED = Task(name="embedded", text_columns=("sentence",), num_labels=2, metrics=("accuracy", "f1"))
+_MNLI_SPLITS = ("validation_matched", "validation_mismatched")
+_GLUE = (
+    _task("cola", "sentence", "matthews"),
+    _task("sst2", "sentence", "accuracy"),
+    _task("mrpc", "sentence1 sentence2", "f1 accuracy"),
+    _task("stsb", "sentence1 sentence2", "pearson spearman", num_labels=1),
+    _task("qqp", "question1 question2", "f1 accuracy"),
+    _task("mnli", "premise hypothesis", "accuracy", num_labels=3, eval_splits=_MNLI_SPLITS),
+    _task("qnli", "question sentence", "accuracy"),
+    _task("rte", "sentence1 sentence2", "accuracy"),
+    _task("wnli", "sentence1 sentence2", "accuracy"),
+)
+GLUE = {task.name: task for task in _GLUE}
+EMBEDDED = _task("embedded", "sentence", "accuracy f1")  # generated by `tasks.embedded`
 # Texts without labels, for embedding models: the judge is FP32.
-EMBED = Task(
-    name="embed",
-    text_columns=("text",),
-    label_column="",
-    num_labels=1,
-    metrics=TEXTS_ALONE.default_metrics,
-    type=TEXTS_ALONE.name,
-)
-
-
-# Columns as in the sets of the hub. Classes of tokens are the model's, or in fine-tuning those of the data.
-TOKEN_TASK = Task(
-    name="tokens",
-    text_columns=("tokens",),
-    label_column="ner_tags",
-    num_labels=1,
-    metrics=TOKENS.default_metrics,
-    type=TOKENS.name,
-)
-QUESTION_TASK = Task(
-    name="qa",
-    text_columns=("question", "context"),
-    label_column="answers",
-    num_labels=2,
-    metrics=QUESTIONS.default_metrics,
-    type=QUESTIONS.name,
-)
-OVER_TOKENS: dict[str, Task] = {
-    TOKEN_TASK.name: TOKEN_TASK,
-    **{name: QUESTION_TASK.model_copy(update={"name": name}) for name in ("qa", "squad", "squad_v2")},
-}
+EMBED = _task_of(TEXTS_ALONE, "embed", "text", label_column="")
 # A query and a passage with its relevance in each row; a query has several.
-RERANK = Task(
-    name="rerank",
-    text_columns=("query", "passage"),
-    num_labels=1,
-    metrics=RERANKING.default_metrics,
-    type=RERANKING.name,
-)
+RERANK = _task_of(RERANKING, "rerank", "query passage")
+# Columns as in the sets of the hub. Classes of tokens are the model's, or in fine-tuning those of the data.
+TOKEN_TASK = _task_of(TOKENS, "tokens", "tokens", label_column="ner_tags")
+OVER_TOKENS = {TOKEN_TASK.name: TOKEN_TASK} | {
+    name: _task_of(QUESTIONS, name, "question context", num_labels=2, label_column="answers")
+    for name in ("qa", "squad", "squad_v2")
+}
 KNOWN = {**GLUE, EMBEDDED.name: EMBEDDED, RERANK.name: RERANK, EMBED.name: EMBED, **OVER_TOKENS}
 
 
 def with_classes(task: Task, names: Sequence[str]) -> Task:
-    """Return a task whose classes are known by their names."""
     return task.model_copy(update={"classes": tuple(names), "num_labels": len(names)})
 
 
@@ -151,19 +99,7 @@ def get_task(
     num_labels: int | None = None,
     metrics: Sequence[str] = (),
 ) -> Task:
-    """Return a known task (with the given fields changed), or a new one from its columns.
-
-    Args:
-        name: A GLUE task, `tokens`, `qa`, `squad`, `squad_v2`, `rerank`, `embedded`, or any name when
-            `text_columns` is given.
-        text_columns: Column of the sentence, or the two columns of a pair.
-        label_column: Default `label`.
-        num_labels: Number of classes; 1 means regression.
-        metrics: Primary first; default accuracy, or Pearson and Spearman for regression.
-
-    Raises:
-        UserError: unknown name without columns, or fields that do not fit together.
-    """
+    """Return a task of `KNOWN` with the given fields changed, or a new one where `text_columns` are given."""
     changes = {
         "text_columns": tuple(text_columns),
         "label_column": label_column,
@@ -186,8 +122,7 @@ def get_task(
         )
     elif num_labels is None:
         raise UserError(
-            f"task {name!r} is not built in and its number of classes is not known; give --num-labels "
-            "(1 for regression)"
+            f"task {name!r} is not built in, so give its number of classes by --num-labels (1 for regression)"
         )
     else:
         fields = {"name": name, "metrics": task_kind(num_labels).default_metrics} | changes
@@ -197,7 +132,8 @@ def get_task(
 
 
 def _check_fields(task: Task) -> None:
-    least, most = task.kind.text_columns
+    kind = task.kind
+    least, most = kind.text_columns
     count = len(task.text_columns)
     if not least <= count <= most or len({*task.text_columns, task.label_column}) <= count:
         wanted = "one or two text columns" if least < most else f"{least} text column{'s' * (least > 1)}"
@@ -205,37 +141,24 @@ def _check_fields(task: Task) -> None:
             f"task {task.name!r} has text columns {', '.join(task.text_columns)} and label column "
             f"{task.label_column}; give {wanted}, all different from each other and the label"
         )
+    labels = f"task {task.name!r} has {task.num_labels} labels"
     if task.num_labels < 1:
-        raise UserError(
-            f"task {task.name!r} has {task.num_labels} labels; give --num-labels 1 (regression) or more"
-        )
-    kind = task.kind
+        raise UserError(f"{labels}; give --num-labels 1 (regression) or more")
     if task.num_labels != (kind.count or task.num_labels):
+        raise UserError(f"{labels}, but {kind.name} takes {kind.head.format(count=kind.count)}")
+    if bad := [metric for metric in task.metrics if metric not in kind.metrics]:
         raise UserError(
-            f"task {task.name!r} has {task.num_labels} labels, but {kind.name} takes "
-            f"{kind.head.format(count=kind.count)}"
+            f"task {task.name!r} ({kind.name}) cannot be scored by {', '.join(bad)}; "
+            f"choose from {', '.join(kind.metrics)}"
         )
-    if bad := [metric for metric in task.metrics if metric not in task.kind.metrics]:
+    if kind is CLASSIFICATION and "f1" in task.metrics and task.num_labels != 2:
         raise UserError(
-            f"task {task.name!r} ({task.kind.name}) cannot be scored by {', '.join(bad)}; "
-            f"choose from {', '.join(task.kind.metrics)}"
-        )
-    if task.kind is CLASSIFICATION and "f1" in task.metrics and task.num_labels != 2:
-        raise UserError(
-            f"f1 is the F1 of class 1 and needs 2 classes, task {task.name!r} has {task.num_labels}; "
-            "use accuracy or matthews"
+            f"f1 needs 2 classes, task {task.name!r} has {task.num_labels}; use accuracy or matthews"
         )
 
 
 def score_embeddings(task: Task, metrics: Sequence[str]) -> Task:
-    """Return a task for embeddings: a score of pairs by the cosine of their texts.
-
-    Args:
-        metrics: that were asked for, if any.
-
-    Raises:
-        UserError: the task is about something else.
-    """
+    """Return a task for embeddings: a score of pairs by the cosine of their texts."""
     if task.kind.embeds:
         return task
     if task.kind is not REGRESSION or len(task.text_columns) != 2:
@@ -244,22 +167,12 @@ def score_embeddings(task: Task, metrics: Sequence[str]) -> Task:
             "model; give pairs of texts with a score (--task stsb, or two --text-column and --num-labels 1), "
             f"or texts alone (--task {EMBED.name} --data lines.txt)"
         )
-    fields = {"type": PAIRS.name, "metrics": tuple(metrics) or PAIRS.default_metrics}
-    return task.model_copy(update=fields)
+    return task.model_copy(update={"type": PAIRS.name, "metrics": tuple(metrics) or PAIRS.default_metrics})
 
 
 def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None) -> None:
-    """Check that a model's head makes what the task scores.
-
-    Args:
-        model_labels: `config.num_labels` of the model.
-        problem_type: `config.problem_type`: None, `regression`, `single_label_classification` or
-            `multi_label_classification`.
-
-    Raises:
-        UserError: the head is for another kind of task or another number of classes.
-    """
-    if task.kind.units is not None or task.kind.embeds:  # held to the kind when it was loaded
+    """Refuse a model's head that does not make what the task scores."""
+    if task.kind.over_tokens or task.kind.embeds:  # held to the kind when it was loaded
         return
     head = task_kind(model_labels, problem_type)
     outputs = f"{problem_type or head.name} with {model_labels} output{'s' * (model_labels != 1)}"

@@ -90,7 +90,7 @@ def finetune(request: FinetuneRequest, accelerator: "Accelerator") -> Finetuning
         UserError: model, data or folder cannot be used.
         CheckFailed: every seed failed.
     """
-    if request.task.kind.loss is None:
+    if request.task.kind.embeds:
         raise UserError(f"task {request.task.name!r} has no labels to learn from; give one that has")
     data = _load(request)
     first = request.settings.seed
@@ -224,15 +224,12 @@ def _job(  # noqa: PLR0913, PLR0917
     import torch
 
     task, kind, encoded, judged = request.task, request.task.kind, data.encoded, data.judged
-    by_labels, mean_loss = kind.loss, kind.mean_loss
-    assert by_labels is not None  # `finetune` refuses the others
-    assert mean_loss is not None
     labels = torch.from_numpy(encoded.labels).to(accelerator.device)
 
     def loss(wrapped: Any, rows: Int64, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         answers = encoded.kept(rows, join_outputs(wrapped(**select_inputs(wrapped, batch)), kind.outputs))
         places, counts = (torch.from_numpy(x).to(labels.device) for x in encoded.places(rows))
-        return by_labels(answers, labels[places], counts)
+        return kind.loss(answers, labels[places], counts)
 
     def judge(plain: Any) -> HeldOut:
         answers = predict_rows(accelerator, plain, kind, judged, data.pad_id)
@@ -240,7 +237,7 @@ def _job(  # noqa: PLR0913, PLR0917
             return HeldOut(float("nan"), {}, True)
         values = metrics.compute(task, answers, judged.gold)
         score = next(iter(values.values()))
-        mean = mean_loss(answers, judged.labels, judged.answers)
+        mean = kind.mean_loss(answers, judged.labels, judged.answers)
         return HeldOut(score, {"loss": mean, **values}, is_collapsed(task, answers, judged.labels))
 
     return Job(

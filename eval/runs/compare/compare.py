@@ -15,7 +15,6 @@ from qdqbench.eval.metrics.answers import (
     answered,
     differing,
     has_answers_that_flip,
-    sample_labels,
     sample_texts,
 )
 from qdqbench.eval.metrics.compare import compare as paired
@@ -77,8 +76,7 @@ class LoadedRun:
         kind = self.task.kind
         if not kind.labelled:
             return self.fp32
-        plain = kind.units is None and kind.groups is None and not kind.texts_apart
-        return self.labels if plain else self.session.gold[self.split]
+        return self.labels if kind.gold_is_labels else self.session.gold[self.split]
 
     @cached_property
     def classes(self) -> list[str]:
@@ -326,7 +324,7 @@ def _samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[ComparedSamp
         texts = [*first.texts(order.tolist())]
     except UserError as error:
         notes.append(f"the texts of {first.name} are not shown: {error}")
-    labels = sample_labels(first.task, first.gold, first.classes, order)
+    labels = first.task.kind.label_texts(first.gold[order], first.classes)
     rows = [
         ComparedSample(
             task=first.task.name,

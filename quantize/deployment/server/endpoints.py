@@ -8,10 +8,9 @@ import numpy as np
 from pydantic import FailFast, Field, field_validator, model_validator
 
 from qdqbench.quantize.tasks.rows import Sample
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
 from qdqbench.quantize.tasks.types.questions import QUESTIONS, Questions
-from qdqbench.quantize.tasks.types.regression import REGRESSION
 from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.tasks.types.tokens import TOKENS, Tagged
 from qdqbench.quantize.utils.arrays import Float32

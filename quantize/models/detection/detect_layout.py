@@ -1,34 +1,235 @@
-"""The description of a family from one of its models."""
+"""The description of a family from the data flow of one of its models, seen in one forward pass.
+
+Names do not say what a linear does; which tensors meet in a product whose result goes through a softmax does.
+"""
 
 import copy
 import inspect
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from qdqbench.quantize.models.detection.flow import Flow, FlowStep, FlowSum, module_kind, trace_flow
+from qdqbench.quantize.models.attention import ATTENTION, _register_attention
 from qdqbench.quantize.models.families.family import QKV, Family, Norm, Residual, Role
+from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
     from transformers import PreTrainedModel
+
+Kind = Literal["input", "linear", "convolution", "norm", "embedding", "softmax", "product", "own weights"]
+BY_HAND = "its family needs a description by hand"
+LENGTH = 8  # tokens of the samples that are sent through
+RECORDED = "qdq_recorded"  # name of the attention with transformers
+
+
+@dataclass(frozen=True)
+class FlowStep:
+    """Something that makes a new tensor; all else only moves, scales or adds what it is given."""
+
+    number: int
+    kind: Kind
+    module: str
+    reads: tuple[frozenset[int], ...] = ()  # steps that each operand comes from
+    width: int = 0  # last dimension of the first operand
+
+
+@dataclass(frozen=True)
+class FlowSum:
+    """Two tensors of equal shape that were added."""
+
+    module: str  # in which this happened
+    parts: tuple[frozenset[int], frozenset[int]]  # steps that each comes from
+
+
+@dataclass
+class Flow:
+    """What one forward pass did."""
+
+    steps: list[FlowStep] = field(default_factory=list)
+    sums: list[FlowSum] = field(default_factory=list)
+    replaceable: set[str] = field(default_factory=set)  # modules that call transformers' AttentionInterface
+    tuples: set[str] = field(default_factory=set)  # modules that return one
+    outputs: frozenset[int] = frozenset()  # steps that the logits come from
+    ahead: bool = True  # tokens see those behind them
+    same: bool = True  # the attention that can be quantized gives the same logits as the model's own
+
+    def of(self, kind: Kind) -> list[FlowStep]:
+        return [step for step in self.steps if step.kind == kind]
+
+    def linears(self, numbers: frozenset[int]) -> list[FlowStep]:
+        return [self.steps[number] for number in sorted(numbers) if self.steps[number].kind == "linear"]
+
+    def readers(self, number: int) -> list[FlowStep]:
+        return [step for step in self.steps if any(number in read for read in step.reads)]
+
+
+def trace_flow(model: "PreTrainedModel") -> Flow:
+    """Record what two random samples, one of them padded, do in a model with transformers' eager attention.
+
+    It keeps the attention that can be quantized. Whatever the model raises on the samples is raised.
+    """
+    import torch
+
+    tokens, mask, _ = BERT.inputs
+    taken = inspect.signature(model.forward).parameters
+    ids = torch.arange(2 * LENGTH).reshape(2, LENGTH) % 5 + 5
+    given = {name: torch.zeros_like(ids) for name in BERT.inputs if name in taken} | {tokens: ids}
+    if mask in given:
+        given[mask] = torch.ones_like(ids)
+        given[mask][1, LENGTH // 2 :] = 0
+    recorder = _Recorder(model)
+    for name, value in given.items():
+        recorder.add("input", name, (), value)
+    with torch.no_grad():
+        expected = model(**given)[0]
+        # whether the first token's last hidden state depends on the last token
+        sample = {name: given[name][:1] for name in (tokens, mask) if name in given}
+        other = sample | {tokens: sample[tokens].clone()}
+        other[tokens][0, -1] += 1
+        one, two = (model.base_model(**each)[0][0, 0] for each in (sample, other))
+        recorder.flow.ahead = not torch.equal(one, two)
+        with recorder.watching():
+            output = model(**given)[0]
+    recorder.flow.outputs = recorder.sources(output)
+    recorder.flow.same = bool(torch.allclose(expected, output, atol=1e-5))
+    return recorder.flow
+
+
+class _Recorder:
+    """State of one pass: where every tensor so far comes from."""
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        self.flow, self.model = Flow(), model
+        self.modules = dict(model.named_modules())
+        self.names = {id(module): name for name, module in self.modules.items()}
+        self.weights = {id(value) for value in model.parameters()}
+        self.inside: list[str] = []  # modules whose forward runs now
+        self.known: dict[int, tuple[Any, frozenset[int]]] = {}  # tensors are held, so that no id comes again
+
+    def sources(self, value: Any) -> frozenset[int]:
+        """Return the steps that a tensor, or the tensors in a value, come from."""
+        found = (self.known[id(tensor)][1] for tensor in _tensors(value) if id(tensor) in self.known)
+        return frozenset().union(*found)
+
+    def mark(self, value: Any, sources: frozenset[int]) -> None:
+        for tensor in _tensors(value):
+            self.known[id(tensor)] = (tensor, sources)
+
+    def add(self, kind: Kind, module: str, operands: tuple[Any, ...], output: Any) -> None:
+        """Add a step, and note what it made."""
+        reads = tuple(self.sources(value) for value in operands) or (frozenset(),)
+        width = int(operands[0].shape[-1]) if operands and operands[0].dim() else 0
+        step = FlowStep(len(self.flow.steps), kind, module, reads, width)
+        self.flow.steps.append(step)
+        self.mark(output, frozenset([step.number]))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record what modules and functions of torch do while the block runs."""
+        from torch.overrides import TorchFunctionMode
+
+        recorder = self
+
+        class Mode(TorchFunctionMode):
+            def __torch_function__(
+                self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+            ) -> Any:
+                return recorder.called(function, args, kwargs or {})
+
+        self._register_attention()
+        self.model.config._attn_implementation = RECORDED
+        # on each module: torch 2.13 never forgets a global hook `with_kwargs`, and compiled modules warn
+        with ExitStack() as hooks, Mode():
+            for module in self.modules.values():
+                hooks.callback(module.register_forward_pre_hook(self._enter).remove)
+                hooks.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
+            yield
+
+    def _register_attention(self) -> None:
+        """Register the attention that can be quantized, and record which modules call it with what."""
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        _register_attention()
+        own: Any = AttentionInterface
+        own_mask: Any = AttentionMaskInterface
+        attention = own()[ATTENTION]
+
+        def recorded(module: "nn.Module", query: Any, key: Any, *args: Any, **given: Any) -> Any:
+            if key.shape[1] != query.shape[1]:
+                raise UserError(f"it has {query.shape[1]} heads of queries and {key.shape[1]} of keys")
+            self.flow.replaceable.add(self.names[id(module)])
+            return attention(module, query, key, *args, **given)
+
+        AttentionInterface.register(RECORDED, recorded)
+        AttentionMaskInterface.register(RECORDED, own_mask()[ATTENTION])
+
+    def _enter(self, module: "nn.Module", _: Any) -> None:
+        self.inside.append(self.names[id(module)])
+
+    def _leave(self, module: "nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        name = self.inside.pop()
+        operands = (*args, *kwargs.values())
+        if isinstance(output, tuple):
+            self.flow.tuples.add(name)
+        if (kind := module_kind(module)) and output is not None:
+            self.add(kind, name, tuple(_tensors(operands[:1])), output)
+
+    def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch, and see what it made of what."""
+        output = function(*args, **kwargs)
+        name, module = getattr(function, "__name__", ""), self.inside[-1] if self.inside else ""
+        operands = tuple(_tensors((args, kwargs)))
+        before = self.sources(operands)
+        if self.inside and module_kind(self.modules[module]):  # its hook says what it made
+            self.mark(output, before)
+        elif name in PRODUCTS and len(operands) > 1:
+            own = any(id(value) in self.weights for value in operands)
+            self.add("own weights" if own else "product", module, operands, output)
+        elif name == "softmax":
+            self.add("softmax", module, operands[:1], output)
+        elif before:
+            if name in SUMS and len(operands) == 2 and operands[0].shape == operands[1].shape:
+                one, two = operands
+                self.flow.sums.append(FlowSum(module, (self.sources(one), self.sources(two))))
+            self.mark(output, before)
+        return output
+
+
+PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum", "__matmul__", "linear", "mm")
+SUMS = ("add", "add_", "__add__", "__iadd__", "__radd__")
+
+
+def module_kind(module: "nn.Module") -> Kind | None:
+    """Return what a module of torch's computes with its weights; None for any other."""
+    from torch import nn
+
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if isinstance(module, nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D":
+        return "convolution"
+    if isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("Norm"):
+        return None if [*module.children()] else "norm"
+    return None
+
+
+def _tensors(value: Any) -> "list[torch.Tensor]":
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def find_config_fields(model: "PreTrainedModel", layer: str, first: str, wide: int) -> dict[str, Any]:
-    """Return the fields of a configuration that a `Family` names.
-
-    Args:
-        model: of any device; not changed.
-        layer: one of its layers.
-        first: first linear of the layer's feed-forward.
-        wide: its outputs.
-
-    Raises:
-        UserError: the activation or the width of the feed-forward is no field of its own.
-    """
+    """Return the config fields of a `Family`, where `first`, of a feed-forward, has `wide` outputs."""
     from transformers.activations import ACT2FN
 
     given = model.config.to_dict()
@@ -37,19 +238,20 @@ def find_config_fields(model: "PreTrainedModel", layer: str, first: str, wide: i
     others = ((n, "relu" if given[n] != "relu" else "silu") for n in names)
     changed = ((n, _bare(_rebuilt(model, n, other), layer)) for n, other in others)
     activation = next((n for n, after in changed if after and after != before), None)
-    sizes = (n for n, value in given.items() if type(value) is int and value in (wide, wide // 2))
-    width = next((n for n in sizes if _width(_rebuilt(model, n, 2 * given[n]), first) == 2 * wide), None)
-    found = {"activation": activation, "intermediate": width}
+    sizes = [n for n, value in given.items() if type(value) is int and value in (wide, wide // 2)]
+    doubled = ((n, _rebuilt(model, n, 2 * given[n])) for n in sizes)
+    widths = (n for n, other in doubled if other and other.get_submodule(first).out_features == 2 * wide)
+    found = {"activation": activation, "intermediate": next(widths, None)}
     if lost := [what for what, name in found.items() if name is None]:
         raise UserError(
             f"the configuration of a {model.config.model_type!r} has no field for {' and '.join(lost)} of "
-            "its feed-forward; its family needs a description by hand"
+            f"its feed-forward; {BY_HAND}"
         )
     numbers = (n for n, value in given.items() if value is None or type(value) in (int, float))
     return {**found, "dropouts": tuple(n for n in numbers if "drop" in n)}
 
 
-def _rebuilt(model: "PreTrainedModel", name: str, value: Any) -> Any:
+def _rebuilt(model: "PreTrainedModel", name: str, value: Any) -> "PreTrainedModel | None":
     """Return the model with another value of a field; None where there is no such model."""
     import torch
 
@@ -66,10 +268,6 @@ def _bare(model: Any, layer: str) -> list[str]:
     """Return the classes of the modules of a layer that have no weights, its activation among them."""
     inner = model.get_submodule(layer).modules() if model is not None else ()
     return [type(module).__name__ for module in inner if next(module.parameters(), None) is None]
-
-
-def _width(model: Any, linear: str) -> int:
-    return int(model.get_submodule(linear).out_features) if model is not None else 0
 
 
 @dataclass(frozen=True)
@@ -93,38 +291,31 @@ class Frame:
         return f"{self.layers}.*.{place[1]}" if place else name
 
     def linears(self) -> list[str]:
-        """Return every linear by full name."""
         from torch import nn
 
         return [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
 
 
 def find_layer_list(attentions: Collection[str], modules: Mapping[str, Any], name: str) -> str:
-    """Return the full name of the list whose elements hold an attention each; * stands for a number.
+    """Return the full name of the list whose elements hold an attention each; * stands for a number."""
+    from torch import nn
 
-    Args:
-        attentions: full names of modules.
-        modules: all of the model by full name.
-        name: of the model type, for messages.
-
-    Raises:
-        UserError: there is no such list, or there are several.
-    """
-    patterns, numbers = set(), set()
+    places: set[tuple[str, int]] = set()  # innermost list with the attention inside of an element, and which
     for attention in attentions:
-        place = _list_around(attention, modules)
-        if place is None:
+        parts = attention.split(".")
+        around = ((".".join(parts[:end]), parts[end]) for end in range(len(parts) - 2, 0, -1))
+        inside = ((p, n) for p, n in around if isinstance(modules[p], nn.ModuleList) and n.isdecimal())
+        if (place := next(inside, None)) is None:
             raise UserError(
-                f"the layers of a {name!r} are no modules of one list (its attention is {attention}); its "
-                "family needs a description by hand"
+                f"the layers of a {name!r} are no one list (its attention is {attention}); {BY_HAND}"
             )
-        patterns.add(mask_numbers(place[0]))
-        numbers.add(place)
-    if len(patterns) > 1 or len({number for _, number in numbers}) < len(numbers):
-        lists = ", ".join(sorted({path for path, _ in numbers}))
+        places.add((place[0], int(place[1])))
+    patterns = {mask_numbers(path) for path, _ in places}
+    if len(patterns) > 1 or len({number for _, number in places}) < len(places):
+        lists = ", ".join(sorted({path for path, _ in places}))
         raise UserError(
-            f"the layers of a {name!r} stand in several lists ({lists}), "
-            "so that a number does not say which one is meant; its family needs a description by hand"
+            f"the layers of a {name!r} stand in several lists ({lists}), so that a number does not say which "
+            f"one is meant; {BY_HAND}"
         )
     return patterns.pop()
 
@@ -134,25 +325,13 @@ def mask_numbers(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _list_around(attention: str, modules: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return the innermost list with an attention inside of an element, and the element's number."""
-    from torch import nn
-
-    parts = attention.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        path, number = ".".join(parts[:end]), parts[end]
-        if isinstance(modules[path], nn.ModuleList) and number.isdecimal() and end + 1 < len(parts):
-            return path, int(number)
-    return None
-
-
 SECOND = "a feed-forward beside the widest, or last, of its layer"
 STRANGE = "by what it reads it belongs to neither attention nor feed-forward"
 
 
 @dataclass
 class DetectedRoles:
-    """What the data flow says of single modules, by full name."""
+    """Roles of single modules by full name, as the data flow shows them."""
 
     roles: dict[str, set[Role]] = field(default_factory=lambda: defaultdict(set))
     attentions: dict[str, int] = field(default_factory=dict)  # and head size
@@ -160,41 +339,34 @@ class DetectedRoles:
     seconds: set[str] = field(default_factory=set)  # linears of feed-forwards beside the one of a layer
 
     def give(self, steps: Iterable[FlowStep], role: Role) -> None:
-        """Steps of linears get a role."""
         for step in steps:
             self.roles[step.module].add(role)
 
 
 def find_attention_roles(flow: Flow) -> DetectedRoles:
-    """Return the linears around each softmax: those of its scores, its values and its result."""
+    """Find the linears around each softmax: those of its scores, its values and its result."""
     found = DetectedRoles()
     for softmax in flow.of("softmax"):
-        scores = flow.behind(softmax.reads[0], "product")
+        scores = (step for step in flow.of("product") if step.number in softmax.reads[0])
         for score in scores:
-            queries, keys = (flow.behind(read, "linear") for read in score.reads[:2])
+            queries, keys = (flow.linears(read) for read in score.reads[:2])
             if not (queries and keys) or queries[-1].reads != keys[-1].reads:
                 continue  # a product with positions
-            context, values = _weighed(flow, softmax)
+            products = (step for step in flow.readers(softmax.number) if step.kind == "product")
+            weighed = (
+                (p, [s for r in p.reads if softmax.number not in r for s in flow.linears(r)])
+                for p in products
+            )
+            context, values = next((each for each in weighed if each[1]), (None, []))
             if context is None:
                 continue
             one = queries == keys == values
-            found.give(queries, "query, key, value" if one else "query")
-            found.give(keys, "query, key, value" if one else "key")
-            found.give(values, "query, key, value" if one else "value")
+            for role, steps in zip(QKV[:3], (queries, keys, values), strict=True):
+                found.give(steps, QKV[-1] if one else role)
             found.give((s for s in flow.readers(context.number) if s.kind == "linear"), "output")
             found.attentions[softmax.module] = score.width
             found.products |= {score.module, context.module}
     return found
-
-
-def _weighed(flow: Flow, softmax: FlowStep) -> tuple[FlowStep | None, list[FlowStep]]:
-    """Return the product with the values, and the linears that make them."""
-    for step in flow.readers(softmax.number):
-        if step.kind == "product":
-            other = [read for read in step.reads if softmax.number not in read]
-            if values := [s for read in other for s in flow.behind(read, "linear")]:
-                return step, values
-    return None, []
 
 
 def add_feed_forward_roles(frame: Frame, found: DetectedRoles) -> None:
@@ -202,7 +374,7 @@ def add_feed_forward_roles(frame: Frame, found: DetectedRoles) -> None:
     pairs: dict[str, list[tuple[int, FlowStep, list[FlowStep]]]] = defaultdict(list)
     for step in frame.flow.of("linear"):
         place = frame.path(step.module)
-        first = frame.flow.behind(step.reads[0], "linear")
+        first = frame.flow.linears(step.reads[0])
         same = [s for s in first if (at := frame.path(s.module)) and place and at[0] == place[0]]
         free = not found.roles[step.module] and not any(found.roles[s.module] for s in first)
         if place and free and len(same) == len(step.reads[0]) > 0:
@@ -232,8 +404,7 @@ def find_other_products(
     return {named(name): why for name, why in left.items()}
 
 
-def join_reasons(left: Mapping[str, str]) -> str:
-    """Join the first few reasons for one sentence."""
+def _join_reasons(left: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {why}" for name, why in [*left.items()][:4])
 
 
@@ -259,13 +430,6 @@ def find_inner_roles(frame: Frame, found: DetectedRoles) -> tuple[dict[str, Role
     return linears, {f"{frame.layers}.*.{path}": why for path, why in left.items()}
 
 
-def find_shared_weights(frame: Frame, linears: Mapping[str, Role]) -> str | None:
-    """Return a linear behind an attention that runs more than once for a sample; None where there is none."""
-    ran = Counter(step.module for step in frame.flow.of("linear"))
-    ends = (name for name in ran if (at := frame.path(name)) and linears.get(at[1]) == "output")
-    return next((name for name in ends if ran[name] > 1), None)
-
-
 def find_outer_roles(frame: Frame) -> tuple[dict[str, Role], dict[str, str]]:
     """Return the role of each linear before and behind the layers; reasons for those that have none."""
     ran = [step.module for step in frame.flow.of("linear")]
@@ -289,27 +453,30 @@ def find_outer_roles(frame: Frame) -> tuple[dict[str, Role], dict[str, str]]:
 def can_replace_attention(frame: Frame, found: DetectedRoles) -> bool:
     """Return whether every attention can get INT8 q, k, v and softmax.
 
-    One that rotates q and k cannot here: which channels are a pair is not known, and smoothing must not part
-    them.
+    One that rotates q and k (it adds two parts of the same query) cannot here: which channels are a pair is
+    not known, and smoothing must not part them.
     """
-    rotated = any(_rotates(frame, found, each) for each in frame.flow.sums)
-    return set(found.attentions) == frame.flow.replaceable and not rotated
-
-
-def _rotates(frame: Frame, found: DetectedRoles, each: FlowSum) -> bool:
-    """Return whether both parts of a sum are of the same query."""
-    one, two = ({s.module for s in frame.flow.behind(part, "linear")} for part in each.parts)
-    return any(found.roles[name] & {"query", QKV[-1]} for name in one & two)
+    for each in frame.flow.sums:
+        one, two = ({s.module for s in frame.flow.linears(part)} for part in each.parts)
+        if any(found.roles[name] & {"query", QKV[-1]} for name in one & two):
+            return False
+    return set(found.attentions) == frame.flow.replaceable
 
 
 def find_residuals(frame: Frame, found: DetectedRoles) -> Iterator[Residual]:
     """Find what is added after attention and feed-forward, where a quantizer has a place for it."""
     wanted: dict[Role, tuple[Role, ...]] = {"output": QKV, "ffn-out": ("ffn-in",)}
     for role, readers in wanted.items():
-        added = (each for each in reversed(frame.flow.sums) if _adds_to(frame, found, each, role))
-        if (last := next(added, None)) is None:  # that of the last layer: a first one may differ
+        added = [  # a tensor that one linear of this role made, and the residual
+            (each, residual)
+            for each in reversed(frame.flow.sums)
+            for part, residual in (each.parts, each.parts[::-1])
+            if len(part) == len(steps := frame.flow.linears(part)) == 1
+            and found.roles[steps[0].module] == {role}
+        ]
+        if not added:
             continue
-        residual = last.parts[1] if _made_by(frame, found, last.parts[0], role) else last.parts[0]
+        last, residual = added[0]  # of the last layer: a first one may differ
         reading = (s.module for s in frame.flow.of("linear") if s.reads[0] == residual)
         roles = {each for name in reading for each in found.roles[name]}
         taken = inspect.signature(frame.modules[last.module].forward).parameters
@@ -318,23 +485,13 @@ def find_residuals(frame: Frame, found: DetectedRoles) -> Iterator[Residual]:
             yield Residual(place[1], tuple(each for each in readers if each in roles))
 
 
-def _adds_to(frame: Frame, found: DetectedRoles, each: FlowSum, role: Role) -> bool:
-    return any(_made_by(frame, found, part, role) for part in each.parts)
-
-
-def _made_by(frame: Frame, found: DetectedRoles, part: frozenset[int], role: Role) -> bool:
-    """Return whether a tensor is what one linear of a role made."""
-    steps = frame.flow.behind(part, "linear")
-    return len(part) == len(steps) == 1 and found.roles[steps[0].module] == {role}
-
-
 def find_norms(frame: Frame, found: DetectedRoles) -> dict[str, Norm]:
     """Find the input of each LayerNorm of a layer."""
     named: dict[str, Norm] = {}
     for step in frame.flow.of("norm"):
         if (place := frame.path(step.module)) is None or not step.reads:
             continue
-        before = _roles(frame, found, frame.flow.behind(step.reads[0], "linear"), place[0])
+        before = _roles(frame, found, frame.flow.linears(step.reads[0]), place[0])
         after = frame.flow.readers(step.number)
         behind = _roles(frame, found, (s for s in after if s.kind == "linear"), place[0])
         goes_on = any(s.kind == "norm" for s in after) or step.number in frame.flow.outputs
@@ -353,32 +510,20 @@ def _roles(frame: Frame, found: DetectedRoles, steps: Iterable[FlowStep], layer:
     return {role for step in inside for role in found.roles[step.module]}
 
 
-def find_embeddings(frame: Frame, model: "PreTrainedModel") -> str:
-    """Return the module of the base model that makes vectors of tokens."""
-    words: str = next(
-        name for name, module in frame.modules.items() if module is model.get_input_embeddings()
-    )
-    return words.removeprefix(frame.prefix).partition(".")[0]
-
-
-def find_embeddings_norm(frame: Frame, model: "PreTrainedModel") -> str:
-    """Return the last LayerNorm of the embeddings; empty where they have none."""
-    around = f"{frame.prefix}{find_embeddings(frame, model)}."
-    names = [step.module for step in frame.flow.of("norm") if step.module.startswith(around)]
-    return names[-1].removeprefix(frame.prefix) if names else ""
-
-
-def find_embeddings_linear(frame: Frame) -> str | None:
-    """Return the linear between the embeddings with their LayerNorm and the layers; None without one."""
+def find_embeddings(frame: Frame, model: "PreTrainedModel") -> dict[str, Any]:
+    """Return of the base model what makes vectors of tokens, its last LayerNorm, and a linear behind it."""
+    words = next(name for name, module in frame.modules.items() if module is model.get_input_embeddings())
+    embeddings = words.removeprefix(frame.prefix).partition(".")[0]
+    around = f"{frame.prefix}{embeddings}."
+    norms = [step.module for step in frame.flow.of("norm") if step.module.startswith(around)]
     first = next(step.number for step in frame.flow.steps if frame.path(step.module))
-    before = [s for s in frame.flow.steps if s.number < first and s.kind in {"linear", "norm"}]
-    return before[-1].module.removeprefix(frame.prefix) if before and before[-1].kind == "linear" else None
-
-
-def find_pooler(frame: Frame, outside: Mapping[str, Role]) -> str | None:
-    """Return the module of the base model that makes the classifier's input."""
-    poolers = (name for name, role in outside.items() if role == "pooler")
-    return next((n.partition(".")[0] for n in poolers if frame.prefix + n in frame.modules), None)
+    before = [step for step in frame.flow.steps[:first] if step.kind in {"linear", "norm"}]
+    linears = [step.module for step in before[-1:] if step.kind == "linear"]
+    return {
+        "embeddings": embeddings,
+        "embeddings_norm": norms[-1].removeprefix(frame.prefix) if norms else "",
+        "embeddings_linear": linears[0].removeprefix(frame.prefix) if linears else None,
+    }
 
 
 def find_inputs(frame: Frame) -> tuple[str, ...]:
@@ -399,17 +544,6 @@ def positions_follow_padding(frame: Frame, model: "PreTrainedModel") -> bool:
     )
 
 
-def find_attribute(module: Any, size: int) -> str:
-    """Return the attribute of an attention that holds its head size; of equal ones the longest name."""
-    equal = [name for name, value in vars(module).items() if type(value) is int and value == size]
-    sizes = [name for name in equal if re.search("size|dim|head_d", name)]
-    found: str = max(sizes or [*equal, ""], key=len)
-    return found
-
-
-NEEDED: tuple[Role, ...] = ("query", "key", "value", "output", "ffn-in", "ffn-out")
-
-
 @dataclass(frozen=True)
 class Recognised:
     """A family described, and what of its models multiplies matrices and is not in it."""
@@ -422,12 +556,7 @@ class Recognised:
 
 
 def detect_layout(model: "PreTrainedModel") -> Recognised:
-    """Describe the family of a model that is on the CPU, with weights of its own or random ones.
-
-    Raises:
-        UserError: a model that fails on a sample, a decoder, no attention, layers that do not stand in one
-            list, or that lack a linear which every encoder has.
-    """
+    """Describe the family of a model that is on the CPU, with weights of its own or random ones."""
     name = model.config.model_type
     try:
         with quiet("transformers"):
@@ -443,12 +572,11 @@ def detect_layout(model: "PreTrainedModel") -> Recognised:
         )
     if not flow.same:
         raise UserError(
-            f"a {name!r} gives other logits with the attention and the mask that are used here; its family "
-            "needs a description by hand"
+            f"a {name!r} gives other logits with the attention and the mask that are used here; {BY_HAND}"
         )
     found = find_attention_roles(flow)
     if not found.attentions:
-        strange = join_reasons(find_other_products(flow, found))
+        strange = _join_reasons(find_other_products(flow, found))
         raise UserError(
             f"no attention was recognised in a {name!r}, as no product of what two linears made goes through "
             f"a softmax to meet what a third made{f' ({strange})' if strange else ''}"
@@ -458,22 +586,25 @@ def detect_layout(model: "PreTrainedModel") -> Recognised:
     frame = Frame(find_layer_list(found.attentions, modules, name), prefix, modules, flow)
     add_feed_forward_roles(frame, found)
     linears, left = find_inner_roles(frame, found)
-    if shared := find_shared_weights(frame, linears):
-        raise UserError(
-            f"the layers of a {name!r} share weights: {shared} runs several times; its family needs a "
-            "description by hand"
-        )
+    runs = Counter(step.module for step in flow.of("linear"))
+    outputs = (n for n in runs if (at := frame.path(n)) and linears.get(at[1]) == "output")
+    if shared := next((n for n in outputs if runs[n] > 1), None):
+        raise UserError(f"the layers of a {name!r} share weights: {shared} runs several times; {BY_HAND}")
     has = {part for role in linears.values() for part in role.split(", ")}
-    if missing := [role for role in NEEDED if role not in has]:
+    needed = ("query", "key", "value", "output", "ffn-in", "ffn-out")
+    if missing := [role for role in needed if role not in has]:
         raise UserError(
             f"no linears of a {name!r} were recognised as {', '.join(missing)}: "
-            f"{join_reasons(left) or 'it has none in its layers'}; its family needs a description by hand"
+            f"{_join_reasons(left) or 'it has none in its layers'}; {BY_HAND}"
         )
     attention, size = [*found.attentions.items()][-1]
     layer, path = frame.path(attention) or ("", "")
     paths = {role: f"{layer}.{place}" for place, role in linears.items()}
     wide, read = modules[paths["ffn-in"]].out_features, modules[paths["ffn-out"]].in_features
     outside, unplaced = find_outer_roles(frame)
+    poolers = (name for name, role in outside.items() if role == "pooler")
+    equal = [name for name, value in vars(modules[attention]).items() if type(value) is int and value == size]
+    sizes = [name for name in equal if re.search("size|dim|head_d", name)]
     family = Family(
         name=name,
         model_types=(name,),
@@ -483,14 +614,12 @@ def detect_layout(model: "PreTrainedModel") -> Recognised:
         attention=path if can_replace_attention(frame, found) else None,
         residuals=tuple(find_residuals(frame, found)),
         norms=find_norms(frame, found),
-        embeddings=find_embeddings(frame, model),
-        embeddings_norm=find_embeddings_norm(frame, model),
-        embeddings_linear=find_embeddings_linear(frame),
-        pooler=find_pooler(frame, outside),
+        pooler=next((n.partition(".")[0] for n in poolers if prefix + n in modules), None),
         inputs=find_inputs(frame),
-        head_size=find_attribute(modules[attention], size),
+        head_size=max(sizes or [*equal, ""], key=len),
         positions_follow_padding=positions_follow_padding(frame, model),
         layers_return_tuples=layer in flow.tuples,
+        **find_embeddings(frame, model),
         **find_config_fields(model, layer, paths["ffn-in"], wide),
     )
     gated = list(linears.values()).count("ffn-in") > 1 or wide != read
@@ -532,6 +661,4 @@ def list_modules(model: "PreTrainedModel", found: Recognised) -> list[ModuleRow]
         else:
             pattern = ""
         rows[pattern, class_name, role, becomes] += 1
-    return [
-        ModuleRow(module, kind, count, role, becomes) for (module, kind, role, becomes), count in rows.items()
-    ]
+    return [ModuleRow(*row[:2], count, *row[2:]) for row, count in rows.items()]

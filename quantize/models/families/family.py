@@ -1,4 +1,4 @@
-"""Encoder families as data: what a family calls its modules, and the few ways in which its models differ."""
+"""Encoder families as data: names of modules and config fields, and the few ways in which models differ."""
 
 import re
 from collections.abc import Container, Iterable, Mapping
@@ -21,15 +21,10 @@ Norm = Literal["attention", "ffn", "attention input", "ffn input"]
 ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
 KINDS = (*ENCODER_KINDS, "pooler", "classifier")
 QKV: tuple[Role, ...] = ("query", "key", "value", "query, key, value")
-HEADS: dict[str, Role] = {
-    "classifier": "classifier",
-    "qa_outputs": "classifier",
-    "pooling.dense": "pooler",
-}  # over tokens, any family
-SMOOTHED = (
-    "qkv",
-    "ffn-in",
-)  # what `smoothing` of the calibration section means: linears that read a LayerNorm
+# over tokens, any family
+HEADS: dict[str, Role] = {"classifier": "classifier", "qa_outputs": "classifier", "pooling.dense": "pooler"}
+# what `smoothing` of the calibration section means: linears that read a LayerNorm
+SMOOTHED = ("qkv", "ffn-in")
 
 
 class Place(NamedTuple):
@@ -95,35 +90,23 @@ class Family:
         return Place(found[1], int(found[2]), found[3] or "") if found else None
 
     def layer_of(self, name: str) -> int | None:
-        """Return the number of the encoder layer that a module is in; None outside of the encoder."""
+        """Return the number of a module's encoder layer; None outside of the encoder."""
         place = self.place(name)
         return place.number if place else None
 
     def role(self, linear: str) -> Role:
-        """Return the role of a linear.
-
-        Raises:
-            UserError: the family has no such linear.
-        """
+        """Return the role of a linear; a UserError for an unknown one, as of all that take a linear here."""
         if (found := self._role(linear)) is None:
             raise UserError(_unknown([linear], self))
         return found
 
     def kind(self, linear: str) -> str:
-        """Return the role of a linear, with q, k and v as one: "qkv".
-
-        Raises:
-            UserError: the family has no such linear.
-        """
+        """Return the role of a linear, with q, k and v as one: "qkv"."""
         role = self.role(linear)
         return "qkv" if role in QKV else role
 
     def require_known(self, linears: Iterable[str]) -> None:
-        """Refuse linears that the family does not have, as nothing would smooth, split or judge them.
-
-        Raises:
-            UserError: names them all.
-        """
+        """Refuse linears that the family does not have, as nothing would smooth, split or judge them."""
         if lost := [name for name in linears if self._role(name) is None]:
             raise UserError(_unknown(lost, self))
 
@@ -134,21 +117,13 @@ class Family:
         return f"{place.layers}.{place.number}.{path}" if place and path else None
 
     def require_beside(self, name: str, role: Role) -> str:
-        """Return the same as `beside`, where there must be one.
-
-        Raises:
-            UserError: the family has no such linear.
-        """
+        """Return the same as `beside`, where there must be one."""
         if (found := self.beside(name, role)) is None:
             raise UserError(f"family {self.name} has no linear of its own for {role} beside {name}")
         return found
 
     def made_by(self, name: str, role: Role) -> LinearRows:
-        """Return the maker of q, k or v in a module's layer: a linear of its own, or a part of one.
-
-        Raises:
-            UserError: the family has no such linear.
-        """
+        """Return the maker of q, k or v in a module's layer: a linear of its own, or a part of one."""
         place = self.place(name)
         for path, roles in ((path, found.split(", ")) for path, found in self.linears.items()):
             if place and role in roles:
@@ -156,14 +131,10 @@ class Family:
         raise UserError(f"family {self.name} has no linear that makes the {role} beside {name}")
 
     def read_by(self, attention: str, linears: Container[str]) -> str | None:
-        """Return the maker of the tensor that q, k, v and an attention's residual read, and nothing else.
+        """Return the LayerNorm, or linear behind the embeddings, whose output only q, k, v and residual read.
 
-        Args:
-            linears: those of the model, as not every one has a linear behind its embeddings.
-
-        Returns:
-            A LayerNorm, or the linear behind the embeddings; None where it serves several runs, where what is
-            normalized is not the residual, or where it is not known.
+        None where it serves several runs, where what is normalized is not the residual, or where it is not
+        known. Not every model has a linear behind its embeddings: `linears` are those that it has.
         """
         place = self.place(attention)
         if place is None or not self.layer_end or self.shared_layers or "*" in self.layers:
@@ -176,15 +147,15 @@ class Family:
         return f"{base}{self.embeddings_norm}" if self.embeddings_norm else None
 
     def splittable(self, linears: Iterable[str]) -> list[str]:
-        """Return the second feed-forward linears, whose outlier channels can be split."""
+        """Return the second feed-forward linears: outlier channels of these can be split."""
         return [name for name in linears if self.kind(name) == "ffn-out"]
 
     def residual_readers(self, module: str) -> tuple[str, ...]:
         """Return the linears that read the residual that a module adds; none of a module that adds none."""
         place = self.place(module)
         added = [each for each in self.residuals if place and each.module == place.path]
-        found = (self.beside(module, role) for each in added for role in each.readers)
-        return tuple(name for name in found if name)
+        linears = (self.beside(module, role) for each in added for role in each.readers)
+        return tuple(filter(None, linears))
 
     def residual_read_by(self, linear: str) -> str | None:
         """Return the module whose residual a linear reads; None for none, or if known by another linear."""
@@ -207,7 +178,6 @@ class Family:
         return next((path for path, what in self.norms.items() if what == "ffn"), "")
 
     def layer_names(self, model: "PreTrainedModel") -> list[str]:
-        """Return the encoder layers of a model, in order."""
         found = ((name, self.place(name)) for name, _ in model.named_modules())
         return [name for name, place in found if place and not place.path]
 
@@ -222,12 +192,10 @@ class Family:
         return [int(run / (runs / layers)) for run in range(runs)]  # as transformers rounds it
 
     def is_attention(self, name: str) -> bool:
-        """Return whether a module computes softmax(q k) v."""
         place = self.place(name)
         return place is not None and place.path == self.attention
 
     def adds_residual(self, name: str) -> bool:
-        """Return whether a module adds a residual to what a linear made."""
         place = self.place(name)
         return place is not None and any(each.module == place.path for each in self.residuals)
 
@@ -237,17 +205,13 @@ class Family:
         return list(dict.fromkeys(adders))
 
     def require_supported(self, config: Any, model: str) -> None:
-        """Refuse what some models of the family do and the code for it does not.
-
-        Raises:
-            UserError: names every field of the config with its value.
-        """
+        """Refuse what some models of the family do and the code for it does not."""
         found = {name: getattr(config, name, None) for name in self.needs}
         if lost := [f"{name} {value!r}" for name, value in found.items() if value not in self.needs[name]]:
             wanted = ", ".join(f"{name} {values[0]!r}" for name, values in self.needs.items())
             raise UserError(
-                f"model {model} has {', '.join(lost)} in config.json; of family {self.name} only models with "
-                f"{wanted} are supported"
+                f"model {model} has {', '.join(lost)} in config.json; of family {self.name} only models "
+                f"with {wanted} are supported"
             )
 
     def positions(self, config: Any) -> int:
@@ -256,11 +220,7 @@ class Family:
         return int(config.max_position_embeddings) - taken
 
     def require_padding(self, config: Any, pad_id: int, model: str) -> None:
-        """Hold the padding of a tokenizer to that by which the model counts its positions.
-
-        Raises:
-            UserError: they differ.
-        """
+        """Check that a tokenizer pads with the token by which the model counts its positions."""
         if self.positions_follow_padding and pad_id != config.pad_token_id:
             raise UserError(
                 f"the tokenizer of model {model} pads with id {pad_id}, but the model counts its positions "

@@ -3,25 +3,77 @@
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
-from qdqbench.quantize.models.families.family import Family, Residual
+from qdqbench.quantize.models.families.family import Family, Residual, Role
 from qdqbench.quantize.utils.errors import UserError
 
 TYPES = "token_type_ids"
 
-ALBERT = Family(
+
+def _linears(*paths: str) -> dict[str, Role]:
+    roles: tuple[Role, ...] = ("query", "key", "value", "output", "ffn-in", "ffn-out")
+    return dict(zip(paths, roles, strict=True))
+
+
+BERT = Family(
+    name="bert",
+    model_types=("bert",),
+    layers="encoder.layer",
+    linears=_linears(
+        "attention.self.query",
+        "attention.self.key",
+        "attention.self.value",
+        "attention.output.dense",
+        "intermediate.dense",
+        "output.dense",
+    ),
+    outside={"pooler.dense": "pooler", "classifier": "classifier"},
+    attention="attention.self",
+    residuals=(Residual("attention.output", ("query", "key", "value")), Residual("output", ("ffn-in",))),
+    norms={"attention.output.LayerNorm": "attention", "output.LayerNorm": "ffn"},
+    embeddings="embeddings",
+    embeddings_norm="embeddings.LayerNorm",
+    pooler="pooler",
+    dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
+    activation="hidden_act",
+    intermediate="intermediate_size",
+    inputs=("input_ids", "attention_mask", TYPES),
+)
+_LIKE_BERT = replace(BERT, pooler=None, inputs=BERT.inputs[:2])
+_DENSE_HEAD: dict[str, Role] = {"classifier.dense": "pooler", "classifier.out_proj": "classifier"}
+
+ROBERTA = replace(
+    _LIKE_BERT,
+    name="roberta",
+    model_types=("roberta", "xlm-roberta", "camembert"),
+    outside=_DENSE_HEAD,
+    positions_follow_padding=True,
+)
+
+ELECTRA = replace(
+    BERT,
+    name="electra",
+    model_types=("electra",),
+    outside={"embeddings_project": "embeddings", **_DENSE_HEAD},
+    embeddings_linear="embeddings_project",  # of models whose embeddings are narrower than their layers
+    pooler=None,
+)
+
+ALBERT = replace(
+    BERT,
     name="albert",
     model_types=("albert",),
     layers="encoder.albert_layer_groups",
-    linears={
-        "albert_layers.0.attention.query": "query",
-        "albert_layers.0.attention.key": "key",
-        "albert_layers.0.attention.value": "value",
-        "albert_layers.0.attention.dense": "output",
-        "albert_layers.0.ffn": "ffn-in",
-        "albert_layers.0.ffn_output": "ffn-out",
-    },
+    linears=_linears(
+        "albert_layers.0.attention.query",
+        "albert_layers.0.attention.key",
+        "albert_layers.0.attention.value",
+        "albert_layers.0.attention.dense",
+        "albert_layers.0.ffn",
+        "albert_layers.0.ffn_output",
+    ),
     outside={
         "embedding_hidden_mapping_in": "embeddings",
         "albert.pooler": "pooler",
@@ -33,167 +85,84 @@ ALBERT = Family(
         "albert_layers.0.attention.LayerNorm": "attention",
         "albert_layers.0.full_layer_layer_norm": "ffn",
     },
-    embeddings="embeddings",
-    embeddings_norm="embeddings.LayerNorm",
     embeddings_linear="encoder.embedding_hidden_mapping_in",
-    pooler="pooler",
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
-    activation="hidden_act",
-    intermediate="intermediate_size",
-    inputs=("input_ids", "attention_mask", TYPES),
     shared_layers=True,
 )
 
-
-DISTILBERT = Family(
+DISTILBERT = replace(
+    _LIKE_BERT,
     name="distilbert",
     model_types=("distilbert",),
     layers="transformer.layer",
-    linears={
-        "attention.q_lin": "query",
-        "attention.k_lin": "key",
-        "attention.v_lin": "value",
-        "attention.out_lin": "output",
-        "ffn.lin1": "ffn-in",
-        "ffn.lin2": "ffn-out",
-    },
+    linears=_linears(
+        "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "ffn.lin1", "ffn.lin2"
+    ),
     outside={"pre_classifier": "pooler", "classifier": "classifier"},
     attention="attention",
-    residuals=(
-        Residual("attention_sum", ("query", "key", "value")),
-        Residual("ffn_sum", ("ffn-in",)),
-    ),
+    residuals=(Residual("attention_sum", ("query", "key", "value")), Residual("ffn_sum", ("ffn-in",))),
     norms={"sa_layer_norm": "attention", "output_layer_norm": "ffn"},
-    embeddings="embeddings",
-    embeddings_norm="embeddings.LayerNorm",
-    pooler=None,
     dropouts=("dropout", "attention_dropout", "seq_classif_dropout", "qa_dropout"),
     activation="activation",
     intermediate="hidden_dim",
-    inputs=("input_ids", "attention_mask"),
     given_sums=True,
 )
 
-
-MODERNBERT = Family(
+MODERNBERT = replace(
+    _LIKE_BERT,
     name="modernbert",
     model_types=("modernbert",),
     layers="layers",
-    linears={
-        "attn.Wqkv": "query, key, value",
-        "attn.Wo": "output",
-        "mlp.Wi": "ffn-in",
-        "mlp.Wo": "ffn-out",
-    },
+    linears={"attn.Wqkv": "query, key, value", "attn.Wo": "output", "mlp.Wi": "ffn-in", "mlp.Wo": "ffn-out"},
     outside={"head.dense": "pooler", "classifier": "classifier"},
     attention="attn",
     residuals=(),  # pre-norm: what a layer adds is read by LayerNorms and by no linear
     norms={"attn_norm": "attention input", "mlp_norm": "ffn input"},
-    embeddings="embeddings",
     embeddings_norm="embeddings.norm",
-    pooler=None,
     dropouts=("embedding_dropout", "attention_dropout", "mlp_dropout", "classifier_dropout"),
     activation="hidden_activation",
-    intermediate="intermediate_size",
-    inputs=("input_ids", "attention_mask"),
     head_size="head_dim",
     gated=True,
     rotary=True,
     windows=True,
 )
 
-
-BERT = Family(
-    name="bert",
-    model_types=("bert",),
-    layers="encoder.layer",
-    linears={
-        "attention.self.query": "query",
-        "attention.self.key": "key",
-        "attention.self.value": "value",
-        "attention.output.dense": "output",
-        "intermediate.dense": "ffn-in",
-        "output.dense": "ffn-out",
-    },
-    outside={"pooler.dense": "pooler", "classifier": "classifier"},
-    attention="attention.self",
-    residuals=(
-        Residual("attention.output", ("query", "key", "value")),
-        Residual("output", ("ffn-in",)),
-    ),
-    norms={"attention.output.LayerNorm": "attention", "output.LayerNorm": "ffn"},
-    embeddings="embeddings",
-    embeddings_norm="embeddings.LayerNorm",
-    pooler="pooler",
-    dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
-    activation="hidden_act",
-    intermediate="intermediate_size",
-    inputs=("input_ids", "attention_mask", TYPES),
-)
-
-ROBERTA = replace(
-    BERT,
-    name="roberta",
-    model_types=("roberta", "xlm-roberta", "camembert"),
-    outside={"classifier.dense": "pooler", "classifier.out_proj": "classifier"},
-    pooler=None,
-    inputs=("input_ids", "attention_mask"),
-    positions_follow_padding=True,
-)
-
-ELECTRA = replace(
-    BERT,
-    name="electra",
-    model_types=("electra",),
-    outside={
-        "embeddings_project": "embeddings",
-        "classifier.dense": "pooler",
-        "classifier.out_proj": "classifier",
-    },
-    embeddings_linear="embeddings_project",  # of models whose embeddings are narrower than their layers
-    pooler=None,
-)
-
-
 MPNET = replace(
-    BERT,
+    _LIKE_BERT,
     name="mpnet",
     model_types=("mpnet",),
-    linears={
-        "attention.attn.q": "query",
-        "attention.attn.k": "key",
-        "attention.attn.v": "value",
-        "attention.attn.o": "output",
-        "intermediate.dense": "ffn-in",
-        "output.dense": "ffn-out",
-    },
-    outside={"classifier.dense": "pooler", "classifier.out_proj": "classifier"},
+    linears=_linears(
+        "attention.attn.q",
+        "attention.attn.k",
+        "attention.attn.v",
+        "attention.attn.o",
+        "intermediate.dense",
+        "output.dense",
+    ),
+    outside=_DENSE_HEAD,
     attention="attention.attn",
     residuals=(Residual("attention.sum", ("query", "key", "value")), BERT.residuals[1]),
     norms={"attention.LayerNorm": "attention", "output.LayerNorm": "ffn"},
-    pooler=None,
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    inputs=("input_ids", "attention_mask"),
     positions_follow_padding=True,
     layers_return_tuples=True,
     rewritten_by="mpnet",
 )
+
 DEBERTA_V2 = replace(
-    BERT,
+    _LIKE_BERT,
     name="deberta-v2",
     model_types=("deberta-v2",),
-    linears={
-        "attention.self.query_proj": "query",
-        "attention.self.key_proj": "key",
-        "attention.self.value_proj": "value",
-        "attention.output.dense": "output",
-        "intermediate.dense": "ffn-in",
-        "output.dense": "ffn-out",
-    },
+    linears=_linears(
+        "attention.self.query_proj",
+        "attention.self.key_proj",
+        "attention.self.value_proj",
+        "attention.output.dense",
+        "intermediate.dense",
+        "output.dense",
+    ),
     outside={"embeddings.embed_proj": "embeddings", "pooler.dense": "pooler", "classifier": "classifier"},
-    pooler=None,
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_dropout", "cls_dropout"),
-    inputs=("input_ids", "attention_mask"),
     layers_return_tuples=True,
     terms=("attention.self.c2p", "attention.self.p2c"),
     rewritten_by="deberta",
@@ -206,28 +175,15 @@ DEBERTA_V2 = replace(
     },
 )
 
-
-FAMILIES = (  # whose whole path is tested
-    BERT,
-    ROBERTA,
-    ELECTRA,
-    DISTILBERT,
-    MPNET,
-    ALBERT,
-    DEBERTA_V2,
-    MODERNBERT,
-)
+# whose whole path is tested
+FAMILIES = (BERT, ROBERTA, ELECTRA, DISTILBERT, MPNET, ALBERT, DEBERTA_V2, MODERNBERT)
 # Families that recipes with a layout describe, by model type. A recipe enters its own when it is read, and
 # again when it is held to a model: the whole program asks for the family of a model by its type alone.
 _DESCRIBED: dict[str, Family] = {}
 
 
 def family_of(of: Any, model: str = "") -> Family:
-    """Return the family of a model type such as "bert", or of a transformers configuration.
-
-    Raises:
-        UserError: it is not supported.
-    """
+    """Return the family of a model type such as "bert", or of a transformers configuration."""
     model_type = of if isinstance(of, str) else of.model_type
     if found := known_family(model_type) or _DESCRIBED.get(model_type):
         return found
@@ -255,18 +211,14 @@ def family_named(name: str) -> Family:
 
 
 def require_family(recipe: str, family: str, model: str, config: Any) -> Family:
-    """Return the family of a model, which must be that of the recipe: its `model.family`.
-
-    Raises:
-        UserError: they differ.
-    """
-    family_found = family_of(config, model)
-    if family_found.name != family:
+    """Return the family of a model, and refuse another one than the recipe's `model.family`."""
+    actual = family_of(config, model)
+    if actual.name != family:
         raise UserError(
             f"recipe {recipe} is for model family {family!r}, but model {model} is a {config.model_type!r}; "
-            f"take a recipe of family {family_found.name}"
+            f"take a recipe of family {actual.name}"
         )
-    return family_found
+    return actual
 
 
 ANY_LAYER = re.compile(r"(?:^|[/._])layers?[./](\d+)(?=[/.]|$)")
@@ -279,19 +231,9 @@ ANY_QKV = re.compile(r"(?:query|key|value|[qkv])(?:_proj|_lin)?")  # the last pa
 ANY_MERGED_QKV = re.compile(r"w?qkv(?:_proj)?|in_proj|query_key_value", re.IGNORECASE)
 ACTIVATION = re.compile(r"(?:\w+_)?act_fn|act|activation")  # the module of an activation
 SILENT = ("self", "dense")  # parts of a name that say nothing
-_CALLED: dict[str, tuple[str, ...]] = {
-    "query": ("attention.self.query", "attention.q_lin", "attention.self.query_proj", "attention.attn.q"),
-    "key": ("attention.self.key", "attention.k_lin", "attention.self.key_proj", "attention.attn.k"),
-    "value": ("attention.self.value", "attention.v_lin", "attention.self.value_proj", "attention.attn.v"),
-    "query, key, value": ("attn.Wqkv",),
-    "attention": ("attention.self", "attention.attn", "attention", "attn"),
-    "output": ("attention.output.dense", "attention.out_lin", "attention.attn.o", "attn.Wo"),
-    "ffn-in": ("intermediate.dense", "ffn.lin1", "mlp.Wi"),
-    "ffn-out": ("output.dense", "ffn.lin2", "mlp.Wo"),
-}
-PARTS = tuple(_CALLED)  # of a layer, in the order of computation
-_PART = {path: part for part, paths in _CALLED.items() for path in paths}
-_PART |= {family.attention: "attention" for family in FAMILIES if family.attention}
+# of a layer, in the order of computation
+PARTS = ("query", "key", "value", "query, key, value", "attention", "output", "ffn-in", "ffn-out")
+_PART: dict[str, str] = {family.attention: "attention" for family in FAMILIES if family.attention}
 _PART |= {path: role for family in FAMILIES for path, role in family.linears.items()}
 
 
@@ -310,11 +252,10 @@ def layer_of_node(node: str) -> int | None:
 
 def first_feed_forwards(linears: Iterable[str]) -> str | None:
     """Return the pattern of a rule for the first feed-forward linears; None where no family has them."""
-    for name in linears:
-        for family in FAMILIES:
-            place = family.place(name)
-            if place and family.linears.get(place.path) == "ffn-in":
-                return f"{family.layers}.*.{place.path.rpartition('.')[0]}.*"
+    for name, family in product(linears, FAMILIES):
+        place = family.place(name)
+        if place and family.linears.get(place.path) == "ffn-in":
+            return f"{family.layers}.*.{place.path.rpartition('.')[0]}.*"
     return None
 
 
@@ -323,37 +264,33 @@ def adds_behind_attention(module: str) -> bool:
     return any(family.behind_attention(module) for family in FAMILIES)
 
 
-_BASE = {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+def _size(model_type: str, layers: int = 12, hidden: int = 768, heads: int = 12) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+    }
+
+
 _BEHIND_PADDING = {"max_position_embeddings": 514, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
-_ROBERTA = {**_BASE, **_BEHIND_PADDING, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+_ROBERTA = {**_BEHIND_PADDING, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 # Fields of config.json that differ from the defaults of the model type. BERT: Devlin et al. 2019, "BERT",
 # section 3; the others: the config.json that their authors published under about this name.
 MODEL_SHAPES: dict[str, dict[str, Any]] = {
-    "bert-base": {"model_type": "bert", **_BASE},
-    "bert-large": {
-        "model_type": "bert",
-        "num_hidden_layers": 24,
-        "hidden_size": 1024,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-    },
-    "minilm": {  # Wang et al. 2020, arXiv 2002.10957: 6 layers of 384
-        "model_type": "bert",
-        "num_hidden_layers": 6,
-        "hidden_size": 384,
-        "num_attention_heads": 12,
-        "intermediate_size": 1536,
-    },
-    "roberta-base": {"model_type": "roberta", **_ROBERTA, "vocab_size": 50265},
-    "xlm-roberta-base": {"model_type": "xlm-roberta", **_ROBERTA, "vocab_size": 250002},
-    "camembert-base": {"model_type": "camembert", **_ROBERTA, "vocab_size": 32005},
+    "bert-base": _size("bert"),
+    "bert-large": _size("bert", 24, 1024, 16),
+    "minilm": _size("bert", 6, 384, 12),  # Wang et al. 2020, arXiv 2002.10957: 6 layers of 384
+    "roberta-base": {**_size("roberta"), **_ROBERTA, "vocab_size": 50265},
+    "xlm-roberta-base": {**_size("xlm-roberta"), **_ROBERTA, "vocab_size": 250002},
+    "camembert-base": {**_size("camembert"), **_ROBERTA, "vocab_size": 32005},
     "distilbert-base": {"model_type": "distilbert", "n_layers": 6, "dim": 768, "n_heads": 12},
-    "electra-base": {"model_type": "electra", **_BASE, "embedding_size": 768},
-    "mpnet-base": {"model_type": "mpnet", **_BASE, **_BEHIND_PADDING, "layer_norm_eps": 1e-5},
-    "albert-base": {"model_type": "albert", **_BASE},
+    "electra-base": {**_size("electra"), "embedding_size": 768},
+    "mpnet-base": {**_size("mpnet"), **_BEHIND_PADDING, "layer_norm_eps": 1e-5},
+    "albert-base": _size("albert"),
     "deberta-v3-base": {
-        "model_type": "deberta-v2",
-        **_BASE,
+        **_size("deberta-v2"),
         "relative_attention": True,
         "position_buckets": 256,
         "pos_att_type": ["p2c", "c2p"],

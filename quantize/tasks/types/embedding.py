@@ -1,22 +1,19 @@
 """Sentence embeddings: pairs with a score, and texts without labels, which FP32's own embeddings judge."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from qdqbench.quantize.tasks.types.classification import NUMBERS, TEXTS, label_and_prediction
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
-from qdqbench.quantize.tasks.types.kind import Described, TaskKind
-from qdqbench.quantize.tasks.types.regression import REGRESSION
-from qdqbench.quantize.tasks.types.scores import CORRELATIONS, Metric
+from qdqbench.quantize.tasks.types.kind import CORRELATIONS, Metric, TaskFields, TaskKind, mean_of_column
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats
 from qdqbench.quantize.utils.errors import UserError
 
 if TYPE_CHECKING:
-    import datasets
-    import torch
+    from datasets import Dataset
+    from torch import Tensor
 
 NEIGHBORS = 10
 DECIMALS = 6  # of similarities that are compared: what float32 holds, whatever the order of its sums
@@ -38,15 +35,10 @@ def cosines(a: Floats, b: Floats) -> Float64:
 
 
 def overlap(reference: Floats, answers: Floats, count: int = NEIGHBORS) -> Float64:
-    """Return the share of the nearest texts by one embedding that are nearest by the other too, [n].
+    """Return the share of the `count` nearest texts by one embedding that are nearest by the other too, [n].
 
     A text is no neighbor of itself. Nearest are those of the largest cosine; of equal ones the first. Exact,
     in blocks: memory grows with n, not with its square.
-
-    Args:
-        reference: [n, width].
-        answers: the same texts, [n, width].
-        count: neighbors; of fewer texts all others.
     """
     count = min(count, len(reference) - 1)
     if count < 1:
@@ -70,12 +62,9 @@ def _nearest(vectors: Floats, count: int) -> Iterator[npt.NDArray[np.bool_]]:
 
 
 def weighted_percentile(weights: Floats, values: Float64, share: float) -> Float64:
-    """Return the smallest value that at least `share` of the samples do not exceed, of each resample.
+    """Return the smallest value that `share` of the samples do not exceed, of each resample.
 
-    Args:
-        weights: how often each sample counts, float64 [resamples, samples].
-        values: [samples].
-        share: from 0 to 1.
+    Weights say how often each sample counts, float64 [resamples, samples].
     """
     order = np.argsort(values, kind="stable")
     below = np.cumsum(weights[:, order], axis=1)
@@ -88,118 +77,91 @@ LOWEST = 0.01  # the share of texts whose cosine is at most `cosine_p1`
 SAME = 1e-3  # length of what differs between embeddings, relative to theirs, up to which they are the same
 
 
-def agreement(reference: Floats, made: Floats) -> Float64:
+def agreement(reference: Floats, answers: Floats) -> Float64:
     """Return each text's cosine to FP32's embedding, and the share of neighbors that stay, [n, 2]."""
-    return np.stack([cosines(reference, made), overlap(reference, made)], axis=1)
-
-
-def _mean(column: int) -> Metric:
-    return Metric(
-        value=lambda table: float(table[:, column].mean()),
-        weighted=lambda weights, table: np.asarray(weights @ table[:, column] / weights.sum(axis=1)),
-    )
+    return np.stack([cosines(reference, answers), overlap(reference, answers)], axis=1)
 
 
 AGREEMENT = {  # of the table of `agreement`
-    "cosine": _mean(0),
+    "cosine": mean_of_column(0),
     "cosine_p1": Metric(
         value=lambda table: float(np.quantile(table[:, 0], LOWEST, method="inverted_cdf")),
         weighted=lambda weights, table: weighted_percentile(weights, table[:, 0], LOWEST),
     ),
-    "neighbors": _mean(1),
+    "neighbors": mean_of_column(1),
 }
 
 
-def _scores(answers: Floats, labels: Array) -> Float64:
-    """Return the cosine of the two texts of each pair."""
-    return cosines(answers[::2], answers[1::2])
+class Embedding(TaskKind):
+    architecture = "SentenceEmbedding"
+    embeds = True
+    outputs = {OUTPUT: ("batch", "width")}
+    head = "a sentence embedding"
+    calibrates_unlabelled = True
+    divergence_name = "cosine"
+
+    def constant(self, answers: Floats, labels: Array) -> bool:
+        spread = np.linalg.norm(answers - answers.mean(axis=0), axis=1).max()
+        return bool(spread <= SAME * np.linalg.norm(answers, axis=1).max())
+
+    def distance(
+        self, answers: "Tensor", teacher: "Tensor", temperature: float, counts: "Tensor"
+    ) -> "Tensor":
+        """Return the squared error relative to the teacher's power: 2 - 2 cosine at length 1."""
+        teacher = teacher.float()
+        return ((answers.float() - teacher).square().sum(dim=1) / teacher.square().sum(dim=1)).sum()
 
 
-def _pair_divergence(reference: Float64, answers: Float64, labels: Array) -> Float64:
-    """Return 1 - cosine to FP32's embedding, mean of both texts."""
-    return np.asarray(1 - cosines(reference, answers).reshape(-1, 2).mean(axis=1))
+class PairEmbedding(Embedding):
+    name = "embedding"
+    answer = "cosine of the two texts"
+    text_columns = (2, 2)
+    texts_apart = True
+    gold_is_labels = False
+    metrics = CORRELATIONS
+    default_metrics = ("spearman", "pearson")
+
+    def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
+        labels = super().targets(dataset, task, layout).labels
+        return Targets(np.repeat(labels, 2), gold=labels)
+
+    def expected(self, gold: Array) -> int:
+        return 2 * len(gold)
+
+    def predict(self, answers: Floats, gold: Array) -> Float64:
+        return cosines(answers[::2], answers[1::2])
+
+    def divergence(self, reference: Float64, answers: Float64, gold: Any) -> Float64:
+        return np.asarray(1 - cosines(reference, answers).reshape(-1, 2).mean(axis=1))
 
 
-def _pair_targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
-    made = REGRESSION.targets(dataset, task, layout).labels
-    return Targets(np.repeat(made, 2), gold=made)
+class TextEmbedding(Embedding):
+    name = "embedding of texts"
+    answer = "cosine to FP32, nearest texts that stay"
+    text_columns = (1, 1)
+    labelled = False
+    metrics = AGREEMENT
+    default_metrics = tuple(metrics)
+
+    def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
+        count = len(layout.samples)
+        if count <= NEIGHBORS:
+            raise UserError(
+                f"{count} texts are too few to compare their {NEIGHBORS} nearest neighbours; give more"
+            )
+        return Targets(np.zeros(count, dtype=np.float32))
+
+    def predict(self, answers: Floats, gold: Floats) -> Float64:
+        return agreement(gold, answers)
+
+    def table(self, predicted: Array, gold: Floats) -> Array:
+        return predicted
+
+    def label_texts(self, gold: Floats, names: Sequence[str]) -> list[None]:
+        return [None] * len(gold)
+
+    def divergence(self, reference: Float64, answers: Float64, gold: Any) -> Float64:
+        return 1 - cosines(reference, answers)
 
 
-def _text_targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
-    count = len(layout.samples)
-    if count <= NEIGHBORS:
-        raise UserError(
-            f"{count} texts are too few to compare their {NEIGHBORS} nearest neighbours; give at least "
-            f"{NEIGHBORS + 1} different ones to judge on, and as many to calibrate with"
-        )
-    return Targets(np.zeros(count, dtype=np.float32))
-
-
-def _distance(
-    made: "torch.Tensor", teacher: "torch.Tensor", temperature: float, answers: "torch.Tensor"
-) -> "torch.Tensor":
-    """Return the squared error relative to the teacher's power: 2 - 2 cosine at length 1."""
-    teacher = teacher.float()
-    return ((made.float() - teacher).square().sum(dim=1) / teacher.square().sum(dim=1)).sum()
-
-
-def _constant(answers: Floats, labels: Array) -> bool:
-    """Return whether all texts have the same embedding."""
-    spread = np.linalg.norm(answers - answers.mean(axis=0), axis=1).max()
-    return bool(spread <= SAME * np.linalg.norm(answers, axis=1).max())
-
-
-def _embedding(**fields: Any) -> TaskKind:
-    """Return the common part of both kinds."""
-    return TaskKind(
-        model_class="AutoModel",
-        architecture="SentenceEmbedding",
-        problem_type=None,
-        outputs={OUTPUT: ("batch", "width")},
-        head="a sentence embedding",
-        text_type=TEXTS,
-        text_values="texts",
-        right=None,
-        divergence_name="cosine",
-        loss=None,
-        distance=_distance,
-        distance_unit=lambda answers: 1.0,  # orthogonal embeddings are twice as far
-        mean_loss=None,
-        constant=_constant,
-        calibrates_unlabelled=True,
-        **fields,
-    )
-
-
-PAIRS = _embedding(
-    name="embedding",
-    text_columns=(2, 2),
-    texts_apart=True,
-    label_type=NUMBERS,
-    label_values="numbers",
-    label_problem=REGRESSION.label_problem,
-    targets=_pair_targets,
-    metrics=CORRELATIONS,
-    default_metrics=("spearman", "pearson"),
-    predict=_scores,
-    table=label_and_prediction,
-    divergence=_pair_divergence,
-    answer="cosine of the two texts",
-    label_texts=REGRESSION.label_texts,
-    expected=lambda gold: 2 * len(gold),
-)
-TEXTS_ALONE = _embedding(
-    name="embedding of texts",
-    text_columns=(1, 1),
-    labelled=False,
-    label_type="",
-    label_values="",
-    label_problem=lambda dataset, task: "",
-    targets=_text_targets,
-    metrics=AGREEMENT,
-    default_metrics=("cosine", "cosine_p1", "neighbors"),
-    predict=lambda answers, gold: agreement(gold, answers),
-    table=lambda predicted, gold: predicted,
-    divergence=lambda reference, answers, gold: 1 - cosines(reference, answers),
-    answer="cosine to FP32, nearest texts that stay",
-)
+PAIRS, TEXTS_ALONE = PairEmbedding(), TextEmbedding()

@@ -49,7 +49,6 @@ class Encoded:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return len(self.input_ids)
 
     @property
@@ -59,19 +58,18 @@ class Encoded:
 
     @property
     def lengths(self) -> Int64:
-        """Tokens of each row, [rows]."""
         return np.array([len(ids) for ids in self.input_ids], dtype=np.int64)
 
     @property
     def longest(self) -> Int64:
-        """Tokens of the longest row of each sample, [samples]."""
-        found = np.zeros(len(self.gold), dtype=np.int64)
-        np.maximum.at(found, np.arange(self.rows) if self.samples is None else self.samples, self.lengths)
-        return found
+        """The number of tokens of the longest row of each sample, [samples]."""
+        longest = np.zeros(len(self.gold), dtype=np.int64)
+        np.maximum.at(longest, self._sample_of_rows, self.lengths)
+        return longest
 
     @cached_property
     def answers(self) -> Int64:
-        """Number of answers of each row, [rows]."""
+        """The number of answers of each row."""
         if self.positions is None:
             return np.ones(self.rows, dtype=np.int64)
         return np.array([len(kept) for kept in self.positions], dtype=np.int64)
@@ -79,7 +77,11 @@ class Encoded:
     @property
     def sample_of_answers(self) -> Int64:
         """The sample of each answer, [answers]."""
-        return np.repeat(np.arange(self.rows) if self.samples is None else self.samples, self.answers)
+        return np.repeat(self._sample_of_rows, self.answers)
+
+    @property
+    def _sample_of_rows(self) -> Int64:
+        return np.arange(self.rows) if self.samples is None else self.samples
 
     @cached_property
     def _ends(self) -> Int64:
@@ -90,10 +92,7 @@ class Encoded:
         return pad([(row, self.input_ids[row], self.token_type_ids[row]) for row in rows], pad_id)
 
     def kept(self, rows: Int64, outputs: Any) -> Any:
-        """Select the answers [answers, width] of rows from a model's output [B, width] or [B, L, width].
-
-        Both are a tensor or an array.
-        """
+        """Select the answers [answers, width] from an array or tensor [B, width] or [B, L, width]."""
         if self.positions is None:
             return outputs
         places = np.repeat(np.arange(len(rows)), self.answers[rows])
@@ -120,16 +119,16 @@ class Encoded:
 
     def part(self, samples: Int64) -> "Encoded":
         """Return some samples as a split of their own, in their order."""
-        rows = self.rows_of(samples)
+        rows, renumbered = self.rows_of(samples), None
+        if self.samples is not None:
+            renumbered = np.repeat(np.arange(len(samples)), np.bincount(self.samples)[samples])
         return Encoded(
             [self.input_ids[row] for row in rows],
             [self.token_type_ids[row] for row in rows],
             self.labels[self.answers_of(rows)],
             truncated=0,
             positions=None if self.positions is None else [self.positions[row] for row in rows],
-            samples=None
-            if self.samples is None
-            else np.repeat(np.arange(len(samples)), np.bincount(self.samples)[samples]),
+            samples=renumbered,
             scored=None if self.scored is None else self.scored[samples],
         )
 
@@ -137,13 +136,12 @@ class Encoded:
 def pad(samples: list[tuple[int, Int64, Int64]], pad_id: int) -> IndexedBatch:
     """Return one batch of (row, input_ids, token_type_ids), padded to the longest row."""
     shape = len(samples), max(len(ids) for _, ids, _ in samples)
-    batch = {
-        "input_ids": np.full(shape, pad_id, dtype=np.int64),
-        "attention_mask": np.zeros(shape, dtype=np.int64),
-        "token_type_ids": np.zeros(shape, dtype=np.int64),
-    }
-    for row, (_, ids, types) in enumerate(samples):
-        batch["input_ids"][row, : len(ids)] = ids
-        batch["attention_mask"][row, : len(ids)] = 1
-        batch["token_type_ids"][row, : len(ids)] = types
+    tokens, mask, types = (
+        np.full(shape, pad_id, np.int64),
+        np.zeros(shape, np.int64),
+        np.zeros(shape, np.int64),
+    )
+    for row, (_, ids, own_types) in enumerate(samples):
+        tokens[row, : len(ids)], mask[row, : len(ids)], types[row, : len(ids)] = ids, 1, own_types
+    batch = {"input_ids": tokens, "attention_mask": mask, "token_type_ids": types}
     return np.array([index for index, _, _ in samples], dtype=np.int64), batch

@@ -1,55 +1,174 @@
-"""What a kind of task is, as data: nothing else asks of which kind a task is."""
+"""The base of all kinds of tasks: rows, labels, predictions, scores, losses and the head of the model."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
-from qdqbench.quantize.tasks.types.scores import Metric
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.schema import Frozen
 
 if TYPE_CHECKING:
-    import datasets
-    import torch
-
-
-Divergence = Literal["kl", "squared", "cosine"]
-
-
-class Described(Protocol):
-    """What a kind must know of a task."""
-
-    @property
-    def name(self) -> str:
-        """Of the task."""
-
-    @property
-    def text_columns(self) -> tuple[str, ...]:
-        """Columns with texts."""
-
-    @property
-    def label_column(self) -> str:
-        """Column with labels."""
-
-    @property
-    def num_labels(self) -> int:
-        """Number of classes; 1 for one score."""
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Return the metrics that score the task."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the model's classes, by their number; empty where nobody asks for them."""
+    from datasets import Dataset
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
-class TaskKind:
-    """What differs between kinds of tasks. A new kind is one more of these, and a line in `task.KINDS`.
+class Metric:
+    """One metric; a table is [samples, columns]."""
+
+    value: Callable[[Array], float]  # of a table
+    # of tables whose rows count as often as weights say, float64 [resamples, rows]: one a resample
+    weighted: Callable[[Floats, Array], Floats]
+    stderr: Callable[[Array], float] | None = None  # of a table; None: bootstrap
+
+
+def of_sums(value: Callable[[Floats], Floats]) -> Metric:
+    """Make a metric of the sums of a table's columns: [resamples, columns] to [resamples]."""
+    return Metric(
+        value=lambda table: float(value(table.sum(axis=0, dtype=np.float64)[None])[0]),
+        weighted=lambda weights, table: value(weights @ table),
+    )
+
+
+def mean_of_column(column: int) -> Metric:
+    return Metric(
+        value=lambda table: float(table[:, column].mean()),
+        weighted=lambda weights, table: np.asarray(weights @ table[:, column] / weights.sum(axis=1)),
+    )
+
+
+def ratio(numerator: Floats, denominator: Floats) -> Floats:
+    """Return the quotient, 0 where the denominator is 0."""
+    return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator > 0)
+
+
+# The tables of these have two columns: label and prediction.
+
+
+def _accuracy(table: Array) -> float:
+    return float(np.mean(table[:, 0] == table[:, 1]))
+
+
+def _weighted_accuracy(weights: Floats, table: Array) -> Floats:
+    return np.asarray(weights @ (table[:, 0] == table[:, 1]) / weights.sum(axis=1))
+
+
+def _binomial(table: Array) -> float:
+    right = _accuracy(table)
+    return float(np.sqrt(right * (1 - right) / len(table)))
+
+
+def _f1(table: Array) -> float:
+    from sklearn import metrics
+
+    return float(metrics.f1_score(table[:, 0], table[:, 1], zero_division=0.0))
+
+
+def _weighted_f1(weights: Floats, table: Array) -> Floats:
+    labels, predicted = table.T
+    true_positive = weights @ ((labels == 1) & (predicted == 1))
+    return ratio(2 * true_positive, weights @ (labels == 1) + weights @ (predicted == 1))
+
+
+def _matthews(table: Array) -> float:
+    from sklearn import metrics
+
+    if np.ptp(table[:, 1]) == 0:
+        return 0.0
+    return float(metrics.matthews_corrcoef(table[:, 0], table[:, 1]))
+
+
+def _weighted_matthews(weights: Floats, table: Array) -> Floats:
+    """Compute the correlation of Gorodkin 2004, "Comparing two K-category assignments"."""
+    labels, predicted = table.T
+    classes = np.unique(table)
+    total = weights.sum(axis=1)
+    true = weights @ (labels[:, None] == classes)
+    made = weights @ (predicted[:, None] == classes)
+    covariance = total * (weights @ (labels == predicted)) - (true * made).sum(axis=1)
+    spread = (total**2 - (true**2).sum(axis=1)) * (total**2 - (made**2).sum(axis=1))
+    return ratio(covariance, np.sqrt(np.maximum(spread, 0)))
+
+
+def _correlation(table: Array, *, ranks: bool) -> float:
+    """Return Pearson's correlation, or Spearman's; 0 for constant predictions."""
+    from scipy import stats
+
+    if np.ptp(table[:, 0]) == 0:
+        raise UserError(f"all {len(table)} labels are equal, so correlation is undefined; use more samples")
+    if np.ptp(table[:, 1]) == 0:
+        return 0.0
+    correlate = stats.spearmanr if ranks else stats.pearsonr
+    return float(correlate(table[:, 0], table[:, 1]).statistic)
+
+
+def _weighted_correlation(weights: Floats, table: Array, *, ranks: bool) -> Floats:
+    """Compute Pearson's or Spearman's correlation by row of weights, 0 where a column is constant."""
+    x, y = (_weighted_ranks(weights, column) if ranks else column for column in table.T)
+    total = weights.sum(axis=1, keepdims=True)
+    floor_x, floor_y = (total.max() * (1e-12 * np.abs(values).max()) ** 2 for values in (x, y))
+    x = x - (weights * x).sum(axis=1, keepdims=True) / total
+    y = y - (weights * y).sum(axis=1, keepdims=True) / total
+    spread_x, spread_y = (weights * x * x).sum(axis=1), (weights * y * y).sum(axis=1)
+    # Rounding leaves about 1e-16 of a constant; float32 values that differ do so by at least 6e-8.
+    varies = (spread_x > floor_x) & (spread_y > floor_y)
+    return ratio((weights * x * y).sum(axis=1), np.where(varies, np.sqrt(spread_x * spread_y), 0))
+
+
+def _weighted_ranks(weights: Floats, values: Array) -> Floats:
+    """Return the mid-ranks of values that occur `weights` times, [resamples, cells]."""
+    distinct, inverse = np.unique(values, return_inverse=True)
+    order = np.argsort(inverse, kind="stable")
+    starts = np.searchsorted(inverse[order], np.arange(len(distinct)))
+    counts = np.add.reduceat(weights[:, order], starts, axis=1)
+    return (np.cumsum(counts, axis=1) - (counts - 1) / 2)[:, inverse]
+
+
+# The standard error of accuracy is sqrt(p (1 - p) / n), the binomial. F1 is that of class 1, and 0 when it is
+# neither predicted nor there. Matthews is 0 for constant predictions. So are Pearson and Spearman, which are
+# undefined there: a stage that answers the same to everything has no association with the labels, and its
+# report and gate must say so rather than stop. Constant labels are another matter: nothing can be scored.
+CLASSES = {
+    "accuracy": Metric(_accuracy, _weighted_accuracy, _binomial),
+    "f1": Metric(_f1, _weighted_f1),
+    "matthews": Metric(_matthews, _weighted_matthews),
+}
+CORRELATIONS = {
+    name: Metric(partial(_correlation, ranks=ranks), partial(_weighted_correlation, ranks=ranks))
+    for name, ranks in (("pearson", False), ("spearman", True))
+}
+Divergence = Literal["kl", "squared", "cosine"]
+LOGITS = {"logits": ("batch", "label")}
+NUMBERS = r"bool|u?int\d+|halffloat|float|double"
+SAME = 1e-3  # spread of the answers, relative to that of the labels or in nat, up to which they are the same
+
+
+class TaskFields(Frozen):
+    """What a task's data looks like and which metrics score it; `Task` knows its kind."""
+
+    name: str
+    text_columns: tuple[str, ...]  # one sentence or a pair
+    label_column: str = "label"
+    num_labels: int  # 1: regression
+    metrics: tuple[str, ...]  # the first is the primary one
+    train_split: str = "train"
+    eval_splits: tuple[str, ...] = ("validation",)  # MNLI has two, scored apart
+    type: str | None = None  # name of its kind; None: classification or regression, by the number of labels
+    classes: tuple[str, ...] = ()  # names of the model's classes, by their number, where the kind needs them
+    values: tuple[str, ...] = ()  # labels of the data by class number; empty where they are the numbers
+
+
+class TaskKind(ABC):
+    """A kind of task, with the defaults of one number a row as label.
 
     A sample is what is scored and resampled. It is fed to a model as one row or several, and each row gets
-    one answer or, where `units` says so, one for each of some of its tokens. Answers of a split are one array
+    one answer or, with `over_tokens`, one for each of some of its tokens. Answers of a split are one array
     [answers, width], row after row. Gold is what they are scored against: of a type of the kind's own, with a
     length in samples, from which samples are taken as from an array; the labels [n] where nothing more is
     needed. Predictions are what is scored, one a sample; a table has the numbers of each sample that metrics
@@ -57,90 +176,117 @@ class TaskKind:
     """
 
     name: str
+    answer: str = "answer"  # what one is, for people
     # The model
-    model_class: str  # of transformers
-    architecture: str  # what the names of such model classes end with
-    problem_type: str | None  # `config.problem_type`
-    outputs: Mapping[str, tuple[str, ...]]  # of model and graph: names, and those of their axes
+    architecture: str = "ForSequenceClassification"  # what the names of such model classes end with
+    embeds: bool = False  # an encoder with pooling and no head, and no loss on labels
+    problem_type: str | None = None  # `config.problem_type`
+    outputs: Mapping[str, tuple[str, ...]] = LOGITS  # of model and graph: names, and those of their axes
     head: str  # what a model needs, in errors: takes `count`
+    count: int | None = None  # of labels, where there is no choice
+    width: int | None = None  # of answers; None: the task's number of labels
+    reads_first_token: bool = False  # and no other of the last hidden state
+    names_classes: bool = False  # classes are matched by their names
     # Rows
-    text_type: str  # pattern of the text columns' Arrow type
-    text_values: str  # in errors
+    text_columns: tuple[int, int] = (1, 2)  # fewest and most
+    text_type: str = "(large_)?string"  # pattern of the text columns' Arrow type
+    text_values: str = "texts"  # in errors
+    split_words: bool = False  # texts are lists of words
+    texts_apart: bool = False  # each text of a sample is a row of its own
+    windows: bool = False  # a second text that is too long is read in windows that overlap
+    over_tokens: bool = False  # tokens have answers
     # Labels
-    label_type: str  # pattern of the label column's Arrow type
-    label_values: str  # in errors: takes `last`, the largest class
-    label_problem: "Callable[[datasets.Dataset, Described], str]"  # empty: nothing is wrong
-    targets: "Callable[[datasets.Dataset, Described, RowLayout], Targets]"
+    label_type: str = NUMBERS  # pattern of the label column's Arrow type
+    label_values: str = "numbers"  # in errors: takes `last`, the largest class
+    label_dtype: type = np.float32
+    labelled: bool = True  # False: there are no labels, and FP32's answers are gold
+    gold_is_labels: bool = True  # False: gold is made of the rows of a split
+    calibrates_unlabelled: bool = False  # calibration takes rows without labels
     # Scores
     metrics: Mapping[str, Metric]  # that can score it
     default_metrics: tuple[str, ...]
-    predict: Callable[[Floats, Any], Array]  # answers and gold to predictions [samples]
-    table: Callable[[Array, Any], Array]  # predictions and gold to [samples, columns]
-    right: Callable[[Array], Array] | None  # of a table, bool [samples]; None: none is right or wrong
-    # How far answers are from others
-    divergence_name: Divergence
-    divergence: Callable[[Float64, Float64, Any], Float64]  # reference's answers, others, gold; by sample
-    # Training: float32 scalars, summed over rows, of answers of any floating type [answers, width] and their
-    # labels, or a teacher's answers and a temperature; the last is the number of answers of each row
-    loss: "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None"  # None: no labels
-    distance: "Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor], torch.Tensor]"
-    distance_unit: Callable[[Floats], float]  # of answers: a large distance
-    mean_loss: "Callable[[Floats, Array, Array], float] | None"  # the loss on NumPy arrays, mean over rows
-    constant: Callable[[Floats, Array], bool]  # answers do not depend on the input though labels do
-    # What only some have
-    count: int | None = None  # of labels, where there is no choice
-    # the sample of each row of a data set, by its first row; None: each row is one
-    groups: "Callable[[datasets.Dataset, Described], Int64] | None" = None
-    width: int | None = None  # of answers; None: the task's number of labels
-    expected: Callable[[Any], int] = len  # answers that gold is for
-    units: Callable[[Any], Units] | None = None  # of a row as tokenizers encode it; None: one answer a row
-    tokenizing: Mapping[str, Any] = field(default_factory=dict)  # options of the tokenizer
-    text_columns: tuple[int, int] = (1, 2)  # fewest and most
-    windows: bool = False  # a second text that is too long is read in windows that overlap
-    names_classes: bool = False  # classes are matched by their names
-    reads_first_token: bool = False  # and no other of the last hidden state
-    calibrates_unlabelled: bool = False  # calibration takes rows without labels
-    labelled: bool = True  # False: there are no labels, and FP32's answers are gold
-    answer: str = "answer"  # what one is, for people
-    # gold in words, sample by sample, with the names of the classes; None: nothing is right
-    label_texts: Callable[[Any, Sequence[str]], list[str]] | None = None
-    # of predictions and gold: class of each label and of its answer, and the sample that both are of, [units]
-    # each; None: answers are no classes
-    by_class: Callable[[Array, Any], tuple[Int64, Int64, Int64]] | None = None
-    texts_apart: bool = False  # each text of a sample is a row of its own
+    divergence_name: Divergence = "kl"
 
     @property
-    def embeds(self) -> bool:
-        """Return whether models give embeddings: an encoder with pooling and no head of its own."""
-        return self.model_class == "AutoModel"
+    def model_class(self) -> str:
+        """The class of transformers that loads the model."""
+        return "AutoModel" if self.embeds else f"AutoModel{self.architecture}"
 
+    def groups(self, dataset: "Dataset", task: TaskFields) -> Int64:
+        """Return the sample of each row of a data set, by its first row."""
+        return np.arange(len(dataset))
 
-LOGITS = {"logits": ("batch", "label")}
-SAME = 1e-3  # spread of the answers, relative to that of the labels or in nat, up to which they are the same
+    def units(self, encoding: Any) -> Units:
+        """Return the tokens with answers in a row as tokenizers encodes it, with `over_tokens`."""
+        raise NotImplementedError
 
+    def label_problem(self, dataset: "Dataset", task: TaskFields) -> str:
+        """Return what is wrong with the labels; empty: nothing."""
+        labels = dataset.data.column(task.label_column).to_numpy()
+        bad = int((~np.isfinite(labels)).sum())
+        return f"are not finite in {bad} of {len(labels)} rows; drop or correct them" if bad else ""
 
-def mean_over_rows(
-    loss: "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]",
-) -> "Callable[[Floats, Array, Array], float]":
-    """Make `TaskKind.mean_loss` of a `loss`."""
+    def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
+        values = dataset.select_columns([task.label_column])[:][task.label_column]
+        return Targets(np.array(values, dtype=self.label_dtype))
 
-    def mean(answers: Floats, labels: Array, counts: Array) -> float:
-        import numpy as np
+    def expected(self, gold: Any) -> int:
+        """Return the number of answers that gold is for."""
+        return len(gold)
+
+    @abstractmethod
+    def predict(self, answers: Floats, gold: Any) -> Array:
+        """Return predictions, [samples]."""
+
+    def table(self, predicted: Array, gold: Any) -> Array:
+        """Return what metrics are made of, [samples, columns]: label and prediction."""
+        return np.stack([gold, predicted], axis=1)
+
+    def right(self, table: Array) -> Array | None:
+        """Return which samples are right, bool [samples]; None: none is right or wrong."""
+        return None
+
+    def by_class(self, predicted: Array, gold: Any) -> tuple[Int64, Int64, Int64] | None:
+        """Return class of label and of prediction, and sample, of each unit; None: answers are no classes."""
+        return None
+
+    def label_texts(self, gold: Any, names: Sequence[str]) -> Sequence[str | None]:
+        """Return gold in words, sample by sample, with the names of the classes; None: nothing is right."""
+        return [f"{label:.4g}" for label in gold]
+
+    @abstractmethod
+    def divergence(self, reference: Float64, answers: Float64, gold: Any) -> Float64:
+        """Return how far answers are from the reference's, [samples]."""
+
+    def constant(self, answers: Floats, labels: Array) -> bool:
+        """Return whether answers do not depend on the input though labels do."""
+        return bool(np.ptp(answers, axis=0).max() <= SAME)
+
+    # Training: float32 scalars, summed over rows, of answers of any floating type [answers, width] and their
+    # labels, or a teacher's answers and a temperature; `counts` is the number of answers of each row.
+
+    def loss(self, answers: "Tensor", labels: "Tensor", counts: "Tensor") -> "Tensor":
+        raise NotImplementedError
+
+    @abstractmethod
+    def distance(
+        self, answers: "Tensor", teacher: "Tensor", temperature: float, counts: "Tensor"
+    ) -> "Tensor": ...
+
+    def distance_unit(self, answers: Floats) -> float:
+        """Return a large distance of answers such as these."""
+        return 1.0  # nat; orthogonal embeddings are twice as far
+
+    def mean_loss(self, answers: Floats, labels: Array, counts: Array) -> float:
+        """Return `loss` on arrays, mean over rows."""
         import torch
 
         given = (torch.from_numpy(np.asarray(each)) for each in (answers, labels, counts))
-        return float(loss(*given)) / len(counts)
-
-    return mean
+        return float(self.loss(*given)) / len(counts)
 
 
 def join_outputs(outputs: Any, names: Iterable[str]) -> Any:
-    """Return the answers [batch, ...] in a model's outputs; several are stacked along a new last axis.
-
-    Args:
-        outputs: a mapping by name, of tensors or of arrays.
-        names: as `TaskKind.outputs` lists them.
-    """
+    """Return the answers [batch, ...] in a model's outputs by name; stack several along a new last axis."""
     answers = [outputs[name] for name in names]
     if len(answers) == 1:
         return answers[0]
@@ -148,6 +294,4 @@ def join_outputs(outputs: Any, names: Iterable[str]) -> Any:
         import torch
 
         return torch.stack(answers, dim=-1)
-    import numpy as np
-
     return np.stack(answers, axis=-1)

@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.tasks.types.classification import TEXTS, kl
+from qdqbench.quantize.tasks.types.classification import kl
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
-from qdqbench.quantize.tasks.types.kind import SAME, Described, TaskKind, mean_over_rows
-from qdqbench.quantize.tasks.types.scores import of_sums, ratio
+from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, of_sums, ratio
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 
 if TYPE_CHECKING:
-    import datasets
-    import torch
+    from datasets import Dataset
+    from torch import Tensor
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalized(text: str) -> str:
-    """Lower case, without punctuation, the articles a, an and the, and doubled spaces."""
+    """Return lower case, without punctuation, the articles a, an and the, and doubled spaces."""
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -34,18 +33,15 @@ def exact_match(answer: str, right: Sequence[str]) -> float:
 
 def f1(answer: str, right: Sequence[str]) -> float:
     """Return the largest F1 of an answer's words with a right one's; `exact_match` if either has none."""
-    return max(_overlap(normalized(answer).split(), known.split()) for known in _known(right))
+    words, scores = normalized(answer).split(), []
+    for known in (text.split() for text in _known(right)):
+        same = sum((Counter(words) & Counter(known)).values())
+        scores.append(2 * same / (len(words) + len(known)) if words and known else float(words == known))
+    return max(scores)
 
 
 def _known(right: Sequence[str]) -> list[str]:
     return [text for text in map(normalized, right) if text] or [""]
-
-
-def _overlap(made: list[str], known: list[str]) -> float:
-    if not made or not known:
-        return float(made == known)
-    same = sum((Counter(made) & Counter(known)).values())
-    return 2 * same / (len(made) + len(known))
 
 
 # as transformers' examples/pytorch/question-answering/utils_qa.py has them
@@ -74,43 +70,12 @@ class Questions:
 
     @property
     def tokens(self) -> Int64:
-        """Tokens of each window of each sample, [windows]."""
+        """The number of tokens of each window, [windows]."""
         return np.array([len(spans) for windows in self.windows for spans in windows], dtype=np.int64)
 
     def by_window(self, values: Array) -> list[Array]:
         """Return the values of tokens, [answers, ...], as one array a window."""
         return np.split(values, np.cumsum(self.tokens)[:-1])
-
-
-def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
-    context, uneven, lost = task.text_columns[1], 0, 0
-    for row in dataset.select_columns([context, task.label_column]):
-        texts, starts = (row[task.label_column][name] for name in ("text", "answer_start"))
-        if len(texts) != len(starts):
-            uneven += 1
-        elif any(row[context][at : at + len(text)] != text for text, at in zip(texts, starts, strict=True)):
-            lost += 1
-    if uneven:
-        return f"have as many answer_start as text in all but {uneven} of {len(dataset)} rows; correct them"
-    if lost:
-        return (
-            f"are not at their answer_start in column {context!r} in {lost} of {len(dataset)} rows; count "
-            "characters from 0, and give the text as it stands in the context"
-        )
-    return ""
-
-
-def _targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
-    rows = dataset.select_columns([*task.text_columns, task.label_column])[:]
-    answers = rows[task.label_column]
-    windows: list[list[Int64]] = [[] for _ in answers]
-    labels = []
-    for sample, (_, spans) in zip(layout.samples, layout.units, strict=True):
-        windows[sample].append(spans)
-        labels.append(_mark(spans, answers[sample]))
-    texts = [list(each["text"]) for each in answers]
-    gold = Questions(list(rows[task.text_columns[1]]), texts, windows, not all(texts))
-    return Targets(np.concatenate(labels), gold)
 
 
 def _mark(spans: Int64, answers: Any) -> Floats:
@@ -128,59 +93,20 @@ def _mark(spans: Int64, answers: Any) -> Floats:
     return marks
 
 
-def _units(encoding: Any) -> Units:
-    """Return every token, and where in the context it stands."""
-    spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-    outside = np.array([sequence != 1 for sequence in encoding.sequence_ids], dtype=bool)
-    spans[outside] = -1
-    return Units(np.arange(len(spans)), spans)
-
-
-def _predict(logits: Floats, gold: Questions) -> Array:
-    """Return the text of the best span of each question, as in transformers' examples; or no answer."""
-    scores, texts = iter(gold.by_window(logits)), []
-    for context, windows in zip(gold.contexts, gold.windows, strict=True):
-        best, text, none = -np.inf, "", np.inf
-        for spans in windows:
-            window = next(scores)
-            none = min(none, float(window[NO_ANSWER].sum()))
-            score, first, last = _best_span(window, spans)
-            if score > best:
-                best, text = score, context[spans[first, 0] : spans[last, 1]]
-        texts.append("" if gold.unanswerable and none > best else text)
-    return np.array(texts, dtype=str)
-
-
 def _best_span(logits: Floats, spans: Int64) -> tuple[float, int, int]:
-    """Score, first and last token of the best answer in a window; -inf where it has no context."""
+    """Return score, first and last token of a window's best answer; -inf where it has no context."""
     inside = np.flatnonzero(spans[:, 0] >= 0)
     starts, ends = (inside[np.argsort(-logits[inside, side], kind="stable")[:BEST]] for side in (0, 1))
     long = ends[None] - starts[:, None] + 1
-    scores = np.where(
-        (long >= 1) & (long <= LONGEST), logits[starts, 0][:, None] + logits[ends, 1][None], -np.inf
-    )
+    sums = logits[starts, 0][:, None] + logits[ends, 1][None]
+    scores = np.where((long >= 1) & (long <= LONGEST), sums, -np.inf)
     if not scores.size:
         return -np.inf, NO_ANSWER, NO_ANSWER
     row, column = np.unravel_index(int(scores.argmax()), scores.shape)
     return float(scores[row, column]), int(starts[row]), int(ends[column])
 
 
-def _table(predicted: Array, gold: Questions) -> Array:
-    pairs = [*zip(predicted.tolist(), gold.answers, strict=True)]
-    return np.array(
-        [(exact_match(text, right), f1(text, right), 1) for text, right in pairs], dtype=np.float64
-    )
-
-
-def _divergence(reference: Float64, logits: Float64, gold: Questions) -> Float64:
-    """Return the mean over windows of the mean of both ends' KL over the tokens, in nat."""
-    pairs = zip(gold.by_window(reference), gold.by_window(logits), strict=True)
-    each = np.array([kl(before.T, after.T).mean() for before, after in pairs])
-    samples = np.repeat(np.arange(len(gold)), [len(windows) for windows in gold.windows])
-    return np.asarray(np.bincount(samples, each) / np.bincount(samples))
-
-
-def _log_probabilities(logits: "torch.Tensor", answers: "torch.Tensor") -> "torch.Tensor":
+def _log_probabilities(logits: "Tensor", answers: "Tensor") -> "Tensor":
     """Return log-probabilities over the tokens of each window, [windows, tokens, 2]."""
     import torch
     from torch.nn import functional
@@ -191,58 +117,114 @@ def _log_probabilities(logits: "torch.Tensor", answers: "torch.Tensor") -> "torc
     return functional.log_softmax(windows, dim=1)
 
 
-def _loss(logits: "torch.Tensor", labels: "torch.Tensor", answers: "torch.Tensor") -> "torch.Tensor":
-    """Compute cross entropy over a window's tokens, mean of both ends (Devlin et al. 2018, section 4.2)."""
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-
-    marks = pad_sequence([*torch.split(labels, answers.tolist())], batch_first=True)
-    return -(marks * _log_probabilities(logits, answers)).sum() / 2
-
-
-def _distance(
-    logits: "torch.Tensor", teacher: "torch.Tensor", temperature: float, answers: "torch.Tensor"
-) -> "torch.Tensor":
-    """Compute KL(teacher || student) T^2 over the tokens of a window, mean of both ends."""
-    from torch.nn import functional
-
-    student, target = (_log_probabilities(each / temperature, answers) for each in (logits, teacher))
-    return functional.kl_div(student, target, reduction="sum", log_target=True) * temperature**2 / 2
-
-
-QUESTIONS = TaskKind(
-    name="question answering",
-    model_class="AutoModelForQuestionAnswering",
-    architecture="ForQuestionAnswering",
-    problem_type=None,
-    outputs={"start_logits": ("batch", "length"), "end_logits": ("batch", "length")},
-    head="a start and an end for each token",
-    text_type=TEXTS,
-    text_values="texts",
-    label_type=r"struct<(?=.*\btext: (large_)?list<)(?=.*\banswer_start: (large_)?list<\w+: u?int).*>",
-    label_values="objects with the lists text and answer_start",
-    label_problem=_label_problem,
-    targets=_targets,
-    metrics={
+class QuestionAnswering(TaskKind):
+    name = "question answering"
+    architecture = "ForQuestionAnswering"
+    outputs = {"start_logits": ("batch", "length"), "end_logits": ("batch", "length")}
+    head = "a start and an end for each token"
+    width = 2
+    text_columns = (2, 2)
+    windows = True
+    over_tokens = True
+    label_type = r"struct<(?=.*\btext: (large_)?list<)(?=.*\banswer_start: (large_)?list<\w+: u?int).*>"
+    label_values = "objects with the lists text and answer_start"
+    gold_is_labels = False
+    calibrates_unlabelled = True
+    metrics = {
         "f1": of_sums(lambda sums: ratio(sums[:, F1], sums[:, COUNT])),
         "exact_match": of_sums(lambda sums: ratio(sums[:, EXACT], sums[:, COUNT])),
-    },
-    default_metrics=("f1", "exact_match"),
-    predict=_predict,
-    table=_table,
-    right=lambda table: np.asarray(table[:, EXACT] == 1),
-    divergence_name="kl",
-    divergence=_divergence,
-    loss=_loss,
-    distance=_distance,
-    distance_unit=lambda answers: 1.0,  # nat
-    mean_loss=mean_over_rows(_loss),
-    constant=lambda logits, labels: bool(np.ptp(logits, axis=0).max() <= SAME),
-    width=2,
-    expected=lambda gold: int(gold.tokens.sum()),
-    units=_units,
-    text_columns=(2, 2),
-    windows=True,
-    label_texts=lambda gold, names: [" / ".join(dict.fromkeys(each)) or "no answer" for each in gold.answers],
-    calibrates_unlabelled=True,
-)
+    }
+    default_metrics = tuple(metrics)
+
+    def units(self, encoding: Any) -> Units:
+        """Return every token, and where in the context it stands."""
+        spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        outside = np.array([sequence != 1 for sequence in encoding.sequence_ids], dtype=bool)
+        spans[outside] = -1
+        return Units(np.arange(len(spans)), spans)
+
+    def label_problem(self, dataset: "Dataset", task: TaskFields) -> str:
+        context, uneven, lost = task.text_columns[1], 0, 0
+        for row in dataset.select_columns([context, task.label_column]):
+            texts, starts = (row[task.label_column][name] for name in ("text", "answer_start"))
+            if len(texts) != len(starts):
+                uneven += 1
+            else:
+                pairs = zip(texts, starts, strict=True)
+                lost += any(row[context][at : at + len(text)] != text for text, at in pairs)
+        count = len(dataset)
+        if uneven:
+            return f"have as many answer_start as text in all but {uneven} of {count} rows; correct them"
+        if lost:
+            return (
+                f"are not at their answer_start in column {context!r} in {lost} of {count} rows; count "
+                "characters from 0, and give the text as it stands in the context"
+            )
+        return ""
+
+    def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
+        rows = dataset.select_columns([*task.text_columns, task.label_column])[:]
+        answers = rows[task.label_column]
+        windows: list[list[Int64]] = [[] for _ in answers]
+        labels = []
+        for sample, (_, spans) in zip(layout.samples, layout.units, strict=True):
+            windows[sample].append(spans)
+            labels.append(_mark(spans, answers[sample]))
+        texts = [list(each["text"]) for each in answers]
+        gold = Questions(list(rows[task.text_columns[1]]), texts, windows, not all(texts))
+        return Targets(np.concatenate(labels), gold)
+
+    def expected(self, gold: Questions) -> int:
+        return int(gold.tokens.sum())
+
+    def predict(self, answers: Floats, gold: Questions) -> Array:
+        """Return the text of the best span of each question, as in transformers' examples; or no answer."""
+        scores, texts = iter(gold.by_window(answers)), []
+        for context, windows in zip(gold.contexts, gold.windows, strict=True):
+            best, text, none = -np.inf, "", np.inf
+            for spans in windows:
+                window = next(scores)
+                none = min(none, float(window[NO_ANSWER].sum()))
+                score, first, last = _best_span(window, spans)
+                if score > best:
+                    best, text = score, context[spans[first, 0] : spans[last, 1]]
+            texts.append("" if gold.unanswerable and none > best else text)
+        return np.array(texts, dtype=str)
+
+    def table(self, predicted: Array, gold: Questions) -> Array:
+        pairs = zip(predicted.tolist(), gold.answers, strict=True)
+        rows = [(exact_match(text, right), f1(text, right), 1) for text, right in pairs]
+        return np.array(rows, dtype=np.float64)
+
+    def right(self, table: Array) -> Array:
+        return np.asarray(table[:, EXACT] == 1)
+
+    def label_texts(self, gold: Questions, names: Sequence[str]) -> list[str]:
+        return [" / ".join(dict.fromkeys(each)) or "no answer" for each in gold.answers]
+
+    def divergence(self, reference: Float64, answers: Float64, gold: Questions) -> Float64:
+        """Return the mean over windows of the mean of both ends' KL over the tokens, in nat."""
+        pairs = zip(gold.by_window(reference), gold.by_window(answers), strict=True)
+        each = np.array([kl(before.T, after.T).mean() for before, after in pairs])
+        samples = np.repeat(np.arange(len(gold)), [len(windows) for windows in gold.windows])
+        return np.asarray(np.bincount(samples, each) / np.bincount(samples))
+
+    def loss(self, answers: "Tensor", labels: "Tensor", counts: "Tensor") -> "Tensor":
+        """Compute cross entropy over a window's tokens, mean of both ends (Devlin et al. 2018, 4.2)."""
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        marks = pad_sequence([*torch.split(labels, counts.tolist())], batch_first=True)
+        return -(marks * _log_probabilities(answers, counts)).sum() / 2
+
+    def distance(
+        self, answers: "Tensor", teacher: "Tensor", temperature: float, counts: "Tensor"
+    ) -> "Tensor":
+        """Compute KL(teacher || student) T^2 over the tokens of a window, mean of both ends."""
+        from torch.nn import functional
+
+        student, target = (_log_probabilities(each / temperature, counts) for each in (answers, teacher))
+        return functional.kl_div(student, target, reduction="sum", log_target=True) * temperature**2 / 2
+
+
+QUESTIONS = QuestionAnswering()

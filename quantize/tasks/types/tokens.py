@@ -1,22 +1,21 @@
 """Token classification: one class for each word of a sentence, told by its first token."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.tasks.types.classification import class_text, kl, same_for_all
+from qdqbench.quantize.tasks.types.classification import class_text, kl, kl_terms, same_for_all
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
-from qdqbench.quantize.tasks.types.kind import Described, TaskKind, mean_over_rows
-from qdqbench.quantize.tasks.types.scores import of_sums, ratio
+from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, of_sums, ratio
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.utils.names import name_list
 
 if TYPE_CHECKING:
-    import datasets
-    import torch
+    from datasets import Dataset
+    from torch import Tensor
 
 # columns of a table: numbers of a sentence
 CORRECT, PREDICTED, GOLD, RIGHT, WORDS = range(5)  # entities, entities, entities, words, words
@@ -43,19 +42,17 @@ class Tagged:
         return np.split(values, np.cumsum(self.words)[:-1])
 
     def entities(self, tags: Array) -> set[tuple[str, int, int]]:
-        """Type, first and last word of every entity of a sentence, where classes name entities."""
+        """Return type, first and last word of every entity of a sentence, where classes name entities."""
         from seqeval.metrics.sequence_labeling import get_entities
 
         return set(get_entities([self.classes[tag] for tag in tags]))
 
     @cached_property
     def gold_entities(self) -> list[set[tuple[str, int, int]]]:
-        """Return the true entities of each sentence."""
         return [self.entities(tags) for tags in self.by_sentence(self.tags)]
 
     @property
     def has_entities(self) -> bool:
-        """Return whether classes name entities."""
         return not _not_iob2(self.classes)
 
 
@@ -63,11 +60,8 @@ def _not_iob2(classes: tuple[str, ...]) -> list[str]:
     return [name for name in classes if name != "O" and name[:2] not in ("B-", "I-")]
 
 
-def class_names(dataset: "datasets.Dataset", column: str) -> tuple[str, ...]:
-    """Return the names of tags in a column of lists: of its numbers in order, or its sorted texts, O first.
-
-    Empty where its numbers have no names.
-    """
+def class_names(dataset: "Dataset", column: str) -> tuple[str, ...]:
+    """Return the names of tags: of numbers in order, empty without names; of texts sorted, O first."""
     feature = dataset.features[column].feature
     if names := getattr(feature, "names", None):
         return tuple(names)
@@ -84,32 +78,7 @@ def is_named(classes: tuple[str, ...]) -> bool:
     return not all(name == f"LABEL_{number}" for number, name in enumerate(classes))
 
 
-def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
-    import pyarrow.compute as pc
-
-    words, tags = (dataset.data.column(name) for name in (task.text_columns[0], task.label_column))
-    uneven = pc.sum(pc.not_equal(pc.list_value_length(words), pc.list_value_length(tags))).as_py()
-    if uneven:
-        return f"are not as many as the words in {uneven} of {len(dataset)} rows; correct or drop them"
-    flat = pc.list_flatten(tags)
-    if flat.null_count:
-        return f"are missing for {flat.null_count} words; correct or drop their rows"
-    names = class_names(dataset, task.label_column)
-    if "int" in str(flat.type):
-        count = len(names) or task.num_labels
-        low, high = pc.min(flat).as_py() or 0, pc.max(flat).as_py() or 0
-        if low < 0 or high >= count:
-            return f"go from {low} to {high}, but there are tags 0 to {count - 1}; correct them"
-    strange = _not_iob2(task.classes if is_named(task.classes) else names or task.classes)
-    if strange and {*task.metrics} - {"accuracy"}:
-        return (
-            f"are no IOB2 tags (B-, I- and O) but {name_list(strange)}, so there are no entities to score; "
-            "take --metric accuracy"
-        )
-    return _names_problem(names, task, texts="int" not in str(flat.type))
-
-
-def _names_problem(names: tuple[str, ...], task: Described, *, texts: bool) -> str:
+def _names_problem(names: tuple[str, ...], task: TaskFields, *, texts: bool) -> str:
     """Return the fault of the names of tags against those of the model's classes."""
     if not is_named(task.classes):
         if texts:
@@ -128,139 +97,139 @@ def _names_problem(names: tuple[str, ...], task: Described, *, texts: bool) -> s
     return ""
 
 
-def _targets(dataset: "datasets.Dataset", task: Described, layout: RowLayout) -> Targets:
-    names, classes, warnings = class_names(dataset, task.label_column), task.classes, []
-    if not is_named(classes) and names:
-        classes = names
-        warnings.append("the model does not name its classes: they are taken to be in the data's order")
-    if not names:
-        warnings.append("the tags are numbers without names: they are taken to be in the model's order")
-    number = {name: place for place, name in enumerate(classes)}
-    rows = dataset.select_columns([task.label_column])[:][task.label_column]
-    tags, words, lost = [], [], 0
-    for row, (positions, about) in zip(rows, layout.units, strict=True):
-        read = [number[tag if isinstance(tag, str) else names[tag]] if names else tag for tag in row]
-        tags.append(np.array(read, dtype=np.int64)[about])
-        words.append(len(positions))
-        lost += len(row) - len(positions)
-    if lost:
-        warnings.append(
-            f"{lost} of {lost + sum(words)} words are not scored: they were cut off at export.max_length, or "
-            "the tokenizer makes nothing of them"
-        )
-    labels = np.concatenate([*tags, np.zeros(0, dtype=np.int64)])
-    return Targets(labels, Tagged(labels, np.array(words, dtype=np.int64), classes), tuple(warnings))
-
-
-def _units(encoding: Any) -> Units:
-    """Return the first token of each word."""
-    found: dict[int, int] = {}
-    for position, word in enumerate(encoding.word_ids):
-        if word is not None:
-            found.setdefault(word, position)
-    return Units(np.array([*found.values()], dtype=np.int64), np.array([*found], dtype=np.int64))
-
-
-def _predict(logits: Floats, gold: Tagged) -> Array:
-    """Return the numbers of the classes of a sentence as one text."""
-    return np.array([" ".join(map(str, tags)) for tags in gold.by_sentence(np.argmax(logits, axis=1))])
-
-
-def _table(predicted: Array, gold: Tagged) -> Array:
-    return np.array([*_rows(predicted, gold)], dtype=np.int64)
-
-
-def _rows(predicted: Array, gold: Tagged) -> Iterator[tuple[int, ...]]:
-    known = gold.gold_entities if gold.has_entities else [set[tuple[str, int, int]]()] * len(gold)
-    for text, tags, truth in zip(predicted, gold.by_sentence(gold.tags), known, strict=True):
-        made = np.array(text.split(), dtype=np.int64)
-        found = gold.entities(made) if gold.has_entities else set()
-        yield len(found & truth), len(found), len(truth), int((made == tags).sum()), len(tags)
-
-
-def _f1(sums: Floats) -> Floats:
-    return ratio(2 * sums[:, CORRECT], sums[:, PREDICTED] + sums[:, GOLD])
-
-
-def _divergence(reference: Float64, logits: Float64, gold: Tagged) -> Float64:
-    each = gold.by_sentence(kl(reference, logits))
-    return np.array([part.mean() if len(part) else 0.0 for part in each])
-
-
-def share_of_row(answers: "torch.Tensor") -> "torch.Tensor":
-    """Return the weight of each answer [answers], by row numbers; those of a row sum to 1."""
+def share_of_row(counts: "Tensor") -> "Tensor":
+    """Return the weight of each answer [answers]; those of a row sum to 1."""
     import torch
 
-    return torch.repeat_interleave(1 / answers.clamp(min=1), answers)
+    return torch.repeat_interleave(1 / counts.clamp(min=1), counts)
 
 
-def _loss(logits: "torch.Tensor", labels: "torch.Tensor", answers: "torch.Tensor") -> "torch.Tensor":
-    """Compute cross entropy, of a sentence the mean over its words."""
-    from torch.nn import functional
-
-    each = functional.cross_entropy(logits.float(), labels, reduction="none")
-    return (each * share_of_row(answers)).sum()
-
-
-def _distance(
-    logits: "torch.Tensor", teacher: "torch.Tensor", temperature: float, answers: "torch.Tensor"
-) -> "torch.Tensor":
-    """Compute KL(teacher || student) T^2 as of classes, of a sentence the mean over its words."""
-    from torch.nn import functional
-
-    student = functional.log_softmax(logits.float() / temperature, dim=-1)
-    target = functional.log_softmax(teacher.float() / temperature, dim=-1)
-    each = functional.kl_div(student, target, reduction="none", log_target=True).sum(dim=-1)
-    return (each * share_of_row(answers)).sum() * temperature**2
-
-
-def _tag_texts(gold: Tagged, names: Sequence[str]) -> list[str]:
-    sentences = gold.by_sentence(gold.tags) if len(gold) else []
-    return [" ".join(class_text(int(tag), names) for tag in tags) for tags in sentences]
-
-
-def _by_class(predicted: Array, gold: Tagged) -> tuple[Int64, Int64, Int64]:
-    made = np.array(" ".join(predicted).split(), dtype=np.int64)
-    return gold.tags, made, np.repeat(np.arange(len(gold)), gold.words)
-
-
-TOKENS = TaskKind(
-    name="token classification",
-    model_class="AutoModelForTokenClassification",
-    architecture="ForTokenClassification",
-    problem_type=None,
-    outputs={"logits": ("batch", "length", "label")},
-    head="{count} classes for each token",
-    text_type=r"(large_)?list<\w+: (large_)?string( not null)?>",
-    text_values="lists of words",
-    label_type=r"(large_)?list<\w+: (u?int\d+|(large_)?string)( not null)?>",
-    label_values="lists with a tag for each word",
-    label_problem=_label_problem,
-    targets=_targets,
-    metrics={
-        "f1": of_sums(_f1),
+class TokenClassification(TaskKind):
+    name = "token classification"
+    answer = "tags"
+    architecture = "ForTokenClassification"
+    outputs = {"logits": ("batch", "length", "label")}
+    head = "{count} classes for each token"
+    names_classes = True
+    text_columns = (1, 1)
+    text_type = r"(large_)?list<\w+: (large_)?string( not null)?>"
+    text_values = "lists of words"
+    split_words = True
+    over_tokens = True
+    label_type = r"(large_)?list<\w+: (u?int\d+|(large_)?string)( not null)?>"
+    label_values = "lists with a tag for each word"
+    gold_is_labels = False
+    calibrates_unlabelled = True
+    metrics = {
+        "f1": of_sums(lambda sums: ratio(2 * sums[:, CORRECT], sums[:, PREDICTED] + sums[:, GOLD])),
         "precision": of_sums(lambda sums: ratio(sums[:, CORRECT], sums[:, PREDICTED])),
         "recall": of_sums(lambda sums: ratio(sums[:, CORRECT], sums[:, GOLD])),
         "accuracy": of_sums(lambda sums: ratio(sums[:, RIGHT], sums[:, WORDS])),
-    },
-    default_metrics=("f1", "precision", "recall", "accuracy"),
-    predict=_predict,
-    table=_table,
-    right=lambda table: np.asarray(table[:, RIGHT] == table[:, WORDS]),
-    divergence_name="kl",
-    divergence=_divergence,
-    loss=_loss,
-    distance=_distance,
-    distance_unit=lambda answers: 1.0,  # nat
-    mean_loss=mean_over_rows(_loss),
-    constant=same_for_all,
-    expected=lambda gold: len(gold.tags),
-    units=_units,
-    tokenizing={"is_split_into_words": True},
-    text_columns=(1, 1),
-    answer="tags",
-    label_texts=_tag_texts,
-    by_class=_by_class,
-    names_classes=True,
-    calibrates_unlabelled=True,
-)
+    }
+    default_metrics = tuple(metrics)
+
+    def units(self, encoding: Any) -> Units:
+        """Return the first token of each word."""
+        first: dict[int, int] = {}
+        for position, word in enumerate(encoding.word_ids):
+            if word is not None:
+                first.setdefault(word, position)
+        return Units(np.array([*first.values()], dtype=np.int64), np.array([*first], dtype=np.int64))
+
+    def label_problem(self, dataset: "Dataset", task: TaskFields) -> str:
+        import pyarrow.compute as pc
+
+        words, tags = (dataset.data.column(name) for name in (task.text_columns[0], task.label_column))
+        uneven = pc.sum(pc.not_equal(pc.list_value_length(words), pc.list_value_length(tags))).as_py()
+        if uneven:
+            return f"are not as many as the words in {uneven} of {len(dataset)} rows; correct or drop them"
+        flat = pc.list_flatten(tags)
+        if flat.null_count:
+            return f"are missing for {flat.null_count} words; correct or drop their rows"
+        names = class_names(dataset, task.label_column)
+        if "int" in str(flat.type):
+            count = len(names) or task.num_labels
+            low, high = pc.min(flat).as_py() or 0, pc.max(flat).as_py() or 0
+            if low < 0 or high >= count:
+                return f"go from {low} to {high}, but there are tags 0 to {count - 1}; correct them"
+        strange = _not_iob2(task.classes if is_named(task.classes) else names or task.classes)
+        if strange and {*task.metrics} - {"accuracy"}:
+            return (
+                f"are no IOB2 tags (B-, I- and O) but {name_list(strange)}, so there are no entities to "
+                "score; take --metric accuracy"
+            )
+        return _names_problem(names, task, texts="int" not in str(flat.type))
+
+    def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
+        names, classes, warnings = class_names(dataset, task.label_column), task.classes, []
+        if not is_named(classes) and names:
+            classes = names
+            warnings.append("the model does not name its classes: they are taken to be in the data's order")
+        if not names:
+            warnings.append("the tags are numbers without names: they are taken to be in the model's order")
+        number = {name: place for place, name in enumerate(classes)}
+        rows = dataset.select_columns([task.label_column])[:][task.label_column]
+        tags, words, lost = [], [], 0
+        for row, (positions, about) in zip(rows, layout.units, strict=True):
+            read = [number[tag if isinstance(tag, str) else names[tag]] if names else tag for tag in row]
+            tags.append(np.array(read, dtype=np.int64)[about])
+            words.append(len(positions))
+            lost += len(row) - len(positions)
+        if lost:
+            warnings.append(
+                f"{lost} of {lost + sum(words)} words are not scored: they were cut off at "
+                "export.max_length, or the tokenizer makes nothing of them"
+            )
+        labels = np.concatenate([*tags, np.zeros(0, dtype=np.int64)])
+        return Targets(labels, Tagged(labels, np.array(words, dtype=np.int64), classes), tuple(warnings))
+
+    def expected(self, gold: Tagged) -> int:
+        return len(gold.tags)
+
+    def predict(self, answers: Floats, gold: Tagged) -> Array:
+        """Return the numbers of the classes of a sentence as one text."""
+        return np.array([" ".join(map(str, tags)) for tags in gold.by_sentence(np.argmax(answers, axis=1))])
+
+    def table(self, predicted: Array, gold: Tagged) -> Array:
+        known = gold.gold_entities if gold.has_entities else [set[tuple[str, int, int]]()] * len(gold)
+        rows = []
+        for text, tags, truth in zip(predicted, gold.by_sentence(gold.tags), known, strict=True):
+            classes = np.array(text.split(), dtype=np.int64)
+            found = gold.entities(classes) if gold.has_entities else set()
+            rows.append((len(found & truth), len(found), len(truth), int((classes == tags).sum()), len(tags)))
+        return np.array(rows, dtype=np.int64)
+
+    def right(self, table: Array) -> Array:
+        return np.asarray(table[:, RIGHT] == table[:, WORDS])
+
+    def by_class(self, predicted: Array, gold: Tagged) -> tuple[Int64, Int64, Int64]:
+        classes = np.array(" ".join(predicted).split(), dtype=np.int64)
+        return gold.tags, classes, np.repeat(np.arange(len(gold)), gold.words)
+
+    def label_texts(self, gold: Tagged, names: Sequence[str]) -> list[str]:
+        sentences = gold.by_sentence(gold.tags) if len(gold) else []
+        return [" ".join(class_text(int(tag), names) for tag in tags) for tags in sentences]
+
+    def divergence(self, reference: Float64, answers: Float64, gold: Tagged) -> Float64:
+        each = gold.by_sentence(kl(reference, answers))
+        return np.array([part.mean() if len(part) else 0.0 for part in each])
+
+    def constant(self, answers: Floats, labels: Array) -> bool:
+        return same_for_all(answers, labels)
+
+    def loss(self, answers: "Tensor", labels: "Tensor", counts: "Tensor") -> "Tensor":
+        """Compute cross entropy, of a sentence the mean over its words."""
+        from torch.nn import functional
+
+        each = functional.cross_entropy(answers.float(), labels, reduction="none")
+        return (each * share_of_row(counts)).sum()
+
+    def distance(
+        self, answers: "Tensor", teacher: "Tensor", temperature: float, counts: "Tensor"
+    ) -> "Tensor":
+        """Compute KL(teacher || student) T^2 as of classes, of a sentence the mean over its words."""
+        each = kl_terms(answers, teacher, temperature).sum(dim=-1)
+        return (each * share_of_row(counts)).sum() * temperature**2
+
+
+TOKENS = TokenClassification()

@@ -214,7 +214,7 @@ def make_distillation(  # noqa: PLR0913, PLR0917
         total: Any = 0.0
         if parts.logits:
             total = parts.logits * kind.distance(made, wanted[places], parts.temperature, counts)
-        if parts.labels and kind.loss is not None:
+        if parts.labels and not kind.embeds:
             total = total + parts.labels * kind.loss(made, labels[places], counts)
         if parts.hidden:
             with torch.no_grad(), accelerator.autocast():
@@ -250,7 +250,7 @@ def _judge(  # noqa: PLR0913, PLR0917
         distance = task.kind.distance(*pair, parts.temperature, torch.from_numpy(counts))
         scores = {"distance": float(distance) / judged.rows}
         score = parts.logits * scores["distance"]
-        if task.kind.mean_loss is not None:
+        if not task.kind.embeds:
             scores["loss"] = task.kind.mean_loss(made, labels, counts)
             score += parts.labels * scores["loss"]
         if parts.hidden:

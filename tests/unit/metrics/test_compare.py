@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from qdqbench.eval.metrics.compare import compare, compare_with_divergence, divergence
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import GLUE, get_task
-from qdqbench.quantize.tasks.types.regression import REGRESSION
+from qdqbench.quantize.tasks.types.classification import REGRESSION
 from qdqbench.quantize.utils.errors import CheckFailed
 
 SST2, MRPC, STSB = get_task("sst2"), get_task("mrpc"), get_task("stsb")

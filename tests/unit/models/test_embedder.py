@@ -1,7 +1,6 @@
 """Embedding models: names of the encoder, numbers of sentence-transformers, refusals in one sentence."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,13 @@ from qdqbench.quantize.models.identity import model_fingerprint
 from qdqbench.quantize.models.load import load_model, load_tokenizer
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.models.pooling import Pooling
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
 
+from ...support import tiny_embedder
 from ...support.tiny_bert import HIDDEN, INT8, LINEARS, padded_batch, plan_of, recipe_with, run_onnx
-from ...support.tiny_embedder import (
-    CLS,
-    LAST,
-    MEAN,
-    expected,
-    hidden_states,
-    plain_encoder,
-    write_sentence_folder,
-)
+from ...support.tiny_embedder import CLS, LAST, MEAN, expected, hidden_states, write_sentence_folder
 
-KIND = replace(CLASSIFICATION, name="embedding", model_class="AutoModel")
 SHORT = {MEAN: "mean", CLS: "cls", LAST: "last"}
 
 
@@ -42,7 +33,7 @@ def embed(model: Any, batch: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("normalize", [True, False])
 def test_embeddings_are_those_of_sentence_transformers(tmp_path: Path, mode: str, normalize: bool) -> None:
     folder = write_sentence_folder(tmp_path, mode, normalize=normalize)
-    model = load_model(str(folder), kind=KIND)
+    model = load_model(str(folder), kind=PAIRS)
     for lengths in ((9, 4, 16), (1, 128), (3,), (7, 7)):
         batch = padded_batch(lengths)
         wanted = expected(hidden_states(folder, batch), batch["attention_mask"], mode, normalize=normalize)
@@ -88,7 +79,7 @@ def test_an_embedding_of_zeros_stays_zero() -> None:
 
 
 def test_modules_are_called_as_in_a_classifier(tmp_path: Path) -> None:
-    model = load_model(str(write_sentence_folder(tmp_path)), kind=KIND)
+    model = load_model(str(write_sentence_folder(tmp_path)), kind=PAIRS)
     assert [name for name, info in module_table(model).items() if info.kind == "Linear"] == LINEARS
     assert type(model).__name__ == "BertSentenceEmbedding"
     assert not any("pooler" in name for name, _ in model.named_parameters())  # nothing unused is exported
@@ -98,7 +89,7 @@ def test_a_dense_is_between_pooling_and_normalization(tmp_path: Path) -> None:
     import torch
 
     folder = write_sentence_folder(tmp_path, dense={"width": 8, "activation": "Tanh"})
-    model: Any = load_model(str(folder), kind=KIND)
+    model: Any = load_model(str(folder), kind=PAIRS)
     batch = padded_batch()
     mean = expected(hidden_states(folder, batch), batch["attention_mask"], MEAN, normalize=False)
     dense = model.pooling.dense
@@ -112,9 +103,9 @@ def test_a_dense_is_between_pooling_and_normalization(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dense", [None, {"width": 8, "activation": "Identity"}])
 def test_saved_it_is_loaded_without_being_told_how(tmp_path: Path, dense: dict[str, Any] | None) -> None:
-    model = load_model(str(write_sentence_folder(tmp_path / "a", LAST, dense=dense)), kind=KIND)
+    model = load_model(str(write_sentence_folder(tmp_path / "a", LAST, dense=dense)), kind=PAIRS)
     model.save_pretrained(tmp_path / "b")
-    again = load_model(str(tmp_path / "b"), kind=KIND)
+    again = load_model(str(tmp_path / "b"), kind=PAIRS)
     np.testing.assert_array_equal(embed(again, padded_batch()), embed(model, padded_batch()))
 
 
@@ -123,9 +114,9 @@ def test_an_older_folder_has_its_encoder_inside(tmp_path: Path) -> None:
     new = write_sentence_folder(tmp_path / "new")
     batch = padded_batch()
     np.testing.assert_array_equal(
-        embed(load_model(str(old), kind=KIND), batch), embed(load_model(str(new), kind=KIND), batch)
+        embed(load_model(str(old), kind=PAIRS), batch), embed(load_model(str(new), kind=PAIRS), batch)
     )
-    assert load_tokenizer(str(old), kind=KIND).get_vocab() == load_tokenizer(str(new)).get_vocab()
+    assert load_tokenizer(str(old), kind=PAIRS).get_vocab() == load_tokenizer(str(new)).get_vocab()
 
 
 @pytest.mark.parametrize("file", ["modules.json", "1_Pooling/config.json", "0_Transformer/model.safetensors"])
@@ -139,30 +130,29 @@ def test_the_fingerprint_covers(tmp_path: Path, file: str) -> None:
 
 @pytest.mark.parametrize("mode", [MEAN, CLS, LAST])
 def test_a_plain_encoder_is_told_how(tmp_path: Path, mode: str) -> None:
-    folder = plain_encoder(write_sentence_folder(tmp_path))
-    batch = padded_batch()
-    model = load_model(str(folder), kind=KIND, pooling=Pooling(mode=SHORT[mode], normalize=True))
+    folder, batch = tiny_embedder.plain_encoder(write_sentence_folder(tmp_path)), padded_batch()
+    model = load_model(str(folder), kind=PAIRS, pooling=Pooling(mode=SHORT[mode], normalize=True))
     wanted = expected(hidden_states(folder, batch), batch["attention_mask"], mode)
     np.testing.assert_allclose(embed(model, batch), wanted, atol=2e-6, rtol=0)
 
 
 def refusal(folder: Path, pooling: Pooling | None = None) -> str:
     with pytest.raises(UserError) as error:
-        load_model(str(folder), kind=KIND, pooling=pooling)
+        load_model(str(folder), kind=PAIRS, pooling=pooling)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 class TestRefused:
     def test_a_plain_encoder_that_nobody_tells_how(self, tmp_path: Path) -> None:
-        message = refusal(plain_encoder(write_sentence_folder(tmp_path)))
+        message = refusal(tiny_embedder.plain_encoder(write_sentence_folder(tmp_path)))
         assert "does not say how the tokens of a text become its embedding" in message
         assert "give --pooling mean, cls or last" in message
 
     def test_pooling_that_the_folder_contradicts(self, tmp_path: Path) -> None:
         message = refusal(write_sentence_folder(tmp_path), Pooling(mode="cls", normalize=True))
         assert "says itself that it pools by mean, with normalization; drop --pooling" in message
-        load_model(str(tmp_path), kind=KIND, pooling=Pooling(mode="mean", normalize=True))
+        load_model(str(tmp_path), kind=PAIRS, pooling=Pooling(mode="mean", normalize=True))
 
     @pytest.mark.parametrize("modules", [("LSTM", "WeightedLayerPooling"), ("Dense",), ("Normalize",)])
     def test_modules(self, tmp_path: Path, modules: tuple[str, ...]) -> None:
@@ -212,7 +202,7 @@ class TestRefused:
 def test_newer_files_name_the_mode(tmp_path: Path, named: dict[str, Any]) -> None:
     folder = write_sentence_folder(tmp_path)
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"embedding_dimension": HIDDEN, **named}))
-    assert load_model(str(folder), kind=KIND).config.sentence_embedding["mode"] == "mean"
+    assert load_model(str(folder), kind=PAIRS).config.sentence_embedding["mode"] == "mean"
 
 
 def test_the_graph_pools_in_fp32_and_gives_the_embedding(tmp_path: Path) -> None:
@@ -221,7 +211,7 @@ def test_the_graph_pools_in_fp32_and_gives_the_embedding(tmp_path: Path) -> None
 
     from qdqbench.quantize.graph import export
 
-    model: Any = load_model(str(write_sentence_folder(tmp_path)), kind=KIND)
+    model: Any = load_model(str(write_sentence_folder(tmp_path)), kind=PAIRS)
     with torch.no_grad():
         for parameter in model.bert.encoder.layer[-1].output.LayerNorm.parameters():
             parameter.mul_(300)
@@ -237,31 +227,19 @@ def test_the_graph_pools_in_fp32_and_gives_the_embedding(tmp_path: Path) -> None
     np.testing.assert_allclose(np.linalg.norm(made, axis=1), 1, atol=1e-6)  # FP16 would leave 1e-3
 
 
-def test_a_model_in_memory_is_quantized_and_exported(tmp_path: Path) -> None:
-    import qdqbench
-
-    model = qdqbench.load_embedder(write_sentence_folder(tmp_path / "model"))
-    quantized = qdqbench.quantize(
-        model, [padded_batch((7, 7), seed=seed) for seed in range(3)], recipe_with()
-    )
-    exported = qdqbench.export(quantized, tmp_path / "model.onnx")
-    batch = padded_batch()
-    made = run_onnx(onnx.load(exported.path), batch)
-    np.testing.assert_allclose(made, embed(quantized.model, batch), atol=0.05, rtol=0)
-    assert (made != embed(model, batch)).any()
-
-
-def test_a_dense_may_be_int8(tmp_path: Path) -> None:
+def test_a_model_in_memory_is_quantized_and_exported_with_its_dense(tmp_path: Path) -> None:
     import qdqbench
 
     folder = write_sentence_folder(tmp_path / "model", dense={"width": 8, "activation": "Tanh"})
     rules = [*recipe_with().rules, {"match": "pooling.dense", **INT8}]
     samples = [padded_batch((7, 7), seed=seed) for seed in range(3)]
-    quantized = qdqbench.quantize(qdqbench.load_embedder(folder), samples, recipe_with(rules=rules))
+    model = qdqbench.load_embedder(folder)
+    quantized = qdqbench.quantize(model, samples, recipe_with(rules=rules))
     exported = qdqbench.export(quantized, tmp_path / "model.onnx")
     assert "pooling.dense" in quantized.plan.int8
     batch = padded_batch()
     made = run_onnx(onnx.load(exported.path), batch)
     assert made.shape == (3, 8)
     np.testing.assert_allclose(made, embed(quantized.model, batch), atol=0.05, rtol=0)
+    assert (made != embed(model, batch)).any()
     assert qdqbench.check(exported.path).findings == []

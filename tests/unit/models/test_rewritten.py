@@ -116,18 +116,17 @@ def test_the_logits_follow_from_the_relative_embeddings() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("field", "value"),
     [
-        {"share_att_key": False},
-        {"conv_kernel_size": 3},
-        {"type_vocab_size": 2},
-        {"relative_attention": False},
+        ("share_att_key", False),
+        ("conv_kernel_size", 3),
+        ("type_vocab_size", 2),
+        ("relative_attention", False),
     ],
 )
-def test_what_no_code_is_for_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+def test_what_no_code_is_for_is_refused(field: str, value: Any, tmp_path: Path) -> None:
     with quiet("transformers"):
-        new_model("deberta-v3", **change).save_pretrained(tmp_path)
-    field, value = next(iter(change.items()))
+        new_model("deberta-v3", **{field: value}).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=rf"has {field} {value} in config\.json; of family deberta-v2 only"):
         load_model(str(tmp_path))
 

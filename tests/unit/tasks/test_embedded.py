@@ -10,9 +10,7 @@ from qdqbench.quantize.tasks.embedded import ASIDES, LABEL_NOISE, MAX_WORDS, NEG
 from qdqbench.quantize.tasks.task import check_model_fits, get_task
 from qdqbench.quantize.utils.errors import UserError
 
-TINY = embedded.Size(
-    train_rows=60, validation_rows=20, layers=1, hidden=32, head_size=16, steps=3, batch_size=8
-)
+TINY = embedded.Size(train_rows=60, validation_rows=20, layers=1, hidden=32, steps=3, batch_size=8)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import get_task
-from qdqbench.quantize.tasks.types.regression import REGRESSION
+from qdqbench.quantize.tasks.types.classification import REGRESSION
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 BINARY = get_task("own", text_columns=["s"], num_labels=2, metrics=["f1", "accuracy", "matthews"])

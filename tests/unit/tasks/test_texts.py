@@ -49,7 +49,6 @@ def test_the_halves_of_a_file_share_no_text_and_lose_none(count: int) -> None:
 
 
 def test_a_file_has_no_other_split() -> None:
-    with pytest.raises(
-        UserError, match=r"is a single file, half of which is split 'train' and half .*'test'"
-    ):
+    said = r"is a single file, half of which is split 'train' and half .*'test'"
+    with pytest.raises(UserError, match=said):
         draw_half(["a"], NAMES, "test", "a.txt")

@@ -30,10 +30,6 @@ def linears_of(model: Any) -> list[str]:
 @pytest.mark.parametrize("model_type", KNOWN)
 def test_a_known_family_is_recognised_as_it_is_described(model_type: str) -> None:
     """Names say nothing to the one, and all to the other."""
-    from transformers import AutoConfig
-
-    from ....support.families import SIZES
-
     described = next(family for family in FAMILIES if model_type in family.model_types)
     config = AutoConfig.for_model(model_type, vocab_size=80, **SIZES[model_type])
     model = create_untrained("tiny", config)
@@ -105,9 +101,8 @@ CONVOLUTION = "a convolution; only linears become INT8"
         (
             "xmod",
             {
-                f"output.adapter_modules.{language}.{linear}": SECOND
-                for language in ("en_XX", "de_DE")
-                for linear in ("dense1", "dense2")
+                f"output.adapter_modules.{linear}": SECOND
+                for linear in ("en_XX.dense1", "en_XX.dense2", "de_DE.dense1", "de_DE.dense2")
             },
         ),
         (
@@ -144,10 +139,7 @@ def test_what_is_not_recognised_is_named_with_a_reason(model_type: str, left: di
         ("squeezebert", r"no attention .* 'squeezebert', .*\.\*\.attention\.query: a convolution"),
         ("fnet", r"no attention was recognised in a 'fnet'"),
         ("funnel", r"layers of a 'funnel' stand in several lists \(funnel\.encoder\.blocks\.0, "),
-        (
-            "longformer",
-            r"no linears of a 'longformer' were recognised as query: .*query: it is key and query",
-        ),
+        ("longformer", r"no linears of a 'longformer' .* as query: .*query: it is key and query"),
         ("esm", r"the configuration of a 'esm' has no field for activation of its feed-forward"),
     ],
 )
@@ -199,8 +191,11 @@ class TestAnotherAttention:
             detect_layout(create_untrained("tiny", config))
 
     def test_other_logits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
         from qdqbench.quantize.models import attention
 
+        torch.manual_seed(0)  # of some random weights padding changes next to nothing
         monkeypatch.setattr(attention, "MASK_FILL", 0.0)
         with pytest.raises(UserError, match="gives other logits with the attention and the mask"):
             recognised("ernie")

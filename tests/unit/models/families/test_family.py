@@ -23,6 +23,7 @@ from qdqbench.quantize.models.families.known import (
     DISTILBERT,
     ELECTRA,
     FAMILIES,
+    MODEL_SHAPES,
     MPNET,
     ROBERTA,
     family_of,
@@ -50,10 +51,6 @@ every_model = pytest.mark.parametrize(
     ("model_type", "makers"),
     [
         ("bert", ["bert.embeddings.LayerNorm", "bert.encoder.layer.0.output.LayerNorm"]),
-        (
-            "distilbert",
-            ["distilbert.embeddings.LayerNorm", "distilbert.transformer.layer.0.output_layer_norm"],
-        ),
         ("electra", ["electra.embeddings_project", "electra.encoder.layer.0.output.LayerNorm"]),
         ("albert", [None, None]),  # one LayerNorm for every run of the layer
         ("modernbert", [None, None]),  # it reads less than the residual
@@ -100,9 +97,8 @@ def test_a_description_finds_its_parts_in_a_model(family: Family, model_type: st
         assert not family.behind_attention(str(roles["ffn-in"]))
     places = [place.path for name in of("LayerNorm") if (place := family.place(name))]
     assert set(places) == {*family.norms}
-    assert len(places) == len(layers) * len(family.norms) - (
-        family.name == "modernbert"
-    )  # its first has one less
+    missing = family.name == "modernbert"  # its first has one less
+    assert len(places) == len(layers) * len(family.norms) - missing
     base = model.base_model_prefix
     assert {f"{base}.{family.embeddings}", f"{base}.{family.embeddings_norm}"} <= names
     assert hasattr(model.config, family.activation)
@@ -251,17 +247,13 @@ class TestOtherNamesAreLoud:
         with pytest.raises(UserError, match=r"family bert has no linears such as .*attention\.q_lin"):
             BERT.kind("distilbert.transformer.layer.0.attention.q_lin")
 
-    def test_a_recipe_of_another_family(
-        self,
-    ) -> None:
+    def test_a_recipe_of_another_family(self) -> None:
         table = module_table(new_model("distilbert"))
         recipe = recipe_with(rules=[{"match": "transformer.layer.*", "type": "Linear", **INT8}])
         with pytest.raises(UserError, match=r"family bert has no linears such as distilbert\.transformer"):
             resolve(recipe, table, "distilbert")
 
-    def test_a_model_of_another_family_than_the_recipe(
-        self,
-    ) -> None:
+    def test_a_model_of_another_family_than_the_recipe(self) -> None:
         config = new_model("roberta").config
         with pytest.raises(UserError, match=r"recipe mine is for model family 'bert', but .* is a 'roberta'"):
             require_family("mine", "bert", "folder", config)
@@ -273,12 +265,8 @@ class TestOtherNamesAreLoud:
 
 
 def distilbert_recipe(rules: list[Any]) -> Any:
-    made = recipe_with(
-        rules=rules,
-        attention="int8",
-        precision={"never_quantize": ["layernorm"]},
-        calibration={"smoothing": 0.5},
-    )
+    free = {"never_quantize": ["layernorm"]}
+    made = recipe_with(rules=rules, attention="int8", precision=free, calibration={"smoothing": 0.5})
     return made.model_copy(update={"model": ModelSection.model_construct(family="distilbert")})
 
 
@@ -286,9 +274,8 @@ def test_a_plan_of_another_family() -> None:
     table = module_table(new_model("distilbert"))
     every = {"match": "transformer.layer.*", "type": "Linear", **INT8}
     plan = resolve(distilbert_recipe([every]), table, "distilbert")
-    assert {name.rpartition("layer.1.")[2] for name in plan.int8 if ".layer.1." in name} == {
-        *DISTILBERT.linears
-    }
+    second = {name.rpartition("layer.1.")[2] for name in plan.int8 if ".layer.1." in name}
+    assert second == {*DISTILBERT.linears}
     smoothed = {name.rpartition(".")[2] for name in plan.int8 if plan.scaling_of(name).smoothing == 0.5}
     assert smoothed == {"q_lin", "k_lin", "v_lin", "lin1"}
     rules = [every, {"match": "*.1.attention.out_lin", "precision": "fp16"}]
@@ -299,11 +286,28 @@ def test_a_plan_of_another_family() -> None:
 def test_padding_is_of_the_pad_token_and_masked() -> None:
     batch = {name: np.ones((1, 2), np.int64) for name in BERT.inputs}
     made = {name: array.tolist() for name, array in pad_columns(batch, 2, pad_id=7).items()}
-    assert made == {
-        "input_ids": [[1, 1, 7, 7]],
-        "attention_mask": [[1, 1, 0, 0]],
-        "token_type_ids": [[1, 1, 0, 0]],
-    }
+    masked = [[1, 1, 0, 0]]
+    assert made == {"input_ids": [[1, 1, 7, 7]], "attention_mask": masked, "token_type_ids": masked}
+
+
+# millions of parameters, with a classifier of two labels, as their authors and transformers' documents say
+PARAMETERS = {
+    "bert-base": 109.5, "bert-large": 335.1, "minilm": 22.7, "roberta-base": 124.6, "xlm-roberta-base": 278.0,
+    "camembert-base": 110.6, "distilbert-base": 67.0, "electra-base": 109.5, "mpnet-base": 109.5,
+    "albert-base": 11.7, "deberta-v3-base": 184.4, "modernbert-base": 149.6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_a_size_has_the_published_number_of_parameters(name: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    with torch.device("meta"):
+        config = AutoConfig.for_model(**MODEL_SHAPES[name], num_labels=2)
+        model = AutoModelForSequenceClassification.from_config(config)
+    counted = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    assert counted == pytest.approx(PARAMETERS[name], rel=0.01)
 
 
 # names of BERT that no other file may know; `tasks` has the tokens of a sample and makes the default's model,

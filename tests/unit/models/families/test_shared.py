@@ -77,11 +77,8 @@ def test_weights_are_stored_once(made: Made) -> None:
     assert set(codes.values()) == {1}
     readers = Counter(len(index.consumers[name]) for name in codes)
     assert readers == {RUNS // GROUPS: len(made.plan.int8)}
-    twin = export.finish_graph(
-        export.trace(load_model(made.folder), 20),
-        Plan(family=ALBERT),
-        export.ExportSettings(20, "fp16", "factored"),
-    )
+    settings = export.ExportSettings(20, "fp16", "factored")
+    twin = export.finish_graph(export.trace(load_model(made.folder), 20), Plan(family=ALBERT), settings)
     wide = [i for i in twin.graph.initializer if sorted(i.dims) == [32, INTERMEDIATE]]
     assert len(wide) == 2 * GROUPS
 
@@ -89,9 +86,8 @@ def test_weights_are_stored_once(made: Made) -> None:
 def test_one_amax_is_that_of_all_runs(made: Made) -> None:
     plain = load_model(made.folder)
     plan = resolve(made.recipe, module_table(plain), "albert")
-    settings = made.recipe.calibration.model_copy(
-        update={"smoothing": "none", "outlier_channel_splitting": 0, "bias_correction": False}
-    )
+    changes = {"smoothing": "none", "outlier_channel_splitting": 0, "bias_correction": False}
+    settings = made.recipe.calibration.model_copy(update=changes)
     for name in plan.scaling:
         plan.scaling[name] = type(plan.scaling[name])()
     seen: dict[str, list[float]] = {name: [] for name in FFN}
@@ -177,15 +173,11 @@ def test_a_search_moves_weights_and_its_int8_share_counts_runs(made: Made) -> No
     model = load_model(made.folder)
     space = make_space(load_recipe("albert-int8-linears"), module_table(model), "albert")
     # group 0 makes the first two of four runs: an attention output has a twelfth of a layer's linears
-    found = space.assemble(
-        {(0, "output")}, set(), {"smoothing": "none", "method": "max", "weights_method": "max"}
-    )
+    settings = {"smoothing": "none", "method": "max", "weights_method": "max"}
+    found = space.assemble({(0, "output")}, set(), settings)
     plan = resolve(found, space.modules, "albert")  # `assemble` holds the plan to these units
-    counts = {
-        name: count
-        for name, count in count_multiply_adds(model, space.modules, 8).items()
-        if space.modules[name].kind == "Linear"
-    }
+    every = count_multiply_adds(model, space.modules, 8)
+    counts = {name: count for name, count in every.items() if space.modules[name].kind == "Linear"}
     hidden, inner = model.config.hidden_size, model.config.intermediate_size
     layer = 4 * hidden**2 + 2 * hidden * inner
     assert sum(counts.values()) == RUNS * 8 * layer

@@ -74,9 +74,8 @@ def test_no_answer_changes_with_all_biases_moved(model_type: str, tmp_path: Path
         apply_biases(model, made.added)
     torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
     query = [linear for name in plan.attention for linear in get_linears(plan, name, "query")]
-    apply_biases(
-        model, {name: each for name, each in compute_moved_biases(model, plan).items() if name not in query}
-    )
+    moved = compute_moved_biases(model, plan)
+    apply_biases(model, {name: each for name, each in moved.items() if name not in query})
     torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
 
 
@@ -85,9 +84,8 @@ def test_an_engine_has_one_gemm_and_one_copy_of_q_k_and_v(family: str, tmp_path:
     pytest.importorskip("tensorrt_rtx")
     model = load_model(str(write_model(tmp_path, family)))
     plan, recipe = planned(model), load_recipe(f"{family}-int8-residual-fused")
-    record = calibrate(
-        model, plan, [select_inputs(model, b) for b in calibration_batches()], recipe.calibration
-    )
+    batches = [select_inputs(model, batch) for batch in calibration_batches()]
+    record = calibrate(model, plan, batches, recipe.calibration)
     assert [*record.shifts] == [*plan.attention]
     graph = finish_graph(trace(model, 20), plan, ExportSettings(20, "fp16", "factored", True))
     asked = {*plan.int8, *plan.attention, *plan.residual}
@@ -102,13 +100,8 @@ def test_an_engine_has_one_gemm_and_one_copy_of_q_k_and_v(family: str, tmp_path:
     rows = [row for row in parse_log(built.layer_lines) if any("layer.0/" in name for name in row.onnx)]
     kinds = [kernel_kind(row) for row in rows]
     assert [sum(TOGETHER in name for name in row.onnx) for row in rows].count(1) == 1
-    assert [kinds.count(kind) for kind in ("gemm", "layout", "attention", "GELU", "LayerNorm")] == [
-        4,
-        1,
-        1,
-        1,
-        2,
-    ]
+    counts = [kinds.count(kind) for kind in ("gemm", "layout", "attention", "GELU", "LayerNorm")]
+    assert counts == [4, 1, 1, 1, 2]
     # what a linear behind the embeddings made is rounded by a kernel of its own
     assert kinds.count("quantize") == (family == "electra")
 
@@ -166,7 +159,6 @@ def test_biases_that_are_not_there(tmp_path: Path) -> None:
         forward(model, select_inputs(model, calibration_batches()[0]))
     assert [*choose_shifts(model, plan, seen, Ranges({}, {}))[0]] == [plan.attention[1]]
     second.key.bias = None
-    with pytest.raises(
-        UserError, match=r"layer\.1\.attention\.self\.query cannot go elsewhere, as .*self\.key have"
-    ):
+    said = r"layer\.1\.attention\.self\.query cannot go elsewhere, as .*self\.key have"
+    with pytest.raises(UserError, match=said):
         choose_shifts(model, plan, seen, Ranges({}, {}))

@@ -1,12 +1,23 @@
 """The kinds of embedding models: scores of pairs, agreement with FP32, and what QAT comes near to."""
 
+import hypothesis.extra.numpy as arrays
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given
 
 from qdqbench.eval.metrics.compare import agreement_of, compare
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import EMBED, GLUE, get_task, score_embeddings
-from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
+from qdqbench.quantize.tasks.types import embedding
+from qdqbench.quantize.tasks.types.embedding import (
+    PAIRS,
+    TEXTS_ALONE,
+    cosines,
+    overlap,
+    unit,
+    weighted_percentile,
+)
 from qdqbench.quantize.tasks.types.encoded import RowLayout
 from qdqbench.quantize.utils.comparison import COSINE_EDGES
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -90,9 +101,8 @@ def test_distance_of_qat_is_twice_the_divergence_of_normalized_embeddings():
     reference, answers = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (reference, answers))
     made, teacher = torch.from_numpy(answers).requires_grad_(), torch.from_numpy(reference)
     distance = PAIRS.distance(made, teacher, 1.0, torch.ones(8))
-    assert float(distance.detach()) == pytest.approx(
-        2 * TEXTS_ALONE.divergence(reference, answers, None).sum()
-    )
+    twice = 2 * TEXTS_ALONE.divergence(reference, answers, None).sum()
+    assert float(distance.detach()) == pytest.approx(twice)
     distance.backward()
     assert made.grad is not None
     assert made.grad.abs().sum() > 0
@@ -118,14 +128,75 @@ class TestTasks:
 
     @pytest.mark.parametrize("name", ["sst2", "mrpc"])
     def test_a_task_about_something_else(self, name):
-        with pytest.raises(
-            UserError, match=r"cannot judge an embedding model; give pairs .*--data lines\.txt"
-        ):
+        said = r"cannot judge an embedding model; give pairs .*--data lines\.txt"
+        with pytest.raises(UserError, match=said):
             score_embeddings(GLUE[name], ())
 
-    def test_texts_are_no_pairs(self):
+    def test_texts_are_no_pairs_and_have_metrics_of_their_own(self):
         with pytest.raises(UserError, match=r"has text columns a, b and .*give 1 text column, all"):
             get_task("embed", text_columns=("a", "b"))
-
-    def test_the_metric_that_decides_can_be_chosen(self):
         assert get_task("embed", metrics=("neighbors",)).metrics == ("neighbors",)
+
+
+def nearest(vectors, count):
+    """By the definition, in loops: the largest cosine, of equal ones the first."""
+    similar = (unit(vectors.astype(np.float32)) @ unit(vectors.astype(np.float32)).T).round(6)
+    found = []
+    for row in range(len(vectors)):
+        others = [other for other in range(len(vectors)) if other != row]
+        found.append(set(sorted(others, key=lambda other: (-similar[row, other], other))[:count]))
+    return found
+
+
+small = st.integers(-2, 2).map(float)
+
+
+@given(arrays.arrays(np.float32, (7, 3), elements=small), arrays.arrays(np.float32, (7, 3), elements=small))
+def test_overlap_is_that_of_sorted_lists(a, b):
+    wanted = [len(mine & other) / 3 for mine, other in zip(nearest(a, 3), nearest(b, 3), strict=True)]
+    np.testing.assert_allclose(overlap(a, b, 3), wanted)
+
+
+@pytest.mark.parametrize("block", [1, 7, 40, 1 << 20])
+def test_blocks_change_nothing(monkeypatch, block):
+    rng = np.random.default_rng(0)
+    a = rng.normal(size=(40, 8)).astype(np.float32)
+    b = a + 0.4 * rng.normal(size=a.shape).astype(np.float32)
+    whole = overlap(a, b)
+    assert 0.3 < whole.mean() < 0.9
+    monkeypatch.setattr(embedding, "BLOCK", block)
+    np.testing.assert_array_equal(overlap(a, b), whole)
+
+
+def test_neighbours_do_not_depend_on_length():
+    a = np.random.default_rng(0).normal(size=(30, 8)).astype(np.float32)
+    np.testing.assert_array_equal(overlap(a, a * np.linspace(0.5, 9, 30)[:, None]), 1)
+
+
+def test_equal_texts_are_neighbours_in_their_order():
+    a = np.ones((6, 2), dtype=np.float32)
+    assert nearest(a, 2)[5] == {0, 1}
+    b = a.copy()
+    b[0] = [1, -1]  # now 1 and 2 are the first
+    assert overlap(a, b, 2)[5] == 0.5
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_few_texts_have_fewer_neighbours(count):
+    a = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32)
+    np.testing.assert_array_equal(overlap(a, a), np.ones(count))
+
+
+def test_cosines():
+    a = np.array([[1, 0], [1, 1], [0, 0], [0, 0], [3, 4]], dtype=np.float32)
+    b = np.array([[2, 0], [0, 5], [0, 0], [1, 0], [-3, -4]], dtype=np.float32)
+    np.testing.assert_allclose(cosines(a, b), [1, 0.5**0.5, 1, 0, -1])
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=20), st.floats(0.01, 0.99))
+def test_a_percentile_of_resamples_is_that_of_repeated_samples(values, share):
+    values = np.array(values, dtype=np.float64)
+    even = np.full(len(values), 1 / len(values))
+    weights = np.random.default_rng(len(values)).multinomial(len(values), even, size=5)
+    wanted = [np.quantile(np.repeat(values, counts), share, method="inverted_cdf") for counts in weights]
+    np.testing.assert_array_equal(weighted_percentile(weights.astype(float), values, share), wanted)

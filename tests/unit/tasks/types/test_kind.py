@@ -1,6 +1,5 @@
 """Kinds of tasks: their parts fit together, and what a kind says is what is exported, loaded and scored."""
 
-import dataclasses
 from pathlib import Path
 
 import datasets
@@ -15,8 +14,7 @@ from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.models.load import load_encoder, load_model
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
-from qdqbench.quantize.tasks.types.regression import REGRESSION
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION, Classification
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support.tiny_bert import write_tiny_bert
@@ -24,6 +22,11 @@ from ....support.tiny_bert import write_tiny_bert
 KINDS = pytest.mark.parametrize(
     ("kind", "count"), [(CLASSIFICATION, 3), (REGRESSION, 1)], ids=["classification", "regression"]
 )
+
+
+class Tagging(Classification):
+    architecture = "ForTokenClassification"
+    outputs = {"tags": ("batch", "length", "label")}
 
 
 def answers(seed, labels, rows=12):
@@ -65,12 +68,7 @@ def test_a_kind_s_own_metrics_score_its_predictions(kind, count):
 
 def test_model_head_and_graph_are_as_the_kind_says(tmp_path: Path):
     folder = str(write_tiny_bert(tmp_path))
-    tokens = dataclasses.replace(
-        CLASSIFICATION,
-        model_class="AutoModelForTokenClassification",
-        architecture="ForTokenClassification",
-        outputs={"tags": ("batch", "length", "label")},
-    )
+    tokens = Tagging()
     model = load_encoder(folder, tokens, num_labels=5)
     assert isinstance(model, transformers.BertForTokenClassification)
     assert load_encoder(folder, REGRESSION, num_labels=1).config.problem_type == "regression"

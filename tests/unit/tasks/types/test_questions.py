@@ -148,13 +148,8 @@ def test_losses_are_over_the_tokens_of_a_window():
     ],
 )
 def test_rows_that_do_not_fit_are_one_sentence(tmp_path, change, message):
-    table = {
-        "question": ["what is it"],
-        "context": ["a good film"],
-        "answers": [{"text": [], "answer_start": []}],
-    }
-    if "question" in change:
-        table["answers"] = [{"text": ["good"], "answer_start": [2]}]
+    answers = {"text": ["good"], "answer_start": [2]}
+    table = {"question": ["what is it"], "context": ["a good film"], "answers": [answers]}
     with pytest.raises(UserError, match=message):
         encoded_of(tmp_path, table | change)
 

@@ -144,7 +144,6 @@ def test_the_task_takes_a_pair_and_one_score():
 
 
 def test_targets_follow_the_layout():
-    made = RERANKING.targets(
-        rows([("q", "p", 1.0), ("q", "r", 0.0)]), RERANK, RowLayout(np.array([0, 0]), [])
-    )
+    table = rows([("q", "p", 1.0), ("q", "r", 0.0)])
+    made = RERANKING.targets(table, RERANK, RowLayout(np.array([0, 0]), []))
     assert made.gold.tolist() == [[1, 0]]
