@@ -23,9 +23,8 @@ from qdqbench.quantize.engine.kernels import float_residuals
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.check.check import check_model
-from qdqbench.quantize.graph.index import GraphIndex, prune
+from qdqbench.quantize.graph.index import GraphIndex, list_int8_norms, prune
 from qdqbench.quantize.graph.precision import QDQ
-from qdqbench.quantize.graph.residuals import list_int8_norms
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
