@@ -1,4 +1,4 @@
-"""Small, shared readings of an ONNX graph: producers, consumers and constants."""
+"""Small, shared readings of an ONNX graph: producers, consumers, constants and INT8 residuals."""
 
 import math
 import re
@@ -40,22 +40,19 @@ class GraphIndex:
 
     @cached_property
     def initializers(self) -> dict[str, onnx.TensorProto]:
-        """Initializers by name."""
         return {tensor.name: tensor for tensor in self.graph.initializer}
 
     @cached_property
     def producers(self) -> dict[str, onnx.NodeProto]:
-        """The node that makes each tensor."""
         return {name: node for node in self.graph.node for name in node.output if name}
 
     @cached_property
     def consumers(self) -> dict[str, list[onnx.NodeProto]]:
-        """The nodes that read each tensor."""
-        found: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+        consumers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in self.graph.node:
             for name in dict.fromkeys(node.input):
-                found[name].append(node)
-        return found
+                consumers[name].append(node)
+        return consumers
 
     def origin(self, name: str, moves: Collection[str]) -> tuple[onnx.NodeProto | None, str]:
         """Return the maker of a tensor before operators of `moves` (None: not computed), and its name."""
@@ -70,7 +67,7 @@ class GraphIndex:
         """Return the tensor of an initializer or a Constant node; None if computed, and for text."""
         tensor, node = self.initializers.get(name), self.producers.get(name)
         if tensor is None and node is not None and _standard(node) == "Constant":
-            tensor = next((_tensor(item) for item in node.attribute), None)
+            tensor = next(map(_read_attribute, node.attribute), None)
         return None if tensor is None or tensor.data_type == TensorProto.STRING else tensor
 
     def constant(self, name: str, through: tuple[str, ...] = FOLDED) -> Array | None:
@@ -104,7 +101,7 @@ def _standard(node: onnx.NodeProto) -> str:
     return str(node.op_type) if node.domain in ONNX_DOMAINS else ""
 
 
-def _tensor(item: onnx.AttributeProto) -> onnx.TensorProto | None:
+def _read_attribute(item: onnx.AttributeProto) -> onnx.TensorProto | None:
     """Return the value of a Constant node, where it is a tensor or numbers."""
     if item.name == "value":
         return item.t
@@ -128,40 +125,37 @@ def module_of(node_name: str) -> str:
 
 
 def replace_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Give a graph these nodes, some or all of which may be its own, in place of those that it has."""
+    """Give a graph these nodes, some or all of which may be its own."""
     nodes = list(nodes)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
 
 
 def tensor_values(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
-    """Type and shape of every tensor of a graph but the constants, by shape inference."""
-    inferred = onnx.shape_inference.infer_shapes(_without_weights(model), strict_mode=True).graph
+    """Return type and shape of every tensor of a graph but the constants, by shape inference.
+
+    Large constants take part without values, which say nothing about shapes.
+    """
+    bare = onnx.GraphProto(
+        name=model.graph.name,
+        node=model.graph.node,
+        input=model.graph.input,
+        output=model.graph.output,
+        value_info=model.graph.value_info,
+        initializer=[
+            tensor
+            if math.prod(tensor.dims) <= MAX_SHAPE
+            else TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+            for tensor in model.graph.initializer
+        ],
+        sparse_initializer=model.graph.sparse_initializer,
+    )
+    without = onnx.ModelProto(
+        ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions, graph=bare
+    )
+    inferred = onnx.shape_inference.infer_shapes(without, strict_mode=True).graph
     values = [*inferred.value_info, *inferred.input, *inferred.output]
     return {value.name: value.type.tensor_type for value in values}
-
-
-def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the same graph; its large constants have no values, which say nothing about shapes."""
-    own = model.graph
-    constants = [
-        tensor
-        if math.prod(tensor.dims) <= MAX_SHAPE
-        else TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-        for tensor in own.initializer
-    ]
-    graph = onnx.GraphProto(
-        name=own.name,
-        node=own.node,
-        input=own.input,
-        output=own.output,
-        value_info=own.value_info,
-        initializer=constants,
-        sparse_initializer=own.sparse_initializer,
-    )
-    return onnx.ModelProto(
-        ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions, graph=graph
-    )
 
 
 def prune(model: onnx.ModelProto) -> None:
@@ -220,8 +214,8 @@ def name_runs(graph: onnx.GraphProto, model: "PreTrainedModel") -> None:
 
 def run_of(name: str) -> str:
     """Return `@3` of a node of run 3 of a shared layer; else empty."""
-    found = RUN.search(name)
-    return found[0] if found else ""
+    run = RUN.search(name)
+    return run[0] if run else ""
 
 
 def use_of(name: str) -> str:
@@ -252,59 +246,53 @@ def find_residuals(index: GraphIndex) -> list[ResidualAdd]:
     added = []
     for norm in index.graph.node:
         known = norm.op_type in _NORMS and norm.input
-        add = index.producers.get(_still(index, norm.input[0])) if known else None
+        add = index.origin(norm.input[0], _MOVES)[0] if known else None
         if add is not None and add.op_type == "Add":
-            behind = (_dequantize(index, name) for name in add.input)
+            behind = (_find_dq(index, name) for name in add.input)
             added.append(ResidualAdd(norm, add, next((dq for dq in behind if dq is not None), None)))
     return added
 
 
 def list_int8_norms(model: onnx.ModelProto) -> list[str]:
     """Return the names of the normalizations that add an INT8 residual, in the order of the graph."""
-    return [found.norm.name for found in find_residuals(GraphIndex(model)) if found.dq is not None]
+    return [residual.norm.name for residual in find_residuals(GraphIndex(model)) if residual.dq is not None]
 
 
-def find_other_rounding(index: GraphIndex, residual: ResidualAdd) -> onnx.NodeProto | None:
-    """Return a QuantizeLinear of the same tensor with another scale or other factors than the residual's."""
-    if residual.dq is None:
-        return None
-    own = index.producers[_still(index, residual.dq.input[0])]
-    root, rounding = _rounding(index, own)
+def find_other_rounding(index: GraphIndex, dq: onnx.NodeProto) -> onnx.NodeProto | None:
+    """Return a QuantizeLinear of a residual's tensor with another scale or other factors than `dq`."""
+    own, _ = index.origin(dq.input[0], _MOVES)
+    assert own is not None, "find_residuals saw the QuantizeLinear"
+    root, rounding = _trace_rounding(index, own)
     node: onnx.NodeProto
     for node in index.graph.node:
         if node.op_type == "QuantizeLinear" and _stored(index, node.input[0]) is None:
-            other, way = _rounding(index, node)
+            other, way = _trace_rounding(index, node)
             if other == root and way != rounding:
                 return node
     return None
 
 
-def _rounding(index: GraphIndex, q: onnx.NodeProto) -> tuple[str, Any]:
+def _trace_rounding(index: GraphIndex, q: onnx.NodeProto) -> tuple[str, Any]:
     """Return the tensor that a Q rounds, before the factors of smoothing; its scale and these factors."""
     way: list[Any] = [_value(index, q.input[1])]
-    name = _still(index, q.input[0])
+    node, name = index.origin(q.input[0], _MOVES)
     for _ in range(MAX_STEPS):
-        node = index.producers.get(name)
-        before = _unscaled(index, node) if node is not None else None
+        before = _unscaled(index, node)
         if node is None or before is None:
             break
         way.append((node.op_type, _value(index, node.input[1 - list(node.input).index(before)])))
-        name = _still(index, before)
+        node, name = index.origin(before, _MOVES)
     return name, way
 
 
-def _dequantize(index: GraphIndex, name: str) -> onnx.NodeProto | None:
+def _find_dq(index: GraphIndex, name: str) -> onnx.NodeProto | None:
     """Return the DequantizeLinear of an activation behind a tensor, across moves and factors of smoothing."""
     for _ in range(MAX_STEPS):
-        node = index.producers.get(_still(index, name))
-        if node is None:
-            return None
-        if node.op_type == "DequantizeLinear":
-            q = index.producers.get(_still(index, node.input[0]))
-            activation = (
-                q is not None and q.op_type == "QuantizeLinear" and _stored(index, q.input[0]) is None
-            )
-            return node if activation else None
+        node, _ = index.origin(name, _MOVES)
+        if node is not None and node.op_type == "DequantizeLinear":
+            q, _ = index.origin(node.input[0], _MOVES)
+            quantized = q is not None and q.op_type == "QuantizeLinear"
+            return node if q is not None and quantized and _stored(index, q.input[0]) is None else None
         following = _unscaled(index, node)
         if following is None:
             return None
@@ -312,9 +300,9 @@ def _dequantize(index: GraphIndex, name: str) -> onnx.NodeProto | None:
     return None
 
 
-def _unscaled(index: GraphIndex, node: onnx.NodeProto) -> str | None:
+def _unscaled(index: GraphIndex, node: onnx.NodeProto | None) -> str | None:
     """Return the input of a Mul or Div by a constant (factors of smoothing); None for any other node."""
-    if node.op_type not in ("Mul", "Div") or len(node.input) != 2:
+    if node is None or node.op_type not in ("Mul", "Div") or len(node.input) != 2:
         return None
     first, second = (_stored(index, name) is not None for name in node.input)
     if second and not first:
@@ -330,9 +318,4 @@ def _value(index: GraphIndex, name: str) -> Any:
 
 def _stored(index: GraphIndex, name: str) -> onnx.TensorProto | None:
     """Return the tensor of an initializer or of a Constant node, moved or not, in files of any origin."""
-    return index.stored(_still(index, name))
-
-
-def _still(index: GraphIndex, name: str) -> str:
-    """Return a tensor before it was moved."""
-    return index.origin(name, _MOVES)[1]
+    return index.stored(index.origin(name, _MOVES)[1])

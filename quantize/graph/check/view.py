@@ -1,4 +1,4 @@
-"""What `check` reads from a graph: the Q/DQ behind each input of a matmul, constants, and attentions.
+"""What `check` reads from a graph: the Q/DQ behind each input of a matmul, attentions, and element types.
 
 Searches follow at most MAX_STEPS nodes, so that a hostile graph cannot make them long.
 """
@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-import numpy as np
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 
 from qdqbench.quantize.graph.check.codes import finding, finding_label, type_name
 from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, ONNX_DOMAINS, GraphIndex, attribute
 from qdqbench.quantize.utils.arrays import Array
-from qdqbench.quantize.utils.limits import FP16_MAX
-from qdqbench.quantize.utils.results import FindingRow
+from qdqbench.quantize.utils.results import Effect, FindingRow
 
 QDQ_DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
 
@@ -35,6 +33,13 @@ _INTEGER = {
     "DynamicQuantizeLinear", "MatMulInteger", "MatMulIntegerToFloat", "ConvInteger", "QAttention", "QGemm",
     "DynamicQuantizeMatMul", "MatMulNBits", "DynamicQuantizeLSTM", "QEmbedLayerNormalization",
 }  # fmt: skip
+# Between a DequantizeLinear and a matmul these leave the INT8 GEMM in place, as does a Mul or Div by a
+# scalar; an Add, a ReLU or a Mul by a vector does not [measured].
+_RESHAPES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Gather", "Split", "Expand", "Tile")
+MOVES = ("Cast", "Transpose", "Identity", "Dropout", "Slice", *_RESHAPES)
+_QDQ = ("QuantizeLinear", "DequantizeLinear")
+# What lies between q·kᵀ and softmax: scaling, masks, casts, Q/DQ.
+_SCORES = (*MOVES, *_QDQ, "Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Clip", "Tanh")
 
 
 def is_integer(node: onnx.NodeProto) -> bool:
@@ -62,34 +67,23 @@ def has_plain_form(index: GraphIndex, node: onnx.NodeProto) -> bool:
     return node.op_type in PLAIN_FORMS
 
 
-# Between a DequantizeLinear and a matmul these leave the INT8 GEMM in place, as does a Mul or Div by a
-# scalar; an Add, a ReLU or a Mul by a vector does not [measured].
-_RESHAPES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Gather", "Split", "Expand", "Tile")
-MOVES = ("Cast", "Transpose", "Identity", "Dropout", "Slice", *_RESHAPES)
-
-_QDQ = ("QuantizeLinear", "DequantizeLinear")
-# What lies between q·kᵀ and softmax: scaling, masks, casts, Q/DQ.
-_SCORES = (*MOVES, *_QDQ, "Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Clip", "Tanh")
-
-
 def operator(node: onnx.NodeProto) -> str:
     """Return the operator of a node, with its domain where that is not ONNX's own."""
-    known = node.domain in ONNX_DOMAINS or is_quantize(node) or is_dequantize(node)
+    known = node.domain in ONNX_DOMAINS or is_qdq(node)
     return str(node.op_type) if known else f"{node.domain}.{node.op_type}"
 
 
 def is_quantize(node: onnx.NodeProto) -> bool:
-    """Return whether the node is a QuantizeLinear."""
-    return _is_qdq(node, "QuantizeLinear")
+    return node.op_type == "QuantizeLinear" and is_qdq(node)
 
 
 def is_dequantize(node: onnx.NodeProto) -> bool:
-    """Return whether the node is a DequantizeLinear."""
-    return _is_qdq(node, "DequantizeLinear")
+    return node.op_type == "DequantizeLinear" and is_qdq(node)
 
 
-def _is_qdq(node: onnx.NodeProto, name: str) -> bool:
-    return node.op_type == name and node.domain in QDQ_DOMAINS and len(node.input) > 1 and bool(node.output)
+def is_qdq(node: onnx.NodeProto) -> bool:
+    known = node.op_type in _QDQ and node.domain in QDQ_DOMAINS
+    return known and len(node.input) > 1 and bool(node.output)
 
 
 @dataclass(frozen=True)
@@ -113,6 +107,11 @@ class Attention:
     operands: dict[str, Operand]  # q, k, softmax output, v
     output_quantized: bool
 
+    @property
+    def is_whole(self) -> bool:
+        """Return whether q, k, v, the softmax output and the output all have Q/DQ."""
+        return self.output_quantized and all(part.dq is not None for part in self.operands.values())
+
 
 class CheckGraph:
     """A valid graph, its element types, and searches in it."""
@@ -126,25 +125,19 @@ class CheckGraph:
             node.output[0]: (self.operand(node.input[0]), self.operand(node.input[1]))
             for node in self.matmuls
         }
-        found = (self._attention(node) for node in self.nodes if operator(node) == "Softmax")
-        self.attentions = [attention for attention in found if attention]
+        attentions = (self._attention(node) for node in self.nodes if operator(node) == "Softmax")
+        self.attentions = [attention for attention in attentions if attention]
 
     @cached_property
     def has_fp16(self) -> bool:
-        """Return whether any tensor is FP16."""
         return any(kind == TensorProto.FLOAT16 for kind in self.types.values())
 
     def is_int8(self, operand: Operand) -> bool:
-        """Return whether the operand comes from INT8."""
         return operand.dq is not None and self.types.get(operand.dq.input[0]) == TensorProto.INT8
 
     def value(self, name: str) -> Array | None:
         """Return the numeric value of an initializer, a Constant or a Cast of one; None if computed."""
         return self.index.constant(name, ("Cast",))
-
-    def origin(self, name: str) -> tuple[onnx.NodeProto | None, str]:
-        """Return the node that made a tensor before it was moved (None: not computed), and its output."""
-        return self.index.origin(name, MOVES)
 
     def operand(self, name: str) -> Operand:
         """Follow a tensor back to its DequantizeLinear through data movement and scalar factors."""
@@ -169,7 +162,7 @@ class CheckGraph:
     def is_constant(self, name: str) -> bool:
         """Return whether a tensor is stored in the file, directly, moved, or through a QuantizeLinear."""
         for _ in range(MAX_STEPS):
-            node, name = self.origin(name)
+            node, name = self.index.origin(name, MOVES)
             if node is None or operator(node) == "Constant":
                 return self.index.stored(name) is not None
             if not is_quantize(node):
@@ -180,9 +173,7 @@ class CheckGraph:
     def shape(self, name: str) -> list[int] | None:
         """Return the shape of a constant or of a QuantizeLinear of one."""
         node = self.index.producers.get(name)
-        if node is not None and is_quantize(node):
-            name = node.input[0]
-        tensor = self.index.stored(name)
+        tensor = self.index.stored(node.input[0] if node is not None and is_quantize(node) else name)
         return None if tensor is None else list(tensor.dims)
 
     def reach(self, start: str, through: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
@@ -193,11 +184,10 @@ class CheckGraph:
             for node in self.index.consumers.get(todo.popleft(), ())[:MAX_STEPS]:
                 steps += 1
                 yield node
-                if operator(node) in through and node.output:
-                    name = node.output[0]
-                    if name and name not in seen:
-                        seen.add(name)
-                        todo.append(name)
+                name = node.output[0] if operator(node) in through and node.output else ""
+                if name and name not in seen:
+                    seen.add(name)
+                    todo.append(name)
 
     def head_size(self, attention: Attention) -> int | None:
         """Return the last size of the Reshape that splits q into heads, where it is a constant."""
@@ -207,23 +197,19 @@ class CheckGraph:
             if node is None or (operator(node) == "Transpose" and not _keeps_last(node)):
                 return None
             if operator(node) == "Reshape":
-                return self._last_size(node.input[1])
+                shape = self.index.producers.get(node.input[1])
+                concat = shape is not None and operator(shape) == "Concat"
+                value = self.value(shape.input[-1] if shape is not None and concat else node.input[1])
+                if value is None or not value.size or value.dtype.kind not in "iu":
+                    return None
+                last = int(value.reshape(-1)[-1])
+                return last if last > 0 else None
             moves = ("Cast", "Transpose", "Identity", *_QDQ)
             following = node.input[0] if operator(node) in moves else self._scaled(node)
             if following is None:
                 return None
             name = following
         return None
-
-    def _last_size(self, shape_name: str) -> int | None:
-        node = self.index.producers.get(shape_name)
-        if node is not None and operator(node) == "Concat":
-            shape_name = node.input[-1]
-        value = self.value(shape_name)
-        if value is None or not value.size or value.dtype.kind not in "iu":
-            return None
-        last = int(value.reshape(-1)[-1])
-        return last if last > 0 else None
 
     def _scaled(self, node: onnx.NodeProto) -> str | None:
         """Return the input that a Mul or Div scales by a constant scalar; None for any other node."""
@@ -238,23 +224,19 @@ class CheckGraph:
     def _attention(self, softmax: onnx.NodeProto) -> Attention | None:
         readers = self.reach(softmax.output[0], (*MOVES, *_QDQ, "Where", "Mul", "Div"))
         context = next((node for node in readers if operator(node) == "MatMul"), None)
-        scores, _ = self.behind_softmax(softmax)
+        scores, _ = self.find_before(softmax.input[0])
         if context is None or scores is None or scores.output[0] == context.output[0]:
             return None
         if any(self.is_constant(name) for node in (scores, context) for name in node.input[:2]):
             return None  # a linear layer before the softmax or behind it
-        side = 0 if self._behind(context.input[0], softmax.output[0])[0] is not None else 1
+        side = 0 if self.find_before(context.input[0], softmax.output[0])[0] is not None else 1
         q, k = self.operands[scores.output[0]]
         pair = self.operands[context.output[0]]
         operands = {"q": q, "k": k, "softmax output": pair[side], "v": pair[1 - side]}
         output = any(is_quantize(node) for node in self.reach(context.output[0], MOVES))
         return Attention(softmax, scores, context, operands, output)
 
-    def behind_softmax(self, softmax: onnx.NodeProto) -> tuple[onnx.NodeProto | None, bool]:
-        """Return the matmul whose scores a softmax normalizes, and whether Q/DQ lie between the two."""
-        return self._behind(softmax.input[0], "")
-
-    def _behind(self, start: str, target: str) -> tuple[onnx.NodeProto | None, bool]:
+    def find_before(self, start: str, target: str = "") -> tuple[onnx.NodeProto | None, bool]:
         """Return the nearest matmul (or maker of `target`) before a tensor, and whether Q/DQ came between."""
         todo, seen, quantized = deque([start]), {start}, False
         while todo and len(seen) < MAX_STEPS:
@@ -281,13 +263,12 @@ def _keeps_last(node: onnx.NodeProto) -> bool:
     return permutation is not None and permutation[-1:] == (len(permutation) - 1,)
 
 
-_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-# Operators through which a large constant stays as large.
-_CARRIES = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Concat", "Neg", "Max", "Sum")
-
-
 def walk_types(model: onnx.ModelProto, opset: int) -> tuple[dict[str, int], list[FindingRow]]:
-    """Return the known element type (TensorProto.DataType) of every tensor, and what does not fit.
+    """Return the element type (TensorProto.DataType) of every tensor where known, and what does not fit.
+
+    Types come from the operator schemas of ONNX: inputs that share a type variable must have one type. This
+    names the node, where onnx.shape_inference raises at the first mix or leaves the rest of the graph
+    untyped.
 
     Args:
         model: a model that onnx.checker accepts.
@@ -300,16 +281,23 @@ def walk_types(model: onnx.ModelProto, opset: int) -> tuple[dict[str, int], list
     findings = []
     for node in graph.node:
         if why := _type_node(node, opset, types):  # TensorRT casts what a Q reads itself
-            findings.append(
-                finding("mixed-types", node, why, None, "not portable" if is_quantize(node) else None)
-            )
-        elif why := _declared_otherwise(node, types, declared):
-            findings.append(finding("mixed-types", node, why, None, "not portable"))
+            effect: Effect | None = "not portable" if is_quantize(node) else None
+            findings.append(finding("mixed-types", node, why, None, effect))
+            continue
+        for name in node.output:
+            makes, says = types.get(name, 0), declared.get(name, 0)
+            if makes and says and makes != says:
+                why = (
+                    f"the file declares its output {name!r} as {type_name(says)}, but the node makes "
+                    f"{type_name(makes)}; ONNX Runtime refuses the file"
+                )
+                findings.append(finding("mixed-types", node, why, None, "not portable"))
+                break
     return types, findings
 
 
 def _type_node(node: onnx.NodeProto, opset: int, types: dict[str, int]) -> str:
-    """Set the types of a node's outputs; say what is wrong with the types of its inputs, or ''."""
+    """Set the types of a node's outputs; return what is wrong with the types of its inputs, or ''."""
     if is_quantize(node):
         return _type_quantize(node, opset, types)
     if is_dequantize(node):
@@ -350,21 +338,10 @@ def _type_quantize(node: onnx.NodeProto, opset: int, types: dict[str, int]) -> s
     return ""
 
 
-def _declared_otherwise(node: onnx.NodeProto, types: dict[str, int], declared: dict[str, int]) -> str:
-    for name in node.output:
-        makes, says = types.get(name, 0), declared.get(name, 0)
-        if makes and says and makes != says:
-            return (
-                f"the file declares its output {name!r} as {type_name(says)}, but the node makes "
-                f"{type_name(makes)}; ONNX Runtime refuses the file"
-            )
-    return ""
-
-
 @cache
-def _schema(operator: str, opset: int) -> Any:
+def _schema(kind: str, opset: int) -> Any:
     try:
-        return onnx.defs.get_schema(operator, opset, "")
+        return onnx.defs.get_schema(kind, opset, "")
     except onnx.defs.SchemaError:  # an operator that this onnx does not know has outputs of unknown type
         return None
 
@@ -378,70 +355,17 @@ def _stretch(parameters: Any, count: int) -> list[Any]:
 @cache
 def _fixed_type(text: str) -> int:
     """Return the DataType of a text like `tensor(int64)`; 0 for a type variable."""
-    if not text.startswith("tensor("):
-        return 0
-    name = text[len("tensor(") : -1]
-    return int(TensorProto.DataType.Value(name.upper()))
+    plain = text.startswith("tensor(")
+    return int(TensorProto.DataType.Value(text[len("tensor(") : -1].upper())) if plain else 0
 
 
 def _own_type(node: onnx.NodeProto, schema: Any, variable: str) -> int:
-    """Type of an output that no input decides; 0: unknown."""
+    """Return the type of an output that no input decides; 0: unknown."""
     if node.op_type == "Cast":
         return attribute(node, "to")
     if node.op_type in ("Constant", "ConstantOfShape"):
-        for item in node.attribute:
-            if item.HasField("t"):
-                return int(item.t.data_type)
-        return TensorProto.FLOAT if node.op_type == "ConstantOfShape" else 0
-    allowed: list[str] = next(
-        (list(c.allowed_type_strs) for c in schema.type_constraints if c.type_param_str == variable), []
-    )
-    single = _fixed_type(allowed[0]) if len(allowed) == 1 else 0
+        default = TensorProto.FLOAT if node.op_type == "ConstantOfShape" else 0
+        return next((int(item.t.data_type) for item in node.attribute if item.HasField("t")), default)
+    allowed = [[*c.allowed_type_strs] for c in schema.type_constraints if c.type_param_str == variable]
+    single = _fixed_type(allowed[0][0]) if allowed and len(allowed[0]) == 1 else 0
     return _fixed_type(variable) or single or attribute(node, "dtype")
-
-
-def check_constants(graph: CheckGraph) -> list[FindingRow]:
-    """Find NaN in constants, and values too large for FP16 where FP16 reads them (or may, after a cast)."""
-    findings = []
-    for tensor, name, node in _float_constants(graph):
-        value = numpy_helper.to_array(tensor)
-        value = value.astype(np.float32) if tensor.data_type == TensorProto.BFLOAT16 else value
-        with np.errstate(all="ignore"):
-            low, high = (float(value.min()), float(value.max())) if value.size else (0.0, 0.0)
-        largest = low if -low > high else high
-        if np.isnan(low) or np.isnan(high):
-            findings.append(finding("nan-constant", node, f"its constant {name!r} holds NaN"))
-        elif abs(largest) > FP16_MAX:
-            findings += _too_large(graph, name, node, largest)
-    return findings
-
-
-def _float_constants(graph: CheckGraph) -> Iterator[tuple[TensorProto, str, onnx.NodeProto]]:
-    """Return floating-point tensors with the first node that reads them as data (not as a Q/DQ's scale)."""
-    stored = [(tensor, tensor.name, None) for tensor in graph.index.graph.initializer]
-    for node in graph.nodes:
-        if operator(node) in ("Constant", "ConstantOfShape"):
-            maker = node if operator(node) == "ConstantOfShape" else None
-            stored += [(item.t, node.output[0], maker) for item in node.attribute if item.HasField("t")]
-    for tensor, name, maker in stored:
-        readers = [maker] if maker else graph.index.consumers.get(name, [])
-        nodes = [n for n in readers if not (is_quantize(n) or is_dequantize(n)) or n.input[0] == name]
-        if nodes and tensor.data_type in _FLOATS:
-            yield tensor, name, nodes[0]
-
-
-def _too_large(graph: CheckGraph, name: str, node: onnx.NodeProto, largest: float) -> list[FindingRow]:
-    why = f"its constant {name!r} holds {largest:g}; FP16 ends at {FP16_MAX:g}"
-    if graph.types.get(name) == TensorProto.FLOAT16:
-        why = f"its FP16 constant {name!r} holds {largest:g}, and -inf times 0, or a row of -inf, makes NaN"
-    elif any(
-        operator(n) == "Cast" and attribute(n, "to") == TensorProto.FLOAT16
-        for n in graph.reach(name, _CARRIES)
-    ):
-        why += ", and a Cast to FP16 behind it makes it infinite"
-    elif graph.has_fp16 or is_quantize(node):
-        return []  # stays in FP32, or is clipped by the Q
-    else:
-        message = f"{why}, so a conversion to FP16 makes it infinite"
-        return [finding("constant-overflows-fp16", node, message, "warning", "note")]
-    return [finding("constant-overflows-fp16", node, why)]
