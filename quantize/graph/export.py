@@ -5,10 +5,9 @@ The TorchDynamo exporter fails on ModelOpt's quantizers, and exporting a half mo
 which TensorRT-RTX keeps the INT32 sums of per-channel weights as FP16 before it scales them: they overflow.
 """
 
-import contextlib
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -33,7 +32,7 @@ from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.types.kind import LOGITS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.limits import BackendName
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.system.quiet import unprinted
 
 if TYPE_CHECKING:
@@ -43,6 +42,16 @@ VARYING = ("batch", "length")  # axes; the others have the size that the model g
 IR_VERSION = 10  # the newest that TensorRT 10 and ONNX Runtime 1.23 both read
 WeightForm = Literal["channel", "factored"]
 Compute = Literal["fp16", "fp32"]
+
+
+# A graph in the form that each backend runs best; docs/performance.md has what each one buys.
+FORMS: dict[BackendName, WeightForm] = {
+    "tensorrt": "channel",  # it has per-channel epilogues
+    # puts a scalar scale into the GEMM and fuses the Mul behind it, which measured 1.5x faster
+    "tensorrt_rtx": "factored",
+    "openvino": "channel",
+    "onnxruntime": "channel",
+}
 
 
 @dataclass(frozen=True)
@@ -62,32 +71,15 @@ class ExportSettings:
 
         CPU runtimes choose their own datatype for an FP32 graph.
         """
-        export, form = recipe.export, FORMS[backend]
+        export, for_gpu = recipe.export, backend not in CPU_BACKENDS
         return cls(
             export.opset,
-            compute or (recipe.precision.compute if form.for_gpu else "fp32"),
-            form.weights if export.weight_scales == "auto" else export.weight_scales,
+            compute or (recipe.precision.compute if for_gpu else "fp32"),
+            FORMS[backend] if export.weight_scales == "auto" else export.weight_scales,
             export.qkv_scales == "shared",
             recipe.name,
-            form.for_gpu,
+            for_gpu,
         )
-
-
-@dataclass(frozen=True)
-class ExportForm:
-    """The form of a graph that a backend runs best; docs/performance.md has what each one buys."""
-
-    weights: WeightForm
-    for_gpu: bool = True
-
-
-FORMS: dict[BackendName, ExportForm] = {
-    "tensorrt": ExportForm("channel"),  # it has per-channel epilogues
-    # puts a scalar scale into the GEMM and fuses the Mul behind it, which measured 1.5x faster
-    "tensorrt_rtx": ExportForm("factored"),
-    "openvino": ExportForm("channel", for_gpu=False),
-    "onnxruntime": ExportForm("channel", for_gpu=False),
-}
 
 
 def trace(
@@ -110,7 +102,8 @@ def trace(
     device, inputs = next(model.parameters()).device, list(family_of(model.config).inputs)
     ids = torch.ones(2, 16, dtype=torch.long, device=device)
     buffer = io.BytesIO()
-    with _silent_exporter():
+    with unprinted():
+        warnings.simplefilter("ignore")  # the exporter's advice on its own deprecation
         try:
             torch.onnx.export(
                 model,
@@ -151,8 +144,8 @@ def finish_graph(
     Args:
         traced: not changed.
         plan: what is INT8 in a traced model that has quantizers.
-        notes: what the user should know of the graph is added here.
-        done: how often each rewrite was made is added here.
+        notes: takes what the user should know of the graph.
+        done: takes how often each rewrite was made.
 
     Raises:
         CheckFailed: a weight of the plan was not quantized, or a constant does not fit FP16.
@@ -191,11 +184,7 @@ def write_graph(
 ) -> dict[str, int]:
     """Finish a traced model and save it, as INT8, or as FP16 or FP32 where it has no quantizers.
 
-    Returns:
-        How often each rewrite was made.
-
-    Raises:
-        CheckFailed: as both raise it.
+    Returns how often each rewrite was made. `finish_graph` and `save` say what is raised.
     """
     done: dict[str, int] = {}
     save(finish_graph(traced, plan, settings, notes, done), path, settings.recipe)
@@ -215,11 +204,3 @@ def save(model: onnx.ModelProto, path: Path, recipe: str) -> None:
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise CheckFailed(f"the exported graph for {path.name} is not valid ONNX: {error}") from error
     files.write_bytes(path, data)
-
-
-@contextlib.contextmanager
-def _silent_exporter() -> Iterator[None]:
-    """Silence the exporter's advice on its own deprecation."""
-    with unprinted():
-        warnings.simplefilter("ignore")
-        yield

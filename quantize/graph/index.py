@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -129,6 +129,24 @@ def replace_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> No
     nodes = list(nodes)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
+
+
+def rename_tensors(
+    nodes: Iterable[onnx.NodeProto], names: Mapping[str, str], *, outputs: bool = False
+) -> None:
+    """Rename what nodes read, and what they make with `outputs`, in place."""
+    for node in nodes:
+        for tensors in (node.input, node.output) if outputs else (node.input,):
+            for position, name in enumerate(tensors):
+                tensors[position] = names.get(name, name)
+
+
+def store_constants(model: onnx.ModelProto, arrays: Mapping[str, Array]) -> None:
+    """Add initializers, those of a shared layer once: each of its runs makes the same ones."""
+    known = {tensor.name for tensor in model.graph.initializer}
+    model.graph.initializer.extend(
+        numpy_helper.from_array(array, name) for name, array in arrays.items() if name not in known
+    )
 
 
 def tensor_values(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
