@@ -142,9 +142,12 @@ def shorten_gelu(model: onnx.ModelProto) -> int:
     The kernel behind the first feed-forward GEMM is bound by its instructions; an infinite square still
     gives x or 0, so nothing overflows in FP16. Returns the number of GELUs that were rewritten.
     """
-    forms = {id(node): _write_sigmoid(model, node) for node in model.graph.node if is_tanh_gelu(node)}
-    replace_nodes(model, [new for node in model.graph.node for new in forms.get(id(node), [node])])
-    return len(forms)
+    nodes: list[onnx.NodeProto] = []
+    count = sum(map(is_tanh_gelu, model.graph.node))
+    for node in model.graph.node:
+        nodes += _write_sigmoid(model, node) if is_tanh_gelu(node) else [node]
+    replace_nodes(model, nodes)
+    return count
 
 
 def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
