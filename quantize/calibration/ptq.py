@@ -220,9 +220,11 @@ def calibrate(
     without = compute_moved_biases(model, plan)
     apply_biases(model, without)
     report_phase("looking at softmax")
-    by_error = settings.softmax_scale == "min-error"
-    if settings.softmax_scale == "auto" and plan.attention:
-        by_error = any(batch["input_ids"].shape[1] > softmax.LONG for batch in batches)
+    by_error = settings.softmax_scale == "min-error" or (
+        settings.softmax_scale == "auto"
+        and bool(plan.attention)
+        and any(batch["input_ids"].shape[1] > softmax.LONG for batch in batches)
+    )
     chosen = softmax.choose_softmax_scales(model, plan, forward_loop, folds_kv_bias(plan), by_error=by_error)
     centered = softmax.get_bias_deltas(model, plan, chosen.centers)
     apply_biases(model, centered)
