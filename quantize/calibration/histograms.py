@@ -31,7 +31,6 @@ WEIGHT_CLIPS = (0.4, 1.0, 0.02)  # smallest and largest part of a weight's max t
 
 
 def install_calibrators(quantizers: dict[str, Any], plan: Plan) -> None:
-    """Give every activation quantizer the calibrator of its method; `max` keeps ModelOpt's own."""
     for name, quantizer in quantizers.items():
         module = name.rpartition(".")[0]
         method = plan.scaling_of(module).method
@@ -74,7 +73,6 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
             self.counts += found.cpu().numpy().astype(np.int64)
 
     def reset(self) -> None:
-        """Forget all values."""
         self.counts[:], self.limit, self.largest, self._found = 0, 0.0, 0.0, None
 
     def compute_amax(self, *_: Any, **__: Any) -> torch.Tensor | None:

@@ -95,7 +95,6 @@ def _resolve_overrides(
 
 
 def _list_folded(plan: Plan) -> set[str]:
-    """Return the quantizers of tensors that `qkv_bias_folding.py` changes."""
     attentions = folds_kv_bias(plan)
     linears = [n for name in folds_q_bias(plan) for n in get_linears(plan, name, "query", "key", "value")]
     linears += [linear for name in attentions for linear in get_linears(plan, name, "output")]
@@ -349,7 +348,6 @@ def _record_rms(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
 
 
 def _note_shared(model: "PreTrainedModel", plan: Plan) -> list[str]:
-    """Return a note where linears run several times."""
     layers, runs = len(plan.family.layer_names(model)), len(plan.family.runs(model))
     if runs == layers:
         return []

@@ -57,7 +57,6 @@ class _Seen:
     samples: int = 0
 
     def add(self, x: "torch.Tensor") -> None:
-        """Add some inputs without padding, [B, L, K]."""
         import torch
 
         flat = x.detach().flatten(0, -2)
@@ -83,8 +82,15 @@ def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _S
         outputs[name] = output
 
     def read(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
-        _require_same(name, makers[name], outputs.pop(name, None), inputs[0])
-        seen[name].add(inputs[0])
+        output, x = outputs.pop(name, None), inputs[0]
+        # a family of a recipe's own may name a wrong module
+        if output is None or output.shape != x.shape or not output.nan_to_num().equal(x.nan_to_num()):
+            raise UserError(
+                f"q, k and v of {name} do not read what {makers[name]} makes, so nothing can do what the "
+                "bias of q does; give their query weights: int8/per-channel, or mend model.layout of the "
+                "recipe"
+            )
+        seen[name].add(x)
 
     with ExitStack() as hooks:
         for name, maker in makers.items():
@@ -94,25 +100,13 @@ def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _S
         yield seen
 
 
-def _require_same(attention: str, maker: str, output: "torch.Tensor | None", read: "torch.Tensor") -> None:
-    """Hold what q, k and v read to what a module made; a family of a recipe's own may name a wrong one."""
-    if output is None or output.shape != read.shape or not output.nan_to_num().equal(read.nan_to_num()):
-        raise UserError(
-            f"q, k and v of {attention} do not read what {maker} makes, so nothing can do what the bias of q "
-            "does; give their query weights: int8/per-channel, or mend model.layout of the recipe"
-        )
-
-
 def choose_shifts(
     model: "PreTrainedModel", plan: Plan, seen: dict[str, _Seen], ranges: Ranges
 ) -> tuple[dict[str, Shift], list[str]]:
     """Choose the shifts for a model whose weights are its own yet; they change no answer.
 
-    Args:
-        ranges: those of what q, k and v read are made those of the shifted.
-
-    Returns:
-        The shifts by attention whose q has a bias, and a warning where much of what one does is left out.
+    `ranges` of what q, k and v read become those of the shifted. Returns the shifts by attention whose q has
+    a bias, and a warning where much of what one does is left out.
 
     Raises:
         UserError: what has to make or take out a shift has no bias.
@@ -137,17 +131,17 @@ def choose_shifts(
             linear: -weight @ values for linear, weight in zip(linears, weights, strict=True)
         }
         added |= dict.fromkeys(get_linears(plan, name, "output"), -values)
-        as_lists = {module: torch.from_numpy(each).float().tolist() for module, each in added.items()}
+        as_lists = {module: torch.from_numpy(delta).float().tolist() for module, delta in added.items()}
         shifts[name] = Shift(added=as_lists, rest=rest)
         largest = np.maximum(np.abs(low + values), np.abs(high + values))
         ranges.inputs |= {linear: largest for linear in linears if linear in ranges.inputs}
-    lost = {name: made.rest for name, made in shifts.items() if made.rest > LARGEST_REST}
-    if not lost:
-        return shifts, []
-    return shifts, [
+    lost = {name: shift.rest for name, shift in shifts.items() if shift.rest > LARGEST_REST}
+    warning = (
         f"what the bias of q adds to the scores of {name_list(lost)} is left out in part, up to a root mean "
-        f"square of {max(lost.values()):.2f}; keep it with weights: int8/per-channel for their query"
-    ]
+        f"square of {max(lost.values(), default=0):.2f}; keep it with weights: int8/per-channel for their "
+        "query"
+    )
+    return shifts, [warning] if lost else []
 
 
 def _needs_shift(model: "PreTrainedModel", plan: Plan, attention: str, maker: str) -> bool:
@@ -194,11 +188,7 @@ def solve_shift(  # noqa: PLR0913, PLR0917
 def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing) -> Smoothing:
     """Give the weight rows of k and v about equal ranges, or those of q and k like ones, in place.
 
-    Args:
-        moved: factors that are in the weights already.
-
-    Returns:
-        All factors.
+    Returns all factors: `moved` are in the weights already.
     """
     rows: dict[str, list[float]] = {}
     columns: dict[str, list[float]] = {}
@@ -210,8 +200,7 @@ def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing) -> Smoothin
             for_key = _towards(np.sqrt(of_query * of_key), of_key)
         else:
             for_key = _towards(_mean(of_key), of_key)
-        goal = np.max(of_key * for_key) if name in level else _mean(of_value)
-        for_value = _towards(goal, of_value)
+        for_value = _towards(np.max(of_key * for_key) if name in level else _mean(of_value), of_value)
         rows |= {key: for_key.tolist(), query: (1 / for_key).tolist(), value: for_value.tolist()}
         columns[output] = (1 / for_value).tolist()
     apply_factors(model, Smoothing(rows=rows, columns=columns))
@@ -242,9 +231,9 @@ def compute_moved_biases(model: "PreTrainedModel", plan: Plan) -> dict[str, list
 def share_scales(plan: Plan, quantizers: dict[str, Any]) -> None:
     """Give q, k and v that are merged one amax for weights and one for results, the largest."""
     for group in group_shared_scales(plan):
-        largest = max(quantizers[each].amax.max() for each in group)
-        for each in group:
-            quantizers[each].amax = largest.clone()
+        largest = max(quantizers[name].amax.max() for name in group)
+        for name in group:
+            quantizers[name].amax = largest.clone()
 
 
 def group_shared_scales(plan: Plan) -> Iterator[list[str]]:
@@ -255,14 +244,12 @@ def group_shared_scales(plan: Plan) -> Iterator[list[str]]:
 
 
 def _row_ranges(model: "PreTrainedModel", linear: str) -> Float64:
-    """Return the largest magnitude of every row of a weight."""
     module: Any = model.get_submodule(linear)
     ranges: Float64 = module.weight.detach().abs().amax(dim=1).double().cpu().numpy()
     return ranges
 
 
 def _mean(ranges: Float64) -> float:
-    """Return the geometric mean of the values other than zero."""
     alive = ranges[ranges > 0]
     return float(np.exp2(np.log2(alive).mean())) if len(alive) else 1.0
 
@@ -277,6 +264,5 @@ def _towards(goal: Float64 | float, ranges: Float64) -> Float64:
 
 
 def _times(one: dict[str, list[float]], other: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Multiply factors by linear; those of one alone stay where the other has none."""
     both = {name: (np.array(one[name]) * other[name]).tolist() for name in one.keys() & other.keys()}
     return one | other | both

@@ -84,15 +84,23 @@ class CalibrationRecord(Tabular):
     quantizers: dict[str, QuantizerState]
 
     def rows(self) -> list[QuantizerRow]:
-        """Return the quantizers as rows of results.json."""
+        values = {n: np.atleast_1d(np.asarray(q.amax, dtype=np.float64)) for n, q in self.quantizers.items()}
         return [
-            make_quantizer_row(name, state, self.replaced.get(name))
+            QuantizerRow(
+                name=name,
+                module=name.rpartition(".")[0],
+                kind=state.kind,
+                axis=state.axis,
+                amax=float(values[name].max()),
+                amax_min=float(values[name].min()),
+                amax_over_rms=float(values[name].max() / state.rms) if state.rms else None,
+                calibrated_amax=self.replaced.get(name),
+            )
             for name, state in self.quantizers.items()
         ]
 
 
 def read_quantizer_state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
-    """Return the record of a quantizer; with `rms` of an activation while calibrating."""
     amax = quantizer.amax
     values = [] if amax is None else amax.detach().float().cpu().flatten().tolist()
     scalar = amax is not None and quantizer.axis is None
@@ -111,7 +119,6 @@ def read_record(path: Path) -> CalibrationRecord:
 
 
 def write_record(path: Path, record: CalibrationRecord) -> None:
-    """Write `calibration.json` atomically."""
     files.write_text(path, record.model_dump_json() + "\n")
 
 
@@ -143,21 +150,6 @@ def _implausible(state: QuantizerState) -> str | None:
     return None
 
 
-def make_quantizer_row(name: str, state: QuantizerState, found: float | None = None) -> QuantizerRow:
-    """Return a quantizer as a row of results.json; `found` where the recipe gives another amax."""
-    values = np.atleast_1d(np.asarray(state.amax, dtype=np.float64))
-    return QuantizerRow(
-        name=name,
-        module=name.rpartition(".")[0],
-        kind=state.kind,
-        axis=state.axis,
-        amax=float(values.max()),
-        amax_min=float(values.min()),
-        amax_over_rms=float(values.max() / state.rms) if state.rms else None,
-        calibrated_amax=found,
-    )
-
-
 def get_state_shifts(record: CalibrationRecord, plan: Plan) -> dict[int, list[float]]:
     """Return what shifts add to hidden states, [hidden], by number: 0 is that after the embeddings."""
     makers = folds_q_bias(plan)
@@ -168,28 +160,18 @@ def get_state_shifts(record: CalibrationRecord, plan: Plan) -> dict[int, list[fl
     }
 
 
-def group_shared_quantizers(plan: Plan) -> list[tuple[str, ...]]:
-    """Group, by INT8 residual, the quantizers that round one tensor and so have one amax.
-
-    The residual's comes first, then the input quantizers of its readers.
-    """
-    readers = {name: plan.family.residual_readers(name) for name in plan.residual}
-    return [
-        (f"{name}.{RESIDUAL_QUANTIZER}", *(f"{n}.input_quantizer" for n in readers[name])) for name in readers
-    ]
-
-
 def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
     """Hold residuals to the amax of the linears that read the same tensor.
 
     Raises:
         CheckFailed: names every residual that differs.
     """
-    lost = [
-        f"{group[0]} ({', '.join(f'{states[name].amax:g}' for name in group)})"
-        for group in group_shared_quantizers(plan)
-        if len({states[name].amax for name in group}) > 1
-    ]
+    lost = []
+    for name in plan.residual:
+        readers = [f"{linear}.input_quantizer" for linear in plan.family.residual_readers(name)]
+        amax = [states[key].amax for key in (f"{name}.{RESIDUAL_QUANTIZER}", *readers)]
+        if len(set(amax)) > 1:
+            lost.append(f"{name}.{RESIDUAL_QUANTIZER} ({', '.join(f'{value:g}' for value in amax)})")
     if lost:
         raise CheckFailed(
             f"an INT8 residual and the linears that read the same tensor need one amax, and these differ: "
@@ -247,6 +229,5 @@ def _without_copies(state: QuantizerState, extra: int, parts: int) -> QuantizerS
 
 
 def disable_bias_correction(recipe: Recipe) -> Recipe:
-    """Return the recipe without bias correction, as trials evaluate it."""
     section = recipe.calibration.model_copy(update={"bias_correction": False})
     return recipe.model_copy(update={"calibration": section})

@@ -18,7 +18,7 @@ two: the model's outputs stay the same bit for bit until something is quantized.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+LARGEST_FACTOR = 2.0**8  # of one channel against the others; keeps what is divided inside FP16
+
+
 @dataclass
 class Ranges:
     """Largest magnitude of each channel, float64 [channels], by module."""
@@ -48,19 +51,21 @@ class Ranges:
     outputs: dict[str, Float64]
 
 
-def record_ranges(
+def measure_ranges(
     model: "PreTrainedModel",
-    inputs: Sequence[str],
-    outputs: Sequence[str],
+    plan: Plan,
     run: Callable[["PreTrainedModel"], None],
+    also: Iterable[str] = (),
     *,
     always: bool = False,
 ) -> Ranges:
-    """Record ranges of what modules read and make, by full name; quantizers are off meanwhile.
+    """Measure the inputs of linears that the plan smooths and `also`, and q and k of its attentions.
 
-    `run` passes the calibration data through the model once; not called where there is nothing to measure,
-    or `always`, where others watch meanwhile.
+    `run` passes the calibration data through the model once, without quantization; not called where there is
+    nothing to measure, unless `always`, where others watch meanwhile.
     """
+    inputs = [*_smoothed(plan, plan.int8), *also]
+    outputs = {made.linear for name in _smoothed(plan, plan.attention) for made in _made_scores(plan, name)}
     if not (inputs or outputs or always):
         return Ranges({}, {})
     ranges: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
@@ -89,10 +94,7 @@ def record_ranges(
     return Ranges(**sides)
 
 
-LARGEST_FACTOR = 2.0**8  # of one channel against the others; keeps what is divided inside FP16
-
-
-def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges", left: Collection[str] = ()) -> Smoothing:
+def smooth(model: "PreTrainedModel", plan: Plan, ranges: Ranges, left: Collection[str] = ()) -> Smoothing:
     """Choose the factors from what `measure_ranges` saw, and apply them to a model with quantizers, in place.
 
     Args:
@@ -104,91 +106,69 @@ def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges", left: Collect
     wanted, heads = _smoothed(plan, plan.int8), _smoothed(plan, plan.attention)
     if not (wanted or heads):
         return Smoothing()
-    sources = _sources(model, list(wanted))
-    lost = [name for name, how in wanted.items() if how == "gain" and name not in sources.gains]
+    readers, gains = _trace_inputs(model, list(wanted))
+    lost = [name for name, how in wanted.items() if how == "gain" and name not in gains]
     if lost:
         raise UserError(
             f"smoothing: gain needs a LayerNorm before the linear, which {name_list(lost)} do not have; give "
             "an alpha such as 0.5 or none for them"
         )
-    rows = _move_into_rows(model, plan, wanted, ranges)
+    moved = Smoothing()
+    for name, how in wanted.items():  # of output projections into the rows of the value projections
+        if plan.family.role(name) == "output" and how != "gain":
+            scale = _choose_scales(model, [name], ranges, how)
+            moved.columns[name] = scale.tolist()
+            _scale_rows(moved, model, plan.family.made_by(name, "value"), 1 / scale)
     for name in (name for name in heads if name not in left):
-        query, key = _scored(plan, name)
+        query, key = _made_scores(plan, name)
         size = int(getattr(model.get_submodule(name), plan.family.head_size))
         ours, theirs = (_head_ranges(ranges, made, size, plan.family) for made in (query, key))
         balance = _power_of_two(np.sqrt(_ratio(theirs, ours)))
-        _scale_rows(rows, model, query, balance)
-        _scale_rows(rows, model, key, 1 / balance)
-    apply_factors(model, rows)
-    left = {name: how for name, how in wanted.items() if name not in rows.columns}
-    inputs = _move_from_inputs(model, left, sources, ranges)
-    apply_factors(model, inputs)
-    return Smoothing(inputs=inputs.inputs, columns=rows.columns | inputs.columns, rows=rows.rows)
+        _scale_rows(moved, model, query, balance)
+        _scale_rows(moved, model, key, 1 / balance)
+    apply_factors(model, moved)
+    divided = Smoothing()  # inputs divided before their Q; one factor for all readers of a tensor
+    for group in readers:
+        members = [name for name in group if name not in moved.columns]
+        for how in dict.fromkeys(wanted[name] for name in members):
+            same = [name for name in members if wanted[name] == how]
+            scale = gains[same[0]] if how == "gain" else _choose_scales(model, same, ranges, how)
+            divided.inputs |= dict.fromkeys(same, (1 / scale).tolist())
+            divided.columns |= dict.fromkeys(same, scale.tolist())
+    apply_factors(model, divided)
+    return Smoothing(inputs=divided.inputs, columns=moved.columns | divided.columns, rows=moved.rows)
 
 
 def _smoothed(plan: Plan, names: Iterable[str]) -> dict[str, Any]:
-    """Return the smoothing of each of these that has one."""
-    found = {name: plan.scaling_of(name).smoothing for name in names}
-    return {name: how for name, how in found.items() if how != "none"}
+    by_name = {name: plan.scaling_of(name).smoothing for name in names}
+    return {name: how for name, how in by_name.items() if how != "none"}
 
 
-def _scored(plan: Plan, attention: str) -> tuple[LinearRows, LinearRows]:
-    """Return the makers of q and k of an attention."""
+def _made_scores(plan: Plan, attention: str) -> tuple[LinearRows, LinearRows]:
     return plan.family.made_by(attention, "query"), plan.family.made_by(attention, "key")
 
 
-def _head_ranges(ranges: "Ranges", made: LinearRows, size: int, family: Family) -> Float64:
+def _head_ranges(ranges: Ranges, made: LinearRows, size: int, family: Family) -> Float64:
     """Return the largest magnitude of each channel of q or k; equal for a pair that is rotated together."""
-    found: Float64 = ranges.outputs[made.linear].reshape(made.parts, -1)[made.part]
+    largest: Float64 = ranges.outputs[made.linear].reshape(made.parts, -1)[made.part]
     if family.rotary:
-        pairs = found.reshape(-1, 2, size // 2)
-        found = np.broadcast_to(pairs.max(axis=1, keepdims=True), pairs.shape).ravel()
-    return found
+        pairs = largest.reshape(-1, 2, size // 2)
+        largest = np.broadcast_to(pairs.max(axis=1, keepdims=True), pairs.shape).ravel()
+    return largest
 
 
-def _scale_rows(found: Smoothing, model: "PreTrainedModel", made: LinearRows, factors: Float64) -> None:
-    """Add factors of q, k or v to those of the linear that makes it."""
-    before = found.rows.get(made.linear) or [1.0] * len(_weight(model, made.linear))
+def _scale_rows(moved: Smoothing, model: "PreTrainedModel", made: LinearRows, factors: Float64) -> None:
+    before = moved.rows.get(made.linear) or [1.0] * len(_weight(model, made.linear))
     parts = np.reshape(np.array(before), (made.parts, -1))
     parts[made.part] *= factors
-    found.rows[made.linear] = parts.ravel().tolist()
-
-
-def _move_into_rows(
-    model: "PreTrainedModel", plan: Plan, wanted: dict[str, Any], ranges: "Ranges"
-) -> Smoothing:
-    """Return the factors of output projections that go into the rows of the value projections."""
-    moved = Smoothing()
-    for name, how in wanted.items():
-        if plan.family.role(name) == "output" and how != "gain":
-            scale = _scales([_weight(model, name)], ranges.inputs[name], float(how))
-            moved.columns[name] = scale.tolist()
-            _scale_rows(moved, model, plan.family.made_by(name, "value"), 1 / scale)
-    return moved
-
-
-def _move_from_inputs(
-    model: "PreTrainedModel", wanted: dict[str, Any], sources: "_RangeSources", ranges: "Ranges"
-) -> Smoothing:
-    """Return the factors of linears whose input is divided before its Q; one for all readers of a tensor."""
-    moved = Smoothing()
-    for readers in sources.readers:
-        members = [name for name in readers if name in wanted]
-        for how in dict.fromkeys(wanted[name] for name in members):
-            same = [name for name in members if wanted[name] == how]
-            if how == "gain":
-                scale = sources.gains[same[0]]
-            else:
-                scale = _scales([_weight(model, name) for name in same], ranges.inputs[same[0]], float(how))
-            for name in same:
-                moved.inputs[name], moved.columns[name] = (1 / scale).tolist(), scale.tolist()
-    return moved
+    moved.rows[made.linear] = parts.ravel().tolist()
 
 
 def apply_factors(model: "PreTrainedModel", smoothing: Smoothing) -> None:
     """Multiply weights, and set the factors of inputs (ModelOpt's `pre_quant_scale`), in place."""
     import torch
 
+    family = family_of(model.config)
     with torch.no_grad():
         for name, factors in smoothing.rows.items():
             linear: Any = model.get_submodule(name)
@@ -201,7 +181,10 @@ def apply_factors(model: "PreTrainedModel", smoothing: Smoothing) -> None:
         for name, factors in smoothing.inputs.items():
             linear = model.get_submodule(name)
             linear.input_quantizer.pre_quant_scale = linear.weight.new_tensor(factors)
-            copy_factors(model, name, linear.weight.new_tensor(factors))
+            if residual := family.residual_read_by(name):  # of the same tensor
+                quantizer: Any = getattr(model.get_submodule(residual), RESIDUAL_QUANTIZER, None)
+                if quantizer is not None and quantizer.is_enabled:
+                    quantizer.pre_quant_scale = linear.weight.new_tensor(factors)
 
 
 def remove_factors(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str, torch.Tensor]":
@@ -248,14 +231,13 @@ def _product(smoothing: Smoothing, name: str, value: "torch.Tensor") -> "torch.T
     return factor[:, None] if columns is None else factor[:, None] * value.new_tensor(columns)
 
 
-def _scales(weights: Iterable["torch.Tensor"], ranges: Float64, alpha: float) -> Float64:
-    """Return the factor of each input channel, powers of two [K]; 1 for channels that are always zero."""
-    largest = np.max([column_ranges(weight) for weight in weights], axis=0)
-    return _power_of_two(_ratio(ranges**alpha, largest ** (1 - alpha)))
+def _choose_scales(model: "PreTrainedModel", names: list[str], ranges: Ranges, alpha: float | str) -> Float64:
+    """Return powers of two [K] for the input that linears share; 1 for channels that are always zero."""
+    largest = np.max([column_ranges(_weight(model, name)) for name in names], axis=0)
+    return _power_of_two(_ratio(ranges.inputs[names[0]] ** float(alpha), largest ** (1 - float(alpha))))
 
 
 def column_ranges(weight: "torch.Tensor") -> Float64:
-    """Return the largest magnitude of each column of a weight [N, K], float64 [K]."""
     ranges: Float64 = weight.detach().abs().amax(dim=0).double().cpu().numpy()
     return ranges
 
@@ -277,32 +259,11 @@ def _power_of_two(raw: Float64) -> Float64:
     return scales
 
 
-def measure_ranges(
-    model: "PreTrainedModel",
-    plan: Plan,
-    run: Callable[["PreTrainedModel"], None],
-    also: Iterable[str] = (),
-    *,
-    always: bool = False,
-) -> Ranges:
-    """Measure the inputs of linears that the plan smooths and `also`, and q and k of its attentions.
+def _trace_inputs(model: "PreTrainedModel", names: list[str]) -> tuple[list[list[str]], dict[str, Float64]]:
+    """Return the linears that read each tensor, and gains of LayerNorms that made a linear's input.
 
-    The data go through the model where there is something to measure, or `always`.
+    Gains are powers of two.
     """
-    inputs = [*_smoothed(plan, plan.int8), *also]
-    outputs = [made.linear for name in _smoothed(plan, plan.attention) for made in _scored(plan, name)]
-    return record_ranges(model, inputs, list(dict.fromkeys(outputs)), run, always=always)
-
-
-@dataclass
-class _RangeSources:
-    """Where linears read from."""
-
-    readers: list[list[str]]  # linears that read the same tensor
-    gains: dict[str, Float64]  # of the LayerNorm that made a linear's input, as powers of two
-
-
-def _sources(model: "PreTrainedModel", names: list[str]) -> _RangeSources:
     import torch
     from torch import nn
 
@@ -310,37 +271,29 @@ def _sources(model: "PreTrainedModel", names: list[str]) -> _RangeSources:
     norms: dict[int, nn.LayerNorm] = {}
     alive: list[torch.Tensor] = []  # storage that is freed would be used again, and taken for the same tensor
 
-    def made(module: Any, _: Any, output: torch.Tensor) -> None:
+    def note_norm(module: Any, _: Any, output: torch.Tensor) -> None:
         alive.append(output)
         norms[output.data_ptr()] = module
 
-    def read(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
+    def note_reader(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
         alive.append(inputs[0])
         readers[inputs[0].data_ptr()].append(name)
 
     with ExitStack() as hooks, quantizers_off(model), torch.inference_mode():
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
-                hooks.enter_context(module.register_forward_hook(made))
+                hooks.enter_context(module.register_forward_hook(note_norm))
         for name in names:
             reader = model.get_submodule(name)
-            hooks.enter_context(reader.register_forward_pre_hook(partial(read, name)))
+            hooks.enter_context(reader.register_forward_pre_hook(partial(note_reader, name)))
         model(torch.ones(1, 8, dtype=torch.long, device=model.device))
     gains: dict[str, Float64] = {}
     for pointer, members in readers.items():
         if pointer in norms:
             gain = norms[pointer].weight.detach().abs().double().cpu().numpy()
             gains |= dict.fromkeys(members, _power_of_two(gain))
-    return _RangeSources(list(readers.values()), gains)
+    return list(readers.values()), gains
 
 
 def _weight(model: "PreTrainedModel", name: str) -> Any:
     return model.get_submodule(name).weight
-
-
-def copy_factors(model: "PreTrainedModel", linear: str, factors: "torch.Tensor") -> None:
-    """Give the residual that reads the same tensor as a linear the factors of its input, in place."""
-    name = family_of(model.config).residual_read_by(linear)
-    quantizer: Any = getattr(model.get_submodule(name), RESIDUAL_QUANTIZER, None) if name else None
-    if quantizer is not None and quantizer.is_enabled:
-        quantizer.pre_quant_scale = factors

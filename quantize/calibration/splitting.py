@@ -45,21 +45,18 @@ def split_outliers(
         extra: channels that each layer gets for copies; what no outlier needs is filled with zero columns.
     """
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in ranges}
-    found = {
+    splits = {
         name: choose_channels(ranges[name], column_ranges(linear.weight), extra)
         for name, linear in linears.items()
     }
-    apply_copies(model, found)
-    return found
+    apply_copies(model, splits)
+    return splits
 
 
 def choose_channels(activations: Float64, weights: Float64, extra: int) -> ChannelSplit:
-    """Halve what stands out most, again and again, while its copies fit.
+    """Halve what stands out most, again and again, while its copies fit into `extra` channels.
 
-    Args:
-        activations: largest magnitude of each channel, [K].
-        weights: of each column, [K].
-        extra: copies that there is room for.
+    Both ranges are the largest magnitudes of the K channels: in the activation, and in the weight's columns.
     """
     by_input, by_weight = np.ones(len(activations), dtype=np.int64), np.ones(len(weights), dtype=np.int64)
     room = extra
@@ -72,7 +69,7 @@ def choose_channels(activations: Float64, weights: Float64, extra: int) -> Chann
         ]
         if not fitting:
             break
-        _, channel, parts = max(fitting, key=lambda each: each[0])
+        _, channel, parts = max(fitting, key=lambda top: top[0])
         room -= int(by_input[channel] * by_weight[channel])
         parts[channel] *= 2
     outliers = np.flatnonzero(by_input * by_weight > 1).tolist()
@@ -80,25 +77,21 @@ def choose_channels(activations: Float64, weights: Float64, extra: int) -> Chann
 
 
 def _outlier(ranges: Float64) -> tuple[float, int]:
-    """Return how far the largest channel is above the next ones, and its number."""
     order = np.argsort(-ranges, kind="stable")
     largest, like = float(ranges[order[0]]), float(ranges[order[min(LIKE, len(order) - 1)]])
     return (largest / like if like > 0 else 1.0), int(order[0])
 
 
 def apply_copies(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> None:
-    """Make the copies in a model with quantizers, in place: weights, and factors of inputs."""
     import torch
     from torch import nn
 
     family = family_of(model.config)
-    for name, found in splits.items():
+    for name, split in splits.items():
         first, second = _linears(model, name)
-        layout = make_split_layout(found, second.in_features)
-        index = torch.from_numpy(layout.channels).to(second.weight.device)
-        rows = torch.from_numpy(list_copied_rows(layout.channels, second.in_features, family)).to(
-            index.device
-        )
+        layout, device = make_split_layout(split, second.in_features), second.weight.device
+        index = torch.from_numpy(layout.channels).to(device)
+        rows = torch.from_numpy(_list_rows(layout.channels, second.in_features, family)).to(device)
         with torch.no_grad():
             first.weight = nn.Parameter(first.weight[rows])
             if first.bias is not None:
@@ -106,10 +99,8 @@ def apply_copies(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> N
             second.weight = nn.Parameter(second.weight[:, index] * second.weight.new_tensor(layout.columns))
         first.out_features, second.in_features = len(rows), len(index)
         second.input_quantizer.pre_quant_scale = second.weight.new_tensor(layout.inputs)
-    family = family_of(model.config)
     if len(splits) == len(family.layer_names(model)):
-        # so that it can be saved, and loaded again
-        setattr(model.config, family.intermediate, len(index))
+        setattr(model.config, family.intermediate, len(index))  # so that it can be saved, and loaded again
 
 
 def keep_equal(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> Callable[[], None]:
@@ -117,14 +108,14 @@ def keep_equal(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> Cal
     import torch
 
     ties, family = [], family_of(model.config)
-    for name, found in splits.items():
+    for name, split in splits.items():
         first, second = _linears(model, name)
         wide, device = second.in_features, second.weight.device
-        width = wide - found.extra
-        layout = make_split_layout(found, width)
+        width = wide - split.extra
+        layout = make_split_layout(split, width)
         index = torch.from_numpy(layout.channels[width:]).to(device)
-        copies = torch.from_numpy(list_copied_rows(np.arange(width, wide), wide, family)).to(device)
-        own = torch.from_numpy(list_copied_rows(layout.channels[width:], wide, family)).to(device)
+        copies = torch.from_numpy(_list_rows(np.arange(width, wide), wide, family)).to(device)
+        own = torch.from_numpy(_list_rows(layout.channels[width:], wide, family)).to(device)
         # a power of two lies between the two, so this product has the bits of that in `apply_copies`
         columns = layout.columns[width:] / layout.columns[layout.channels[width:]]
         ties.append((first, second, (copies, own), (width, index), second.weight.new_tensor(columns)))
@@ -145,12 +136,12 @@ def remove_copies(
 ) -> "dict[str, torch.Tensor]":
     """Return a state dict without copies; `apply_copies` makes them again bit for bit if kept equal."""
     merged = dict(weights)
-    for name, found in splits.items():
+    for name, split in splits.items():
         key = f"{name}.weight"
         wide = weights[key].shape[1]
-        width = wide - found.extra
-        rows = list_copied_rows(np.arange(width), wide, family)
-        columns = make_split_layout(found, width).columns[:width]
+        width = wide - split.extra
+        rows = _list_rows(np.arange(width), wide, family)
+        columns = make_split_layout(split, width).columns[:width]
         merged[key] = weights[key][:, :width] / weights[key].new_tensor(columns)  # powers of two
         for part in ("weight", "bias"):
             if (key := f"{family.require_beside(name, 'ffn-in')}.{part}") in weights:
@@ -158,7 +149,7 @@ def remove_copies(
     return merged
 
 
-def list_copied_rows(channels: Int64, width: int, family: Family) -> Int64:
+def _list_rows(channels: Int64, width: int, family: Family) -> Int64:
     """Return the rows of the first linear, gates included, that make these of `width` channels."""
     return np.concatenate([channels + half * width for half in range(1 + family.gated)])
 
@@ -172,16 +163,15 @@ class SplitLayout:
     columns: Float64  # what multiplies the column of the weight; powers of two for the first K
 
 
-def make_split_layout(found: ChannelSplit, width: int) -> SplitLayout:
-    """Return the layout that a split makes of K = `width` channels."""
+def make_split_layout(split: ChannelSplit, width: int) -> SplitLayout:
     channels, spread = list(range(width)), [0.0] * width
     inputs, columns = np.ones(width), np.ones(width)
-    for channel, (by_input, by_weight) in found.outliers.items():
+    for channel, (by_input, by_weight) in split.outliers.items():
         copies = by_input * by_weight
         channels += [channel] * (copies - 1)
         spread += [np.rint(SPREAD * n / copies * FP16_STEPS) / FP16_STEPS for n in range(1, copies)]
         inputs[channel], columns[channel] = 1 / by_input, 1 / by_weight
-    filling = width + found.extra - len(channels)
+    filling = width + split.extra - len(channels)
     kept = np.array([1.0] * len(channels) + [0.0] * filling)
     less = 1 - np.array([*spread, *[0.0] * filling])
     index = np.array([*channels, *[0] * filling], dtype=np.int64)

@@ -56,8 +56,6 @@ FORMS: dict[BackendName, WeightForm] = {
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """How a model becomes ONNX."""
-
     opset: int
     compute: Compute
     weights: WeightForm

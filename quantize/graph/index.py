@@ -112,7 +112,6 @@ def _read_attribute(item: onnx.AttributeProto) -> onnx.TensorProto | None:
 
 
 def attribute(node: onnx.NodeProto, name: str, default: int = 0) -> int:
-    """Return the integer attribute of a node, or `default`."""
     return next((int(item.i) for item in node.attribute if item.name == name), default)
 
 
@@ -134,7 +133,6 @@ def replace_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> No
 def rename_tensors(
     nodes: Iterable[onnx.NodeProto], names: Mapping[str, str], *, outputs: bool = False
 ) -> None:
-    """Rename what nodes read, and what they make with `outputs`, in place."""
     for node in nodes:
         for tensors in (node.input, node.output) if outputs else (node.input,):
             for position, name in enumerate(tensors):
@@ -247,15 +245,12 @@ _MOVES = ("Cast", "Identity", "Reshape", "Dropout")
 
 @dataclass(frozen=True)
 class ResidualAdd:
-    """The Add that a normalization reads."""
-
     norm: onnx.NodeProto
     add: onnx.NodeProto
     dq: onnx.NodeProto | None  # behind one of its operands: the residual is INT8
 
     @property
     def module(self) -> str:
-        """The module that adds, by the node's name."""
         return module_of(self.add.name)
 
 
@@ -335,5 +330,4 @@ def _value(index: GraphIndex, name: str) -> Any:
 
 
 def _stored(index: GraphIndex, name: str) -> onnx.TensorProto | None:
-    """Return the tensor of an initializer or of a Constant node, moved or not, in files of any origin."""
     return index.stored(index.origin(name, _MOVES)[1])

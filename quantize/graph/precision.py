@@ -137,7 +137,6 @@ def _list_before(model: onnx.ModelProto, operators: Collection[str]) -> set[str]
 
 
 def _list_means(model: onnx.ModelProto) -> set[str]:
-    """Return the outputs of sums, and of their divisions."""
     found: set[str] = set()
     for node in model.graph.node:
         if node.op_type == "ReduceSum" or (node.op_type == "Div" and node.input[0] in found):

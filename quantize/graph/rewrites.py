@@ -171,7 +171,6 @@ def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
 
 
 def _join(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodeProto]:
-    """Return the nodes that replace the Reshape and Transpose of three branches."""
     size, width = members[0].size, members[0].width
     reshape = members[0].nodes[0].name
     path = f"{reshape.rpartition('/')[0]}/joined{run_of(reshape)}"
@@ -200,12 +199,10 @@ def _join(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodeProto
 
 
 def _write_sigmoid(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Return the nodes of one GELU; their names stay inside its module."""
     x, name = gelu.input[0], gelu.name
     linear, cubic = f"{name}_linear", f"{name}_cubic"
     store_constants(
-        model,
-        {linear: np.array(_GELU_LINEAR, np.float32), cubic: np.array(_GELU_CUBIC, np.float32)},
+        model, {linear: np.array(_GELU_LINEAR, np.float32), cubic: np.array(_GELU_CUBIC, np.float32)}
     )
     steps = [
         ("Mul", [x, x], f"{name}_square"),
@@ -389,5 +386,4 @@ def _set(node: onnx.NodeProto, name: str, value: int | list[int]) -> None:
 
 
 def transpose_hidden(source: str, target: str, name: str) -> onnx.NodeProto:
-    """Return a Transpose between [batch, length, hidden] and [length, batch, hidden]."""
     return helper.make_node("Transpose", [source], [target], name=name, perm=list(TURN))

@@ -210,7 +210,6 @@ def weight_dq(index: GraphIndex, matmul: onnx.NodeProto) -> onnx.NodeProto | Non
 def _factor(
     model: onnx.ModelProto, node: onnx.NodeProto, dq: onnx.NodeProto, scale: Float32, shared: np.float32
 ) -> onnx.NodeProto:
-    """Give one DQ the scalar scale and return the Mul for behind its MatMul."""
     name = dq.input[0].removesuffix("_int8")
     scalar, zero_point, factor = f"{name}_scalar", f"{name}_scalar_zero_point", f"{name}_factor"
     quotient = (scale.astype(np.float64) / shared).astype(np.float32)

@@ -25,12 +25,10 @@ from modelopt.torch.quantization.nn import TensorQuantizer  # noqa: E402
 
 
 def get_calibrator(quantizer: Any) -> Any:
-    """Return the collector of a quantizer's values while it calibrates."""
     return quantizer._calibrator
 
 
 def set_calibrator(quantizer: Any, calibrator: Any) -> None:
-    """Let an object of ModelOpt's calibrator interface collect the values."""
     quantizer._calibrator = calibrator
 
 
@@ -40,7 +38,6 @@ def set_histogram(calibrator: HistogramCalibrator, counts: torch.Tensor, edges: 
 
 
 def quantize_with(quantizer: Any, value: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """Return `value` as the quantizer would make it with this amax."""
     return _mse_quant_func(value, amax, quantizer)  # type: ignore[no-any-return]
 
 
@@ -50,7 +47,6 @@ def get_stored_amax(quantizer: Any) -> torch.Tensor:
 
 
 def forget_scale(quantizer: Any) -> None:
-    """Let the scale be prepared anew."""
     quantizer._quantizer_cache = None
 
 
@@ -123,18 +119,14 @@ def _prepare(quantizer: Any) -> _Scale:
 
 
 def get_lowest_code(quantizer: Any) -> int:
-    """Return -128, or -127 in the narrow range."""
     return -INT8_MAX if quantizer.narrow_range else -INT8_MAX - 1
 
 
 class ShortQuantizer(TensorQuantizer):  # type: ignore[misc]
-    """TensorQuantizer with a short way through `forward`."""
-
     shared: Any = None  # what quantizes once for several quantizers: `native_modules.Shared`
     exact: bool = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Fake-quantize `inputs`; while it calibrates in ModelOpt's own way."""
         if self._if_calib or not self._if_quant:
             return super().forward(inputs)  # type: ignore[no-any-return]
         if self.shared is not None and not self._disabled:

@@ -86,7 +86,6 @@ _known_constant = functools.cache(_make_constant)
 
 
 def _constant(value: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor [1], made once for each device."""
     make = _make_constant if torch.compiler.is_compiling() else _known_constant
     return make(value, dtype, device)
 
@@ -158,7 +157,6 @@ class Learned:
         return get_stored_amax(self.quantizer).float().reshape(self.ratio.shape)
 
     def quantized(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Fake-quantize `inputs`, in their own type."""
         scale, gain = self.table.current(self)
         output: torch.Tensor = _quantize(inputs, self.ratio, scale, gain, self.axis, self.low)
         return output
@@ -217,8 +215,6 @@ class ScaleTable:
 
 
 class FakeQuantLinear(nn.Linear):
-    """A linear whose input and weight are quantized."""
-
     input_quantizer: TensorQuantizer
     weight_quantizer: TensorQuantizer
 
@@ -228,7 +224,6 @@ class FakeQuantLinear(nn.Linear):
 
 @functools.cache
 def _residual_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of a module that adds a residual, and quantizes it before."""
 
     def forward(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> Any:
         rounded = quantize_residual(self.residual_quantizer, input_tensor)
@@ -251,11 +246,9 @@ class SharedQuantizer:
         self.served: frozenset[int] = frozenset()
 
     def __deepcopy__(self, _: Any) -> "SharedQuantizer":
-        """Copy with a model, without the tensors."""
         return SharedQuantizer(self.readers)
 
     def quantized(self, inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
-        """Quantize `inputs`; return the same tensor again for another reader of it."""
         if torch.compiler.is_compiling():
             return quantizer.quantized(inputs)  # type: ignore[no-any-return]
         learned = quantizer.__dict__.get("learned")
@@ -408,7 +401,6 @@ def learn_amax(model: "PreTrainedModel", together: Iterable[Sequence[str]] = ())
 
 
 def _make_learned(model: "PreTrainedModel", name: str, quantizer: Any) -> Learned:
-    """Return a ratio of 1 for a quantizer."""
     kind, module = get_quantizer_kind(name), model.get_submodule(name.rpartition(".")[0])
     per_channel = quantizer.axis is not None
     if kind == "weight":
@@ -428,7 +420,6 @@ def _make_learned(model: "PreTrainedModel", name: str, quantizer: Any) -> Learne
 
 
 def list_learned(model: "PreTrainedModel") -> list[nn.Parameter]:
-    """Return the ratios of `learn_amax`, in model order."""
     return [value for name, value in model.named_parameters() if name.rpartition(".")[2] == PARAMETER]
 
 
@@ -463,6 +454,5 @@ def settle_learned(model: "PreTrainedModel") -> None:
 
 
 def _list_tables(model: "PreTrainedModel") -> dict[int, ScaleTable]:
-    """Return the tables of learned scales, by the key of their hook on the model."""
     owners = {key: getattr(hook, "__self__", None) for key, hook in model._forward_pre_hooks.items()}
     return {key: owner for key, owner in owners.items() if isinstance(owner, ScaleTable)}

@@ -56,7 +56,6 @@ class _QuickLinears(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], _: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Handle a call of one of torch's functions."""
         if function is functional.linear and not kwargs and _dense(*args[:2]):
             inputs, weight, *bias = args
             threads = torch.get_num_threads()

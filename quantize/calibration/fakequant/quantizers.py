@@ -54,7 +54,6 @@ def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
 
 
 def name_outputs(model: "PreTrainedModel") -> Mapping[str, tuple[str, ...]]:
-    """Return the names of a model's outputs, and of their axes."""
     kind = kind_of(type(model).__name__)
     return LOGITS if kind is None else kind.outputs
 
@@ -129,7 +128,6 @@ _KINDS: dict[str, QuantizerKind] = {
 
 
 def get_quantizer_kind(name: str) -> QuantizerKind:
-    """Return the purpose of a quantizer, by its full name."""
     return _KINDS[name.rpartition(".")[2]]
 
 
@@ -208,12 +206,9 @@ def register_residuals(model: "PreTrainedModel", wanted: Collection[str] = ("all
 
 
 def _quantized_class() -> type:
-    """Return the mix-in of ModelOpt for a module that adds a residual."""
     from modelopt.torch.quantization.nn import TensorQuantizer
 
     class QuantResidual:
-        """`LayerNorm(dense(h) + x)` whose x is fake-quantized."""
-
         def _setup(self) -> None:
             self.residual_quantizer = TensorQuantizer()
 

@@ -76,8 +76,6 @@ class GemmRow(Strict):
 
 
 class Group(Strict):
-    """Findings of one code."""
-
     code: str
     rows: list[FindingRow]
     gemms: list[str]  # nodes that they touch
@@ -108,7 +106,6 @@ class CheckReport(Tabular):
 
     @property
     def groups(self) -> list[Group]:
-        """Findings of one code together, in their order."""
         by_code: dict[str, list[FindingRow]] = defaultdict(list)
         for row in self.findings:
             by_code[row.code].append(row)
@@ -137,7 +134,6 @@ class CheckReport(Tabular):
 
 
 def to_json(report: CheckReport) -> dict[str, Any]:
-    """Return the report as JSON values."""
     return report.model_dump(mode="json") | {"counts": report.counts}
 
 
@@ -197,7 +193,6 @@ def _check_allow(allow: Collection[str]) -> None:
 
 
 def _list_unreadable(model: onnx.ModelProto, opset: int) -> list[FindingRow]:
-    """Return the faults that keep the other rules from being applied."""
     name = model.graph.name or "graph"
     if not 10 <= opset <= 1000:
         return [finding("opset-too-low" if opset < 10 else "invalid-onnx", name, f"its opset is {opset}")]
@@ -236,7 +231,6 @@ def _find_invalid(model: onnx.ModelProto) -> FindingRow | None:
 
 
 def _apply_rules(report: CheckReport, model: onnx.ModelProto, expected: Collection[str] | None) -> None:
-    """Fill the report of a readable model."""
     types, mixes = walk_types(model, report.opset)
     graph = CheckGraph(model, types)
     added = find_residuals(graph.index)
@@ -465,7 +459,6 @@ def _check_type(graph: CheckGraph, node: onnx.NodeProto, scales: int) -> Iterato
 
 
 def _check_matmuls(graph: CheckGraph) -> Iterator[FindingRow]:
-    """Require Q/DQ on both inputs of a matmul or on neither."""
     attention = {node.output[0] for found in graph.attentions for node in (found.scores, found.context)}
     for node in graph.matmuls:
         first, second = graph.operands[node.output[0]]
@@ -479,7 +472,6 @@ def _check_matmuls(graph: CheckGraph) -> Iterator[FindingRow]:
 
 
 def _check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
-    """Require an attention to be in INT8 as a whole or not at all."""
     for attention in graph.attentions:
         with_dq = [part for part, operand in attention.operands.items() if operand.dq is not None]
         if attention.is_whole:
@@ -523,7 +515,6 @@ def _check_protected(graph: CheckGraph) -> Iterator[FindingRow]:
 
 
 def _check_weights(graph: CheckGraph) -> Iterator[FindingRow]:
-    """Check the quantized weight of every matmul, and the order in which weights are stored."""
     for node in graph.matmuls:
         pair = graph.operands[node.output[0]]
         for position, operand in enumerate(pair):
@@ -654,7 +645,6 @@ def _check_residuals(
 
 
 def _check_constants(graph: CheckGraph) -> Iterator[FindingRow]:
-    """Find NaN in constants, and values too large for FP16 where FP16 reads them (or may, after a cast)."""
     for tensor, name, node in _list_float_constants(graph):
         value = numpy_helper.to_array(tensor)
         value = value.astype(np.float32) if tensor.data_type == TensorProto.BFLOAT16 else value

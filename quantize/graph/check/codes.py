@@ -44,7 +44,7 @@ _FIXES: dict[tuple[Severity, Effect], dict[str, str]] = {
         "recipe-missing": "export with this recipe again, or take the module out of it",
     },
     ("error", "slow"): {
-        "partial-attention": "put Q/DQ on all of q, k, v, the softmax output and the output, or none",
+        "partial-attention": "put Q/DQ on all of q, k, v, the softmax output and the output, or none"
     },
     ("warning", "slow"): {
         "attention-head-size": "keep this attention in FP16; INT8 attention needs head size "

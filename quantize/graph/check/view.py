@@ -109,7 +109,6 @@ class Attention:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether q, k, v, the softmax output and the output all have Q/DQ."""
         return self.output_quantized and all(part.dq is not None for part in self.operands.values())
 
 

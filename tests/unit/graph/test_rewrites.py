@@ -150,10 +150,7 @@ class TestJoining:
         assert join_heads(graph) == 0
         assert graph.SerializeToString(deterministic=True) == before
 
-    @pytest.mark.parametrize(
-        "shape",
-        [[0, 0, HEADS, HIDDEN // HEADS], [0, 0, -1, HIDDEN // HEADS]],
-    )
+    @pytest.mark.parametrize("shape", [[0, 0, HEADS, HIDDEN // HEADS], [0, 0, -1, HIDDEN // HEADS]])
     @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
     def test_a_constant_shape(self, tiny_bert: Path, name: str, shape: list[int]) -> None:
         graph = folded(traced(tiny_bert, name))
