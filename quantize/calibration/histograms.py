@@ -69,8 +69,8 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
         self.limit = self.limit or largest
         self.largest = max(self.largest, largest)
         for chunk in torch.split(values, CHUNK):
-            found = torch.histc(chunk.float().abs(), bins=BINS, min=0, max=self.limit)
-            self.counts += found.cpu().numpy().astype(np.int64)
+            counts = torch.histc(chunk.float().abs(), bins=BINS, min=0, max=self.limit)
+            self.counts += counts.cpu().numpy().astype(np.int64)
 
     def reset(self) -> None:
         self.counts[:], self.limit, self.largest, self._found = 0, 0.0, 0.0, None
@@ -111,11 +111,9 @@ def _least_error(counts: Int64, width: float) -> torch.Tensor:
 
 
 def clip_weight(quantizer: Any, weight: torch.Tensor) -> None:
-    """Lower a weight quantizer's max amax to where the squared error of the weight is least, by ModelOpt.
+    """Lower the max amax of a weight's quantizer to where the squared error is least, by ModelOpt.
 
-    Args:
-        quantizer: TensorQuantizer of the weight with its max amax, per channel or per tensor; changed.
-        weight: float32 [N, K].
+    The amax is per channel or per tensor, the weight float32 [N, K].
     """
     start, stop, step = WEIGHT_CLIPS
     judge = copy.deepcopy(quantizer).cpu()  # for a GPU, ModelOpt would first compile its arithmetic

@@ -238,6 +238,7 @@ def _choose_scales(model: "PreTrainedModel", names: list[str], ranges: Ranges, a
 
 
 def column_ranges(weight: "torch.Tensor") -> Float64:
+    """Return the largest magnitude of each column of a weight [N, K], float64 [K]."""
     ranges: Float64 = weight.detach().abs().amax(dim=0).double().cpu().numpy()
     return ranges
 

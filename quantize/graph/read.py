@@ -120,10 +120,9 @@ def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def _structure_bytes(data: bytes) -> int:
-    """Return the bytes of a serialized ModelProto that are not weights; stops counting past MAX_STRUCTURE.
+    """Return the bytes of a serialized ModelProto that are not weights; stop counting past MAX_STRUCTURE.
 
-    Raises:
-        ValueError: the bytes are not a protobuf message, or end too early.
+    ValueError: the bytes are not a protobuf message, or end too early.
     """
     structure = 0
     todo: list[tuple[Any, int, int]] = [(onnx.ModelProto.DESCRIPTOR, 0, len(data))]
@@ -145,13 +144,10 @@ def _structure_bytes(data: bytes) -> int:
 @cache
 def _length_delimited(message: Any) -> dict[int, tuple[str, Any]]:
     """Return the fields of a message that hold a message (with its descriptor) or weights."""
-    fields: dict[int, tuple[str, Any]] = {}
-    for number, field in message.fields_by_number.items():
-        if field.message_type is not None:
-            fields[number] = ("message", field.message_type)
-        elif message.name == "TensorProto" and field.name in _WEIGHTS:
-            fields[number] = ("weights", None)
-    return fields
+    fields = message.fields_by_number.items()
+    messages = {n: ("message", field.message_type) for n, field in fields if field.message_type is not None}
+    weights = {n: ("weights", None) for n, field in fields if field.name in _WEIGHTS}
+    return messages | (weights if message.name == "TensorProto" else {})
 
 
 def _next_field(data: bytes, position: int, end: int) -> tuple[int, int, int]:
@@ -190,21 +186,24 @@ def _read_external(model: onnx.ModelProto, path: Path) -> None:
     """Load external weights after checking that each is inside an existing file of the model's folder."""
     outside = [t for t in tensors(model) if t.data_location == onnx.TensorProto.EXTERNAL]
     sizes: dict[str, int] = {}
-    wanted = 0
+    announced = 0
     for tensor in outside:
         place = {entry.key: entry.value for entry in tensor.external_data}
-        location = place.get("location")
-        size = _file_size(path.parent, location)
+        location, length = place.get("location", ""), place.get("length", "")
+        try:
+            size = (path.parent / location).stat().st_size if location else None
+        except (OSError, ValueError):  # missing, or not a possible name
+            size = None
         if size is None:
             raise UserError(
                 f"{path} keeps tensor {tensor.name!r} in {location or 'an unnamed file'}, which is missing; "
                 f"copy that file to {path.parent}"
             )
-        sizes[str(location)] = size
-        wanted += _announced_bytes(place, size)
-    if wanted > MAX_SHARING * sum(sizes.values()):
+        sizes[location] = size
+        announced += int(length) if length.isdecimal() and len(length) < 20 else size
+    if announced > MAX_SHARING * sum(sizes.values()):
         raise UserError(
-            f"{path} announces {wanted} bytes of external data, but {', '.join(sorted(sizes))} "
+            f"{path} announces {announced} bytes of external data, but {', '.join(sorted(sizes))} "
             f"has {sum(sizes.values())}; the file is truncated or corrupted, export the model again"
         )
     for tensor in outside:
@@ -216,18 +215,3 @@ def _read_external(model: onnx.ModelProto, path: Path) -> None:
                 f"cannot read the external data of tensor {tensor.name!r} in {path} ({reason}); "
                 "export the model again"
             ) from error
-
-
-def _file_size(folder: Path, location: object) -> int | None:
-    if not isinstance(location, str) or not location:
-        return None
-    try:
-        return (folder / location).stat().st_size
-    except (OSError, ValueError):  # missing, or not a possible name
-        return None
-
-
-def _announced_bytes(place: dict[str, str], size: int) -> int:
-    """Return the bytes that an external tensor reads of a file of `size`; all without a length."""
-    length = place.get("length", "")
-    return int(length) if length.isdecimal() and len(length) < 20 else size

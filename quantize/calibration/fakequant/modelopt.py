@@ -123,8 +123,8 @@ def get_lowest_code(quantizer: Any) -> int:
 
 
 class ShortQuantizer(TensorQuantizer):  # type: ignore[misc]
-    shared: Any = None  # what quantizes once for several quantizers: `native_modules.Shared`
-    exact: bool = False
+    shared: Any = None  # quantizes once for several quantizers: `native.SharedQuantizer`
+    exact: bool = False  # without gradients
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self._if_calib or not self._if_quant:
