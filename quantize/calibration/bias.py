@@ -35,12 +35,10 @@ TOKENS = 2**12  # what is averaged is small and paired; bounds the time, and wha
 def correct_biases(
     model: "PreTrainedModel", linears: Iterable[str], batches: Iterable[Batch]
 ) -> dict[str, list[float]]:
-    """Correct the biases of the encoder's quantized linears, in place; return the additions, float32 values.
+    """Correct the biases of the encoder's quantized linears, in place; return the additions.
 
-    Args:
-        model: calibrated fake-quant model; quantizers that are disabled stay so.
-        linears: full names of the INT8 linears; those outside of encoder layers or without bias are left.
-        batches: int64 [B, L] arrays without padding; as many as make `TOKENS` tokens are used and held.
+    Quantizers that are disabled stay so; linears outside of encoder layers or without bias are left. Of the
+    batches, int64 [B, L] without padding, as many as make `TOKENS` tokens are used and held.
     """
     import torch
 
@@ -229,10 +227,7 @@ def _hooks(model: "PreTrainedModel", names: Iterable[str], hook: Callable[..., N
 def _record_calls(
     model: "PreTrainedModel", runs: Counter[str], batches: Iterable[Batch]
 ) -> "tuple[list[torch.Tensor], dict[str, list[Arguments]]]":
-    """Record what the first layer reads for `TOKENS` tokens, and what all get besides: masks, positions.
-
-    No layer runs meanwhile.
-    """
+    """Record what the first layer reads for `TOKENS` tokens, and what all get besides; no layer runs."""
     calls: dict[str, list[Arguments]] = {name: [] for name in runs}
     tokens = 0
 

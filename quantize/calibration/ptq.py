@@ -63,13 +63,8 @@ def _resolve_overrides(
 ) -> dict[str, float]:
     """Return the amax that the recipe gives, by the full names of quantizers.
 
-    Args:
-        overrides: by quantizer, with or without the prefix of the base model.
-        names: of all quantizers.
-        prefix: `bert` in `bert.encoder.layer.0`.
-
-    Raises:
-        UserError: names that no quantizer has, or whose tensor is changed before; lists all of them.
+    Names may lack `prefix`, such as `bert`. UserError lists those that no quantizer has, or whose tensor is
+    changed before.
     """
     folded = _list_folded(plan)
     known = {name for name in names if get_quantizer_kind(name) not in ("weight", "softmax")}
@@ -150,13 +145,7 @@ def _make_modelopt_config(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def insert_quantizers(model: "PreTrainedModel", plan: Plan) -> dict[str, Any]:
-    """Insert ModelOpt's fake quantizers into `model`, in place, without calibrating them.
-
-    Returns the enabled quantizers by full name.
-
-    Raises:
-        CheckFailed: ModelOpt enabled other quantizers than the plan names.
-    """
+    """Insert ModelOpt's fake quantizers, in place and not calibrated; return those of the plan by name."""
     mtq = import_modelopt()
     config = _make_modelopt_config(plan)
     entries = [{"quantizer_name": name, "cfg": cfg} for name, cfg in config.items()]
@@ -180,10 +169,9 @@ def calibrate(
     settings: Calibration,
     progress: Callable[[int], None] = lambda _: None,
 ) -> CalibrationRecord:
-    """Insert quantizers and calibrate them; memory does not grow with the samples.
+    """Insert quantizers and calibrate them, in place; memory does not grow with the samples.
 
     Args:
-        model: FP32 model, changed in place.
         batches: int64 [B, L] arrays with attention_mask, of equal length, so that no quantizer sees padding
             (Model-Optimizer issue 1261). One pass, and more as the plan needs.
         progress: called with the number of samples of each batch.
@@ -291,10 +279,6 @@ def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> 
     """Rebuild the calibrated fake-quant model from `calibration.json`, scales bit for bit.
 
     Copies of outlier channels are part of it, so `model` may come out wider than it was.
-
-    Raises:
-        UserError: the record is of another recipe or model.
-        CheckFailed: an INT8 residual has another amax than the linears that read the same tensor.
     """
     import torch
 

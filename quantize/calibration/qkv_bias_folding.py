@@ -69,11 +69,7 @@ class _Seen:
 
 @contextmanager
 def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _Seen]]:
-    """Record what q, k and v read in each attention to be shifted, while calibration data go through.
-
-    Raises:
-        UserError: they read another tensor than that whose maker the family names.
-    """
+    """Record what q, k and v read in each attention to be shifted, while calibration data go through."""
     makers = folds_q_bias(plan)
     seen = {name: _Seen() for name in makers}
     outputs: dict[str, Any] = {}
@@ -107,9 +103,6 @@ def choose_shifts(
 
     `ranges` of what q, k and v read become those of the shifted. Returns the shifts by attention whose q has
     a bias, and a warning where much of what one does is left out.
-
-    Raises:
-        UserError: what has to make or take out a shift has no bias.
     """
     import torch
 
@@ -161,20 +154,17 @@ def _needs_shift(model: "PreTrainedModel", plan: Plan, attention: str, maker: st
 def solve_shift(  # noqa: PLR0913, PLR0917
     query: Float64, key: Float64, bias: Float64, size: int, spread: Float64, half: Float64
 ) -> tuple[Float64, float]:
-    """Return the shift d of x that best does what the bias b of q does, and the rest of that bias.
+    """Return the shift d [K] of x that best does what the bias b [N] of q does, and the rest in scores.
 
     d is the smallest sum of the mean square of ((b - W d) k) / sqrt(D), over heads and over the differences
-    of keys k of a sample, and of `RIDGE_LAMBDA` times the mean square of d / half.
+    of keys k of a sample, and of `RIDGE_LAMBDA` times the mean square of d / half. The rest is a root mean
+    square.
 
     Args:
         query: weight [N, K]; so is `key`.
-        bias: of q, [N].
         size: D, channels of one head.
         spread: covariance of x over the tokens of a sample, [K, K].
         half: half of the range of each channel of x, [K].
-
-    Returns:
-        d, [K], and the root mean square of the rest in scores.
     """
     by_head = key.reshape(-1, size, key.shape[1])
     seen = by_head @ spread @ by_head.transpose(0, 2, 1) / size  # covariance of the keys, [heads, D, D]
@@ -186,10 +176,7 @@ def solve_shift(  # noqa: PLR0913, PLR0917
 
 
 def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing) -> Smoothing:
-    """Give the weight rows of k and v about equal ranges, or those of q and k like ones, in place.
-
-    Returns all factors: `moved` are in the weights already.
-    """
+    """Give weight rows of k and v about equal ranges, or those of q and k like ones; return all factors."""
     rows: dict[str, list[float]] = {}
     columns: dict[str, list[float]] = {}
     balanced, level = folds_q_bias(plan), shares_qkv_scales(plan)

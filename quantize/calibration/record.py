@@ -110,11 +110,6 @@ def read_quantizer_state(name: str, quantizer: Any, rms: float | None) -> Quanti
 
 
 def read_record(path: Path) -> CalibrationRecord:
-    """Read `calibration.json`.
-
-    Raises:
-        UserError: missing or not of this schema.
-    """
     return read(path, CalibrationRecord, "calibration record", "quantize again")
 
 
@@ -123,11 +118,7 @@ def write_record(path: Path, record: CalibrationRecord) -> None:
 
 
 def require_plausible(states: dict[str, QuantizerState]) -> None:
-    """Hold every amax to be finite, positive and plausible.
-
-    Raises:
-        CheckFailed: names every offender with its value.
-    """
+    """Hold every amax to be finite, positive and plausible; CheckFailed names every other with its value."""
     problems = [f"{name}: {why}" for name, state in states.items() if (why := _implausible(state))]
     if problems:
         raise CheckFailed(
@@ -161,11 +152,7 @@ def get_state_shifts(record: CalibrationRecord, plan: Plan) -> dict[int, list[fl
 
 
 def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
-    """Hold residuals to the amax of the linears that read the same tensor.
-
-    Raises:
-        CheckFailed: names every residual that differs.
-    """
+    """Hold residuals to the amax of linears that read the same tensor; CheckFailed names all that differ."""
     lost = []
     for name in plan.residual:
         readers = [f"{linear}.input_quantizer" for linear in plan.family.residual_readers(name)]
@@ -180,15 +167,10 @@ def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
 
 
 def select_record(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> CalibrationRecord:
-    """Select the record of a plan from records with every candidate in INT8.
+    """Select a plan's record from records with all linears in INT8, without (`plain`) and with attentions.
 
     An amax is measured in full precision, so it does not depend on what else is INT8, and smoothing looks at
     one layer alone. Only what a layer's attention is has a say there: an INT8 one is smoothed too.
-
-    Args:
-        plan: a part of both.
-        plain: all linears in INT8, no attention.
-        fused: all linears and attentions in INT8.
     """
     family = plan.family
     inside = {family.layer_of(name) for name in plan.attention}

@@ -97,11 +97,7 @@ def measure_ranges(
 def smooth(model: "PreTrainedModel", plan: Plan, ranges: Ranges, left: Collection[str] = ()) -> Smoothing:
     """Choose the factors from what `measure_ranges` saw, and apply them to a model with quantizers, in place.
 
-    Args:
-        left: attentions whose q and k stay as they are.
-
-    Raises:
-        UserError: "gain" for linears whose input is not the output of a LayerNorm.
+    The q and k of attentions in `left` stay as they are. UserError: "gain" without a LayerNorm before.
     """
     wanted, heads = _smoothed(plan, plan.int8), _smoothed(plan, plan.attention)
     if not (wanted or heads):
@@ -193,10 +189,6 @@ def remove_factors(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str,
     Without quantizers both compute the same, and `apply_factors` on these gives the model's own back bit for
     bit: every factor is a power of two. Tensors without factors are not copied.
 
-    Args:
-        model: fake-quant model, trained since `apply_factors` or not; left as it is.
-        smoothing: factors that are in its weights.
-
     Raises:
         CheckFailed: values so near to zero that FP32 cannot hold them divided; names every linear.
     """
@@ -261,10 +253,7 @@ def _power_of_two(raw: Float64) -> Float64:
 
 
 def _trace_inputs(model: "PreTrainedModel", names: list[str]) -> tuple[list[list[str]], dict[str, Float64]]:
-    """Return the linears that read each tensor, and gains of LayerNorms that made a linear's input.
-
-    Gains are powers of two.
-    """
+    """Return the linears that read each tensor, and by linear the LayerNorm's gain before, powers of two."""
     import torch
     from torch import nn
 

@@ -120,8 +120,7 @@ def choose_softmax_scales(
     that short inputs count even where most are long.
 
     Args:
-        model: with quantizers; left as it is.
-        run: passes batches without padding through the model.
+        run: passes batches without padding through the model, which is left as it is.
         left: attentions whose values are not centered, as nothing can be added behind their GEMM.
         by_error: choose; else amax 1 and no centering, and their loss.
     """

@@ -37,12 +37,10 @@ FP16_STEPS = 1024
 def split_outliers(
     model: "PreTrainedModel", ranges: dict[str, Float64], extra: int
 ) -> dict[str, ChannelSplit]:
-    """Choose the copies of feed-forwards, and make them in `model`.
+    """Choose the copies of feed-forwards, and make them in `model`; answers stay the same up to rounding.
 
-    Args:
-        model: with quantizers; changed in place, its answers stay the same up to rounding.
-        ranges: largest magnitude of each input, [K], of every second linear to split.
-        extra: channels that each layer gets for copies; what no outlier needs is filled with zero columns.
+    `ranges` are the largest magnitudes of each input, [K], of the second linears to split. Each layer gets
+    `extra` channels for copies; those that no outlier needs are filled with zero columns.
     """
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in ranges}
     splits = {

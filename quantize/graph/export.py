@@ -65,10 +65,7 @@ class ExportSettings:
 
     @classmethod
     def of(cls, recipe: Recipe, backend: BackendName, compute: Compute | None = None) -> "ExportSettings":
-        """Return a recipe's settings in the form that a backend runs best; another compute type on request.
-
-        CPU runtimes choose their own datatype for an FP32 graph.
-        """
+        """Return a recipe's settings for a backend; CPU runtimes choose their datatype for an FP32 graph."""
         export, for_gpu = recipe.export, backend not in CPU_BACKENDS
         return cls(
             export.opset,
@@ -83,14 +80,9 @@ class ExportSettings:
 def trace(
     model: "PreTrainedModel", opset: int, outputs: Mapping[str, tuple[str, ...]] = LOGITS
 ) -> onnx.ModelProto:
-    """Export an FP32 model by TorchScript, fake-quantized or not, as an FP32 ONNX graph.
+    """Export an FP32 model in eval mode by TorchScript, fake-quantized or not, as an FP32 ONNX graph.
 
-    Inputs are int64 [batch, length]; outputs are float32.
-
-    Args:
-        model: in eval mode.
-        opset: ONNX opset.
-        outputs: names of the outputs and of their axes, as the kind of task says.
+    Inputs are int64 [batch, length]; outputs are float32, with the names and axes in `outputs`.
 
     Raises:
         UserError: the exporter fails.
@@ -139,11 +131,7 @@ def finish_graph(
 ) -> onnx.ModelProto:
     """Type the graph of a traced model: INT8 weights, their form, FP16 with FP32 islands. A new model.
 
-    Args:
-        traced: not changed.
-        plan: what is INT8 in a traced model that has quantizers.
-        notes: takes what the user should know of the graph.
-        done: takes how often each rewrite was made.
+    `notes` takes what the user should know of the graph, `done` how often each rewrite was made.
 
     Raises:
         CheckFailed: a weight of the plan was not quantized, or a constant does not fit FP16.
@@ -180,21 +168,14 @@ def finish_graph(
 def write_graph(
     traced: onnx.ModelProto, plan: Plan, settings: ExportSettings, path: Path, notes: list[str] | None = None
 ) -> dict[str, int]:
-    """Finish a traced model and save it, as INT8, or as FP16 or FP32 where it has no quantizers.
-
-    Returns how often each rewrite was made. `finish_graph` and `save` say what is raised.
-    """
+    """Finish a traced model and save it, quantized or not; return how often each rewrite was made."""
     done: dict[str, int] = {}
     save(finish_graph(traced, plan, settings, notes, done), path, settings.recipe)
     return done
 
 
 def save(model: onnx.ModelProto, path: Path, recipe: str) -> None:
-    """Check and write a graph atomically, with the recipe's name in its metadata.
-
-    Raises:
-        CheckFailed: onnx.checker refuses the graph.
-    """
+    """Write a graph atomically, with the recipe's name in its metadata; CheckFailed if it is not valid."""
     onnx.helper.set_model_props(model, {"qdqbench.recipe": recipe})
     data = model.SerializeToString(deterministic=True)
     try:

@@ -148,10 +148,7 @@ def store_constants(model: onnx.ModelProto, arrays: Mapping[str, Array]) -> None
 
 
 def tensor_values(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
-    """Return type and shape of every tensor of a graph but the constants, by shape inference.
-
-    Large constants take part without values, which say nothing about shapes.
-    """
+    """Return type and shape of all tensors but constants, inferred without the values of large ones."""
     bare = onnx.GraphProto(
         name=model.graph.name,
         node=model.graph.node,

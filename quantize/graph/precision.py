@@ -63,14 +63,10 @@ def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
     """Type an FP32 graph for a strongly typed parser, in place; graph inputs and outputs keep their types.
 
     Every node computes in FP16, except Q/DQ (FP32 scales: FP16 ones overflow with per-channel weights), the
-    nodes of `fp32_modules`, rotary angles with their Sin and Cos (an angle is as large as its position, and
-    FP16 rounds one of 500 by up to an eighth of a radian), and sums over tokens with what divides them
-    (they leave FP16 on long inputs). A Cast stands at each border, one per tensor and type.
-
-    Args:
-        model: FP32 graph in topological order; changed.
-        fp32_modules: module paths whose own nodes compute in FP32, as `Plan.fp32` has them; those inside are
-            named apart. `x.softmax` means the Softmax of module `x`.
+    nodes of `fp32_modules` (as `Plan.fp32` has them; `x.softmax` is the Softmax of module `x`), rotary angles
+    with their Sin and Cos (an angle is as large as its position, and FP16 rounds one of 500 by up to an
+    eighth of a radian), and sums over tokens with what divides them (they leave FP16 on long inputs). A Cast
+    stands at each border, one per tensor and type.
 
     Raises:
         CheckFailed: constants that do not fit FP16, all of them named.

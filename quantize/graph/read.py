@@ -59,11 +59,7 @@ def read_model(path: Path) -> onnx.ModelProto:
 
 
 def validate_tensors(model: onnx.ModelProto) -> None:
-    """Read every constant of the graph once, so that later readings cannot fail.
-
-    Raises:
-        UserError: a tensor whose data do not fit its shape and type, or whose data are in another file.
-    """
+    """Read every constant of the graph once, so that later readings cannot fail; UserError where one does."""
     for tensor in tensors(model):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             raise UserError(
@@ -84,11 +80,7 @@ def validate_tensors(model: onnx.ModelProto) -> None:
 
 
 def validate_names(model: onnx.ModelProto) -> None:
-    """Refuse names that are not text: protobuf hands them out as bytes, or raises when they are read.
-
-    Raises:
-        UserError: such a name was found.
-    """
+    """Refuse names that are not text: protobuf hands them out as bytes, or raises when they are read."""
     try:
         wrong = next((text for text in _names(model) if isinstance(text, bytes)), None)
     except UnicodeDecodeError as error:
@@ -120,10 +112,7 @@ def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def _structure_bytes(data: bytes) -> int:
-    """Return the bytes of a serialized ModelProto that are not weights; stop counting past MAX_STRUCTURE.
-
-    ValueError: the bytes are not a protobuf message, or end too early.
-    """
+    """Return the bytes of a ModelProto that are not weights, up to MAX_STRUCTURE; ValueError if none."""
     structure = 0
     todo: list[tuple[Any, int, int]] = [(onnx.ModelProto.DESCRIPTOR, 0, len(data))]
     while todo:

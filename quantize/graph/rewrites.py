@@ -113,11 +113,7 @@ def has_direct_heads(model: onnx.ModelProto) -> bool:
 
 
 def note_unjoined(family: Family, linears: Iterable[str], joined: int) -> str | None:
-    """Return a sentence where fewer attentions were joined than have q, k and v in INT8; else None.
-
-    Args:
-        linears: modules with INT8 weights, once for each time that they run.
-    """
+    """Note where fewer attentions were joined than have q, k and v in INT8: `linears`, once for each run."""
     parts: dict[int | None, Counter[str]] = defaultdict(Counter)
     for name in linears:
         parts[family.layer_of(name)][family.role(name)] += 1

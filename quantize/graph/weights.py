@@ -29,11 +29,7 @@ def quantize_weights(weight: Float32, scale: Float32, axis: int) -> Int8:
     """Return the INT8 codes of a weight, as QuantizeLinear computes them: divide, round half to even, clip.
 
     ModelOpt multiplies by the reciprocal, so a quotient on a rounding border may differ by one code there.
-
-    Args:
-        weight: float32 array.
-        scale: float32 scalar, or [channels] along `axis`.
-        axis: channel axis of `weight`.
+    The scale is a scalar, or [channels] along `axis`.
     """
     shape = [1] * weight.ndim
     if scale.ndim:
@@ -43,16 +39,10 @@ def quantize_weights(weight: Float32, scale: Float32, axis: int) -> Int8:
 
 
 def fold_weights(model: onnx.ModelProto) -> list[str]:
-    """Store quantized weights as INT8 [N, K] with a DQ only, in place; the file shrinks 2-4 times.
+    """Store quantized weights as INT8 [N, K] with a DQ only, in place; return their modules in graph order.
 
     The exporter writes FP32 weight -> Q -> DQ -> Transpose -> MatMul, or for 2-D inputs -> Gemm; a Gemm
-    becomes MatMul and Add so that both have one form.
-
-    Returns:
-        Module paths whose weight was folded, in graph order.
-
-    Raises:
-        CheckFailed: a weight Q/DQ that is not followed by one MatMul or Gemm.
+    becomes MatMul and Add so that both have one form. CheckFailed where anything else follows a weight's DQ.
     """
     index = GraphIndex(model)
     folded = []
@@ -121,16 +111,11 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
     """Split weight scales s: one scalar S in the DQ, a Mul by s/S behind the MatMul; in place.
 
     The INT8 codes stay, so the result is the per-channel recipe exactly; S is free. Linears with the same
-    input share one S, so that an engine can merge them into one GEMM. S is the power of two nearest to the
-    geometric mean of the extreme scales: the unscaled product stays near the final one, so neither overflows
-    FP16, and codes times S are exact in FP16, as is s/S for the scales that calibration makes. A per-tensor
-    linear with an input of its own stays as it is: its scalar is in the GEMM already.
-
-    Args:
-        model: graph after `fold_weights`.
-        merge: linears with the same input share one S. Without it each has another one, which keeps an engine
-            from merging them: one large GEMM is faster for small batches, three for large ones
-            (docs/performance.md).
+    input share one S, so that an engine can merge them into one GEMM; without `merge` each has another one:
+    one large GEMM is faster for small batches, three for large ones (docs/performance.md). S is the power of
+    two nearest to the geometric mean of the extreme scales: the unscaled product stays near the final one, so
+    neither overflows FP16, and codes times S are exact in FP16, as is s/S for the scales of calibration. A
+    per-tensor linear with an input of its own stays as it is: its scalar is in the GEMM already.
     """
     index = GraphIndex(model)
     groups: dict[str, list[tuple[onnx.NodeProto, onnx.NodeProto, Float32]]] = defaultdict(list)
@@ -167,12 +152,10 @@ def _middle(scales: Float32) -> np.float32:
 
 
 def drop_zero_biases(model: onnx.ModelProto, linears: Collection[str]) -> int:
-    """Remove the Adds of biases that are zero, in place; return how many.
+    """Remove the Adds of zero biases that calibration moved elsewhere, in place; return how many.
 
-    Args:
-        model: graph after `fold_weights`.
-        linears: modules whose biases calibration has moved elsewhere. Others stay as they are: a model with
-            random weights, whose biases are all zero, is measured with the kernels of a trained one.
+    Other modules than `linears` stay as they are: a model with random weights, whose biases are all zero, is
+    measured with the kernels of a trained one.
     """
     index = GraphIndex(model)
     replaced: dict[str, str] = {}

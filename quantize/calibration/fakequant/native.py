@@ -68,10 +68,7 @@ PARAMETER = "amax_ratio"
 
 
 def round_up(scale: torch.Tensor) -> torch.Tensor:
-    """Round positive FP32 scales up, in place, to 11 significant bits, as `round_weight_scales` does.
-
-    A carry out of the mantissa goes into the exponent, as it should.
-    """
+    """Round positive FP32 scales up, in place, to 11 significant bits, as `round_weight_scales` does."""
     low = (1 << DROPPED_BITS) - 1
     scale.view(torch.int32).add_(low).bitwise_and_(~low)
     return scale
@@ -233,10 +230,7 @@ def _residual_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 class SharedQuantizer:
-    """Quantizes a tensor once for several quantizers of equal scale, as an engine does.
-
-    It saves their kernels, and the copies that they would keep for the backward pass.
-    """
+    """Quantizes a tensor once for several quantizers of equal scale, as an engine does; saves kernels."""
 
     def __init__(self, readers: int) -> None:
         self.readers = readers
@@ -351,8 +345,7 @@ def _undo(model: "PreTrainedModel") -> None:
 def use_evaluation(model: "PreTrainedModel") -> Iterator[None]:
     """Fake-quantize without gradients: by torch's kernels on a GPU, ModelOpt's results to the bit on a CPU.
 
-    On a GPU ModelOpt would first compile its own kernels, on each new machine. On a CPU its arithmetic takes
-    fewer steps here.
+    ModelOpt itself would first compile its own kernels on a GPU, and takes more steps on a CPU.
     """
     use_native(model)
     for quantizer in list_quantizers(model).values():
@@ -375,14 +368,9 @@ def learn_amax(model: "PreTrainedModel", together: Iterable[Sequence[str]] = ())
 
     A ratio is the parameter `amax_ratio` of its quantizer, () or [channels], FP32; it should not decay.
     Quantizers of one tensor share one, that of the first of them, if they have equal scales: q, k and v,
-    whose GEMMs could not be merged otherwise, and an INT8 residual. The softmax output, whose range is
-    known, has none. The model runs with `use_native` from here on.
-
-    Args:
-        together: further groups of quantizers, by full name, with one amax that stays one.
-
-    Returns:
-        The parameters, in model order; they stay positive only if `keep_positive` sees to it.
+    whose GEMMs could not be merged otherwise, and an INT8 residual; so do the groups of names in `together`.
+    The softmax output, whose range is known, has none. The model runs with `use_native` from here on.
+    Returns the parameters, in model order; they stay positive only if `keep_positive` sees to it.
     """
     use_native(model)
     possible = {n: q for n, q in list_quantizers(model).items() if get_quantizer_kind(n) != "softmax"}

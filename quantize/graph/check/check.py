@@ -140,11 +140,7 @@ def to_json(report: CheckReport) -> dict[str, Any]:
 def check_file(
     path: Path, *, expected_quantized: Collection[str] | None = None, allow: Collection[str] = ()
 ) -> CheckReport:
-    """Check an ONNX file of any origin; arguments and result are those of `check_model`.
-
-    Raises:
-        UserError: the file or its external data is missing, empty, truncated, corrupted or not ONNX.
-    """
+    """Check an ONNX file of any origin as `check_model` does; UserError for one that cannot be read."""
     _check_allow(allow)
     try:
         return check_model(read_model(path), expected_quantized=expected_quantized, allow=allow)
@@ -155,16 +151,13 @@ def check_file(
 def check_model(
     model: onnx.ModelProto, *, expected_quantized: Collection[str] | None = None, allow: Collection[str] = ()
 ) -> CheckReport:
-    """Check a model whose external data, if any, were loaded.
+    """Check a model whose external data, if any, were loaded; it stays as it is.
 
     Args:
-        model: not changed.
-        expected_quantized: module paths such as `bert.encoder.layer.0.output.dense`, as `graph.module_of`
-            reads them from node names: every MatMul and Gemm of these modules must be in INT8 and no
-            other. The two matmuls of an attention belong to its module, such as
-            `bert.encoder.layer.0.attention.self`; what a LayerNorm adds belongs to the module that adds it,
-            such as `bert.encoder.layer.0.attention.output`. Empty: nothing may be in INT8. None: not
-            compared.
+        expected_quantized: module paths such as `bert.encoder.layer.0.output.dense`, as `module_of` reads them:
+            every MatMul and Gemm of these must be in INT8 and no other. The matmuls of an attention belong to
+            its module (`(...).attention.self`), what a LayerNorm adds to the module that adds it
+            (`(...).attention.output`). Empty: nothing may be in INT8. None: not compared.
         allow: codes of findings to leave out, such as `quantized-residual`.
 
     Raises:
@@ -554,10 +547,7 @@ def _check_weight(
 
 
 def _channel_axis(node: onnx.NodeProto, position: int, weight: Operand, rank: int) -> int | None:
-    """Return the axis of the output channels of a weight in the frame of its DequantizeLinear.
-
-    None: a Transpose on the way permutes other axes than these.
-    """
+    """Return the axis of the output channels at a weight's DQ; None if a Transpose permutes other axes."""
     axis = rank - 1 if position == 1 else rank - 2
     if node.op_type == "Gemm" and attribute(node, "transB" if position == 1 else "transA"):
         axis = rank - 1 - axis
@@ -621,10 +611,7 @@ def _check_residuals(
 ) -> Iterator[FindingRow]:
     """Find INT8 residuals that no recipe asks for, or that are rounded unlike their tensor's other readers.
 
-    The latter is slow and not wrong: a warning, and an error in a file that is held to a recipe.
-
-    Args:
-        expected: modules that the recipe wants in INT8; None: no recipe.
+    The latter is slow and not wrong: a warning, and an error in a file that is held to a recipe (`expected`).
     """
     for residual in added:
         if residual.dq is None:

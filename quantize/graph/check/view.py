@@ -266,12 +266,8 @@ def walk_types(model: onnx.ModelProto, opset: int) -> tuple[dict[str, int], list
     """Return the element type (TensorProto.DataType) of every tensor where known, and what does not fit.
 
     Types come from the operator schemas of ONNX: inputs that share a type variable must have one type. This
-    names the node, where onnx.shape_inference raises at the first mix or leaves the rest of the graph
-    untyped.
-
-    Args:
-        model: a model that onnx.checker accepts.
-        opset: version of the default operator domain.
+    names the node, where onnx.shape_inference raises at the first mix or leaves the rest untyped. The model
+    is one that onnx.checker accepts.
     """
     graph = model.graph
     types = {value.name: value.type.tensor_type.elem_type for value in graph.input}
