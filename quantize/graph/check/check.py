@@ -154,9 +154,9 @@ def check_model(
     """Check a model whose external data, if any, were loaded; it stays as it is.
 
     Args:
-        expected_quantized: module paths such as `bert.encoder.layer.0.output.dense`, as `module_of` reads them:
-            every MatMul and Gemm of these must be in INT8 and no other. The matmuls of an attention belong to
-            its module (`(...).attention.self`), what a LayerNorm adds to the module that adds it
+        expected_quantized: module paths such as `bert.encoder.layer.0.output.dense`, as `module_of` reads
+            them: every MatMul and Gemm of these must be in INT8 and no other. The matmuls of an attention
+            belong to its module (`(...).attention.self`), what a LayerNorm adds to the module that adds it
             (`(...).attention.output`). Empty: nothing may be in INT8. None: not compared.
         allow: codes of findings to leave out, such as `quantized-residual`.
 
