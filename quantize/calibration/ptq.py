@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibration import smoothing, softmax, splitting
+from qdqbench.quantize.calibration import smoothing, softmax
 from qdqbench.quantize.calibration.bias import apply_biases, correct_biases, note_missing_biases
 from qdqbench.quantize.calibration.fakequant.quantizers import (
     RESIDUAL_QUANTIZER,
@@ -271,7 +271,7 @@ def _prepare(
     for each in shifts.values():
         apply_biases(model, each.added)
     moved = equalize(model, plan, smoothing.smooth(model, plan, ranges, folds_kv_bias(plan)))
-    splits = splitting.split_outliers(model, {name: ranges.inputs[name] for name in seconds}, extra)
+    splits = smoothing.split_outliers(model, {name: ranges.inputs[name] for name in seconds}, extra)
     return shifts, moved, splits, warnings
 
 
@@ -289,7 +289,7 @@ def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> 
     for each in record.shifts.values():
         apply_biases(model, each.added)
     smoothing.apply_factors(model, record.smoothing)
-    splitting.apply_copies(model, record.splits)
+    smoothing.apply_copies(model, record.splits)
     apply_biases(model, record.centers)
     apply_biases(model, record.biases)
     device = next(model.parameters()).device

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from qdqbench.quantize.calibration import ptq, smoothing, splitting
+from qdqbench.quantize.calibration import ptq, smoothing
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant import quantizers as quantizers_module
 from qdqbench.quantize.calibration.record import CalibrationRecord, ChannelSplit
@@ -44,7 +44,7 @@ def outlying(folder: Path) -> Any:
     model: Any = load_model(str(folder))
     with torch.no_grad():
         for name in SECONDS:
-            first, second = splitting._linears(model, name)
+            first, second = smoothing._linears(model, name)
             first.bias[CHANNEL] += 30
             second.weight[:, CHANNEL] *= 10
             second.bias -= 30 * second.weight[:, CHANNEL]
@@ -71,7 +71,7 @@ def answers(model: Any, batches: list[Batch] | None = None) -> torch.Tensor:
 def test_what_is_chosen_fits_and_only_helps(
     activations: np.ndarray[Any, Any], weights: np.ndarray[Any, Any], extra: int
 ) -> None:
-    found = splitting.choose_channels(activations, weights, extra)
+    found = smoothing.choose_channels(activations, weights, extra)
     assert sum(a * b - 1 for a, b in found.outliers.values()) <= extra
     for values, side in ((activations, 0), (weights, 1)):
         divisors = np.ones(len(values))
@@ -79,17 +79,17 @@ def test_what_is_chosen_fits_and_only_helps(
             assert parts[side] & (parts[side] - 1) == 0  # a power of two
             divisors[channel] = parts[side]
         left, divided = values / divisors, divisors > 1
-        assert (2 * left[divided] > np.sort(left)[-splitting.LIKE - 1]).all()  # not more copies than it takes
+        assert (2 * left[divided] > np.sort(left)[-smoothing.LIKE - 1]).all()  # not more copies than it takes
 
 
 def test_nothing_stands_out_of_equal_ranges() -> None:
-    assert splitting.choose_channels(np.ones(64), np.ones(64), 64) == ChannelSplit(extra=64, outliers={})
+    assert smoothing.choose_channels(np.ones(64), np.ones(64), 64) == ChannelSplit(extra=64, outliers={})
 
 
 def test_an_activation_and_its_weight_share_the_copies() -> None:
     ranges = np.ones(64)
     ranges[CHANNEL] = 4
-    found = splitting.choose_channels(ranges, ranges, EXTRA)
+    found = smoothing.choose_channels(ranges, ranges, EXTRA)
     assert found.outliers == {CHANNEL: (4, 4)}  # 15 of 32 copies; the others are filling
 
 
@@ -126,7 +126,7 @@ def test_the_amax_of_what_was_split_falls(tiny_bert: Path) -> None:
 
 
 def test_copies_differ_and_fit_fp16() -> None:
-    layout = splitting.make_split_layout(ChannelSplit(extra=32, outliers={3: (4, 8), 5: (1, 2)}), 40)
+    layout = smoothing.make_split_layout(ChannelSplit(extra=32, outliers={3: (4, 8), 5: (1, 2)}), 40)
     for channel, (by_input, by_weight), each in ((3, (4, 8), 32), (5, (1, 2), 2), (0, (1, 1), 1)):
         mine = (layout.channels == channel) & (layout.columns > 0)
         assert mine.sum() == each == len(set(layout.inputs[mine]))
@@ -168,7 +168,7 @@ def test_the_graph_computes_what_the_model_does(tiny_bert: Path, form: str) -> N
 
 def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert: Path) -> None:
     model, plan, record = calibrated(tiny_bert, smoothing=0.5)
-    tie = splitting.keep_equal(model, record.splits)
+    tie = smoothing.keep_equal(model, record.splits)
     torch.manual_seed(0)
     with torch.no_grad():
         for name in (*FIRSTS, *SECONDS):  # a step that treats copies differently
@@ -177,7 +177,7 @@ def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert: Path) -> 
             linear.bias += 0.01 * torch.randn_like(linear.bias)
     tie()
     trained = outlying(tiny_bert)
-    weights = splitting.remove_copies(smoothing.remove_factors(model, record.smoothing), record.splits, BERT)
+    weights = smoothing.remove_copies(smoothing.remove_factors(model, record.smoothing), record.splits, BERT)
     trained.load_state_dict({name: weights[name] for name in trained.state_dict()})
     with quantizers_module.quantizers_off(model):
         torch.testing.assert_close(answers(model), answers(trained), rtol=1e-5, atol=1e-4)
