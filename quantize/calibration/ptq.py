@@ -268,10 +268,15 @@ def _prepare(
     with record_inputs(model, plan) as seen:
         ranges = smoothing.measure_ranges(model, plan, forward_loop, seconds, always=bool(seen))
     shifts, warnings = choose_shifts(model, plan, seen, ranges)
-    for each in shifts.values():
-        apply_biases(model, each.added)
+    for shift in shifts.values():
+        apply_biases(model, shift.added)
     moved = equalize(model, plan, smoothing.smooth(model, plan, ranges, folds_kv_bias(plan)))
-    splits = smoothing.split_outliers(model, {name: ranges.inputs[name] for name in seconds}, extra)
+    splits: dict[str, ChannelSplit] = {}
+    for name in seconds:
+        second: Any = model.get_submodule(name)
+        weights = smoothing.column_ranges(second.weight)
+        splits[name] = smoothing.choose_channels(ranges.inputs[name], weights, extra)
+    smoothing.apply_copies(model, splits)
     return shifts, moved, splits, warnings
 
 
@@ -286,8 +291,8 @@ def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> 
     if set(quantizers) != set(record.quantizers):
         raise UserError("calibration.json is of another recipe or model; run `qdqbench quantize` again")
     require_shared(record.quantizers, plan)
-    for each in record.shifts.values():
-        apply_biases(model, each.added)
+    for shift in record.shifts.values():
+        apply_biases(model, shift.added)
     smoothing.apply_factors(model, record.smoothing)
     smoothing.apply_copies(model, record.splits)
     apply_biases(model, record.centers)

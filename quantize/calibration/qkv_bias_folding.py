@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibration.record import Shift, Smoothing
-from qdqbench.quantize.calibration.smoothing import Ranges, apply_factors
+from qdqbench.quantize.calibration.smoothing import Ranges, apply_factors, column_ranges
 from qdqbench.quantize.models.families.family import Role
 from qdqbench.quantize.recipe.plan import Plan, folds_kv_bias, folds_q_bias, get_linears, shares_qkv_scales
 from qdqbench.quantize.utils.arrays import Float64
@@ -182,7 +182,8 @@ def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing) -> Smoothin
     balanced, level = folds_q_bias(plan), shares_qkv_scales(plan)
     for name in folds_kv_bias(plan):
         query, key, value, output = get_linears(plan, name, *ROLES, "output")
-        of_query, of_key, of_value = (_row_ranges(model, linear) for linear in (query, key, value))
+        modules: list[Any] = [model.get_submodule(linear) for linear in (query, key, value)]
+        of_query, of_key, of_value = (column_ranges(module.weight.T) for module in modules)
         if name in balanced:
             for_key = _towards(np.sqrt(of_query * of_key), of_key)
         else:
@@ -228,12 +229,6 @@ def group_shared_scales(plan: Plan) -> Iterator[list[str]]:
     for name in shares_qkv_scales(plan):
         yield [f"{linear}.weight_quantizer" for linear in get_linears(plan, name, *ROLES)]
         yield [f"{name}.{x}_bmm_quantizer" for x in "qkv"]
-
-
-def _row_ranges(model: "PreTrainedModel", linear: str) -> Float64:
-    module: Any = model.get_submodule(linear)
-    ranges: Float64 = module.weight.detach().abs().amax(dim=1).double().cpu().numpy()
-    return ranges
 
 
 def _mean(ranges: Float64) -> float:

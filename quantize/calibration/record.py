@@ -195,19 +195,13 @@ def select_record(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord
     splits = {name: of(name).splits[name] for name in fused.splits if name in plan.int8}
     for name, choice in fused.splits.items():
         rows = f"{family.beside(name, 'ffn-in')}.weight_quantizer"
-        if name not in splits and rows in quantizers:
-            quantizers[rows] = _without_copies(quantizers[rows], choice.extra, 1 + family.gated)
+        if name not in splits and rows in quantizers and isinstance(amax := quantizers[rows].amax, list):
+            # the model's own rows come first: of the channels, and of their gates
+            width = len(amax) // (1 + family.gated)
+            own = [value for n, value in enumerate(amax) if n % width < width - choice.extra]
+            quantizers[rows] = quantizers[rows].model_copy(update={"amax": own})
     parts = {"shifts": shifts, "smoothing": smoothing, "splits": splits, "centers": centers}
     return fused.model_copy(update={"quantizers": quantizers, "softmax": softmax, **parts})
-
-
-def _without_copies(state: QuantizerState, extra: int, parts: int) -> QuantizerState:
-    """Return the amax of the model's own rows, which come first: of the channels, and of their gates."""
-    if not isinstance(state.amax, list):
-        return state
-    width = len(state.amax) // parts
-    kept = [value for n, value in enumerate(state.amax) if n % width < width - extra]
-    return state.model_copy(update={"amax": kept})
 
 
 def disable_bias_correction(recipe: Recipe) -> Recipe:

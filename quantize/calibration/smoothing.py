@@ -300,24 +300,11 @@ def _weight(model: "PreTrainedModel", name: str) -> Any:
     return model.get_submodule(name).weight
 
 
-def split_outliers(
-    model: "PreTrainedModel", ranges: dict[str, Float64], extra: int
-) -> dict[str, ChannelSplit]:
-    """Choose the copies of feed-forwards, and make them in `model`; answers stay the same up to rounding.
-
-    `ranges` are the largest magnitudes of each input, [K], of the second linears to split. Each layer gets
-    `extra` channels for copies; those that no outlier needs are filled with zero columns.
-    """
-    weights = {name: column_ranges(_weight(model, name)) for name in ranges}
-    splits = {name: choose_channels(ranges[name], weights[name], extra) for name in ranges}
-    apply_copies(model, splits)
-    return splits
-
-
 def choose_channels(activations: Float64, weights: Float64, extra: int) -> ChannelSplit:
     """Halve what stands out most, again and again, while its copies fit into `extra` channels.
 
     Both ranges are the largest magnitudes of the K channels: in the activation, and in the weight's columns.
+    Extra channels that no outlier needs are filled with zero columns.
     """
     by_input, by_weight = np.ones(len(activations), dtype=np.int64), np.ones(len(weights), dtype=np.int64)
     room = extra

@@ -74,7 +74,7 @@ def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
     graph = model.graph
     floats = {n for n, value in tensor_values(model).items() if value.elem_type == TensorProto.FLOAT}
     constants = {item.name: item for item in graph.initializer if item.data_type == TensorProto.FLOAT}
-    exact = _list_before(model, ("Sin", "Cos")) | _list_means(model)
+    exact = _list_exact(model)
     types = dict.fromkeys(floats | set(constants), TensorProto.FLOAT)  # that each float tensor has so far
     nodes: list[onnx.NodeProto] = []
     converted: set[str] = set()
@@ -123,21 +123,17 @@ def _to_fp16_constant(constant: TensorProto, target: str) -> TensorProto | None:
     return numpy_helper.from_array(value.astype(np.float16), target)
 
 
-def _list_before(model: onnx.ModelProto, operators: Collection[str]) -> set[str]:
-    """Return the tensors that nodes of these operators make, and all that these are computed from."""
-    found: set[str] = set()
+def _list_exact(model: onnx.ModelProto) -> set[str]:
+    """Return the tensors of rotary angles with their Sin and Cos, and of sums with what divides them."""
+    exact: set[str] = set()
     for node in reversed(model.graph.node):
-        if node.op_type in operators or not found.isdisjoint(node.output):
-            found |= {*node.input, *node.output}
-    return found
-
-
-def _list_means(model: onnx.ModelProto) -> set[str]:
-    found: set[str] = set()
+        if node.op_type in ("Sin", "Cos") or not exact.isdisjoint(node.output):
+            exact |= {*node.input, *node.output}
+    sums: set[str] = set()
     for node in model.graph.node:
-        if node.op_type == "ReduceSum" or (node.op_type == "Div" and node.input[0] in found):
-            found |= {*node.output}
-    return found
+        if node.op_type == "ReduceSum" or (node.op_type == "Div" and node.input[0] in sums):
+            sums |= {*node.output}
+    return exact | sums
 
 
 def _cast(source: str, target: str, to: int) -> onnx.NodeProto:

@@ -269,9 +269,11 @@ def use_sequence_first(model: onnx.ModelProto) -> int:
     inside = {id(node) for node in region.inside}
     behind: dict[int, list[onnx.NodeProto]] = {}
     for node in model.graph.node:
-        if _first_token(index, node) and node.input[0] in region.tensors:
-            _set(node, "axis", 0)
-            inside.add(id(node))
+        if node.op_type == "Gather" and attribute(node, "axis") == 1 and node.input[0] in region.tensors:
+            number = index.constant(node.input[1])
+            if number is not None and not number.ndim:  # of one token, such as the first
+                _set(node, "axis", 0)
+                inside.add(id(node))
         for position, name in enumerate(node.input):
             if name in region.tensors and id(node) not in inside:
                 node.input[position] = back = f"{name}/batch_first"
@@ -346,14 +348,6 @@ def _by_token(index: GraphIndex, node: onnx.NodeProto, tensors: set[str], comput
         return not others and attribute(node, "axis") in (-1, 2)
     constants = (index.constant(name) for name in others if name not in computed)
     return computed.isdisjoint(others) and all(value is not None and value.ndim <= 1 for value in constants)
-
-
-def _first_token(index: GraphIndex, node: onnx.NodeProto) -> bool:
-    """Return whether a node takes the hidden state of one token, such as the first, of every sample."""
-    if node.op_type != "Gather" or attribute(node, "axis") != 1:
-        return False
-    number = index.constant(node.input[1])
-    return number is not None and not number.ndim
 
 
 def _turn_heads(model: onnx.ModelProto, index: GraphIndex, region: _Region) -> None:
