@@ -1,11 +1,8 @@
 """Bias correction: give each INT8 linear the mean output that it had in FP32.
 
-Nagel et al. 2019, arXiv 1906.04721, section 4.2. Rounding and clipping shift the mean of the outputs; what is
-the same for every token can go into the bias, at no cost when the model runs. Done in the order of execution,
-so that each linear is corrected for what the layers before it, already corrected, really give it. A linear
-that runs several times with the same weights gets one correction, for the mean over all of its runs.
-
-A few tokens with huge outliers can rule a mean that is wrong for all others: a correction that does not bring
+Nagel et al. 2019, arXiv 1906.04721, section 4.2, in the order of execution: each linear is corrected for what
+the corrected layers before it give. One that runs several times gets one correction, for all of its runs. A
+few tokens with huge outliers can rule a mean that is wrong for all others: a correction that does not bring
 the output of its layer nearer to FP32 is taken back.
 """
 

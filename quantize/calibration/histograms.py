@@ -1,7 +1,7 @@
 """Amax of activations by percentile, entropy and MSE, over histograms of bounded size.
 
-Percentile and entropy are ModelOpt's algorithms. Its MSE over a histogram is not usable: version 0.47 hands
-the number of bits to `fake_tensor_quant` in the place of the bias, so it judges every amax with 0 bits.
+Percentile and entropy are ModelOpt's. Its MSE over a histogram is useless in 0.47, which hands the number of
+bits to `fake_tensor_quant` in the place of the bias.
 """
 
 import copy

@@ -1,24 +1,15 @@
 """k and v of an INT8 attention straight from their GEMMs, and q: no kernel between for scales and biases.
 
-An engine's INT8 GEMM can scale by one scalar and round; a factor for each channel or a bias behind it is a
-kernel of its own, which reads and writes the tensor once more. Where the recipe gives key and value `weights:
-int8/per-tensor`, both go where they cost nothing:
+Where the recipe gives key and value `weights: int8/per-tensor`, an INT8 GEMM scales by one scalar and rounds:
 
-- **The bias of k** adds the same number to all scores of a row, which the softmax takes out: it is dropped.
-- **The bias of v** adds itself to every row of P v, as rows of P sum to 1: it goes, times the weight, into
-  the bias of the output projection. (With an INT8 softmax the rows sum to nearly 1.)
-- **The rows of their weights** get about equal ranges, so that one scale serves as well as one per channel:
-  factors of the rows of k are divided out in those of q, factors of the rows of v in the columns of the
-  output projection (Nagel et al. 2019, arXiv 1906.04721, section 4.1). They are powers of two.
+- the bias of k adds the same number to all scores of a row, which the softmax takes out: it is dropped;
+- the bias of v goes, times the weight, into the bias of the output projection, as rows of P sum to 1;
+- the rows of their weights get about equal ranges, by powers of two that are divided out in the rows of q and
+  the columns of the output projection (Nagel et al. 2019, arXiv 1906.04721, section 4.1).
 
-Where the recipe gives query the same:
-
-- **The bias of q** becomes a shift d of what q, k and v read, made by the bias of the LayerNorm before: W d
-  is that bias. What d does to k and v goes the way of their biases, and the output projection takes it out of
-  the residual. W is nearly singular in trained models, so d is chosen by what it costs and brings: it leaves
-  out what the keys of the calibration data do not see (ridge regression), and that rest is dropped.
-- **All three may share one scale** of weights and one of results (`export.qkv_scales: shared`): then an
-  engine makes one GEMM of them. Powers of two bring v to the range of q and k.
+Where query has it too, its bias becomes a shift d of what q, k and v read, made by the LayerNorm before and
+taken out of the residual: W d is the bias, but for what the keys of the calibration data do not see (ridge
+regression), which is dropped. All three may share one scale (`export.qkv_scales`). See docs/graph.md.
 """
 
 from collections.abc import Iterator

@@ -1,29 +1,20 @@
 """Outlier channels before calibration: their range moved into weights, exactly, or split over copies.
 
-Smoothing. SmoothQuant (Xiao et al. 2023, arXiv 2211.10438, equation 4) divides input channel j of a linear by
-s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) and multiplies column j of its weight by it. Where s comes from:
+SmoothQuant (Xiao et al. 2023, arXiv 2211.10438, equation 4) divides input channel j of a linear by s_j =
+max|x_j|^alpha / max|w_j|^(1 - alpha) and multiplies column j of its weight by it; "gain" takes the gain of
+the LayerNorm before (Wei et al. 2022, arXiv 2209.13325). The division is a Mul before the Q, as outputs of
+a LayerNorm also feed the residual, or goes into the rows of the value projection. In an INT8 attention
+channel d of q is multiplied by t_d and that of k divided by it, for equal ranges (Nagel et al. 2019, arXiv
+1906.04721, section 4.1); channels that rotary positions mix share one t. Linears that read the same tensor
+share one s, so that their GEMMs can be merged. All are powers of two: outputs stay bit for bit until
+something is quantized.
 
-- LayerNorm and GELU outputs: the division is a Mul before the Q, which an engine fuses into the kernel that
-  makes the tensor. LayerNorm outputs also feed the residual stream, so their own gain cannot absorb it. An
-  INT8 residual takes the same factors, and is multiplied back behind its Q/DQ.
-- attention outputs: the division goes into the rows of the value projection, and costs nothing.
-- "gain": s_j is the gain of the LayerNorm before (Wei et al. 2022, "Outlier Suppression", arXiv 2209.13325).
-
-In an INT8 attention channel d of q is multiplied by t_d and that of k divided by it, which leaves every score
-as it was; t_d makes their largest magnitudes equal, as in Nagel et al. 2019 (arXiv 1906.04721, section 4.1)
-for two layers. Rotary positions mix two channels of a head, which then share one t.
-
-Linears that read the same tensor share one s, so that their GEMMs can still be merged. Every s is a power of
-two: the model's outputs stay the same bit for bit until something is quantized.
-
-Splitting. In BERT one or two channels of a feed-forward carry a massive activation (Sun et al. 2024, arXiv
-2402.17762) and meet a weight of like size (Yu et al. 2024, arXiv 2411.07191), so that no factor between the
-two helps. Zhao et al. 2019 (arXiv 1901.09504) split such a channel: n copies of it, each with 1/n of the
-product. Here n is a power of two, one part of which divides the activation and the other the weight. The
-copies are rows of the first linear (and of its gate in a GeGLU) and columns of the second; the activation is
-divided by a Mul before its Q. Equal copies would all be rounded in the same direction, and their errors would
-add up to that of the channel before. So each copy divides its activation a little more than the one before,
-and its weight less (`SPREAD`); Zhao et al. give the halves of a weight another rounding for the same reason.
+One or two channels of a feed-forward carry a massive activation (Sun et al. 2024, arXiv 2402.17762) and
+meet a weight of like size (Yu et al. 2024, arXiv 2411.07191), so that no factor helps. Zhao et al. 2019
+(arXiv 1901.09504) split such a channel: n copies of it, each with 1/n of the product, n a power of two. The
+copies are rows of the first linear (and of its gate) and columns of the second. Each divides its activation
+a little more than the one before, and its weight less (`SPREAD`), or all would be rounded in the same
+direction.
 """
 
 from collections import defaultdict

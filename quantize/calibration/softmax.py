@@ -1,15 +1,12 @@
-"""What INT8 costs the softmax, layer by layer and length by length, and the form of it that costs the least.
+"""Loss of an INT8 softmax, layer by layer and length by length, and the form that loses the least.
 
 With scale 1/127 probabilities under 1/254 become zero, and the longer the input, the more of the attention
-they hold. A smaller amax keeps them and clips the peaks. Two things are chosen by the error of the output of
-the attention, P v, over the calibration data; the fused kernel stays as it is, and neither costs it any time:
+they hold. Chosen by the error of P v over the calibration data, at no cost in time (docs/long_inputs.md):
 
-- **The values are centered.** Rows of P sum to 1, so P (v - m) + m = P v for any m of each channel. With the
-  mean m of v over the calibration data, what P loses is lost of v - m, which is small where v is nearly the
-  same for all tokens. Exact in FP32: -m goes into the bias of the value projection, and m times its weight
-  into that of the output projection. Bias correction (Nagel et al. 2019, arXiv 1906.04721) puts back the mean
-  of the loss; this gives each row back what it lost itself.
-- **The amax** of the softmax output, per layer.
+- centered values: P (v - m) + m = P v for any m of each channel, as rows of P sum to 1. With m the mean of
+  v less is lost; -m goes into the bias of the value projection, m times its weight into the output
+  projection's;
+- the amax of the softmax output, per layer.
 """
 
 from collections.abc import Callable, Collection, Iterator

@@ -1,6 +1,5 @@
-"""Export to strongly typed ONNX: the one place with exporter flags.
+"""Export to strongly typed ONNX by TorchScript: the one place with exporter flags.
 
-TorchScript export of the FP32 fake-quant model, then INT8 weights, then FP16 compute with FP32 Q/DQ scales.
 The TorchDynamo exporter fails on ModelOpt's quantizers, and exporting a half model gives FP16 scales, with
 which TensorRT-RTX keeps the INT32 sums of per-channel weights as FP16 before it scales them: they overflow.
 """

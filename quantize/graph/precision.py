@@ -1,7 +1,6 @@
 """Give every float tensor of an FP32 graph its type: FP16 compute, FP32 Q/DQ and FP32 islands.
 
-Own code, not ModelOpt's autocast: islands are modules of the recipe (a plain op-type list cannot say "this
-layer's LayerNorm"), and existing casts, names and INT8 weights must stay as they are.
+Unlike in ModelOpt's autocast islands are modules of the recipe, and casts, names and INT8 weights stay.
 """
 
 from collections.abc import Collection

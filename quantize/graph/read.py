@@ -1,8 +1,7 @@
 """Read an ONNX file that may be anything: truncated, corrupted, not ONNX, or made to exhaust memory.
 
-Parsing a protobuf takes about 100 times its bytes when they hold nothing but empty messages, and about
-as much as its bytes when they hold weights. So the wire format is walked first, and the bytes outside of
-weights are limited. Weights in other files are read only after their sizes were checked.
+Parsing a protobuf takes about 100 times its bytes where they hold nothing but empty messages: so the wire
+format is walked first, and the bytes outside of weights are limited.
 """
 
 from collections.abc import Iterator

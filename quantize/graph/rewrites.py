@@ -1,7 +1,4 @@
-"""Rewrites of an exported graph that change no value and that an engine turns into fewer, faster kernels.
-
-What each one buys was measured kernel by kernel: docs/performance.md.
-"""
+"""Rewrites of an exported graph that change no value, for fewer and faster kernels (docs/performance.md)."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable

@@ -1,13 +1,9 @@
 """What runs on ModelOpt's private names, and the only file that knows them; its test lists them.
 
-The fake quantization of training (`native.py`) is here because it reads them at every call, and Python around
-a call takes longer than the kernels of a small layer. The range is ModelOpt's and the engine's: codes -128 to
-127 unless the quantizer asks for the narrow one, round half to even, zero point 0. The kernels compute in
-FP32 whatever the tensor's type, and give back the type that they got; so under autocast to BF16 activations
-arrive and leave as BF16. A code times its scale has more than the 8 significant bits of BF16, and moves by up
-to 2^-9 of itself: a quarter of a step at code 127, a hundredth at code 5. The matmul that reads the value
-would round it like this anyway, so FP32 in between would double the traffic and change no bit. Weights are
-quantized from their FP32 masters, before autocast rounds them.
+The range is ModelOpt's and the engine's: codes -128 to 127 unless the quantizer asks for the narrow one,
+round half to even, zero point 0. The kernels compute in FP32 and give back the type that they got. Under
+autocast to BF16 a code times its scale is rounded as the matmul that reads it would round it anyway;
+weights are quantized from their FP32 masters.
 """
 
 from dataclasses import dataclass

@@ -1,25 +1,17 @@
 """Fake quantization for training: torch's own kernels, one forward and one backward for each quantizer.
 
-ModelOpt's quantizers keep the model's scales; what computes with them is replaced while training, and put
-back afterwards. What is replaced, and why:
+ModelOpt's quantizers keep the model's scales. Replaced while training, and put back afterwards, are:
 
-- The arithmetic, by a quant backend that ModelOpt calls. Its own compiles a CUDA extension on each new
-  machine, and is a chain of small operations without one.
-- The gradient. ModelOpt 0.47 lets it through where a value was clipped; here it is 0 there (Bengio et al.
-  2013, arXiv 1308.3432; with clipping: Krishnamoorthi 2018, arXiv 1806.08342, section 2.4).
-- The classes around it, whose Python takes longer than the kernels of a small layer. A linear is run by a
-  class of one line, and a module that has nothing to quantize is what it was before ModelOpt.
-
-`tests/tools/benchmark_qat.py` measures all three together. In which type is rounded, and how: `modelopt.py`.
+- the arithmetic, by a quant backend that ModelOpt calls. Its own compiles a CUDA extension on each machine;
+- the gradient. ModelOpt 0.47 lets it through where a value was clipped; here it is 0 there (Bengio et al.
+  2013, arXiv 1308.3432; with clipping: Krishnamoorthi 2018, arXiv 1806.08342, section 2.4);
+- the classes around it, whose Python takes longer than the kernels of a small layer.
 
 Learned scales are LSQ (Esser et al. 2020, arXiv 1902.08153) on the ratio of a scale to its calibrated one.
-With v the input, s the scale and [low, high] the codes, equation 3 of the paper gives the gradient of the
-output to s: `round(v / s) - v / s` inside the range, and low or high where v is clipped. Both are (output -
-v * inside) / s, so a product and a sum with the incoming gradient make it; for a ratio r it is times s / r.
-It is multiplied by 1 / sqrt(N * high) (section 2.2 of the paper). N is the number of values that share the
-scale in a weight, and of the features of one token in an activation: not of the batch, so that nothing
-depends on how a batch is spread over devices. Rounding a weight's scale up is passed straight through.
-torch's own `_fake_quantize_learnable_per_tensor_affine` reads scale and zero point on the host at every call.
+With v the input and s the scale, the gradient of the output to s is (output - v * inside) / s (equation 3);
+for a ratio r it is times s / r, and 1 / sqrt(N * high) (section 2.2). N is the number of values that share
+the scale in a weight, and of the features of one token in an activation, so that nothing depends on how a
+batch is spread over devices. Rounding a weight's scale up is passed straight through.
 """
 
 import functools
