@@ -166,7 +166,6 @@ def apply_factors(model: "PreTrainedModel", smoothing: Smoothing) -> None:
     """Multiply weights, and set the factors of inputs (ModelOpt's `pre_quant_scale`), in place."""
     import torch
 
-    family = family_of(model.config)
     with torch.no_grad():
         for name, factors in smoothing.rows.items():
             linear: Any = model.get_submodule(name)
@@ -179,7 +178,7 @@ def apply_factors(model: "PreTrainedModel", smoothing: Smoothing) -> None:
         for name, factors in smoothing.inputs.items():
             linear = model.get_submodule(name)
             linear.input_quantizer.pre_quant_scale = linear.weight.new_tensor(factors)
-            if residual := family.residual_read_by(name):  # of the same tensor
+            if residual := family_of(model.config).residual_read_by(name):  # of the same tensor
                 quantizer: Any = getattr(model.get_submodule(residual), RESIDUAL_QUANTIZER, None)
                 if quantizer is not None and quantizer.is_enabled:
                     quantizer.pre_quant_scale = linear.weight.new_tensor(factors)
