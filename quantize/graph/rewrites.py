@@ -267,8 +267,8 @@ def use_sequence_first(model: onnx.ModelProto) -> int:
     behind: dict[int, list[onnx.NodeProto]] = {}
     for node in model.graph.node:
         if node.op_type == "Gather" and attribute(node, "axis") == 1 and node.input[0] in region.tensors:
-            number = index.constant(node.input[1])
-            if number is not None and not number.ndim:  # of one token, such as the first
+            token = index.constant(node.input[1])
+            if token is not None and not token.ndim:  # of one token, such as the first
                 _set(node, "axis", 0)
                 inside.add(id(node))
         for position, name in enumerate(node.input):

@@ -21,7 +21,7 @@ from qdqbench.quantize.graph.index import (
     run_of,
     store_constants,
 )
-from qdqbench.quantize.utils.arrays import Float32, Int8
+from qdqbench.quantize.utils.arrays import Array, Float32, Int8
 from qdqbench.quantize.utils.errors import CheckFailed
 
 
@@ -78,18 +78,18 @@ def _store_weight(  # noqa: PLR0913, PLR0917
     model: onnx.ModelProto, name: str, run: str, module: str, codes: Int8, scale: Float32
 ) -> list[onnx.NodeProto]:
     """Add the initializers of a weight; return the DQ of its codes [N, K] and the Transpose."""
-    stored = {
+    stored: dict[str, Array] = {
         f"{name}_int8": np.ascontiguousarray(codes),
         f"{name}_scale": scale,
         f"{name}_zero_point": np.zeros(scale.shape, np.int8),
     }
     store_constants(model, stored)
     output, turned = f"{name}_dequantized{run}", f"{name}_transposed{run}"
-    axis = {"axis": 0} if scale.ndim else {}
+    dq = helper.make_node("DequantizeLinear", [*stored], [output], name=f"{module}/DequantizeLinear{run}")
+    if scale.ndim:
+        dq.attribute.append(helper.make_attribute("axis", 0))
     return [
-        helper.make_node(
-            "DequantizeLinear", [*stored], [output], name=f"{module}/DequantizeLinear{run}", **axis
-        ),
+        dq,
         helper.make_node("Transpose", [output], [turned], name=f"{module}/Transpose{run}", perm=[1, 0]),
     ]
 
@@ -196,8 +196,8 @@ def _factor(
     name = dq.input[0].removesuffix("_int8")
     scalar, zero_point, factor = f"{name}_scalar", f"{name}_scalar_zero_point", f"{name}_factor"
     quotient = (scale.astype(np.float64) / shared).astype(np.float32)
-    stored = {scalar: np.array(shared, np.float32), zero_point: np.array(0, np.int8), factor: quotient}
-    store_constants(model, stored)
+    numbers: dict[str, Array] = {scalar: np.array(shared, np.float32), zero_point: np.array(0, np.int8)}
+    store_constants(model, numbers | {factor: quotient})
     dq.input[1], dq.input[2] = scalar, zero_point
     del dq.attribute[:]  # a scalar scale has no axis
     final = node.output[0]
