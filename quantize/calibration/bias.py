@@ -1,11 +1,8 @@
 """Bias correction: give each INT8 linear the mean output that it had in FP32.
 
-Nagel et al. 2019, arXiv 1906.04721, section 4.2. Rounding and clipping shift the mean of the outputs; what is
-the same for every token can go into the bias, at no cost when the model runs. Done in the order of execution,
-so that each linear is corrected for what the layers before it, already corrected, really give it. A linear
-that runs several times with the same weights gets one correction, for the mean over all of its runs.
-
-A few tokens with huge outliers can rule a mean that is wrong for all others: a correction that does not bring
+Nagel et al. 2019, arXiv 1906.04721, section 4.2, in the order of execution: each linear is corrected for what
+the corrected layers before it give. One that runs several times gets one correction, for all of its runs. A
+few tokens with huge outliers can rule a mean that is wrong for all others: a correction that does not bring
 the output of its layer nearer to FP32 is taken back.
 """
 
@@ -18,7 +15,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off, use_rounded_weights
-from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.runs import get_hidden, record_first_inputs, resume_from
 from qdqbench.quantize.utils.arrays import Batch
@@ -29,22 +25,17 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer gets for one batch besides the hidden state
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a layer for one batch, without the hidden state
 TOKENS = 2**12  # what is averaged is small and paired; bounds the time, and what is held in memory
 
 
 def correct_biases(
     model: "PreTrainedModel", linears: Iterable[str], batches: Iterable[Batch]
 ) -> dict[str, list[float]]:
-    """Correct the biases of the encoder's quantized linears, in place.
+    """Correct the biases of the encoder's quantized linears, in place; return the additions.
 
-    Args:
-        model: calibrated fake-quant model; quantizers that are disabled stay so.
-        linears: full names of the INT8 linears; those outside of encoder layers or without bias are left.
-        batches: int64 [B, L] arrays without padding; as many as make `TOKENS` tokens are used and held.
-
-    Returns:
-        What was added to each bias, float32 values, by linear.
+    Quantizers that are disabled stay so; linears outside of encoder layers or without bias are left. Of the
+    batches, int64 [B, L] without padding, as many as make `TOKENS` tokens are used and held.
     """
     import torch
 
@@ -56,14 +47,18 @@ def correct_biases(
     added: dict[str, list[float]] = {}
     with torch.inference_mode():
         with quantizers_off(model):
-            exact, given = _record_calls(model, runs, _some(batches))
+            exact, calls = _record_calls(model, runs, batches)
         states = exact
         for name, times in track("bias correction", runs.items()):
-            run = partial(run_layer, model, name, times, given[name])
-            groups = _steps(name, linears, family)
+            run = partial(run_layer, model, name, times, calls[name])
+            by_kind: dict[str, list[str]] = {}  # in the order in which they run; q, k and v run side by side
+            for linear in linears:
+                if linear.startswith(f"{name}."):
+                    by_kind.setdefault(family.kind(linear), []).append(linear)
+            groups = list(by_kind.values())
             with quantizers_off(model), average_outputs(model, chain.from_iterable(groups)) as targets:
                 exact = run(exact)
-            with use_rounded_weights(model, [n for n in linears if n.startswith(f"{name}.")]):
+            with use_rounded_weights(model, chain.from_iterable(groups)):
                 corrected, states = _correct_layer(
                     model, groups, targets, partial(run, states), exact, once=times == 1
                 )
@@ -82,17 +77,14 @@ def _correct_layer(  # noqa: PLR0913
 ) -> "tuple[dict[str, list[float]], list[torch.Tensor]]":
     """Correct the groups of one layer, each for what it gets after the one before was corrected.
 
-    Args:
-        once: the layer runs once for a batch, so that what linears before a group make is known by then.
-
-    Returns:
-        What was added to each bias, and the output of the layer with it for every batch.
+    With `once` the layer runs once for a batch, so that what linears before a group make is known by then.
+    Returns the additions to each bias, and the output of the layer with them for every batch.
     """
     added: dict[str, list[float]] = {}
     read_again = groups[:-1] if once else []
     with (
         average_outputs(model, chain.from_iterable(groups)) as means,
-        keep_outputs(model, read_again) as made,
+        keep_outputs(model, read_again) as kept,
     ):
         states = run()
     error = _error(states, exact)
@@ -102,39 +94,36 @@ def _correct_layer(  # noqa: PLR0913
         before = {name: linear.bias.clone() for name, linear in linears.items()}  # subtracting would round
         apply_biases(model, step)
         with (
-            replay_outputs(model, read_again[:number], made),
+            replay_outputs(model, read_again[:number], kept),
             average_outputs(model, chain.from_iterable(groups[number + 1 :])) as new_means,
-            keep_outputs(model, read_again[number:]) as new_made,
+            keep_outputs(model, read_again[number:]) as newly_kept,
         ):
             new_states = run()
         if (now := _error(new_states, exact)) < error:
             added, error, means, states = added | step, now, new_means, new_states
-            made |= new_made
+            kept |= newly_kept
         else:
             for name, bias in before.items():
                 linears[name].bias.copy_(bias)
     return added, states
 
 
-def _error(made: "list[torch.Tensor]", exact: "list[torch.Tensor]") -> float:
-    """Return the squared error of a layer's output over every batch."""
-    pairs = zip(made, exact, strict=True)
-    return sum(float((ours - theirs).double().square().sum()) for ours, theirs in pairs)
+def _error(states: "list[torch.Tensor]", exact: "list[torch.Tensor]") -> float:
+    return sum(
+        float((ours - theirs).double().square().sum()) for ours, theirs in zip(states, exact, strict=True)
+    )
 
 
 def note_missing_biases(model: "PreTrainedModel", linears: Iterable[str]) -> list[str]:
-    """Return a sentence where INT8 linears of encoder layers have no bias that could be corrected."""
     family = family_of(model.config)
-    found = [name for name in linears if family.layer_of(name) is not None]
-    lost = [name for name in found if model.get_submodule(name).bias is None]
-    if not lost:
-        return []
-    count = f"{len(lost)} of {len(found)}"
-    return [f"bias correction left out {count} INT8 linears, which have no bias: {name_list(lost)}"]
+    inside = [name for name in linears if family.layer_of(name) is not None]
+    lost = [name for name in inside if model.get_submodule(name).bias is None]
+    count = f"{len(lost)} of {len(inside)}"
+    note = f"bias correction left out {count} INT8 linears, which have no bias: {name_list(lost)}"
+    return [note] if lost else []
 
 
 def apply_biases(model: "PreTrainedModel", added: dict[str, list[float]]) -> None:
-    """Add corrections to the biases of a model, in place."""
     import torch
 
     for name, values in added.items():
@@ -164,7 +153,7 @@ def add_biases_temporarily(
 
 
 def run_layer(
-    model: "PreTrainedModel", name: str, times: int, calls: list[Given], states: "list[torch.Tensor]"
+    model: "PreTrainedModel", name: str, times: int, calls: list[Arguments], states: "list[torch.Tensor]"
 ) -> "list[torch.Tensor]":
     """Run a layer `times` times over every batch without gradients; return what the next layer reads."""
     import torch
@@ -214,57 +203,30 @@ def keep_outputs(
 def replay_outputs(
     model: "PreTrainedModel", groups: list[list[str]], outputs: "dict[str, list[torch.Tensor]]"
 ) -> Iterator[None]:
-    """Let linears return kept outputs, in order, without computing them again."""
-    names = list(chain.from_iterable(groups))
-    linears: list[Any] = [model.get_submodule(name) for name in names]
-    for name, linear in zip(names, linears, strict=True):
-        linear.forward = partial(_next_output, iter(outputs[name]))
+    linears: dict[str, Any] = {name: model.get_submodule(name) for group in groups for name in group}
+    for name, linear in linears.items():
+        linear.forward = partial(lambda kept, _: next(kept).clone(), iter(outputs[name]))
     try:
         yield
     finally:
-        for linear in linears:
+        for linear in linears.values():
             del linear.forward
-
-
-def _next_output(outputs: "Iterator[torch.Tensor]", _: "torch.Tensor") -> "torch.Tensor":
-    return next(outputs).clone()
 
 
 @contextmanager
 def _hooks(model: "PreTrainedModel", names: Iterable[str], hook: Callable[..., None]) -> Iterator[None]:
-    """Call `hook(name, module, inputs, output)` after each run of these modules in the block."""
     with ExitStack() as hooks:
         for name in names:
             hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(hook, name)))
         yield
 
 
-def _steps(layer: str, linears: Iterable[str], family: Family) -> list[list[str]]:
-    """Return the linears of a layer in the order in which they run; q, k and v run side by side."""
-    groups: dict[str, list[str]] = {}
-    for name in linears:
-        if name.startswith(f"{layer}."):
-            groups.setdefault(family.kind(name), []).append(name)
-    return list(groups.values())
-
-
-def _some(batches: Iterable[Batch]) -> Iterator[Batch]:
-    tokens = 0
-    for batch in batches:
-        yield batch
-        tokens += batch["input_ids"].size
-        if tokens >= TOKENS:
-            return
-
-
 def _record_calls(
     model: "PreTrainedModel", runs: Counter[str], batches: Iterable[Batch]
-) -> "tuple[list[torch.Tensor], dict[str, list[Given]]]":
-    """Record what the first layer reads for every batch, and its other arguments: masks, positions.
-
-    No layer runs meanwhile.
-    """
-    calls: dict[str, list[Given]] = {name: [] for name in runs}
+) -> "tuple[list[torch.Tensor], dict[str, list[Arguments]]]":
+    """Record what the first layer reads for `TOKENS` tokens, and what all get besides; no layer runs."""
+    calls: dict[str, list[Arguments]] = {name: [] for name in runs}
+    tokens = 0
 
     def keep(name: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[name].append((args[1:], kwargs))
@@ -277,5 +239,8 @@ def _record_calls(
         hooks.enter_context(resume_from(model, sum(runs.values()), None))
         for batch in batches:
             forward(model, batch)
+            tokens += batch["input_ids"].size
+            if tokens >= TOKENS:
+                break
     # a shared layer gets the same in each of its runs
-    return states, {name: found[:: runs[name]] for name, found in calls.items()}
+    return states, {name: of_layer[:: runs[name]] for name, of_layer in calls.items()}

@@ -1,7 +1,7 @@
 """Amax of activations by percentile, entropy and MSE, over histograms of bounded size.
 
-Percentile and entropy are ModelOpt's algorithms. Its MSE over a histogram is not usable: version 0.47 hands
-the number of bits to `fake_tensor_quant` in the place of the bias, so it judges every amax with 0 bits.
+Percentile and entropy are ModelOpt's. Its MSE over a histogram is useless in 0.47, which hands the number of
+bits to `fake_tensor_quant` in the place of the bias.
 """
 
 import copy
@@ -31,7 +31,6 @@ WEIGHT_CLIPS = (0.4, 1.0, 0.02)  # smallest and largest part of a weight's max t
 
 
 def install_calibrators(quantizers: dict[str, Any], plan: Plan) -> None:
-    """Give every activation quantizer the calibrator of its method; `max` keeps ModelOpt's own."""
     for name, quantizer in quantizers.items():
         module = name.rpartition(".")[0]
         method = plan.scaling_of(module).method
@@ -70,11 +69,10 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
         self.limit = self.limit or largest
         self.largest = max(self.largest, largest)
         for chunk in torch.split(values, CHUNK):
-            found = torch.histc(chunk.float().abs(), bins=BINS, min=0, max=self.limit)
-            self.counts += found.cpu().numpy().astype(np.int64)
+            counts = torch.histc(chunk.float().abs(), bins=BINS, min=0, max=self.limit)
+            self.counts += counts.cpu().numpy().astype(np.int64)
 
     def reset(self) -> None:
-        """Forget all values."""
         self.counts[:], self.limit, self.largest, self._found = 0, 0.0, 0.0, None
 
     def compute_amax(self, *_: Any, **__: Any) -> torch.Tensor | None:
@@ -113,11 +111,9 @@ def _least_error(counts: Int64, width: float) -> torch.Tensor:
 
 
 def clip_weight(quantizer: Any, weight: torch.Tensor) -> None:
-    """Lower a weight quantizer's max amax to where the squared error of the weight is least, by ModelOpt.
+    """Lower the max amax of a weight's quantizer to where the squared error is least, by ModelOpt.
 
-    Args:
-        quantizer: TensorQuantizer of the weight with its max amax, per channel or per tensor; changed.
-        weight: float32 [N, K].
+    The amax is per channel or per tensor, the weight float32 [N, K].
     """
     start, stop, step = WEIGHT_CLIPS
     judge = copy.deepcopy(quantizer).cpu()  # for a GPU, ModelOpt would first compile its arithmetic

@@ -1,24 +1,15 @@
 """k and v of an INT8 attention straight from their GEMMs, and q: no kernel between for scales and biases.
 
-An engine's INT8 GEMM can scale by one scalar and round; a factor for each channel or a bias behind it is a
-kernel of its own, which reads and writes the tensor once more. Where the recipe gives key and value `weights:
-int8/per-tensor`, both go where they cost nothing:
+Where the recipe gives key and value `weights: int8/per-tensor`, an INT8 GEMM scales by one scalar and rounds:
 
-- **The bias of k** adds the same number to all scores of a row, which the softmax takes out: it is dropped.
-- **The bias of v** adds itself to every row of P v, as rows of P sum to 1: it goes, times the weight, into
-  the bias of the output projection. (With an INT8 softmax the rows sum to nearly 1.)
-- **The rows of their weights** get about equal ranges, so that one scale serves as well as one per channel:
-  factors of the rows of k are divided out in those of q, factors of the rows of v in the columns of the
-  output projection (Nagel et al. 2019, arXiv 1906.04721, section 4.1). They are powers of two.
+- the bias of k adds the same number to all scores of a row, which the softmax takes out: it is dropped;
+- the bias of v goes, times the weight, into the bias of the output projection, as rows of P sum to 1;
+- the rows of their weights get about equal ranges, by powers of two that are divided out in the rows of q and
+  the columns of the output projection (Nagel et al. 2019, arXiv 1906.04721, section 4.1).
 
-Where the recipe gives query the same:
-
-- **The bias of q** becomes a shift d of what q, k and v read, made by the bias of the LayerNorm before: W d
-  is that bias. What d does to k and v goes the way of their biases, and the output projection takes it out of
-  the residual. W is nearly singular in trained models, so d is chosen by what it costs and brings: it leaves
-  out what the keys of the calibration data do not see (ridge regression), and that rest is dropped.
-- **All three may share one scale** of weights and one of results (`export.qkv_scales: shared`): then an
-  engine makes one GEMM of them. Powers of two bring v to the range of q and k.
+Where query has it too, its bias becomes a shift d of what q, k and v read, made by the LayerNorm before and
+taken out of the residual: W d is the bias, but for what the keys of the calibration data do not see (ridge
+regression), which is dropped. All three may share one scale (`export.qkv_scales`). See docs/graph.md.
 """
 
 from collections.abc import Iterator
@@ -30,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibration.record import Shift, Smoothing
-from qdqbench.quantize.calibration.smoothing import Ranges, apply_factors
+from qdqbench.quantize.calibration.smoothing import Ranges, apply_factors, column_ranges
 from qdqbench.quantize.models.families.family import Role
 from qdqbench.quantize.recipe.plan import Plan, folds_kv_bias, folds_q_bias, get_linears, shares_qkv_scales
 from qdqbench.quantize.utils.arrays import Float64
@@ -57,7 +48,6 @@ class _Seen:
     samples: int = 0
 
     def add(self, x: "torch.Tensor") -> None:
-        """Add some inputs without padding, [B, L, K]."""
         import torch
 
         flat = x.detach().flatten(0, -2)
@@ -70,11 +60,7 @@ class _Seen:
 
 @contextmanager
 def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _Seen]]:
-    """Record what q, k and v read in each attention to be shifted, while calibration data go through.
-
-    Raises:
-        UserError: they read another tensor than that whose maker the family names.
-    """
+    """Record what q, k and v read in each attention to be shifted, while calibration data go through."""
     makers = folds_q_bias(plan)
     seen = {name: _Seen() for name in makers}
     outputs: dict[str, Any] = {}
@@ -83,8 +69,15 @@ def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _S
         outputs[name] = output
 
     def read(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
-        _require_same(name, makers[name], outputs.pop(name, None), inputs[0])
-        seen[name].add(inputs[0])
+        output, x = outputs.pop(name, None), inputs[0]
+        # a family of a recipe's own may name a wrong module
+        if output is None or output.shape != x.shape or not output.nan_to_num().equal(x.nan_to_num()):
+            raise UserError(
+                f"q, k and v of {name} do not read what {makers[name]} makes, so nothing can do what the "
+                "bias of q does; give their query weights: int8/per-channel, or mend model.layout of the "
+                "recipe"
+            )
+        seen[name].add(x)
 
     with ExitStack() as hooks:
         for name, maker in makers.items():
@@ -94,28 +87,13 @@ def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _S
         yield seen
 
 
-def _require_same(attention: str, maker: str, output: "torch.Tensor | None", read: "torch.Tensor") -> None:
-    """Hold what q, k and v read to what a module made; a family of a recipe's own may name a wrong one."""
-    if output is None or output.shape != read.shape or not output.nan_to_num().equal(read.nan_to_num()):
-        raise UserError(
-            f"q, k and v of {attention} do not read what {maker} makes, so nothing can do what the bias of q "
-            "does; give their query weights: int8/per-channel, or mend model.layout of the recipe"
-        )
-
-
 def choose_shifts(
     model: "PreTrainedModel", plan: Plan, seen: dict[str, _Seen], ranges: Ranges
 ) -> tuple[dict[str, Shift], list[str]]:
     """Choose the shifts for a model whose weights are its own yet; they change no answer.
 
-    Args:
-        ranges: those of what q, k and v read are made those of the shifted.
-
-    Returns:
-        The shifts by attention whose q has a bias, and a warning where much of what one does is left out.
-
-    Raises:
-        UserError: what has to make or take out a shift has no bias.
+    `ranges` of what q, k and v read become those of the shifted. Returns the shifts by attention whose q has
+    a bias, and a warning where much of what one does is left out.
     """
     import torch
 
@@ -137,17 +115,17 @@ def choose_shifts(
             linear: -weight @ values for linear, weight in zip(linears, weights, strict=True)
         }
         added |= dict.fromkeys(get_linears(plan, name, "output"), -values)
-        as_lists = {module: torch.from_numpy(each).float().tolist() for module, each in added.items()}
+        as_lists = {module: torch.from_numpy(delta).float().tolist() for module, delta in added.items()}
         shifts[name] = Shift(added=as_lists, rest=rest)
         largest = np.maximum(np.abs(low + values), np.abs(high + values))
         ranges.inputs |= {linear: largest for linear in linears if linear in ranges.inputs}
-    lost = {name: made.rest for name, made in shifts.items() if made.rest > LARGEST_REST}
-    if not lost:
-        return shifts, []
-    return shifts, [
+    lost = {name: shift.rest for name, shift in shifts.items() if shift.rest > LARGEST_REST}
+    warning = (
         f"what the bias of q adds to the scores of {name_list(lost)} is left out in part, up to a root mean "
-        f"square of {max(lost.values()):.2f}; keep it with weights: int8/per-channel for their query"
-    ]
+        f"square of {max(lost.values(), default=0):.2f}; keep it with weights: int8/per-channel for their "
+        "query"
+    )
+    return shifts, [warning] if lost else []
 
 
 def _needs_shift(model: "PreTrainedModel", plan: Plan, attention: str, maker: str) -> bool:
@@ -167,20 +145,17 @@ def _needs_shift(model: "PreTrainedModel", plan: Plan, attention: str, maker: st
 def solve_shift(  # noqa: PLR0913, PLR0917
     query: Float64, key: Float64, bias: Float64, size: int, spread: Float64, half: Float64
 ) -> tuple[Float64, float]:
-    """Return the shift d of x that best does what the bias b of q does, and the rest of that bias.
+    """Return the shift d [K] of x that best does what the bias b [N] of q does, and the rest in scores.
 
     d is the smallest sum of the mean square of ((b - W d) k) / sqrt(D), over heads and over the differences
-    of keys k of a sample, and of `RIDGE_LAMBDA` times the mean square of d / half.
+    of keys k of a sample, and of `RIDGE_LAMBDA` times the mean square of d / half. The rest is a root mean
+    square.
 
     Args:
         query: weight [N, K]; so is `key`.
-        bias: of q, [N].
         size: D, channels of one head.
         spread: covariance of x over the tokens of a sample, [K, K].
         half: half of the range of each channel of x, [K].
-
-    Returns:
-        d, [K], and the root mean square of the rest in scores.
     """
     by_head = key.reshape(-1, size, key.shape[1])
     seen = by_head @ spread @ by_head.transpose(0, 2, 1) / size  # covariance of the keys, [heads, D, D]
@@ -192,26 +167,19 @@ def solve_shift(  # noqa: PLR0913, PLR0917
 
 
 def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing) -> Smoothing:
-    """Give the weight rows of k and v about equal ranges, or those of q and k like ones, in place.
-
-    Args:
-        moved: factors that are in the weights already.
-
-    Returns:
-        All factors.
-    """
+    """Give weight rows of k and v about equal ranges, or those of q and k like ones; return all factors."""
     rows: dict[str, list[float]] = {}
     columns: dict[str, list[float]] = {}
     balanced, level = folds_q_bias(plan), shares_qkv_scales(plan)
     for name in folds_kv_bias(plan):
         query, key, value, output = get_linears(plan, name, *ROLES, "output")
-        of_query, of_key, of_value = (_row_ranges(model, linear) for linear in (query, key, value))
+        modules: list[Any] = [model.get_submodule(linear) for linear in (query, key, value)]
+        of_query, of_key, of_value = (column_ranges(module.weight.T) for module in modules)
         if name in balanced:
             for_key = _towards(np.sqrt(of_query * of_key), of_key)
         else:
             for_key = _towards(_mean(of_key), of_key)
-        goal = np.max(of_key * for_key) if name in level else _mean(of_value)
-        for_value = _towards(goal, of_value)
+        for_value = _towards(np.max(of_key * for_key) if name in level else _mean(of_value), of_value)
         rows |= {key: for_key.tolist(), query: (1 / for_key).tolist(), value: for_value.tolist()}
         columns[output] = (1 / for_value).tolist()
     apply_factors(model, Smoothing(rows=rows, columns=columns))
@@ -242,9 +210,9 @@ def compute_moved_biases(model: "PreTrainedModel", plan: Plan) -> dict[str, list
 def share_scales(plan: Plan, quantizers: dict[str, Any]) -> None:
     """Give q, k and v that are merged one amax for weights and one for results, the largest."""
     for group in group_shared_scales(plan):
-        largest = max(quantizers[each].amax.max() for each in group)
-        for each in group:
-            quantizers[each].amax = largest.clone()
+        largest = max(quantizers[name].amax.max() for name in group)
+        for name in group:
+            quantizers[name].amax = largest.clone()
 
 
 def group_shared_scales(plan: Plan) -> Iterator[list[str]]:
@@ -254,15 +222,7 @@ def group_shared_scales(plan: Plan) -> Iterator[list[str]]:
         yield [f"{name}.{x}_bmm_quantizer" for x in "qkv"]
 
 
-def _row_ranges(model: "PreTrainedModel", linear: str) -> Float64:
-    """Return the largest magnitude of every row of a weight."""
-    module: Any = model.get_submodule(linear)
-    ranges: Float64 = module.weight.detach().abs().amax(dim=1).double().cpu().numpy()
-    return ranges
-
-
 def _mean(ranges: Float64) -> float:
-    """Return the geometric mean of the values other than zero."""
     alive = ranges[ranges > 0]
     return float(np.exp2(np.log2(alive).mean())) if len(alive) else 1.0
 
@@ -277,6 +237,5 @@ def _towards(goal: Float64 | float, ranges: Float64) -> Float64:
 
 
 def _times(one: dict[str, list[float]], other: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Multiply factors by linear; those of one alone stay where the other has none."""
     both = {name: (np.array(one[name]) * other[name]).tolist() for name in one.keys() & other.keys()}
     return one | other | both

@@ -83,15 +83,23 @@ class CalibrationRecord(Tabular):
     quantizers: dict[str, QuantizerState]
 
     def rows(self) -> list[QuantizerRow]:
-        """Return the quantizers as rows of results.json."""
+        values = {n: np.atleast_1d(np.asarray(q.amax, dtype=np.float64)) for n, q in self.quantizers.items()}
         return [
-            make_quantizer_row(name, state, self.replaced.get(name))
+            QuantizerRow(
+                name=name,
+                module=name.rpartition(".")[0],
+                kind=state.kind,
+                axis=state.axis,
+                amax=float(values[name].max()),
+                amax_min=float(values[name].min()),
+                amax_over_rms=float(values[name].max() / state.rms) if state.rms else None,
+                calibrated_amax=self.replaced.get(name),
+            )
             for name, state in self.quantizers.items()
         ]
 
 
 def read_quantizer_state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
-    """Return the record of a quantizer; with `rms` of an activation while calibrating."""
     amax = quantizer.amax
     values = [] if amax is None else amax.detach().float().cpu().flatten().tolist()
     scalar = amax is not None and quantizer.axis is None
@@ -101,25 +109,15 @@ def read_quantizer_state(name: str, quantizer: Any, rms: float | None) -> Quanti
 
 
 def read_record(path: Path) -> CalibrationRecord:
-    """Read `calibration.json`.
-
-    Raises:
-        UserError: missing or not of this schema.
-    """
     return read(path, CalibrationRecord, "calibration record", "quantize again")
 
 
 def write_record(path: Path, record: CalibrationRecord) -> None:
-    """Write `calibration.json` atomically."""
     files.write_text(path, record.model_dump_json() + "\n")
 
 
 def require_plausible(states: dict[str, QuantizerState]) -> None:
-    """Hold every amax to be finite, positive and plausible.
-
-    Raises:
-        CheckFailed: names every offender with its value.
-    """
+    """Hold every amax to be finite, positive and plausible; CheckFailed names every other with its value."""
     problems = [f"{name}: {why}" for name, state in states.items() if (why := _implausible(state))]
     if problems:
         raise CheckFailed(
@@ -142,21 +140,6 @@ def _implausible(state: QuantizerState) -> str | None:
     return None
 
 
-def make_quantizer_row(name: str, state: QuantizerState, found: float | None = None) -> QuantizerRow:
-    """Return a quantizer as a row of results.json; `found` where the recipe gives another amax."""
-    values = np.atleast_1d(np.asarray(state.amax, dtype=np.float64))
-    return QuantizerRow(
-        name=name,
-        module=name.rpartition(".")[0],
-        kind=state.kind,
-        axis=state.axis,
-        amax=float(values.max()),
-        amax_min=float(values.min()),
-        amax_over_rms=float(values.max() / state.rms) if state.rms else None,
-        calibrated_amax=found,
-    )
-
-
 def get_state_shifts(record: CalibrationRecord, plan: Plan) -> dict[int, list[float]]:
     """Return what shifts add to hidden states, [hidden], by number: 0 is that after the embeddings."""
     makers = folds_q_bias(plan)
@@ -167,28 +150,14 @@ def get_state_shifts(record: CalibrationRecord, plan: Plan) -> dict[int, list[fl
     }
 
 
-def group_shared_quantizers(plan: Plan) -> list[tuple[str, ...]]:
-    """Group, by INT8 residual, the quantizers that round one tensor and so have one amax.
-
-    The residual's comes first, then the input quantizers of its readers.
-    """
-    readers = {name: plan.family.residual_readers(name) for name in plan.residual}
-    return [
-        (f"{name}.{RESIDUAL_QUANTIZER}", *(f"{n}.input_quantizer" for n in readers[name])) for name in readers
-    ]
-
-
 def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
-    """Hold residuals to the amax of the linears that read the same tensor.
-
-    Raises:
-        CheckFailed: names every residual that differs.
-    """
-    lost = [
-        f"{group[0]} ({', '.join(f'{states[name].amax:g}' for name in group)})"
-        for group in group_shared_quantizers(plan)
-        if len({states[name].amax for name in group}) > 1
-    ]
+    """Hold residuals to the amax of linears that read the same tensor; CheckFailed names all that differ."""
+    lost = []
+    for name in plan.residual:
+        readers = [f"{linear}.input_quantizer" for linear in plan.family.residual_readers(name)]
+        amax = [states[key].amax for key in (f"{name}.{RESIDUAL_QUANTIZER}", *readers)]
+        if len(set(amax)) > 1:
+            lost.append(f"{name}.{RESIDUAL_QUANTIZER} ({', '.join(f'{value:g}' for value in amax)})")
     if lost:
         raise CheckFailed(
             f"an INT8 residual and the linears that read the same tensor need one amax, and these differ: "
@@ -197,15 +166,10 @@ def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
 
 
 def select_record(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> CalibrationRecord:
-    """Select the record of a plan from records with every candidate in INT8.
+    """Select a plan's record from records with all linears in INT8, without (`plain`) and with attentions.
 
     An amax is measured in full precision, so it does not depend on what else is INT8, and smoothing looks at
     one layer alone. Only what a layer's attention is has a say there: an INT8 one is smoothed too.
-
-    Args:
-        plan: a part of both.
-        plain: all linears in INT8, no attention.
-        fused: all linears and attentions in INT8.
     """
     family = plan.family
     inside = {family.layer_of(name) for name in plan.attention}
@@ -230,22 +194,15 @@ def select_record(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord
     splits = {name: of(name).splits[name] for name in fused.splits if name in plan.int8}
     for name, choice in fused.splits.items():
         rows = f"{family.beside(name, 'ffn-in')}.weight_quantizer"
-        if name not in splits and rows in quantizers:
-            quantizers[rows] = _without_copies(quantizers[rows], choice.extra, 1 + family.gated)
+        if name not in splits and rows in quantizers and isinstance(amax := quantizers[rows].amax, list):
+            # the model's own rows come first: of the channels, and of their gates
+            width = len(amax) // (1 + family.gated)
+            own = [value for n, value in enumerate(amax) if n % width < width - choice.extra]
+            quantizers[rows] = quantizers[rows].model_copy(update={"amax": own})
     parts = {"shifts": shifts, "smoothing": smoothing, "splits": splits, "centers": centers}
     return fused.model_copy(update={"quantizers": quantizers, "softmax": softmax, **parts})
 
 
-def _without_copies(state: QuantizerState, extra: int, parts: int) -> QuantizerState:
-    """Return the amax of the model's own rows, which come first: of the channels, and of their gates."""
-    if not isinstance(state.amax, list):
-        return state
-    width = len(state.amax) // parts
-    kept = [value for n, value in enumerate(state.amax) if n % width < width - extra]
-    return state.model_copy(update={"amax": kept})
-
-
 def disable_bias_correction(recipe: Recipe) -> Recipe:
-    """Return the recipe without bias correction, as trials evaluate it."""
     section = recipe.calibration.model_copy(update={"bias_correction": False})
     return recipe.model_copy(update={"calibration": section})

@@ -1,24 +1,24 @@
-"""Exact scale migration: move the range of outlier channels from activations into weights.
+"""Outlier channels before calibration: their range moved into weights, exactly, or split over copies.
 
-SmoothQuant (Xiao et al. 2023, arXiv 2211.10438, equation 4) divides input channel j of a linear by
-s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) and multiplies column j of its weight by it. Where s comes from:
+SmoothQuant (Xiao et al. 2023, arXiv 2211.10438, equation 4) divides input channel j of a linear by s_j =
+max|x_j|^alpha / max|w_j|^(1 - alpha) and multiplies column j of its weight by it; "gain" takes the gain of
+the LayerNorm before (Wei et al. 2022, arXiv 2209.13325). The division is a Mul before the Q, as outputs of
+a LayerNorm also feed the residual, or goes into the rows of the value projection. In an INT8 attention
+channel d of q is multiplied by t_d and that of k divided by it, for equal ranges (Nagel et al. 2019, arXiv
+1906.04721, section 4.1); channels that rotary positions mix share one t. Linears that read the same tensor
+share one s, so that their GEMMs can be merged. All are powers of two: outputs stay bit for bit until
+something is quantized.
 
-- LayerNorm and GELU outputs: the division is a Mul before the Q, which an engine fuses into the kernel that
-  makes the tensor. LayerNorm outputs also feed the residual stream, so their own gain cannot absorb it. An
-  INT8 residual takes the same factors, and is multiplied back behind its Q/DQ.
-- attention outputs: the division goes into the rows of the value projection, and costs nothing.
-- "gain": s_j is the gain of the LayerNorm before (Wei et al. 2022, "Outlier Suppression", arXiv 2209.13325).
-
-In an INT8 attention channel d of q is multiplied by t_d and that of k divided by it, which leaves every score
-as it was; t_d makes their largest magnitudes equal, as in Nagel et al. 2019 (arXiv 1906.04721, section 4.1)
-for two layers. Rotary positions mix two channels of a head, which then share one t.
-
-Linears that read the same tensor share one s, so that their GEMMs can still be merged. Every s is a power of
-two: the model's outputs stay the same bit for bit until something is quantized.
+One or two channels of a feed-forward carry a massive activation (Sun et al. 2024, arXiv 2402.17762) and
+meet a weight of like size (Yu et al. 2024, arXiv 2411.07191), so that no factor helps. Zhao et al. 2019
+(arXiv 1901.09504) split such a channel: n copies of it, each with 1/n of the product, n a power of two. The
+copies are rows of the first linear (and of its gate) and columns of the second. Each divides its activation
+a little more than the one before, and its weight less (`SPREAD`), or all would be rounded in the same
+direction.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -27,17 +27,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant.quantizers import RESIDUAL_QUANTIZER, quantizers_off
-from qdqbench.quantize.calibration.record import Smoothing
+from qdqbench.quantize.calibration.record import ChannelSplit, Smoothing
 from qdqbench.quantize.models.families.family import Family, LinearRows
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.utils.arrays import Float64
+from qdqbench.quantize.utils.arrays import Float64, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import name_list
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+LARGEST_FACTOR = 2.0**8  # of one channel against the others; keeps what is divided inside FP16
+LIKE = 8  # a channel is an outlier against the range that this many others reach
+SPREAD = 1 / 16  # of the copies of a channel: the last divides its activation by so much more than the first
+FP16_STEPS = 1024
 
 
 @dataclass
@@ -48,19 +53,21 @@ class Ranges:
     outputs: dict[str, Float64]
 
 
-def record_ranges(
+def measure_ranges(
     model: "PreTrainedModel",
-    inputs: Sequence[str],
-    outputs: Sequence[str],
+    plan: Plan,
     run: Callable[["PreTrainedModel"], None],
+    also: Iterable[str] = (),
     *,
     always: bool = False,
 ) -> Ranges:
-    """Record ranges of what modules read and make, by full name; quantizers are off meanwhile.
+    """Measure the inputs of linears that the plan smooths and `also`, and q and k of its attentions.
 
-    `run` passes the calibration data through the model once; not called where there is nothing to measure,
-    or `always`, where others watch meanwhile.
+    `run` passes the calibration data through the model once, without quantization; not called where there is
+    nothing to measure, unless `always`, where others watch meanwhile.
     """
+    inputs = [*_smoothed(plan, plan.int8), *also]
+    outputs = {made.linear for name in _smoothed(plan, plan.attention) for made in _made_scores(plan, name)}
     if not (inputs or outputs or always):
         return Ranges({}, {})
     ranges: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
@@ -89,100 +96,70 @@ def record_ranges(
     return Ranges(**sides)
 
 
-LARGEST_FACTOR = 2.0**8  # of one channel against the others; keeps what is divided inside FP16
-
-
-def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges", left: Collection[str] = ()) -> Smoothing:
+def smooth(model: "PreTrainedModel", plan: Plan, ranges: Ranges, left: Collection[str] = ()) -> Smoothing:
     """Choose the factors from what `measure_ranges` saw, and apply them to a model with quantizers, in place.
 
-    Args:
-        left: attentions whose q and k stay as they are.
-
-    Raises:
-        UserError: "gain" for linears whose input is not the output of a LayerNorm.
+    The q and k of attentions in `left` stay as they are. UserError: "gain" without a LayerNorm before.
     """
     wanted, heads = _smoothed(plan, plan.int8), _smoothed(plan, plan.attention)
     if not (wanted or heads):
         return Smoothing()
-    sources = _sources(model, list(wanted))
-    lost = [name for name, how in wanted.items() if how == "gain" and name not in sources.gains]
+    readers, gains = _trace_inputs(model, list(wanted))
+    lost = [name for name, how in wanted.items() if how == "gain" and name not in gains]
     if lost:
         raise UserError(
             f"smoothing: gain needs a LayerNorm before the linear, which {name_list(lost)} do not have; give "
             "an alpha such as 0.5 or none for them"
         )
-    rows = _move_into_rows(model, plan, wanted, ranges)
+    moved = Smoothing()
+    for name, how in wanted.items():  # of output projections into the rows of the value projections
+        if plan.family.role(name) == "output" and how != "gain":
+            scale = _choose_scales(model, [name], ranges, how)
+            moved.columns[name] = scale.tolist()
+            _scale_rows(moved, model, plan.family.made_by(name, "value"), 1 / scale)
     for name in (name for name in heads if name not in left):
-        query, key = _scored(plan, name)
+        query, key = _made_scores(plan, name)
         size = int(getattr(model.get_submodule(name), plan.family.head_size))
         ours, theirs = (_head_ranges(ranges, made, size, plan.family) for made in (query, key))
         balance = _power_of_two(np.sqrt(_ratio(theirs, ours)))
-        _scale_rows(rows, model, query, balance)
-        _scale_rows(rows, model, key, 1 / balance)
-    apply_factors(model, rows)
-    left = {name: how for name, how in wanted.items() if name not in rows.columns}
-    inputs = _move_from_inputs(model, left, sources, ranges)
-    apply_factors(model, inputs)
-    return Smoothing(inputs=inputs.inputs, columns=rows.columns | inputs.columns, rows=rows.rows)
+        _scale_rows(moved, model, query, balance)
+        _scale_rows(moved, model, key, 1 / balance)
+    apply_factors(model, moved)
+    divided = Smoothing()  # inputs divided before their Q; one factor for all readers of a tensor
+    for group in readers:
+        members = [name for name in group if name not in moved.columns]
+        for how in dict.fromkeys(wanted[name] for name in members):
+            same = [name for name in members if wanted[name] == how]
+            scale = gains[same[0]] if how == "gain" else _choose_scales(model, same, ranges, how)
+            divided.inputs |= dict.fromkeys(same, (1 / scale).tolist())
+            divided.columns |= dict.fromkeys(same, scale.tolist())
+    apply_factors(model, divided)
+    return Smoothing(inputs=divided.inputs, columns=moved.columns | divided.columns, rows=moved.rows)
 
 
 def _smoothed(plan: Plan, names: Iterable[str]) -> dict[str, Any]:
-    """Return the smoothing of each of these that has one."""
-    found = {name: plan.scaling_of(name).smoothing for name in names}
-    return {name: how for name, how in found.items() if how != "none"}
+    by_name = {name: plan.scaling_of(name).smoothing for name in names}
+    return {name: how for name, how in by_name.items() if how != "none"}
 
 
-def _scored(plan: Plan, attention: str) -> tuple[LinearRows, LinearRows]:
-    """Return the makers of q and k of an attention."""
+def _made_scores(plan: Plan, attention: str) -> tuple[LinearRows, LinearRows]:
     return plan.family.made_by(attention, "query"), plan.family.made_by(attention, "key")
 
 
-def _head_ranges(ranges: "Ranges", made: LinearRows, size: int, family: Family) -> Float64:
+def _head_ranges(ranges: Ranges, made: LinearRows, size: int, family: Family) -> Float64:
     """Return the largest magnitude of each channel of q or k; equal for a pair that is rotated together."""
-    found: Float64 = ranges.outputs[made.linear].reshape(made.parts, -1)[made.part]
+    largest: Float64 = ranges.outputs[made.linear].reshape(made.parts, -1)[made.part]
     if family.rotary:
-        pairs = found.reshape(-1, 2, size // 2)
-        found = np.broadcast_to(pairs.max(axis=1, keepdims=True), pairs.shape).ravel()
-    return found
+        pairs = largest.reshape(-1, 2, size // 2)
+        largest = np.broadcast_to(pairs.max(axis=1, keepdims=True), pairs.shape).ravel()
+    return largest
 
 
-def _scale_rows(found: Smoothing, model: "PreTrainedModel", made: LinearRows, factors: Float64) -> None:
-    """Add factors of q, k or v to those of the linear that makes it."""
-    before = found.rows.get(made.linear) or [1.0] * len(_weight(model, made.linear))
+def _scale_rows(moved: Smoothing, model: "PreTrainedModel", made: LinearRows, factors: Float64) -> None:
+    before = moved.rows.get(made.linear) or [1.0] * len(_weight(model, made.linear))
     parts = np.reshape(np.array(before), (made.parts, -1))
     parts[made.part] *= factors
-    found.rows[made.linear] = parts.ravel().tolist()
-
-
-def _move_into_rows(
-    model: "PreTrainedModel", plan: Plan, wanted: dict[str, Any], ranges: "Ranges"
-) -> Smoothing:
-    """Return the factors of output projections that go into the rows of the value projections."""
-    moved = Smoothing()
-    for name, how in wanted.items():
-        if plan.family.role(name) == "output" and how != "gain":
-            scale = _scales([_weight(model, name)], ranges.inputs[name], float(how))
-            moved.columns[name] = scale.tolist()
-            _scale_rows(moved, model, plan.family.made_by(name, "value"), 1 / scale)
-    return moved
-
-
-def _move_from_inputs(
-    model: "PreTrainedModel", wanted: dict[str, Any], sources: "_RangeSources", ranges: "Ranges"
-) -> Smoothing:
-    """Return the factors of linears whose input is divided before its Q; one for all readers of a tensor."""
-    moved = Smoothing()
-    for readers in sources.readers:
-        members = [name for name in readers if name in wanted]
-        for how in dict.fromkeys(wanted[name] for name in members):
-            same = [name for name in members if wanted[name] == how]
-            if how == "gain":
-                scale = sources.gains[same[0]]
-            else:
-                scale = _scales([_weight(model, name) for name in same], ranges.inputs[same[0]], float(how))
-            for name in same:
-                moved.inputs[name], moved.columns[name] = (1 / scale).tolist(), scale.tolist()
-    return moved
+    moved.rows[made.linear] = parts.ravel().tolist()
 
 
 def apply_factors(model: "PreTrainedModel", smoothing: Smoothing) -> None:
@@ -201,7 +178,10 @@ def apply_factors(model: "PreTrainedModel", smoothing: Smoothing) -> None:
         for name, factors in smoothing.inputs.items():
             linear = model.get_submodule(name)
             linear.input_quantizer.pre_quant_scale = linear.weight.new_tensor(factors)
-            copy_factors(model, name, linear.weight.new_tensor(factors))
+            if residual := family_of(model.config).residual_read_by(name):  # of the same tensor
+                quantizer: Any = getattr(model.get_submodule(residual), RESIDUAL_QUANTIZER, None)
+                if quantizer is not None and quantizer.is_enabled:
+                    quantizer.pre_quant_scale = linear.weight.new_tensor(factors)
 
 
 def remove_factors(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str, torch.Tensor]":
@@ -209,10 +189,6 @@ def remove_factors(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str,
 
     Without quantizers both compute the same, and `apply_factors` on these gives the model's own back bit for
     bit: every factor is a power of two. Tensors without factors are not copied.
-
-    Args:
-        model: fake-quant model, trained since `apply_factors` or not; left as it is.
-        smoothing: factors that are in its weights.
 
     Raises:
         CheckFailed: values so near to zero that FP32 cannot hold them divided; names every linear.
@@ -248,10 +224,10 @@ def _product(smoothing: Smoothing, name: str, value: "torch.Tensor") -> "torch.T
     return factor[:, None] if columns is None else factor[:, None] * value.new_tensor(columns)
 
 
-def _scales(weights: Iterable["torch.Tensor"], ranges: Float64, alpha: float) -> Float64:
-    """Return the factor of each input channel, powers of two [K]; 1 for channels that are always zero."""
-    largest = np.max([column_ranges(weight) for weight in weights], axis=0)
-    return _power_of_two(_ratio(ranges**alpha, largest ** (1 - alpha)))
+def _choose_scales(model: "PreTrainedModel", names: list[str], ranges: Ranges, alpha: float | str) -> Float64:
+    """Return powers of two [K] for the input that linears share; 1 for channels that are always zero."""
+    largest = np.max([column_ranges(_weight(model, name)) for name in names], axis=0)
+    return _power_of_two(_ratio(ranges.inputs[names[0]] ** float(alpha), largest ** (1 - float(alpha))))
 
 
 def column_ranges(weight: "torch.Tensor") -> Float64:
@@ -277,32 +253,8 @@ def _power_of_two(raw: Float64) -> Float64:
     return scales
 
 
-def measure_ranges(
-    model: "PreTrainedModel",
-    plan: Plan,
-    run: Callable[["PreTrainedModel"], None],
-    also: Iterable[str] = (),
-    *,
-    always: bool = False,
-) -> Ranges:
-    """Measure the inputs of linears that the plan smooths and `also`, and q and k of its attentions.
-
-    The data go through the model where there is something to measure, or `always`.
-    """
-    inputs = [*_smoothed(plan, plan.int8), *also]
-    outputs = [made.linear for name in _smoothed(plan, plan.attention) for made in _scored(plan, name)]
-    return record_ranges(model, inputs, list(dict.fromkeys(outputs)), run, always=always)
-
-
-@dataclass
-class _RangeSources:
-    """Where linears read from."""
-
-    readers: list[list[str]]  # linears that read the same tensor
-    gains: dict[str, Float64]  # of the LayerNorm that made a linear's input, as powers of two
-
-
-def _sources(model: "PreTrainedModel", names: list[str]) -> _RangeSources:
+def _trace_inputs(model: "PreTrainedModel", names: list[str]) -> tuple[list[list[str]], dict[str, Float64]]:
+    """Return the linears that read each tensor, and by linear the LayerNorm's gain before, powers of two."""
     import torch
     from torch import nn
 
@@ -310,37 +262,160 @@ def _sources(model: "PreTrainedModel", names: list[str]) -> _RangeSources:
     norms: dict[int, nn.LayerNorm] = {}
     alive: list[torch.Tensor] = []  # storage that is freed would be used again, and taken for the same tensor
 
-    def made(module: Any, _: Any, output: torch.Tensor) -> None:
+    def note_norm(module: Any, _: Any, output: torch.Tensor) -> None:
         alive.append(output)
         norms[output.data_ptr()] = module
 
-    def read(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
+    def note_reader(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
         alive.append(inputs[0])
         readers[inputs[0].data_ptr()].append(name)
 
     with ExitStack() as hooks, quantizers_off(model), torch.inference_mode():
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
-                hooks.enter_context(module.register_forward_hook(made))
+                hooks.enter_context(module.register_forward_hook(note_norm))
         for name in names:
             reader = model.get_submodule(name)
-            hooks.enter_context(reader.register_forward_pre_hook(partial(read, name)))
+            hooks.enter_context(reader.register_forward_pre_hook(partial(note_reader, name)))
         model(torch.ones(1, 8, dtype=torch.long, device=model.device))
     gains: dict[str, Float64] = {}
     for pointer, members in readers.items():
         if pointer in norms:
             gain = norms[pointer].weight.detach().abs().double().cpu().numpy()
             gains |= dict.fromkeys(members, _power_of_two(gain))
-    return _RangeSources(list(readers.values()), gains)
+    return list(readers.values()), gains
 
 
 def _weight(model: "PreTrainedModel", name: str) -> Any:
     return model.get_submodule(name).weight
 
 
-def copy_factors(model: "PreTrainedModel", linear: str, factors: "torch.Tensor") -> None:
-    """Give the residual that reads the same tensor as a linear the factors of its input, in place."""
-    name = family_of(model.config).residual_read_by(linear)
-    quantizer: Any = getattr(model.get_submodule(name), RESIDUAL_QUANTIZER, None) if name else None
-    if quantizer is not None and quantizer.is_enabled:
-        quantizer.pre_quant_scale = factors
+def choose_channels(activations: Float64, weights: Float64, extra: int) -> ChannelSplit:
+    """Halve what stands out most, again and again, while its copies fit into `extra` channels.
+
+    Both ranges are the largest magnitudes of the K channels: in the activation, and in the weight's columns.
+    Extra channels that no outlier needs are filled with zero columns.
+    """
+    by_input, by_weight = np.ones(len(activations), dtype=np.int64), np.ones(len(weights), dtype=np.int64)
+    room = extra
+    while True:
+        tops = [(_outlier(activations / by_input), by_input), (_outlier(weights / by_weight), by_weight)]
+        fitting = [
+            (ratio, channel, parts)
+            for (ratio, channel), parts in tops
+            if ratio > 1 and by_input[channel] * by_weight[channel] <= room
+        ]
+        if not fitting:
+            break
+        _, channel, parts = max(fitting, key=lambda top: top[0])
+        room -= int(by_input[channel] * by_weight[channel])
+        parts[channel] *= 2
+    outliers = np.flatnonzero(by_input * by_weight > 1).tolist()
+    return ChannelSplit(extra=extra, outliers={n: (int(by_input[n]), int(by_weight[n])) for n in outliers})
+
+
+def _outlier(ranges: Float64) -> tuple[float, int]:
+    order = np.argsort(-ranges, kind="stable")
+    largest, like = float(ranges[order[0]]), float(ranges[order[min(LIKE, len(order) - 1)]])
+    return (largest / like if like > 0 else 1.0), int(order[0])
+
+
+def apply_copies(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> None:
+    import torch
+    from torch import nn
+
+    family = family_of(model.config)
+    for name, split in splits.items():
+        first, second = _linears(model, name)
+        layout, device = make_split_layout(split, second.in_features), second.weight.device
+        index = torch.from_numpy(layout.channels).to(device)
+        rows = torch.from_numpy(_list_rows(layout.channels, second.in_features, family)).to(device)
+        with torch.no_grad():
+            first.weight = nn.Parameter(first.weight[rows])
+            if first.bias is not None:
+                first.bias = nn.Parameter(first.bias[rows])
+            second.weight = nn.Parameter(second.weight[:, index] * second.weight.new_tensor(layout.columns))
+        first.out_features, second.in_features = len(rows), len(index)
+        second.input_quantizer.pre_quant_scale = second.weight.new_tensor(layout.inputs)
+    if len(splits) == len(family.layer_names(model)):
+        setattr(model.config, family.intermediate, len(index))  # so that it can be saved, and loaded again
+
+
+def keep_equal(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> Callable[[], None]:
+    """Let copies follow their original bit for bit; call it after each step of a training."""
+    import torch
+
+    ties, family = [], family_of(model.config)
+    for name, split in splits.items():
+        first, second = _linears(model, name)
+        wide, device = second.in_features, second.weight.device
+        width = wide - split.extra
+        layout = make_split_layout(split, width)
+        index = torch.from_numpy(layout.channels[width:]).to(device)
+        copies = torch.from_numpy(_list_rows(np.arange(width, wide), wide, family)).to(device)
+        own = torch.from_numpy(_list_rows(layout.channels[width:], wide, family)).to(device)
+        # a power of two lies between the two, so this product has the bits of that in `apply_copies`
+        columns = layout.columns[width:] / layout.columns[layout.channels[width:]]
+        ties.append((first, second, (copies, own), (width, index), second.weight.new_tensor(columns)))
+
+    def tie() -> None:
+        with torch.no_grad():
+            for first, second, (copies, own), (width, index), columns in ties:
+                first.weight[copies] = first.weight[own]
+                if first.bias is not None:
+                    first.bias[copies] = first.bias[own]
+                second.weight[:, width:] = second.weight[:, index] * columns
+
+    return tie
+
+
+def remove_copies(
+    weights: "dict[str, torch.Tensor]", splits: dict[str, ChannelSplit], family: Family
+) -> "dict[str, torch.Tensor]":
+    """Return a state dict without copies; `apply_copies` makes them again bit for bit if kept equal."""
+    merged = dict(weights)
+    for name, split in splits.items():
+        key = f"{name}.weight"
+        wide = weights[key].shape[1]
+        width = wide - split.extra
+        rows = _list_rows(np.arange(width), wide, family)
+        columns = make_split_layout(split, width).columns[:width]
+        merged[key] = weights[key][:, :width] / weights[key].new_tensor(columns)  # powers of two
+        for part in ("weight", "bias"):
+            if (key := f"{family.require_beside(name, 'ffn-in')}.{part}") in weights:
+                merged[key] = weights[key][rows]
+    return merged
+
+
+def _list_rows(channels: Int64, width: int, family: Family) -> Int64:
+    """Return the rows of the first linear, gates included, that make these of `width` channels."""
+    return np.concatenate([channels + half * width for half in range(1 + family.gated)])
+
+
+@dataclass(frozen=True)
+class SplitLayout:
+    """The channels of a feed-forward with copies: its own, then copies, then filling. All [K + extra]."""
+
+    channels: Int64  # which one each is; filling is the first one, with a column of zeros
+    inputs: Float64  # what multiplies the activation before its Q; fits FP16
+    columns: Float64  # what multiplies the column of the weight; powers of two for the first K
+
+
+def make_split_layout(split: ChannelSplit, width: int) -> SplitLayout:
+    channels, spread = list(range(width)), [0.0] * width
+    inputs, columns = np.ones(width), np.ones(width)
+    for channel, (by_input, by_weight) in split.outliers.items():
+        copies = by_input * by_weight
+        channels += [channel] * (copies - 1)
+        spread += [np.rint(SPREAD * n / copies * FP16_STEPS) / FP16_STEPS for n in range(1, copies)]
+        inputs[channel], columns[channel] = 1 / by_input, 1 / by_weight
+    filling = width + split.extra - len(channels)
+    kept = np.array([1.0] * len(channels) + [0.0] * filling)
+    less = 1 - np.array([*spread, *[0.0] * filling])
+    index = np.array([*channels, *[0] * filling], dtype=np.int64)
+    return SplitLayout(index, inputs[index] * less, columns[index] * kept / less)
+
+
+def _linears(model: "PreTrainedModel", name: str) -> tuple[Any, Any]:
+    first = family_of(model.config).require_beside(name, "ffn-in")
+    return model.get_submodule(first), model.get_submodule(name)

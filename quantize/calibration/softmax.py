@@ -1,15 +1,12 @@
-"""What INT8 costs the softmax, layer by layer and length by length, and the form of it that costs the least.
+"""Loss of an INT8 softmax, layer by layer and length by length, and the form that loses the least.
 
 With scale 1/127 probabilities under 1/254 become zero, and the longer the input, the more of the attention
-they hold. A smaller amax keeps them and clips the peaks. Two things are chosen by the error of the output of
-the attention, P v, over the calibration data; the fused kernel stays as it is, and neither costs it any time:
+they hold. Chosen by the error of P v over the calibration data, at no cost in time (docs/long_inputs.md):
 
-- **The values are centered.** Rows of P sum to 1, so P (v - m) + m = P v for any m of each channel. With the
-  mean m of v over the calibration data, what P loses is lost of v - m, which is small where v is nearly the
-  same for all tokens. Exact in FP32: -m goes into the bias of the value projection, and m times its weight
-  into that of the output projection. Bias correction (Nagel et al. 2019, arXiv 1906.04721) puts back the mean
-  of the loss; this gives each row back what it lost itself.
-- **The amax** of the softmax output, per layer.
+- centered values: P (v - m) + m = P v for any m of each channel, as rows of P sum to 1. With m the mean of
+  v less is lost; -m goes into the bias of the value projection, m times its weight into the output
+  projection's;
+- the amax of the softmax output, per layer.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -38,8 +35,6 @@ CHUNK = 2**23  # probabilities that are rounded at a time
 
 @dataclass(frozen=True)
 class Softmax:
-    """What was chosen for the INT8 attentions of a model."""
-
     amax: dict[str, float]  # of the softmax output, by attention
     centers: dict[str, Float64]  # mean of v, [heads * head size], where centering it helps
     loss: list[SoftmaxRow]  # in that form
@@ -74,6 +69,21 @@ class _SoftmaxSums:
             tried.dr = tried.dr + (mass[..., None] * lost).double().sum((0, 2))
             tried.dd = tried.dd + mass.square().double().sum((0, 2))
 
+    def relative_error(self, amax: float, center: "torch.Tensor | None") -> float:
+        return self.tries[amax].error(center) / max(float(self.power), 1e-30)
+
+    def make_row(self, name: str, length: int, amax: float, center: "torch.Tensor | None") -> SoftmaxRow:
+        tried = self.tries[amax]
+        return SoftmaxRow(
+            module=name,
+            length=length,
+            amax=amax,
+            centered=center is not None,
+            zeroed=float(tried.zeroed) / self.rows,
+            clipped=float(tried.clipped) / self.rows,
+            error=float(np.sqrt(self.relative_error(amax, center))),
+        )
+
 
 @dataclass
 class _Try:
@@ -86,11 +96,11 @@ class _Try:
     dd: Any = 0.0  # [heads]
 
     def error(self, center: "torch.Tensor | None") -> float:
-        """Sum of |r - d m|^2: what is lost of v - m."""
-        found = self.rr
+        """Return the sum of |r - d m|^2: what is lost of v - m."""
+        total = self.rr
         if center is not None:
-            found = found - 2 * (center * self.dr).sum() + (center.square().sum(-1) * self.dd).sum()
-        return max(float(found), 0.0)
+            total = total - 2 * (center * self.dr).sum() + (center.square().sum(-1) * self.dd).sum()
+        return max(float(total), 0.0)
 
 
 def choose_softmax_scales(
@@ -107,42 +117,44 @@ def choose_softmax_scales(
     that short inputs count even where most are long.
 
     Args:
-        model: with quantizers; left as it is.
-        run: passes batches without padding through the model.
+        run: passes batches without padding through the model, which is left as it is.
         left: attentions whose values are not centered, as nothing can be added behind their GEMM.
         by_error: choose; else amax 1 and no centering, and their loss.
     """
+    choices = Softmax({}, {}, [])
     sums: dict[str, dict[int, _SoftmaxSums]] = {name: {} for name in plan.attention}
     if not sums:
-        return Softmax({}, {}, [])
+        return choices
     with ExitStack() as hooks, quantizers_off(model):
         for name, by_length in sums.items():
             amaxes = AMAXES if by_error else (PLAIN,)
             hooks.enter_context(_record_sums(model.get_submodule(name), by_length, amaxes))
         run(model)
-    choices = Softmax({}, {}, [])
-    to_centre = [name for name in sums if by_error and name not in left]
-    if lost := [linear for name in to_centre for linear in _without_bias(model, plan, name)]:
-        choices.notes.append(
-            f"values of INT8 attentions were not centred where {name_list(lost)} have no bias to take it"
-        )
+    without_bias: list[str] = []
     for name, by_length in sums.items():
         means: list[Any] = [None]
-        if name in to_centre and not _without_bias(model, plan, name):
-            parts = list(by_length.values())
-            means.append(sum(part.values for part in parts) / sum(part.tokens for part in parts))
+        if by_error and name not in left:
+            lacking = _list_without_bias(model, plan, name)
+            without_bias += lacking
+            if not lacking:
+                parts = list(by_length.values())
+                means.append(sum(part.values for part in parts) / sum(part.tokens for part in parts))
         # a tie goes to the form that changes less
         _, amax, at = min(
-            (float(np.mean([_relative(part, amax, center) for part in by_length.values()])), -amax, at)
+            (float(np.mean([part.relative_error(amax, center) for part in by_length.values()])), -amax, at)
             for amax in next(iter(by_length.values())).tries
             for at, center in enumerate(means)
         )
         choices.amax[name] = -amax
-        choices.loss.extend(
-            _row(name, edge, part, -amax, means[at]) for edge, part in sorted(by_length.items())
-        )
+        rows = (part.make_row(name, edge, -amax, means[at]) for edge, part in sorted(by_length.items()))
+        choices.loss.extend(rows)
         if at:
             choices.centers[name] = means[at].flatten().cpu().numpy()
+    if without_bias:
+        lost = name_list(without_bias)
+        choices.notes.append(
+            f"values of INT8 attentions were not centred where {lost} have no bias to take it"
+        )
     return choices
 
 
@@ -163,34 +175,13 @@ def get_bias_deltas(
     return added
 
 
-def _without_bias(model: "PreTrainedModel", plan: Plan, attention: str) -> list[str]:
-    """Return those of the linears of v and of an attention's output that have no bias."""
+def _list_without_bias(model: "PreTrainedModel", plan: Plan, attention: str) -> list[str]:
     linears = [plan.family.made_by(attention, role).linear for role in ("value", "output")]
     return [name for name in linears if getattr(model.get_submodule(name), "bias", None) is None]
 
 
-def _relative(part: _SoftmaxSums, amax: float, center: "torch.Tensor | None") -> float:
-    return part.tries[amax].error(center) / max(float(part.power), 1e-30)
-
-
-def _row(
-    name: str, length: int, part: _SoftmaxSums, amax: float, center: "torch.Tensor | None"
-) -> SoftmaxRow:
-    tried = part.tries[amax]
-    return SoftmaxRow(
-        module=name,
-        length=length,
-        amax=amax,
-        centered=center is not None,
-        zeroed=float(tried.zeroed) / part.rows,
-        clipped=float(tried.clipped) / part.rows,
-        error=float(np.sqrt(_relative(part, amax, center))),
-    )
-
-
 @contextmanager
 def _record_sums(module: Any, sums: dict[int, _SoftmaxSums], amaxes: tuple[float, ...]) -> Iterator[None]:
-    """Add up what an attention's softmax and values are, by the length of the input."""
     import torch
 
     values: list[torch.Tensor] = []

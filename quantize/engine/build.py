@@ -26,9 +26,16 @@ from qdqbench.quantize.engine.layers import (
 from qdqbench.quantize.engine.log import BuildProgress
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
-from qdqbench.quantize.graph.index import MATMULS, GraphIndex, attribute, module_of, prune, replace_nodes
+from qdqbench.quantize.graph.index import (
+    MATMULS,
+    GraphIndex,
+    attribute,
+    list_int8_norms,
+    module_of,
+    prune,
+    replace_nodes,
+)
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.graph.residuals import list_int8_norms
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int8
 from qdqbench.quantize.utils.errors import CheckFailed, UserError

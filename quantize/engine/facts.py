@@ -27,10 +27,9 @@ from qdqbench.quantize.engine.layers import (
     is_int8,
     name_parts,
 )
-from qdqbench.quantize.graph.check.types import walk_types
-from qdqbench.quantize.graph.index import MATMULS, module_of, opset_of, run_of
+from qdqbench.quantize.graph.check.view import walk_types
+from qdqbench.quantize.graph.index import MATMULS, list_int8_norms, module_of, opset_of, run_of
 from qdqbench.quantize.graph.read import read_model, validate_names
-from qdqbench.quantize.graph.residuals import list_int8_norms
 from qdqbench.quantize.models.families.known import ANY_MERGED_QKV, ANY_QKV
 from qdqbench.quantize.utils.results import LayerRow
 

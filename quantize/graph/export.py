@@ -1,14 +1,12 @@
-"""Export to strongly typed ONNX: the one place with exporter flags.
+"""Export to strongly typed ONNX by TorchScript: the one place with exporter flags.
 
-TorchScript export of the FP32 fake-quant model, then INT8 weights, then FP16 compute with FP32 Q/DQ scales.
 The TorchDynamo exporter fails on ModelOpt's quantizers, and exporting a half model gives FP16 scales, with
 which TensorRT-RTX keeps the INT32 sums of per-channel weights as FP16 before it scales them: they overflow.
 """
 
-import contextlib
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -33,7 +31,7 @@ from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.types.kind import LOGITS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.limits import BackendName
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.system.quiet import unprinted
 
 if TYPE_CHECKING:
@@ -45,10 +43,18 @@ WeightForm = Literal["channel", "factored"]
 Compute = Literal["fp16", "fp32"]
 
 
+# A graph in the form that each backend runs best; docs/performance.md has what each one buys.
+FORMS: dict[BackendName, WeightForm] = {
+    "tensorrt": "channel",  # it has per-channel epilogues
+    # puts a scalar scale into the GEMM and fuses the Mul behind it, which measured 1.5x faster
+    "tensorrt_rtx": "factored",
+    "openvino": "channel",
+    "onnxruntime": "channel",
+}
+
+
 @dataclass(frozen=True)
 class ExportSettings:
-    """How a model becomes ONNX."""
-
     opset: int
     compute: Compute
     weights: WeightForm
@@ -58,49 +64,24 @@ class ExportSettings:
 
     @classmethod
     def of(cls, recipe: Recipe, backend: BackendName, compute: Compute | None = None) -> "ExportSettings":
-        """Return a recipe's settings in the form that a backend runs best; another compute type on request.
-
-        CPU runtimes choose their own datatype for an FP32 graph.
-        """
-        export, form = recipe.export, FORMS[backend]
+        """Return a recipe's settings for a backend; CPU runtimes choose their datatype for an FP32 graph."""
+        export, for_gpu = recipe.export, backend not in CPU_BACKENDS
         return cls(
             export.opset,
-            compute or (recipe.precision.compute if form.for_gpu else "fp32"),
-            form.weights if export.weight_scales == "auto" else export.weight_scales,
+            compute or (recipe.precision.compute if for_gpu else "fp32"),
+            FORMS[backend] if export.weight_scales == "auto" else export.weight_scales,
             export.qkv_scales == "shared",
             recipe.name,
-            form.for_gpu,
+            for_gpu,
         )
-
-
-@dataclass(frozen=True)
-class ExportForm:
-    """The form of a graph that a backend runs best; docs/performance.md has what each one buys."""
-
-    weights: WeightForm
-    for_gpu: bool = True
-
-
-FORMS: dict[BackendName, ExportForm] = {
-    "tensorrt": ExportForm("channel"),  # it has per-channel epilogues
-    # puts a scalar scale into the GEMM and fuses the Mul behind it, which measured 1.5x faster
-    "tensorrt_rtx": ExportForm("factored"),
-    "openvino": ExportForm("channel", for_gpu=False),
-    "onnxruntime": ExportForm("channel", for_gpu=False),
-}
 
 
 def trace(
     model: "PreTrainedModel", opset: int, outputs: Mapping[str, tuple[str, ...]] = LOGITS
 ) -> onnx.ModelProto:
-    """Export an FP32 model by TorchScript, fake-quantized or not, as an FP32 ONNX graph.
+    """Export an FP32 model in eval mode by TorchScript, fake-quantized or not, as an FP32 ONNX graph.
 
-    Inputs are int64 [batch, length]; outputs are float32.
-
-    Args:
-        model: in eval mode.
-        opset: ONNX opset.
-        outputs: names of the outputs and of their axes, as the kind of task says.
+    Inputs are int64 [batch, length]; outputs are float32, with the names and axes in `outputs`.
 
     Raises:
         UserError: the exporter fails.
@@ -110,7 +91,8 @@ def trace(
     device, inputs = next(model.parameters()).device, list(family_of(model.config).inputs)
     ids = torch.ones(2, 16, dtype=torch.long, device=device)
     buffer = io.BytesIO()
-    with _silent_exporter():
+    with unprinted():
+        warnings.simplefilter("ignore")  # the exporter's advice on its own deprecation
         try:
             torch.onnx.export(
                 model,
@@ -148,11 +130,7 @@ def finish_graph(
 ) -> onnx.ModelProto:
     """Type the graph of a traced model: INT8 weights, their form, FP16 with FP32 islands. A new model.
 
-    Args:
-        traced: not changed.
-        plan: what is INT8 in a traced model that has quantizers.
-        notes: what the user should know of the graph is added here.
-        done: how often each rewrite was made is added here.
+    `notes` takes what the user should know of the graph, `done` how often each rewrite was made.
 
     Raises:
         CheckFailed: a weight of the plan was not quantized, or a constant does not fit FP16.
@@ -189,25 +167,14 @@ def finish_graph(
 def write_graph(
     traced: onnx.ModelProto, plan: Plan, settings: ExportSettings, path: Path, notes: list[str] | None = None
 ) -> dict[str, int]:
-    """Finish a traced model and save it, as INT8, or as FP16 or FP32 where it has no quantizers.
-
-    Returns:
-        How often each rewrite was made.
-
-    Raises:
-        CheckFailed: as both raise it.
-    """
+    """Finish a traced model and save it, quantized or not; return how often each rewrite was made."""
     done: dict[str, int] = {}
     save(finish_graph(traced, plan, settings, notes, done), path, settings.recipe)
     return done
 
 
 def save(model: onnx.ModelProto, path: Path, recipe: str) -> None:
-    """Check and write a graph atomically, with the recipe's name in its metadata.
-
-    Raises:
-        CheckFailed: onnx.checker refuses the graph.
-    """
+    """Write a graph atomically, with the recipe's name in its metadata; CheckFailed if it is not valid."""
     onnx.helper.set_model_props(model, {"qdqbench.recipe": recipe})
     data = model.SerializeToString(deterministic=True)
     try:
@@ -215,11 +182,3 @@ def save(model: onnx.ModelProto, path: Path, recipe: str) -> None:
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise CheckFailed(f"the exported graph for {path.name} is not valid ONNX: {error}") from error
     files.write_bytes(path, data)
-
-
-@contextlib.contextmanager
-def _silent_exporter() -> Iterator[None]:
-    """Silence the exporter's advice on its own deprecation."""
-    with unprinted():
-        warnings.simplefilter("ignore")
-        yield

@@ -1,11 +1,12 @@
-"""Small, shared readings of an ONNX graph: producers, consumers and constants."""
+"""Small, shared readings of an ONNX graph: producers, consumers, constants and INT8 residuals."""
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -39,22 +40,19 @@ class GraphIndex:
 
     @cached_property
     def initializers(self) -> dict[str, onnx.TensorProto]:
-        """Initializers by name."""
         return {tensor.name: tensor for tensor in self.graph.initializer}
 
     @cached_property
     def producers(self) -> dict[str, onnx.NodeProto]:
-        """The node that makes each tensor."""
         return {name: node for node in self.graph.node for name in node.output if name}
 
     @cached_property
     def consumers(self) -> dict[str, list[onnx.NodeProto]]:
-        """The nodes that read each tensor."""
-        found: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+        consumers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in self.graph.node:
             for name in dict.fromkeys(node.input):
-                found[name].append(node)
-        return found
+                consumers[name].append(node)
+        return consumers
 
     def origin(self, name: str, moves: Collection[str]) -> tuple[onnx.NodeProto | None, str]:
         """Return the maker of a tensor before operators of `moves` (None: not computed), and its name."""
@@ -69,7 +67,7 @@ class GraphIndex:
         """Return the tensor of an initializer or a Constant node; None if computed, and for text."""
         tensor, node = self.initializers.get(name), self.producers.get(name)
         if tensor is None and node is not None and _standard(node) == "Constant":
-            tensor = next((_tensor(item) for item in node.attribute), None)
+            tensor = next(map(_read_attribute, node.attribute), None)
         return None if tensor is None or tensor.data_type == TensorProto.STRING else tensor
 
     def constant(self, name: str, through: tuple[str, ...] = FOLDED) -> Array | None:
@@ -103,7 +101,7 @@ def _standard(node: onnx.NodeProto) -> str:
     return str(node.op_type) if node.domain in ONNX_DOMAINS else ""
 
 
-def _tensor(item: onnx.AttributeProto) -> onnx.TensorProto | None:
+def _read_attribute(item: onnx.AttributeProto) -> onnx.TensorProto | None:
     """Return the value of a Constant node, where it is a tensor or numbers."""
     if item.name == "value":
         return item.t
@@ -114,7 +112,6 @@ def _tensor(item: onnx.AttributeProto) -> onnx.TensorProto | None:
 
 
 def attribute(node: onnx.NodeProto, name: str, default: int = 0) -> int:
-    """Return the integer attribute of a node, or `default`."""
     return next((int(item.i) for item in node.attribute if item.name == name), default)
 
 
@@ -127,40 +124,51 @@ def module_of(node_name: str) -> str:
 
 
 def replace_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Give a graph these nodes, some or all of which may be its own, in place of those that it has."""
+    """Give a graph these nodes, some or all of which may be its own."""
     nodes = list(nodes)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
 
 
+def rename_tensors(
+    nodes: Iterable[onnx.NodeProto], names: Mapping[str, str], *, outputs: bool = False
+) -> None:
+    for node in nodes:
+        for tensors in (node.input, node.output) if outputs else (node.input,):
+            for position, name in enumerate(tensors):
+                tensors[position] = names.get(name, name)
+
+
+def store_constants(model: onnx.ModelProto, arrays: Mapping[str, Array]) -> None:
+    """Add initializers, those of a shared layer once: each of its runs makes the same ones."""
+    known = {tensor.name for tensor in model.graph.initializer}
+    model.graph.initializer.extend(
+        numpy_helper.from_array(array, name) for name, array in arrays.items() if name not in known
+    )
+
+
 def tensor_values(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
-    """Type and shape of every tensor of a graph but the constants, by shape inference."""
-    inferred = onnx.shape_inference.infer_shapes(_without_weights(model), strict_mode=True).graph
+    """Return type and shape of all tensors but constants, inferred without the values of large ones."""
+    bare = onnx.GraphProto(
+        name=model.graph.name,
+        node=model.graph.node,
+        input=model.graph.input,
+        output=model.graph.output,
+        value_info=model.graph.value_info,
+        initializer=[
+            tensor
+            if math.prod(tensor.dims) <= MAX_SHAPE
+            else TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+            for tensor in model.graph.initializer
+        ],
+        sparse_initializer=model.graph.sparse_initializer,
+    )
+    without = onnx.ModelProto(
+        ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions, graph=bare
+    )
+    inferred = onnx.shape_inference.infer_shapes(without, strict_mode=True).graph
     values = [*inferred.value_info, *inferred.input, *inferred.output]
     return {value.name: value.type.tensor_type for value in values}
-
-
-def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the same graph; its large constants have no values, which say nothing about shapes."""
-    own = model.graph
-    constants = [
-        tensor
-        if math.prod(tensor.dims) <= MAX_SHAPE
-        else TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-        for tensor in own.initializer
-    ]
-    graph = onnx.GraphProto(
-        name=own.name,
-        node=own.node,
-        input=own.input,
-        output=own.output,
-        value_info=own.value_info,
-        initializer=constants,
-        sparse_initializer=own.sparse_initializer,
-    )
-    return onnx.ModelProto(
-        ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions, graph=graph
-    )
 
 
 def prune(model: onnx.ModelProto) -> None:
@@ -219,10 +227,104 @@ def name_runs(graph: onnx.GraphProto, model: "PreTrainedModel") -> None:
 
 def run_of(name: str) -> str:
     """Return `@3` of a node of run 3 of a shared layer; else empty."""
-    found = RUN.search(name)
-    return found[0] if found else ""
+    run = RUN.search(name)
+    return run[0] if run else ""
 
 
 def use_of(name: str) -> str:
     """Return the module of a node, with `@run` of a shared one: `albert.encoder.(...).attention.query@3`."""
     return module_of(name) + run_of(name)
+
+
+_NORMS = ("LayerNormalization", "RMSNormalization", "GroupNormalization")
+_MOVES = ("Cast", "Identity", "Reshape", "Dropout")
+
+
+@dataclass(frozen=True)
+class ResidualAdd:
+    norm: onnx.NodeProto
+    add: onnx.NodeProto
+    dq: onnx.NodeProto | None  # behind one of its operands: the residual is INT8
+
+    @property
+    def module(self) -> str:
+        return module_of(self.add.name)
+
+
+def find_residuals(index: GraphIndex) -> list[ResidualAdd]:
+    """Return every Add before a normalization, in the order of the graph."""
+    added = []
+    for norm in index.graph.node:
+        known = norm.op_type in _NORMS and norm.input
+        add = index.origin(norm.input[0], _MOVES)[0] if known else None
+        if add is not None and add.op_type == "Add":
+            behind = (_find_dq(index, name) for name in add.input)
+            added.append(ResidualAdd(norm, add, next((dq for dq in behind if dq is not None), None)))
+    return added
+
+
+def list_int8_norms(model: onnx.ModelProto) -> list[str]:
+    """Return the names of the normalizations that add an INT8 residual, in the order of the graph."""
+    return [residual.norm.name for residual in find_residuals(GraphIndex(model)) if residual.dq is not None]
+
+
+def find_other_rounding(index: GraphIndex, dq: onnx.NodeProto) -> onnx.NodeProto | None:
+    """Return a QuantizeLinear of a residual's tensor with another scale or other factors than `dq`."""
+    own, _ = index.origin(dq.input[0], _MOVES)
+    assert own is not None, "find_residuals saw the QuantizeLinear"
+    root, rounding = _trace_rounding(index, own)
+    node: onnx.NodeProto
+    for node in index.graph.node:
+        if node.op_type == "QuantizeLinear" and _stored(index, node.input[0]) is None:
+            other, way = _trace_rounding(index, node)
+            if other == root and way != rounding:
+                return node
+    return None
+
+
+def _trace_rounding(index: GraphIndex, q: onnx.NodeProto) -> tuple[str, Any]:
+    """Return the tensor that a Q rounds, before the factors of smoothing; its scale and these factors."""
+    way: list[Any] = [_value(index, q.input[1])]
+    node, name = index.origin(q.input[0], _MOVES)
+    for _ in range(MAX_STEPS):
+        before = _unscaled(index, node)
+        if node is None or before is None:
+            break
+        way.append((node.op_type, _value(index, node.input[1 - list(node.input).index(before)])))
+        node, name = index.origin(before, _MOVES)
+    return name, way
+
+
+def _find_dq(index: GraphIndex, name: str) -> onnx.NodeProto | None:
+    """Return the DequantizeLinear of an activation behind a tensor, across moves and factors of smoothing."""
+    for _ in range(MAX_STEPS):
+        node, _ = index.origin(name, _MOVES)
+        if node is not None and node.op_type == "DequantizeLinear":
+            q, _ = index.origin(node.input[0], _MOVES)
+            quantized = q is not None and q.op_type == "QuantizeLinear"
+            return node if q is not None and quantized and _stored(index, q.input[0]) is None else None
+        following = _unscaled(index, node)
+        if following is None:
+            return None
+        name = following
+    return None
+
+
+def _unscaled(index: GraphIndex, node: onnx.NodeProto | None) -> str | None:
+    """Return the input of a Mul or Div by a constant (factors of smoothing); None for any other node."""
+    if node is None or node.op_type not in ("Mul", "Div") or len(node.input) != 2:
+        return None
+    first, second = (_stored(index, name) is not None for name in node.input)
+    if second and not first:
+        return str(node.input[0])
+    return str(node.input[1]) if first and not second and node.op_type == "Mul" else None
+
+
+def _value(index: GraphIndex, name: str) -> Any:
+    """Return the value of a constant, or the name of what is computed."""
+    tensor = _stored(index, name)
+    return name if tensor is None else (tensor.data_type, numpy_helper.to_array(tensor).tobytes())
+
+
+def _stored(index: GraphIndex, name: str) -> onnx.TensorProto | None:
+    return index.stored(index.origin(name, _MOVES)[1])

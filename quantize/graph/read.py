@@ -1,8 +1,7 @@
 """Read an ONNX file that may be anything: truncated, corrupted, not ONNX, or made to exhaust memory.
 
-Parsing a protobuf takes about 100 times its bytes when they hold nothing but empty messages, and about
-as much as its bytes when they hold weights. So the wire format is walked first, and the bytes outside of
-weights are limited. Weights in other files are read only after their sizes were checked.
+Parsing a protobuf takes about 100 times its bytes where they hold nothing but empty messages: so the wire
+format is walked first, and the bytes outside of weights are limited.
 """
 
 from collections.abc import Iterator
@@ -59,11 +58,7 @@ def read_model(path: Path) -> onnx.ModelProto:
 
 
 def validate_tensors(model: onnx.ModelProto) -> None:
-    """Read every constant of the graph once, so that later readings cannot fail.
-
-    Raises:
-        UserError: a tensor whose data do not fit its shape and type, or whose data are in another file.
-    """
+    """Read every constant of the graph once, so that later readings cannot fail; UserError where one does."""
     for tensor in tensors(model):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             raise UserError(
@@ -84,11 +79,7 @@ def validate_tensors(model: onnx.ModelProto) -> None:
 
 
 def validate_names(model: onnx.ModelProto) -> None:
-    """Refuse names that are not text: protobuf hands them out as bytes, or raises when they are read.
-
-    Raises:
-        UserError: such a name was found.
-    """
+    """Refuse names that are not text: protobuf hands them out as bytes, or raises when they are read."""
     try:
         wrong = next((text for text in _names(model) if isinstance(text, bytes)), None)
     except UnicodeDecodeError as error:
@@ -120,11 +111,7 @@ def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def _structure_bytes(data: bytes) -> int:
-    """Return the bytes of a serialized ModelProto that are not weights; stops counting past MAX_STRUCTURE.
-
-    Raises:
-        ValueError: the bytes are not a protobuf message, or end too early.
-    """
+    """Return the bytes of a ModelProto that are not weights, up to MAX_STRUCTURE; ValueError if none."""
     structure = 0
     todo: list[tuple[Any, int, int]] = [(onnx.ModelProto.DESCRIPTOR, 0, len(data))]
     while todo:
@@ -145,13 +132,10 @@ def _structure_bytes(data: bytes) -> int:
 @cache
 def _length_delimited(message: Any) -> dict[int, tuple[str, Any]]:
     """Return the fields of a message that hold a message (with its descriptor) or weights."""
-    fields: dict[int, tuple[str, Any]] = {}
-    for number, field in message.fields_by_number.items():
-        if field.message_type is not None:
-            fields[number] = ("message", field.message_type)
-        elif message.name == "TensorProto" and field.name in _WEIGHTS:
-            fields[number] = ("weights", None)
-    return fields
+    fields = message.fields_by_number.items()
+    messages = {n: ("message", field.message_type) for n, field in fields if field.message_type is not None}
+    weights = {n: ("weights", None) for n, field in fields if field.name in _WEIGHTS}
+    return messages | (weights if message.name == "TensorProto" else {})
 
 
 def _next_field(data: bytes, position: int, end: int) -> tuple[int, int, int]:
@@ -190,21 +174,24 @@ def _read_external(model: onnx.ModelProto, path: Path) -> None:
     """Load external weights after checking that each is inside an existing file of the model's folder."""
     outside = [t for t in tensors(model) if t.data_location == onnx.TensorProto.EXTERNAL]
     sizes: dict[str, int] = {}
-    wanted = 0
+    announced = 0
     for tensor in outside:
         place = {entry.key: entry.value for entry in tensor.external_data}
-        location = place.get("location")
-        size = _file_size(path.parent, location)
+        location, length = place.get("location", ""), place.get("length", "")
+        try:
+            size = (path.parent / location).stat().st_size if location else None
+        except (OSError, ValueError):  # missing, or not a possible name
+            size = None
         if size is None:
             raise UserError(
                 f"{path} keeps tensor {tensor.name!r} in {location or 'an unnamed file'}, which is missing; "
                 f"copy that file to {path.parent}"
             )
-        sizes[str(location)] = size
-        wanted += _announced_bytes(place, size)
-    if wanted > MAX_SHARING * sum(sizes.values()):
+        sizes[location] = size
+        announced += int(length) if length.isdecimal() and len(length) < 20 else size
+    if announced > MAX_SHARING * sum(sizes.values()):
         raise UserError(
-            f"{path} announces {wanted} bytes of external data, but {', '.join(sorted(sizes))} "
+            f"{path} announces {announced} bytes of external data, but {', '.join(sorted(sizes))} "
             f"has {sum(sizes.values())}; the file is truncated or corrupted, export the model again"
         )
     for tensor in outside:
@@ -216,18 +203,3 @@ def _read_external(model: onnx.ModelProto, path: Path) -> None:
                 f"cannot read the external data of tensor {tensor.name!r} in {path} ({reason}); "
                 "export the model again"
             ) from error
-
-
-def _file_size(folder: Path, location: object) -> int | None:
-    if not isinstance(location, str) or not location:
-        return None
-    try:
-        return (folder / location).stat().st_size
-    except (OSError, ValueError):  # missing, or not a possible name
-        return None
-
-
-def _announced_bytes(place: dict[str, str], size: int) -> int:
-    """Return the bytes that an external tensor reads of a file of `size`; all without a length."""
-    length = place.get("length", "")
-    return int(length) if length.isdecimal() and len(length) < 20 else size

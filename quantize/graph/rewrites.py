@@ -1,7 +1,4 @@
-"""Rewrites of an exported graph that change no value and that an engine turns into fewer, faster kernels.
-
-What each one buys was measured kernel by kernel: docs/performance.md.
-"""
+"""Rewrites of an exported graph that change no value, for fewer and faster kernels (docs/performance.md)."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -10,9 +7,18 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
-from qdqbench.quantize.graph.index import FOLDED, GraphIndex, attribute, prune, replace_nodes, run_of
+from qdqbench.quantize.graph.index import (
+    FOLDED,
+    GraphIndex,
+    attribute,
+    prune,
+    rename_tensors,
+    replace_nodes,
+    run_of,
+    store_constants,
+)
 from qdqbench.quantize.graph.weights import input_key, weight_dq
 from qdqbench.quantize.models.families.family import Family
 
@@ -38,13 +44,10 @@ class _Branch:
         return self.product == str(self.matmul.output[0])
 
 
-def share_scaled_inputs(model: onnx.ModelProto) -> int:
+def share_scaled_inputs(model: onnx.ModelProto) -> None:
     """Let linears that read one tensor times equal factors (SmoothQuant) share the Mul, in place.
 
     Without it the inputs of q, k and v are three tensors, and their GEMMs cannot be merged.
-
-    Returns:
-        Mul nodes that became needless.
     """
     index = GraphIndex(model)
     first: dict[tuple[str, bytes], str] = {}
@@ -56,10 +59,7 @@ def share_scaled_inputs(model: onnx.ModelProto) -> int:
         output = first.setdefault((node.input[0], factors.tobytes()), node.output[0])
         if output != node.output[0]:
             replaced[node.output[0]] = output
-    for node in model.graph.node:
-        for position, name in enumerate(node.input):
-            node.input[position] = replaced.get(name, name)
-    return len(replaced)
+    rename_tensors(model.graph.node, replaced)
 
 
 def join_heads(model: onnx.ModelProto) -> int:
@@ -68,37 +68,31 @@ def join_heads(model: onnx.ModelProto) -> int:
     An engine copies q, k and v into the layout of its attention kernel in a kernel each; joined they take
     one. Only linears with INT8 weights that read the same tensor are joined. Where one of them has neither
     scales nor a bias behind its GEMM, all three must, and share one scale: one GEMM makes them then, and one
-    copy takes them apart.
-
-    Returns:
-        Attentions that were rewritten.
+    copy takes them apart. Returns the number of attentions that were rewritten.
     """
     index = GraphIndex(model)
     groups: dict[str, list[_Branch]] = defaultdict(list)
     for node in model.graph.node:
         if (branch := _branch(index, node)) is not None:
             groups[f"{input_key(index, node)} {branch.size} {branch.width}"].append(branch)
-    before: dict[int, list[onnx.NodeProto]] = {}
-    dropped: set[int] = set()
-    joined = [members for members in groups.values() if _joinable(index, members)]
+    joinable = [members for members in groups.values() if _can_join(index, members)]
     order = {id(node): number for number, node in enumerate(model.graph.node)}
-    for members in joined:
-        made = max(order[id(index.producers[member.product])] for member in members)
-        moves = (id(node) for member in members for node in member.nodes[1:])
-        before[min((key for key in moves if order[key] > made), key=order.__getitem__)] = _joined(
-            model, members
-        )
-        dropped |= {id(node) for member in members for node in member.nodes}
+    before: dict[int, list[onnx.NodeProto]] = {}
+    for members in joinable:
+        last = max(order[id(index.producers[member.product])] for member in members)
+        moves = (order[id(node)] for member in members for node in member.nodes[1:])
+        before[min(number for number in moves if number > last)] = _join(model, members)
+    dropped = {id(node) for members in joinable for member in members for node in member.nodes}
     nodes = []
-    for node in model.graph.node:
-        nodes += before.get(id(node), [])
+    for number, node in enumerate(model.graph.node):
+        nodes += before.get(number, [])
         if id(node) not in dropped:
             nodes.append(node)
     replace_nodes(model, nodes)
-    return len(joined)
+    return len(joinable)
 
 
-def _joinable(index: GraphIndex, members: list[_Branch]) -> bool:
+def _can_join(index: GraphIndex, members: list[_Branch]) -> bool:
     straight = [member.matmul for member in members if member.straight]
     if not straight or len(members) != 3:
         return len(members) == 3
@@ -116,15 +110,11 @@ def has_direct_heads(model: onnx.ModelProto) -> bool:
 
 
 def note_unjoined(family: Family, linears: Iterable[str], joined: int) -> str | None:
-    """Return a sentence where fewer attentions were joined than have q, k and v in INT8; else None.
-
-    Args:
-        linears: modules with INT8 weights, once for each time that they run.
-    """
+    """Note where fewer attentions were joined than have q, k and v in INT8: `linears`, once for each run."""
     parts: dict[int | None, Counter[str]] = defaultdict(Counter)
     for name in linears:
         parts[family.layer_of(name)][family.role(name)] += 1
-    possible = sum(min(found[role] for role in ("query", "key", "value")) for found in parts.values())
+    possible = sum(min(roles[role] for role in ("query", "key", "value")) for roles in parts.values())
     if joined >= possible:
         return None
     return (
@@ -135,7 +125,6 @@ def note_unjoined(family: Family, linears: Iterable[str], joined: int) -> str | 
 
 
 def is_tanh_gelu(node: onnx.NodeProto) -> bool:
-    """Return whether a node is a GELU in its tanh form."""
     tanh = any(item.name == "approximate" and item.s == b"tanh" for item in node.attribute)
     return node.op_type == "Gelu" and tanh
 
@@ -144,19 +133,12 @@ def shorten_gelu(model: onnx.ModelProto) -> int:
     """Write each tanh GELU as x * sigmoid(x (a + b x^2)), in place: the same function in fewer operations.
 
     The kernel behind the first feed-forward GEMM is bound by its instructions; an infinite square still
-    gives x or 0, so nothing overflows in FP16.
-
-    Returns:
-        GELUs that were rewritten.
+    gives x or 0, so nothing overflows in FP16. Returns the number of GELUs that were rewritten.
     """
     nodes: list[onnx.NodeProto] = []
-    count = 0
+    count = sum(map(is_tanh_gelu, model.graph.node))
     for node in model.graph.node:
-        if not is_tanh_gelu(node):
-            nodes.append(node)
-            continue
-        nodes += _sigmoid_form(model, node)
-        count += 1
+        nodes += _write_sigmoid(model, node) if is_tanh_gelu(node) else [node]
     replace_nodes(model, nodes)
     return count
 
@@ -167,12 +149,13 @@ def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
     if not width:
         return None
     tensor = matmul.output[0]
-    while (node := _only_consumer(index, tensor)) is not None and node.op_type in ("Mul", "Add"):
-        tensor = node.output[0]
-    moves = index.consumers.get(node.output[0], []) if node is not None and node.op_type == "Reshape" else []
+    while len(readers := index.consumers.get(tensor, [])) == 1 and readers[0].op_type in ("Mul", "Add"):
+        tensor = readers[0].output[0]
+    node = readers[0] if len(readers) == 1 and readers[0].op_type == "Reshape" else None
+    moves = index.consumers.get(node.output[0], []) if node is not None else []
     if node is None or not moves or any(move.op_type != "Transpose" for move in moves):
         return None
-    size = _head_size(index, node)
+    size = (_constant_sizes(index, node, -1) or [0])[-1]
     perms = {move.output[0]: tuple(axis for item in move.attribute for axis in item.ints) for move in moves}
     if any(len(perm) != len(_HEADS_AXES) for perm in perms.values()) or size < 1 or width % size:
         return None
@@ -180,25 +163,19 @@ def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
     return _Branch(matmul, tensor, heads, size, width, [node, *moves])
 
 
-def _joined(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodeProto]:
-    """Return the nodes that replace the Reshape and Transpose of three branches."""
+def _join(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodeProto]:
     size, width = members[0].size, members[0].width
     reshape = members[0].nodes[0].name
     path = f"{reshape.rpartition('/')[0]}/joined{run_of(reshape)}"
-    shape, axes = f"{path}_shape", f"{path}_axes"
-    model.graph.initializer.extend(
-        [
-            numpy_helper.from_array(np.array([0, 0, len(members), width // size, size], np.int64), shape),
-            numpy_helper.from_array(np.array([0], np.int64), axes),
-        ]
-    )
+    shape, axes, split, heads = f"{path}_shape", f"{path}_axes", f"{path}_split", f"{path}_heads"
+    sizes = np.array([0, 0, len(members), width // size, size], np.int64)
+    store_constants(model, {shape: sizes, axes: np.array([0], np.int64)})
     parts = [f"{path}_{number}" for number in range(len(members))]
-    joined, split, heads = path, f"{path}_split", f"{path}_heads"
     steps: list[tuple[str, str, list[str], list[str], dict[str, Any]]] = [
-        (joined, "Concat", [member.product for member in members], [joined], {"axis": 2}),
-        (joined, "Reshape", [joined, shape], [split], {}),
-        (joined, "Transpose", [split], [heads], {"perm": [2, 0, 3, 1, 4]}),
-        (joined, "Split", [heads], parts, {"axis": 0, "num_outputs": 3}),
+        (path, "Concat", [member.product for member in members], [path], {"axis": 2}),
+        (path, "Reshape", [path, shape], [split], {}),
+        (path, "Transpose", [split], [heads], {"perm": [2, 0, 3, 1, 4]}),
+        (path, "Split", [heads], parts, {"axis": 0, "num_outputs": 3}),
     ]
     for part, member in zip(parts, members, strict=True):
         plain = next((name for name, perm in member.heads.items() if perm == (0, 1, 2, 3)), None)
@@ -214,13 +191,12 @@ def _joined(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodePro
     ]
 
 
-def _sigmoid_form(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Return the nodes of one GELU; their names stay inside its module."""
+def _write_sigmoid(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.NodeProto]:
     x, name = gelu.input[0], gelu.name
-    constants = {f"{name}_linear": _GELU_LINEAR, f"{name}_cubic": _GELU_CUBIC}
-    for key, value in constants.items():
-        model.graph.initializer.append(numpy_helper.from_array(np.array(value, np.float32), key))
-    linear, cubic = constants
+    linear, cubic = f"{name}_linear", f"{name}_cubic"
+    store_constants(
+        model, {linear: np.array(_GELU_LINEAR, np.float32), cubic: np.array(_GELU_CUBIC, np.float32)}
+    )
     steps = [
         ("Mul", [x, x], f"{name}_square"),
         ("Mul", [f"{name}_square", cubic], f"{name}_scaled"),
@@ -245,23 +221,16 @@ def _width(index: GraphIndex, matmul: onnx.NodeProto) -> int:
     return int(codes.shape[0]) if codes is not None else 0
 
 
-def _head_size(index: GraphIndex, reshape: onnx.NodeProto) -> int:
-    """Return D of a Reshape to a constant [B, L, H, D], or to a Concat that ends in D; 0 or -1 if unknown."""
-    shape = index.constant(reshape.input[1])
+def _constant_sizes(index: GraphIndex, reshape: onnx.NodeProto, first: int = 2) -> list[int] | None:
+    """Return the sizes from axis `first` on in a Reshape's shape; None where they are not constant."""
+    shape, concat = index.constant(reshape.input[1]), index.producers.get(reshape.input[1])
     if shape is not None:
-        return int(np.ravel(shape)[-1])
-    concat = index.producers.get(reshape.input[1])
+        return [int(size) for size in np.ravel(shape)[first:]]
     if concat is None or concat.op_type != "Concat":
-        return 0
-    last = concat.input[-1]
-    unsqueeze = index.producers.get(last)
-    value = index.constant(unsqueeze.input[0] if unsqueeze is not None and unsqueeze.input else last)
-    return int(np.ravel(value)[-1]) if value is not None else 0
-
-
-def _only_consumer(index: GraphIndex, tensor: str) -> onnx.NodeProto | None:
-    consumers = index.consumers.get(tensor, [])
-    return consumers[0] if len(consumers) == 1 else None
+        return None
+    sizes = [index.constant(name, (*FOLDED, "Unsqueeze")) for name in concat.input[first:]]
+    known = [size for size in sizes if size is not None]
+    return [int(size) for part in known for size in np.ravel(part)] if len(known) == len(sizes) else None
 
 
 TURN = (1, 0, 2)  # [batch, length, hidden] to [length, batch, hidden], and back
@@ -284,22 +253,24 @@ def use_sequence_first(model: onnx.ModelProto) -> int:
     has one.
 
     Returns:
-        Attentions whose q, k and v need no copy any more. 0: nothing was changed, as no attention was
+        How many attentions need no copy of q, k and v any more. 0: nothing was changed, as no attention was
         recognized, or something between two of them is not computed for every token alone.
     """
     index = GraphIndex(model)
     norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]
     regions = ((norm, _walk(index, norm.output[0], _OUT)) for norm in norms)
-    norm, region = next((found for found in regions if found[1].out), (None, _Region(set())))
+    norm, region = next(((norm, region) for norm, region in regions if region.out), (None, _Region(set())))
     if norm is None or len(region.into) not in (len(region.out), 3 * len(region.out)):
         return 0
     _turn_heads(model, index, region)
     inside = {id(node) for node in region.inside}
     behind: dict[int, list[onnx.NodeProto]] = {}
     for node in model.graph.node:
-        if _first_token(index, node) and node.input[0] in region.tensors:
-            _set(node, "axis", 0)
-            inside.add(id(node))
+        if node.op_type == "Gather" and attribute(node, "axis") == 1 and node.input[0] in region.tensors:
+            token = index.constant(node.input[1])
+            if token is not None and not token.ndim:  # of one token, such as the first
+                _set(node, "axis", 0)
+                inside.add(id(node))
         for position, name in enumerate(node.input):
             if name in region.tensors and id(node) not in inside:
                 node.input[position] = back = f"{name}/batch_first"
@@ -310,7 +281,7 @@ def use_sequence_first(model: onnx.ModelProto) -> int:
         # a head that computes every token alone
         maker, inner = index.producers[name], f"{name}/turned"
         backs = behind.setdefault(id(maker), [])
-        _rename([maker, *index.consumers.get(name, []), *backs], name, inner)
+        rename_tensors([maker, *index.consumers.get(name, []), *backs], {name: inner}, outputs=True)
         backs.append(transpose_hidden(inner, name, f"{_BACK}_out_{number}"))
     # ahead of the LayerNorm, where the kernel of the embeddings does it by the way
     first = transpose_hidden(norm.input[0], f"{norm.input[0]}/tokens_first", _START)
@@ -347,15 +318,18 @@ def _walk(index: GraphIndex, start: str, out: tuple[int, ...]) -> _Region:
         if computed.isdisjoint(node.input):
             continue
         computed.update(node.output)
-        if node.op_type == "Transpose" and _perm(node) == out and _merges(index, node):
-            reshape = index.consumers[node.output[0]][0]
-            region.out.append(node)
-            region.tensors.add(reshape.output[0])
+        readers = index.consumers.get(node.output[0], [])
+        sizes = _constant_sizes(index, readers[0]) if [n.op_type for n in readers] == ["Reshape"] else None
+        if node.op_type == "Transpose" and _perm(node) == out and sizes is not None and len(sizes) == 1:
+            region.out.append(node)  # to [batch, length, hidden]
+            region.tensors.add(readers[0].output[0])
         elif region.tensors.isdisjoint(node.input):
             continue
-        elif node.op_type == "Reshape" and _splits(index, node):
-            region.into.append(node)
-            region.inside.append(node)
+        elif node.op_type == "Reshape":
+            moved = all(move.op_type == "Transpose" and len(_perm(move)) in (4, 5) for move in readers)
+            if readers and moved and _constant_sizes(index, node) is not None:
+                region.into.append(node)  # to [batch, length, (3,) heads, size]
+                region.inside.append(node)
         elif node.op_type in _BY_TOKEN and _by_token(index, node, region.tensors, computed):
             region.inside.append(node)
             region.tensors.update(node.output)
@@ -373,42 +347,6 @@ def _by_token(index: GraphIndex, node: onnx.NodeProto, tensors: set[str], comput
     return computed.isdisjoint(others) and all(value is not None and value.ndim <= 1 for value in constants)
 
 
-def _splits(index: GraphIndex, reshape: onnx.NodeProto) -> bool:
-    """Return whether a Reshape makes [batch, length, (3,) heads, size], which Transposes alone read."""
-    moves = index.consumers.get(reshape.output[0], [])
-    moved = all(move.op_type == "Transpose" and len(_perm(move)) in (4, 5) for move in moves)
-    return bool(moves) and moved and _constant_width(index, reshape) is not None
-
-
-def _merges(index: GraphIndex, move: onnx.NodeProto) -> bool:
-    """Return whether a Reshape to [batch, length, hidden] alone reads a Transpose."""
-    readers = index.consumers.get(move.output[0], [])
-    return (
-        len(readers) == 1
-        and readers[0].op_type == "Reshape"
-        and len(_constant_width(index, readers[0]) or []) == 1
-    )
-
-
-def _constant_width(index: GraphIndex, reshape: onnx.NodeProto) -> list[int] | None:
-    """Return the size after batch and length in a Reshape's shape; None where it is not constant."""
-    shape, concat = index.constant(reshape.input[1]), index.producers.get(reshape.input[1])
-    if shape is not None:
-        return [int(size) for size in np.ravel(shape)[2:]]
-    if concat is None or concat.op_type != "Concat":
-        return None
-    sizes = [index.constant(name, (*FOLDED, "Unsqueeze")) for name in concat.input[2:]]
-    return None if any(size is None for size in sizes) else [int(np.ravel(size)[0]) for size in sizes]  # type: ignore[arg-type]
-
-
-def _first_token(index: GraphIndex, node: onnx.NodeProto) -> bool:
-    """Return whether a node takes the hidden state of one token, such as the first, of every sample."""
-    if node.op_type != "Gather" or attribute(node, "axis") != 1:
-        return False
-    number = index.constant(node.input[1])
-    return number is not None and not number.ndim
-
-
 def _turn_heads(model: onnx.ModelProto, index: GraphIndex, region: _Region) -> None:
     """Reshape to and from heads in the other order; shapes take batch and length from their input."""
     for move in [move for reshape in region.into for move in index.consumers[reshape.output[0]]]:
@@ -418,19 +356,10 @@ def _turn_heads(model: onnx.ModelProto, index: GraphIndex, region: _Region) -> N
     merging = [index.consumers[move.output[0]][0] for move in region.out]
     for reshape in (*region.into, *merging):
         known = index.constant(reshape.input[1])
-        if known is not None and not known[:2].any():
-            continue
-        shape = np.array([0, 0, *(_constant_width(index, reshape) or [])], np.int64)
-        name = f"{reshape.output[0]}/shape"
-        model.graph.initializer.append(numpy_helper.from_array(shape, name))
-        reshape.input[1] = name
-
-
-def _rename(nodes: list[onnx.NodeProto], old: str, new: str) -> None:
-    for node in nodes:
-        for names in (node.input, node.output):
-            for position, name in enumerate(names):
-                names[position] = new if name == old else name
+        if known is None or known[:2].any():
+            shape = np.array([0, 0, *(_constant_sizes(index, reshape) or [])], np.int64)
+            reshape.input[1] = f"{reshape.output[0]}/shape"
+            store_constants(model, {reshape.input[1]: shape})
 
 
 def _perm(move: onnx.NodeProto) -> tuple[int, ...]:
@@ -444,5 +373,4 @@ def _set(node: onnx.NodeProto, name: str, value: int | list[int]) -> None:
 
 
 def transpose_hidden(source: str, target: str, name: str) -> onnx.NodeProto:
-    """Return a Transpose between [batch, length, hidden] and [length, batch, hidden]."""
     return helper.make_node("Transpose", [source], [target], name=name, perm=list(TURN))

@@ -9,9 +9,18 @@ from collections.abc import Collection
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
-from qdqbench.quantize.graph.index import MATMULS, GraphIndex, attribute, module_of, replace_nodes, run_of
+from qdqbench.quantize.graph.index import (
+    MATMULS,
+    GraphIndex,
+    attribute,
+    module_of,
+    rename_tensors,
+    replace_nodes,
+    run_of,
+    store_constants,
+)
 from qdqbench.quantize.utils.arrays import Array, Float32, Int8
 from qdqbench.quantize.utils.errors import CheckFailed
 
@@ -20,11 +29,7 @@ def quantize_weights(weight: Float32, scale: Float32, axis: int) -> Int8:
     """Return the INT8 codes of a weight, as QuantizeLinear computes them: divide, round half to even, clip.
 
     ModelOpt multiplies by the reciprocal, so a quotient on a rounding border may differ by one code there.
-
-    Args:
-        weight: float32 array.
-        scale: float32 scalar, or [channels] along `axis`.
-        axis: channel axis of `weight`.
+    The scale is a scalar, or [channels] along `axis`.
     """
     shape = [1] * weight.ndim
     if scale.ndim:
@@ -34,88 +39,59 @@ def quantize_weights(weight: Float32, scale: Float32, axis: int) -> Int8:
 
 
 def fold_weights(model: onnx.ModelProto) -> list[str]:
-    """Store quantized weights as INT8 [N, K] with a DQ only, in place; the file shrinks 2-4 times.
+    """Store quantized weights as INT8 [N, K] with a DQ only, in place; return their modules in graph order.
 
     The exporter writes FP32 weight -> Q -> DQ -> Transpose -> MatMul, or for 2-D inputs -> Gemm; a Gemm
-    becomes MatMul and Add so that both have one form.
-
-    Returns:
-        Module paths whose weight was folded, in graph order.
-
-    Raises:
-        CheckFailed: a weight Q/DQ that is not followed by one MatMul or Gemm.
+    becomes MatMul and Add so that both have one form. CheckFailed where anything else follows a weight's DQ.
     """
     index = GraphIndex(model)
     folded = []
     replaced: dict[int, list[onnx.NodeProto]] = {}
     for dq in model.graph.node:
-        if dq.op_type != "DequantizeLinear":
-            continue
-        q = index.producers.get(dq.input[0])
+        q = index.producers.get(dq.input[0]) if dq.op_type == "DequantizeLinear" else None
         weight = index.constant(q.input[0]) if q is not None and q.op_type == "QuantizeLinear" else None
         if q is None or weight is None:
             continue
         consumers = index.consumers[dq.output[0]]
-        step = consumers[0] if len(consumers) == 1 else None
-        transposed = step is not None and step.op_type == "Transpose"
-        gemm = index.consumers[step.output[0]][0] if step is not None and transposed else step
+        gemm = consumers[0] if len(consumers) == 1 else None
+        transpose = gemm if gemm is not None and gemm.op_type == "Transpose" else None
+        if transpose is not None:
+            gemm = index.consumers[transpose.output[0]][0]
+            replaced[id(transpose)] = []
         if gemm is None or gemm.op_type not in MATMULS:
             raise CheckFailed(
                 f"quantized weight {q.input[0]} feeds {len(consumers)} nodes instead of one MatMul or Gemm"
             )
-        new, transpose = _int8_weight(model, index, q, gemm, weight, transposed)
-        replaced[id(dq)] = [new, transpose]
-        if transposed and step is not None:
-            replaced[id(step)] = []
-        replaced[id(gemm)] = _as_matmul(gemm, transpose.output[0])
+        scale = np.asarray(index.constant(q.input[1]), dtype=np.float32)
+        codes = quantize_weights(np.asarray(weight, dtype=np.float32), scale, attribute(q, "axis", 1))
+        if transpose is None and not attribute(gemm, "transB"):
+            codes = codes.T
+        name, run = index.origin(q.input[0], ("Identity",))[1], run_of(q.name)
+        replaced[id(dq)] = _store_weight(model, name, run, q.name.rpartition("/")[0], codes, scale)
+        replaced[id(gemm)] = _as_matmul(gemm, replaced[id(dq)][-1].output[0])
         folded.append(module_of(gemm.name))
     replace_nodes(model, (new for node in model.graph.node for new in replaced.get(id(node), [node])))
     return folded
 
 
-def _int8_weight(  # noqa: PLR0913, PLR0917
-    model: onnx.ModelProto,
-    index: GraphIndex,
-    q: onnx.NodeProto,
-    gemm: onnx.NodeProto,
-    weight: Array,
-    transposed: bool,
-) -> tuple[onnx.NodeProto, onnx.NodeProto]:
-    """Return the DQ of INT8 codes in [N, K] order and its Transpose; add the initializers."""
-    scale = np.asarray(index.constant(q.input[1]), dtype=np.float32)
-    codes = quantize_weights(np.asarray(weight, dtype=np.float32), scale, attribute(q, "axis", 1))
-    if not (transposed or attribute(gemm, "transB")):
-        codes = codes.T
-    name, run = index.origin(q.input[0], ("Identity",))[1], run_of(q.name)
+def _store_weight(  # noqa: PLR0913, PLR0917
+    model: onnx.ModelProto, name: str, run: str, module: str, codes: Int8, scale: Float32
+) -> list[onnx.NodeProto]:
+    """Add the initializers of a weight; return the DQ of its codes [N, K] and the Transpose."""
     stored: dict[str, Array] = {
         f"{name}_int8": np.ascontiguousarray(codes),
         f"{name}_scale": scale,
         f"{name}_zero_point": np.zeros(scale.shape, np.int8),
     }
-    _store(model, stored)
-    inputs = [f"{name}_int8", f"{name}_scale", f"{name}_zero_point"]
-    module = q.name.rpartition("/")[0]
-    node = helper.make_node(
-        "DequantizeLinear", inputs, [f"{name}_dequantized{run}"], name=f"{module}/DequantizeLinear{run}"
-    )
+    store_constants(model, stored)
+    output, turned = f"{name}_dequantized{run}", f"{name}_transposed{run}"
+    dq = helper.make_node("DequantizeLinear", [*stored], [output], name=f"{module}/DequantizeLinear{run}")
     if scale.ndim:
-        node.attribute.append(helper.make_attribute("axis", 0))
-    transpose = helper.make_node(
-        "Transpose",
-        [node.output[0]],
-        [f"{name}_transposed{run}"],
-        name=f"{module}/Transpose{run}",
-        perm=[1, 0],
-    )
-    return node, transpose
-
-
-def _store(model: onnx.ModelProto, arrays: dict[str, Array]) -> None:
-    """Add initializers, those of a shared layer once: each of its runs makes the same ones."""
-    known = {tensor.name for tensor in model.graph.initializer}
-    model.graph.initializer.extend(
-        numpy_helper.from_array(array, name) for name, array in arrays.items() if name not in known
-    )
+        dq.attribute.append(helper.make_attribute("axis", 0))
+    return [
+        dq,
+        helper.make_node("Transpose", [output], [turned], name=f"{module}/Transpose{run}", perm=[1, 0]),
+    ]
 
 
 def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
@@ -125,44 +101,35 @@ def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
         new.CopyFrom(gemm)
         new.input[1] = weight
         return [new]
-    has_bias = len(gemm.input) > 2
-    product = f"{gemm.output[0]}_product" if has_bias else gemm.output[0]
-    nodes = [helper.make_node("MatMul", [gemm.input[0], weight], [product], name=gemm.name)]
-    if has_bias:
-        nodes.append(
-            helper.make_node("Add", [product, gemm.input[2]], [gemm.output[0]], name=f"{gemm.name}_bias")
-        )
-    return nodes
+    (output,), bias = gemm.output, gemm.input[2:]
+    product = f"{output}_product" if bias else output
+    adds = [helper.make_node("Add", [product, *bias], [output], name=f"{gemm.name}_bias")] if bias else []
+    return [helper.make_node("MatMul", [gemm.input[0], weight], [product], name=gemm.name), *adds]
 
 
 def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
     """Split weight scales s: one scalar S in the DQ, a Mul by s/S behind the MatMul; in place.
 
     The INT8 codes stay, so the result is the per-channel recipe exactly; S is free. Linears with the same
-    input share one S, so that an engine can merge them into one GEMM. S is the power of two nearest to the
-    geometric mean of the extreme scales: the unscaled product stays near the final one, so neither overflows
-    FP16, and codes times S are exact in FP16, as is s/S for the scales that calibration makes. A per-tensor
-    linear with an input of its own stays as it is: its scalar is in the GEMM already.
-
-    Args:
-        model: graph after `fold_weights`.
-        merge: linears with the same input share one S. Without it each has another one, which keeps an engine
-            from merging them: one large GEMM is faster for small batches, three for large ones
-            (docs/performance.md).
+    input share one S, so that an engine can merge them into one GEMM; without `merge` each has another one:
+    one large GEMM is faster for small batches, three for large ones (docs/performance.md). S is the power of
+    two nearest to the geometric mean of the extreme scales: the unscaled product stays near the final one, so
+    neither overflows FP16, and codes times S are exact in FP16, as is s/S for the scales of calibration. A
+    per-tensor linear with an input of its own stays as it is: its scalar is in the GEMM already.
     """
     index = GraphIndex(model)
     groups: dict[str, list[tuple[onnx.NodeProto, onnx.NodeProto, Float32]]] = defaultdict(list)
     for node in model.graph.node:
-        dq = weight_dq(index, node) if node.op_type == "MatMul" else None
-        if dq is None or dq.op_type != "DequantizeLinear" or index.constant(dq.input[0]) is None:
-            continue
-        scale = np.asarray(index.constant(dq.input[1]), dtype=np.float32)
-        groups[input_key(index, node)].append((node, dq, scale))
+        if (dq := _int8_weight_dq(index, node)) is not None:
+            scale = np.asarray(index.constant(dq.input[1]), dtype=np.float32)
+            groups[input_key(index, node)].append((node, dq, scale))
     behind: dict[int, onnx.NodeProto] = {}
     for members in groups.values():
-        if len(members) == 1 and not members[0][2].ndim:
+        plain = not any(scale.ndim for _, _, scale in members)
+        if plain and len(members) == 1:
             continue
-        if merge and _one_scale(index, members):
+        same = plain and len({float(scale) for _, _, scale in members}) == 1
+        if merge and same and not any(_has_bias(index, node) for node, _, _ in members):
             continue  # nor here: an engine makes one GEMM of them as they are
         shared = _middle(np.concatenate([np.atleast_1d(scale) for _, _, scale in members]))
         taken: set[np.float32] = set()
@@ -178,13 +145,6 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
     replace_nodes(model, nodes)
 
 
-def _one_scale(index: GraphIndex, members: list[tuple[onnx.NodeProto, onnx.NodeProto, Float32]]) -> bool:
-    """Return whether linears without a bias have one and the same scalar scale."""
-    scales = [scale for _, _, scale in members]
-    same = not any(scale.ndim for scale in scales) and len({float(scale) for scale in scales}) == 1
-    return same and not any(_has_bias(index, node) for node, _, _ in members)
-
-
 def _middle(scales: Float32) -> np.float32:
     """Return the power of two nearest to the geometric mean of the extreme scales."""
     extremes = np.log2(scales.astype(np.float64).min()) + np.log2(scales.astype(np.float64).max())
@@ -192,39 +152,32 @@ def _middle(scales: Float32) -> np.float32:
 
 
 def drop_zero_biases(model: onnx.ModelProto, linears: Collection[str]) -> int:
-    """Remove the Adds of biases that are zero, in place.
+    """Remove the Adds of zero biases that calibration moved elsewhere, in place; return how many.
 
-    Args:
-        model: graph after `fold_weights`.
-        linears: modules whose biases calibration has moved elsewhere. Others stay as they are: a model with
-            random weights, whose biases are all zero, is measured with the kernels of a trained one.
-
-    Returns:
-        Adds that were removed.
+    Other modules than `linears` stay as they are: a model with random weights, whose biases are all zero, is
+    measured with the kernels of a trained one.
     """
     index = GraphIndex(model)
     replaced: dict[str, str] = {}
-    for node in model.graph.node:
-        product = _biased(index, node) if module_of(node.name) in linears else ""
-        bias = index.constant(node.input[1 - list(node.input).index(product)]) if product else None
-        if product and bias is not None and bias.ndim == 1 and not bias.any():
-            replaced[node.output[0]] = product
+    for add in model.graph.node:
+        if add.op_type != "Add" or module_of(add.name) not in linears:
+            continue
+        for product, other in (add.input, reversed(add.input)):
+            bias = index.constant(other)
+            of_int8 = _int8_weight_dq(index, index.producers.get(product)) is not None
+            if of_int8 and bias is not None and bias.ndim == 1 and not bias.any():
+                replaced[add.output[0]] = product
     kept = [node for node in model.graph.node if node.output[0] not in replaced]
-    for node in kept:
-        for position, name in enumerate(node.input):
-            node.input[position] = replaced.get(name, name)
+    rename_tensors(kept, replaced)
     replace_nodes(model, kept)
     return len(replaced)
 
 
-def _biased(index: GraphIndex, add: onnx.NodeProto) -> str:
-    """Return the product of INT8 weights that an Add gives a bias; empty for any other node."""
-    for name in add.input if add.op_type == "Add" else ():
-        matmul = index.producers.get(name)
-        dq = weight_dq(index, matmul) if matmul is not None and matmul.op_type == "MatMul" else None
-        if dq is not None and dq.op_type == "DequantizeLinear" and index.constant(dq.input[0]) is not None:
-            return str(name)
-    return ""
+def _int8_weight_dq(index: GraphIndex, matmul: onnx.NodeProto | None) -> onnx.NodeProto | None:
+    """Return the DQ of a MatMul's weight where it reads stored codes; None for any other node."""
+    dq = weight_dq(index, matmul) if matmul is not None and matmul.op_type == "MatMul" else None
+    stored = dq is not None and dq.op_type == "DequantizeLinear" and index.constant(dq.input[0]) is not None
+    return dq if stored else None
 
 
 def _has_bias(index: GraphIndex, matmul: onnx.NodeProto) -> bool:
@@ -240,19 +193,16 @@ def weight_dq(index: GraphIndex, matmul: onnx.NodeProto) -> onnx.NodeProto | Non
 def _factor(
     model: onnx.ModelProto, node: onnx.NodeProto, dq: onnx.NodeProto, scale: Float32, shared: np.float32
 ) -> onnx.NodeProto:
-    """Give one DQ the scalar scale and return the Mul for behind its MatMul."""
     name = dq.input[0].removesuffix("_int8")
-    stored: dict[str, Array] = {
-        f"{name}_scalar": np.array(shared, np.float32),
-        f"{name}_scalar_zero_point": np.array(0, np.int8),
-        f"{name}_factor": (scale.astype(np.float64) / shared).astype(np.float32),
-    }
-    _store(model, stored)
-    dq.input[1], dq.input[2] = f"{name}_scalar", f"{name}_scalar_zero_point"
+    scalar, zero_point, factor = f"{name}_scalar", f"{name}_scalar_zero_point", f"{name}_factor"
+    quotient = (scale.astype(np.float64) / shared).astype(np.float32)
+    numbers: dict[str, Array] = {scalar: np.array(shared, np.float32), zero_point: np.array(0, np.int8)}
+    store_constants(model, numbers | {factor: quotient})
+    dq.input[1], dq.input[2] = scalar, zero_point
     del dq.attribute[:]  # a scalar scale has no axis
     final = node.output[0]
     node.output[0] = f"{final}_unscaled"
-    return helper.make_node("Mul", [node.output[0], f"{name}_factor"], [final], name=f"{node.name}_factor")
+    return helper.make_node("Mul", [node.output[0], factor], [final], name=f"{node.name}_factor")
 
 
 def input_key(index: GraphIndex, node: onnx.NodeProto) -> str:

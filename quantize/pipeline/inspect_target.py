@@ -11,9 +11,8 @@ from qdqbench.quantize.engine.layers import parse_inspector_json, read_table
 from qdqbench.quantize.engine.runtime.cpu import CpuEngine
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar, sidecar_path
-from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of
+from qdqbench.quantize.graph.index import MATMULS, GraphIndex, find_residuals, module_of
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.graph.residuals import find_residuals
 from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.pipeline.artifacts import BUILD, Skipped, checked_path, graph_path, read_built

@@ -1,13 +1,9 @@
 """What runs on ModelOpt's private names, and the only file that knows them; its test lists them.
 
-The fake quantization of training (`native.py`) is here because it reads them at every call, and Python around
-a call takes longer than the kernels of a small layer. The range is ModelOpt's and the engine's: codes -128 to
-127 unless the quantizer asks for the narrow one, round half to even, zero point 0. The kernels compute in
-FP32 whatever the tensor's type, and give back the type that they got; so under autocast to BF16 activations
-arrive and leave as BF16. A code times its scale has more than the 8 significant bits of BF16, and moves by up
-to 2^-9 of itself: a quarter of a step at code 127, a hundredth at code 5. The matmul that reads the value
-would round it like this anyway, so FP32 in between would double the traffic and change no bit. Weights are
-quantized from their FP32 masters, before autocast rounds them.
+The range is ModelOpt's and the engine's: codes -128 to 127 unless the quantizer asks for the narrow one,
+round half to even, zero point 0. The kernels compute in FP32 and give back the type that they got. Under
+autocast to BF16 a code times its scale is rounded as the matmul that reads it would round it anyway;
+weights are quantized from their FP32 masters.
 """
 
 from dataclasses import dataclass
@@ -25,12 +21,10 @@ from modelopt.torch.quantization.nn import TensorQuantizer  # noqa: E402
 
 
 def get_calibrator(quantizer: Any) -> Any:
-    """Return the collector of a quantizer's values while it calibrates."""
     return quantizer._calibrator
 
 
 def set_calibrator(quantizer: Any, calibrator: Any) -> None:
-    """Let an object of ModelOpt's calibrator interface collect the values."""
     quantizer._calibrator = calibrator
 
 
@@ -40,7 +34,6 @@ def set_histogram(calibrator: HistogramCalibrator, counts: torch.Tensor, edges: 
 
 
 def quantize_with(quantizer: Any, value: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """Return `value` as the quantizer would make it with this amax."""
     return _mse_quant_func(value, amax, quantizer)  # type: ignore[no-any-return]
 
 
@@ -50,7 +43,6 @@ def get_stored_amax(quantizer: Any) -> torch.Tensor:
 
 
 def forget_scale(quantizer: Any) -> None:
-    """Let the scale be prepared anew."""
     quantizer._quantizer_cache = None
 
 
@@ -123,18 +115,14 @@ def _prepare(quantizer: Any) -> _Scale:
 
 
 def get_lowest_code(quantizer: Any) -> int:
-    """Return -128, or -127 in the narrow range."""
     return -INT8_MAX if quantizer.narrow_range else -INT8_MAX - 1
 
 
 class ShortQuantizer(TensorQuantizer):  # type: ignore[misc]
-    """TensorQuantizer with a short way through `forward`."""
-
-    shared: Any = None  # what quantizes once for several quantizers: `native_modules.Shared`
-    exact: bool = False
+    shared: Any = None  # quantizes once for several quantizers: `native.SharedQuantizer`
+    exact: bool = False  # without gradients
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Fake-quantize `inputs`; while it calibrates in ModelOpt's own way."""
         if self._if_calib or not self._if_quant:
             return super().forward(inputs)  # type: ignore[no-any-return]
         if self.shared is not None and not self._disabled:

@@ -1,37 +1,41 @@
 """Fake quantization for training: torch's own kernels, one forward and one backward for each quantizer.
 
-ModelOpt's quantizers keep the model's scales; what computes with them is replaced while training, and put
-back afterwards. What is replaced, and why:
+ModelOpt's quantizers keep the model's scales. Replaced while training, and put back afterwards, are:
 
-- The arithmetic, by a quant backend that ModelOpt calls. Its own compiles a CUDA extension on each new
-  machine, and is a chain of small operations without one.
-- The gradient. ModelOpt 0.47 lets it through where a value was clipped; here it is 0 there (Bengio et al.
-  2013, arXiv 1308.3432; with clipping: Krishnamoorthi 2018, arXiv 1806.08342, section 2.4).
-- The classes around it, whose Python takes longer than the kernels of a small layer. A linear is run by a
-  class of one line, and a module that has nothing to quantize is what it was before ModelOpt.
+- the arithmetic, by a quant backend that ModelOpt calls. Its own compiles a CUDA extension on each machine;
+- the gradient. ModelOpt 0.47 lets it through where a value was clipped; here it is 0 there (Bengio et al.
+  2013, arXiv 1308.3432; with clipping: Krishnamoorthi 2018, arXiv 1806.08342, section 2.4);
+- the classes around it, whose Python takes longer than the kernels of a small layer.
 
-`tests/tools/benchmark_qat.py` measures all three together. In which type is rounded, and how: `modelopt.py`.
+Learned scales are LSQ (Esser et al. 2020, arXiv 1902.08153) on the ratio of a scale to its calibrated one.
+With v the input and s the scale, the gradient of the output to s is (output - v * inside) / s (equation 3);
+for a ratio r it is times s / r, and 1 / sqrt(N * high) (section 2.2). N is the number of values that share
+the scale in a weight, and of the features of one token in an activation, so that nothing depends on how a
+batch is spread over devices. Rounding a weight's scale up is passed straight through.
 """
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from qdqbench.quantize.calibration.fakequant.learned_scales import LOWEST_RATIO, Learned, ScaleTable
 from qdqbench.quantize.calibration.fakequant.modelopt import (
     ShortQuantizer,
     fake_quantize,
     forget_scale,
     get_lowest_code,
+    get_stored_amax,
     prepare_scales,
 )
 from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 from qdqbench.quantize.calibration.fakequant.quantizers import (
+    FP16_BITS,
+    INT8_MAX,
     RESIDUAL_QUANTIZER,
     get_quantizer_kind,
     import_modelopt,
@@ -41,8 +45,6 @@ from qdqbench.quantize.calibration.fakequant.quantizers import (
     use_rounded_weights,
 )
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.names import name_list
 
 import_modelopt()
 
@@ -51,21 +53,166 @@ from modelopt.torch.quantization.nn import QuantModule, TensorQuantizer  # noqa:
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+DROPPED_BITS = 24 - FP16_BITS  # of FP32's significant bits
+LOWEST_RATIO = 2.0**-7  # one code of the calibrated scale
+BACKEND = "qdqbench_native"
+PARAMETER = "amax_ratio"
+
+
+def round_up(scale: torch.Tensor) -> torch.Tensor:
+    """Round positive FP32 scales up, in place, to 11 significant bits, as `round_weight_scales` does."""
+    low = (1 << DROPPED_BITS) - 1
+    scale.view(torch.int32).add_(low).bitwise_and_(~low)
+    return scale
+
+
+@torch.inference_mode(False)
+def _make_constant(value: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((1,), value, dtype=dtype, device=device)
+
+
+_known_constant = functools.cache(_make_constant)
+
+
+def _constant(value: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    make = _make_constant if torch.compiler.is_compiling() else _known_constant
+    return make(value, dtype, device)
+
+
+class _LearnedQuantize(torch.autograd.Function):
+    """Fake quantization with a gradient to the input and to the ratio of the scale."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913, PLR0917  (tensors first, and no objects: torch.compile)
+        ctx: Any,
+        inputs: torch.Tensor,
+        ratio: torch.Tensor,
+        scale: torch.Tensor,
+        gain: torch.Tensor,
+        axis: int | None,
+        low: int,
+    ) -> torch.Tensor:
+        if axis is None:
+            zero = _constant(0, torch.int32, scale.device)
+            on = _constant(1, torch.int64, scale.device)
+            output, inside = torch._fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
+                inputs, scale, zero, on, low, INT8_MAX
+            )
+        else:  # an integer zero point is checked by the host
+            zero = _constant(0, torch.float32, scale.device).expand_as(scale)
+            output, inside = torch.ops.aten.fake_quantize_per_channel_affine_cachemask(
+                inputs, scale, zero, axis, low, INT8_MAX
+            )
+        ctx.save_for_backward(inputs, output, inside, gain)
+        ctx.axis = axis
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        inputs, output, inside, gain = ctx.saved_tensors
+        to_inputs = gradient * inside if ctx.needs_input_grad[0] else None
+        to_ratio = None
+        if ctx.needs_input_grad[1]:
+            terms = gradient * torch.addcmul(output, inputs, inside, value=-1)
+            if ctx.axis is None:
+                total = terms.sum(dtype=torch.float32)
+            else:
+                others = [axis for axis in range(terms.ndim) if axis != ctx.axis]
+                total = terms.sum(dim=others, dtype=torch.float32)
+            to_ratio = total * gain
+        return to_inputs, to_ratio, None, None, None, None
+
+
+_quantize: Any = _LearnedQuantize.apply
+
+
+@dataclass(eq=False)
+class Learned:
+    """One learned ratio, of a quantizer or of several that must stay equal."""
+
+    ratio: nn.Parameter  # () or [channels]
+    quantizer: Any  # that holds the calibrated amax
+    rounded: bool  # a weight's
+    low: int
+    axis: int | None
+    count: int  # N of the paper
+    table: "ScaleTable" = None  # type: ignore[assignment]
+    place: int = 0
+
+    @property
+    def amax(self) -> torch.Tensor:
+        """As calibrated, of the ratio's shape."""
+        return get_stored_amax(self.quantizer).float().reshape(self.ratio.shape)
+
+    def quantized(self, inputs: torch.Tensor) -> torch.Tensor:
+        scale, gain = self.table.current(self)
+        output: torch.Tensor = _quantize(inputs, self.ratio, scale, gain, self.axis, self.low)
+        return output
+
+    @property
+    def factor(self) -> float:
+        """The paper's gradient scale."""
+        return float((self.count * INT8_MAX) ** -0.5)
+
+    @property
+    def seen(self) -> tuple[int, int]:
+        """Changes when the ratio is loaded, moved or stepped; a fused optimizer leaves no trace, though."""
+        return self.ratio._version, self.ratio.data_ptr()
+
+
+class ScaleTable:
+    """Scales of every learned ratio, computed together: a few kernels for each step of the optimizer."""
+
+    def __init__(self, items: list[Learned]) -> None:
+        self.items = sorted(items, key=lambda item: item.rounded)
+        for place, item in enumerate(self.items):
+            item.table, item.place = self, place
+        self.sizes = [item.ratio.numel() for item in self.items]
+        self.exact = sum(item.ratio.numel() for item in self.items if not item.rounded)
+        self.factors = torch.cat([torch.full((item.ratio.numel(),), item.factor) for item in self.items])
+        self.scales: tuple[torch.Tensor, ...] = ()
+        self.gains: tuple[torch.Tensor, ...] = ()
+        self.seen: list[tuple[int, int]] = []
+
+    def expire(self, *_: Any) -> None:
+        """Note, as a forward pre-hook of the model, that the optimizer may have made a step."""
+        self.seen = []
+
+    def current(self, item: Learned) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scale and gain of an item: scalars or [channels]."""
+        if torch.compiler.is_compiling():
+            scale = item.ratio.detach() * item.amax / INT8_MAX
+            return (round_up(scale) if item.rounded else scale), item.factor / item.ratio.detach()
+        if not self.seen or self.seen[item.place] != item.seen:
+            self._refresh()
+        return self.scales[item.place], self.gains[item.place]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        ratios = torch.cat([item.ratio.flatten() for item in self.items])
+        scales = ratios * torch.cat([item.amax.flatten() for item in self.items]) / INT8_MAX
+        round_up(scales[self.exact :])
+        self.factors = self.factors.to(ratios.device)
+        self.scales, self.gains = map(self._split, (scales, self.factors / ratios))
+        self.seen = [item.seen for item in self.items]
+
+    def _split(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = zip(torch.split(values, self.sizes), self.items, strict=True)
+        return tuple(part.view(item.ratio.shape) for part, item in parts)
+
 
 class FakeQuantLinear(nn.Linear):
-    """A linear whose input and weight are quantized."""
-
     input_quantizer: TensorQuantizer
     weight_quantizer: TensorQuantizer
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the output of the linear."""
         return functional.linear(self.input_quantizer(inputs), self.weight_quantizer(self.weight), self.bias)
 
 
 @functools.cache
 def _residual_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of a module that adds a residual, and quantizes it before."""
 
     def forward(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> Any:
         rounded = quantize_residual(self.residual_quantizer, input_tensor)
@@ -74,48 +221,37 @@ def _residual_class(original: type[nn.Module]) -> type[nn.Module]:
     return type(f"Native{original.__name__}", (original,), {"forward": forward})
 
 
-class _Last:
-    """The tensor that was quantized last."""
-
-    inputs: torch.Tensor | None = None
-    output: torch.Tensor | None = None
-    state: Any = None
-    served: frozenset[int] = frozenset()
-
-    def __deepcopy__(self, _: Any) -> "_Last":
-        """Copy a model; the copy has quantized nothing yet."""
-        return _Last()
-
-
 class SharedQuantizer:
-    """Quantizes a tensor once for several quantizers of equal scale, as an engine does.
-
-    It saves their kernels, and the copies that they would keep for the backward pass.
-    """
+    """Quantizes a tensor once for several quantizers of equal scale, as an engine does; saves kernels."""
 
     def __init__(self, readers: int) -> None:
         self.readers = readers
-        self.last = _Last()
+        self.inputs: torch.Tensor | None = None  # quantized last
+        self.output: torch.Tensor | None = None
+        self.state: Any = None
+        self.served: frozenset[int] = frozenset()
+
+    def __deepcopy__(self, _: Any) -> "SharedQuantizer":
+        return SharedQuantizer(self.readers)
 
     def quantized(self, inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
-        """Quantize `inputs`; return the same tensor again for another reader of it."""
         if torch.compiler.is_compiling():
             return quantizer.quantized(inputs)  # type: ignore[no-any-return]
-        learned, last = quantizer.__dict__.get("learned"), self.last
+        learned = quantizer.__dict__.get("learned")
         scale = prepare_scales(quantizer).version if learned is None else learned.seen
         version = None if inputs.is_inference() else inputs._version  # which inference tensors do not count
         state = (version, torch.is_grad_enabled(), scale)
-        if inputs is not last.inputs or state != last.state or id(quantizer) in last.served:
-            last.inputs, last.state, last.served = inputs, state, frozenset()
-            last.output = quantizer.quantized(inputs)
-        output = last.output
-        last.served |= {id(quantizer)}
-        if len(last.served) == self.readers:
-            last.inputs = last.output = None  # not held for longer than needed
+        if inputs is not self.inputs or state != self.state or id(quantizer) in self.served:
+            self.inputs, self.state, self.served = inputs, state, frozenset()
+            self.output = quantizer.quantized(inputs)
+        output = self.output
+        self.served |= {id(quantizer)}
+        if len(self.served) == self.readers:
+            self.inputs = self.output = None  # not held for longer than needed
         return output  # type: ignore[return-value]
 
 
-def shorten(module: nn.Module) -> None:
+def _shorten(module: nn.Module) -> None:
     """Give a module the shortest class that does what it does now."""
     short: type[nn.Module] | None = None
     if type(module) is TensorQuantizer:
@@ -136,34 +272,19 @@ def shorten(module: nn.Module) -> None:
         module.__class__ = short  # as ModelOpt itself made it what it is
 
 
-def lengthen(module: nn.Module) -> None:
-    """Undo `shorten`."""
-    original = module.__dict__.pop("_modelopt_class", None)
-    if original is not None:
-        module.__class__ = original
-    if isinstance(module, TensorQuantizer):
-        forget_scale(module)
-        module.__dict__.pop("shared", None)
-        module.__dict__.pop("exact", None)
-
-
-def group_readers(model: "PreTrainedModel") -> Iterator[list[Any]]:
+def _group_readers(model: "PreTrainedModel") -> Iterator[list[Any]]:
     """Return the quantizers of one tensor with equal scales and factors: q, k, v and an INT8 residual."""
-    found, family = list_quantizers(model), family_of(model.config)
+    enabled, family = list_quantizers(model), family_of(model.config)
     for name, _ in model.named_modules():
         readers = [f"{linear}.input_quantizer" for linear in family.residual_readers(name)]
-        group = [found[key] for key in (*readers, f"{name}.{RESIDUAL_QUANTIZER}") if key in found]
-        if len(group) > 1 and set(readers) <= set(found) and all(_equal(group[0], q) for q in group[1:]):
+        group = [enabled[key] for key in (*readers, f"{name}.{RESIDUAL_QUANTIZER}") if key in enabled]
+        if len(group) > 1 and set(readers) <= set(enabled) and all(_equal(group[0], q) for q in group[1:]):
             yield group
 
 
 def _equal(one: Any, other: Any) -> bool:
     pairs = [(one.amax, other.amax), (one.pre_quant_scale, other.pre_quant_scale)]
     return all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in pairs)
-
-
-BACKEND = "qdqbench_native"
-PARAMETER = "amax_ratio"
 
 
 def use_native(model: "PreTrainedModel") -> None:
@@ -180,9 +301,9 @@ def use_native(model: "PreTrainedModel") -> None:
     for quantizer in list_quantizers(model).values():
         quantizer.backend = BACKEND
         prepare_scales(quantizer)
-    groups = list(group_readers(model))
+    groups = list(_group_readers(model))
     for module in model.modules():
-        shorten(module)
+        _shorten(module)
     for group in groups:
         shared = SharedQuantizer(len(group))
         for quantizer in group:
@@ -198,12 +319,25 @@ def use_modelopt(model: "PreTrainedModel") -> None:
     _undo(model)
 
 
+def _undo(model: "PreTrainedModel") -> None:
+    for module in model.modules():
+        original = module.__dict__.pop("_modelopt_class", None)
+        if original is not None:
+            module.__class__ = original
+        if isinstance(module, TensorQuantizer):
+            forget_scale(module)
+            module.__dict__.pop("shared", None)
+            module.__dict__.pop("exact", None)
+    for quantizer in list_quantizers(model).values():
+        if quantizer.backend == BACKEND:
+            quantizer.backend = None
+
+
 @contextmanager
 def use_evaluation(model: "PreTrainedModel") -> Iterator[None]:
     """Fake-quantize without gradients: by torch's kernels on a GPU, ModelOpt's results to the bit on a CPU.
 
-    On a GPU ModelOpt would first compile its own kernels, on each new machine. On a CPU its arithmetic takes
-    fewer steps here.
+    ModelOpt itself would first compile its own kernels on a GPU, and takes more steps on a CPU.
     """
     use_native(model)
     for quantizer in list_quantizers(model).values():
@@ -221,44 +355,23 @@ def use_frozen_weights(model: "PreTrainedModel") -> Iterator[None]:
         yield
 
 
-def learn_amax(
-    model: "PreTrainedModel", names: Iterable[str] | None = None, together: Iterable[Sequence[str]] = ()
-) -> list[nn.Parameter]:
-    """Give quantizers a learnable ratio to their calibrated amax, that starts at 1 (`learned_scales.py`).
+def learn_amax(model: "PreTrainedModel", together: Iterable[Sequence[str]] = ()) -> list[nn.Parameter]:
+    """Give the quantizers of a calibrated model a learnable ratio to their amax, that starts at 1.
 
     A ratio is the parameter `amax_ratio` of its quantizer, () or [channels], FP32; it should not decay.
     Quantizers of one tensor share one, that of the first of them, if they have equal scales: q, k and v,
-    whose GEMMs could not be merged otherwise, and an INT8 residual. The softmax output, whose range is
-    known, has none. The model runs with `use_native` from here on.
-
-    Args:
-        model: calibrated fake-quant model.
-        names: quantizers, by full name; all if None.
-        together: groups of quantizers with one amax that stays one.
-
-    Returns:
-        The parameters, in model order; they stay positive only if `keep_positive` sees to it.
-
-    Raises:
-        UserError: names that are no enabled quantizer, or the softmax output's.
+    whose GEMMs could not be merged otherwise, and an INT8 residual; so do the groups of names in `together`.
+    The softmax output, whose range is known, has none. The model runs with `use_native` from here on.
+    Returns the parameters, in model order; they stay positive only if `keep_positive` sees to it.
     """
     use_native(model)
-    possible = {
-        name: q for name, q in list_quantizers(model).items() if get_quantizer_kind(name) != "softmax"
-    }
-    wanted = set(possible if names is None else names)
-    if lost := sorted(wanted - set(possible)):
-        raise UserError(
-            f"no scale to learn at {name_list(lost)}; name quantizers that the recipe makes INT8, other than "
-            "the softmax output's"
-        )
-    equal = [*group_readers(model), *([possible[name] for name in group] for group in together)]
+    possible = {n: q for n, q in list_quantizers(model).items() if get_quantizer_kind(n) != "softmax"}
+    equal = [*_group_readers(model), *([possible[name] for name in group] for group in together)]
     groups = {id(quantizer): group for group in equal for quantizer in group}
-    chosen = {id(member) for name in wanted for member in groups.get(id(possible[name]), [possible[name]])}
     items: list[Learned] = []
     for name, quantizer in possible.items():
-        if id(quantizer) in chosen and "learned" not in quantizer.__dict__:
-            items.append(item := _learned(model, name, quantizer))
+        if "learned" not in quantizer.__dict__:
+            items.append(item := _make_learned(model, name, quantizer))
             quantizer.register_parameter(PARAMETER, item.ratio)
             for member in groups.get(id(quantizer), [quantizer]):
                 member.learned = item
@@ -267,14 +380,34 @@ def learn_amax(
     return [item.ratio for item in items]
 
 
+def _make_learned(model: "PreTrainedModel", name: str, quantizer: Any) -> Learned:
+    kind, module = get_quantizer_kind(name), model.get_submodule(name.rpartition(".")[0])
+    per_channel = quantizer.axis is not None
+    if kind == "weight":
+        weight: Any = module.weight
+        count = weight.numel() // (len(weight) if per_channel else 1)
+    else:
+        count = getattr(module, "in_features", model.config.hidden_size)
+    shape = (quantizer.amax.numel(),) if per_channel else ()
+    return Learned(
+        nn.Parameter(torch.ones(shape, device=quantizer.amax.device)),
+        quantizer,
+        rounded=kind == "weight",
+        low=get_lowest_code(quantizer),
+        axis=int(quantizer.axis) if per_channel else None,
+        count=count,
+    )
+
+
 def list_learned(model: "PreTrainedModel") -> list[nn.Parameter]:
-    """Return the ratios of `learn_amax`, in model order."""
     return [value for name, value in model.named_parameters() if name.rpartition(".")[2] == PARAMETER]
 
 
 def keep_positive(model: "PreTrainedModel") -> None:
     """Hold learned ratios at or above 2^-7, in place, after a step of the optimizer; no host sync."""
-    ratios: list[torch.Tensor] = [item.ratio for table in _tables(model).values() for item in table.items]
+    ratios: list[torch.Tensor] = [
+        item.ratio for table in _list_tables(model).values() for item in table.items
+    ]
     if ratios:
         with torch.no_grad():
             torch._foreach_clamp_min_(ratios, LOWEST_RATIO)
@@ -295,40 +428,11 @@ def settle_learned(model: "PreTrainedModel") -> None:
     for quantizer in changed.values():
         quantizer._parameters.pop(PARAMETER, None)
         del quantizer.__dict__["learned"]
-    for key in _tables(model):
+    for key in _list_tables(model):
         del model._forward_pre_hooks[key]
     use_modelopt(model)
 
 
-def _learned(model: "PreTrainedModel", name: str, quantizer: Any) -> Learned:
-    """Return a ratio of 1 for a quantizer."""
-    kind, module = get_quantizer_kind(name), model.get_submodule(name.rpartition(".")[0])
-    per_channel = quantizer.axis is not None
-    if kind == "weight":
-        weight: Any = module.weight
-        count = weight.numel() // (len(weight) if per_channel else 1)
-    else:
-        count = getattr(module, "in_features", model.config.hidden_size)
-    shape = (quantizer.amax.numel(),) if per_channel else ()
-    return Learned(
-        nn.Parameter(torch.ones(shape, device=quantizer.amax.device)),
-        quantizer,
-        rounded=kind == "weight",
-        low=get_lowest_code(quantizer),
-        axis=int(quantizer.axis) if per_channel else None,
-        count=count,
-    )
-
-
-def _tables(model: "PreTrainedModel") -> dict[int, ScaleTable]:
-    """Return the tables of learned scales, by the key of their hook on the model."""
+def _list_tables(model: "PreTrainedModel") -> dict[int, ScaleTable]:
     owners = {key: getattr(hook, "__self__", None) for key, hook in model._forward_pre_hooks.items()}
     return {key: owner for key, owner in owners.items() if isinstance(owner, ScaleTable)}
-
-
-def _undo(model: "PreTrainedModel") -> None:
-    for module in model.modules():
-        lengthen(module)
-    for quantizer in list_quantizers(model).values():
-        if quantizer.backend == BACKEND:
-            quantizer.backend = None

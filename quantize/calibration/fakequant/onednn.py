@@ -1,9 +1,8 @@
 """FP32 linears through oneDNN, to the bit, where MKL, which torch takes, leaves half of the CPU unused.
 
-MKL gives CPUs of AMD its AVX2 kernels even where they have AVX512; oneDNN's are about twice as fast there.
-The sums of the two differ in the last bit, which moves some values to other codes. But both add the products
-of a block of K one after another, and MKL's blocks are of `BLOCK`: oneDNN's GEMMs of them, added up, are
-MKL's. No library promises that, so a probe of every size is compared with torch's own before it is taken.
+MKL gives CPUs of AMD its AVX2 kernels even where they have AVX512. Both add the products of a block of K
+one after another, and MKL's blocks are of `BLOCK`: oneDNN's GEMMs of them, added up, are MKL's. No library
+promises that, so a probe of every size is compared with torch's own before it is taken.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +55,6 @@ class _QuickLinears(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], _: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Handle a call of one of torch's functions."""
         if function is functional.linear and not kwargs and _dense(*args[:2]):
             inputs, weight, *bias = args
             threads = torch.get_num_threads()

@@ -43,18 +43,13 @@ def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
     from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 
     device = next(model.parameters()).device
+    inputs = {name: torch.from_numpy(array).to(device) for name, array in select_inputs(model, batch).items()}
     with torch.inference_mode(), use_quick_linears(device.type):
-        output = model(
-            **{
-                name: torch.from_numpy(array).to(device)
-                for name, array in select_inputs(model, batch).items()
-            }
-        )
+        output = model(**inputs)
     return join_outputs(output, name_outputs(model))  # type: ignore[no-any-return]
 
 
 def name_outputs(model: "PreTrainedModel") -> Mapping[str, tuple[str, ...]]:
-    """Return the names of a model's outputs, and of their axes."""
     kind = kind_of(type(model).__name__)
     return LOGITS if kind is None else kind.outputs
 
@@ -62,7 +57,7 @@ def name_outputs(model: "PreTrainedModel") -> Mapping[str, tuple[str, ...]]:
 def import_modelopt() -> Any:
     """Import `modelopt.torch.quantization` without its warning on untested transformers versions.
 
-    What it has for FP8 is not compiled by torch: to say so would load Inductor, which takes a second.
+    `torch.compile` does nothing meanwhile: to have parts for FP8 compiled would load Inductor for a second.
 
     Raises:
         UserError: another version of ModelOpt.
@@ -129,7 +124,6 @@ _KINDS: dict[str, QuantizerKind] = {
 
 
 def get_quantizer_kind(name: str) -> QuantizerKind:
-    """Return the purpose of a quantizer, by its full name."""
     return _KINDS[name.rpartition(".")[2]]
 
 
@@ -155,18 +149,18 @@ def use_rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None 
     import torch
 
     names = [n.rpartition(".")[0] for n in list_quantizers(model) if get_quantizer_kind(n) == "weight"]
-    wanted = set(names if linears is None else linears)
-    found: list[Any] = [model.get_submodule(name) for name in names if name in wanted]
-    plain = [linear.weight.data for linear in found]
+    chosen = set(names if linears is None else linears)
+    modules: list[Any] = [model.get_submodule(name) for name in names if name in chosen]
+    plain = [linear.weight.data for linear in modules]
     with torch.inference_mode():
-        for linear in found:
+        for linear in modules:
             linear.__dict__[UNROUNDED] = linear.weight.data
             linear.weight.data = linear.weight_quantizer(linear.weight.detach()).clone()
             linear.weight_quantizer.disable()
     try:
         yield
     finally:
-        for linear, weight in zip(found, plain, strict=True):
+        for linear, weight in zip(modules, plain, strict=True):
             linear.weight.data = weight
             linear.__dict__.pop(UNROUNDED, None)
             linear.weight_quantizer.enable()
@@ -191,29 +185,11 @@ def register_residuals(model: "PreTrainedModel", wanted: Collection[str] = ("all
     attention anew that transformers' interface does not call, and fails on some: such a one stays as it is.
     """
     mtq, family = import_modelopt(), family_of(model.config)
+    from modelopt.torch.quantization.nn import TensorQuantizer
     from modelopt.torch.quantization.plugins.custom import CUSTOM_MODEL_PLUGINS
     from modelopt.torch.quantization.plugins.huggingface import register_hf_attentions_on_the_fly
 
-    classes = family.residual_classes(model) if wanted else ()
-    if family.attention is None:
-        CUSTOM_MODEL_PLUGINS.discard(register_hf_attentions_on_the_fly)
-    for each in classes:
-        mtq.register(each, _quantized_class())
-    try:
-        yield
-    finally:
-        CUSTOM_MODEL_PLUGINS.add(register_hf_attentions_on_the_fly)
-        for each in classes:
-            mtq.unregister(each)
-
-
-def _quantized_class() -> type:
-    """Return the mix-in of ModelOpt for a module that adds a residual."""
-    from modelopt.torch.quantization.nn import TensorQuantizer
-
     class QuantResidual:
-        """`LayerNorm(dense(h) + x)` whose x is fake-quantized."""
-
         def _setup(self) -> None:
             self.residual_quantizer = TensorQuantizer()
 
@@ -221,7 +197,17 @@ def _quantized_class() -> type:
             rounded = quantize_residual(self.residual_quantizer, input_tensor)
             return super().forward(hidden_states, rounded)  # type: ignore[misc,no-any-return]
 
-    return QuantResidual
+    classes = family.residual_classes(model) if wanted else ()
+    if family.attention is None:
+        CUSTOM_MODEL_PLUGINS.discard(register_hf_attentions_on_the_fly)
+    for adder in classes:
+        mtq.register(adder, QuantResidual)
+    try:
+        yield
+    finally:
+        CUSTOM_MODEL_PLUGINS.add(register_hf_attentions_on_the_fly)
+        for adder in classes:
+            mtq.unregister(adder)
 
 
 def quantize_residual(quantizer: Any, value: "torch.Tensor") -> "torch.Tensor":

@@ -18,7 +18,6 @@ from qdqbench.quantize.engine.layers import find_computing_rows, read_table
 from qdqbench.quantize.engine.trtexec import Times, read_profile, read_times
 from qdqbench.quantize.graph.check.check import CheckReport, Group, check_model
 from qdqbench.quantize.graph.check.codes import finding_label
-from qdqbench.quantize.graph.check.types import walk_types
 from qdqbench.quantize.graph.check.view import (
     MOVES,
     PRODUCTS,
@@ -26,6 +25,7 @@ from qdqbench.quantize.graph.check.view import (
     is_dequantize,
     is_quantize,
     operator,
+    walk_types,
 )
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.utils.errors import UserError

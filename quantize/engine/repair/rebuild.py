@@ -8,7 +8,6 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.graph.check.codes import finding_label
-from qdqbench.quantize.graph.check.types import walk_types
 from qdqbench.quantize.graph.check.view import (
     MOVES,
     Attention,
@@ -16,6 +15,7 @@ from qdqbench.quantize.graph.check.view import (
     Operand,
     is_dequantize,
     is_quantize,
+    walk_types,
 )
 from qdqbench.quantize.graph.index import GraphIndex, attribute, opset_of, prune, replace_nodes
 from qdqbench.quantize.graph.weights import quantize_weights

@@ -10,43 +10,56 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import onnx
+from onnx import TensorProto, numpy_helper
 
-from qdqbench.quantize.graph.check.codes import CODES, finding, finding_label
-from qdqbench.quantize.graph.check.rules import (
-    HALVES,
-    check_attentions,
-    check_matmuls,
-    check_operators,
-    check_pairs,
-    check_protected,
-    check_residuals,
-    check_weights,
-    is_stored_kn,
-    is_whole,
-    missing_residuals,
-)
-from qdqbench.quantize.graph.check.types import check_constants, walk_types
+from qdqbench.quantize.graph.check.codes import CODES, finding, finding_label, type_name
 from qdqbench.quantize.graph.check.view import (
     MOVES,
     PRODUCTS,
     CheckGraph,
+    Operand,
+    has_plain_form,
     is_dequantize,
     is_integer,
+    is_qdq,
     is_quantize,
     missing_arguments,
     operator,
+    walk_types,
 )
-from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, module_of, opset_of
+from qdqbench.quantize.graph.index import (
+    MATMULS,
+    MAX_STEPS,
+    ONNX_DOMAINS,
+    ResidualAdd,
+    attribute,
+    find_other_rounding,
+    find_residuals,
+    module_of,
+    opset_of,
+)
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
-from qdqbench.quantize.graph.residuals import ResidualAdd, find_residuals
+from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.names import count_of
+from qdqbench.quantize.utils.limits import FP16_MAX, limits_of
+from qdqbench.quantize.utils.names import count_of, name_list
 from qdqbench.quantize.utils.results import FindingRow
 from qdqbench.quantize.utils.schema import Strict, Tabular
 
 ORDER = "slow-weight-order"
 State = Literal["INT8", "refused", "not INT8", "floating point"]
+_HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_FLOATS = (*_HALVES, TensorProto.FLOAT, TensorProto.DOUBLE)
+_NORMS = (
+    "LayerNormalization",
+    "RMSNormalization",
+    "com.microsoft.SkipLayerNormalization",
+    "GroupNormalization",
+)
+# Operators through which a large constant stays as large.
+_CARRIES = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Concat", "Neg", "Max", "Sum")
 
 
 class GemmRow(Strict):
@@ -62,81 +75,9 @@ class GemmRow(Strict):
 
 
 class Group(Strict):
-    """Findings of one code."""
-
     code: str
     rows: list[FindingRow]
     gemms: list[str]  # nodes that they touch
-
-
-def gemm_rows(graph: CheckGraph, findings: Sequence[FindingRow]) -> list[GemmRow]:
-    """Return every matrix product with what happens to it, in the order of the graph."""
-    found: dict[str, list[FindingRow]] = defaultdict(list)
-    for row in findings:
-        found[row.node].append(row)
-    apart = _attentions_apart(graph, found)
-    slow = any(row.code == ORDER for row in findings)  # one finding names one of them for all
-    rows = []
-    for node in graph.nodes:
-        if node.op_type in PRODUCTS and node.output:
-            name = finding_label(node)
-            touching = [row for label in (name, *_behind(graph, node)) for row in found.get(label, ())]
-            state = _state(graph, node, touching, name in apart)
-            codes = list(dict.fromkeys(row.code for row in touching))
-            if slow and node.op_type in MATMULS and ORDER not in codes and is_stored_kn(graph, node):
-                codes.append(ORDER)
-            rows.append(GemmRow(node=name, operator=node.op_type, state=state, codes=codes))
-    return rows
-
-
-def group_findings(findings: Sequence[FindingRow], gemms: Sequence[GemmRow]) -> list[Group]:
-    """Group findings by code, in their order."""
-    found: dict[str, list[FindingRow]] = defaultdict(list)
-    for row in findings:
-        found[row.code].append(row)
-    return [
-        Group(code=code, rows=rows, gemms=[row.node for row in gemms if code in row.codes])
-        for code, rows in found.items()
-    ]
-
-
-def _state(graph: CheckGraph, node: onnx.NodeProto, touching: Sequence[FindingRow], apart: bool) -> State:
-    if is_integer(node):
-        return "refused"
-    operands = graph.operands.get(node.output[0], ())
-    effects = {row.effect for row in touching}
-    if not any(operand.dq is not None for operand in operands):
-        return "floating point"
-    if "refused" in effects:
-        return "refused"
-    lost = apart or "not INT8" in effects or not all(map(graph.is_int8, operands))
-    return "not INT8" if lost else "INT8"
-
-
-def _attentions_apart(graph: CheckGraph, found: dict[str, list[FindingRow]]) -> set[str]:
-    """Return the products of attentions in INT8 that no fused kernel takes."""
-    apart = set()
-    for attention in graph.attentions:
-        names = {finding_label(node) for node in (attention.scores, attention.context)}
-        codes = {row.code for name in names for row in found.get(name, ())}
-        if codes & {"partial-attention", "attention-head-size"}:
-            apart |= names
-    return apart
-
-
-def _behind(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[str]:
-    """Return the Q and DQ that the operands of a product come through."""
-    for position in (0, PRODUCTS[node.op_type]):
-        name = node.input[position] if position < len(node.input) else ""
-        for _ in range(MAX_STEPS):
-            maker = graph.index.producers.get(name)
-            if maker is None:
-                break
-            if is_quantize(maker) or is_dequantize(maker):
-                yield finding_label(maker)
-            elif operator(maker) not in (*MOVES, "Mul", "Div"):
-                break
-            name = next(iter(maker.input), "")
 
 
 class CheckReport(Tabular):
@@ -164,8 +105,13 @@ class CheckReport(Tabular):
 
     @property
     def groups(self) -> list[Group]:
-        """Findings of one code together."""
-        return group_findings(self.findings, self.gemms)
+        by_code: dict[str, list[FindingRow]] = defaultdict(list)
+        for row in self.findings:
+            by_code[row.code].append(row)
+        return [
+            Group(code=code, rows=rows, gemms=[gemm.node for gemm in self.gemms if code in gemm.codes])
+            for code, rows in by_code.items()
+        ]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -183,23 +129,17 @@ class CheckReport(Tabular):
         }
 
     def rows(self) -> list[FindingRow]:
-        """Return one row a finding."""
         return self.findings
 
 
 def to_json(report: CheckReport) -> dict[str, Any]:
-    """Return the report as JSON values."""
     return report.model_dump(mode="json") | {"counts": report.counts}
 
 
 def check_file(
     path: Path, *, expected_quantized: Collection[str] | None = None, allow: Collection[str] = ()
 ) -> CheckReport:
-    """Check an ONNX file of any origin; arguments and result are those of `check_model`.
-
-    Raises:
-        UserError: the file or its external data is missing, empty, truncated, corrupted or not ONNX.
-    """
+    """Check an ONNX file of any origin as `check_model` does; UserError for one that cannot be read."""
     _check_allow(allow)
     try:
         return check_model(read_model(path), expected_quantized=expected_quantized, allow=allow)
@@ -210,23 +150,28 @@ def check_file(
 def check_model(
     model: onnx.ModelProto, *, expected_quantized: Collection[str] | None = None, allow: Collection[str] = ()
 ) -> CheckReport:
-    """Check a model whose external data, if any, were loaded.
+    """Check a model whose external data, if any, were loaded; it stays as it is.
 
     Args:
-        model: not changed.
-        expected_quantized: module paths such as `bert.encoder.layer.0.output.dense`, as `graph.module_of`
-            reads them from node names: every MatMul and Gemm of these modules must be in INT8 and no
-            other. The two matmuls of an attention belong to its module, such as
-            `bert.encoder.layer.0.attention.self`; what a LayerNorm adds belongs to the module that adds it,
-            such as `bert.encoder.layer.0.attention.output`. Empty: nothing may be in INT8. None: not
-            compared.
+        expected_quantized: module paths such as `bert.encoder.layer.0.output.dense`, as `module_of` reads
+            them: every MatMul and Gemm of these must be in INT8 and no other. The matmuls of an attention
+            belong to its module (`(...).attention.self`), what a LayerNorm adds to the module that adds it
+            (`(...).attention.output`). Empty: nothing may be in INT8. None: not compared.
         allow: codes of findings to leave out, such as `quantized-residual`.
 
     Raises:
         UserError: the model holds no graph, its names or tensors are corrupted, or `allow` names no code.
     """
     _check_allow(allow)
-    report = _check(model, expected_quantized)
+    validate_names(model)
+    validate_tensors(model)
+    opset = opset_of(model)
+    if not opset or not model.graph.node:
+        raise UserError("the model holds no graph with ONNX operators; export the model again")
+    report = CheckReport(ir_version=model.ir_version, opset=opset)
+    report.findings = _list_unreadable(model, opset)
+    if not report.findings:
+        _apply_rules(report, model, expected_quantized)
     report.findings = [row for row in report.findings if row.code not in allow]
     report.findings.sort(key=lambda row: row.severity)  # stable, and "error" sorts before "warning"
     return report
@@ -239,73 +184,19 @@ def _check_allow(allow: Collection[str]) -> None:
         raise UserError(f"no finding is called {', '.join(unknown)}; did you mean {', '.join(near)}?")
 
 
-def _check(model: onnx.ModelProto, expected: Collection[str] | None) -> CheckReport:
-    validate_names(model)
-    validate_tensors(model)
-    opset = opset_of(model)
-    if not opset or not model.graph.node:
-        raise UserError("the model holds no graph with ONNX operators; export the model again")
-    report = CheckReport(ir_version=model.ir_version, opset=opset)
-    report.findings = list(_unreadable(model, opset))
-    if report.findings:
-        return report
-    types, mixes = walk_types(model, opset)
-    graph = CheckGraph(model, types)
-    added = find_residuals(graph.index)
-    report.residual_quantized = [finding_label(found.norm) for found in added if found.dq is not None]
-    report.findings = [
-        *mixes,
-        *_check_opset(graph, opset),
-        *check_operators(graph),
-        *check_pairs(graph),
-        *check_matmuls(graph),
-        *check_weights(graph),
-        *check_attentions(graph),
-        *check_protected(graph),
-        *check_residuals(graph, added, expected),
-        *check_constants(graph),
-    ]
-    for node in graph.matmuls:
-        both = all(graph.is_int8(operand) for operand in graph.operands[node.output[0]])
-        (report.quantized if both else report.not_quantized).append(finding_label(node))
-    for attention in graph.attentions:
-        whole = is_whole(attention) and all(map(graph.is_int8, attention.operands.values()))
-        (report.attention_quantized if whole else report.attention_not_quantized).append(
-            finding_label(attention.softmax)
-        )
-    if expected is not None:
-        report.findings += _compare(report, graph, added, set(expected))
-    report.gemms = gemm_rows(graph, report.findings)
-    return report
-
-
-def _unreadable(model: onnx.ModelProto, opset: int) -> Iterator[FindingRow]:
-    """Return the faults that keep the other rules from being applied."""
+def _list_unreadable(model: onnx.ModelProto, opset: int) -> list[FindingRow]:
     name = model.graph.name or "graph"
     if not 10 <= opset <= 1000:
-        yield finding("opset-too-low" if opset < 10 else "invalid-onnx", name, f"its opset is {opset}")
-    elif invalid := _invalid(model):
-        per_channel = [n for n in model.graph.node if opset < 13 and _has_axis(n)]
-        if per_channel:
-            why = f"{len(per_channel)} nodes have per-channel Q/DQ, which opset {opset} does not have"
-            yield finding("opset-too-low", per_channel[0], why)
-        else:
-            yield invalid
+        return [finding("opset-too-low" if opset < 10 else "invalid-onnx", name, f"its opset is {opset}")]
+    invalid = _find_invalid(model)
+    per_channel = [n for n in model.graph.node if is_qdq(n) and any(a.name == "axis" for a in n.attribute)]
+    if invalid and opset < 13 and per_channel:
+        why = f"{len(per_channel)} nodes have per-channel Q/DQ, which opset {opset} does not have"
+        return [finding("opset-too-low", per_channel[0], why)]
+    return [invalid] if invalid else []
 
 
-def _has_axis(node: onnx.NodeProto) -> bool:
-    return (is_quantize(node) or is_dequantize(node)) and any(item.name == "axis" for item in node.attribute)
-
-
-def _check_opset(graph: CheckGraph, opset: int) -> Iterator[FindingRow]:
-    qdq = (n for n in graph.nodes if (is_quantize(n) or is_dequantize(n)) and not n.domain)
-    halves = [node for node in qdq if graph.types.get(node.input[1]) in HALVES]
-    if opset < 19 and halves:
-        why = f"{len(halves)} nodes have scales in half precision; ONNX Runtime refuses that in opset {opset}"
-        yield finding("opset-too-low", halves[0], why, None, "not portable")
-
-
-def _invalid(model: onnx.ModelProto) -> FindingRow | None:
+def _find_invalid(model: onnx.ModelProto) -> FindingRow | None:
     """Return what onnx.checker says about the structure, without weights so that none is copied."""
     bare = onnx.ModelProto(ir_version=model.ir_version)
     bare.opset_import.extend(model.opset_import)
@@ -314,13 +205,13 @@ def _invalid(model: onnx.ModelProto) -> FindingRow | None:
     bare.graph.node.extend(model.graph.node)
     bare.graph.output.extend(model.graph.output)
     bare.graph.input.extend(model.graph.input)
-    known = {value.name for value in model.graph.input}
-    stored = [(tensor.name, tensor) for tensor in model.graph.initializer]
-    stored += [(sparse.values.name, sparse.values) for sparse in model.graph.sparse_initializer]
-    for name, tensor in stored:
-        if name not in known:
-            value = onnx.helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims))
-            bare.graph.input.append(value)
+    inputs = {value.name for value in model.graph.input}
+    stored = [*model.graph.initializer, *(sparse.values for sparse in model.graph.sparse_initializer)]
+    bare.graph.input.extend(
+        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+        for tensor in stored
+        if tensor.name not in inputs
+    )
     try:
         onnx.checker.check_model(bare)
     except onnx.checker.ValidationError as error:
@@ -329,6 +220,90 @@ def _invalid(model: onnx.ModelProto) -> FindingRow | None:
         return finding("invalid-onnx", name or bare.graph.name, " ".join(reason.split()) or "not valid ONNX")
     incomplete = ((node, missing_arguments(node)) for node in model.graph.node)
     return next((finding("invalid-onnx", node, why) for node, why in incomplete if why), None)
+
+
+def _apply_rules(report: CheckReport, model: onnx.ModelProto, expected: Collection[str] | None) -> None:
+    types, mixes = walk_types(model, report.opset)
+    graph = CheckGraph(model, types)
+    added = find_residuals(graph.index)
+    report.residual_quantized = [
+        finding_label(residual.norm) for residual in added if residual.dq is not None
+    ]
+    for node in graph.matmuls:
+        both = all(graph.is_int8(operand) for operand in graph.operands[node.output[0]])
+        (report.quantized if both else report.not_quantized).append(finding_label(node))
+    for attention in graph.attentions:
+        whole = attention.is_whole and all(map(graph.is_int8, attention.operands.values()))
+        names = report.attention_quantized if whole else report.attention_not_quantized
+        names.append(finding_label(attention.softmax))
+    report.findings = [
+        *mixes,
+        *_check_opset(graph, report.opset),
+        *_check_operators(graph),
+        *_check_pairs(graph),
+        *_check_matmuls(graph),
+        *_check_weights(graph),
+        *_check_attentions(graph),
+        *_check_protected(graph),
+        *_check_residuals(graph, added, expected),
+        *_check_constants(graph),
+    ]
+    if expected is not None:
+        report.findings += _compare(report, graph, added, set(expected))
+    report.gemms = _list_gemms(graph, report.findings)
+
+
+def _list_gemms(graph: CheckGraph, findings: Sequence[FindingRow]) -> list[GemmRow]:
+    """Return every matrix product with what happens to it, in the order of the graph."""
+    by_node: dict[str, list[FindingRow]] = defaultdict(list)
+    for row in findings:
+        by_node[row.node].append(row)
+    apart = set()  # products of attentions in INT8 that no fused kernel takes
+    for attention in graph.attentions:
+        names = {finding_label(node) for node in (attention.scores, attention.context)}
+        codes = {row.code for name in names for row in by_node.get(name, ())}
+        if codes & {"partial-attention", "attention-head-size"}:
+            apart |= names
+    slow = any(row.code == ORDER for row in findings)  # one finding names one of them for all
+    gemms = []
+    for node in graph.nodes:
+        if node.op_type in PRODUCTS and node.output:
+            name = finding_label(node)
+            touching = [row for label in (name, *_list_behind(graph, node)) for row in by_node.get(label, ())]
+            of_node = list(dict.fromkeys(row.code for row in touching))
+            if slow and node.op_type in MATMULS and ORDER not in of_node and _is_stored_kn(graph, node):
+                of_node.append(ORDER)
+            state = _state(graph, node, touching, name in apart)
+            gemms.append(GemmRow(node=name, operator=node.op_type, state=state, codes=of_node))
+    return gemms
+
+
+def _state(graph: CheckGraph, node: onnx.NodeProto, touching: Sequence[FindingRow], apart: bool) -> State:
+    operands = graph.operands.get(node.output[0], ())
+    effects = {row.effect for row in touching}
+    if is_integer(node):
+        return "refused"
+    if not any(operand.dq is not None for operand in operands):
+        return "floating point"
+    if "refused" in effects:
+        return "refused"
+    lost = apart or "not INT8" in effects or not all(map(graph.is_int8, operands))
+    return "not INT8" if lost else "INT8"
+
+
+def _list_behind(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[str]:
+    """Return the Q and DQ that the operands of a product come through."""
+    for position in (0, PRODUCTS[node.op_type]):
+        name = node.input[position] if position < len(node.input) else ""
+        for _ in range(MAX_STEPS):
+            maker = graph.index.producers.get(name)
+            if maker is None:
+                break
+            if is_qdq(maker):
+                yield finding_label(maker)
+            elif operator(maker) not in (*MOVES, "Mul", "Div"):
+                break
+            name = next(iter(maker.input), "")
 
 
 def _compare(
@@ -342,15 +317,16 @@ def _compare(
     modules: dict[str, list[str]] = defaultdict(list)
     for node in graph.matmuls:
         modules[module_of(node.name)].append(finding_label(node))
+    added = [residual for residual in added if residual.module not in modules]
+    for residual in added:
+        if residual.module in expected and residual.dq is None:
+            why = f"the recipe asks for the residual of {residual.module} in INT8, and neither input has Q/DQ"
+            yield finding("recipe-missing", residual.add, why)
     quantized = set(report.quantized)
-    added = [found for found in added if found.module not in modules]
-    yield from missing_residuals(added, expected)
-    for module in sorted(expected - {found.module for found in added}):
+    for module in sorted(expected - {residual.module for residual in added}):
         if module not in modules:
-            near = difflib.get_close_matches(module, modules, n=3)
-            why = (
-                f"the file has no MatMul or Gemm of this module; the nearest are {', '.join(near) or 'none'}"
-            )
+            near = ", ".join(difflib.get_close_matches(module, modules, n=3)) or "none"
+            why = f"the file has no MatMul or Gemm of this module; the nearest are {near}"
             yield finding("recipe-missing", module, why)
         for name in modules.get(module, ()):
             if name not in quantized:
@@ -362,18 +338,362 @@ def _compare(
                 yield finding("recipe-surplus", name, why)
 
 
+def _check_opset(graph: CheckGraph, opset: int) -> Iterator[FindingRow]:
+    qdq = (node for node in graph.nodes if is_qdq(node) and not node.domain)
+    halves = [node for node in qdq if graph.types.get(node.input[1]) in _HALVES]
+    if opset < 19 and halves:
+        why = f"{len(halves)} nodes have scales in half precision; ONNX Runtime refuses that in opset {opset}"
+        yield finding("opset-too-low", halves[0], why, None, "not portable")
+
+
+def _check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
+    """Find operators that TensorRT does not parse, and nodes that `check` cannot look into."""
+    functions = {(function.domain, function.name) for function in graph.index.model.functions}
+    for node in graph.nodes:
+        kind = node.op_type
+        if is_integer(node):
+            code = "unsupported-op" if has_plain_form(graph.index, node) else "no-plain-form"
+            why = f"TensorRT does not parse {kind}; it takes INT8 from explicit Q/DQ only"
+            yield finding(code, node, why)
+        elif node.domain == "com.microsoft" and not is_qdq(node):
+            why = f"{kind} is ONNX Runtime's own, and TensorRT has no plugin of this name"
+            yield finding("onnxruntime-operators", node, why)
+        elif any(item.HasField("g") or item.graphs for item in node.attribute):
+            yield finding("not-checked", node, f"the subgraphs of {kind} were not looked into")
+        elif (node.domain, kind) in functions:
+            yield finding("not-checked", node, f"the local function {kind} was not looked into")
+        elif node.domain not in ONNX_DOMAINS and not is_qdq(node):
+            why = f"{kind} of domain {node.domain!r} needs a plugin, and was not looked into"
+            yield finding("not-checked", node, why)
+
+
+def _check_pairs(graph: CheckGraph) -> Iterator[FindingRow]:
+    """Find every QuantizeLinear and DequantizeLinear without a partner of the same scale."""
+    outputs = {value.name for value in graph.index.graph.output}
+    for node in graph.nodes:
+        if is_quantize(node):
+            readers = graph.reach(node.output[0], MOVES)
+            if node.output[0] not in outputs and not any(is_dequantize(n) or is_integer(n) for n in readers):
+                yield finding("q-without-dq", node, "no DequantizeLinear reads its output")
+            yield from _check_scale(graph, node)
+        elif is_dequantize(node):
+            source, name = graph.index.origin(node.input[0], MOVES)
+            if source is not None and is_quantize(source):
+                if not _same_parameters(graph, source, node):
+                    why = f"its scale, zero point or axis differs from that of {finding_label(source)!r}"
+                    yield finding("scale-mismatch", node, why)
+                    yield from _check_scale(graph, node)
+            elif source is None or graph.index.stored(name) is not None:  # a weight, or INT8 given as input
+                yield from _check_scale(graph, node)
+            elif not is_integer(source):
+                maker = f"{source.op_type} {finding_label(source)!r}"
+                yield finding("dq-without-q", node, f"it reads {maker} instead of a QuantizeLinear")
+
+
+def _same_parameters(graph: CheckGraph, q: onnx.NodeProto, dq: onnx.NodeProto) -> bool:
+    same_axis = attribute(q, "axis", 1) == attribute(dq, "axis", 1)
+    if same_axis and list(q.input[1:3]) == list(dq.input[1:3]):
+        return True
+    first, second = graph.value(q.input[1]), graph.value(dq.input[1])
+    if first is None or second is None:
+        return True  # computed: named as dynamic-scale
+    points = [_zero_point(graph, node) for node in (q, dq)]
+    shifted = [point is not None and bool(np.any(point)) for point in points]
+    return (same_axis or first.size == 1) and shifted[0] == shifted[1] and np.array_equal(first, second)
+
+
+def _zero_point(graph: CheckGraph, node: onnx.NodeProto) -> Array | None:
+    return graph.value(node.input[2]) if len(node.input) > 2 and node.input[2] else None
+
+
+def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow]:
+    """Check scale, zero point and type of one Q, or of a DQ that reads a constant."""
+    scale = graph.value(node.input[1])
+    if scale is None:
+        yield finding("dynamic-scale", node, "its scale is computed at run time and cannot be checked")
+        return
+    number = scale.astype(np.float64).reshape(-1)
+    bad = np.flatnonzero(~(np.isfinite(number) & (number > 0)))
+    if bad.size:
+        taken = bool(np.all(number[bad] == np.inf))  # builds, and gives NaN
+        why = f"its scale is {number[bad[0]]:g}"
+        if number.size > 1:
+            why = f"{bad.size} of its {number.size} scales are bad: {number[bad[0]]:g} at channel {bad[0]}"
+        why += "; the engine gives NaN" if taken else "; the engine is not built"
+        yield finding("bad-scale", node, why, None, "wrong" if taken else None)
+    if scale.ndim > 1 or attribute(node, "block_size"):
+        yield finding("blocked-scale", node, f"its scale has shape {list(scale.shape)}: not for INT8")
+    yield from _check_type(graph, node, number.size)
+    if is_quantize(node) and number.size > 1 and not graph.is_constant(node.input[0]):
+        why = f"an activation with {number.size} scales is accepted, but its matmul does not run in INT8"
+        yield finding("per-channel-activation", node, why)
+
+
+def _check_type(graph: CheckGraph, node: onnx.NodeProto, scales: int) -> Iterator[FindingRow]:
+    quantized = graph.types.get(node.output[0] if is_quantize(node) else node.input[0], 0)
+    point = _zero_point(graph, node)
+    shifted = point is not None and bool(np.any(point))
+    if quantized == TensorProto.UINT8:
+        missing = " (QuantizeLinear without a zero point makes UINT8)" if point is None else ""
+        why = f"TensorRT runs symmetric INT8 only, and this is UINT8{missing}"
+        yield finding("uint8", node, why, None, "refused" if shifted else None)
+    elif quantized not in (0, TensorProto.INT8):
+        yield finding("not-int8", node, f"its quantized type is {type_name(quantized)}")
+    elif point is not None:
+        if shifted:
+            value = point.reshape(-1)[np.flatnonzero(point)[0]]
+            yield finding(
+                "non-zero-zero-point", node, f"its zero point is {value}; TensorRT refuses all but 0"
+            )
+        if point.size != scales:
+            why = f"its zero point has {point.size} values and its scale {scales}; TensorRT refuses that"
+            yield finding("zero-point-shape", node, why)
+
+
+def _check_matmuls(graph: CheckGraph) -> Iterator[FindingRow]:
+    attention = {node.output[0] for found in graph.attentions for node in (found.scores, found.context)}
+    for node in graph.matmuls:
+        first, second = graph.operands[node.output[0]]
+        if node.output[0] not in attention and (first.dq is None) != (second.dq is None):
+            with_dq, without = ("first", second) if first.dq is not None else ("second", first)
+            why = (
+                f"only its {with_dq} input has Q/DQ, the other comes from {without.stop}; "
+                "the engine runs it in floating point without a word"
+            )
+            yield finding("half-quantized", node, why)
+
+
+def _check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
+    for attention in graph.attentions:
+        with_dq = [part for part, operand in attention.operands.items() if operand.dq is not None]
+        if attention.is_whole:
+            size = graph.head_size(attention)
+            if size is not None and size not in limits_of().int8_head_sizes:
+                why = f"its head size is {size}, and there is no fused INT8 attention for it"
+                yield finding("attention-head-size", attention.scores, why)
+        elif with_dq:
+            missing = [part for part in attention.operands if part not in with_dq]
+            missing += [] if attention.output_quantized else ["the output"]
+            early = attention.operands["q"].dq is None or attention.operands["k"].dq is None
+            why = (
+                f"Q/DQ is on {', '.join(with_dq)} but not on {', '.join(missing)}: the fused attention is "
+                "lost, the engine is slower than FP16 and its logits can be wrong"
+            )
+            yield finding("partial-attention", attention.scores if early else attention.context, why)
+
+
+def _check_protected(graph: CheckGraph) -> Iterator[FindingRow]:
+    """Find Q/DQ on LayerNorm (also written out in primitive operators) and on softmax."""
+    attentions = {attention.softmax.output[0] for attention in graph.attentions}
+    for node in graph.nodes:
+        kind = operator(node)
+        if kind in _NORMS:
+            operands = ((name, graph.operand(name).dq) for name in node.input[:3] if name)
+            name, dq = next((pair for pair in operands if pair[1] is not None), ("", None))
+            if dq is not None:
+                why = f"its input {name!r} comes from {finding_label(dq)!r}"
+                yield finding("quantized-layernorm", node, why)
+        elif kind == "ReduceMean":
+            operand = graph.operand(node.input[0])
+            readers = graph.index.consumers.get(node.output[0], [])
+            norm = any(operator(n) == "Sub" and node.input[0] in n.input for n in readers)
+            if norm and operand.dq is not None and not operand.constant:
+                yield finding("quantized-layernorm", node, "its LayerNorm reads a dequantized tensor")
+        elif kind in ("Softmax", "LogSoftmax"):
+            if graph.find_before(node.input[0])[1]:
+                yield finding("quantized-softmax", node, "its input was quantized to INT8")
+            if node.output[0] not in attentions and any(map(is_quantize, graph.reach(node.output[0], MOVES))):
+                yield finding("quantized-softmax", node, "its output is quantized outside of attention")
+
+
+def _check_weights(graph: CheckGraph) -> Iterator[FindingRow]:
+    for node in graph.matmuls:
+        pair = graph.operands[node.output[0]]
+        for position, operand in enumerate(pair):
+            if operand.dq is not None and operand.constant:
+                yield from _check_weight(graph, node, position, operand.dq)
+                yield from _check_overflow(graph, node, operand.dq, pair[1 - position].dq)
+    yield from _check_order(graph)
+
+
+def _check_weight(
+    graph: CheckGraph, node: onnx.NodeProto, position: int, dq: onnx.NodeProto
+) -> Iterator[FindingRow]:
+    weight = graph.operands[node.output[0]][position]
+    source = graph.index.producers.get(dq.input[0])
+    if source is not None and is_quantize(source):
+        why = "its weight is stored in floating point with Q/DQ, so the file is 2 to 4 times larger"
+        yield finding("float-weight", source, why)
+    scale, shape = graph.value(dq.input[1]), graph.shape(dq.input[0])
+    if scale is None or scale.size < 2 or scale.ndim > 1 or not shape:
+        return
+    rank = len(shape)
+    axis = attribute(dq, "axis", 1)
+    axis += rank if axis < 0 else 0
+    sizes = f"weight {shape}, {scale.size} scales along axis {axis}"
+    if not 0 <= axis < rank or shape[axis] != scale.size:
+        yield finding("wrong-weight-axis", dq, f"{sizes}: they do not fit")
+        return
+    if weight.reshaped or rank < 2:
+        return
+    channels = _channel_axis(node, position, weight, rank)
+    if channels is None:
+        why = f"{sizes}: a Transpose between it and {finding_label(node)!r} does not fit these axes"
+        yield finding("wrong-weight-axis", dq, why)
+    elif channels != axis:
+        why = f"{sizes}, but the output channels of {finding_label(node)!r} are axis {channels}"
+        yield finding("wrong-weight-axis", dq, f"{why}; it is accepted and does not run in INT8")
+
+
+def _channel_axis(node: onnx.NodeProto, position: int, weight: Operand, rank: int) -> int | None:
+    """Return the axis of the output channels at a weight's DQ; None if a Transpose permutes other axes."""
+    axis = rank - 1 if position == 1 else rank - 2
+    if node.op_type == "Gemm" and attribute(node, "transB" if position == 1 else "transA"):
+        axis = rank - 1 - axis
+    for permutation in weight.permutations:
+        if permutation is not None and sorted(permutation) != list(range(rank)):
+            return None
+        axis = rank - 1 - axis if permutation is None else permutation[axis]
+    return axis
+
+
+def _check_overflow(
+    graph: CheckGraph, node: onnx.NodeProto, dq: onnx.NodeProto, other: onnx.NodeProto | None
+) -> Iterator[FindingRow]:
+    scale = graph.value(dq.input[1])
+    if scale is None or scale.size < 2 or other is None:
+        return
+    types = [graph.types.get(each.input[1], 0) for each in (dq, other)]
+    if TensorProto.FLOAT16 in types:
+        which = "weight" if types[0] == TensorProto.FLOAT16 else "activation"
+        why = (
+            f"its {which} scale is FP16 and the weight has {scale.size} scales: TensorRT-RTX stores the "
+            f"INT32 sums as FP16 before scaling, and sums over {FP16_MAX:.0f} become infinite"
+        )
+        yield finding("fp16-overflow", node, why)
+
+
+def _check_order(graph: CheckGraph) -> Iterator[FindingRow]:
+    """Make one finding for all weights stored [K, N]: an exporter writes all of a model in one order."""
+    pairs = ((node, graph.operands[node.output[0]]) for node in graph.matmuls)
+    linears = [node for node, pair in pairs if pair[1].constant and all(map(graph.is_int8, pair))]
+    slow = [finding_label(node) for node in linears if _is_stored_kn(graph, node)]
+    if not slow:
+        return
+    if len(slow) == 1:
+        which = "its INT8 weight is"
+    elif len(slow) == len(linears):
+        which = f"all {len(linears)} INT8 weights are"
+    else:
+        which = f"{len(slow)} of {len(linears)} INT8 weights ({name_list(slow)}) are"
+    why = (
+        f"{which} stored [K, N]: INT8 tensor cores read both operands along K, so a kernel can be in INT8 "
+        "and slower than in FP16, which shows in its time alone"
+    )
+    yield finding(ORDER, slow[0], why)
+
+
+def _is_stored_kn(graph: CheckGraph, node: onnx.NodeProto) -> bool:
+    """Return whether the INT8 codes of the second operand are contiguous along N; False where unknown."""
+    operands = graph.operands.get(node.output[0])  # none of another domain's MatMul
+    if operands is None:
+        return False
+    weight = operands[1]
+    shape = graph.shape(weight.dq.input[0]) if weight.dq is not None and weight.constant else None
+    if shape is None or len(shape) != 2 or min(shape) < 2 or weight.reshaped:
+        return False  # with a single channel both orders are one
+    return _channel_axis(node, 1, weight, len(shape)) == 1
+
+
+def _check_residuals(
+    graph: CheckGraph, added: Collection[ResidualAdd], expected: Collection[str] | None
+) -> Iterator[FindingRow]:
+    """Find INT8 residuals that no recipe asks for, or that are rounded unlike their tensor's other readers.
+
+    The latter is slow and not wrong: a warning, and an error in a file that is held to a recipe (`expected`).
+    """
+    for residual in added:
+        if residual.dq is None:
+            continue
+        if expected is not None and residual.module not in expected:
+            why = f"its residual is in INT8, but the recipe keeps that of {residual.module} in floating point"
+            yield finding("recipe-surplus", residual.add, why)
+        elif other := find_other_rounding(graph.index, residual.dq):
+            why = (
+                f"its residual and {finding_label(other)!r} round one tensor with scales of two values or "
+                "types, so the engine keeps it in floating point and in INT8"
+            )
+            yield finding("split-residual", residual.add, why, None if expected is None else "error")
+        elif expected is None:
+            norm, dq = finding_label(residual.norm), finding_label(residual.dq)
+            why = f"what {norm!r} adds comes from {dq!r}; that costs accuracy"
+            yield finding("quantized-residual", residual.add, why)
+
+
+def _check_constants(graph: CheckGraph) -> Iterator[FindingRow]:
+    for tensor, name, node in _list_float_constants(graph):
+        value = numpy_helper.to_array(tensor)
+        value = value.astype(np.float32) if tensor.data_type == TensorProto.BFLOAT16 else value
+        with np.errstate(all="ignore"):
+            low, high = (float(value.min()), float(value.max())) if value.size else (0.0, 0.0)
+        largest = low if -low > high else high
+        if np.isnan(low) or np.isnan(high):
+            yield finding("nan-constant", node, f"its constant {name!r} holds NaN")
+        elif abs(largest) > FP16_MAX:
+            yield from _check_large(graph, name, node, largest)
+
+
+def _list_float_constants(graph: CheckGraph) -> Iterator[tuple[TensorProto, str, onnx.NodeProto]]:
+    """Return floating-point tensors with the first node that reads them as data (not as a Q/DQ's scale)."""
+    stored = [(tensor, tensor.name, None) for tensor in graph.index.graph.initializer]
+    for node in graph.nodes:
+        if operator(node) in ("Constant", "ConstantOfShape"):
+            maker = node if operator(node) == "ConstantOfShape" else None
+            stored += [(item.t, node.output[0], maker) for item in node.attribute if item.HasField("t")]
+    for tensor, name, maker in stored:
+        readers = [maker] if maker else graph.index.consumers.get(name, [])
+        nodes = [node for node in readers if not is_qdq(node) or node.input[0] == name]
+        if nodes and tensor.data_type in _FLOATS:
+            yield tensor, name, nodes[0]
+
+
+def _check_large(graph: CheckGraph, name: str, node: onnx.NodeProto, largest: float) -> Iterator[FindingRow]:
+    code, why = (
+        "constant-overflows-fp16",
+        f"its constant {name!r} holds {largest:g}; FP16 ends at {FP16_MAX:g}",
+    )
+    casts = (n for n in graph.reach(name, _CARRIES) if operator(n) == "Cast")
+    if graph.types.get(name) == TensorProto.FLOAT16:
+        why = f"its FP16 constant {name!r} holds {largest:g}, and -inf times 0, or a row of -inf, makes NaN"
+        yield finding(code, node, why)
+    elif any(attribute(cast, "to") == TensorProto.FLOAT16 for cast in casts):
+        yield finding(code, node, f"{why}, and a Cast to FP16 behind it makes it infinite")
+    elif not graph.has_fp16 and not is_quantize(node):  # else it stays in FP32, or is clipped by the Q
+        yield finding(code, node, f"{why}, so a conversion to FP16 makes it infinite", "warning", "note")
+
+
 def summary(report: CheckReport) -> list[str]:
     """Summarize what TensorRT would run of the file, its attentions, and the number of findings."""
-    return [_gemms(report), *_attentions(report), _findings(report)]
+    counts = report.counts
+    whole, rest = len(report.attention_quantized), len(report.attention_not_quantized)
+    lines = [_summarize_gemms(report)]
+    if whole and not report.refusals:
+        lines.append(f"{whole} of {count_of(whole + rest, 'attention')} in INT8 as a whole")
+    if not counts["findings"]:
+        return [*lines, "no findings"]
+    kinds, errors = count_of(len(report.groups), "kind"), count_of(counts["errors"], "error")
+    refusals = f", {counts['refusals']} of them refusals" if counts["refusals"] else ""
+    return [*lines, f"{count_of(counts['findings'], 'finding')} of {kinds}: {errors}{refusals}"]
 
 
-def _gemms(report: CheckReport) -> str:
+def _summarize_gemms(report: CheckReport) -> str:
     counts = report.counts
     if not report.gemms:
         return "no matrix products were looked into"
-    refused = Counter(row.operator for row in report.gemms if row.state == "refused")
+    refused = Counter(row.operator for row in report.gemms if row.state == "refused").most_common()
+    operators = ", ".join(f"{count} {kind}" for kind, count in refused)
     parts = [
-        f"{counts['refused']} in INT8 that it refuses ({_operators(refused)})" if refused else "",
+        f"{counts['refused']} in INT8 that it refuses ({operators})" if refused else "",
         f"{counts['not_int8']} with Q/DQ that make no INT8 kernel" if counts["not_int8"] else "",
         f"{counts['floating_point']} in floating point" if counts["floating_point"] else "",
     ]
@@ -384,24 +704,3 @@ def _gemms(report: CheckReport) -> str:
         return f"TensorRT refuses this file, so none of it runs in INT8{of_all}"
     rest = f"; {', '.join(filter(None, parts))}" if any(parts) else ""
     return f"{counts['int8']} of {count_of(counts['gemms'], 'GEMM')} run in INT8{rest}"
-
-
-def _operators(refused: Counter[str]) -> str:
-    return ", ".join(f"{count} {operator}" for operator, count in refused.most_common())
-
-
-def _attentions(report: CheckReport) -> list[str]:
-    whole, rest = len(report.attention_quantized), len(report.attention_not_quantized)
-    if not whole or report.refusals:
-        return []
-    return [f"{whole} of {count_of(whole + rest, 'attention')} in INT8 as a whole"]
-
-
-def _findings(report: CheckReport) -> str:
-    counts = report.counts
-    if not counts["findings"]:
-        return "no findings"
-    kinds = count_of(len(report.groups), "kind")
-    errors = count_of(counts["errors"], "error")
-    refusals = f", {counts['refusals']} of them refusals" if counts["refusals"] else ""
-    return f"{count_of(counts['findings'], 'finding')} of {kinds}: {errors}{refusals}"

@@ -1,4 +1,4 @@
-"""What `check` reads from a graph: the Q/DQ behind each input of a matmul, constants, and attentions.
+"""What `check` reads from a graph: the Q/DQ behind each input of a matmul, attentions, and element types.
 
 Searches follow at most MAX_STEPS nodes, so that a hostile graph cannot make them long.
 """
@@ -6,14 +6,16 @@ Searches follow at most MAX_STEPS nodes, so that a hostile graph cannot make the
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 import onnx
 from onnx import TensorProto
 
-from qdqbench.quantize.graph.check.codes import finding_label
-from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, ONNX_DOMAINS, GraphIndex
+from qdqbench.quantize.graph.check.codes import finding, finding_label, type_name
+from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, ONNX_DOMAINS, GraphIndex, attribute
 from qdqbench.quantize.utils.arrays import Array
+from qdqbench.quantize.utils.results import Effect, FindingRow
 
 QDQ_DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
 
@@ -31,6 +33,13 @@ _INTEGER = {
     "DynamicQuantizeLinear", "MatMulInteger", "MatMulIntegerToFloat", "ConvInteger", "QAttention", "QGemm",
     "DynamicQuantizeMatMul", "MatMulNBits", "DynamicQuantizeLSTM", "QEmbedLayerNormalization",
 }  # fmt: skip
+# Between a DequantizeLinear and a matmul these leave the INT8 GEMM in place, as does a Mul or Div by a
+# scalar; an Add, a ReLU or a Mul by a vector does not [measured].
+_RESHAPES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Gather", "Split", "Expand", "Tile")
+MOVES = ("Cast", "Transpose", "Identity", "Dropout", "Slice", *_RESHAPES)
+_QDQ = ("QuantizeLinear", "DequantizeLinear")
+# What lies between q·kᵀ and softmax: scaling, masks, casts, Q/DQ.
+_SCORES = (*MOVES, *_QDQ, "Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Clip", "Tanh")
 
 
 def is_integer(node: onnx.NodeProto) -> bool:
@@ -58,34 +67,23 @@ def has_plain_form(index: GraphIndex, node: onnx.NodeProto) -> bool:
     return node.op_type in PLAIN_FORMS
 
 
-# Between a DequantizeLinear and a matmul these leave the INT8 GEMM in place, as does a Mul or Div by a
-# scalar; an Add, a ReLU or a Mul by a vector does not [measured].
-_RESHAPES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Gather", "Split", "Expand", "Tile")
-MOVES = ("Cast", "Transpose", "Identity", "Dropout", "Slice", *_RESHAPES)
-
-_QDQ = ("QuantizeLinear", "DequantizeLinear")
-# What lies between q·kᵀ and softmax: scaling, masks, casts, Q/DQ.
-_SCORES = (*MOVES, *_QDQ, "Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Clip", "Tanh")
-
-
 def operator(node: onnx.NodeProto) -> str:
     """Return the operator of a node, with its domain where that is not ONNX's own."""
-    known = node.domain in ONNX_DOMAINS or is_quantize(node) or is_dequantize(node)
+    known = node.domain in ONNX_DOMAINS or is_qdq(node)
     return str(node.op_type) if known else f"{node.domain}.{node.op_type}"
 
 
 def is_quantize(node: onnx.NodeProto) -> bool:
-    """Return whether the node is a QuantizeLinear."""
-    return _is_qdq(node, "QuantizeLinear")
+    return node.op_type == "QuantizeLinear" and is_qdq(node)
 
 
 def is_dequantize(node: onnx.NodeProto) -> bool:
-    """Return whether the node is a DequantizeLinear."""
-    return _is_qdq(node, "DequantizeLinear")
+    return node.op_type == "DequantizeLinear" and is_qdq(node)
 
 
-def _is_qdq(node: onnx.NodeProto, name: str) -> bool:
-    return node.op_type == name and node.domain in QDQ_DOMAINS and len(node.input) > 1 and bool(node.output)
+def is_qdq(node: onnx.NodeProto) -> bool:
+    known = node.op_type in _QDQ and node.domain in QDQ_DOMAINS
+    return known and len(node.input) > 1 and bool(node.output)
 
 
 @dataclass(frozen=True)
@@ -109,6 +107,10 @@ class Attention:
     operands: dict[str, Operand]  # q, k, softmax output, v
     output_quantized: bool
 
+    @property
+    def is_whole(self) -> bool:
+        return self.output_quantized and all(part.dq is not None for part in self.operands.values())
+
 
 class CheckGraph:
     """A valid graph, its element types, and searches in it."""
@@ -122,25 +124,19 @@ class CheckGraph:
             node.output[0]: (self.operand(node.input[0]), self.operand(node.input[1]))
             for node in self.matmuls
         }
-        found = (self._attention(node) for node in self.nodes if operator(node) == "Softmax")
-        self.attentions = [attention for attention in found if attention]
+        attentions = (self._attention(node) for node in self.nodes if operator(node) == "Softmax")
+        self.attentions = [attention for attention in attentions if attention]
 
     @cached_property
     def has_fp16(self) -> bool:
-        """Return whether any tensor is FP16."""
         return any(kind == TensorProto.FLOAT16 for kind in self.types.values())
 
     def is_int8(self, operand: Operand) -> bool:
-        """Return whether the operand comes from INT8."""
         return operand.dq is not None and self.types.get(operand.dq.input[0]) == TensorProto.INT8
 
     def value(self, name: str) -> Array | None:
         """Return the numeric value of an initializer, a Constant or a Cast of one; None if computed."""
         return self.index.constant(name, ("Cast",))
-
-    def origin(self, name: str) -> tuple[onnx.NodeProto | None, str]:
-        """Return the node that made a tensor before it was moved (None: not computed), and its output."""
-        return self.index.origin(name, MOVES)
 
     def operand(self, name: str) -> Operand:
         """Follow a tensor back to its DequantizeLinear through data movement and scalar factors."""
@@ -165,7 +161,7 @@ class CheckGraph:
     def is_constant(self, name: str) -> bool:
         """Return whether a tensor is stored in the file, directly, moved, or through a QuantizeLinear."""
         for _ in range(MAX_STEPS):
-            node, name = self.origin(name)
+            node, name = self.index.origin(name, MOVES)
             if node is None or operator(node) == "Constant":
                 return self.index.stored(name) is not None
             if not is_quantize(node):
@@ -176,9 +172,7 @@ class CheckGraph:
     def shape(self, name: str) -> list[int] | None:
         """Return the shape of a constant or of a QuantizeLinear of one."""
         node = self.index.producers.get(name)
-        if node is not None and is_quantize(node):
-            name = node.input[0]
-        tensor = self.index.stored(name)
+        tensor = self.index.stored(node.input[0] if node is not None and is_quantize(node) else name)
         return None if tensor is None else list(tensor.dims)
 
     def reach(self, start: str, through: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
@@ -189,11 +183,10 @@ class CheckGraph:
             for node in self.index.consumers.get(todo.popleft(), ())[:MAX_STEPS]:
                 steps += 1
                 yield node
-                if operator(node) in through and node.output:
-                    name = node.output[0]
-                    if name and name not in seen:
-                        seen.add(name)
-                        todo.append(name)
+                name = node.output[0] if operator(node) in through and node.output else ""
+                if name and name not in seen:
+                    seen.add(name)
+                    todo.append(name)
 
     def head_size(self, attention: Attention) -> int | None:
         """Return the last size of the Reshape that splits q into heads, where it is a constant."""
@@ -203,23 +196,19 @@ class CheckGraph:
             if node is None or (operator(node) == "Transpose" and not _keeps_last(node)):
                 return None
             if operator(node) == "Reshape":
-                return self._last_size(node.input[1])
+                shape = self.index.producers.get(node.input[1])
+                concat = shape is not None and operator(shape) == "Concat"
+                value = self.value(shape.input[-1] if shape is not None and concat else node.input[1])
+                if value is None or not value.size or value.dtype.kind not in "iu":
+                    return None
+                last = int(value.reshape(-1)[-1])
+                return last if last > 0 else None
             moves = ("Cast", "Transpose", "Identity", *_QDQ)
             following = node.input[0] if operator(node) in moves else self._scaled(node)
             if following is None:
                 return None
             name = following
         return None
-
-    def _last_size(self, shape_name: str) -> int | None:
-        node = self.index.producers.get(shape_name)
-        if node is not None and operator(node) == "Concat":
-            shape_name = node.input[-1]
-        value = self.value(shape_name)
-        if value is None or not value.size or value.dtype.kind not in "iu":
-            return None
-        last = int(value.reshape(-1)[-1])
-        return last if last > 0 else None
 
     def _scaled(self, node: onnx.NodeProto) -> str | None:
         """Return the input that a Mul or Div scales by a constant scalar; None for any other node."""
@@ -234,23 +223,19 @@ class CheckGraph:
     def _attention(self, softmax: onnx.NodeProto) -> Attention | None:
         readers = self.reach(softmax.output[0], (*MOVES, *_QDQ, "Where", "Mul", "Div"))
         context = next((node for node in readers if operator(node) == "MatMul"), None)
-        scores, _ = self.behind_softmax(softmax)
+        scores, _ = self.find_before(softmax.input[0])
         if context is None or scores is None or scores.output[0] == context.output[0]:
             return None
         if any(self.is_constant(name) for node in (scores, context) for name in node.input[:2]):
             return None  # a linear layer before the softmax or behind it
-        side = 0 if self._behind(context.input[0], softmax.output[0])[0] is not None else 1
+        side = 0 if self.find_before(context.input[0], softmax.output[0])[0] is not None else 1
         q, k = self.operands[scores.output[0]]
         pair = self.operands[context.output[0]]
         operands = {"q": q, "k": k, "softmax output": pair[side], "v": pair[1 - side]}
         output = any(is_quantize(node) for node in self.reach(context.output[0], MOVES))
         return Attention(softmax, scores, context, operands, output)
 
-    def behind_softmax(self, softmax: onnx.NodeProto) -> tuple[onnx.NodeProto | None, bool]:
-        """Return the matmul whose scores a softmax normalizes, and whether Q/DQ lie between the two."""
-        return self._behind(softmax.input[0], "")
-
-    def _behind(self, start: str, target: str) -> tuple[onnx.NodeProto | None, bool]:
+    def find_before(self, start: str, target: str = "") -> tuple[onnx.NodeProto | None, bool]:
         """Return the nearest matmul (or maker of `target`) before a tensor, and whether Q/DQ came between."""
         todo, seen, quantized = deque([start]), {start}, False
         while todo and len(seen) < MAX_STEPS:
@@ -275,3 +260,107 @@ def _permutation(node: onnx.NodeProto) -> tuple[int, ...] | None:
 def _keeps_last(node: onnx.NodeProto) -> bool:
     permutation = _permutation(node)
     return permutation is not None and permutation[-1:] == (len(permutation) - 1,)
+
+
+def walk_types(model: onnx.ModelProto, opset: int) -> tuple[dict[str, int], list[FindingRow]]:
+    """Return the element type (TensorProto.DataType) of every tensor where known, and what does not fit.
+
+    Types come from the operator schemas of ONNX: inputs that share a type variable must have one type. This
+    names the node, where onnx.shape_inference raises at the first mix or leaves the rest untyped. The model
+    is one that onnx.checker accepts.
+    """
+    graph = model.graph
+    types = {value.name: value.type.tensor_type.elem_type for value in graph.input}
+    types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
+    declared = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.output)}
+    findings = []
+    for node in graph.node:
+        if why := _type_node(node, opset, types):  # TensorRT casts what a Q reads itself
+            effect: Effect | None = "not portable" if is_quantize(node) else None
+            findings.append(finding("mixed-types", node, why, None, effect))
+            continue
+        for name in node.output:
+            makes, says = types.get(name, 0), declared.get(name, 0)
+            if makes and says and makes != says:
+                why = (
+                    f"the file declares its output {name!r} as {type_name(says)}, but the node makes "
+                    f"{type_name(makes)}; ONNX Runtime refuses the file"
+                )
+                findings.append(finding("mixed-types", node, why, None, "not portable"))
+                break
+    return types, findings
+
+
+def _type_node(node: onnx.NodeProto, opset: int, types: dict[str, int]) -> str:
+    """Set the types of a node's outputs; return what is wrong with the types of its inputs, or ''."""
+    if is_quantize(node):
+        return _type_quantize(node, opset, types)
+    if is_dequantize(node):
+        types[node.output[0]] = attribute(node, "output_dtype") or types.get(node.input[1], 0)
+        return ""
+    schema = _schema(node.op_type, opset) if node.domain in ONNX_DOMAINS else None
+    if schema is None:
+        return ""
+    bound: dict[str, tuple[int, str]] = {}
+    why = ""
+    for name, parameter in zip(node.input, _stretch(schema.inputs, len(node.input)), strict=False):
+        known = types.get(name, 0)
+        if not known or not parameter.is_homogeneous or why:
+            continue
+        fixed = _fixed_type(parameter.type_str)
+        default = (fixed, "the operator") if fixed else (known, repr(name))
+        expected, source = bound.setdefault(parameter.type_str, default)
+        if expected != known:
+            why = f"{name!r} is {type_name(known)}, but {source} has {type_name(expected)}"
+            why += "; a strongly typed parser or ONNX Runtime refuses the mix"
+            bound[parameter.type_str] = (0, "")  # unknown from here on, or every node behind would be named
+    for name, parameter in zip(node.output, _stretch(schema.outputs, len(node.output)), strict=False):
+        own = _own_type(node, schema, parameter.type_str)
+        types[name] = bound.get(parameter.type_str, (own, ""))[0]
+    return why
+
+
+def _type_quantize(node: onnx.NodeProto, opset: int, types: dict[str, int]) -> str:
+    zero_point = node.input[2] if len(node.input) > 2 else ""
+    default = attribute(node, "output_dtype") or TensorProto.UINT8  # as ONNX says
+    types[node.output[0]] = types.get(zero_point, default) if zero_point else default
+    data, scale = types.get(node.input[0], 0), types.get(node.input[1], 0)
+    if opset < 23 and data and scale and data != scale and node.domain != "com.microsoft":
+        return (
+            f"its input {node.input[0]!r} is {type_name(data)}, but its scale is {type_name(scale)}; "
+            f"opset {opset} and ONNX Runtime refuse the mix"
+        )
+    return ""
+
+
+@cache
+def _schema(kind: str, opset: int) -> Any:
+    try:
+        return onnx.defs.get_schema(kind, opset, "")
+    except onnx.defs.SchemaError:  # an operator that this onnx does not know has outputs of unknown type
+        return None
+
+
+def _stretch(parameters: Any, count: int) -> list[Any]:
+    """Return the formal parameters for `count` actual ones: the last may stand for many."""
+    formal = list(parameters)
+    return formal + formal[-1:] * max(0, count - len(formal))
+
+
+@cache
+def _fixed_type(text: str) -> int:
+    """Return the DataType of a text like `tensor(int64)`; 0 for a type variable."""
+    plain = text.startswith("tensor(")
+    return int(TensorProto.DataType.Value(text[len("tensor(") : -1].upper())) if plain else 0
+
+
+def _own_type(node: onnx.NodeProto, schema: Any, variable: str) -> int:
+    """Return the type of an output that no input decides; 0: unknown."""
+    if node.op_type == "Cast":
+        return attribute(node, "to")
+    if node.op_type in ("Constant", "ConstantOfShape"):
+        default = TensorProto.FLOAT if node.op_type == "ConstantOfShape" else 0
+        return next((int(item.t.data_type) for item in node.attribute if item.HasField("t")), default)
+    allowed = [[*c.allowed_type_strs] for c in schema.type_constraints if c.type_param_str == variable]
+    single = _fixed_type(allowed[0][0]) if allowed and len(allowed[0]) == 1 else 0
+    return _fixed_type(variable) or single or attribute(node, "dtype")

@@ -8,7 +8,7 @@ import numpy as np
 from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.calibration.qkv_bias_folding import group_shared_scales
 from qdqbench.quantize.calibration.record import get_state_shifts
-from qdqbench.quantize.calibration.splitting import keep_equal
+from qdqbench.quantize.calibration.smoothing import keep_equal
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.pipeline.session import QAT, Session

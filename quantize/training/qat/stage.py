@@ -22,8 +22,7 @@ from qdqbench.quantize.calibration.record import (
     require_plausible,
     write_record,
 )
-from qdqbench.quantize.calibration.smoothing import remove_factors
-from qdqbench.quantize.calibration.splitting import remove_copies
+from qdqbench.quantize.calibration.smoothing import remove_copies, remove_factors
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.pipeline.session import QAT, Session

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qdqbench.quantize.calibration import bias, ptq, splitting
+from qdqbench.quantize.calibration import bias, ptq, smoothing
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
 from qdqbench.quantize.calibration.record import select_record
 from qdqbench.quantize.models.families.known import MODERNBERT
@@ -94,19 +94,19 @@ def test_a_split_copies_a_channel_with_its_gate() -> None:
 
 def test_copies_follow_their_original_in_training_and_merge_again() -> None:
     model, plan, record = quantized(outlying(), outlier_channel_splitting=EXTRA)
-    tie = splitting.keep_equal(model, record.splits)
+    tie = smoothing.keep_equal(model, record.splits)
     with torch.no_grad():
         for name in (FIRST, SECOND):
             weight = model.get_submodule(name).weight
             weight.mul_(1 + 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
     tie()
     trained = {name: value.clone() for name, value in model.state_dict().items()}
-    merged = splitting.remove_copies(trained, record.splits, MODERNBERT)
+    merged = smoothing.remove_copies(trained, record.splits, MODERNBERT)
     assert merged[f"{FIRST}.weight"].shape == (2 * WIDTH, 32)
     other = prepare_model(outlying())
     ptq.insert_quantizers(other, plan)
     other.load_state_dict({name: merged[name] for name in other.state_dict() if name in merged}, strict=False)
-    splitting.apply_copies(other, record.splits)
+    smoothing.apply_copies(other, record.splits)
     for name in (FIRST, SECOND):
         assert torch.equal(other.get_submodule(name).weight, model.get_submodule(name).weight)
 

@@ -70,9 +70,9 @@ def test_even_attention_is_all_lost_and_all_in_the_centre(length: int, value: fl
     p = torch.full((1, 1, length, length), 1 / length)
     part = summed(p, torch.full((1, 1, length, 2), value), 1.0)
     mean = part.values / part.tokens
-    assert softmax._row("a", 512, part, 1.0, None).zeroed == pytest.approx(1, rel=1e-4)
-    assert softmax._row("a", 512, part, 1.0, None).error == pytest.approx(1, rel=1e-4)
-    assert softmax._row("a", 512, part, 1.0, mean).error < 0.01
+    assert part.make_row("a", 512, 1.0, None).zeroed == pytest.approx(1, rel=1e-4)
+    assert part.make_row("a", 512, 1.0, None).error == pytest.approx(1, rel=1e-4)
+    assert part.make_row("a", 512, 1.0, mean).error < 0.01
 
 
 def test_centring_changes_no_answer_and_lowers_the_error(tiny_bert: Path) -> None:

@@ -314,12 +314,7 @@ def test_one_gemm_by_hand(bias: bool, transposed: int) -> None:
     scale = np.array([0.5, 0.25, 1.0], np.float32)
     stored = np.ascontiguousarray(weight.T) if transposed else weight
     axis = 0 if transposed else 1
-    initializers = {
-        "w": stored,
-        "s": scale,
-        "z": np.zeros(3, np.int8),
-        "b": np.array([1, 2, 3], np.float32),
-    }
+    initializers = {"w": stored, "s": scale, "z": np.zeros(3, np.int8), "b": np.array([1, 2, 3], np.float32)}
     nodes = [
         helper.make_node("QuantizeLinear", ["w", "s", "z"], ["q"], name="/lin/weight_quantizer/Q", axis=axis),
         helper.make_node(

@@ -16,11 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from qdqbench.eval.metrics import runners
 from qdqbench.quantize.calibration import ptq
-from qdqbench.quantize.calibration.fakequant import learned_scales, native, quantizers
 from qdqbench.quantize.calibration.fakequant import modelopt as private
+from qdqbench.quantize.calibration.fakequant import native, quantizers
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.utils.errors import UserError
 
 from ....support.tiny_bert import (
     ATTENTIONS,
@@ -147,7 +146,7 @@ def test_bf16_is_rounded_once_from_fp32(x: Any, amax: float, axis: int | None) -
 @given(st.lists(st.floats(2.0**-30, 2.0**17, width=32), min_size=1, max_size=20))
 def test_weight_scales_are_rounded_as_calibration_does(scales: list[float]) -> None:
     quantizer = quantizer_of(torch.tensor(scales)[:, None] * 127, 0)
-    ours = learned_scales.round_up((quantizer.amax / 127).flatten())
+    ours = native.round_up((quantizer.amax / 127).flatten())
     quantizers.round_weight_scales({"x.weight_quantizer": quantizer})
     assert torch.equal(ours * 127, quantizer.amax.flatten())
     assert torch.equal(quantizer.amax.flatten() / 127, ours)
@@ -164,8 +163,8 @@ def test_learned_gradient_is_that_of_lsq(
     x, bound = case(x, amax, axis)
     quantizer = quantizer_of(bound, axis)
     parameter = torch.nn.Parameter(torch.full((len(x),) if axis == 0 else (), ratio))
-    item = learned_scales.Learned(parameter, quantizer, rounded, -128, axis, x.shape[1])
-    scale, _ = learned_scales.ScaleTable([item]).current(item)
+    item = native.Learned(parameter, quantizer, rounded, -128, axis, x.shape[1])
+    scale, _ = native.ScaleTable([item]).current(item)
     incoming = torch.linspace(-2, 2, x.numel()).reshape(x.shape) + 0.1
     leaf = x.clone().requires_grad_()
     item.quantized(leaf).backward(incoming)
@@ -191,8 +190,8 @@ def test_learned_gradient_is_that_of_torch() -> None:
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
     quantizer = quantizer_of(1.7, None)
     ratio = torch.nn.Parameter(torch.tensor(0.8))
-    item = learned_scales.Learned(ratio, quantizer, False, -128, None, 32)
-    scale, _ = learned_scales.ScaleTable([item]).current(item)
+    item = native.Learned(ratio, quantizer, False, -128, None, 32)
+    scale, _ = native.ScaleTable([item]).current(item)
     item.quantized(x).square().sum().backward()
     leaf, other = scale.clone().reshape(1).requires_grad_(), x.detach().clone().requires_grad_()
     theirs = torch._fake_quantize_learnable_per_tensor_affine(
@@ -297,8 +296,8 @@ def test_quantizers_of_one_tensor_quantize_it_once(fake_quant: Quantized) -> Non
             assert first is second
     assert seen[names[0]][0] is not seen[names[0]][1]
     shared = model.get_submodule(names[0]).shared
-    assert shared.last.inputs is None  # nothing is held
-    assert shared.last.output is None
+    assert shared.inputs is None  # nothing is held
+    assert shared.output is None
 
 
 def test_a_shared_tensor_is_quantized_again_when_anything_changed(tiny_bert: Path) -> None:
@@ -422,28 +421,6 @@ def test_a_step_of_the_optimizer_is_noticed(tiny_bert: Path, kind: dict[str, boo
     torch.testing.assert_close(ours, logits(model), rtol=1e-4, atol=1e-5)
 
 
-def test_only_named_scales_learn_with_those_that_must_equal_them(tiny_bert: Path) -> None:
-    model = fresh(tiny_bert, "attention").model
-    names = [f"{LINEARS[2]}.input_quantizer", f"{LINEARS[5]}.weight_quantizer"]
-    ratios = native.learn_amax(model, names)
-    assert [ratio.shape for ratio in ratios] == [(), (32,)]
-    train(model, rate=0.1)
-    before = {name: q.amax.clone() for name, q in quantizers.list_quantizers(model).items()}
-    native.settle_learned(model)
-    after = quantizers.list_quantizers(model)
-    changed = {name for name, value in before.items() if not torch.equal(after[name].amax, value)}
-    assert changed == {f"{name}.input_quantizer" for name in LINEARS[:3]} | {names[1]}
-
-
-@pytest.mark.parametrize(
-    "name", [f"{ATTENTIONS[0]}.p_bmm_quantizer", "classifier.input_quantizer", "nothing"]
-)
-def test_a_name_that_cannot_learn_is_one_sentence(tiny_bert: Path, name: str) -> None:
-    model = fresh(tiny_bert, "attention").model
-    with pytest.raises(UserError, match=f"^no scale to learn at {name}; name quantizers that"):
-        native.learn_amax(model, [name])
-
-
 def test_ratios_stay_positive_and_are_not_lost(tiny_bert: Path) -> None:
     model = fresh(tiny_bert, "linears").model
     native.keep_positive(model)  # nothing to do
@@ -452,7 +429,7 @@ def test_ratios_stay_positive_and_are_not_lost(tiny_bert: Path) -> None:
         ratios[0].fill_(-3.0)
         ratios[1][0] = 0.0
     native.keep_positive(model)
-    assert ratios[0] == ratios[1][0] == learned_scales.LOWEST_RATIO
+    assert ratios[0] == ratios[1][0] == native.LOWEST_RATIO
     assert (ratios[1][1:] == 1).all()
     with pytest.raises(RuntimeError, match="settle"):
         native.use_modelopt(model)

@@ -14,7 +14,6 @@ from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.eval.selection.search.space import make_space
 from qdqbench.eval.selection.sensitivity.candidates import choices
 from qdqbench.quantize.calibration import ptq
-from qdqbench.quantize.calibration import record as record_module
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.engine.build import build, require_int8
 from qdqbench.quantize.engine.facts import read_graph
@@ -23,9 +22,8 @@ from qdqbench.quantize.engine.kernels import float_residuals
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.check.check import check_model
-from qdqbench.quantize.graph.index import GraphIndex, prune
+from qdqbench.quantize.graph.index import GraphIndex, list_int8_norms, prune
 from qdqbench.quantize.graph.precision import QDQ
-from qdqbench.quantize.graph.residuals import list_int8_norms
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
@@ -291,21 +289,15 @@ def test_restored_bit_for_bit_and_without_traces_in_other_models(
     assert not [name for name, _ in plain.named_modules() if "residual" in name]
 
 
-def test_a_record_whose_scales_went_apart_is_refused(tiny_bert: Path, made: dict[str, Quantized]) -> None:
+@pytest.mark.parametrize(("reader", "adder"), [(LINEARS[1], "attention.output"), (LINEARS[4], "output")])
+def test_a_record_whose_scales_went_apart_is_refused(
+    tiny_bert: Path, made: dict[str, Quantized], reader: str, adder: str
+) -> None:
     _, plan, record = made["plain"]
     broken = record.model_copy(deep=True)
-    broken.quantizers[f"{LINEARS[1]}.input_quantizer"].amax *= 1.5  # type: ignore[operator]
-    with pytest.raises(CheckFailed, match=r"need one amax.*layer\.0\.attention\.output\.residual_quantizer"):
+    broken.quantizers[f"{reader}.input_quantizer"].amax *= 1.5  # type: ignore[operator]
+    with pytest.raises(CheckFailed, match=rf"need one amax.*: bert\.encoder\.layer\.0\.{adder}\.residual_q"):
         ptq.restore(load_model(str(tiny_bert)), plan, broken)
-
-
-def test_groups_of_quantizers_that_share_an_amax(made: dict[str, Quantized]) -> None:
-    groups = record_module.group_shared_quantizers(made["plain"].plan)
-    assert len(groups) == len(ADDERS)
-    assert groups[1] == (
-        "bert.encoder.layer.0.output.residual_quantizer",
-        "bert.encoder.layer.0.intermediate.dense.input_quantizer",
-    )
 
 
 # graph, check and parity

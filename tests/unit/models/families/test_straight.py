@@ -21,7 +21,7 @@ from qdqbench.quantize.engine.layers import parse_log
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
-from qdqbench.quantize.graph.residuals import list_int8_norms
+from qdqbench.quantize.graph.index import list_int8_norms
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_model
