@@ -36,7 +36,6 @@ _MAX_HEADER = 4096
 
 
 def describe_origin(backend: str, version: str, gpu: Gpu | None) -> dict[str, str]:
-    """Return the conditions that must be the same for a cache to be used."""
     return {
         "backend": backend,
         "version": version,
@@ -47,16 +46,9 @@ def describe_origin(backend: str, version: str, gpu: Gpu | None) -> dict[str, st
 
 
 def read_cache(path: Path, here: dict[str, str]) -> tuple[bytes, str | None]:
-    """Return the content of a cache and a note on why it is not used.
+    """Return the content of a cache, empty where there is none to use, and a note where a file was ignored.
 
-    A run directory keeps `timing.cache` (TensorRT) or `runtime.cache` (TensorRT-RTX) to save time only, so no
-    stage lists them as outputs. Not every backend version refuses a cache of another version, GPU or driver.
-
-    Args:
-        here: the present `describe_origin`.
-
-    Returns:
-        The blob (empty where there is none to use), and one sentence where a file was ignored.
+    Not every version of a backend refuses a cache of another version, GPU or driver: `here` must be the same.
     """
     try:
         data = path.read_bytes()
@@ -86,7 +78,6 @@ def write_cache(path: Path, here: dict[str, str], blob: bytes) -> None:
 
 
 def note_ignored(path: Path, why: str) -> str:
-    """Return the note on a cache that is not used."""
     return f"{path.name} is ignored and made anew: {why}"
 
 
@@ -106,7 +97,6 @@ class TimingCache:
         self.notes = [note] if note else []
 
     def save(self) -> list[str]:
-        """Write the cache if it changed; returns notes for the user."""
         timing_cache, self._cache = self._cache, None
         self.notes += keep(self.path, self.here, timing_cache.serialize(), self._found)
         return self.notes
@@ -139,8 +129,6 @@ WITHOUT_GPU = CPU_BACKENDS  # what "auto" may become there; a preference
 
 @dataclass(frozen=True)
 class Backend:
-    """An engine builder that imports, and the GPU it would use."""
-
     name: BackendName
     version: str
     module: Any = field(repr=False)
@@ -149,8 +137,6 @@ class Backend:
 
 @dataclass
 class BuiltEngine:
-    """A serialized engine and what the builder said about it."""
-
     data: bytes
     layer_lines: list[str]  # the build log's layer table, one line a kernel
     inspector_json: str | None  # the inspector's layer table; needs the GPU that the engine is for
@@ -181,7 +167,6 @@ def _version(module: Any) -> str:
 
 
 def available_backends() -> dict[str, str]:
-    """Return versions of the backends that import, by module name; warn of a broken install."""
     versions: dict[str, str] = {}
     for name in INSTALL:
         try:
@@ -238,14 +223,11 @@ def build_engine(  # noqa: PLR0913  the options are keywords
     timing_cache: Path | None = None,
     progress: BuildProgress | None = None,
 ) -> BuiltEngine:
-    """Build a strongly typed engine from an ONNX file whose inputs are [batch, length, ...].
-
-    `graph` is parsed in place of what the file holds.
+    """Build a strongly typed engine from an ONNX file, or from `graph` in its place.
 
     TensorRT-RTX builds for the GPU at hand, or ahead of time where `compute_capability` ("8.9") names another
-    or there is no GPU (then DEFAULT_COMPUTE_CAPABILITY); one target at a time, because the log shows the
-    layers of one target only. TensorRT builds for the GPU at hand, and reads and writes `timing_cache`, a
-    file of kernel timings that makes the next build quicker; TensorRT-RTX has none in effect.
+    or there is no GPU; one target at a time, because the log shows the layers of one target only. TensorRT
+    reads and writes `timing_cache`, kernel timings that make the next build quicker.
 
     Raises:
         UserError: the parser or builder refuses the file, the shapes or the target; lists every message.
@@ -306,14 +288,12 @@ def _start(backend: Backend, logger: Any, log: BuildLog) -> Any:
 
 
 def _refused(what: str, text: str, backend: Backend) -> UserError:
-    """Return the error for a file that the backend does not take."""
     return UserError(
         f"{backend.name} {backend.version} {what}: {text or 'it gives no reason'}; {hint_for(text)}"
     )
 
 
 def _parse(parser: Any, network: Any, path: Path, graph: bytes | None, backend: Backend) -> None:
-    """Fill `network` from a graph or else the file, or raise every parser message with its node."""
     parsed = parser.parse_from_file(str(path)) if graph is None else parser.parse(graph)
     errors = [parser.get_error(index) for index in range(parser.num_errors)]
     if parsed and not errors and network.num_outputs:
@@ -327,7 +307,7 @@ def _parse(parser: Any, network: Any, path: Path, graph: bytes | None, backend: 
 
 
 def _set_target(config: Any, backend: Backend, wanted: str | None) -> tuple[list[str], bool]:
-    """Choose the GPU architecture; returns (compute capabilities, ahead of time)."""
+    """Choose the GPU architecture; return compute capabilities, and whether it is ahead of time."""
     here = backend.gpu.compute_capability if backend.gpu else None
     ahead_of_time = here is None or wanted not in (None, here)
     if backend.name == "tensorrt":

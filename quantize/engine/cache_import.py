@@ -42,20 +42,16 @@ _SCALE = re.compile(r"[0-9a-fA-F]{8}")
 
 @dataclass(frozen=True)
 class CalibrationCache:
-    """What implicit calibration knows of a network."""
-
     version: str  # of TensorRT, such as 8.6.1
     calibrator: str  # EntropyCalibration2, MinMaxCalibration, ...
     scales: dict[str, float]  # by tensor; amax / 127, finite and at least 0 (0: it saw zeros alone)
 
     @property
     def amax(self) -> dict[str, float]:
-        """Largest absolute value that each tensor's INT8 codes reach."""
         return {name: scale * 127 for name, scale in self.scales.items()}
 
 
 def is_cache(start: bytes) -> bool:
-    """Whether a file that starts with these bytes (at least its first line) is a calibration cache."""
     return _HEAD.match(start.partition(b"\n")[0].decode("latin-1")) is not None
 
 
@@ -118,8 +114,6 @@ SAME_RANGE = ("Cast", "Identity", "Reshape", "Transpose", "Dropout", "Flatten", 
 
 
 class FromCache(Strict):
-    """A recipe made of a cache, and how far the cache went."""
-
     recipe: str  # its name
     text: str  # YAML
     version: str  # of the TensorRT that wrote the cache
@@ -136,11 +130,7 @@ def recipe_from_cache(
 ) -> FromCache:
     """Write a recipe whose amax are those of a cache, for the linears whose inputs it names.
 
-    Args:
-        cache: calibration cache of TensorRT 5 to 10.
-        model: folder or hub id; of its files config.json alone is read.
-        revision: of a hub model.
-        onnx_file: the graph that was calibrated; None: the model is exported to compare names.
+    Without `onnx_file`, the graph that was calibrated, the model is exported to compare names.
 
     Raises:
         UserError: a file that cannot be used, or a cache that names the input of no INT8 linear.
@@ -186,10 +176,7 @@ def _example(read: Mapping[str, list[str]]) -> str:
 
 
 def input_tensors(model: onnx.ModelProto, linears: Collection[str], prefix: str) -> dict[str, list[str]]:
-    """Names of the tensor that each linear reads, the nearest first; further ones have the same range.
-
-    A MatMul or Gemm is a linear's by the module path in its name, or in the name of its weight or bias.
-    """
+    """Return the tensors that each linear reads, the nearest first; further ones have the same range."""
     index, found = GraphIndex(model), {}
     names = {linear: linear for linear in linears}
     names |= {linear.removeprefix(f"{prefix}."): linear for linear in linears}
@@ -202,7 +189,6 @@ def input_tensors(model: onnx.ModelProto, linears: Collection[str], prefix: str)
 
 
 def _paths(index: GraphIndex, node: onnx.NodeProto) -> Iterator[str]:
-    """Module paths that a MatMul may be of."""
     yield module_of(node.name)
     readers = [reader for output in node.output for reader in index.consumers.get(output, ())]
     added = [name for reader in readers if reader.op_type == "Add" for name in reader.input]
@@ -213,7 +199,6 @@ def _paths(index: GraphIndex, node: onnx.NodeProto) -> Iterator[str]:
 
 
 def _same_range(index: GraphIndex, name: str) -> Iterator[str]:
-    """A tensor, and those before it that only were cast or moved."""
     for _ in range(MAX_STEPS):
         yield name
         node = index.producers.get(name)
@@ -229,7 +214,7 @@ def _reads(
     prefix: str,
     onnx_file: Path | None,
 ) -> tuple[str, dict[str, list[str]]]:
-    """Where linears were looked for, and the tensors that they read there."""
+    """Return the graph where linears were looked for, and the tensors that they read there."""
     if onnx_file is not None:
         return str(onnx_file), input_tensors(read_model(onnx_file), linears, prefix)
     best: tuple[int, str, dict[str, list[str]]] = (-1, "", {})
@@ -248,7 +233,6 @@ def _without(tensor: str, prefix: str) -> str:
 
 
 def _usable(cache: CalibrationCache, names: Collection[str]) -> tuple[str, str | None]:
-    """The first of these tensors that the cache has a usable scale of; else why there is none."""
     tensor = next((name for name in names if name in cache.scales), None)
     if tensor is None:
         return ("the cache does not name its input" if names else "the graph does not show it"), None
@@ -258,7 +242,7 @@ def _usable(cache: CalibrationCache, names: Collection[str]) -> tuple[str, str |
 
 
 def _plain(recipe: Recipe) -> Recipe:
-    """Without what changes the range of tensors before they are quantized."""
+    """Return a recipe without what changes the range of tensors before they are quantized."""
     data = recipe.model_dump(mode="json")
     data["calibration"] |= {"smoothing": "none", "outlier_channel_splitting": 0}
     return validate_recipe(data, recipe.name)
@@ -277,7 +261,6 @@ def _with_amax(recipe: Recipe, given: dict[str, float], cache: CalibrationCache)
 def _head(
     cache: CalibrationCache, path: Path, graph: str, given: Collection[str], calibrated: Mapping[str, str]
 ) -> list[str]:
-    """Comments at the top of the recipe."""
     shown = "".join(c if c.isprintable() else "?" for c in path.name)[:100]
     where = "the ONNX file given" if not graph.startswith("an export") else graph
     total = len(given) + len(calibrated)

@@ -43,8 +43,6 @@ _FLOATS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Graph:
-    """ONNX nodes by name."""
-
     linears: list[str]  # MatMul and Gemm with weights
     products: list[str]  # MatMul of two activations
     softmaxes: list[str]
@@ -83,21 +81,15 @@ class EngineFacts:
 
     @property
     def qkv_apart(self) -> int:
-        """Attentions with a GEMM for each of q, k and v where one is a choice: not in a runtime for CPUs."""
+        """Count attentions with a GEMM for each of q, k and v; a runtime for CPUs has no other choice."""
         return 0 if self.on_cpu else self.qkv - self.qkv_merged
 
     @property
     def on_cpu(self) -> bool:
-        """Return whether the table is of a runtime for CPUs."""
         return any(row.kernel is not None for row in self.rows)
 
 
 def read_graph(path: Path) -> Graph:
-    """Return the nodes of an ONNX file.
-
-    Raises:
-        UserError: not a readable ONNX file.
-    """
     model = read_model(path)
     validate_names(model)
     opset = opset_of(model)
@@ -200,7 +192,6 @@ def collect_facts(layers: Sequence[LayerRow], graph: Graph | None = None) -> Eng
 
 
 def _merged_qkv(linears: Iterable[str], rows: Mapping[str, LayerRow]) -> list[bool]:
-    """Return for each attention with q, k and v linears whether one GEMM makes them."""
     groups: dict[str, list[str]] = defaultdict(list)
     whole = 0
     for node in linears:

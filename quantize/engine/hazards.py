@@ -11,8 +11,6 @@ from packaging.version import InvalidVersion, Version
 
 @dataclass(frozen=True)
 class Hazard:
-    """One fault, and the versions and GPUs that have it."""
-
     backend: str  # or another package, by its name
     what: str
     since: str | None = None  # first version that has it
@@ -20,7 +18,6 @@ class Hazard:
     compute_capability: str | None = None  # None: every GPU
 
     def applies(self, backend: str, version: str, compute_capability: str | None) -> bool:
-        """Return whether an engine of this backend, version and GPU has the fault."""
         here = _parsed(version)
         return (
             backend == self.backend
@@ -70,19 +67,11 @@ RTX_WITHOUT_GPU = "1.6"  # first TensorRT-RTX that builds where no GPU is
 
 
 def find_hazards(backend: str, version: str, compute_capability: str | None) -> list[str]:
-    """Return the warnings for an engine, one sentence each.
-
-    Args:
-        backend: tensorrt or tensorrt_rtx, or another package's name.
-        version: such as "10.0.0.6".
-        compute_capability: of the engine's GPU, such as "8.9"; None where it is not known.
-    """
     found = [hazard for hazard in HAZARDS if hazard.applies(backend, version, compute_capability)]
     return [f"{backend} {version}: {hazard.what}" for hazard in found]
 
 
 def is_older(version: str, other: str) -> bool:
-    """Return whether a version (of a backend or a driver) comes before another."""
     return _parsed(version) < _parsed(other)
 
 

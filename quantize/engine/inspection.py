@@ -37,8 +37,6 @@ class Time:
 
 @dataclass
 class Inspection:
-    """The whole judgement; see docs of each figure in `Facts`."""
-
     proof: Coverage
     facts: EngineFacts
     graph: Graph
@@ -50,7 +48,7 @@ class Inspection:
 
     @property
     def failures(self) -> list[str]:
-        """Return the requests of the recipe that the engine does not meet."""
+        """Return sentences on what the recipe asks for and the engine does not run."""
         messages = []
         if self.expected is not None and self.proof.not_int8:
             messages.append(f"{len(self.proof.not_int8)} of {len(self.expected)} GEMMs do not run in INT8")
@@ -71,11 +69,9 @@ def inspect_layers(
     expected_attention: int = 0,
     times: Mapping[str, float] | None = None,
 ) -> Inspection:
-    """Judge a layer table.
+    """Judge a layer table, by the nodes of a graph or else by those that the table names.
 
     Args:
-        layers: every row.
-        graph: nodes of the ONNX graph; None takes those that the table names.
         expected: names of the MatMul and Gemm nodes that the recipe wants in INT8; None: no recipe, so every
             linear that is not in INT8 is listed and nothing fails.
         expected_attention: attentions that the recipe wants as one INT8 kernel.
@@ -117,7 +113,6 @@ def _copies_that_ran(layers: Sequence[LayerRow], times: Mapping[str, float]) -> 
 
 
 def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
-    """Add up a profile by kernel, block and kind; names are those of the table."""
     rows = {row.name: row for row in layers}
     known = {name: ms for name, ms in times.items() if name in rows}
     blocks: dict[str, float] = defaultdict(float)
@@ -137,7 +132,6 @@ def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
 
 
 def find_problems(facts: EngineFacts) -> list[str]:
-    """Find what is wrong, or costs time or accuracy, in one engine: a sentence each, with a remedy."""
     problems = []
     if facts.raw_outputs:
         problems.append(
@@ -172,10 +166,7 @@ def find_problems(facts: EngineFacts) -> list[str]:
 
 
 def explain_slowdown(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow]) -> list[str]:
-    """Explain why an INT8 engine can be slower than the FP16 engine, read from their layers.
-
-    Each has figures of both engines and what to change in the recipe; none where the layers show no reason.
-    """
+    """Explain why an INT8 engine can be slower than the FP16 engine; none where the layers show no reason."""
     ours, twin = collect_facts(layers_int8), collect_facts(layers_fp16)
     reasons = []
     encoder = [node for node in ours.linears if block_of_node(node).startswith("layer.")]

@@ -31,14 +31,12 @@ class BuildLog:
     messages: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=200))
 
     def add(self, severity: str, text: str) -> None:
-        """Keep a message, or what is wanted of it."""
         if severity in ("WARNING", "ERROR", "INTERNAL_ERROR"):
             self.messages.append((severity, text))
         elif "LayerType: " in text:  # TensorRT-RTX prints the whole table as one message
             self.table += [line for line in text.split("\n") if "LayerType: " in line]
 
     def errors(self) -> str:
-        """Return all errors in one line."""
         return one_line(text for severity, text in self.messages if severity != "WARNING")
 
 
@@ -102,5 +100,4 @@ def one_line(messages: Iterable[str]) -> str:
 
 
 def hint_for(text: str) -> str:
-    """Return the remedy for a message of the parser or the builder."""
     return next((hint for sign, hint in _HINTS.items() if sign in text), "run `qdqbench check` on the file")

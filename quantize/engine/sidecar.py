@@ -36,16 +36,11 @@ class Sidecar(Strict):
 
 
 def sidecar_path(engine_path: Path) -> Path:
-    """Return `x.engine.json` for `x.engine`."""
     return engine_path.with_name(engine_path.name + ".json")
 
 
 def read_sidecar(engine_path: Path) -> Sidecar:
-    """Read the sidecar of an engine without checking the engine against it.
-
-    Raises:
-        UserError: it is missing, or of another version.
-    """
+    """Read the sidecar of an engine without checking the engine against it."""
     again = _how_to_rebuild(engine_path)
     if not sidecar_path(engine_path).is_file():
         raise UserError(
@@ -90,14 +85,12 @@ def note_sidecar(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
 
 
 def _how_to_rebuild(engine_path: Path) -> str:
-    """Return the command that builds an engine of a run directory again."""
     folder = engine_path.parent.parent
     run = shlex.quote(str(folder)) if (folder / "run.json").is_file() else "RUN"
     return f"build it again with `qdqbench build {run}`"
 
 
 def _differences(sidecar: Sidecar, engine_path: Path, onnx_path: Path | None, gpu: Gpu | None) -> list[str]:
-    """Return the differences between an engine's sidecar and the files and machine at hand."""
     messages = []
     if files.sha256(engine_path) != sidecar.engine_sha256:
         messages.append("the file is not the one that was built")

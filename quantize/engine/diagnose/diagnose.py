@@ -17,10 +17,9 @@ MAX_FILES = 16
 
 
 def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
-    """Return the findings in files of one build, in any mix of the formats of `sources`.
+    """Return the findings in files of one build.
 
-    Args:
-        load_engine: let TensorRT load an engine for its layer table. An engine is a program: your own only.
+    With `load_engine` TensorRT loads an engine for its layer table. An engine is a program: your own only.
 
     Raises:
         UserError: no file, too many, or one that cannot be read; names it.
@@ -44,7 +43,6 @@ def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
 
 
 def _load_table(sources: Sources) -> list[LayerRow]:
-    """Return the layer table that TensorRT itself reads from an engine."""
     if sources.engine is None:
         raise UserError("--load-engine needs an engine among the files")
     backend = choose_backend(sources.engine.backend)

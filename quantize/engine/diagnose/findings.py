@@ -137,8 +137,6 @@ class Finding(Strict):
 
 
 class SourceRow(Strict):
-    """One file that was read."""
-
     name: str
     kind: str
     what: str  # in a few words
@@ -153,23 +151,15 @@ class Diagnosis(Tabular):
     joined: list[str] = []  # which files were read together, and by what
 
     def rows(self) -> list[Finding]:
-        """Return one row for each finding."""
         return self.findings
 
     @property
     def errors(self) -> list[Finding]:
-        """Findings for which the exit status is 2."""
         return [row for row in self.findings if row.severity == "error"]
 
 
 def group_finding(report: CheckReport, group: Group, path: Path) -> Finding:
-    """Return one finding for all places of a code.
-
-    Args:
-        report: of the whole file.
-        group: one of the report's.
-        path: of the file, for commands.
-    """
+    """Return one finding for all places of a code; `path` goes into commands."""
     nodes = group.gemms or [row.node for row in group.rows]
     what, templates = ADVICE[group.code]
     for key, number in (("n", group.rows), ("gemms", group.gemms), ("all", report.gemms)):
@@ -193,7 +183,6 @@ def group_finding(report: CheckReport, group: Group, path: Path) -> Finding:
 
 
 def with_file(texts: Sequence[str], path: Path | None) -> list[str]:
-    """Return fixes with the file in them, as it was given, for a shell."""
     file = str(path or "MODEL.onnx")
     fixed = str(Path(file).with_suffix(".fixed.onnx"))
     return [

@@ -158,7 +158,6 @@ class LogFile:
 
 
 def is_log(start: bytes) -> bool:
-    """Whether the first bytes of a file look like a build log: text with the marks of one of the tools."""
     text = start.decode("utf-8", errors="replace")
     strange = sum(not (c.isprintable() or c.isspace() or c == "\x1f") for c in text)
     return strange <= len(text) // 50 and any(
@@ -195,7 +194,7 @@ def read_log(path: Path) -> LogFile:
 
 
 def _row(line: str) -> str:
-    """The part of a line that `parse_log` takes at its first try, which takes little time; else ''."""
+    """Return the part of a line that `parse_log` takes at its first try, in little time; else ''."""
     start = line.find("Name: ")
     _, kind, rest = line[max(start, 0) :].partition(", LayerType: ")
     word, inputs, rest = rest.partition(", Inputs: [")
@@ -235,7 +234,7 @@ def _take(found: LogFile, line: str) -> None:
 
 
 def _take_shapes(found: LogFile, line: str) -> bool:
-    """Options, shapes and times; whether the line may have any."""
+    """Read options, shapes and times; return whether the line may have any."""
     _, _, told = line.partition("] ")
     if ("trtexec" in line or "polygraphy" in line) and "--" in line:
         found.options |= {name: value or "" for name, value in _OPTION.findall(line)[:KEPT]}
@@ -269,7 +268,6 @@ def _take_shapes(found: LogFile, line: str) -> bool:
 
 
 def _named_shapes(told: str) -> Iterator[tuple[str, str]]:
-    """`input_ids=8x128`, one or several."""
     for word in told.replace(",", " ").split()[:KEPT]:
         name, _, text = word.rpartition("=")
         if 0 < len(name) <= MAX_NAME and _SHAPE.fullmatch(text):
@@ -277,7 +275,7 @@ def _named_shapes(told: str) -> Iterator[tuple[str, str]]:
 
 
 def _add_profile(found: LogFile, name: str, sizes: tuple[Shape, Shape, Shape]) -> None:
-    """To the first profile that does not have this input; a repeated line is no other profile."""
+    """Add to the first profile that does not have this input; a repeated line is no other profile."""
     if any(profile.get(name) == sizes for profile in found.profiles):
         return
     profile = next((each for each in found.profiles if name not in each), None)

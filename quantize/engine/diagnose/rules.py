@@ -29,7 +29,6 @@ FACTORED = "export.weight_scales: factored in the recipe"
 
 
 def find_all(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the findings of every rule."""
     explained: set[str] = set()  # GEMMs that a finding in the graph already says to be outside of INT8
     for finding in _graph_rules(evidence):
         explained.update(finding.nodes)
@@ -52,7 +51,6 @@ def find_all(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _graph_rules(evidence: Evidence) -> Iterator[Finding]:
-    """Yield findings in the graph; the layer table, where there is one, says what became of them."""
     if (onnx := evidence.onnx) is not None:
         for group in onnx.groups:
             yield _of_check(evidence, onnx, group)
@@ -73,7 +71,6 @@ def _of_check(evidence: Evidence, onnx: OnnxFile, group: Group) -> Finding:
 
 
 def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
-    """Report a file without Q/DQ, or with Q/DQ on a part of its linears only."""
     weighted = [name for name, product in onnx.products.items() if product.weighted]
     if onnx.integer or not weighted:
         return
@@ -108,7 +105,6 @@ def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
 
 
 def _float32(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
-    """Report Q/DQ in an FP32 graph: what is not INT8 runs in FP32 in a strongly typed engine."""
     if not onnx.qdq or not onnx.types or onnx.types["FLOAT"] < sum(onnx.types.values()):
         return
     rest = [name for name in onnx.report.not_quantized if name in onnx.products]
@@ -127,7 +123,6 @@ def _float32(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
 
 
 def _long_attention(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
-    """Report INT8 attention in an engine whose profile is longer than the fused kernel takes."""
     limit, quantized = limits_of().int8_attention_length, onnx.report.attention_quantized
     profiles = evidence.log.profiles if evidence.log else []
     highest = [high for profile in profiles for _, _, high in profile.values()]
@@ -222,7 +217,6 @@ def _attention(evidence: Evidence, inspection: Inspection) -> Iterator[Finding]:
 
 
 def _copies(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
-    """Report kernels that only move, cast, quantize or dequantize."""
     clean = evidence.onnx is not None and not evidence.onnx.groups  # then `fix` changes nothing
     for kind, code, what in (
         ("layout", "copies", "kernels only move, cast or transpose (Reformat, Cast, Transpose)"),
@@ -246,7 +240,6 @@ def _copies(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
 
 
 def _copies_by_name(evidence: Evidence, profile: dict[str, float]) -> Iterator[Finding]:
-    """Report the same of a profile without its layer table: names tell some of it."""
     rows = [LayerRow(name=name, kind="", onnx=[], inputs=[], constants=[], outputs=[]) for name in profile]
     moved = [row for row in rows if "eformat" in row.name or kernel_kind(row) == "layout"]
     total = sum(profile.values())
@@ -278,7 +271,6 @@ def _norms(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
 
 
 def _version(evidence: Evidence) -> Iterator[Finding]:
-    """Report known faults of the version; those of `_gemm_mha_v2` where a kernel is called so."""
     engine, log, profile = evidence.sources.engine, evidence.log, evidence.sources.profile
     version = (engine.version if engine else None) or (log.version if log else None)
     names = [row.name for row in evidence.layers] or list(profile)
@@ -313,7 +305,6 @@ def _version(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _times(evidence: Evidence) -> Iterator[Finding]:
-    """Report where the time of a query goes besides its kernels."""
     times, log = evidence.sources.times, evidence.log
     medians = dict(log.medians) if log else {}
     if times is not None:
@@ -352,7 +343,6 @@ def _idle_share(times: Times) -> float:
 
 
 def _implicit(evidence: Evidence) -> Iterator[Finding]:
-    """Report INT8 from a calibrator: scales missing, deprecated, gone in TensorRT 11."""
     log, cache, onnx = evidence.log, evidence.sources.cache, evidence.onnx
     missing = log.signs["missing-scale"] if log else 0
     signs = ("calibrates", "implicit-deprecated", "no-calibrator")
@@ -419,7 +409,6 @@ def _weak_typing(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
 
 
 def _shapes(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
-    """Report profiles that are tuned for another shape than the one that runs, or for everything at once."""
     near: tuple[float, str, Shape, Shape] | None = None
     for profile in log.profiles:
         for name, (_, opt, _) in profile.items():
@@ -461,7 +450,6 @@ def _shapes(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
 
 
 def _failed(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
-    """Report errors that no other rule explains."""
     known = any(log.signs[key] for key, (effect, *_) in LOG_FINDINGS.items() if effect == "refused")
     if log.errors and not known and not log.passed:
         what, why = f"the log has {len(log.errors)} errors", f"the first: {log.errors[0]}"

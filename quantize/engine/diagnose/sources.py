@@ -37,8 +37,6 @@ TOKENS = 128  # length that the FLOPs of attention are counted at
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """One node that multiplies matrices."""
-
     name: str
     weighted: bool  # by weights; else both operands are activations
     flops: float  # for one token of a sequence of TOKENS
@@ -46,8 +44,6 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """What the rules read of a graph."""
-
     path: Path
     origin: str  # who quantized it and how, in a few words
     report: CheckReport
@@ -58,21 +54,15 @@ class OnnxFile:
 
     @property
     def qdq(self) -> bool:
-        """Whether anything is quantized explicitly."""
         return self.operators["QuantizeLinear"] + self.operators["DequantizeLinear"] > 0
 
     @property
     def integer(self) -> bool:
-        """Whether operators compute on codes themselves: ONNX Runtime's own formats."""
+        """Return whether operators compute on codes themselves: ONNX Runtime's own formats."""
         return any(row.code in ("unsupported-op", "no-plain-form") for row in self.report.findings)
 
 
 def read_onnx(path: Path) -> OnnxFile:
-    """Read and check a file.
-
-    Raises:
-        UserError: as `read_model` and `check_model` raise it.
-    """
     model = read_model(path)
     try:
         report = check_model(model)
@@ -119,7 +109,7 @@ def _products(graph: CheckGraph) -> dict[str, MatrixProduct]:
 
 
 def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | None:
-    """K and N of a weight; None where both operands are activations."""
+    """Return K and N of a weight; None where both operands are activations."""
     position = PRODUCTS[node.op_type]
     if len(node.input) <= position:
         return None
@@ -137,7 +127,7 @@ def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | N
 
 
 def _origin(model: onnx.ModelProto, operators: Counter[str]) -> str:  # noqa: PLR0911  one line a tool
-    """A guess from what each tool leaves in its files."""
+    """Guess who quantized a file from what each tool leaves in it."""
     keys = {entry.key.lower() for entry in model.metadata_props[:100]}
     producer = f"{model.producer_name} {model.producer_version}".strip()[:80]
     names = " ".join(node.name for node in model.graph.node[:20_000])
@@ -174,24 +164,16 @@ _HEADER = 64
 
 @dataclass(frozen=True)
 class EngineFile:
-    """What the header says."""
-
     backend: BackendName
     version: str | None  # None: the header does not say, as those of TensorRT 8.5 and older
     bytes: int
 
 
 def is_engine(start: bytes) -> bool:
-    """Whether a file that starts with these bytes is a TensorRT engine."""
     return start[:4] in _TAGS
 
 
 def read_engine(path: Path) -> EngineFile:
-    """The header of an engine.
-
-    Raises:
-        UserError: it cannot be read, or is cut short.
-    """
     try:
         size = path.stat().st_size
         with path.open("rb") as stream:
@@ -246,7 +228,6 @@ class Sources:
     cache: CalibrationCache | None = None
 
     def name(self, kind: str) -> str:
-        """Name of the file of a kind, or of what stands for it."""
         path = self.paths.get(kind) or (self.paths.get("log") if kind == "layers" else None)
         return path.name if path else ""
 
@@ -286,16 +267,10 @@ def read_sources(paths: list[Path]) -> Sources:
 
 
 def kind_text(kind: str) -> str:
-    """`build log` for `log`."""
     return _KINDS[kind]
 
 
 def recognise(path: Path) -> str:
-    """Which of the formats a file is, by its first bytes.
-
-    Raises:
-        UserError: it cannot be read, or is none of them.
-    """
     try:
         if not path.is_file():
             raise UserError(f"{path} is not a file; give files of a build, such as model.onnx or build.log")
@@ -336,7 +311,6 @@ def _json_kind(path: Path, text: str) -> str:
 
 
 def _onnx_or_nothing(path: Path, start: bytes) -> str:
-    """A protobuf message that can start a ModelProto; the reader of ONNX says what is wrong with it."""
     text = sum(32 <= byte < 127 or byte in (9, 10, 13) for byte in start[:4096])
     if text == len(start[:4096]):
         raise UserError(
@@ -360,7 +334,6 @@ class Evidence:
 
     @cached_property
     def graph(self) -> Graph | None:
-        """Nodes of the ONNX file."""
         stopped = self.onnx is None or not self.onnx.products
         return None if stopped or self.onnx is None else read_graph(self.onnx.path)
 
@@ -384,12 +357,11 @@ class Evidence:
 
     @property
     def facts(self) -> EngineFacts | None:
-        """What one copy of the network does in the engine."""
         return self.inspection.facts if self.inspection else None
 
     @cached_property
     def joined_time(self) -> bool:
-        """Whether kernels of the profile are those of the table."""
+        """Return whether kernels of the profile are those of the table."""
         time = self.inspection.time if self.inspection else None
         return time is not None and bool(time.by_kernel)
 
@@ -402,7 +374,7 @@ class Evidence:
         return {name: rows[0] for name, rows in find_computing_rows(self.facts.rows, known).items()}
 
     def share_of_nodes(self, nodes: Collection[str]) -> Share | None:
-        """Share of profiled time that kernels of these GEMMs take, else of FLOPs; None: unknown."""
+        """Return the share of profiled time that kernels of these GEMMs take, else of FLOPs."""
         rows = {row.name: row for node in nodes for row in self._kernels.get(node, ())}
         if self.joined_time and rows:
             return self.share_of_kernels(rows.values())
@@ -415,7 +387,6 @@ class Evidence:
         return (min(1.0, len({*nodes}) / gemms), "GEMMs") if gemms and nodes else None
 
     def share_of_kernels(self, rows: Iterable[LayerRow]) -> Share | None:
-        """Share of profiled time, else of kernels."""
         names = {row.name for row in rows}
         time = self.inspection.time if self.inspection else None
         if time is not None and time.total and self.joined_time:
@@ -440,7 +411,7 @@ class Evidence:
 
         Args:
             kinds: of the files that show it; None: the layer table, and the profile that was joined with it.
-            where: the nodes in few words; None: as `named` has them.
+            where: the nodes in few words; None: formatted from `nodes`.
         """
         shown = (("layers", "profile") if self.joined_time else ("layers",)) if kinds is None else kinds
         return Finding(

@@ -67,8 +67,7 @@ _FORMS = {
 def qoperator_to_qdq(model: onnx.ModelProto) -> tuple[int, list[str]]:
     """Write integer operators as Q/DQ around plain ones, in place.
 
-    A dynamically quantized product becomes one with a DQ at its weight alone: its activation has no scale
-    before it runs.
+    A dynamically quantized product becomes one with a DQ at its weight alone.
 
     Returns:
         Nodes that were rewritten, and those that compute on codes and could not be.
@@ -137,7 +136,6 @@ def _dq(inputs: list[str], name: str, index: GraphIndex) -> onnx.NodeProto:
 
 
 def _bias(model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto, name: str) -> str | None:
-    """Return the INT32 bias of a QGemm as floating point; None where it is not constant."""
     parts = [index.constant(node.input[position]) for position in (6, 1, 4)]
     bias, first, second = parts
     if bias is None or first is None or second is None:
@@ -210,8 +208,6 @@ def _only(index: GraphIndex, tensor: str, operator: str) -> onnx.NodeProto | Non
 
 
 class EngineRow(Strict):
-    """What an engine of a file runs in INT8, or why there is none."""
-
     engine: str  # backend, version, compute capability
     refused: str | None = None
     gemms: int = 0  # linears that its layer table names
@@ -236,13 +232,10 @@ class Outputs(Strict):
 
     @property
     def holds(self) -> bool:
-        """Within the limit; what is not a number is not."""
         return self.after_error <= self.limit
 
 
 class FixReport(Strict):
-    """Of one file."""
-
     file: str
     out: str
     done: list[str]  # sentences
@@ -258,7 +251,6 @@ class FixReport(Strict):
 
     @property
     def failures(self) -> list[str]:
-        """Sentences on what does not hold."""
         found = []
         if not self.outputs.holds:
             out = self.outputs
@@ -275,8 +267,6 @@ LIMIT = 0.1  # relative error of outputs to the same graph without Q/DQ
 
 @dataclass(frozen=True)
 class FixOptions:
-    """How a file is rewritten and proven."""
-
     compute: Compute = "fp16"  # of what is not INT8 in a graph that is all FP32
     weights: WeightForm = "channel"
     inputs: Path | Mapping[str, Array] | None = None  # samples, which calibrate what has no scale too
@@ -329,7 +319,6 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
 
 
 def _feeds(model: onnx.ModelProto, options: FixOptions) -> tuple[Feeds, str]:
-    """Return inputs, and where they come from."""
     given = options.inputs
     if given is None:
         return random_feeds(model, options.seed), f"random, seed {options.seed}"
@@ -408,7 +397,6 @@ def _calibrate(plain: onnx.ModelProto, scales: Scales, feeds: Feeds) -> list[Pro
 def _sentences(  # noqa: PLR0913, PLR0917
     scales: Scales, taken: int, placed: int, made: int, rounded: int, calibrated: list[Product]
 ) -> list[str]:
-    """Return what was done to the Q/DQ, as far as anything was."""
     counts = {
         f"{{n}} Q and DQ taken off, {placed} put on: at the inputs of {made} GEMMs, and nowhere else": taken,
         "weights are INT8 codes [N, K] with a DQ alone": made,
@@ -452,9 +440,6 @@ def compare_outputs(  # noqa: PLR0913  the last two are keywords
     """Run the file, its values without Q/DQ, and what was written, on the same inputs.
 
     What was written may be FACTOR times as far from its values without Q/DQ as the file was, or `limit`.
-
-    Raises:
-        UserError: ONNX Runtime refuses what was written.
     """
     reference = run_outputs(plain, feeds)
     made = run_outputs(after, feeds)
@@ -513,7 +498,6 @@ def find_builder() -> Backend | None:
 
 
 def engine_row(path: Path, backend: Backend) -> EngineRow:
-    """Build an engine of a file and read from its layer table what runs in INT8."""
     profiles = [PROFILE] if _is_dynamic(read_model(path)) else []
     made = f"{backend.name} {backend.version}"
     try:
@@ -551,11 +535,7 @@ _TO_SOFTMAX = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Concat", "Neg", "Ma
 
 
 def finite_masks(model: onnx.ModelProto) -> list[str]:
-    """Replace what masks scores and does not fit FP16 by MASK_FILL, in place; exactly 0 behind a softmax too.
-
-    Returns:
-        Constants that were changed.
-    """
+    """Replace what masks scores and does not fit FP16 by MASK_FILL, in place; return what was changed."""
     index = GraphIndex(model)
     stored = [(tensor.name, tensor) for tensor in model.graph.initializer]
     for node in model.graph.node:
@@ -588,11 +568,7 @@ def _reaches_softmax(index: GraphIndex, name: str) -> bool:
 
 
 def to_half(model: onnx.ModelProto) -> None:
-    """Give an FP32 graph FP16 compute, in place: Q/DQ keep FP32 scales, LayerNorms compute in FP32.
-
-    Raises:
-        UserError: a constant does not fit FP16, or the types of the graph cannot be inferred.
-    """
+    """Give an FP32 graph FP16 compute, in place: Q/DQ keep FP32 scales, LayerNorms compute in FP32."""
     try:
         constants_to_initializers(model)
         drop_noop_casts(model)

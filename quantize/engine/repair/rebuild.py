@@ -39,8 +39,6 @@ class Weight:
 
 @dataclass
 class Product:
-    """One MatMul or Gemm that is to run in INT8."""
-
     node: str  # first output, which names it
     label: str
     amax: dict[int, float] = field(default_factory=dict)  # by input that is an activation
@@ -49,8 +47,6 @@ class Product:
 
 @dataclass
 class Scales:
-    """All of a graph."""
-
     products: list[Product] = field(default_factory=list)
     widened: list[str] = field(default_factory=list)  # ranges with a zero point, made symmetric around 0
     shifted: list[str] = field(default_factory=list)  # UINT8 with zero point 128: the same codes less 128
@@ -175,10 +171,7 @@ def _whole(graph: CheckGraph, attention: Attention) -> bool:
 
 
 def remove_qdq(model: onnx.ModelProto) -> int:
-    """Take every Q and DQ off a graph, in place: constants become the floating-point values of their codes.
-
-    Returns:
-        Q and DQ nodes that were taken off.
+    """Take every Q and DQ off a graph, in place, and return their number; constants become their values.
 
     Raises:
         UserError: scales that do not fit their codes.
@@ -229,16 +222,10 @@ def _final(renamed: Mapping[str, str], name: str) -> str:
 
 
 def _kept_output(nodes: Collection[onnx.NodeProto], name: str, source: str) -> onnx.NodeProto | None:
-    """Return what keeps the name of a graph output that was a Q's or DQ's."""
     return None if source == name else helper.make_node("Identity", [source], [name], name=f"{name}_Identity")
 
 
 def _values(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> Array:
-    """Return what a DQ makes of constant codes, in the type of its scale.
-
-    Raises:
-        UserError: its scales do not fit the codes.
-    """
     try:
         return _dequantized(index, dq, codes)
     except (ValueError, IndexError) as error:
@@ -395,7 +382,6 @@ def _matrix(index: GraphIndex, node: onnx.NodeProto) -> Float32 | None:
 
 
 def constant_behind(index: GraphIndex, name: str) -> Array | None:
-    """Return a constant behind Casts, Identities and Transposes."""
     steps: list[list[int] | None] = []
     for _ in range(8):
         node = index.producers.get(name)
@@ -414,7 +400,6 @@ def constant_behind(index: GraphIndex, name: str) -> Array | None:
 
 
 def _halves(model: onnx.ModelProto) -> set[str]:
-    """Return tensors in FP16."""
     inferred = onnx.shape_inference.infer_shapes(model).graph
     values = [*inferred.value_info, *inferred.input, *inferred.output]
     return {value.name for value in values if value.type.tensor_type.elem_type == TensorProto.FLOAT16}

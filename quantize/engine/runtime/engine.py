@@ -56,7 +56,6 @@ class BoundRun:
 
     @property
     def captured(self) -> bool:
-        """Return whether `launch` replays a CUDA graph; the engine's notes say where it cannot."""
         return self._graph is not None
 
     def launch(self) -> None:
@@ -70,11 +69,7 @@ class BoundRun:
             raise CheckFailed(f"{self._owner.name} fails to run")
 
     def load(self, feeds: Mapping[str, Array]) -> None:
-        """Write inputs of exactly the bound shape, and NaN into the outputs; waits.
-
-        Raises:
-            UserError: inputs are missing, unknown, or of another kind or shape.
-        """
+        """Write inputs of exactly the bound shape, and NaN into the outputs; waits."""
         tensors = to_torch(feeds, {name: t.dtype for name, t in self.inputs.items()}, self._owner.name)
         with self._torch.cuda.stream(self.stream):
             load(tensors, self.inputs)
@@ -83,13 +78,11 @@ class BoundRun:
             self.stream.synchronize()
 
     def read(self) -> Arrays:
-        """Wait, and return every output as in `Engine.run`."""
         with self._torch.cuda.stream(self.stream):
             self.stream.synchronize()
             return {name: to_numpy(buffer) for name, buffer in self.outputs.items()}
 
     def close(self) -> None:
-        """Give the memory back; it cannot run again."""
         self.stream.synchronize()
         self._graph = self._context = None
         self.inputs, self.outputs = {}, {}
@@ -146,7 +139,6 @@ class RuntimeCache:
         return runtime_config
 
     def save(self) -> None:
-        """Write the cache if it changed; call it before the engine goes."""
         runtime_cache, self._cache = self._cache, None
         if self.path is None or runtime_cache is None:
             return
@@ -163,7 +155,6 @@ class EngineMemory:
     activation_bytes_per_profile: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Return one clause for the report."""
         profiles = ", ".join(f"{size / 1e6:.1f}" for size in self.activation_bytes_per_profile)
         return (
             f"GPU memory {self.weights_and_code_bytes / 1e6:.1f} MB for weights and code, {profiles} MB for "
@@ -175,8 +166,7 @@ class Engine:
     """A deserialized engine on the GPU; close it, or use it in a `with` statement.
 
     Args:
-        path: the engine; its sidecar must lie beside it.
-        onnx_path: the graph that it must have been built from.
+        path: the engine; its sidecar must lie beside it, and `onnx_path` must be what it was built from.
         runtime_cache: file for kernels compiled just in time (TensorRT-RTX only); engines that are
             opened one after the other may share it.
         specialize: when TensorRT-RTX compiles the kernels of a shape; EAGER is before its first run.
@@ -226,7 +216,6 @@ class Engine:
         self.stream: torch.cuda.Stream = self.torch.cuda.Stream()
 
     def _describe(self, trt: Any, engine: Any) -> None:
-        """Read the names, datatypes and shapes of the engine's inputs and outputs."""
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         modes = {name: engine.get_tensor_mode(name) for name in names}
         self.inputs = [name for name in names if modes[name] == trt.TensorIOMode.INPUT]
@@ -239,21 +228,12 @@ class Engine:
         ]
 
     def choose_profile(self, batch: int, length: int) -> int:
-        """Return the index of the profile that holds the shape, the one whose opt is nearest.
-
-        Raises:
-            CheckFailed: none holds it.
-        """
         return choose_profile(self.profiles, batch, length)
 
     def run(self, feeds: Mapping[str, Array]) -> Arrays:
-        """Run once and wait.
+        """Run once and wait; what the engine did not write is NaN.
 
-        Args:
-            feeds: every input by name; floats and integers are converted to the engine's own width.
-
-        Returns:
-            Every output by name; bfloat16 and FP8 as float32. What the engine did not write is NaN.
+        Floats and integers are converted to the engine's own width; bfloat16 and FP8 come back as float32.
 
         Raises:
             UserError: inputs are missing, unknown or of another kind.
@@ -275,9 +255,6 @@ class Engine:
         """Return the buffers and an execution context for one fixed shape, by default as a CUDA graph.
 
         Each has its own activation memory (`memory.activation_bytes`).
-
-        Raises:
-            CheckFailed: no profile takes the shape, or the engine fails.
         """
         bound = BoundRun(self, batch, length, stream=stream, graph=graph)
         self._bound.add(bound)
@@ -287,9 +264,6 @@ class Engine:
         """Return the mean milliseconds of each kernel, by the name that the layer table gives it.
 
         Kernels run one after the other with a timer around each, so the sum is more than a run takes.
-
-        Raises:
-            CheckFailed: as `run`, or the backend reports no times.
         """
         tensors = to_torch(feeds, {name: self.dtypes[name] for name in self.inputs}, self.name)
         profile = self._profile_of(tensors)
@@ -354,7 +328,6 @@ class Engine:
                 raise CheckFailed(f"{self.name} fails to run ({log.errors() or 'it gives no reason'})")
 
     def _profile_of(self, tensors: "Mapping[str, torch.Tensor]") -> int:
-        """Return the profile that takes the shapes of all inputs, the one whose opt is nearest."""
         shapes = {name: tuple(buffer.shape) for name, buffer in tensors.items()}
         costs = {}
         for index, ranges in enumerate(self._ranges):
@@ -403,8 +376,6 @@ def _cuda_torch() -> Any:
 
 
 def _profiler(trt: Any) -> Any:
-    """Return a profiler that adds up milliseconds by layer name."""
-
     class Profiler(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProfiler.__init__(self)
