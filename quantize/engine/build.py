@@ -12,8 +12,7 @@ import onnx
 from onnx import numpy_helper
 
 from qdqbench.quantize.engine.backend import Backend, BuiltEngine, build_engine, choose_backend
-from qdqbench.quantize.engine.cpu.compiled import Compute, name_products
-from qdqbench.quantize.engine.cpu.runtimes import compile_model, warm_up
+from qdqbench.quantize.engine.cpu_runtimes import Compute, compile_model, name_products, warm_up
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.kernels import float_residuals, select_profile
 from qdqbench.quantize.engine.layers import (

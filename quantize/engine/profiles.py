@@ -134,8 +134,8 @@ def require_room(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -
 def note_distant_data(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -> list[str]:
     """Warn where the data is far from what the engine is tuned for, with the shapes to ask for instead.
 
-    Far: the 90th percentile of its padded batch lengths, or the batch size, differs from the opt of the profile
-    that takes it by more than a factor 2.
+    Far: the 90th percentile of its padded batch lengths, or the batch size, differs from the opt of the
+    profile that takes it by more than a factor 2.
     """
     if not len(lengths):
         return []

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from qdqbench.quantize.engine.backend import available_backends
-from qdqbench.quantize.engine.cpu.compiled import Compute
+from qdqbench.quantize.engine.cpu_runtimes import Compute
 from qdqbench.quantize.engine.hazards import is_older
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.utils import files

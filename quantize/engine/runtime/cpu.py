@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from qdqbench.quantize.engine.cpu.runtimes import compile_model, warm_up
+from qdqbench.quantize.engine.cpu_runtimes import compile_model, warm_up
 from qdqbench.quantize.engine.runtime.tensors import pad_to_profile
 from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar
 from qdqbench.quantize.tasks.types.kind import LOGITS, join_outputs

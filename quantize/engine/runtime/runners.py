@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qdqbench.quantize.engine.cpu.runtimes import compile_model
+from qdqbench.quantize.engine.cpu_runtimes import compile_model
 from qdqbench.quantize.engine.profiles import LENGTH_STEP
 from qdqbench.quantize.engine.runtime.cpu import CpuEngine, CpuRunner
 from qdqbench.quantize.engine.runtime.engine import BoundRun, Engine
