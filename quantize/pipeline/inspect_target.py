@@ -8,8 +8,8 @@ from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine import log
 from qdqbench.quantize.engine.facts import read_graph
 from qdqbench.quantize.engine.layers import parse_inspector_json, read_table
-from qdqbench.quantize.engine.runtime.cpu import CpuEngine
 from qdqbench.quantize.engine.runtime.engine import Engine
+from qdqbench.quantize.engine.runtime.runners import CpuEngine
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar, sidecar_path
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of
 from qdqbench.quantize.graph.read import read_model

@@ -10,18 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from qdqbench.quantize.engine.backend import choose_backend, describe_origin, keep, note_ignored, read_cache
 from qdqbench.quantize.engine.log import capture
 from qdqbench.quantize.engine.profiles import choose_profile, fill_shape, measure_distance
-from qdqbench.quantize.engine.runtime.tensors import (
-    DEVICE,
-    Arrays,
-    load,
-    make_poisoned,
-    to_numpy,
-    to_torch,
-    torch_dtype,
-)
 from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
@@ -29,6 +22,74 @@ from qdqbench.quantize.utils.system.gpu import find_gpu
 
 if TYPE_CHECKING:
     import torch
+
+DEVICE = "cuda"
+Arrays = dict[str, Array]
+_DTYPES = {  # trt.DataType member: torch dtype
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "FP8": "float8_e4m3fn",
+    "INT8": "int8",
+    "INT32": "int32",
+    "INT64": "int64",
+    "UINT8": "uint8",
+    "BOOL": "bool",
+}
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    import torch
+
+    if name not in _DTYPES:
+        raise UserError(f"the engine has an input or output of type {name}, which is not supported")
+    dtype: torch.dtype = getattr(torch, _DTYPES[name])
+    return dtype
+
+
+def to_torch(
+    feeds: Mapping[str, Array], dtypes: "Mapping[str, torch.dtype]", what: str
+) -> "dict[str, torch.Tensor]":
+    """Return host tensors for every input, in the engine's datatypes; an error lists all that do not fit."""
+    import torch
+
+    wrong = [f"{name} is missing" for name in dtypes if name not in feeds]
+    wrong += [f"{name} is unknown" for name in feeds if name not in dtypes]
+    tensors = {}
+    for name, dtype in dtypes.items():
+        if name not in feeds:
+            continue
+        array = np.ascontiguousarray(feeds[name])
+        floats = array.dtype.kind == "f"
+        if array.dtype.kind not in "fiub" or floats != dtype.is_floating_point:
+            wrong.append(f"{name} is {array.dtype} and the engine takes {str(dtype).removeprefix('torch.')}")
+        else:
+            # numpy's read-only arrays draw a warning from torch
+            tensors[name] = torch.from_numpy(array if array.flags.writeable else array.copy()).to(dtype)
+    if wrong:
+        raise UserError(f"inputs of {what} do not fit: {'; '.join(wrong)}")
+    return tensors
+
+
+def make_poisoned(shape: tuple[int, ...], dtype: "torch.dtype", device: str) -> "torch.Tensor":
+    """Return a buffer full of NaN, or of the smallest value of an integer type."""
+    import torch
+
+    if dtype.is_floating_point:
+        return torch.full(shape, float("nan"), dtype=torch.float32, device=device).to(dtype)
+    if dtype == torch.bool:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.full(shape, torch.iinfo(dtype).min, dtype=dtype, device=device)
+
+
+def to_numpy(tensor: "torch.Tensor") -> Array:
+    """Return an array on the host; types that numpy lacks become float32."""
+    import torch
+
+    wide = (torch.float16, torch.float32, torch.float64)
+    if tensor.dtype.is_floating_point and tensor.dtype not in wide:
+        tensor = tensor.float()
+    return np.asarray(tensor.cpu().numpy())
 
 
 class BoundRun:
@@ -71,8 +132,15 @@ class BoundRun:
     def load(self, feeds: Mapping[str, Array]) -> None:
         """Write inputs of exactly the bound shape, and NaN into the outputs; waits."""
         tensors = to_torch(feeds, {name: t.dtype for name, t in self.inputs.items()}, self._owner.name)
+        if wrong := [
+            f"{name} is {list(tensor.shape)}, not {list(self.inputs[name].shape)}"
+            for name, tensor in tensors.items()
+            if tensor.shape != self.inputs[name].shape  # copying would broadcast it
+        ]:
+            raise UserError(f"inputs have other shapes than those that are bound: {', '.join(wrong)}")
         with self._torch.cuda.stream(self.stream):
-            load(tensors, self.inputs)
+            for name, tensor in tensors.items():
+                self.inputs[name].copy_(tensor)
             for buffer in self.outputs.values():
                 buffer.copy_(make_poisoned(tuple(buffer.shape), buffer.dtype, DEVICE))
             self.stream.synchronize()
