@@ -10,26 +10,111 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from qdqbench.quantize.engine.log import (
-    BuildLog,
-    BuildProgress,
-    capture,
-    hint_for,
-    one_line,
-    progress_monitor,
-)
+from qdqbench.quantize.engine.layers import parse_inspector_json, parse_log
 from qdqbench.quantize.engine.profiles import Profile, add_profiles
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendName
 from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
+
+BuildProgress = Callable[[str, float], None]  # phase of the builder, fraction of it done in [0, 1]
+
+_HINTS = {  # part of a message: what to do
+    "same input types": "a strongly typed network takes one type per operator, so export without mixes",
+    "cale coefficient": "scales must be finite and positive, so calibrate again",
+    "Plugin not found": "the operator is not supported, so export with standard ONNX operators",
+    "Failed to parse": "the file is truncated or not ONNX, so export it again",
+    "no graph outputs": "the file is empty or not ONNX, so export it again",
+    "not support this compute capability": "name another target, such as compute capability 8.9",
+    "Cuda Runtime": "this version builds only where a GPU is, so upgrade TensorRT-RTX or build there",
+}
+
+
+@dataclass
+class BuildLog:
+    """The part of a build log that is kept: the layer table and the last errors."""
+
+    table: list[str] = field(default_factory=list)
+    messages: deque[str] = field(default_factory=lambda: deque(maxlen=200))
+
+    def add(self, severity: str, text: str) -> None:
+        if severity in ("ERROR", "INTERNAL_ERROR"):
+            self.messages.append(text)
+        elif "LayerType: " in text:  # TensorRT-RTX prints the whole table as one message
+            self.table += [line for line in text.split("\n") if "LayerType: " in line]
+
+    def errors(self) -> str:
+        return one_line(self.messages)
+
+
+@cache
+def _logger(trt: Any) -> Any:
+    """Return the one logger of this process for a backend; its `sink` is the running build's log."""
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        sink: BuildLog | None = None
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, msg: str) -> None:
+            if self.sink is not None:
+                self.sink.add(severity.name, msg)
+
+    return Logger()
+
+
+@contextmanager
+def capture(trt: Any) -> Iterator[tuple[Any, BuildLog]]:
+    """Send the backend's log to a new `BuildLog` for the length of one build."""
+    logger, log = _logger(trt), BuildLog()
+    logger.sink = log
+    try:
+        yield logger, log
+    finally:
+        logger.sink = None
+
+
+def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
+    """Return a progress monitor that hands each step to `progress` and cancels the build when that raises."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.steps: dict[str, int] = {}
+            self.error: BaseException | None = None
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            self.steps[phase_name] = max(num_steps, 1)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            try:
+                progress(phase_name, min(1.0, (step + 1) / self.steps.get(phase_name, 1)))
+            except BaseException as error:  # an exception must not cross the library's frames
+                self.error = error
+            return self.error is None
+
+        def phase_finish(self, phase_name: str) -> None:
+            self.steps.pop(phase_name, None)
+
+    return Monitor()
+
+
+def one_line(messages: Iterable[str]) -> str:
+    """Join messages in one line, without what the library says about the missing GPU after each of them."""
+    lines = (line.strip() for message in messages for line in message.split("\n"))
+    return "; ".join(line for line in lines if line and "catchCudaError" not in line)
+
 
 _FORMAT = "qdqbench cache 1"
 _MAX_HEADER = 4096
@@ -138,16 +223,13 @@ class Backend:
 @dataclass
 class BuiltEngine:
     data: bytes
-    layer_lines: list[str]  # the build log's layer table, one line a kernel
-    inspector_json: str | None  # the inspector's layer table; needs the GPU that the engine is for
-    messages: list[tuple[str, str]]  # (severity, text) of warnings and errors, the last 200
+    layers: list[LayerRow]  # by the inspector, which needs the GPU that the engine is for; else by the log
     backend: BackendName
     version: str
     compute_capability: list[str]
     ahead_of_time: bool
     seconds: float
     notes: list[str] = field(default_factory=list)  # what the user must hear about, such as an ignored cache
-    kernels: list[LayerRow] = field(default_factory=list)  # of a CPU runtime; it has no log
 
 
 def _import(name: BackendName) -> Any | None:
@@ -265,9 +347,7 @@ def build_engine(  # noqa: PLR0913  the options are keywords
         table = None if ahead_of_time else inspect_engine(trt, logger, data)
     return BuiltEngine(
         data=data,
-        layer_lines=log.table,
-        inspector_json=table,
-        messages=list(log.messages),
+        layers=parse_inspector_json(table) if table else parse_log(log.table),
         backend=backend.name,
         version=backend.version,
         compute_capability=targets,
@@ -288,9 +368,8 @@ def _start(backend: Backend, logger: Any, log: BuildLog) -> Any:
 
 
 def _refused(what: str, text: str, backend: Backend) -> UserError:
-    return UserError(
-        f"{backend.name} {backend.version} {what}: {text or 'it gives no reason'}; {hint_for(text)}"
-    )
+    hint = next((hint for sign, hint in _HINTS.items() if sign in text), "run `qdqbench check` on the file")
+    return UserError(f"{backend.name} {backend.version} {what}: {text or 'it gives no reason'}; {hint}")
 
 
 def _parse(parser: Any, network: Any, path: Path, graph: bytes | None, backend: Backend) -> None:

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 from qdqbench.quantize.engine import backend as trt
-from qdqbench.quantize.engine import log
 from qdqbench.quantize.engine.facts import read_graph
 from qdqbench.quantize.engine.layers import parse_inspector_json, read_table
 from qdqbench.quantize.engine.runtime.engine import Engine
@@ -219,7 +218,7 @@ def _engine_layers(path: Path, sidecar: Sidecar) -> list[LayerRow]:
         )
     check_sidecar(path)
     backend = trt.choose_backend(sidecar.backend)  # type: ignore[arg-type]
-    with log.capture(backend.module) as (logger, _):
+    with trt.capture(backend.module) as (logger, _):
         text = trt.inspect_engine(backend.module, logger, path.read_bytes())
     if text is None:
         raise MissingDevice(

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from qdqbench.quantize.engine.backend import choose_backend, inspect_engine
+from qdqbench.quantize.engine.backend import capture, choose_backend, inspect_engine
 from qdqbench.quantize.engine.diagnose.findings import WORST_FIRST, Diagnosis, Finding, SourceRow
 from qdqbench.quantize.engine.diagnose.rules import find_all
 from qdqbench.quantize.engine.diagnose.sources import TOKENS, Evidence, Sources, kind_text, read_sources
 from qdqbench.quantize.engine.kernels import format_count
 from qdqbench.quantize.engine.layers import parse_inspector_json
-from qdqbench.quantize.engine.log import capture
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.results import LayerRow
 

@@ -14,7 +14,6 @@ from onnx import TensorProto, helper, numpy_helper
 from qdqbench.quantize.engine.backend import Backend, build_engine, choose_backend, gpu_backend
 from qdqbench.quantize.engine.facts import read_graph
 from qdqbench.quantize.engine.inspection import format_nodes, inspect_layers
-from qdqbench.quantize.engine.layers import parse_inspector_json, parse_log
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.repair.rebuild import Product, Scales, insert_qdq, read_scales, remove_qdq
 from qdqbench.quantize.engine.repair.runs import (
@@ -505,14 +504,11 @@ def engine_row(path: Path, backend: Backend) -> EngineRow:
     except UserError as error:
         why = " ".join(str(error).replace(str(path), path.name).split())
         return EngineRow(engine=made, refused=why[:600])
-    rows = (
-        parse_inspector_json(built.inspector_json) if built.inspector_json else parse_log(built.layer_lines)
-    )
     made += f", compute capability {', '.join(built.compute_capability)}"
     made += ", built ahead of time" if built.ahead_of_time else ""
-    if not rows:
+    if not built.layers:
         return EngineRow(engine=made, refused="the builder shows no layer table")
-    judged = inspect_layers(rows, read_graph(path))
+    judged = inspect_layers(built.layers, read_graph(path))
     facts = judged.facts
     return EngineRow(
         engine=made,

@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from qdqbench.quantize.engine.backend import choose_backend, describe_origin, keep, note_ignored, read_cache
-from qdqbench.quantize.engine.log import capture
+from qdqbench.quantize.engine.backend import (
+    capture,
+    choose_backend,
+    describe_origin,
+    keep,
+    note_ignored,
+    read_cache,
+)
 from qdqbench.quantize.engine.profiles import choose_profile, fill_shape, measure_distance
 from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar
 from qdqbench.quantize.utils.arrays import Array
@@ -82,14 +88,14 @@ def make_poisoned(shape: tuple[int, ...], dtype: "torch.dtype", device: str) -> 
     return torch.full(shape, torch.iinfo(dtype).min, dtype=dtype, device=device)
 
 
-def to_numpy(tensor: "torch.Tensor") -> Array:
+def to_numpy(buffer: "torch.Tensor") -> Array:
     """Return an array on the host; types that numpy lacks become float32."""
     import torch
 
     wide = (torch.float16, torch.float32, torch.float64)
-    if tensor.dtype.is_floating_point and tensor.dtype not in wide:
-        tensor = tensor.float()
-    return np.asarray(tensor.cpu().numpy())
+    if buffer.dtype.is_floating_point and buffer.dtype not in wide:
+        buffer = buffer.float()
+    return np.asarray(buffer.cpu().numpy())
 
 
 class BoundRun:

@@ -15,7 +15,6 @@ from qdqbench.eval.verification.bisect import bisect, run_onnxruntime
 from qdqbench.eval.verification.blocks import reference_blocks, stitch
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.kernels import kernel_kind
-from qdqbench.quantize.engine.layers import parse_log
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.rewrites import list_sequence_first, use_sequence_first
@@ -69,7 +68,7 @@ def kinds(model: onnx.ModelProto, folder: Path) -> list[str]:
     built = trt.build_engine(
         folder / "model.onnx", trt.choose_backend("tensorrt_rtx"), [profile], compute_capability="8.9"
     )
-    rows = [row for row in parse_log(built.layer_lines) if any("layer.0/" in name for name in row.onnx)]
+    rows = [row for row in built.layers if any("layer.0/" in name for name in row.onnx)]
     return [kernel_kind(row) for row in rows]
 
 

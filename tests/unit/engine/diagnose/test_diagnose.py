@@ -15,7 +15,6 @@ from qdqbench.quantize.engine.backend import build_engine, choose_backend
 from qdqbench.quantize.engine.diagnose.diagnose import diagnose
 from qdqbench.quantize.engine.diagnose.findings import ADVICE, WORST_FIRST
 from qdqbench.quantize.engine.diagnose.log_file import LOG_FINDINGS, SIGNS
-from qdqbench.quantize.engine.layers import parse_log
 from qdqbench.quantize.engine.repair.fix import FixOptions, rewrite
 from qdqbench.quantize.graph.check.codes import CODES
 from qdqbench.quantize.utils.errors import UserError
@@ -273,7 +272,7 @@ def test_a_graph_and_the_table_of_its_engine_are_read_together(tmp_path):
     model = next(case for case in CASES if case.code == "half-quantized").broken()
     path = saved(tmp_path, model)
     built = build_engine(path, choose_backend("tensorrt_rtx"), [])
-    layers = {"layers": [row.model_dump() for row in parse_log(built.layer_lines)]}
+    layers = {"layers": [row.model_dump() for row in built.layers]}
     table = written(tmp_path, "layers.json", json.dumps(layers))
     report = diagnose([path, table])
     assert report.joined == ["model.onnx and layers.json by the names of ONNX nodes"]
