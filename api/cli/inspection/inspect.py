@@ -139,7 +139,7 @@ def to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
         "quantize_kernels": facts.kernels["quantize"],
         "profiles": facts.profiles,  # each has kernels of its own; counts are of one
         "kernel_counts": dict(facts.kernels),
-        "findings": find_problems(facts),
+        "findings": [problem.sentence for problem in find_problems(facts)],
         "failures": judged.failures,
         "time": judged.time and asdict(judged.time),
         "kernels": [
@@ -168,7 +168,7 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
         known = [
             text for cc in side.compute_capability for text in find_hazards(side.backend, side.version, cc)
         ]
-    for text in (*find_problems(judged.facts), *known):
+    for text in (*(problem.sentence for problem in find_problems(judged.facts)), *known):
         out.print(f"[yellow]note[/] {plain(text)}", highlight=False)
     out.print()
     out.print(kernel_table(judged, every), highlight=False)

@@ -9,7 +9,7 @@ from qdqbench.quantize.engine.diagnose.log_file import LOG_FINDINGS, LogFile, Sh
 from qdqbench.quantize.engine.diagnose.sources import Evidence, OnnxFile
 from qdqbench.quantize.engine.facts import EngineFacts
 from qdqbench.quantize.engine.hazards import find_hazards, is_older
-from qdqbench.quantize.engine.inspection import Inspection
+from qdqbench.quantize.engine.inspection import Inspection, find_problems
 from qdqbench.quantize.engine.kernels import block_of_node, kernel_kind, kernel_label
 from qdqbench.quantize.engine.layers import NotInt8, base_name, is_attention
 from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
@@ -25,7 +25,13 @@ _FLOAT = 0.02  # a share of the FLOPs below which linears without Q/DQ are not w
 _WIDE = 16.0  # tokens at the maximum over tokens at the optimum, in one profile
 _DEQUANTIZED = ("dequantizes both", "dequantizes weights")  # Q/DQ in the file, and no INT8 kernel
 _WEAK = ("int8", "fp16", "bf16", "best", "fp8", "calib", "precisionConstraints", "layerPrecisions")
-FACTORED = "export.weight_scales: factored in the recipe"
+_ENGINE_FIXES = {  # code of an engine's problem -> what to do besides its remedy in the recipe
+    "raw-int32-as-fp16": [FIX],
+    "gemm-writes-fp32": [f"{FIX} --weights factored"],
+    "attention-apart": [FIX],
+    "qkv-apart": [],
+    "layernorm-fp16": [FIX],
+}
 
 
 def find_all(evidence: Evidence) -> Iterator[Finding]:
@@ -35,9 +41,7 @@ def find_all(evidence: Evidence) -> Iterator[Finding]:
         yield finding
     if evidence.inspection is not None:
         yield from _gemms(evidence, evidence.inspection, explained)
-        yield from _attention(evidence, evidence.inspection)
         yield from _copies(evidence, evidence.inspection.facts)
-        yield from _norms(evidence, evidence.inspection.facts)
     elif evidence.sources.profile:
         yield from _copies_by_name(evidence, evidence.sources.profile)
     yield from _version(evidence)
@@ -163,57 +167,28 @@ def _gemms(evidence: Evidence, inspection: Inspection, explained: Collection[str
             nodes=nodes,
             share=evidence.share_of_nodes(nodes),
         )
-    if raw := facts.raw_outputs:
-        yield evidence.finding(
-            "raw-int32-as-fp16",
-            "wrong",
-            f"{len(raw)} of {total} INT8 GEMMs store their INT32 sums as FP16 before they are scaled",
-            "sums over 65504 become infinite, and the answers NaN",
-            [FIX, FACTORED],
-            nodes=raw,
-            share=evidence.share_of_nodes(raw),
-        )
-    if wide := facts.fp32_outputs:
-        yield evidence.finding(
-            "gemm-writes-fp32",
-            "slow",
-            f"{len(wide)} of {len(facts.int8)} INT8 GEMMs write FP32",
-            "that is twice the bytes of FP16, in the kernels that move the most",
-            [f"{FIX} --weights factored", FACTORED],
-            nodes=wide,
-            share=evidence.share_of_nodes(wide),
-        )
-
-
-def _attention(evidence: Evidence, inspection: Inspection) -> Iterator[Finding]:
-    facts, onnx, limits = inspection.facts, evidence.onnx, limits_of()
-    apart = facts.attentions - len(facts.fused)
-    if apart > 0:
-        products = {*inspection.graph.products}
-        rows = [
-            row
-            for row in facts.rows
-            if kernel_kind(row) == "softmax" or products.intersection(facts.computed.get(row.name, ()))
-        ]
-        partial = [group for group in (onnx.groups if onnx else []) if group.code == "partial-attention"]
-        if partial:
-            why = f"the graph says why: {partial[0].rows[0].why}"
-        elif onnx and onnx.types["FLOAT"] == sum(onnx.types.values()) > 0:
-            why = "the graph is FP32, and the fused kernels are for FP16, BF16 and INT8"
-        else:
-            why = (
-                "it takes Q/DQ on all of q, k, v, the softmax output and the output, or on none; in INT8 "
-                f"head size {limits.head_sizes_text} and at most {limits.int8_attention_length} tokens; in "
-                "FP16 a mask that is added once and no other operator in between"
+    onnx = evidence.onnx
+    for problem in find_problems(facts):
+        why = problem.why or "one GEMM is faster for small batches, three for large ones"
+        nodes = problem.nodes
+        share = evidence.share_of_nodes(nodes)
+        if problem.code == "attention-apart":
+            products = {*inspection.graph.products}
+            share = evidence.share_of_kernels(
+                row
+                for row in facts.rows
+                if kernel_kind(row) == "softmax" or products.intersection(facts.computed.get(row.name, ()))
             )
-        what = f"{apart} of {facts.attentions} attentions fall apart into single kernels"
-        share = evidence.share_of_kernels(rows)
-        yield evidence.finding("attention-apart", "slow", what, why, [FIX], share=share)
-    if facts.qkv_apart:
-        what = f"q, k and v are three GEMMs in {facts.qkv_apart} of {facts.qkv} attentions"
-        why = "one GEMM is faster for small batches, three for large ones"
-        fixes = ["export.qkv_scales: shared in the recipe, with factored weights"]
-        yield evidence.finding("qkv-apart", "note", what, why, fixes)
+            partial = [group for group in (onnx.groups if onnx else []) if group.code == "partial-attention"]
+            if partial:
+                why = f"the graph says why: {partial[0].rows[0].why}"
+            elif onnx and onnx.types["FLOAT"] == sum(onnx.types.values()) > 0:
+                why = "the graph is FP32, and the fused kernels are for FP16, BF16 and INT8"
+        if problem.code in _ENGINE_FIXES:
+            fixes = [*_ENGINE_FIXES[problem.code], f"{problem.remedy} in the recipe"]
+            yield evidence.finding(
+                problem.code, problem.effect, problem.what, why, fixes, nodes=nodes, share=share
+            )
 
 
 def _copies(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
@@ -255,18 +230,6 @@ def _copies_by_name(evidence: Evidence, profile: dict[str, float]) -> Iterator[F
             share=(share, "profiled time"),
             kinds=["profile"],
             where="",
-        )
-
-
-def _norms(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
-    if low := facts.norms.get("FP16", []):
-        yield evidence.finding(
-            "layernorm-fp16",
-            "note",
-            f"{len(low)} of {sum(map(len, facts.norms.values()))} LayerNorms sum their squares in FP16",
-            "sums over 65504 overflow; models with large activations then answer NaN",
-            [FIX, 'the rule {match: "*", type: LayerNorm, precision: fp32} in the recipe'],
-            nodes=low,
         )
 
 
