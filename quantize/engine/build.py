@@ -11,13 +11,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from qdqbench.quantize.engine.backend import (
-    Backend,
-    BuildProgress,
-    BuiltEngine,
-    build_engine,
-    choose_backend,
-)
+from qdqbench.quantize.engine.backend import Backend, BuildProgress, BuiltEngine, build_engine, choose_backend
 from qdqbench.quantize.engine.cpu_runtimes import Compute, compile_model, name_products, warm_up
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.kernels import float_residuals, select_profile

@@ -13,12 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine import build as module
 from qdqbench.quantize.engine import sidecar
-from qdqbench.quantize.engine.backend import (
-    BuiltEngine,
-    available_backends,
-    build_engine,
-    choose_backend,
-)
+from qdqbench.quantize.engine.backend import BuiltEngine, available_backends, build_engine, choose_backend
 from qdqbench.quantize.engine.build import build, list_gemms, require_int8
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
@@ -273,8 +268,7 @@ def test_every_difference_from_the_sidecar_is_named(make, tmp_path, models, monk
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "does not exist"), ("{", "not valid JSON"), ("{}", "no engine sidecar")],
+    ("content", "message"), [(None, "does not exist"), ("{", "not valid JSON"), ("{}", "no engine sidecar")]
 )
 def test_a_bad_sidecar_is_refused(tmp_path, content, message):
     if content is not None:

@@ -120,10 +120,7 @@ def test_what_a_cache_lacks_is_calibrated_and_named(folder, graph, found, tmp_pa
     lost, zero = LINEARS[3], LINEARS[5]
     cache = write_cache(tmp_path / "c", graph, found | {zero: 0.0}, without=(lost,))
     made = recipe_from_cache(cache, str(folder))
-    assert made.calibrated == {
-        lost: "the cache does not name its input",
-        zero: "its amax in the cache is 0",
-    }
+    assert made.calibrated == {lost: "the cache does not name its input", zero: "its amax in the cache is 0"}
     assert f"# calibrated: {lost}: the cache" in made.text
     assert parse_recipe(made.text, "it").calibration.amax == made.given
 

@@ -57,12 +57,7 @@ def feeds(model, rows: int = 2, length: int = 16) -> dict:
 def test_every_linear_is_proven_and_answers_are_those_of_the_graph(backend, graphs, tmp_path):
     path, engine = graphs[backend], tmp_path / "x.engine"
     found = build(
-        path,
-        engine,
-        backend=backend,
-        profiles=[PROFILE],
-        expected_gemms=linears(path),
-        expected_attention=0,
+        path, engine, backend=backend, profiles=[PROFILE], expected_gemms=linears(path), expected_attention=0
     )
     assert (found.int8_gemms, found.not_int8) == (12, [])
     loaded = compile_model(backend, engine.read_bytes(), blob=True, compute="fp32")
