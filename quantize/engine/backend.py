@@ -120,83 +120,72 @@ _FORMAT = "qdqbench cache 1"
 _MAX_HEADER = 4096
 
 
-def describe_origin(backend: str, version: str, gpu: Gpu | None) -> dict[str, str]:
-    return {
-        "backend": backend,
-        "version": version,
-        "gpu": gpu.name if gpu else "none",
-        "compute_capability": gpu.compute_capability if gpu else "none",
-        "driver": (gpu.driver if gpu else None) or "unknown",
-    }
+class CacheFile:
+    """What a backend kept of earlier builds or runs; it only saves time, so faults of the file are notes.
 
-
-def read_cache(path: Path, here: dict[str, str]) -> tuple[bytes, str | None]:
-    """Return the content of a cache, empty where there is none to use, and a note where a file was ignored.
-
-    Not every version of a backend refuses a cache of another version, GPU or driver: `here` must be the same.
+    Not every version of a backend refuses a cache of another version, GPU or driver: the header says them.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return b"", None
-    except OSError as error:
-        return b"", note_ignored(path, f"it cannot be read ({error.strerror})")
-    line, _, blob = data.partition(b"\n")
-    try:
-        header = json.loads(line[:_MAX_HEADER])
-        there = dict(header.pop("origin"))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return b"", note_ignored(path, "it is not a cache of qdqbench")
-    if header != {"format": _FORMAT, "bytes": len(blob)}:
-        return b"", note_ignored(path, "it is not whole, or of another format")
-    if there != here:
-        names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-        changed = ", ".join(f"{name} was {there.get(name)} and is {here.get(name)}" for name in names)
-        return b"", note_ignored(path, changed)
-    return blob, None
+
+    def __init__(self, path: Path | None, backend: str, version: str, gpu: Gpu | None) -> None:
+        self.path, self.blob, self.notes = path, b"", list[str]()
+        self._origin = {
+            "backend": backend,
+            "version": version,
+            "gpu": gpu.name if gpu else "none",
+            "compute_capability": gpu.compute_capability if gpu else "none",
+            "driver": (gpu.driver if gpu else None) or "unknown",
+        }
+        if path is None:
+            return
+        try:
+            self._take(path.read_bytes())
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.ignore(f"it cannot be read ({error.strerror})")
+
+    def _take(self, data: bytes) -> None:
+        line, _, blob = data.partition(b"\n")
+        try:
+            header = json.loads(line[:_MAX_HEADER])
+            there = dict(header.pop("origin"))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return self.ignore("it is not a cache of qdqbench")
+        if header != {"format": _FORMAT, "bytes": len(blob)}:
+            return self.ignore("it is not whole, or of another format")
+        if there == self._origin:
+            self.blob = blob
+            return None
+        names = [name for name in self._origin | there if self._origin.get(name) != there.get(name)]
+        changes = (f"{name} was {there.get(name)} and is {self._origin.get(name)}" for name in names)
+        return self.ignore(", ".join(changes))
+
+    def ignore(self, why: str) -> None:
+        assert self.path is not None
+        self.blob = b""
+        self.notes.append(f"{self.path.name} is ignored and made anew: {why}")
+
+    def keep(self, memory: Any) -> None:
+        """Write what a backend serialized, where it differs from what was read."""
+        blob = bytes(memory) if memory is not None else b""
+        if self.path is None or not blob or blob == self.blob:
+            return
+        header = {"format": _FORMAT, "bytes": len(blob), "origin": self._origin}
+        try:
+            files.write_bytes(self.path, json.dumps(header).encode() + b"\n" + blob)
+        except (OSError, UserError) as error:  # the result is there already
+            self.notes.append(f"{self.path.name} is not kept: {error}")
 
 
-def write_cache(path: Path, here: dict[str, str], blob: bytes) -> None:
-    """Write a cache and where it is from, atomically."""
-    header = {"format": _FORMAT, "bytes": len(blob), "origin": here}
-    files.write_bytes(path, json.dumps(header).encode() + b"\n" + blob)
-
-
-def note_ignored(path: Path, why: str) -> str:
-    return f"{path.name} is ignored and made anew: {why}"
-
-
-class TimingCache:
-    """Kernel timings of earlier builds, given to a TensorRT builder and kept after the build."""
-
-    def __init__(self, config: Any, path: Path, here: dict[str, str]) -> None:
-        self.path, self.here = path, here
-        self._found, note = read_cache(path, here)
-        timing_cache = config.create_timing_cache(self._found)
-        if self._found and (timing_cache is None or not config.set_timing_cache(timing_cache, False)):
-            self._found, note = b"", note_ignored(path, "the builder refuses it")
-            timing_cache = config.create_timing_cache(b"")
-        if not self._found:
-            config.set_timing_cache(timing_cache, False)
-        self._cache: Any = timing_cache  # must live until the engine is built
-        self.notes = [note] if note else []
-
-    def save(self) -> list[str]:
-        timing_cache, self._cache = self._cache, None
-        self.notes += keep(self.path, self.here, timing_cache.serialize(), self._found)
-        return self.notes
-
-
-def keep(path: Path, here: dict[str, str], memory: Any, found: bytes) -> list[str]:
-    """Write what a backend serialized, where it differs from what was found; returns notes for the user."""
-    blob = bytes(memory) if memory is not None else b""
-    if not blob or blob == found:
-        return []
-    try:
-        write_cache(path, here, blob)
-    except (OSError, UserError) as error:  # a cache only saves time; the result is there already
-        return [f"{path.name} is not kept: {error}"]
-    return []
+def set_timings(config: Any, timings: CacheFile) -> Any:
+    """Return the cache of kernel timings that a builder takes; it must live until the engine is built."""
+    timing_cache = config.create_timing_cache(timings.blob)
+    if timings.blob and (timing_cache is None or not config.set_timing_cache(timing_cache, False)):
+        timings.ignore("the builder refuses it")
+        timing_cache = config.create_timing_cache(b"")
+    if not timings.blob:
+        config.set_timing_cache(timing_cache, False)
+    return timing_cache
 
 
 # Ada (L4, L40S, RTX 40): the common INT8 inference boards that RTX supports
@@ -327,11 +316,10 @@ def build_engine(  # noqa: PLR0913  the options are keywords
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # datatypes in the layer table
         targets, ahead_of_time = _set_target(config, backend, compute_capability)
         add_profiles(builder, network, config, profiles)
-        timings = None
-        if timing_cache and backend.name == "tensorrt":
-            timings = TimingCache(
-                config, timing_cache, describe_origin(backend.name, backend.version, backend.gpu)
-            )
+        timings = CacheFile(
+            timing_cache if backend.name == "tensorrt" else None, backend.name, backend.version, backend.gpu
+        )
+        kernel_times = set_timings(config, timings) if timings.path else None
         monitor = progress_monitor(trt, progress) if progress else None
         config.progress_monitor = monitor
         serialized = builder.build_serialized_network(network, config)
@@ -341,8 +329,16 @@ def build_engine(  # noqa: PLR0913  the options are keywords
         if serialized is None:
             raise _refused(f"cannot build an engine from {onnx_path}", log.errors(), backend)
         data = bytes(serialized)
-        notes = timings.save() if timings else []
-        del serialized, parser, config, network, builder  # children before the builder that made them
+        if kernel_times is not None:
+            timings.keep(kernel_times.serialize())
+        del (
+            serialized,
+            kernel_times,
+            parser,
+            config,
+            network,
+            builder,
+        )  # children first
         seconds = time.perf_counter() - started
         table = None if ahead_of_time else inspect_engine(trt, logger, data)
     return BuiltEngine(
@@ -353,7 +349,7 @@ def build_engine(  # noqa: PLR0913  the options are keywords
         compute_capability=targets,
         ahead_of_time=ahead_of_time,
         seconds=seconds,
-        notes=notes,
+        notes=timings.notes,
     )
 
 

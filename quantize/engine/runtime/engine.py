@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from qdqbench.quantize.engine.backend import (
-    capture,
-    choose_backend,
-    describe_origin,
-    keep,
-    note_ignored,
-    read_cache,
-)
+from qdqbench.quantize.engine.backend import CacheFile, capture, choose_backend
 from qdqbench.quantize.engine.profiles import choose_profile, fill_shape, measure_distance
 from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar
 from qdqbench.quantize.utils.arrays import Array
@@ -186,16 +179,12 @@ Specialize = Literal["EAGER", "LAZY", "NONE"]  # members of DynamicShapesKernelS
 class RuntimeCache:
     """Kernels that contexts of one engine compiled, kept in a file where one is given."""
 
-    def __init__(self, engine: Any, path: Path | None, here: dict[str, str]) -> None:
-        self.path, self.here, self.notes = path, here, list[str]()
+    def __init__(self, engine: Any, file: CacheFile) -> None:
+        self._file = file
         runtime_config = engine.create_runtime_config()
         runtime_cache = runtime_config.create_runtime_cache()
-        self._found = b""
-        if path is not None:
-            self._found, note = read_cache(path, here)
-            if self._found and not runtime_cache.deserialize(self._found):
-                self._found, note = b"", note_ignored(path, "the runtime refuses it")
-            self.notes += [note] if note else []
+        if file.blob and not runtime_cache.deserialize(file.blob):
+            file.ignore("the runtime refuses it")
         self._cache: Any = runtime_cache
 
     def config(self, trt: Any, engine: Any, specialize: Specialize) -> Any:
@@ -214,9 +203,8 @@ class RuntimeCache:
 
     def save(self) -> None:
         runtime_cache, self._cache = self._cache, None
-        if self.path is None or runtime_cache is None:
-            return
-        self.notes += keep(self.path, self.here, runtime_cache.serialize(), self._found)
+        if runtime_cache is not None:
+            self._file.keep(runtime_cache.serialize())
 
 
 @dataclass(frozen=True)
@@ -283,10 +271,9 @@ class Engine:
         self.memory = EngineMemory(sidecar.engine_bytes, used, max(sizes, default=0), sizes)
         self._describe(trt, engine)
         if backend.name == "tensorrt_rtx":
-            self._jit = RuntimeCache(
-                engine, runtime_cache, describe_origin(backend.name, backend.version, gpu)
-            )
-            self.notes += self._jit.notes
+            file = CacheFile(runtime_cache, backend.name, backend.version, gpu)
+            self._jit = RuntimeCache(engine, file)
+            file.notes = self.notes = [*self.notes, *file.notes]
         self.stream: torch.cuda.Stream = self.torch.cuda.Stream()
 
     def _describe(self, trt: Any, engine: Any) -> None:
@@ -423,7 +410,6 @@ class Engine:
         self._contexts.clear()
         if self._jit is not None:
             self._jit.save()
-            self.notes += [note for note in self._jit.notes if note not in self.notes]
         # TensorRT wants contexts gone before engines, and engines before the runtime
         self._jit = self._engine = None
         self._runtime = None
