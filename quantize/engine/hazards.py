@@ -17,15 +17,6 @@ class Hazard:
     fixed: str | None = None  # first version that does not
     compute_capability: str | None = None  # None: every GPU
 
-    def applies(self, backend: str, version: str, compute_capability: str | None) -> bool:
-        here = _parsed(version)
-        return (
-            backend == self.backend
-            and (self.since is None or here >= _parsed(self.since))
-            and (self.fixed is None or here < _parsed(self.fixed))
-            and self.compute_capability in (None, compute_capability)
-        )
-
 
 HAZARDS = (
     Hazard(
@@ -67,8 +58,15 @@ RTX_WITHOUT_GPU = "1.6"  # first TensorRT-RTX that builds where no GPU is
 
 
 def find_hazards(backend: str, version: str, compute_capability: str | None) -> list[str]:
-    found = [hazard for hazard in HAZARDS if hazard.applies(backend, version, compute_capability)]
-    return [f"{backend} {version}: {hazard.what}" for hazard in found]
+    here = _parsed(version)
+    return [
+        f"{backend} {version}: {hazard.what}"
+        for hazard in HAZARDS
+        if hazard.backend == backend
+        and (hazard.since is None or here >= _parsed(hazard.since))
+        and (hazard.fixed is None or here < _parsed(hazard.fixed))
+        and hazard.compute_capability in (None, compute_capability)
+    ]
 
 
 def is_older(version: str, other: str) -> bool:

@@ -93,7 +93,11 @@ def inspect_layers(
     for row in layers:
         for name in dict.fromkeys((*name_parts(row), *row.onnx)):
             naming[name].append(row)
-    ran = layers if times is None else _copies_that_ran(layers, times)
+    ran = list(layers)
+    if times is not None:  # each profile has its own kernels for every layer: those of the measured ones
+        copies = {copy_of(row) for row in layers if row.name in times} | {""}
+        if len(copies) > 1:
+            ran = [row for row in layers if copy_of(row) in copies]
     return Inspection(
         proof=proof,
         facts=collect_facts(ran, graph),
@@ -104,13 +108,6 @@ def inspect_layers(
         reasons={node: why_not(naming[node], node) for node in proof.not_int8},
         time=None if times is None else split_time(ran, times),
     )
-
-
-def _copies_that_ran(layers: Sequence[LayerRow], times: Mapping[str, float]) -> list[LayerRow]:
-    """Return the kernels of the profiles that were measured; each profile has its own for every layer."""
-    ran = {copy_of(row) for row in layers if row.name in times} | {""}
-    rows = [row for row in layers if copy_of(row) in ran]
-    return rows if len(ran) > 1 else list(layers)
 
 
 def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:

@@ -61,10 +61,33 @@ def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
     if not engine_path.is_file():
         raise UserError(f"{engine_path} does not exist; {again}")
     gpu = find_gpu()
-    if differences := _differences(sidecar, engine_path, onnx_path, gpu):
-        if sidecar.ahead_of_time and gpu and gpu.compute_capability not in sidecar.compute_capability:
-            again += " (with engine.compute_capability: null in the recipe)"
-        raise UserError(f"{engine_path} cannot be used here: {'; '.join(differences)}; {again}")
+    messages = []
+    if files.sha256(engine_path) != sidecar.engine_sha256:
+        messages.append("the file is not the one that was built")
+    if onnx_path is not None and not onnx_path.is_file():
+        messages.append(f"{onnx_path.name}, which it was built from, does not exist")
+    elif onnx_path is not None and files.sha256(onnx_path) != sidecar.onnx_sha256:
+        messages.append(f"it was built from another {onnx_path.name}")
+    version = available_backends().get(sidecar.backend)
+    if version != sidecar.version:
+        here = f"has version {version}" if version else "is not installed"
+        messages.append(f"it needs {sidecar.backend} {sidecar.version} and {sidecar.backend} {here}")
+    if sidecar.cpu is not None:
+        if lost := sorted({*sidecar.cpu_features} - {*find_cpu().features}):
+            messages.append(f"it was built on {sidecar.cpu} and this CPU lacks {', '.join(lost)}")
+    elif gpu is not None:
+        if gpu.compute_capability not in sidecar.compute_capability:
+            targets = ", ".join(sidecar.compute_capability)
+            messages.append(
+                f"it is for compute capability {targets} and the {gpu.name} has {gpu.compute_capability}"
+            )
+            if sidecar.ahead_of_time:
+                again += " (with engine.compute_capability: null in the recipe)"
+        if sidecar.driver and gpu.driver and is_older(gpu.driver, sidecar.driver):
+            built = f"it was built with driver {sidecar.driver}"
+            messages.append(f"{built} and the older {gpu.driver} runs here")
+    if messages:
+        raise UserError(f"{engine_path} cannot be used here: {'; '.join(messages)}; {again}")
     return sidecar
 
 
@@ -88,31 +111,3 @@ def _how_to_rebuild(engine_path: Path) -> str:
     folder = engine_path.parent.parent
     run = shlex.quote(str(folder)) if (folder / "run.json").is_file() else "RUN"
     return f"build it again with `qdqbench build {run}`"
-
-
-def _differences(sidecar: Sidecar, engine_path: Path, onnx_path: Path | None, gpu: Gpu | None) -> list[str]:
-    messages = []
-    if files.sha256(engine_path) != sidecar.engine_sha256:
-        messages.append("the file is not the one that was built")
-    if onnx_path is not None and not onnx_path.is_file():
-        messages.append(f"{onnx_path.name}, which it was built from, does not exist")
-    elif onnx_path is not None and files.sha256(onnx_path) != sidecar.onnx_sha256:
-        messages.append(f"it was built from another {onnx_path.name}")
-    version = available_backends().get(sidecar.backend)
-    if version != sidecar.version:
-        here = f"has version {version}" if version else "is not installed"
-        messages.append(f"it needs {sidecar.backend} {sidecar.version} and {sidecar.backend} {here}")
-    if sidecar.cpu is not None:
-        if lost := sorted({*sidecar.cpu_features} - {*find_cpu().features}):
-            messages.append(f"it was built on {sidecar.cpu} and this CPU lacks {', '.join(lost)}")
-        return messages
-    if gpu is None:
-        return messages
-    if gpu.compute_capability not in sidecar.compute_capability:
-        targets = ", ".join(sidecar.compute_capability)
-        messages.append(
-            f"it is for compute capability {targets} and the {gpu.name} has {gpu.compute_capability}"
-        )
-    if sidecar.driver and gpu.driver and is_older(gpu.driver, sidecar.driver):
-        messages.append(f"it was built with driver {sidecar.driver} and the older {gpu.driver} runs here")
-    return messages

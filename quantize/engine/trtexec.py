@@ -135,9 +135,9 @@ def build_options(onnx: str, stem: str, inputs: Inputs, profiles: Sequence[Profi
     shapes = []
     for number, profile in enumerate(profiles):
         shapes.append(f"--profile={number}")
-        shapes += [
-            f"--{end}Shapes={_shapes_text(inputs, getattr(profile, end))}" for end in ("min", "opt", "max")
-        ]
+        for end, size in (("min", profile.min), ("opt", profile.opt), ("max", profile.max)):
+            sizes = {name: "x".join(map(str, fill_shape(shape, size))) for name, shape in inputs.items()}
+            shapes.append(f"--{end}Shapes={','.join(f'{_quoted(name)}:{sizes[name]}' for name in sizes)}")
     return [
         f"--onnx={onnx}",
         "--stronglyTyped",
@@ -149,12 +149,6 @@ def build_options(onnx: str, stem: str, inputs: Inputs, profiles: Sequence[Profi
         f"--saveEngine={stem}.engine",
         "--skipInference",
     ]
-
-
-def _shapes_text(inputs: Inputs, size: tuple[int, int]) -> str:
-    return ",".join(
-        f"{_quoted(name)}:{'x'.join(map(str, fill_shape(shape, size)))}" for name, shape in inputs.items()
-    )
 
 
 def _quoted(name: str) -> str:

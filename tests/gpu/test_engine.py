@@ -192,7 +192,7 @@ def test_several_profiles(linears, tmp_path):
     """Each shape in the profile that is made for it, against ONNX Runtime, with memory for each."""
     from qdqbench.eval.metrics.runners import onnxruntime_runner
     from qdqbench.quantize.engine.build import build, list_gemms
-    from qdqbench.quantize.engine.profiles import Profile
+    from qdqbench.quantize.engine.profiles import Profile, choose_profile
     from qdqbench.quantize.engine.runtime.engine import Engine
     from qdqbench.quantize.engine.runtime.runners import open_runner
 
@@ -210,7 +210,9 @@ def test_several_profiles(linears, tmp_path):
     assert result.not_int8 == []
     reference = onnxruntime_runner(onnx)
     with Engine(tmp_path / "x.engine", onnx) as loaded:
-        assert [loaded.choose_profile(*size) for size in ((1, 20), (2, 128), (4, 16), (64, 128))] == [
+        assert [
+            choose_profile(loaded.profiles, *size) for size in ((1, 20), (2, 128), (4, 16), (64, 128))
+        ] == [
             0,
             0,
             1,

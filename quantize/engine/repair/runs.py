@@ -51,20 +51,18 @@ def random_feeds(model: onnx.ModelProto, seed: int) -> dict[str, Array]:
             filled = np.arange(shape[1]) < np.resize(lengths, shape[0])[:, None]
             found[value.name] = filled.astype(kind)
         elif np.issubdtype(kind, np.integer):
-            found[value.name] = rng.integers(0, _rows(index, value.name), shape).astype(kind)
+            # tokens of the tables that it looks up; 2 where it looks up none
+            readers = [node for node in index.consumers.get(value.name, []) if node.op_type == "Gather"]
+            tables = [index.stored(node.input[0]) for node in readers]
+            rows = min(
+                (int(table.dims[0]) for table in tables if table is not None and table.dims), default=2
+            )
+            found[value.name] = rng.integers(0, max(1, rows), shape).astype(kind)
         elif kind == np.bool_:
             found[value.name] = np.ones(shape, np.bool_)
         else:
             found[value.name] = rng.standard_normal(shape).astype(kind)
     return found
-
-
-def _rows(index: GraphIndex, name: str) -> int:
-    tables = [
-        index.stored(node.input[0]) for node in index.consumers.get(name, []) if node.op_type == "Gather"
-    ]
-    sizes = [int(table.dims[0]) for table in tables if table is not None and table.dims]
-    return max(1, min(sizes, default=2))
 
 
 def read_feeds(path: Path, model: onnx.ModelProto) -> dict[str, Array]:

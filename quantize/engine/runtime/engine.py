@@ -101,7 +101,7 @@ class BoundRun:
         gpu = self._torch = owner.torch
         self._owner = owner
         self.stream: torch.cuda.Stream = gpu.cuda.Stream() if stream is None else stream
-        self._context: Any = owner.new_context(owner.choose_profile(batch, length), self.stream)
+        self._context: Any = owner.new_context(choose_profile(owner.profiles, batch, length), self.stream)
         with gpu.cuda.stream(self.stream):
             self.inputs: dict[str, torch.Tensor] = {}
             for name in owner.inputs:
@@ -247,7 +247,13 @@ class Engine:
         specialize: Specialize = "EAGER",
     ) -> None:
         sidecar = check_sidecar(path, onnx_path)
-        self.torch: Any = _cuda_torch()
+        import torch
+
+        if not torch.cuda.is_available():
+            raise MissingDevice(
+                "engines run on torch CUDA buffers, and this torch has no CUDA; install a CUDA build"
+            )
+        self.torch: Any = torch
         gpu = find_gpu()
         backend = choose_backend(sidecar.backend)  # type: ignore[arg-type]
         trt = self._trt = backend.module
@@ -269,14 +275,6 @@ class Engine:
         count = range(engine.num_optimization_profiles)
         sizes = tuple(int(engine.get_device_memory_size_for_profile_v2(index)) for index in count)
         self.memory = EngineMemory(sidecar.engine_bytes, used, max(sizes, default=0), sizes)
-        self._describe(trt, engine)
-        if backend.name == "tensorrt_rtx":
-            file = CacheFile(runtime_cache, backend.name, backend.version, gpu)
-            self._jit = RuntimeCache(engine, file)
-            file.notes = self.notes = [*self.notes, *file.notes]
-        self.stream: torch.cuda.Stream = self.torch.cuda.Stream()
-
-    def _describe(self, trt: Any, engine: Any) -> None:
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         modes = {name: engine.get_tensor_mode(name) for name in names}
         self.inputs = [name for name in names if modes[name] == trt.TensorIOMode.INPUT]
@@ -285,11 +283,13 @@ class Engine:
         self.shapes = {name: tuple(engine.get_tensor_shape(name)) for name in names}
         self._ranges = [
             {name: tuple(map(tuple, engine.get_tensor_profile_shape(name, index))) for name in self.inputs}
-            for index in range(engine.num_optimization_profiles)
+            for index in count
         ]
-
-    def choose_profile(self, batch: int, length: int) -> int:
-        return choose_profile(self.profiles, batch, length)
+        if backend.name == "tensorrt_rtx":
+            file = CacheFile(runtime_cache, backend.name, backend.version, gpu)
+            self._jit = RuntimeCache(engine, file)
+            file.notes = self.notes = [*self.notes, *file.notes]
+        self.stream: torch.cuda.Stream = self.torch.cuda.Stream()
 
     def run(self, feeds: Mapping[str, Array]) -> Arrays:
         """Run once and wait; what the engine did not write is NaN.
@@ -392,8 +392,12 @@ class Engine:
         shapes = {name: tuple(buffer.shape) for name, buffer in tensors.items()}
         costs = {}
         for index, ranges in enumerate(self._ranges):
-            if all(_within(shapes[name], *ranges[name]) for name in self.inputs):
-                costs[index] = sum(measure_distance(ranges[name][1], shapes[name]) for name in self.inputs)
+            pairs = [(ranges[name], shapes[name]) for name in self.inputs]
+            if all(
+                len(shape) == len(low) and all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
+                for (low, _, high), shape in pairs
+            ):
+                costs[index] = sum(measure_distance(opt, shape) for (_, opt, _), shape in pairs)
         if not costs:
             listed = ", ".join(f"{name} {list(shapes[name])}" for name in self.inputs)
             takes = " or ".join(map(str, self.profiles)) or "its fixed shapes"
@@ -419,20 +423,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _within(shape: tuple[int, ...], low: Any, _: Any, high: Any) -> bool:
-    return len(shape) == len(low) and all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
-
-
-def _cuda_torch() -> Any:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise MissingDevice(
-            "engines run on torch CUDA buffers, and this torch has no CUDA; install a CUDA build"
-        )
-    return torch
 
 
 def _profiler(trt: Any) -> Any:

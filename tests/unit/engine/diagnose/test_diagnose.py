@@ -13,7 +13,7 @@ import typer
 from qdqbench.cli.app import app
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
 from qdqbench.quantize.engine.diagnose.diagnose import diagnose
-from qdqbench.quantize.engine.diagnose.findings import ADVICE, WORST_FIRST
+from qdqbench.quantize.engine.diagnose.findings import FIXES, WORDS, WORST_FIRST
 from qdqbench.quantize.engine.diagnose.log_file import LOG_FINDINGS, SIGNS
 from qdqbench.quantize.engine.repair.fix import FixOptions, rewrite
 from qdqbench.quantize.graph.check.codes import CODES
@@ -69,13 +69,14 @@ def test_what_check_finds_is_found(tmp_path, case):
 
 
 def test_every_code_of_check_and_every_sign_has_its_words():
-    assert {*CODES} == {*ADVICE}
+    assert {*CODES} == {*WORDS}
+    assert {*FIXES} <= {*WORDS}
     assert {*LOG_FINDINGS} <= {*SIGNS}
 
 
 def test_commands_exist(tmp_path):
     """Each `qdqbench` command of a fix is one, with options that it has."""
-    fixes = [fix for _, texts in ADVICE.values() for fix in texts]
+    fixes = [fix for texts in FIXES.values() for fix in texts]
     fixes += [fix for _, _, _, texts in LOG_FINDINGS.values() for fix in texts]
     cache = written(tmp_path, "c.cache", f"TRT-8601-EntropyCalibration2\nx: {struct.pack('>f', 0.1).hex()}\n")
     for report in (diagnose([cache, saved(tmp_path, float_layer())]),

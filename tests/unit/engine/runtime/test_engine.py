@@ -105,7 +105,6 @@ def test_what_an_engine_says_of_itself(gpu, engine_file):
 def test_run_takes_the_profile_that_holds_the_shape(gpu, engine_file, rows, length, profile):
     feeds = batch(rows, length)
     with Engine(*engine_file) as engine:
-        assert engine.choose_profile(rows, length) == profile
         made = engine.run(feeds)
         assert set(engine._contexts) == {profile}
         engine.run(feeds)
@@ -130,7 +129,6 @@ def test_a_shape_of_no_profile_is_refused_with_those_that_are_taken(gpu, engine_
         for refused in (
             lambda: engine.run(batch(rows, length)),
             lambda: engine.bind(rows, length),
-            lambda: engine.choose_profile(rows, length),
         ):
             with pytest.raises(CheckFailed, match=r"batch: \[2, 32, 64\], length: \[16, 64, 100\]"):
                 refused()
