@@ -210,14 +210,8 @@ def test_several_profiles(linears, tmp_path):
     assert result.not_int8 == []
     reference = onnxruntime_runner(onnx)
     with Engine(tmp_path / "x.engine", onnx) as loaded:
-        assert [
-            choose_profile(loaded.profiles, *size) for size in ((1, 20), (2, 128), (4, 16), (64, 128))
-        ] == [
-            0,
-            0,
-            1,
-            1,
-        ]
+        shapes = ((1, 20), (2, 128), (4, 16), (64, 128))
+        assert [choose_profile(loaded.profiles, *shape) for shape in shapes] == [0, 0, 1, 1]
         sizes = loaded.memory.activation_bytes_per_profile
         assert 0 < sizes[0] < sizes[1]
     with open_runner(tmp_path / "x.engine", onnx, pad_id=0) as runner:

@@ -221,23 +221,23 @@ def _final(renamed: Mapping[str, str], name: str) -> str:
 
 def _values(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> Array:
     """Return what a DQ makes of constant codes, in the type of its scale."""
-    whole = numpy_helper.to_array(codes).astype(np.float32)
-    scale = index.constant(dq.input[1])
-    if scale is None:
-        scale = np.ones((), np.float32)
-    zero = index.constant(dq.input[2]) if len(dq.input) > 2 and dq.input[2] else None
-    axis, block = attribute(dq, "axis", 1), attribute(dq, "block_size")
-
-    def spread(value: Array) -> Array:
-        value = value.astype(np.float32)
-        if block:
-            return np.repeat(value, block, axis)[tuple(slice(size) for size in whole.shape)]
-        shape = [1] * whole.ndim
-        if scale.ndim == 1 and scale.size > 1 and whole.ndim:
-            shape[axis] = -1
-        return value.reshape(shape if value.size > 1 else ())
-
     try:
+        whole = numpy_helper.to_array(codes).astype(np.float32)
+        scale = index.constant(dq.input[1])
+        if scale is None:
+            scale = np.ones((), np.float32)
+        zero = index.constant(dq.input[2]) if len(dq.input) > 2 and dq.input[2] else None
+        axis, block = attribute(dq, "axis", 1), attribute(dq, "block_size")
+
+        def spread(value: Array) -> Array:
+            value = value.astype(np.float32)
+            if block:
+                return np.repeat(value, block, axis)[tuple(slice(size) for size in whole.shape)]
+            shape = [1] * whole.ndim
+            if scale.ndim == 1 and scale.size > 1 and whole.ndim:
+                shape[axis] = -1
+            return value.reshape(shape if value.size > 1 else ())
+
         with np.errstate(all="ignore"):  # a bad scale makes what it makes
             real: Array = (whole - (0 if zero is None else spread(zero))) * spread(scale)
             return real.astype(np.float16 if scale.dtype == np.float16 else np.float32)
