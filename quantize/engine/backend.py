@@ -42,8 +42,6 @@ _HINTS = {  # part of a message: what to do
 
 @dataclass
 class BuildLog:
-    """The part of a build log that is kept: the layer table and the last errors."""
-
     table: list[str] = field(default_factory=list)
     messages: deque[str] = field(default_factory=lambda: deque(maxlen=200))
 
@@ -86,8 +84,6 @@ def capture(trt: Any) -> Iterator[tuple[Any, BuildLog]]:
 
 
 def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
-    """Return a progress monitor that hands each step to `progress` and cancels the build when that raises."""
-
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
@@ -258,7 +254,6 @@ def preferred_backend(name: BackendChoice) -> BackendName:
 
 
 def gpu_backend() -> BackendName:
-    """Return the backend for GPUs: TensorRT where it imports and a GPU is there, else TensorRT-RTX."""
     return "tensorrt" if find_gpu() and "tensorrt" in available_backends() else "tensorrt_rtx"
 
 

@@ -172,12 +172,10 @@ def _build_for_cpu(
 
 
 def list_gemms(onnx_path: Path) -> list[str]:
-    """Return the names of the MatMul and Gemm nodes of an ONNX file, in graph order."""
     return _gemms(read_model(onnx_path))
 
 
 def count_attentions(gemms: Iterable[str], modules: Collection[str]) -> int:
-    """Count how often the attentions of these modules run, by the MatMuls of a graph: each has two."""
     return sum(module_of(name) in modules for name in gemms) // 2
 
 
@@ -237,8 +235,6 @@ TOGETHER = "+"  # between the names of nodes that became one, as TensorRT writes
 
 @dataclass(frozen=True)
 class _LinearNodes:
-    """A MatMul of INT8 activations with INT8 weights [N, K] and one scale."""
-
     node: onnx.NodeProto
     weight: onnx.NodeProto  # DQ
     codes: Int8

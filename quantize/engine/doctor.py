@@ -197,7 +197,6 @@ def _ask_hub() -> str:
 
 
 def state_of(name: BackendName, own: Library, torch: Library, gpu: Gpu | None) -> BackendState:
-    """Return what a backend can do, from what its library and torch said, and the GPU."""
     if own.version is None:
         why = f"it does not import ({own.error}); reinstall it" if own.error else "it is not installed"
         return BackendState(runs=False, builds=False, why=f"{why}: {INSTALL[name]}")
@@ -221,13 +220,11 @@ def state_of(name: BackendName, own: Library, torch: Library, gpu: Gpu | None) -
 
 
 def installed() -> dict[str, str]:
-    """Return versions of the required packages that are there."""
     names = (need.name for need in _requirements())
     return {name: metadata.version(name) for name in names if [*metadata.distributions(name=name)]}
 
 
 def unmet() -> list[str]:
-    """Return requirements of the package that do not hold here, with what to install."""
     there, problems = installed(), []
     for need in _requirements():
         version = there.get(need.name)

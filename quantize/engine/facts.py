@@ -105,7 +105,6 @@ def read_graph(path: Path) -> Graph:
 
 
 def rebuild_graph(layers: Sequence[LayerRow]) -> Graph:
-    """Return the nodes by the names in the table: a MatMul in the module of a softmax has no weights."""
     listed = dict.fromkeys(
         name for row in layers for name in ((*name_parts(row), *row.onnx) if row.kind == "gemm" else row.onnx)
     )
@@ -124,7 +123,6 @@ def rebuild_graph(layers: Sequence[LayerRow]) -> Graph:
 
 
 def collect_facts(layers: Sequence[LayerRow], graph: Graph | None = None) -> EngineFacts:
-    """Read one copy of the network: the one with the most kernels."""
     graph = graph or rebuild_graph(layers)
     rows, profiles = select_profile(layers)
     deciding = {

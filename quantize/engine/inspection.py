@@ -25,8 +25,6 @@ MAX_LAYERS_NAMED = 6
 
 @dataclass(frozen=True)
 class Time:
-    """A profile held against the table; milliseconds."""
-
     total: float
     by_kernel: dict[str, float]  # kernel name, the slowest first
     by_block: dict[str, float]  # in the order of the network
@@ -131,8 +129,6 @@ def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong, or costs time or accuracy, in one engine."""
-
     code: str
     effect: Effect
     what: str

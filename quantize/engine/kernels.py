@@ -46,7 +46,6 @@ def kernel_operator(node: str) -> str:
 
 
 def operations(row: LayerRow) -> list[str]:
-    """Return the operations (Cast, Mean, Sub) in the name of a generated kernel; none for any other."""
     return re.findall(r"[A-Z][a-z]*", base_name(row)) if row.name.startswith("__myl_") else []
 
 
@@ -100,7 +99,6 @@ def format_count(layers: Sequence[LayerRow]) -> str:
 
 
 def is_norm(row: LayerRow) -> bool:
-    """Return whether a kernel computes the statistics of a LayerNorm; another may scale what it made."""
     return "Mean" in operations(row) or _TYPES.get(row.kind.lower()) == "LayerNorm"
 
 
@@ -140,7 +138,6 @@ def block_order(block: str) -> tuple[int, int]:
 
 
 def shorten_node(node: str) -> str:
-    """Shorten `/bert/encoder/layer.3/attention/self/value/MatMul` to `layer.3 attention value`."""
     layer, number = ANY_LAYER.search(node), layer_of_node(node)
     parts = RUN.sub("", node[layer.end() if layer else 0 :]).strip("/").split("/")
     if not layer and len(parts) > 2:

@@ -50,7 +50,6 @@ class Coverage:
 
 
 def parse_log(lines: Iterable[str]) -> list[LayerRow]:
-    """Parse the rows of the layer table that a DETAILED build prints; pass over any other line."""
     rows = []
     for line in (part for message in lines for part in message.split("\n")):
         if (parts := _parts(line)) is None:
@@ -185,7 +184,6 @@ def find_computing_rows(
 
 
 def copy_of(row: LayerRow) -> str:
-    """Return the copy of the network, one a profile, that a kernel belongs to; '' where unknown."""
     graph = _GRAPH.search(row.name)
     return graph[1] if graph else ""
 
@@ -220,8 +218,6 @@ def is_int8(row: LayerRow) -> bool:
 
 @dataclass(frozen=True)
 class NotInt8:
-    """Why an engine does not run a GEMM in INT8; as text one clause."""
-
     cause: Literal["no kernel", "no Q/DQ", "dequantizes both", "dequantizes weights"]
     kernel: str = ""  # what runs it, on which datatypes
 

@@ -41,7 +41,6 @@ class Profile:
 
 
 def span_profiles(profiles: Sequence[Profile]) -> Profile:
-    """Return one profile for all shapes of several, with the opt of the last."""
     low, high = (
         [each(getattr(shapes, end)[axis] for shapes in profiles) for axis in (0, 1)]
         for end, each in (("min", min), ("max", max))
@@ -103,7 +102,6 @@ def fit_batch(profiles: Sequence[Profile], batch: int, length: int, step: int = 
 
 
 def measure_distance(one: Sequence[int], other: Sequence[int]) -> float:
-    """Return the distance of two shapes: the sum over their axes of |log of the ratio|."""
     return sum(abs(math.log(a / b)) for a, b in zip(one, other, strict=True))
 
 

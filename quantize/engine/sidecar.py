@@ -40,7 +40,6 @@ def sidecar_path(engine_path: Path) -> Path:
 
 
 def read_sidecar(engine_path: Path) -> Sidecar:
-    """Read the sidecar of an engine without checking the engine against it."""
     again = _how_to_rebuild(engine_path)
     if not sidecar_path(engine_path).is_file():
         raise UserError(
@@ -92,7 +91,6 @@ def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
 
 
 def note_sidecar(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
-    """Return notes that are no reason to refuse an engine that `check_sidecar` accepted."""
     if sidecar.cpu is not None:
         here = find_cpu().name
         other = f"the engine was built on {sidecar.cpu} and runs on {here}: latency may not be the best"

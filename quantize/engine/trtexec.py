@@ -33,8 +33,6 @@ _NOT_A_NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Times:
-    """What `--exportTimes` has of each query after the warm-up; float64 [queries], milliseconds."""
-
     start: Float64  # of its work on the GPU; six digits, so after seconds good to 0.1 ms only
     h2d: Float64  # copies to the device; 0 without data transfers
     compute: Float64  # of the GPU
@@ -131,7 +129,6 @@ _PLAIN = re.compile(r"[\w./:-]+")  # of a name that needs no quotes of trtexec's
 
 
 def build_options(onnx: str, stem: str, inputs: Inputs, profiles: Sequence[Profile]) -> list[str]:
-    """Return options that build a strongly typed STEM.engine with every profile, and its layer table."""
     shapes = []
     for number, profile in enumerate(profiles):
         shapes.append(f"--profile={number}")

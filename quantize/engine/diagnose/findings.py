@@ -125,8 +125,6 @@ class SourceRow(Strict):
 
 
 class Diagnosis(Tabular):
-    """Every finding of the files of one build, the worst first."""
-
     files: list[SourceRow]
     findings: list[Finding]
     ranked_by: str  # how the order came about

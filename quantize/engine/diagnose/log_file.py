@@ -139,8 +139,6 @@ Shape = tuple[int, ...]
 
 @dataclass
 class LogFile:
-    """What a log says; names and messages are the first KEPT of each kind."""
-
     tool: str  # trtexec, Polygraphy or TensorRT
     version: str | None = None  # of TensorRT
     options: dict[str, str] = field(default_factory=dict)  # of the command line, without dashes

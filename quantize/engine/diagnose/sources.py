@@ -373,11 +373,6 @@ class Evidence:
 
 
 def read_sources(paths: list[Path]) -> Evidence:
-    """Read every file.
-
-    Raises:
-        UserError: one that is none of the formats, is damaged, or is the second of its kind.
-    """
     evidence = Evidence()
     for path in paths:
         kind = recognise(path)

@@ -304,7 +304,6 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
 def rewrite(
     model: onnx.ModelProto, options: FixOptions, feeds: Feeds, done: list[str], left: list[str]
 ) -> tuple[onnx.ModelProto, onnx.ModelProto]:
-    """Return the graph without Q/DQ, and the rewritten one; add sentences to `done` and `left`."""
     work = onnx.ModelProto()
     work.CopyFrom(model)
     converted, integer = qoperator_to_qdq(work)
@@ -424,7 +423,6 @@ def compare_outputs(  # noqa: PLR0913  the last two are keywords
 
 
 def _distance(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
-    """Return ||one - other|| / ||other||, 1e9 where a number is missing or not finite."""
     above = below = 0.0
     for name, value in other.items():
         if name not in one or one[name].shape != value.shape:

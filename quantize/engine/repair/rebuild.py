@@ -31,8 +31,6 @@ _RANGES: dict[int, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class Weight:
-    """How a weight is to be rounded; its values are those of the graph without Q/DQ."""
-
     scale: Float32 | None  # scalar, or one an output channel; None: from its own values
     exact: bool  # these scales give the file's own codes again
 
@@ -161,7 +159,6 @@ def _weight(
 
 
 def _whole(graph: CheckGraph, attention: Attention) -> bool:
-    """Return whether all operands and the output of an attention have Q/DQ, and a kernel takes its heads."""
     known = all(operand.dq is not None for operand in attention.operands.values())
     size = graph.head_size(attention)
     return known and attention.output_quantized and (size is None or size in limits_of().int8_head_sizes)
@@ -352,7 +349,6 @@ def _linear(
 
 
 def _matrix(index: GraphIndex, node: onnx.NodeProto) -> Float32 | None:
-    """Return a constant second operand as [K, N], float32; None where it is none, or the Gemm scales."""
     value = constant_behind(index, node.input[1])
     if value is None or value.ndim != 2 or not np.isfinite(value).all():
         return None

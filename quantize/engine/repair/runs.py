@@ -172,11 +172,7 @@ TOKENS = 128  # of a sample at most
 def sample_feeds(  # noqa: PLR0913, PLR0917
     model: str, revision: str | None, task: Task, source: str, count: int, seed: int
 ) -> dict[str, Array]:
-    """Return token inputs int64 [count, L], padded to the longest, of a draw of the train split.
-
-    Raises:
-        UserError: no tokenizer or data, or a task whose samples have several rows.
-    """
+    """Return token inputs int64 [count, L], padded to the longest, of a draw of the train split."""
     if task.kind.texts_apart or task.kind.windows:
         raise UserError(f"samples of task {task.name} have several rows; give --inputs FILE.npz")
     tokenizer = load_tokenizer(model, revision, task.kind)

@@ -82,7 +82,6 @@ def make_poisoned(shape: tuple[int, ...], dtype: "torch.dtype", device: str) -> 
 
 
 def to_numpy(buffer: "torch.Tensor") -> Array:
-    """Return an array on the host; types that numpy lacks become float32."""
     import torch
 
     wide = (torch.float16, torch.float32, torch.float64)
@@ -119,7 +118,6 @@ class BoundRun:
         return self._graph is not None
 
     def launch(self) -> None:
-        """Enqueue one inference on `stream`; does not wait."""
         if self._graph is not None:
             with self._torch.cuda.stream(self.stream):
                 self._graph.replay()
@@ -155,7 +153,6 @@ class BoundRun:
         self.inputs, self.outputs = {}, {}
 
     def _capture(self, what: str) -> Any:
-        """Capture one enqueue as a CUDA graph, or note that the backend cannot."""
         torch, context = self._torch, self._context
         where = f"{self._owner.name} at {what}"
         graph, enqueued = torch.cuda.CUDAGraph(), False
@@ -177,8 +174,6 @@ Specialize = Literal["EAGER", "LAZY", "NONE"]  # members of DynamicShapesKernelS
 
 
 class RuntimeCache:
-    """Kernels that contexts of one engine compiled, kept in a file where one is given."""
-
     def __init__(self, engine: Any, file: CacheFile) -> None:
         self._file = file
         runtime_config = engine.create_runtime_config()
@@ -209,8 +204,6 @@ class RuntimeCache:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Device memory of a loaded engine, bytes."""
-
     engine_bytes: int  # the file
     weights_and_code_bytes: int  # free memory before loading minus after
     activation_bytes: int  # of one execution context: the largest of its profiles
@@ -383,7 +376,6 @@ class Engine:
         return outputs
 
     def enqueue(self, context: Any, stream: Any) -> None:
-        """Enqueue one inference; an error names what the backend says."""
         with capture(self._trt) as (_, log):
             if not context.execute_async_v3(stream.cuda_stream):
                 raise CheckFailed(f"{self.name} fails to run ({log.errors() or 'it gives no reason'})")
@@ -408,7 +400,6 @@ class Engine:
         return min(costs, key=lambda index: costs[index])
 
     def close(self) -> None:
-        """Give the memory back and keep the runtime cache; bound runs end, too."""
         for bound in list(self._bound):
             bound.close()
         self._contexts.clear()

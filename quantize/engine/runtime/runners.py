@@ -61,11 +61,7 @@ class CpuEngine:
         self.inputs, self.outputs = self._model.inputs, self._model.outputs
 
     def run(self, feeds: Mapping[str, Array]) -> Arrays:
-        """Run once; every output by name.
-
-        Raises:
-            UserError: inputs are missing or unknown.
-        """
+        """Run once; an error names inputs that are missing or unknown."""
         wrong = [f"{name} is missing" for name in self.inputs if name not in feeds]
         wrong += [f"{name} is unknown" for name in feeds if name not in self.inputs]
         if wrong:
@@ -121,11 +117,6 @@ class EngineRunner:
         return max(profile.max[0] for profile in self.engine.profiles)
 
     def __call__(self, batch: Mapping[str, Int64]) -> Float32:
-        """Run one batch.
-
-        Raises:
-            CheckFailed: it is larger than every profile, or the engine fails.
-        """
         rows = len(next(iter(batch.values())))
         feeds = pad_to_profile(batch, self.engine.profiles, self.engine.inputs, self.pad_id, self.step)
         return np.asarray(join_outputs(self._run(feeds), self._outputs)[:rows], dtype=np.float32)
@@ -186,11 +177,7 @@ class GpuRunner(EngineRunner):
 def pad_to_profile(
     batch: Mapping[str, Int64], profiles: Sequence[Profile], inputs: Iterable[str], pad_id: int, step: int
 ) -> Arrays:
-    """Return int64 [B, L] inputs by name, padded with masked positions, and with copies of the last row.
-
-    Raises:
-        CheckFailed: the batch is larger than every profile.
-    """
+    """Return int64 [B, L] inputs by name, padded with masked positions and copies of the last row."""
     rows, length = next(iter(batch.values())).shape
     _, to_rows, to_length = fit_batch(profiles, rows, length, step)
     wide, missing = pad_columns(batch, to_length - length, pad_id), ((0, to_rows - rows), (0, 0))
@@ -198,7 +185,6 @@ def pad_to_profile(
 
 
 def open_engine(path: Path, onnx_path: Path, *, runtime_cache: Path | None = None) -> Engine | CpuEngine:
-    """Load an engine; errors are those of both."""
     if read_sidecar(path).backend in CPU_BACKENDS:
         return CpuEngine(path, onnx_path)
     return Engine(path, onnx_path, runtime_cache=runtime_cache)
@@ -212,7 +198,6 @@ def open_runner(
     runtime_cache: Path | None = None,
     outputs: Iterable[str] = LOGITS,
 ) -> EngineRunner:
-    """Return a runner of an engine; errors are those of `open_engine` and EngineRunner."""
     engine = open_engine(path, onnx_path, runtime_cache=runtime_cache)
     if isinstance(engine, Engine):
         return GpuRunner(engine, pad_id=pad_id, outputs=outputs)
@@ -222,11 +207,7 @@ def open_runner(
 def open_fp32_graph(
     path: Path, backend: BackendName, outputs: Iterable[str] = LOGITS
 ) -> Callable[[Mapping[str, Int64]], Float32]:
-    """Return a runner of an FP32 graph on this CPU, optimized as its runtime does; batches of any shape.
-
-    Raises:
-        UserError: the runtime refuses the graph.
-    """
+    """Return a runner of an FP32 graph on this CPU, optimized as its runtime does; batches of any shape."""
     model, names = compile_model(backend, path.read_bytes(), blob=False, compute="fp32"), [*outputs]
 
     def run(batch: Mapping[str, Int64]) -> Float32:
