@@ -79,7 +79,11 @@ def choose_profile(profiles: Sequence[Profile], batch: int, length: int) -> int:
     size = (batch, length)
     if not profiles:
         return 0  # fixed shapes
-    holding = [index for index, shapes in enumerate(profiles) if _holds(shapes, size)]
+    holding = [
+        index
+        for index, shapes in enumerate(profiles)
+        if all(low <= n <= high for low, n, high in zip(shapes.min, size, shapes.max, strict=True))
+    ]
     if not holding:
         raise CheckFailed(_refused(profiles, size))
     return min(holding, key=lambda index: measure_distance(profiles[index].opt, size))
@@ -161,10 +165,6 @@ def note_distant_data(profiles: Sequence[Profile], lengths: Int64, batch_size: i
         f"the profiles follow it with --shapes auto (shapes: auto in the recipe), or set engine.shapes "
         f"{better}{several}"
     ]
-
-
-def _holds(shapes: Profile, size: tuple[int, int]) -> bool:
-    return all(low <= n <= high for low, n, high in zip(shapes.min, size, shapes.max, strict=True))
 
 
 def _refused(profiles: Sequence[Profile], size: tuple[int, int]) -> str:

@@ -32,7 +32,7 @@ _NOT_A_NUMBER = re.compile(
 
 
 @dataclass(frozen=True)
-class Times:
+class Times:  # float64 [queries], milliseconds
     start: Float64  # of its work on the GPU; six digits, so after seconds good to 0.1 ms only
     h2d: Float64  # copies to the device; 0 without data transfers
     compute: Float64  # of the GPU

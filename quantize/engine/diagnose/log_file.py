@@ -124,9 +124,10 @@ _SHAPE = re.compile(r"\d[\dx+]{0,200}")
 _SIZES = r"[\[(]([\d, ]{1,80})[\])]"
 _TRIPLE = re.compile(rf" \[min={_SIZES}, opt={_SIZES}, max={_SIZES}\]")
 _MEDIAN = re.compile(
-    r"(GPU Compute Time|Enqueue Time|H2D Latency|D2H Latency|Latency): .{0,200}?median = ([\d.]{1,20}) ms"
+    r"(GPU Compute Time|Enqueue Time|H2D Latency|D2H Latency|Latency): .{0,200}?"
+    r"median = (\d{1,12}(?:\.\d{1,12})?) ms"
 )
-_THROUGHPUT = re.compile(r"Throughput: ([\d.]{1,20}) qps")
+_THROUGHPUT = re.compile(r"Throughput: (\d{1,12}(?:\.\d{1,12})?) qps")
 _TOOLS = (
     ("trtexec", "TensorRT.trtexec"),
     ("Polygraphy", "polygraphy"),
@@ -238,9 +239,9 @@ def _take_shapes(found: LogFile, line: str) -> bool:
         found.options |= {name: value or "" for name, value in _OPTION.findall(line)[:KEPT]}
         return True
     if "median = " in line or "Throughput: " in line:
-        found.medians |= {name: _number(ms) for name, ms in _MEDIAN.findall(line)}
+        found.medians |= {name: float(ms) for name, ms in _MEDIAN.findall(line)}
         rate = _THROUGHPUT.search(line)
-        found.throughput = _number(rate[1]) if rate else found.throughput
+        found.throughput = float(rate[1]) if rate else found.throughput
         return True
     if "Precision: " in line:
         found.precision = line.partition("Precision: ")[2][:100].strip()
@@ -277,11 +278,10 @@ def _add_profile(found: LogFile, name: str, sizes: tuple[Shape, Shape, Shape]) -
     if any(profile.get(name) == sizes for profile in found.profiles):
         return
     profile = next((each for each in found.profiles if name not in each), None)
-    if profile is None and len(found.profiles) < KEPT:
-        profile = {}
-        found.profiles.append(profile)
     if profile is not None:
         profile[name] = sizes
+    elif len(found.profiles) < KEPT:
+        found.profiles.append({name: sizes})
 
 
 def _keep(known: list[str], text: str) -> None:
@@ -291,10 +291,3 @@ def _keep(known: list[str], text: str) -> None:
 
 def _sizes(text: str, separator: str) -> Shape:
     return tuple(int(part) for part in text.split(separator) if part.strip().isdecimal() and len(part) < 19)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
