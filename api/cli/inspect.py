@@ -122,7 +122,7 @@ def _to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
         "quantize_kernels": facts.kernels["quantize"],
         "profiles": facts.profiles,  # each has kernels of its own; counts are of one
         "kernel_counts": dict(facts.kernels),
-        "findings": find_problems(facts),
+        "findings": [problem.sentence for problem in find_problems(facts)],
         "failures": judged.failures,
         "time": judged.time and asdict(judged.time),
         "kernels": [
@@ -146,7 +146,7 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
         grid.add_row(name, text)
     out.print(grid)
     _print_not_int8(judged)
-    notes = find_problems(judged.facts)
+    notes = [problem.sentence for problem in find_problems(judged.facts)]
     if side := target.sidecar:
         for cc in side.compute_capability:
             notes += find_hazards(side.backend, side.version, cc)

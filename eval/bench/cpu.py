@@ -23,9 +23,13 @@ from qdqbench.eval.bench.rounds import ReadySystem
 from qdqbench.eval.bench.systems import System, systems_of, why_absent
 from qdqbench.eval.bench.target import RANDOM_BATCH, RANDOM_SAMPLES, Target
 from qdqbench.quantize.engine.build import build, count_attentions, list_gemms
-from qdqbench.quantize.engine.cpu import openvino
-from qdqbench.quantize.engine.cpu.compiled import Compute, Run
-from qdqbench.quantize.engine.cpu.runtimes import choose_compute, compile_model
+from qdqbench.quantize.engine.cpu_runtimes import (
+    Compute,
+    Run,
+    choose_compute,
+    compile_model,
+    read_openvino_model,
+)
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import module_of
@@ -154,7 +158,7 @@ def _nncf_runs(here: Preparation[CpuWork], _: System) -> CpuRuns:
         import nncf as library
 
         rows = list(_calibration_rows(here.target))
-        model = openvino.read_model(here.target.graphs["fp32"].read_bytes())
+        model = read_openvino_model(here.target.graphs["fp32"].read_bytes())
         with _silent():
             here.work.models["nncf"] = library.quantize(
                 model,

@@ -39,8 +39,8 @@ from qdqbench.eval.bench.rounds import (
 )
 from qdqbench.quantize.engine.build import build, count_attentions, list_gemms, require_int8
 from qdqbench.quantize.engine.profiles import choose_profile
-from qdqbench.quantize.engine.runtime.cpu import CpuRunner
 from qdqbench.quantize.engine.runtime.engine import Engine
+from qdqbench.quantize.engine.runtime.runners import EngineRunner, open_runner
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import module_of
@@ -149,13 +149,13 @@ def open_engine(
 def load_engine(session: Session, path: Path, graph: Path) -> Any:
     """Load an engine for its backend, with a runtime cache of its own on a GPU."""
     if backend_of(session.recipe) in CPU_BACKENDS:
-        return CpuRunner(path, graph, pad_id=0, outputs=session.config.task.kind.outputs)
+        return open_runner(path, graph, pad_id=0, outputs=session.config.task.kind.outputs)
     return Engine(path, graph, runtime_cache=path.with_suffix(".cache"))
 
 
 def make_lane(engine: Any, shape: Shape, sets: Sequence[Any]) -> Lane:
     """Return a lane of a loaded engine: a CUDA graph, or a function on the CPU."""
-    if isinstance(engine, CpuRunner):
+    if isinstance(engine, EngineRunner):
         return HostLane(engine, [[batch] for batch in sets])
     return DeviceLane(engine.bind(*shape), [to_device(batch) for batch in sets])
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from qdqbench.eval.bench import peers
 from qdqbench.eval.bench.target import model_target, recipe_for
 from qdqbench.quantize.engine.build import build
-from qdqbench.quantize.engine.cpu.compiled import Compute
+from qdqbench.quantize.engine.cpu_runtimes import Compute
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.sidecar import check_sidecar

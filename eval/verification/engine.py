@@ -26,9 +26,8 @@ from qdqbench.eval.verification.checks import (
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.engine.runtime.cpu import CpuEngine
 from qdqbench.quantize.engine.runtime.engine import Engine
-from qdqbench.quantize.engine.runtime.runners import open_engine, open_runner
+from qdqbench.quantize.engine.runtime.runners import CpuEngine, open_engine, open_runner
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.inputs import pad_columns, select_inputs

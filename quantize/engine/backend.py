@@ -10,20 +10,16 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from qdqbench.quantize.engine.log import (
-    BuildLog,
-    BuildProgress,
-    capture,
-    hint_for,
-    one_line,
-    progress_monitor,
-)
+from qdqbench.quantize.engine.layers import parse_inspector_json, parse_log
 from qdqbench.quantize.engine.profiles import Profile, add_profiles
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
@@ -31,97 +27,161 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendN
 from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 
+BuildProgress = Callable[[str, float], None]  # phase of the builder, fraction of it done in [0, 1]
+
+_HINTS = {  # part of a message: what to do
+    "same input types": "a strongly typed network takes one type per operator, so export without mixes",
+    "cale coefficient": "scales must be finite and positive, so calibrate again",
+    "Plugin not found": "the operator is not supported, so export with standard ONNX operators",
+    "Failed to parse": "the file is truncated or not ONNX, so export it again",
+    "no graph outputs": "the file is empty or not ONNX, so export it again",
+    "not support this compute capability": "name another target, such as compute capability 8.9",
+    "Cuda Runtime": "this version builds only where a GPU is, so upgrade TensorRT-RTX or build there",
+}
+
+
+@dataclass
+class BuildLog:
+    table: list[str] = field(default_factory=list)
+    messages: deque[str] = field(default_factory=lambda: deque(maxlen=200))
+
+    def add(self, severity: str, text: str) -> None:
+        if severity in ("ERROR", "INTERNAL_ERROR"):
+            self.messages.append(text)
+        elif "LayerType: " in text:  # TensorRT-RTX prints the whole table as one message
+            self.table += [line for line in text.split("\n") if "LayerType: " in line]
+
+    def errors(self) -> str:
+        return one_line(self.messages)
+
+
+@cache
+def _logger(trt: Any) -> Any:
+    """Return the one logger of this process for a backend; its `sink` is the running build's log."""
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        sink: BuildLog | None = None
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, msg: str) -> None:
+            if self.sink is not None:
+                self.sink.add(severity.name, msg)
+
+    return Logger()
+
+
+@contextmanager
+def capture(trt: Any) -> Iterator[tuple[Any, BuildLog]]:
+    """Send the backend's log to a new `BuildLog` for the length of one build."""
+    logger, log = _logger(trt), BuildLog()
+    logger.sink = log
+    try:
+        yield logger, log
+    finally:
+        logger.sink = None
+
+
+def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.steps: dict[str, int] = {}
+            self.error: BaseException | None = None
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            self.steps[phase_name] = max(num_steps, 1)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            try:
+                progress(phase_name, min(1.0, (step + 1) / self.steps.get(phase_name, 1)))
+            except BaseException as error:  # an exception must not cross the library's frames
+                self.error = error
+            return self.error is None
+
+        def phase_finish(self, phase_name: str) -> None:
+            self.steps.pop(phase_name, None)
+
+    return Monitor()
+
+
+def one_line(messages: Iterable[str]) -> str:
+    """Join messages in one line, without what the library says about the missing GPU after each of them."""
+    lines = (line.strip() for message in messages for line in message.split("\n"))
+    return "; ".join(line for line in lines if line and "catchCudaError" not in line)
+
+
 _FORMAT = "qdqbench cache 1"
 _MAX_HEADER = 4096
 
 
-def describe_origin(backend: str, version: str, gpu: Gpu | None) -> dict[str, str]:
-    """Return the conditions that must be the same for a cache to be used."""
-    return {
-        "backend": backend,
-        "version": version,
-        "gpu": gpu.name if gpu else "none",
-        "compute_capability": gpu.compute_capability if gpu else "none",
-        "driver": (gpu.driver if gpu else None) or "unknown",
-    }
+class CacheFile:
+    """What a backend kept of earlier builds or runs; it only saves time, so faults of the file are notes.
 
-
-def read_cache(path: Path, here: dict[str, str]) -> tuple[bytes, str | None]:
-    """Return the content of a cache and a note on why it is not used.
-
-    A run directory keeps `timing.cache` (TensorRT) or `runtime.cache` (TensorRT-RTX) to save time only, so no
-    stage lists them as outputs. Not every backend version refuses a cache of another version, GPU or driver.
-
-    Args:
-        here: the present `describe_origin`.
-
-    Returns:
-        The blob (empty where there is none to use), and one sentence where a file was ignored.
+    Not every version of a backend refuses a cache of another version, GPU or driver: the header says them.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return b"", None
-    except OSError as error:
-        return b"", note_ignored(path, f"it cannot be read ({error.strerror})")
-    line, _, blob = data.partition(b"\n")
-    try:
-        header = json.loads(line[:_MAX_HEADER])
-        there = dict(header.pop("origin"))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return b"", note_ignored(path, "it is not a cache of qdqbench")
-    if header != {"format": _FORMAT, "bytes": len(blob)}:
-        return b"", note_ignored(path, "it is not whole, or of another format")
-    if there != here:
-        names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-        changed = ", ".join(f"{name} was {there.get(name)} and is {here.get(name)}" for name in names)
-        return b"", note_ignored(path, changed)
-    return blob, None
+
+    def __init__(self, path: Path | None, backend: str, version: str, gpu: Gpu | None) -> None:
+        self.path, self.blob, self.notes = path, b"", list[str]()
+        self._origin = {
+            "backend": backend,
+            "version": version,
+            "gpu": gpu.name if gpu else "none",
+            "compute_capability": gpu.compute_capability if gpu else "none",
+            "driver": (gpu.driver if gpu else None) or "unknown",
+        }
+        if path is None:
+            return
+        try:
+            self._take(path.read_bytes())
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.ignore(f"it cannot be read ({error.strerror})")
+
+    def _take(self, data: bytes) -> None:
+        line, _, blob = data.partition(b"\n")
+        try:
+            header = json.loads(line[:_MAX_HEADER])
+            there = dict(header.pop("origin"))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return self.ignore("it is not a cache of qdqbench")
+        if header != {"format": _FORMAT, "bytes": len(blob)}:
+            return self.ignore("it is not whole, or of another format")
+        if there == self._origin:
+            self.blob = blob
+            return None
+        names = [name for name in self._origin | there if self._origin.get(name) != there.get(name)]
+        changes = (f"{name} was {there.get(name)} and is {self._origin.get(name)}" for name in names)
+        return self.ignore(", ".join(changes))
+
+    def ignore(self, why: str) -> None:
+        assert self.path is not None
+        self.blob = b""
+        self.notes.append(f"{self.path.name} is ignored and made anew: {why}")
+
+    def keep(self, memory: Any) -> None:
+        """Write what a backend serialized, where it differs from what was read."""
+        blob = bytes(memory) if memory is not None else b""
+        if self.path is None or not blob or blob == self.blob:
+            return
+        header = {"format": _FORMAT, "bytes": len(blob), "origin": self._origin}
+        try:
+            files.write_bytes(self.path, json.dumps(header).encode() + b"\n" + blob)
+        except (OSError, UserError) as error:  # the result is there already
+            self.notes.append(f"{self.path.name} is not kept: {error}")
 
 
-def write_cache(path: Path, here: dict[str, str], blob: bytes) -> None:
-    """Write a cache and where it is from, atomically."""
-    header = {"format": _FORMAT, "bytes": len(blob), "origin": here}
-    files.write_bytes(path, json.dumps(header).encode() + b"\n" + blob)
-
-
-def note_ignored(path: Path, why: str) -> str:
-    """Return the note on a cache that is not used."""
-    return f"{path.name} is ignored and made anew: {why}"
-
-
-class TimingCache:
-    """Kernel timings of earlier builds, given to a TensorRT builder and kept after the build."""
-
-    def __init__(self, config: Any, path: Path, here: dict[str, str]) -> None:
-        self.path, self.here = path, here
-        self._found, note = read_cache(path, here)
-        timing_cache = config.create_timing_cache(self._found)
-        if self._found and (timing_cache is None or not config.set_timing_cache(timing_cache, False)):
-            self._found, note = b"", note_ignored(path, "the builder refuses it")
-            timing_cache = config.create_timing_cache(b"")
-        if not self._found:
-            config.set_timing_cache(timing_cache, False)
-        self._cache: Any = timing_cache  # must live until the engine is built
-        self.notes = [note] if note else []
-
-    def save(self) -> list[str]:
-        """Write the cache if it changed; returns notes for the user."""
-        timing_cache, self._cache = self._cache, None
-        self.notes += keep(self.path, self.here, timing_cache.serialize(), self._found)
-        return self.notes
-
-
-def keep(path: Path, here: dict[str, str], memory: Any, found: bytes) -> list[str]:
-    """Write what a backend serialized, where it differs from what was found; returns notes for the user."""
-    blob = bytes(memory) if memory is not None else b""
-    if not blob or blob == found:
-        return []
-    try:
-        write_cache(path, here, blob)
-    except (OSError, UserError) as error:  # a cache only saves time; the result is there already
-        return [f"{path.name} is not kept: {error}"]
-    return []
+def set_timings(config: Any, timings: CacheFile) -> Any:
+    """Return the cache of kernel timings that a builder takes; it must live until the engine is built."""
+    timing_cache = config.create_timing_cache(timings.blob)
+    if timings.blob and (timing_cache is None or not config.set_timing_cache(timing_cache, False)):
+        timings.ignore("the builder refuses it")
+        timing_cache = config.create_timing_cache(b"")
+    if not timings.blob:
+        config.set_timing_cache(timing_cache, False)
+    return timing_cache
 
 
 # Ada (L4, L40S, RTX 40): the common INT8 inference boards that RTX supports
@@ -139,8 +199,6 @@ WITHOUT_GPU = CPU_BACKENDS  # what "auto" may become there; a preference
 
 @dataclass(frozen=True)
 class Backend:
-    """An engine builder that imports, and the GPU it would use."""
-
     name: BackendName
     version: str
     module: Any = field(repr=False)
@@ -149,19 +207,14 @@ class Backend:
 
 @dataclass
 class BuiltEngine:
-    """A serialized engine and what the builder said about it."""
-
     data: bytes
-    layer_lines: list[str]  # the build log's layer table, one line a kernel
-    inspector_json: str | None  # the inspector's layer table; needs the GPU that the engine is for
-    messages: list[tuple[str, str]]  # (severity, text) of warnings and errors, the last 200
+    layers: list[LayerRow]  # by the inspector, which needs the GPU that the engine is for; else by the log
     backend: BackendName
     version: str
     compute_capability: list[str]
     ahead_of_time: bool
     seconds: float
     notes: list[str] = field(default_factory=list)  # what the user must hear about, such as an ignored cache
-    kernels: list[LayerRow] = field(default_factory=list)  # of a CPU runtime; it has no log
 
 
 def _import(name: BackendName) -> Any | None:
@@ -181,7 +234,6 @@ def _version(module: Any) -> str:
 
 
 def available_backends() -> dict[str, str]:
-    """Return versions of the backends that import, by module name; warn of a broken install."""
     versions: dict[str, str] = {}
     for name in INSTALL:
         try:
@@ -202,7 +254,6 @@ def preferred_backend(name: BackendChoice) -> BackendName:
 
 
 def gpu_backend() -> BackendName:
-    """Return the backend for GPUs: TensorRT where it imports and a GPU is there, else TensorRT-RTX."""
     return "tensorrt" if find_gpu() and "tensorrt" in available_backends() else "tensorrt_rtx"
 
 
@@ -238,14 +289,11 @@ def build_engine(  # noqa: PLR0913  the options are keywords
     timing_cache: Path | None = None,
     progress: BuildProgress | None = None,
 ) -> BuiltEngine:
-    """Build a strongly typed engine from an ONNX file whose inputs are [batch, length, ...].
-
-    `graph` is parsed in place of what the file holds.
+    """Build a strongly typed engine from an ONNX file, or from `graph` in its place.
 
     TensorRT-RTX builds for the GPU at hand, or ahead of time where `compute_capability` ("8.9") names another
-    or there is no GPU (then DEFAULT_COMPUTE_CAPABILITY); one target at a time, because the log shows the
-    layers of one target only. TensorRT builds for the GPU at hand, and reads and writes `timing_cache`, a
-    file of kernel timings that makes the next build quicker; TensorRT-RTX has none in effect.
+    or there is no GPU; one target at a time, because the log shows the layers of one target only. TensorRT
+    reads and writes `timing_cache`, kernel timings that make the next build quicker.
 
     Raises:
         UserError: the parser or builder refuses the file, the shapes or the target; lists every message.
@@ -263,11 +311,10 @@ def build_engine(  # noqa: PLR0913  the options are keywords
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # datatypes in the layer table
         targets, ahead_of_time = _set_target(config, backend, compute_capability)
         add_profiles(builder, network, config, profiles)
-        timings = None
-        if timing_cache and backend.name == "tensorrt":
-            timings = TimingCache(
-                config, timing_cache, describe_origin(backend.name, backend.version, backend.gpu)
-            )
+        timings = CacheFile(
+            timing_cache if backend.name == "tensorrt" else None, backend.name, backend.version, backend.gpu
+        )
+        kernel_times = set_timings(config, timings) if timings.path else None
         monitor = progress_monitor(trt, progress) if progress else None
         config.progress_monitor = monitor
         serialized = builder.build_serialized_network(network, config)
@@ -277,21 +324,27 @@ def build_engine(  # noqa: PLR0913  the options are keywords
         if serialized is None:
             raise _refused(f"cannot build an engine from {onnx_path}", log.errors(), backend)
         data = bytes(serialized)
-        notes = timings.save() if timings else []
-        del serialized, parser, config, network, builder  # children before the builder that made them
+        if kernel_times is not None:
+            timings.keep(kernel_times.serialize())
+        del (
+            serialized,
+            kernel_times,
+            parser,
+            config,
+            network,
+            builder,
+        )  # children first
         seconds = time.perf_counter() - started
         table = None if ahead_of_time else inspect_engine(trt, logger, data)
     return BuiltEngine(
         data=data,
-        layer_lines=log.table,
-        inspector_json=table,
-        messages=list(log.messages),
+        layers=parse_inspector_json(table) if table else parse_log(log.table),
         backend=backend.name,
         version=backend.version,
         compute_capability=targets,
         ahead_of_time=ahead_of_time,
         seconds=seconds,
-        notes=notes,
+        notes=timings.notes,
     )
 
 
@@ -306,14 +359,11 @@ def _start(backend: Backend, logger: Any, log: BuildLog) -> Any:
 
 
 def _refused(what: str, text: str, backend: Backend) -> UserError:
-    """Return the error for a file that the backend does not take."""
-    return UserError(
-        f"{backend.name} {backend.version} {what}: {text or 'it gives no reason'}; {hint_for(text)}"
-    )
+    hint = next((hint for sign, hint in _HINTS.items() if sign in text), "run `qdqbench check` on the file")
+    return UserError(f"{backend.name} {backend.version} {what}: {text or 'it gives no reason'}; {hint}")
 
 
 def _parse(parser: Any, network: Any, path: Path, graph: bytes | None, backend: Backend) -> None:
-    """Fill `network` from a graph or else the file, or raise every parser message with its node."""
     parsed = parser.parse_from_file(str(path)) if graph is None else parser.parse(graph)
     errors = [parser.get_error(index) for index in range(parser.num_errors)]
     if parsed and not errors and network.num_outputs:
@@ -327,7 +377,7 @@ def _parse(parser: Any, network: Any, path: Path, graph: bytes | None, backend: 
 
 
 def _set_target(config: Any, backend: Backend, wanted: str | None) -> tuple[list[str], bool]:
-    """Choose the GPU architecture; returns (compute capabilities, ahead of time)."""
+    """Choose the GPU architecture; return compute capabilities, and whether it is ahead of time."""
     here = backend.gpu.compute_capability if backend.gpu else None
     ahead_of_time = here is None or wanted not in (None, here)
     if backend.name == "tensorrt":

@@ -11,19 +11,11 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from qdqbench.quantize.engine.backend import Backend, BuiltEngine, build_engine, choose_backend
-from qdqbench.quantize.engine.cpu.compiled import Compute, name_products
-from qdqbench.quantize.engine.cpu.runtimes import compile_model, warm_up
+from qdqbench.quantize.engine.backend import Backend, BuildProgress, BuiltEngine, build_engine, choose_backend
+from qdqbench.quantize.engine.cpu_runtimes import Compute, compile_model, name_products, warm_up
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.kernels import float_residuals, select_profile
-from qdqbench.quantize.engine.layers import (
-    NotInt8,
-    measure_coverage,
-    parse_inspector_json,
-    parse_log,
-    why_not,
-)
-from qdqbench.quantize.engine.log import BuildProgress
+from qdqbench.quantize.engine.layers import NotInt8, measure_coverage, why_not
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.graph.index import (
@@ -43,7 +35,6 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, limits_o
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.system.cpu import cpu_hazards, find_cpu
-from qdqbench.quantize.utils.system.gpu import Gpu
 
 
 def build(  # noqa: PLR0913  all but the two files are keywords
@@ -87,9 +78,12 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     """
     chosen = choose_backend(backend)
     model = read_model(onnx_path)
-    _check_names(onnx_path, _gemms(model), expected_gemms)
-    if chosen.name in CPU_BACKENDS:
+    gemms, residuals = _gemms(model), list_int8_norms(model)
+    _check_names(onnx_path, gemms, expected_gemms)
+    on_cpu = chosen.name in CPU_BACKENDS
+    if on_cpu:
         built = _build_for_cpu(onnx_path, chosen, profiles, compute)
+        name_products(built.layers, model.graph)
     else:
         joined = merge_qkv_gemms(model)
         built = build_engine(
@@ -101,72 +95,23 @@ def build(  # noqa: PLR0913  all but the two files are keywords
             timing_cache=timing_cache,
             progress=progress,
         )
-    return prove_engine(
-        built,
-        model,
-        onnx_path,
-        engine_path,
-        gpu=chosen.gpu,
-        profiles=profiles,
-        expected_gemms=expected_gemms,
-        expected_attention=expected_attention,
-        strict=strict,
-        layers_path=layers_path,
-        compute=compute,
-        note=note,
-    )
-
-
-def prove_engine(  # noqa: PLR0913  all but the engine, its graph and the two files are keywords
-    built: BuiltEngine,
-    model: onnx.ModelProto,
-    onnx_path: Path,
-    engine_path: Path,
-    *,
-    gpu: Gpu | None,
-    profiles: Sequence[Profile],
-    expected_gemms: Collection[str],
-    expected_attention: int,
-    strict: bool = True,
-    layers_path: Path | None = None,
-    compute: Compute = "fp32",
-    note: Callable[[str], None] = lambda _: None,
-) -> EngineResult:
-    """Prove what an engine runs in INT8, and write it with its layer table and sidecar; as `build` does.
-
-    Args:
-        built: by a builder here or elsewhere.
-        model: what `onnx_path` holds, which it was built from.
-        gpu: that it was built on.
-
-    Raises:
-        UserError: names that prove nothing, or with `strict` no layer table; nothing is written.
-    """
-    gemms, residuals = _gemms(model), list_int8_norms(model)
-    _check_names(onnx_path, gemms, expected_gemms)
-    on_cpu = built.backend in CPU_BACKENDS
-    known = (
-        text for cc in built.compute_capability for text in find_hazards(built.backend, built.version, cc)
-    )
-    for text in (*known, *built.notes):
+    version, capabilities = built.version, built.compute_capability
+    for text in (text for cc in capabilities for text in find_hazards(built.backend, version, cc)):
         note(text)
-    rows = built.kernels or (
-        parse_inspector_json(built.inspector_json) if built.inspector_json else parse_log(built.layer_lines)
-    )
-    if on_cpu:
-        name_products(rows, model.graph)
-    if strict and not rows:
+    for text in built.notes:
+        note(text)
+    if strict and not built.layers:
         raise UserError(
-            f"{built.backend} {built.version} shows no layer table for {onnx_path}, so nothing proves what "
+            f"{built.backend} {version} shows no layer table for {onnx_path}, so nothing proves what "
             "runs in INT8; use a version that qdqbench supports"
         )
-    proof = measure_coverage(rows, expected_gemms, gemms)
-    lost = float_residuals(rows, residuals)
-    one, copies = select_profile(rows)
+    proof = measure_coverage(built.layers, expected_gemms, gemms)
+    lost = float_residuals(built.layers, residuals)
+    one, copies = select_profile(built.layers)
     result = EngineResult(
         backend=built.backend,
-        version=built.version,
-        compute_capability=built.compute_capability,
+        version=version,
+        compute_capability=capabilities,
         ahead_of_time=built.ahead_of_time,
         file=engine_path.name,
         bytes=len(built.data),
@@ -182,18 +127,18 @@ def prove_engine(  # noqa: PLR0913  all but the engine, its graph and the two fi
         not_int8_residuals=lost,
         profiles=copies,
         kernels=len(one),
-        layers=rows,
+        layers=built.layers,
     )
     # the sidecar comes last, because it vouches for the engine
     files.write_bytes(engine_path, built.data)
-    layers = {"layers": [row.model_dump() for row in rows]}
+    layers = {"layers": [row.model_dump() for row in built.layers]}
     files.write_json(layers_path or engine_path.with_name("layers.json"), layers)
-    gpu, cpu = None if on_cpu else gpu, find_cpu() if on_cpu else None
+    gpu, cpu = None if on_cpu else chosen.gpu, find_cpu() if on_cpu else None
     sidecar = Sidecar(
         qdqbench=metadata.version("qdqbench"),
         backend=built.backend,
-        version=built.version,
-        compute_capability=built.compute_capability,
+        version=version,
+        compute_capability=capabilities,
         ahead_of_time=built.ahead_of_time,
         gpu=gpu.name if gpu else None,
         driver=gpu.driver if gpu else None,
@@ -214,7 +159,6 @@ def prove_engine(  # noqa: PLR0913  all but the engine, its graph and the two fi
 def _build_for_cpu(
     onnx_path: Path, chosen: Backend, profiles: Sequence[Profile], compute: Compute
 ) -> BuiltEngine:
-    """Compile an ONNX file for this CPU."""
     started = time.perf_counter()
     sizes = ({end[axis] for each in profiles for end in (each.min, each.max)} for axis in (0, 1))
     batch, length = (next(iter(known)) if len(known) == 1 else None for known in sizes)
@@ -224,30 +168,21 @@ def _build_for_cpu(
     warm_up(model, profiles[0].opt)
     return BuiltEngine(
         data=model.blob(),
-        layer_lines=[],
-        inspector_json=None,
-        messages=[],
+        layers=[kernel.row for kernel in model.kernels()],
         backend=chosen.name,
         version=chosen.version,
         compute_capability=[],
         ahead_of_time=False,
         seconds=time.perf_counter() - started,
         notes=cpu_hazards(find_cpu()),
-        kernels=[kernel.row for kernel in model.kernels()],
     )
 
 
 def list_gemms(onnx_path: Path) -> list[str]:
-    """Return the names of the MatMul and Gemm nodes of an ONNX file, in graph order.
-
-    Raises:
-        UserError: the file is missing, truncated or not ONNX.
-    """
     return _gemms(read_model(onnx_path))
 
 
 def count_attentions(gemms: Iterable[str], modules: Collection[str]) -> int:
-    """Count how often the attentions of these modules run, by the MatMuls of a graph: each has two."""
     return sum(module_of(name) in modules for name in gemms) // 2
 
 
@@ -307,8 +242,6 @@ TOGETHER = "+"  # between the names of nodes that became one, as TensorRT writes
 
 @dataclass(frozen=True)
 class _LinearNodes:
-    """A MatMul of INT8 activations with INT8 weights [N, K] and one scale."""
-
     node: onnx.NodeProto
     weight: onnx.NodeProto  # DQ
     codes: Int8
@@ -322,9 +255,6 @@ def merge_qkv_gemms(model: onnx.ModelProto) -> onnx.ModelProto | None:
 
     Args:
         model: graph as `export` writes it; not changed.
-
-    Returns:
-        A new model, or None where there is nothing to join.
     """
     index = GraphIndex(model)
     if not any(_group(index, node) for node in model.graph.node):

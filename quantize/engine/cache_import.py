@@ -25,7 +25,7 @@ from qdqbench.quantize.models.load import create_untrained, prepare_model, read_
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.new import new_recipe
 from qdqbench.quantize.recipe.plan import resolve
-from qdqbench.quantize.recipe.schema import Recipe, dump_short_recipe, parse_recipe, validate_recipe
+from qdqbench.quantize.recipe.schema import dump_short_recipe, parse_recipe, validate_recipe
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX
 from qdqbench.quantize.utils.names import name_list
@@ -42,20 +42,12 @@ _SCALE = re.compile(r"[0-9a-fA-F]{8}")
 
 @dataclass(frozen=True)
 class CalibrationCache:
-    """What implicit calibration knows of a network."""
-
     version: str  # of TensorRT, such as 8.6.1
     calibrator: str  # EntropyCalibration2, MinMaxCalibration, ...
     scales: dict[str, float]  # by tensor; amax / 127, finite and at least 0 (0: it saw zeros alone)
 
-    @property
-    def amax(self) -> dict[str, float]:
-        """Largest absolute value that each tensor's INT8 codes reach."""
-        return {name: scale * 127 for name, scale in self.scales.items()}
-
 
 def is_cache(start: bytes) -> bool:
-    """Whether a file that starts with these bytes (at least its first line) is a calibration cache."""
     return _HEAD.match(start.partition(b"\n")[0].decode("latin-1")) is not None
 
 
@@ -85,11 +77,13 @@ def read_cache_file(path: Path) -> CalibrationCache:
         if not line.strip():
             continue
         name, colon, text = line.rpartition(":")  # a name may hold colons
-        scale = _scale(text.strip())
-        if not colon or not name.strip() or len(name) > MAX_NAME or scale is None or not name.isprintable():
-            wrong.append(f"line {number}")
+        hexadecimal = _SCALE.fullmatch(text.strip())
+        scale = struct.unpack(">f", bytes.fromhex(hexadecimal[0]))[0] if hexadecimal else math.nan
+        good = colon and name.strip() and len(name) <= MAX_NAME and name.isprintable()
+        if good and math.isfinite(scale) and scale >= 0:
+            scales[name.strip()] = float(scale)
         else:
-            scales[name.strip()] = scale
+            wrong.append(f"line {number}")
     if wrong:
         raise UserError(
             f"{path} is no calibration cache, or damaged: {name_list(wrong)} must be a name, a colon and the "
@@ -100,15 +94,7 @@ def read_cache_file(path: Path) -> CalibrationCache:
     return CalibrationCache(version_text(int(known[1])), known[2], scales)
 
 
-def _scale(text: str) -> float | None:
-    if not _SCALE.fullmatch(text):
-        return None
-    value = float(struct.unpack(">f", bytes.fromhex(text))[0])
-    return value if math.isfinite(value) and value >= 0 else None
-
-
 def version_text(number: int) -> str:
-    """Return `8.6.1` for 8601 and `10.6.0` for 100600: TensorRT 10 gives the minor version two more."""
     major, rest = divmod(number, 10_000 if number >= 100_000 else 1_000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
@@ -118,8 +104,6 @@ SAME_RANGE = ("Cast", "Identity", "Reshape", "Transpose", "Dropout", "Flatten", 
 
 
 class FromCache(Strict):
-    """A recipe made of a cache, and how far the cache went."""
-
     recipe: str  # its name
     text: str  # YAML
     version: str  # of the TensorRT that wrote the cache
@@ -136,41 +120,60 @@ def recipe_from_cache(
 ) -> FromCache:
     """Write a recipe whose amax are those of a cache, for the linears whose inputs it names.
 
-    Args:
-        cache: calibration cache of TensorRT 5 to 10.
-        model: folder or hub id; of its files config.json alone is read.
-        revision: of a hub model.
-        onnx_file: the graph that was calibrated; None: the model is exported to compare names.
+    Without `onnx_file`, the graph that was calibrated, the model is exported to compare names.
 
     Raises:
         UserError: a file that cannot be used, or a cache that names the input of no INT8 linear.
     """
     found = read_cache_file(cache)
-    made = new_recipe(model, revision)
-    base = parse_recipe(made.text, made.recipe)
+    draft = new_recipe(model, revision)
+    data = parse_recipe(draft.text, draft.recipe).model_dump(mode="json")
+    # nothing may change the range of tensors before they are quantized
+    data["calibration"] |= {"smoothing": "none", "outlier_channel_splitting": 0}
     network = prepare_model(create_untrained(model, read_model_config(model, revision)))
     prefix = network.base_model_prefix
-    plan = resolve(_plain(base), module_table(network), prefix)
+    plan = resolve(validate_recipe(data, data["name"]), module_table(network), prefix)
     graph, read = _reads(found, network, plan.int8, prefix, onnx_file)
-    given, tensors, calibrated = {}, {}, {}
+    given, tensors, calibrated = dict[str, float](), dict[str, str](), dict[str, str]()
     for linear in plan.int8:
-        quantizer = f"{linear}.input_quantizer"
-        why, tensor = _usable(found, read.get(linear, ()))
+        names = read.get(linear, ())
+        tensor = next((name for name in names if name in found.scales), None)
         if tensor is None:
-            calibrated[linear] = why
+            calibrated[linear] = (
+                "the cache does not name its input" if names else "the graph does not show it"
+            )
+        elif not 1e-6 <= (amax := found.scales[tensor] * 127) <= FP16_MAX:
+            calibrated[linear] = f"its amax in the cache is {amax:g}"
         else:
-            given[quantizer], tensors[quantizer] = float(f"{found.amax[tensor]:.8g}"), tensor
+            quantizer = f"{linear}.input_quantizer"
+            given[quantizer], tensors[quantizer] = float(f"{amax:.8g}"), tensor
     if not given:
-        why = "which names no linear of the model" if not read else f"which reads {_example(read)}"
+        why = "which names no linear of the model"
+        if read:
+            why = f"which reads {next(iter(read.values()))[0][:80]!r}"
         raise UserError(
             f"{cache} cannot be matched with {model}: none of its {len(found.scales)} tensors "
             f"({name_list(list(found.scales)[:3])}, ...) is the input of an INT8 linear in {graph}, {why}; "
             "give --onnx with the file that was calibrated, or calibrate again: `qdqbench recipes new`"
         )
-    recipe = _with_amax(base, given, found)
+    count, total = len(given), len(plan.int8)
+    source = f"{count} amax of a calibration cache of TensorRT {found.version}"
+    data["description"] = f"{data['name']}, with {source}."
+    data["name"] += "-from-cache"
+    data["calibration"]["amax"] = given
+    recipe = validate_recipe(data, data["name"])
+    shown = "".join(c if c.isprintable() else "?" for c in cache.name)[:100]
+    where = "the ONNX file given" if onnx_file is not None else graph
+    head = [
+        f"# Written by `qdqbench recipes from-cache` from {shown}",
+        f"# (TensorRT {found.version}, {found.calibrator}), matched with {where}.",
+        f"# Given: the inputs of {count} of {total} INT8 linears. Weights, and what is not given, are",
+        "# calibrated; `calibration.json` has what calibration found beside what is given.",
+        *(f"# calibrated: {linear}: {why}" for linear, why in calibrated.items()),
+    ]
     return FromCache(
         recipe=recipe.name,
-        text="\n".join([*_head(found, cache, graph, given, calibrated), dump_short_recipe(recipe)]),
+        text="\n".join([*head, dump_short_recipe(recipe)]),
         version=found.version,
         calibrator=found.calibrator,
         graph=graph,
@@ -181,39 +184,24 @@ def recipe_from_cache(
     )
 
 
-def _example(read: Mapping[str, list[str]]) -> str:
-    return repr(next(iter(read.values()))[0][:80])
-
-
 def input_tensors(model: onnx.ModelProto, linears: Collection[str], prefix: str) -> dict[str, list[str]]:
-    """Names of the tensor that each linear reads, the nearest first; further ones have the same range.
-
-    A MatMul or Gemm is a linear's by the module path in its name, or in the name of its weight or bias.
-    """
+    """Return the tensors that each linear reads, the nearest first; further ones have the same range."""
     index, found = GraphIndex(model), {}
     names = {linear: linear for linear in linears}
     names |= {linear.removeprefix(f"{prefix}."): linear for linear in linears}
     for node in model.graph.node:
         if node.op_type in MATMULS and len(node.input) >= 2:
-            linear = next((names[name] for name in _paths(index, node) if name in names), None)
+            readers = [reader for output in node.output for reader in index.consumers.get(output, ())]
+            added = [name for reader in readers if reader.op_type == "Add" for name in reader.input]
+            stored = [name for name in (*node.input[1:], *added) if name in index.initializers]
+            paths = [name.removesuffix(".weight").removesuffix(".bias") for name in stored]
+            linear = next((names[path] for path in (module_of(node.name), *paths) if path in names), None)
             if linear is not None and linear not in found:
                 found[linear] = list(_same_range(index, node.input[0]))
     return found
 
 
-def _paths(index: GraphIndex, node: onnx.NodeProto) -> Iterator[str]:
-    """Module paths that a MatMul may be of."""
-    yield module_of(node.name)
-    readers = [reader for output in node.output for reader in index.consumers.get(output, ())]
-    added = [name for reader in readers if reader.op_type == "Add" for name in reader.input]
-    stored = [*node.input[1:], *added]
-    for name in stored:
-        if name in index.initializers:
-            yield name.removesuffix(".weight").removesuffix(".bias")
-
-
 def _same_range(index: GraphIndex, name: str) -> Iterator[str]:
-    """A tensor, and those before it that only were cast or moved."""
     for _ in range(MAX_STEPS):
         yield name
         node = index.producers.get(name)
@@ -229,62 +217,16 @@ def _reads(
     prefix: str,
     onnx_file: Path | None,
 ) -> tuple[str, dict[str, list[str]]]:
-    """Where linears were looked for, and the tensors that they read there."""
+    """Return the graph where linears were looked for, and the tensors that they read there."""
     if onnx_file is not None:
         return str(onnx_file), input_tensors(read_model(onnx_file), linears, prefix)
     best: tuple[int, str, dict[str, list[str]]] = (-1, "", {})
     for opset in OPSETS:
         read = input_tensors(trace(network, opset), linears, prefix)
-        for short in (False, True):  # a bare encoder has no prefix in its names
-            tried = {n: [_without(t, prefix) for t in names] for n, names in read.items()} if short else read
+        # a bare encoder has no prefix in its names
+        short = {n: [each.replace(f"/{prefix}/", "/", 1) for each in names] for n, names in read.items()}
+        for tried in (read, short):
             hits = sum(not cache.scales.keys().isdisjoint(names) for names in tried.values())
             if hits > best[0]:
                 best = (hits, f"an export of the model with opset {opset}", tried)
     return best[1], best[2]
-
-
-def _without(tensor: str, prefix: str) -> str:
-    return tensor.replace(f"/{prefix}/", "/", 1)
-
-
-def _usable(cache: CalibrationCache, names: Collection[str]) -> tuple[str, str | None]:
-    """The first of these tensors that the cache has a usable scale of; else why there is none."""
-    tensor = next((name for name in names if name in cache.scales), None)
-    if tensor is None:
-        return ("the cache does not name its input" if names else "the graph does not show it"), None
-    if not 1e-6 <= cache.amax[tensor] <= FP16_MAX:
-        return f"its amax in the cache is {cache.amax[tensor]:g}", None
-    return "", tensor
-
-
-def _plain(recipe: Recipe) -> Recipe:
-    """Without what changes the range of tensors before they are quantized."""
-    data = recipe.model_dump(mode="json")
-    data["calibration"] |= {"smoothing": "none", "outlier_channel_splitting": 0}
-    return validate_recipe(data, recipe.name)
-
-
-def _with_amax(recipe: Recipe, given: dict[str, float], cache: CalibrationCache) -> Recipe:
-    data = _plain(recipe).model_dump(mode="json")
-    data["name"] = f"{recipe.name}-from-cache"
-    data["description"] = (
-        f"{recipe.name}, with {len(given)} amax of a calibration cache of TensorRT {cache.version}."
-    )
-    data["calibration"]["amax"] = given
-    return validate_recipe(data, data["name"])
-
-
-def _head(
-    cache: CalibrationCache, path: Path, graph: str, given: Collection[str], calibrated: Mapping[str, str]
-) -> list[str]:
-    """Comments at the top of the recipe."""
-    shown = "".join(c if c.isprintable() else "?" for c in path.name)[:100]
-    where = "the ONNX file given" if not graph.startswith("an export") else graph
-    total = len(given) + len(calibrated)
-    lines = [
-        f"# Written by `qdqbench recipes from-cache` from {shown}",
-        f"# (TensorRT {cache.version}, {cache.calibrator}), matched with {where}.",
-        f"# Given: the inputs of {len(given)} of {total} INT8 linears. Weights, and what is not given, are",
-        "# calibrated; `calibration.json` has what calibration found beside what is given.",
-    ]
-    return lines + [f"# calibrated: {linear}: {why}" for linear, why in calibrated.items()]

@@ -4,7 +4,7 @@ Counts are of one copy of the network; an engine has one copy a profile.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,8 +42,6 @@ _FLOATS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Graph:
-    """ONNX nodes by name."""
-
     linears: list[str]  # MatMul and Gemm with weights
     products: list[str]  # MatMul of two activations
     softmaxes: list[str]
@@ -82,21 +80,15 @@ class EngineFacts:
 
     @property
     def qkv_apart(self) -> int:
-        """Attentions with a GEMM for each of q, k and v where one is a choice: not in a runtime for CPUs."""
+        """Count attentions with a GEMM for each of q, k and v; a runtime for CPUs has no other choice."""
         return 0 if self.on_cpu else self.qkv - self.qkv_merged
 
     @property
     def on_cpu(self) -> bool:
-        """Return whether the table is of a runtime for CPUs."""
         return any(row.kernel is not None for row in self.rows)
 
 
 def read_graph(path: Path) -> Graph:
-    """Return the nodes of an ONNX file.
-
-    Raises:
-        UserError: not a readable ONNX file.
-    """
     model = read_model(path)
     validate_names(model)
     opset = opset_of(model)
@@ -117,7 +109,6 @@ def read_graph(path: Path) -> Graph:
 
 
 def rebuild_graph(layers: Sequence[LayerRow]) -> Graph:
-    """Return the nodes by the names in the table: a MatMul in the module of a softmax has no weights."""
     listed = dict.fromkeys(
         name for row in layers for name in ((*name_parts(row), *row.onnx) if row.kind == "gemm" else row.onnx)
     )
@@ -136,7 +127,6 @@ def rebuild_graph(layers: Sequence[LayerRow]) -> Graph:
 
 
 def collect_facts(layers: Sequence[LayerRow], graph: Graph | None = None) -> EngineFacts:
-    """Read one copy of the network: the one with the most kernels."""
     graph = graph or rebuild_graph(layers)
     rows, profiles = select_profile(layers)
     deciding = {
@@ -156,7 +146,18 @@ def collect_facts(layers: Sequence[LayerRow], graph: Graph | None = None) -> Eng
     for row in rows:
         for name in row.onnx:
             listing[name].append(row)
-    merged = _merged_qkv(linears, made)
+    qkv: dict[str, list[str]] = defaultdict(list)  # kernels of q, k and v linears by attention
+    whole = 0  # attentions with one linear for all three
+    separate = []
+    for node in linears:
+        parent, _, leaf = module_of(node).rpartition(".")
+        if ANY_QKV.fullmatch(leaf):
+            qkv[parent + run_of(node)].append(made[node].name)
+        whole += bool(ANY_MERGED_QKV.fullmatch(leaf))
+        bias = f"{node.rpartition('/')[0]}/Add{run_of(node)}"
+        if any(row is not made[node] for name in (node, bias) for row in listing.get(name, ())):
+            separate.append(node)
+    apart = [{*names} for names in qkv.values() if len(names) == 3]
     gelus = [row for row in rows if is_gelu(row)]
     norms: dict[str, list[str]] = defaultdict(list)
     for row in rows:
@@ -180,9 +181,9 @@ def collect_facts(layers: Sequence[LayerRow], graph: Graph | None = None) -> Eng
             for node in int8
             if "Half" in made[node].outputs and any(row is not made[node] for row in listing[node])
         ],
-        separate=[node for node in linears if _is_separate(node, made[node], listing)],
-        qkv=len(merged),
-        qkv_merged=sum(merged),
+        separate=separate,
+        qkv=len(apart) + whole,
+        qkv_merged=sum(len(names) == 1 for names in apart) + whole,
         attentions=len(graph.softmaxes) or len(fused),
         fused=fused,
         gelu_fused=sum(kernel_kind(row) == "gemm" for row in gelus),
@@ -196,22 +197,3 @@ def collect_facts(layers: Sequence[LayerRow], graph: Graph | None = None) -> Eng
         ),
         int8_writers=Counter(kernel_kind(row) for row in rows if "Int8" in row.outputs),
     )
-
-
-def _merged_qkv(linears: Iterable[str], rows: Mapping[str, LayerRow]) -> list[bool]:
-    """Return for each attention with q, k and v linears whether one GEMM makes them."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    whole = 0
-    for node in linears:
-        parent, _, leaf = module_of(node).rpartition(".")
-        if ANY_QKV.fullmatch(leaf):
-            groups[parent + run_of(node)].append(rows[node].name)
-        whole += bool(ANY_MERGED_QKV.fullmatch(leaf))
-    return [len({*names}) == 1 for names in groups.values() if len(names) == 3] + [True] * whole
-
-
-def _is_separate(node: str, row: LayerRow, listing: Mapping[str, list[LayerRow]]) -> bool:
-    """Return whether another kernel applies the bias, or the scale, of a linear."""
-    bias = f"{node.rpartition('/')[0]}/Add{run_of(node)}"
-    after = [found for name in (node, bias) for found in listing.get(name, ())]
-    return any(found is not row for found in after)

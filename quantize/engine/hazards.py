@@ -11,23 +11,11 @@ from packaging.version import InvalidVersion, Version
 
 @dataclass(frozen=True)
 class Hazard:
-    """One fault, and the versions and GPUs that have it."""
-
     backend: str  # or another package, by its name
     what: str
     since: str | None = None  # first version that has it
     fixed: str | None = None  # first version that does not
     compute_capability: str | None = None  # None: every GPU
-
-    def applies(self, backend: str, version: str, compute_capability: str | None) -> bool:
-        """Return whether an engine of this backend, version and GPU has the fault."""
-        here = _parsed(version)
-        return (
-            backend == self.backend
-            and (self.since is None or here >= _parsed(self.since))
-            and (self.fixed is None or here < _parsed(self.fixed))
-            and self.compute_capability in (None, compute_capability)
-        )
 
 
 HAZARDS = (
@@ -70,19 +58,18 @@ RTX_WITHOUT_GPU = "1.6"  # first TensorRT-RTX that builds where no GPU is
 
 
 def find_hazards(backend: str, version: str, compute_capability: str | None) -> list[str]:
-    """Return the warnings for an engine, one sentence each.
-
-    Args:
-        backend: tensorrt or tensorrt_rtx, or another package's name.
-        version: such as "10.0.0.6".
-        compute_capability: of the engine's GPU, such as "8.9"; None where it is not known.
-    """
-    found = [hazard for hazard in HAZARDS if hazard.applies(backend, version, compute_capability)]
-    return [f"{backend} {version}: {hazard.what}" for hazard in found]
+    here = _parsed(version)
+    return [
+        f"{backend} {version}: {hazard.what}"
+        for hazard in HAZARDS
+        if hazard.backend == backend
+        and (hazard.since is None or here >= _parsed(hazard.since))
+        and (hazard.fixed is None or here < _parsed(hazard.fixed))
+        and hazard.compute_capability in (None, compute_capability)
+    ]
 
 
 def is_older(version: str, other: str) -> bool:
-    """Return whether a version (of a backend or a driver) comes before another."""
     return _parsed(version) < _parsed(other)
 
 

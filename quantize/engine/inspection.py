@@ -1,8 +1,8 @@
 """Judge an engine's layers against a recipe, add a profile up, and say why INT8 can be slower than FP16."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from qdqbench.quantize.engine.facts import EngineFacts, Graph, collect_facts, rebuild_graph
 from qdqbench.quantize.engine.kernels import (
@@ -18,15 +18,13 @@ from qdqbench.quantize.models.families.known import first_feed_forwards
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX, limits_of
 from qdqbench.quantize.utils.names import name_list
-from qdqbench.quantize.utils.results import LayerRow
+from qdqbench.quantize.utils.results import Effect, LayerRow
 
 MAX_LAYERS_NAMED = 6
 
 
 @dataclass(frozen=True)
 class Time:
-    """A profile held against the table; milliseconds."""
-
     total: float
     by_kernel: dict[str, float]  # kernel name, the slowest first
     by_block: dict[str, float]  # in the order of the network
@@ -37,8 +35,6 @@ class Time:
 
 @dataclass
 class Inspection:
-    """The whole judgement; see docs of each figure in `Facts`."""
-
     proof: Coverage
     facts: EngineFacts
     graph: Graph
@@ -50,7 +46,7 @@ class Inspection:
 
     @property
     def failures(self) -> list[str]:
-        """Return the requests of the recipe that the engine does not meet."""
+        """Return sentences on what the recipe asks for and the engine does not run."""
         messages = []
         if self.expected is not None and self.proof.not_int8:
             messages.append(f"{len(self.proof.not_int8)} of {len(self.expected)} GEMMs do not run in INT8")
@@ -59,7 +55,8 @@ class Inspection:
                 f"{self.proof.attention_int8} of {self.expected_attention} attentions run as one INT8 kernel"
             )
         if self.expected is not None and self.facts.float_residuals:
-            messages.append(_float_residuals(self.facts))
+            problems = find_problems(self.facts)
+            messages += [problem.place for problem in problems if problem.code == "float-residual"]
         return messages
 
 
@@ -71,11 +68,9 @@ def inspect_layers(
     expected_attention: int = 0,
     times: Mapping[str, float] | None = None,
 ) -> Inspection:
-    """Judge a layer table.
+    """Judge a layer table, by the nodes of a graph or else by those that the table names.
 
     Args:
-        layers: every row.
-        graph: nodes of the ONNX graph; None takes those that the table names.
         expected: names of the MatMul and Gemm nodes that the recipe wants in INT8; None: no recipe, so every
             linear that is not in INT8 is listed and nothing fails.
         expected_attention: attentions that the recipe wants as one INT8 kernel.
@@ -96,7 +91,11 @@ def inspect_layers(
     for row in layers:
         for name in dict.fromkeys((*name_parts(row), *row.onnx)):
             naming[name].append(row)
-    ran = layers if times is None else _copies_that_ran(layers, times)
+    ran = list(layers)
+    if times is not None:  # each profile has its own kernels for every layer: those of the measured ones
+        copies = {copy_of(row) for row in layers if row.name in times} | {""}
+        if len(copies) > 1:
+            ran = [row for row in layers if copy_of(row) in copies]
     return Inspection(
         proof=proof,
         facts=collect_facts(ran, graph),
@@ -109,15 +108,7 @@ def inspect_layers(
     )
 
 
-def _copies_that_ran(layers: Sequence[LayerRow], times: Mapping[str, float]) -> list[LayerRow]:
-    """Return the kernels of the profiles that were measured; each profile has its own for every layer."""
-    ran = {copy_of(row) for row in layers if row.name in times} | {""}
-    rows = [row for row in layers if copy_of(row) in ran]
-    return rows if len(ran) > 1 else list(layers)
-
-
 def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
-    """Add up a profile by kernel, block and kind; names are those of the table."""
     rows = {row.name: row for row in layers}
     known = {name: ms for name, ms in times.items() if name in rows}
     blocks: dict[str, float] = defaultdict(float)
@@ -136,64 +127,107 @@ def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
     )
 
 
-def find_problems(facts: EngineFacts) -> list[str]:
-    """Find what is wrong, or costs time or accuracy, in one engine: a sentence each, with a remedy."""
-    problems = []
-    if facts.raw_outputs:
-        problems.append(
-            f"{len(facts.raw_outputs)} INT8 GEMMs store raw INT32 sums as FP16 and scale them in the next "
-            f"kernel ({format_nodes(facts.raw_outputs)}), so that sums over {FP16_MAX:.0f} become infinite "
-            "and logits NaN: set `export.weight_scales: factored`, or `weights: int8/per-tensor`"
+@dataclass(frozen=True)
+class Problem:
+    code: str
+    effect: Effect
+    what: str
+    why: str
+    remedy: str  # in the recipe
+    nodes: list[str] = field(default_factory=list)
+
+    @property
+    def place(self) -> str:
+        return f"{self.what} ({format_nodes(self.nodes)})" if self.nodes else self.what
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.place}{'; ' if self.why else ''}{self.why}: {self.remedy}"
+
+
+def find_problems(facts: EngineFacts) -> Iterator[Problem]:
+    if nodes := facts.raw_outputs:
+        yield Problem(
+            "raw-int32-as-fp16",
+            "wrong",
+            f"{len(nodes)} INT8 GEMMs store raw INT32 sums as FP16 before they are scaled",
+            f"sums over {FP16_MAX:.0f} become infinite, and logits NaN",
+            "set `export.weight_scales: factored`, or `weights: int8/per-tensor`",
+            nodes,
         )
-    if facts.dequantized:
-        problems.append(_dequantized(facts))
-    if facts.fp32_outputs:
-        problems.append(_wide_outputs(facts))
-    if facts.float_residuals:
-        problems.append(
-            f"{_float_residuals(facts)}, which costs the rounding and saves nothing: set `residual: fp16`"
-            + (
-                ""
-                if facts.on_cpu
-                else ", or look with `qdqbench check` for residuals with a scale of their own"
-            )
+    if nodes := facts.dequantized:
+        yield Problem(
+            "dequantized",
+            "not INT8",
+            f"{len(nodes)} linears dequantize INT8 codes and then multiply in floating point",
+            "that is slower than plain FP16",
+            "give both operands Q/DQ that a GEMM takes, `qdqbench check` names the fault",
+            nodes,
         )
+    if nodes := facts.fp32_outputs:
+        what = f"{len(nodes)} of {len(facts.int8)} INT8 GEMMs write FP32"
+        why = "that is twice the bytes of FP16, in the kernels that move the most"
+        yield Problem("gemm-writes-fp32", "slow", what, why, "set `export.weight_scales: factored`", nodes)
+    if nodes := facts.float_residuals:
+        what = f"{len(nodes)} of {len(facts.residuals)} LayerNorms do not read their INT8 residual as INT8"
+        why = "that costs the rounding and saves nothing"
+        remedy = "set `residual: fp16`"
+        if not facts.on_cpu:
+            remedy += ", or look with `qdqbench check` for residuals with a scale of their own"
+        yield Problem("float-residual", "slow", what, why, remedy, nodes)
     if len(facts.fused) < facts.attentions:
-        problems.append(_attention_apart(facts))
+        yield attention_apart(facts)
     if facts.qkv_apart:
-        problems.append(f"{_qkv_apart(facts)}: {_QKV_FIX}")
-    if low := facts.norms.get("FP16", []):
-        count = sum(map(len, facts.norms.values()))
-        problems.append(
-            f"{len(low)} of {count} LayerNorms sum their squares in FP16, which can overflow: "
-            'add the rule `{match: "*", type: LayerNorm, precision: fp32}`'
+        yield Problem(
+            "qkv-apart",
+            "note",
+            f"q, k and v are three GEMMs in {facts.qkv_apart} of {facts.qkv} attentions",
+            "",
+            "for small batches set `export.qkv_scales: shared` with factored weights, which makes it one",
         )
-    return problems
+    if low := facts.norms.get("FP16", []):
+        yield Problem(
+            "layernorm-fp16",
+            "note",
+            f"{len(low)} of {sum(map(len, facts.norms.values()))} LayerNorms sum their squares in FP16",
+            f"sums over {FP16_MAX:.0f} overflow; models with large activations then answer NaN",
+            'add the rule `{match: "*", type: LayerNorm, precision: fp32}`',
+        )
+
+
+def attention_apart(facts: EngineFacts) -> Problem:
+    limits, count = limits_of(), facts.attentions
+    return Problem(
+        "attention-apart",
+        "slow",
+        f"{count - len(facts.fused)} of {count} attentions fall apart into single kernels",
+        "a fused kernel takes Q/DQ on all of q, k, v, the softmax output and the output, or on none; in INT8 "
+        f"head size {limits.head_sizes_text} and at most {limits.int8_attention_length} tokens; in FP16 a "
+        "mask that is added once and no other operator in between",
+        "quantize the whole attention (`attention: int8`) or none of it (`attention: fp16`)",
+    )
 
 
 def explain_slowdown(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow]) -> list[str]:
-    """Explain why an INT8 engine can be slower than the FP16 engine, read from their layers.
-
-    Each has figures of both engines and what to change in the recipe; none where the layers show no reason.
-    """
+    """Explain why an INT8 engine can be slower than the FP16 engine; none where the layers show no reason."""
     ours, twin = collect_facts(layers_int8), collect_facts(layers_fp16)
+    problems = {problem.code: problem.sentence for problem in find_problems(ours)}
     reasons = []
     encoder = [node for node in ours.linears if block_of_node(node).startswith("layer.")]
     done = {*ours.int8, *ours.dequantized}
-    rest = [node for node in encoder if node not in done]
-    if rest:
+    if rest := [node for node in encoder if node not in done]:
         reasons.append(
             f"{len(rest)} of {len(encoder)} encoder linears are not in INT8 and gain nothing "
             f"({format_nodes(rest)}): give them `weights` and `input` in the recipe's rules"
         )
     if ours.dequantized:
-        reasons.append(_dequantized(ours))
+        reasons.append(problems["dequantized"])
     if len(ours.fused) < max(ours.attentions, len(twin.fused)):
-        reasons.append(f"{_attention_apart(ours)} (FP16 fuses {len(twin.fused)})")
+        reasons.append(f"{attention_apart(ours).sentence} (FP16 fuses {len(twin.fused)})")
     if ours.qkv_apart:
-        reasons.append(f"{_qkv_apart(ours)} (FP16 merges {twin.qkv_merged}): {_QKV_FIX}")
+        reasons.append(f"{problems['qkv-apart']} (FP16 merges {twin.qkv_merged})")
     if ours.fp32_outputs:
-        reasons.append(_wide_outputs(ours))
+        reasons.append(problems["gemm-writes-fp32"])
     gelus = ours.gelu_separate - twin.gelu_separate
     if gelus > 0:
         rule = first_feed_forwards(map(module_of, ours.linears))
@@ -220,59 +254,16 @@ def explain_slowdown(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[Laye
             f"{alone} kernels only quantize or dequantize: quantize the inputs of linears and nothing else, "
             "which the kernel ahead of them does"
         )
-    if sum(ours.kernels.values()) > sum(twin.kernels.values()):
-        reasons.append(_more_kernels(ours, twin))
-    return reasons
-
-
-_QKV_FIX = "for small batches set `export.qkv_scales: shared` with factored weights, which makes it one"
-
-
-def _dequantized(facts: EngineFacts) -> str:
-    return (
-        f"{len(facts.dequantized)} linears dequantize INT8 codes and then multiply in floating point, "
-        f"slower than plain FP16 ({format_nodes(facts.dequantized)}): give both operands Q/DQ that a GEMM "
-        "takes, `qdqbench check` names the fault"
-    )
-
-
-def _qkv_apart(facts: EngineFacts) -> str:
-    return f"q, k and v are three GEMMs in {facts.qkv_apart} of {facts.qkv} attentions"
-
-
-def _float_residuals(facts: EngineFacts) -> str:
-    return (
-        f"{len(facts.float_residuals)} of {len(facts.residuals)} LayerNorms do not read their INT8 residual "
-        f"as INT8 ({format_nodes(facts.float_residuals)})"
-    )
-
-
-def _attention_apart(facts: EngineFacts) -> str:
-    limits = limits_of()
-    return (
-        f"{facts.attentions - len(facts.fused)} of {facts.attentions} attentions fall apart into single "
-        "kernels: quantize all of q, k, v, the softmax and the output (`attention: int8`; head size "
-        f"{limits.head_sizes_text}, at most {limits.int8_attention_length} tokens) or none of them "
-        "(`attention: fp16`)"
-    )
-
-
-def _wide_outputs(facts: EngineFacts) -> str:
-    return (
-        f"{len(facts.fp32_outputs)} of {len(facts.int8)} INT8 GEMMs write FP32, twice the bytes of FP16 "
-        f"({format_nodes(facts.fp32_outputs)}): set `export.weight_scales: factored`"
-    )
-
-
-def _more_kernels(ours: EngineFacts, twin: EngineFacts) -> str:
-    kinds = [kind for kind in ours.kernels if ours.kernels[kind] > twin.kernels[kind]]
-    kinds.sort(key=lambda kind: twin.kernels[kind] - ours.kernels[kind])
-    listed = ", ".join(f"{kind} {ours.kernels[kind]} against {twin.kernels[kind]}" for kind in kinds)
     total, other = sum(ours.kernels.values()), sum(twin.kernels.values())
-    return (
-        f"{total} kernels run where FP16 runs {other} ({listed}), and a launch costs the same at any batch "
-        "size: use larger batches, or quantize fewer layers (recipe int8-ffn)"
-    )
+    if total > other:
+        kinds = [kind for kind in ours.kernels if ours.kernels[kind] > twin.kernels[kind]]
+        kinds.sort(key=lambda kind: twin.kernels[kind] - ours.kernels[kind])
+        listed = ", ".join(f"{kind} {ours.kernels[kind]} against {twin.kernels[kind]}" for kind in kinds)
+        reasons.append(
+            f"{total} kernels run where FP16 runs {other} ({listed}), and a launch costs the same at any "
+            "batch size: use larger batches, or quantize fewer layers (recipe int8-ffn)"
+        )
+    return reasons
 
 
 def format_nodes(nodes: Sequence[str]) -> str:

@@ -46,12 +46,10 @@ def kernel_operator(node: str) -> str:
 
 
 def operations(row: LayerRow) -> list[str]:
-    """Return the operations (Cast, Mean, Sub) in the name of a generated kernel; none for any other."""
     return re.findall(r"[A-Z][a-z]*", base_name(row)) if row.name.startswith("__myl_") else []
 
 
 def kernel_kind(row: LayerRow) -> KernelKind:
-    """Return the purpose of a kernel; of several the first one counts."""
     words, lower = operations(row), row.kind.lower()
     operators = {kernel_operator(node) for node in row.onnx}
     kind: KernelKind = "elementwise"
@@ -83,10 +81,7 @@ def kernel_kind(row: LayerRow) -> KernelKind:
 
 
 def select_profile(layers: Sequence[LayerRow]) -> tuple[list[LayerRow], int]:
-    """Return the kernels of the largest profile, without signals and waits, and the number of profiles.
-
-    An engine has kernels of its own for each profile, and its layer table lists all of them.
-    """
+    """Return the kernels of the largest profile, without signals and waits, and the number of profiles."""
     copies = Counter(copy_of(row) for row in layers if copy_of(row))
     main = copies.most_common(1)[0][0] if copies else ""
     rows = [row for row in layers if copy_of(row) in (main, "") and kernel_kind(row) != "none"]
@@ -104,12 +99,10 @@ def format_count(layers: Sequence[LayerRow]) -> str:
 
 
 def is_norm(row: LayerRow) -> bool:
-    """Return whether a kernel computes the statistics of a LayerNorm; another may scale what it made."""
     return "Mean" in operations(row) or _TYPES.get(row.kind.lower()) == "LayerNorm"
 
 
 def is_gelu(row: LayerRow) -> bool:
-    """Return whether a kernel computes GELU, alone or behind its GEMM."""
     return "Erf" in operations(row) or any(map(_of_gelu, row.onnx))
 
 
@@ -131,7 +124,6 @@ def kernel_block(row: LayerRow) -> str:
 
 
 def block_of_node(node: str) -> str:
-    """Return the block of one ONNX node."""
     if (layer := layer_of_node(node)) is not None:
         return f"layer.{layer}"
     if ANY_EMBEDDINGS.search(node):
@@ -140,14 +132,12 @@ def block_of_node(node: str) -> str:
 
 
 def block_order(block: str) -> tuple[int, int]:
-    """Sort key: embeddings, layer.0, layer.1, ..., head, other."""
     name, _, number = block.partition(".")
     places = {EMBEDDINGS: 0, "layer": 1, HEAD: 2}
     return places.get(name, 3), int(number[:9]) if number.isdecimal() else 0
 
 
 def shorten_node(node: str) -> str:
-    """Shorten `/bert/encoder/layer.3/attention/self/value/MatMul` to `layer.3 attention value`."""
     layer, number = ANY_LAYER.search(node), layer_of_node(node)
     parts = RUN.sub("", node[layer.end() if layer else 0 :]).strip("/").split("/")
     if not layer and len(parts) > 2:
@@ -160,11 +150,7 @@ def shorten_node(node: str) -> str:
 
 
 def kernel_label(row: LayerRow, linears: Iterable[str] = ()) -> str:
-    """Label a kernel in as few words as name it: `layer.0 attention value+key+query`.
-
-    Args:
-        linears: ONNX nodes that it multiplies, if it is a GEMM.
-    """
+    """Label a kernel, a GEMM by its linears, in few words: `layer.0 attention value+key+query`."""
     kind = kernel_kind(row)
     if found := list(linears):
         return _together([shorten_node(node) for node in found])
@@ -192,7 +178,6 @@ def kernel_label(row: LayerRow, linears: Iterable[str] = ()) -> str:
 
 
 def _together(names: list[str]) -> str:
-    """Join `a b` and `a c` as `a b+c`."""
     heads = {name.rpartition(" ")[0] for name in names}
     if len(names) == 1 or len(heads) > 1:
         return " + ".join(names)

@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from qdqbench.quantize.engine.cpu.compiled import ATTENTION
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_bounded
 from qdqbench.quantize.utils.results import LayerRow
 
+ATTENTION = "attention"  # kind of a row that is a whole one, of a CPU runtime
 MAX_TABLE_BYTES = 16 << 20  # of a saved table; BERT-large with four profiles has 2 MiB
 MAX_TABLE_LAYERS = 20_000  # BERT-large with four profiles has 1,400 kernels
 MAX_MERGED = 64  # GEMMs in one kernel
@@ -41,8 +41,6 @@ _TYPES = {
 
 @dataclass
 class Coverage:
-    """Which ONNX MatMul/Gemm nodes an engine runs in INT8."""
-
     int8_gemms: list[str]  # proven, sorted; products of two activations only where they are expected
     not_int8: list[str]  # expected and not proven, sorted
     attention_fused: int  # attentions that run as one kernel
@@ -52,7 +50,6 @@ class Coverage:
 
 
 def parse_log(lines: Iterable[str]) -> list[LayerRow]:
-    """Parse the rows of the layer table that a DETAILED build prints; pass over any other line."""
     rows = []
     for line in (part for message in lines for part in message.split("\n")):
         if (parts := _parts(line)) is None:
@@ -74,10 +71,7 @@ def parse_log(lines: Iterable[str]) -> list[LayerRow]:
 
 
 def _parts(line: str) -> tuple[str, str, str, str, str] | None:
-    """Name, kind, inputs, constants and the rest of a line, in one pass.
-
-    It is parted at the first of each mark: where a later one fits, that does too.
-    """
+    """Split a line into name, kind, inputs, constants and the rest, at the first of each mark."""
     name = _NAME.search(line)
     kind = _KIND.search(line, name.end()) if name else None
     if name is None or kind is None:
@@ -90,9 +84,7 @@ def _parts(line: str) -> tuple[str, str, str, str, str] | None:
 
 
 def read_table(path: Path) -> list[LayerRow]:
-    """Read the rows of a saved table: inspector JSON of any version, or a layers.json or build.json.
-
-    Memory is bounded whatever the file holds.
+    """Read a saved table: inspector JSON of any version, or a layers.json or build.json; memory is bounded.
 
     Raises:
         UserError: missing, too large, not such a file, or without layers.
@@ -108,7 +100,6 @@ def read_table(path: Path) -> list[LayerRow]:
 
 
 def _own_rows(text: str) -> list[LayerRow]:
-    """Return the rows as qdqbench writes them; none where the text is something else."""
     try:
         layers = json.loads(text, strict=False)["layers"]
         _check_count(layers)
@@ -155,12 +146,7 @@ def parse_inspector_json(text: str) -> list[LayerRow]:
 def measure_coverage(
     layers: Sequence[LayerRow], expected_gemms: Collection[str], all_gemms: Collection[str]
 ) -> Coverage:
-    """Hold the layer table against the ONNX nodes that must run in INT8.
-
-    Args:
-        layers: every row of the table; an engine with several profiles has every kernel once a profile.
-        expected_gemms: names of ONNX MatMul/Gemm nodes that must run in INT8.
-        all_gemms: names of all MatMul/Gemm nodes of the ONNX graph.
+    """Hold the layer table against the ONNX nodes that must run in INT8, among all MatMul and Gemm nodes.
 
     A node counts as INT8 only if it does in each copy of the network in the table.
     """
@@ -198,7 +184,6 @@ def find_computing_rows(
 
 
 def copy_of(row: LayerRow) -> str:
-    """Return the copy of the network, one a profile, that a kernel belongs to; '' where unknown."""
     graph = _GRAPH.search(row.name)
     return graph[1] if graph else ""
 
@@ -209,12 +194,10 @@ def base_name(row: LayerRow) -> str:
 
 
 def _is_linear(row: LayerRow) -> bool:
-    """Return whether the kernel multiplies one activation by weights, not two activations."""
     return len(row.inputs) == 1 and not is_attention(row)
 
 
 def is_attention(row: LayerRow) -> bool:
-    """Return whether the kernel is a fused attention."""
     return "_gemm_mha" in row.name or row.kind == ATTENTION
 
 
@@ -235,8 +218,6 @@ def is_int8(row: LayerRow) -> bool:
 
 @dataclass(frozen=True)
 class NotInt8:
-    """Why an engine does not run a GEMM in INT8; as text one clause."""
-
     cause: Literal["no kernel", "no Q/DQ", "dequantizes both", "dequantizes weights"]
     kernel: str = ""  # what runs it, on which datatypes
 
@@ -255,7 +236,6 @@ _CLAUSES = {
 
 
 def why_not(layers: Sequence[LayerRow], node: str) -> NotInt8:
-    """Return what runs `node` instead of an INT8 GEMM, and why."""
     rows = [row for row in layers if node in _nodes(row, {node})]
     if not rows:
         return NotInt8("no kernel")
@@ -267,10 +247,10 @@ def why_not(layers: Sequence[LayerRow], node: str) -> NotInt8:
 
 
 def _deciding(rows: list[LayerRow], node: str) -> list[LayerRow]:
-    """Return the rows of one copy of the network that compute `node`, not those that only hold a part of it.
+    """Return the rows of one copy of the network that compute `node`.
 
-    A GEMM kernel carries the node in its name; the kernel after it may list the node in its metadata because
-    it dequantizes the result.
+    A GEMM kernel carries the node in its name; the kernel after it may list the node in its metadata only
+    because it dequantizes the result.
     """
     named = [row for row in rows if row.kind == "gemm" and node in name_parts(row)]
     return (
@@ -299,7 +279,6 @@ def _onnx_names(metadata: str) -> list[str]:
 
 
 def _datatypes(tensors: Any) -> list[str]:
-    """Return the datatypes of a JSON list of tensors, of either schema."""
     entries = [tensor for tensor in tensors if isinstance(tensor, dict)] if isinstance(tensors, list) else []
     return [_datatype(str(tensor.get("Datatype", tensor.get("Format/Datatype", "")))) for tensor in entries]
 

@@ -41,7 +41,6 @@ class Profile:
 
 
 def span_profiles(profiles: Sequence[Profile]) -> Profile:
-    """Return one profile for all shapes of several, with the opt of the last."""
     low, high = (
         [each(getattr(shapes, end)[axis] for shapes in profiles) for axis in (0, 1)]
         for end, each in (("min", min), ("max", max))
@@ -50,16 +49,10 @@ def span_profiles(profiles: Sequence[Profile]) -> Profile:
 
 
 def fill_shape(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, ...]:
-    """Fill the dynamic axes (-1) of an input's shape with (batch, length)."""
     return tuple(known if known != -1 else size[min(axis, 1)] for axis, known in enumerate(shape))
 
 
 def add_profiles(builder: Any, network: Any, config: Any, profiles: Sequence[Profile]) -> None:
-    """Give every input the shapes of every profile.
-
-    Raises:
-        UserError: an input does not take them, or the builder refuses them.
-    """
     tensors = [network.get_input(index) for index in range(network.num_inputs)]
     inputs = {tensor.name: tuple(tensor.shape) for tensor in tensors}
     if wrong := [f"{name} {list(shape)}" for name, shape in inputs.items() if len(shape) < 2]:
@@ -82,29 +75,24 @@ def add_profiles(builder: Any, network: Any, config: Any, profiles: Sequence[Pro
 
 
 def choose_profile(profiles: Sequence[Profile], batch: int, length: int) -> int:
-    """Return the index of the profile that holds a shape, the one whose opt is nearest.
-
-    Raises:
-        CheckFailed: no profile holds it.
-    """
+    """Return the index of the profile that holds a shape, the one whose opt is nearest."""
     size = (batch, length)
     if not profiles:
         return 0  # fixed shapes
-    holding = [index for index, shapes in enumerate(profiles) if _holds(shapes, size)]
+    holding = [
+        index
+        for index, shapes in enumerate(profiles)
+        if all(low <= n <= high for low, n, high in zip(shapes.min, size, shapes.max, strict=True))
+    ]
     if not holding:
         raise CheckFailed(_refused(profiles, size))
     return min(holding, key=lambda index: measure_distance(profiles[index].opt, size))
 
 
 def fit_batch(profiles: Sequence[Profile], batch: int, length: int, step: int = 1) -> tuple[int, int, int]:
-    """Return the profile, batch and length to pad a batch of sequences to.
+    """Return the profile, batch and length to pad a batch of sequences to, the longest of `length` tokens.
 
-    Args:
-        length: tokens of the longest.
-        step: lengths are rounded up to multiples of this, where the profile allows, so that they repeat.
-
-    Raises:
-        CheckFailed: larger than every profile.
+    Lengths are rounded up to multiples of `step` where the profile allows, so that they repeat.
     """
     sizes = []
     for index, shapes in enumerate(profiles):
@@ -118,19 +106,14 @@ def fit_batch(profiles: Sequence[Profile], batch: int, length: int, step: int = 
 
 
 def measure_distance(one: Sequence[int], other: Sequence[int]) -> float:
-    """Return the distance of two shapes: the sum over their axes of |log of the ratio|."""
     return sum(abs(math.log(a / b)) for a, b in zip(one, other, strict=True))
 
 
 def require_room(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -> None:
-    """Find out before any work that the data does not fit the engine that will be built.
-
-    Args:
-        lengths: tokens of each sample, int64 [samples].
-        batch_size: samples per batch, drawn in order of length; never more than the largest batch.
+    """Require that the data fits the engine that will be built; batches are drawn in order of length.
 
     Raises:
-        UserError: no profile takes some batch; says which lengths there are and how to mend it.
+        UserError: no profile takes some batch; says which lengths there are and how to fix it.
     """
     limit = max(shapes.max[1] for shapes in profiles)
     if (longest := int(lengths.max(initial=0))) > limit:
@@ -153,12 +136,8 @@ def require_room(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -
 def note_distant_data(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -> list[str]:
     """Warn where the data is far from what the engine is tuned for, with the shapes to ask for instead.
 
-    Kernels are chosen for opt; the data counts as far when the 90th percentile of its padded batch lengths,
-    or the batch size, differs from the opt of the profile that takes it by more than a factor 2.
-
-    Args:
-        lengths: tokens of each sample, int64 [samples].
-        batch_size: samples per batch, drawn in order of length.
+    Far: the 90th percentile of its padded batch lengths, or the batch size, differs from the opt of the
+    profile that takes it by more than a factor 2.
     """
     if not len(lengths):
         return []
@@ -188,10 +167,6 @@ def note_distant_data(profiles: Sequence[Profile], lengths: Int64, batch_size: i
     ]
 
 
-def _holds(shapes: Profile, size: tuple[int, int]) -> bool:
-    return all(low <= n <= high for low, n, high in zip(shapes.min, size, shapes.max, strict=True))
-
-
 def _refused(profiles: Sequence[Profile], size: tuple[int, int]) -> str:
     listed = " or ".join(map(str, profiles))
     return (
@@ -209,12 +184,8 @@ LARGEST_BATCH = 128  # that profiles take, as those of the shipped recipes
 def choose_edges(lengths: Int64, longest: int, most: int = MOST) -> list[int]:
     """Choose rising lengths to pad to that make the fewest tokens: dynamic programming over the histogram.
 
-    Kernels of a GPU engine are made for the shapes of its profiles: a few fixed lengths run faster than any
-    length, and cost padding. Fewer than `most` where one more would save less than LEAST_SAVING.
-
-    Args:
-        lengths: tokens of each row, int64 [rows], at least one.
-        longest: no edge is larger, multiple of STEP or not.
+    A few fixed lengths run faster than any length, and cost padding. Fewer than `most` where one more would
+    save less than LEAST_SAVING. No edge is larger than `longest`, multiple of STEP or not.
     """
     edges, counts = np.unique(np.minimum(-(-lengths // STEP) * STEP, longest), return_counts=True)
     before = np.concatenate([[0], np.cumsum(counts)])  # rows up to each edge
@@ -242,13 +213,7 @@ def choose_edges(lengths: Int64, longest: int, most: int = MOST) -> list[int]:
 
 
 def bucket_profiles(edges: Sequence[int], longest: int, batch: int) -> list[Profile]:
-    """Return a profile of fixed length for each bucket, and one for what is longer than all of them.
-
-    Args:
-        edges: from `choose_edges`.
-        longest: tokens that an input can have.
-        batch: samples of a batch, which kernels are chosen for.
-    """
+    """Return a profile of fixed length for each bucket, and one for what is longer than all of them."""
     most = max(batch, LARGEST_BATCH)
     fixed = [Profile((1, edge), (batch, edge), (most, edge)) for edge in edges]
     if edges[-1] < longest:

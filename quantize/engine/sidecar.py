@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from qdqbench.quantize.engine.backend import available_backends
-from qdqbench.quantize.engine.cpu.compiled import Compute
+from qdqbench.quantize.engine.cpu_runtimes import Compute
 from qdqbench.quantize.engine.hazards import is_older
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.utils import files
@@ -36,16 +36,10 @@ class Sidecar(Strict):
 
 
 def sidecar_path(engine_path: Path) -> Path:
-    """Return `x.engine.json` for `x.engine`."""
     return engine_path.with_name(engine_path.name + ".json")
 
 
 def read_sidecar(engine_path: Path) -> Sidecar:
-    """Read the sidecar of an engine without checking the engine against it.
-
-    Raises:
-        UserError: it is missing, or of another version.
-    """
     again = _how_to_rebuild(engine_path)
     if not sidecar_path(engine_path).is_file():
         raise UserError(
@@ -66,15 +60,37 @@ def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
     if not engine_path.is_file():
         raise UserError(f"{engine_path} does not exist; {again}")
     gpu = find_gpu()
-    if differences := _differences(sidecar, engine_path, onnx_path, gpu):
-        if sidecar.ahead_of_time and gpu and gpu.compute_capability not in sidecar.compute_capability:
-            again += " (with engine.compute_capability: null in the recipe)"
-        raise UserError(f"{engine_path} cannot be used here: {'; '.join(differences)}; {again}")
+    messages = []
+    if files.sha256(engine_path) != sidecar.engine_sha256:
+        messages.append("the file is not the one that was built")
+    if onnx_path is not None and not onnx_path.is_file():
+        messages.append(f"{onnx_path.name}, which it was built from, does not exist")
+    elif onnx_path is not None and files.sha256(onnx_path) != sidecar.onnx_sha256:
+        messages.append(f"it was built from another {onnx_path.name}")
+    version = available_backends().get(sidecar.backend)
+    if version != sidecar.version:
+        here = f"has version {version}" if version else "is not installed"
+        messages.append(f"it needs {sidecar.backend} {sidecar.version} and {sidecar.backend} {here}")
+    if sidecar.cpu is not None:
+        if lost := sorted({*sidecar.cpu_features} - {*find_cpu().features}):
+            messages.append(f"it was built on {sidecar.cpu} and this CPU lacks {', '.join(lost)}")
+    elif gpu is not None:
+        if gpu.compute_capability not in sidecar.compute_capability:
+            targets = ", ".join(sidecar.compute_capability)
+            messages.append(
+                f"it is for compute capability {targets} and the {gpu.name} has {gpu.compute_capability}"
+            )
+            if sidecar.ahead_of_time:
+                again += " (with engine.compute_capability: null in the recipe)"
+        if sidecar.driver and gpu.driver and is_older(gpu.driver, sidecar.driver):
+            built = f"it was built with driver {sidecar.driver}"
+            messages.append(f"{built} and the older {gpu.driver} runs here")
+    if messages:
+        raise UserError(f"{engine_path} cannot be used here: {'; '.join(messages)}; {again}")
     return sidecar
 
 
 def note_sidecar(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
-    """Return notes that are no reason to refuse an engine that `check_sidecar` accepted."""
     if sidecar.cpu is not None:
         here = find_cpu().name
         other = f"the engine was built on {sidecar.cpu} and runs on {here}: latency may not be the best"
@@ -90,36 +106,6 @@ def note_sidecar(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
 
 
 def _how_to_rebuild(engine_path: Path) -> str:
-    """Return the command that builds an engine of a run directory again."""
     folder = engine_path.parent.parent
     run = shlex.quote(str(folder)) if (folder / "run.json").is_file() else "RUN"
     return f"build it again with `qdqbench build {run}`"
-
-
-def _differences(sidecar: Sidecar, engine_path: Path, onnx_path: Path | None, gpu: Gpu | None) -> list[str]:
-    """Return the differences between an engine's sidecar and the files and machine at hand."""
-    messages = []
-    if files.sha256(engine_path) != sidecar.engine_sha256:
-        messages.append("the file is not the one that was built")
-    if onnx_path is not None and not onnx_path.is_file():
-        messages.append(f"{onnx_path.name}, which it was built from, does not exist")
-    elif onnx_path is not None and files.sha256(onnx_path) != sidecar.onnx_sha256:
-        messages.append(f"it was built from another {onnx_path.name}")
-    version = available_backends().get(sidecar.backend)
-    if version != sidecar.version:
-        here = f"has version {version}" if version else "is not installed"
-        messages.append(f"it needs {sidecar.backend} {sidecar.version} and {sidecar.backend} {here}")
-    if sidecar.cpu is not None:
-        if lost := sorted({*sidecar.cpu_features} - {*find_cpu().features}):
-            messages.append(f"it was built on {sidecar.cpu} and this CPU lacks {', '.join(lost)}")
-        return messages
-    if gpu is None:
-        return messages
-    if gpu.compute_capability not in sidecar.compute_capability:
-        targets = ", ".join(sidecar.compute_capability)
-        messages.append(
-            f"it is for compute capability {targets} and the {gpu.name} has {gpu.compute_capability}"
-        )
-    if sidecar.driver and gpu.driver and is_older(gpu.driver, sidecar.driver):
-        messages.append(f"it was built with driver {sidecar.driver} and the older {gpu.driver} runs here")
-    return messages

@@ -32,9 +32,7 @@ _NOT_A_NUMBER = re.compile(
 
 
 @dataclass(frozen=True)
-class Times:
-    """What `--exportTimes` has of each query after the warm-up; float64 [queries], milliseconds."""
-
+class Times:  # float64 [queries], milliseconds
     start: Float64  # of its work on the GPU; six digits, so after seconds good to 0.1 ms only
     h2d: Float64  # copies to the device; 0 without data transfers
     compute: Float64  # of the GPU
@@ -46,9 +44,6 @@ def read_profile(path: Path) -> dict[str, float]:
     """Return mean milliseconds by kernel of `trtexec --exportProfile`, or of a list of {"name", "ms"}.
 
     Kernels of one name are added up.
-
-    Raises:
-        UserError: anything else.
     """
     wrong = UserError(
         f"{path} is no kernel profile: it must be a list of objects with name and ms (or averageMs), at most "
@@ -73,11 +68,6 @@ def read_profile(path: Path) -> dict[str, float]:
 
 
 def read_times(path: Path) -> Times:
-    """Return the queries of a file of `trtexec --exportTimes`.
-
-    Raises:
-        UserError: anything else, or no query.
-    """
     fields = {
         "start": "startComputeMs",
         "h2d": "h2dMs",
@@ -104,14 +94,7 @@ def read_times(path: Path) -> Times:
 
 
 def _read_json(path: Path, what: str) -> Any:
-    """Return what a JSON file holds, with the NaN and infinities of C++ streams; memory is bounded.
-
-    Args:
-        what: it should be, in errors.
-
-    Raises:
-        UserError: missing, too large, or not JSON.
-    """
+    """Return what a JSON file holds, with the NaN and infinities of C++ streams; memory is bounded."""
     text = read_bounded(path, MAX_BYTES, what, f"{what} that trtexec wrote")
     if text.count("[") + text.count("{") > MAX_PARTS:
         raise UserError(f"{path} has more than {MAX_PARTS} lists and objects, which {what} has not")
@@ -136,7 +119,6 @@ def _spelled(found: re.Match[str]) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Return milliseconds; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_MS:
         return None
     return float(value)
@@ -147,17 +129,12 @@ _PLAIN = re.compile(r"[\w./:-]+")  # of a name that needs no quotes of trtexec's
 
 
 def build_options(onnx: str, stem: str, inputs: Inputs, profiles: Sequence[Profile]) -> list[str]:
-    """Return options that build a strongly typed engine STEM.engine with every profile, and its layer table.
-
-    Raises:
-        UserError: names of inputs that trtexec cannot be told.
-    """
     shapes = []
     for number, profile in enumerate(profiles):
         shapes.append(f"--profile={number}")
-        shapes += [
-            f"--{end}Shapes={_shapes_text(inputs, getattr(profile, end))}" for end in ("min", "opt", "max")
-        ]
+        for end, size in (("min", profile.min), ("opt", profile.opt), ("max", profile.max)):
+            sizes = {name: "x".join(map(str, fill_shape(shape, size))) for name, shape in inputs.items()}
+            shapes.append(f"--{end}Shapes={','.join(f'{_quoted(name)}:{sizes[name]}' for name in sizes)}")
     return [
         f"--onnx={onnx}",
         "--stronglyTyped",
@@ -171,19 +148,8 @@ def build_options(onnx: str, stem: str, inputs: Inputs, profiles: Sequence[Profi
     ]
 
 
-def _shapes_text(inputs: Inputs, size: tuple[int, int]) -> str:
-    """Return inputs at (batch, length): `input_ids:32x128,attention_mask:32x128`."""
-    return ",".join(
-        f"{_quoted(name)}:{'x'.join(map(str, fill_shape(shape, size)))}" for name, shape in inputs.items()
-    )
-
-
 def _quoted(name: str) -> str:
-    """Return a tensor's name as trtexec takes it; one with a colon in its own quotes.
-
-    Raises:
-        UserError: trtexec splits at commas, quotes and spaces, whatever stands around them.
-    """
+    """Return a tensor's name as trtexec takes it; one with a colon in its own quotes."""
     if not _PLAIN.fullmatch(name):
         raise UserError(
             f"trtexec cannot be told of an input named {name[:80]!r}; rename it with letters, digits, _ and ."

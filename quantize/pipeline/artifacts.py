@@ -7,8 +7,7 @@ import numpy as np
 
 from qdqbench.quantize.engine.backend import preferred_backend
 from qdqbench.quantize.engine.build import list_gemms
-from qdqbench.quantize.engine.cpu.compiled import Compute
-from qdqbench.quantize.engine.cpu.runtimes import choose_compute
+from qdqbench.quantize.engine.cpu_runtimes import Compute, choose_compute
 from qdqbench.quantize.engine.profiles import (
     LARGEST_BATCH,
     Profile,

@@ -5,11 +5,10 @@ from functools import partial
 from pathlib import Path
 
 from qdqbench.quantize.engine import backend as trt
-from qdqbench.quantize.engine import log
 from qdqbench.quantize.engine.facts import read_graph
 from qdqbench.quantize.engine.layers import parse_inspector_json, read_table
-from qdqbench.quantize.engine.runtime.cpu import CpuEngine
 from qdqbench.quantize.engine.runtime.engine import Engine
+from qdqbench.quantize.engine.runtime.runners import CpuEngine
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar, sidecar_path
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, find_residuals, module_of
 from qdqbench.quantize.graph.read import read_model
@@ -202,7 +201,7 @@ def _engine_layers(path: Path, sidecar: Sidecar) -> list[LayerRow]:
         )
     check_sidecar(path)
     backend = trt.choose_backend(sidecar.backend)  # type: ignore[arg-type]
-    with log.capture(backend.module) as (logger, _):
+    with trt.capture(backend.module) as (logger, _):
         text = trt.inspect_engine(backend.module, logger, path.read_bytes())
     if text is None:
         raise MissingDevice(f"{backend.name} {backend.version} cannot load {path}; build it here")

@@ -56,13 +56,13 @@ def batch(rng, rows, length, padding=0):
 def test_any_shape_of_the_profile(run, rows, length, padding):
     """Shapes at the profile's corners, odd ones, and ones shorter than its minimum, against ONNX Runtime."""
     from qdqbench.eval.metrics.runners import onnxruntime_runner
-    from qdqbench.quantize.engine.runtime.runners import EngineRunner
+    from qdqbench.quantize.engine.runtime.runners import open_runner
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
     inputs = batch(np.random.default_rng(rows + length), rows, length, padding)
     expected = onnxruntime_runner(folder / f"{name}.onnx")(inputs)
-    with EngineRunner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx", pad_id=0) as engine:
+    with open_runner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx", pad_id=0) as engine:
         assert engine.max_batch == 128
         made = engine(inputs)
         again = engine(inputs)
@@ -74,7 +74,7 @@ def test_any_shape_of_the_profile(run, rows, length, padding):
 
 def test_padding_changes_nothing(run):
     """A sentence alone, and the same sentence padded to 128 in a batch of others."""
-    from qdqbench.quantize.engine.runtime.runners import EngineRunner
+    from qdqbench.quantize.engine.runtime.runners import open_runner
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -84,19 +84,19 @@ def test_padding_changes_nothing(run):
     for key, value in alone.items():
         padded[key][2] = 0
         padded[key][2, :20] = value[0]
-    with EngineRunner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx", pad_id=0) as engine:
+    with open_runner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx", pad_id=0) as engine:
         short, long = engine(alone)[0], engine(padded)[2]
     assert np.linalg.norm(short - long) / np.linalg.norm(short) < 0.1
 
 
 def test_shapes_outside_of_the_profile_are_refused(run):
-    from qdqbench.quantize.engine.runtime.runners import EngineRunner
+    from qdqbench.quantize.engine.runtime.runners import open_runner
     from qdqbench.quantize.utils.errors import CheckFailed
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
     rng = np.random.default_rng(0)
-    with EngineRunner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx", pad_id=0) as engine:
+    with open_runner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx", pad_id=0) as engine:
         for inputs in (batch(rng, 129, 16), batch(rng, 1, 129)):
             with pytest.raises(CheckFailed, match="no profile of the engine takes"):
                 engine(inputs)
@@ -192,9 +192,9 @@ def test_several_profiles(linears, tmp_path):
     """Each shape in the profile that is made for it, against ONNX Runtime, with memory for each."""
     from qdqbench.eval.metrics.runners import onnxruntime_runner
     from qdqbench.quantize.engine.build import build, list_gemms
-    from qdqbench.quantize.engine.profiles import Profile
+    from qdqbench.quantize.engine.profiles import Profile, choose_profile
     from qdqbench.quantize.engine.runtime.engine import Engine
-    from qdqbench.quantize.engine.runtime.runners import EngineRunner
+    from qdqbench.quantize.engine.runtime.runners import open_runner
 
     onnx = linears / "model.int8.onnx"
     profiles = [Profile((1, 16), (1, 32), (2, 128)), Profile((4, 16), (32, 128), (64, 128))]
@@ -210,15 +210,11 @@ def test_several_profiles(linears, tmp_path):
     assert result.not_int8 == []
     reference = onnxruntime_runner(onnx)
     with Engine(tmp_path / "x.engine", onnx) as loaded:
-        assert [loaded.choose_profile(*size) for size in ((1, 20), (2, 128), (4, 16), (64, 128))] == [
-            0,
-            0,
-            1,
-            1,
-        ]
+        shapes = ((1, 20), (2, 128), (4, 16), (64, 128))
+        assert [choose_profile(loaded.profiles, *shape) for shape in shapes] == [0, 0, 1, 1]
         sizes = loaded.memory.activation_bytes_per_profile
         assert 0 < sizes[0] < sizes[1]
-    with EngineRunner(tmp_path / "x.engine", onnx, pad_id=0) as runner:
+    with open_runner(tmp_path / "x.engine", onnx, pad_id=0) as runner:
         for rows, length in [(1, 20), (64, 128), (3, 40), (1, 20), (3, 40), (1, 20)]:  # 3 is between both
             inputs = batch(np.random.default_rng(rows), rows, length, length // 4)
             made, expected = runner(inputs), reference(inputs)

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from qdqbench.quantize.deployment.triton import export
 from qdqbench.quantize.deployment.triton.export import export_triton
-from qdqbench.quantize.engine.cpu.runtimes import compile_model
+from qdqbench.quantize.engine.cpu_runtimes import compile_model
 from qdqbench.quantize.engine.sidecar import read_sidecar, sidecar_path
 from qdqbench.quantize.pipeline.ownership import LOCK
 from qdqbench.quantize.pipeline.session import Session, read_config

@@ -1,26 +1,54 @@
-"""Read the files of one build together and say what is wrong, the worst first."""
+"""Read the files of one build together and say what is wrong, the worst first.
 
-from collections.abc import Sequence
+Rules go over the graph, then the engine and its times, then how it was built.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 
-from qdqbench.quantize.engine.backend import choose_backend, inspect_engine
-from qdqbench.quantize.engine.diagnose.findings import WORST_FIRST, Diagnosis, Finding, SourceRow
-from qdqbench.quantize.engine.diagnose.rules import find_all
-from qdqbench.quantize.engine.diagnose.sources import TOKENS, Evidence, Sources, kind_text, read_sources
-from qdqbench.quantize.engine.kernels import format_count
-from qdqbench.quantize.engine.layers import parse_inspector_json
-from qdqbench.quantize.engine.log import capture
+from qdqbench.quantize.engine.backend import capture, choose_backend, inspect_engine
+from qdqbench.quantize.engine.diagnose.findings import (
+    FIX,
+    RUN,
+    WORST_FIRST,
+    Diagnosis,
+    Finding,
+    SourceRow,
+    group_finding,
+)
+from qdqbench.quantize.engine.diagnose.log_file import LOG_FINDINGS, LogFile, Shape
+from qdqbench.quantize.engine.diagnose.sources import KINDS, TOKENS, Evidence, OnnxFile, read_sources
+from qdqbench.quantize.engine.facts import EngineFacts
+from qdqbench.quantize.engine.hazards import find_hazards, is_older
+from qdqbench.quantize.engine.inspection import Inspection, find_problems
+from qdqbench.quantize.engine.kernels import block_of_node, format_count, kernel_kind, kernel_label
+from qdqbench.quantize.engine.layers import NotInt8, base_name, is_attention, parse_inspector_json
+from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
-from qdqbench.quantize.utils.results import LayerRow
+from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.results import Effect, LayerRow
 
 MAX_FILES = 16
+_COVERED = {  # code of a finding: that of a better founded one, which says it already
+    "no-qdq": "implicit-calibration",
+    "log-enqueue-bound": "launch-bound",
+    "log-transfer-bound": "transfer-bound",
+    "log-mixed-types": "mixed-types",
+    "log-bad-scale": "bad-scale",
+    "log-asymmetric": "non-zero-zero-point",
+    "log-zero-point": "non-zero-zero-point",
+    "log-no-importer": "unsupported-op",
+    "log-no-plugin": "unsupported-op",
+}
 
 
 def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
-    """Return the findings in files of one build, in any mix of the formats of `sources`.
+    """Return the findings in files of one build.
 
-    Args:
-        load_engine: let TensorRT load an engine for its layer table. An engine is a program: your own only.
+    With `load_engine` TensorRT loads an engine for its layer table. An engine is a program: your own only.
 
     Raises:
         UserError: no file, too many, or one that cannot be read; names it.
@@ -28,104 +56,468 @@ def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
     """
     if not 0 < len(paths) <= MAX_FILES:
         raise UserError(f"give 1 to {MAX_FILES} files of one build, not {len(paths)}")
-    sources = read_sources(list(dict.fromkeys(paths)))
+    evidence = read_sources(list(dict.fromkeys(paths)))
     if load_engine:
-        sources.layers = sources.layers or _load_table(sources)
-    evidence = Evidence(sources)
-    findings = _drop_covered(list(find_all(evidence)))
+        evidence.layers = evidence.layers or _load_table(evidence)
+    findings = list(find_all(evidence))
+    codes = {finding.code for finding in findings}
+    findings = [finding for finding in findings if _COVERED.get(finding.code) not in codes]
     findings.sort(key=lambda finding: (WORST_FIRST.index(finding.effect), -(finding.share or 0.0)))
+    order = "first what keeps an engine from being built, then wrong answers, no INT8, lost time"
+    if bases := list(dict.fromkeys(finding.basis for finding in findings if finding.basis)):
+        order += f"; within these by the share of {' or '.join(bases)} that a finding touches"
+    if "GEMM FLOPs" in bases:
+        order += f" (FLOPs of the graph at {TOKENS} tokens: give a profile to rank by measured time)"
     return Diagnosis(
-        files=[SourceRow(name=path.name, kind=kind_text(kind), what=_describe_file(evidence, kind))
-               for kind, path in sources.paths.items()],
+        files=[
+            SourceRow(name=path.name, kind=KINDS[kind], what=_describe_file(evidence, kind))
+            for kind, path in evidence.paths.items()
+        ],
         findings=findings,
-        ranked_by=_ranked_by(evidence, findings),
-        joined=_describe_joins(evidence, sources),
-    )  # fmt: skip
+        ranked_by=order,
+        joined=_describe_joins(evidence),
+    )
 
 
-def _load_table(sources: Sources) -> list[LayerRow]:
-    """Return the layer table that TensorRT itself reads from an engine."""
-    if sources.engine is None:
+def _load_table(evidence: Evidence) -> list[LayerRow]:
+    if evidence.engine is None:
         raise UserError("--load-engine needs an engine among the files")
-    backend = choose_backend(sources.engine.backend)
+    backend, path = choose_backend(evidence.engine.backend), evidence.paths["engine"]
     if backend.gpu is None:
         raise MissingDevice("--load-engine takes the GPU that the engine is for, and CUDA shows none here")
     with capture(backend.module) as (logger, log):
-        text = inspect_engine(backend.module, logger, sources.paths["engine"].read_bytes())
+        text = inspect_engine(backend.module, logger, path.read_bytes())
     if text is None:
         raise UserError(
-            f"{backend.name} {backend.version} cannot load {sources.paths['engine']} here ({log.errors()}); "
+            f"{backend.name} {backend.version} cannot load {path} here ({log.errors()}); "
             "build it on this machine with this version"
         )
-    sources.paths["layers"] = sources.paths["engine"]
+    evidence.paths["layers"] = path
     return parse_inspector_json(text)
 
 
-def _drop_covered(findings: list[Finding]) -> list[Finding]:
-    """Return findings without what a better founded one says already."""
-    codes = {finding.code for finding in findings}
-    covered = {
-        "no-qdq": "implicit-calibration",
-        "log-enqueue-bound": "launch-bound",
-        "log-transfer-bound": "transfer-bound",
-        "log-mixed-types": "mixed-types",
-        "log-bad-scale": "bad-scale",
-        "log-asymmetric": "non-zero-zero-point",
-        "log-zero-point": "non-zero-zero-point",
-        "log-no-importer": "unsupported-op",
-        "log-no-plugin": "unsupported-op",
-    }
-    return [finding for finding in findings if covered.get(finding.code) not in codes]
-
-
-def _ranked_by(evidence: Evidence, findings: Sequence[Finding]) -> str:
-    bases = list(dict.fromkeys(found.basis for found in findings if found.basis))
-    order = "first what keeps an engine from being built, then wrong answers, no INT8, lost time"
-    if not bases:
-        return order
-    text = f"{order}; within these by the share of {' or '.join(bases)} that a finding touches"
-    if "GEMM FLOPs" in bases:
-        text += f" (FLOPs of the graph at {TOKENS} tokens: give a profile to rank by measured time)"
-    return text
-
-
-def _describe_joins(evidence: Evidence, sources: Sources) -> list[str]:
-    found = []
-    layers, onnx = sources.name("layers"), sources.name("onnx")
+def _describe_joins(evidence: Evidence) -> list[str]:
+    joins = []
+    layers, onnx = evidence.name("layers"), evidence.name("onnx")
     if evidence.layers and evidence.graph is not None:
         if evidence.other_build:
-            found.append(f"{onnx} and {layers} were not joined: {evidence.other_build}")
+            joins.append(f"{onnx} and {layers} were not joined: {evidence.other_build}")
         else:
-            found.append(f"{onnx} and {layers} by the names of ONNX nodes")
-    if sources.profile and evidence.inspection and evidence.inspection.time:
-        time = evidence.inspection.time
-        known = len(time.by_kernel)
-        of = f"{known} of {len(sources.profile)}"
-        text = f"{layers} and {sources.name('profile')} by the names of kernels ({of})"
-        found.append(text if known else text.replace(" by ", " share no name: not joined by "))
-    return found
+            joins.append(f"{onnx} and {layers} by the names of ONNX nodes")
+    if evidence.profile and evidence.inspection and evidence.inspection.time:
+        known = len(evidence.inspection.time.by_kernel)
+        how = "by the names" if known else "share no name: not joined by the names"
+        profile = evidence.name("profile")
+        joins.append(f"{layers} and {profile} {how} of kernels ({known} of {len(evidence.profile)})")
+    return joins
 
 
 def _describe_file(evidence: Evidence, kind: str) -> str:  # noqa: PLR0911  one line a kind
-    sources = evidence.sources
-    onnx, log, times = sources.onnx, sources.log, sources.times
-    if kind == "onnx" and onnx:
+    if kind == "onnx" and (onnx := evidence.onnx):
         counts = onnx.report.counts
         return f"{onnx.origin}; {counts['int8']} of {counts['gemms']} GEMMs run in INT8 by the graph"
-    if kind == "log" and log:
+    if kind == "log" and (log := evidence.log):
         version = f" {log.version}" if log.version else ""
         parts = [f"of {log.tool}, TensorRT{version}", log.device, log.precision]
         return ", ".join(filter(None, parts)) + (f", {format_count(log.layers)}" if log.layers else "")
-    if kind == "layers" and evidence.inspection:
-        done, gemms = len(evidence.inspection.proof.int8_gemms), evidence.inspection.gemms
-        return f"{format_count(evidence.layers)}; {done} of {gemms} GEMMs in INT8"
+    if kind == "layers" and (inspection := evidence.inspection):
+        done = len(inspection.proof.int8_gemms)
+        return f"{format_count(evidence.layers)}; {done} of {inspection.gemms} GEMMs in INT8"
     if kind == "profile":
-        return f"{len(sources.profile)} kernels, {sum(sources.profile.values()):.3f} ms"
-    if kind == "times" and times is not None:
-        return f"{len(times.compute)} queries"
-    if kind == "engine" and sources.engine:
-        version = sources.engine.version or "of an unknown version"
-        return f"{sources.engine.backend} {version}, {sources.engine.bytes} bytes"
-    if kind == "cache" and sources.cache:
-        return f"{len(sources.cache.scales)} tensors, TensorRT {sources.cache.version}"
+        return f"{len(evidence.profile)} kernels, {sum(evidence.profile.values()):.3f} ms"
+    if kind == "times" and evidence.times is not None:
+        return f"{len(evidence.times.compute)} queries"
+    if kind == "engine" and (engine := evidence.engine):
+        return f"{engine.backend} {engine.version or 'of an unknown version'}, {engine.bytes} bytes"
+    if kind == "cache" and (cache := evidence.cache):
+        return f"{len(cache.scales)} tensors, TensorRT {cache.version}"
     return ""
+
+
+_LARGE = 0.2  # a share of a query's time that is no small thing
+_SMALL = 0.01  # a share of the time below which copies are not worth a finding
+_FLOAT = 0.02  # a share of the FLOPs below which linears without Q/DQ are not worth a finding
+_WIDE = 16.0  # tokens at the maximum over tokens at the optimum, in one profile
+_DEQUANTIZED = ("dequantizes both", "dequantizes weights")  # Q/DQ in the file, and no INT8 kernel
+_WEAK = ("int8", "fp16", "bf16", "best", "fp8", "calib", "precisionConstraints", "layerPrecisions")
+_ENGINE_FIXES = {  # code of an engine's problem -> what to do besides its remedy in the recipe
+    "raw-int32-as-fp16": [FIX],
+    "gemm-writes-fp32": [f"{FIX} --weights factored"],
+    "attention-apart": [FIX],
+    "qkv-apart": [],
+    "layernorm-fp16": [FIX],
+}
+
+
+def find_all(evidence: Evidence) -> Iterator[Finding]:
+    explained: set[str] = set()  # GEMMs that a finding in the graph already says to be outside of INT8
+    if (onnx := evidence.onnx) is not None:
+        outside = evidence.inspection.proof.not_int8 if evidence.inspection else []
+        for group in onnx.report.groups:
+            finding = group_finding(onnx.report, group, onnx.path)
+            if share := evidence.share_of_nodes(group.gemms):
+                finding.share, finding.basis = share
+            if lost := [name for name in outside if name in {*group.gemms}]:
+                finding.why += f"; the layer table shows {len(lost)} of these GEMMs outside of INT8"
+                finding.files.append(evidence.name("layers"))
+            explained.update(finding.nodes)
+            yield finding
+        for rule in (_not_quantized, _float32, _long_attention):
+            for finding in rule(evidence, onnx):
+                explained.update(finding.nodes)
+                yield finding
+    if evidence.inspection is not None:
+        yield from _gemms(evidence, evidence.inspection, explained)
+        yield from _copies(evidence, evidence.inspection.facts)
+    elif evidence.profile:
+        yield from _copies_by_name(evidence, evidence.profile)
+    yield from _version(evidence)
+    yield from _times(evidence)
+    yield from _implicit(evidence)
+    if (log := evidence.log) is not None:
+        yield from _log_lines(evidence, log)
+        yield from _weak_typing(evidence, log)
+        yield from _shapes(evidence, log)
+
+
+def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
+    weighted = [name for name, product in onnx.products.items() if product.weighted]
+    if onnx.integer or not weighted:
+        return
+    if not onnx.qdq:
+        yield evidence.finding(
+            "no-qdq",
+            "not INT8",
+            f"nothing is quantized: none of {len(weighted)} linears has Q/DQ",
+            "without Q/DQ only implicit calibration made INT8, which TensorRT 10 discourages, does not do "
+            "for the attention and LayerNorm of transformers, and TensorRT 11 no longer has",
+            [RUN],
+            nodes=weighted,
+            share=evidence.share_of_nodes(weighted),
+            kinds=["onnx"],
+        )
+        return
+    explained = {name for group in onnx.report.groups for name in group.gemms}
+    rest = {*onnx.report.not_quantized} - explained
+    bare = [name for name in weighted if name in rest and "classifier" not in name]
+    share = evidence.share_of_nodes(bare)
+    if share and share[0] > _FLOAT:
+        yield evidence.finding(
+            "float-linears",
+            "slow",
+            f"{len(bare)} of {len(weighted)} linears have no Q/DQ and stay in floating point",
+            "they gain nothing from INT8",
+            [RUN],
+            nodes=bare,
+            share=share,
+            kinds=["onnx"],
+        )
+
+
+def _float32(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
+    if not onnx.qdq or not onnx.types or onnx.types["FLOAT"] < sum(onnx.types.values()):
+        return
+    rest = [name for name in onnx.report.not_quantized if name in onnx.products]
+    yield evidence.finding(
+        "fp32-compute",
+        "slow",
+        "all floating point is FP32: a strongly typed engine runs attention, LayerNorm, GELU and what is not "
+        "INT8 in FP32",
+        "weak typing (--fp16, --int8, --best) let the builder choose FP16; TensorRT 11 has strong typing "
+        "only, where the file decides",
+        [FIX],
+        nodes=rest,
+        share=evidence.share_of_nodes(rest),
+        kinds=["onnx"],
+    )
+
+
+def _long_attention(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
+    limit, quantized = limits_of().int8_attention_length, onnx.report.attention_quantized
+    profiles = evidence.log.profiles if evidence.log else []
+    highest = [high for profile in profiles for _, _, high in profile.values()]
+    longest = max((high[1] for high in highest if len(high) > 1), default=0)
+    if quantized and longest > limit:
+        yield evidence.finding(
+            "attention-too-long",
+            "slow",
+            f"{len(quantized)} INT8 attentions in an engine for up to {longest} tokens: the fused kernel "
+            f"takes {limit}",
+            "beyond that the attention falls apart into single kernels",
+            [
+                f"build with --maxShapes of {limit} tokens, and another engine for longer inputs",
+                "attention: fp16 in the recipe",
+            ],
+            nodes=quantized,
+            kinds=["onnx", "log"],
+            where="",
+        )
+
+
+def _gemms(evidence: Evidence, inspection: Inspection, explained: Collection[str]) -> Iterator[Finding]:
+    facts = inspection.facts
+    total = len(facts.linears)
+    reasons: dict[NotInt8, list[str]] = {}
+    for node in inspection.proof.not_int8:
+        if node not in explained:
+            reasons.setdefault(inspection.reasons[node], []).append(node)
+    for reason, nodes in reasons.items():
+        inside = any(block_of_node(node).startswith("layer.") for node in nodes)
+        effect: Effect = "not INT8" if reason.cause in _DEQUANTIZED else "slow" if inside else "note"
+        yield evidence.finding(
+            "engine-not-int8",
+            effect,
+            f"{len(nodes)} of {total or inspection.gemms} linears of the engine do not multiply in INT8",
+            f"each {reason}",
+            ["qdqbench check {file}"],
+            nodes=nodes,
+            share=evidence.share_of_nodes(nodes),
+        )
+    onnx = evidence.onnx
+    for problem in find_problems(facts):
+        why = problem.why or "one GEMM is faster for small batches, three for large ones"
+        nodes = problem.nodes
+        share = evidence.share_of_nodes(nodes)
+        if problem.code == "attention-apart":
+            products = {*inspection.graph.products}
+            share = evidence.share_of_kernels(
+                row
+                for row in facts.rows
+                if kernel_kind(row) == "softmax" or products.intersection(facts.computed.get(row.name, ()))
+            )
+            groups = onnx.report.groups if onnx else []
+            partial = [group for group in groups if group.code == "partial-attention"]
+            if partial:
+                why = f"the graph says why: {partial[0].rows[0].why}"
+            elif onnx and onnx.types["FLOAT"] == sum(onnx.types.values()) > 0:
+                why = "the graph is FP32, and the fused kernels are for FP16, BF16 and INT8"
+        if problem.code in _ENGINE_FIXES:
+            fixes = [*_ENGINE_FIXES[problem.code], f"{problem.remedy} in the recipe"]
+            yield evidence.finding(
+                problem.code, problem.effect, problem.what, why, fixes, nodes=nodes, share=share
+            )
+
+
+def _copies(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
+    clean = evidence.onnx is not None and not evidence.onnx.report.groups  # then `fix` changes nothing
+    for kind, code, what in (
+        ("layout", "copies", "kernels only move, cast or transpose (Reformat, Cast, Transpose)"),
+        ("quantize", "quantize-alone", "kernels only quantize or dequantize"),
+    ):
+        rows = [row for row in facts.rows if kernel_kind(row) == kind]
+        share = evidence.share_of_kernels(rows)
+        if not rows or share is None or share[0] < _SMALL:
+            continue
+        int8 = sum("Int8" in (*row.inputs, *row.outputs) for row in rows)
+        yield evidence.finding(
+            code,
+            "slow",
+            f"{len(rows)} of {len(facts.rows)} {what}, {int8} of them INT8 codes",
+            "between a Q and its GEMM each costs a pass over memory: the kernel ahead can quantize where the "
+            "Q stands next to the GEMM and types do not change in between",
+            [RUN if clean else FIX, f"qdqbench inspect {evidence.name('layers')}"],
+            nodes=list(dict.fromkeys(map(kernel_label, rows))),
+            share=share,
+        )
+
+
+def _copies_by_name(evidence: Evidence, profile: dict[str, float]) -> Iterator[Finding]:
+    rows = [LayerRow(name=name, kind="", onnx=[], inputs=[], constants=[], outputs=[]) for name in profile]
+    moved = [row for row in rows if "eformat" in row.name or kernel_kind(row) == "layout"]
+    total = sum(profile.values())
+    share = sum(profile[row.name] for row in moved) / total if total else 0.0
+    if share >= _SMALL:
+        yield evidence.finding(
+            "copies",
+            "slow",
+            f"{len(moved)} of {len(rows)} kernels only move, cast or transpose",
+            f"for example {base_name(moved[0])[:200]}",
+            ["give the layer table too (trtexec --exportLayerInfo --profilingVerbosity=detailed)"],
+            nodes=[row.name for row in moved],
+            share=(share, "profiled time"),
+            kinds=["profile"],
+            where="",
+        )
+
+
+def _version(evidence: Evidence) -> Iterator[Finding]:
+    engine, log, profile = evidence.engine, evidence.log, evidence.profile
+    version = (engine.version if engine else None) or (log.version if log else None)
+    names = [row.name for row in evidence.layers] or list(profile)
+    fused = any("_gemm_mha" in name for name in names) or any(map(is_attention, evidence.layers))
+    kinds = ["engine", "log", "layers"]
+    for text in find_hazards(engine.backend if engine else "tensorrt", version, None) if version else []:
+        if "_gemm_mha" not in text or fused or not names:
+            why = "it is a fault of this version, not of the file"
+            fixes = ["build with the version that has the fix"]
+            yield evidence.finding("known-fault", "wrong", text, why, fixes, kinds=kinds)
+    if engine and not evidence.layers and not profile:
+        yield evidence.finding(
+            "engine-not-read",
+            "note",
+            "an engine's header has its version and nothing of its layers",
+            "only TensorRT itself reads them, on the GPU that the engine is for",
+            [
+                "give what trtexec --exportLayerInfo --profilingVerbosity=detailed writes",
+                f"qdqbench diagnose {evidence.name('engine')} --load-engine",
+            ],
+            kinds=kinds,
+        )
+    if fused and not version:
+        yield evidence.finding(
+            "version-unknown",
+            "note",
+            "attention runs as _gemm_mha, and no file says in which version of TensorRT",
+            "10.0.0 has a fault there in FP16 that 10.0.1.6 fixes",
+            ["give the build log or the engine too"],
+            kinds=kinds,
+        )
+
+
+def _times(evidence: Evidence) -> Iterator[Finding]:
+    times, log = evidence.times, evidence.log
+    medians = dict(log.medians) if log else {}
+    if times is not None:
+        columns = {"GPU Compute Time": times.compute, "H2D Latency": times.h2d, "D2H Latency": times.d2h}
+        medians |= {name: float(median(values)) for name, values in columns.items()}
+    compute = medians.get("GPU Compute Time", 0.0)
+    if not compute:
+        return
+
+    def finding(code: str, what: str, why: str, fixes: list[str], share: float) -> Finding:
+        basis = "time of a query"
+        return evidence.finding(code, "slow", what, why, fixes, share=(share, basis), kinds=["times", "log"])
+
+    if (enqueue := medians.get("Enqueue Time", 0.0)) >= compute:
+        what = (
+            f"launching takes {enqueue:.3f} ms and computing {compute:.3f} ms: the host is what is measured"
+        )
+        why = "INT8 cannot be faster while the GPU waits for its next kernel"
+        yield finding("launch-bound", what, why, ["trtexec --useCudaGraph", "use larger batches"], 1.0)
+    copies = medians.get("H2D Latency", 0.0) + medians.get("D2H Latency", 0.0)
+    if (share := copies / (compute + copies)) > _LARGE:
+        what = f"copies to and from the GPU take {copies:.3f} ms beside {compute:.3f} ms of kernels"
+        why = "the comparison of INT8 with FP16 should leave them out"
+        yield finding("transfer-bound", what, why, ["trtexec --noDataTransfers"], share)
+    if times is None or len(times.start) < 2:
+        return
+    # queries of one stream follow each other: in the rest of the time none computes
+    span = float(times.start[-1] + times.compute[-1] - times.start[0])
+    idle = max(0.0, 1 - float(times.compute.sum()) / span) if span > 0 else 0.0
+    if idle > _LARGE:
+        what = f"the GPU computes in {1 - idle:.0%} of the time from the first query to the last"
+        why = "in between it waits for the host or for copies, which INT8 does not make shorter"
+        fixes = ["trtexec --useCudaGraph --noDataTransfers", "use larger batches"]
+        yield finding("gpu-waits", what, why, fixes, idle)
+
+
+def _implicit(evidence: Evidence) -> Iterator[Finding]:
+    log, cache, onnx = evidence.log, evidence.cache, evidence.onnx
+    missing = log.signs["missing-scale"] if log else 0
+    signs = ("calibrates", "implicit-deprecated", "no-calibrator")
+    shown = log is not None and any(log.signs[sign] for sign in signs)
+    wanted = log is not None and ("calib" in log.options or "INT8" in log.precision)
+    explicit = onnx is not None and onnx.qdq
+    if not (missing or shown or cache or wanted) or (explicit and not missing):
+        return
+    names = (log.names.get("missing-scale") if log else None) or []
+    weighted = [name for name, product in onnx.products.items() if product.weighted] if onnx else []
+    reasons, fixes = [], [RUN]
+    if missing:
+        reasons.append(
+            f'{missing} lines say "Missing scale and zero-point": these tensors, and what reads them, stay '
+            "in floating point"
+        )
+    if cache:
+        reasons.append(
+            f"the cache of TensorRT {cache.version} ({cache.calibrator}) has scales of {len(cache.scales)} "
+            "tensors"
+        )
+        graph = f" --onnx {onnx.path.name}" if onnx else ""
+        fixes.append(f"qdqbench recipes from-cache {evidence.name('cache')} --model MODEL{graph}")
+    reasons.append(
+        "implicit calibration finds no INT8 for attention, LayerNorm and constants of transformers, and "
+        "TensorRT 11 has no calibrators any more"
+    )
+    yield evidence.finding(
+        "implicit-calibration",
+        "not INT8",
+        "INT8 was asked of a calibrator (implicit quantization), not of Q/DQ in the file",
+        "; ".join(reasons),
+        fixes,
+        nodes=names,
+        share=evidence.share_of_nodes(weighted) if weighted and missing else None,
+        kinds=["log", "cache", "onnx"],
+        where=name_list(names),
+    )
+
+
+def _log_lines(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
+    for key, (effect, what, why, fixes) in LOG_FINDINGS.items():
+        if count := log.signs[key]:
+            nodes = log.names.get(key, [])
+            where = name_list(nodes)
+            names = where or f"an operator ({count} messages)"
+            text = what.replace("{n}", str(count)).replace("{names}", names)
+            yield evidence.finding(
+                f"log-{key}", effect, text, why, fixes, nodes=nodes, kinds=["log"], where=where
+            )
+    known = any(log.signs[key] for key, (effect, *_) in LOG_FINDINGS.items() if effect == "refused")
+    if log.errors and not known and not log.passed:
+        what, why = f"the log has {len(log.errors)} errors", f"the first: {log.errors[0]}"
+        more = ["qdqbench check {file}", "give the ONNX file too"]
+        yield evidence.finding("build-failed", "refused", what, why, more, kinds=["log"])
+
+
+def _weak_typing(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
+    used = [f"--{name}" for name in _WEAK if name in log.options]
+    refused = [name for name in log.names.get("unknown-option", []) if name.removeprefix("--") in _WEAK]
+    if (not used and not refused) or ("stronglyTyped" in log.options and not refused):
+        return
+    eleven = bool(refused) or (log.version is not None and not is_older(log.version, "11"))
+    effect: Effect = "refused" if eleven else "note"
+    what = f"{', '.join(used or refused)} ask for weak typing, where the builder chooses datatypes"
+    why = "TensorRT 11 has no such options: the datatypes are those of the file"
+    fixes = [FIX, "trtexec --onnx={stem}.fixed.onnx --stronglyTyped (without the other options)"]
+    yield evidence.finding("weak-typing", effect, what, why, fixes, kinds=["log"])
+
+
+def _shapes(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
+    near: tuple[float, str, Shape, Shape] | None = None
+    for profile in log.profiles:
+        for name, (_, opt, _) in profile.items():
+            load = log.load.get(name)
+            if load and opt and len(load) == len(opt) > 1 and min(*load, *opt) > 0:
+                ratios = [math.prod(load[:2]) / math.prod(opt[:2]), load[0] / opt[0], load[1] / opt[1]]
+                far = max(max(ratio, 1 / ratio) for ratio in ratios)
+                near = min(near or (far, name, load, opt), (far, name, load, opt))
+    if near and near[0] >= FAR_FROM_OPT:
+        far, name, load, opt = near
+        shape = "x".join(map(str, load))
+        yield evidence.finding(
+            "far-from-opt",
+            "slow",
+            f"kernels were tuned for {name} = {'x'.join(map(str, opt))} and run at {shape}, {far:.1f} times "
+            "off",
+            "a profile's kernels are chosen at its optimum; at other shapes they can be slower than FP16's",
+            [
+                f"build with --optShapes={name}:{shape} (and the other inputs), or with a profile for each "
+                "load",
+                "engine.shapes in the recipe, with one profile for each load",
+            ],
+            kinds=["log"],
+        )
+        return
+    for profile in log.profiles:
+        for name, (_, opt, high) in profile.items():
+            if len(opt) > 1 and min(opt) > 0 and math.prod(high[:2]) >= _WIDE * math.prod(opt[:2]):
+                yield evidence.finding(
+                    "wide-profile",
+                    "note",
+                    f"one profile takes {name} up to {'x'.join(map(str, high))} and is tuned for "
+                    f"{'x'.join(map(str, opt))}",
+                    "far from its optimum an engine is slower than one for that shape",
+                    ["give each range of shapes a profile of its own", "engine.shapes in the recipe"],
+                    kinds=["log"],
+                )
+                return

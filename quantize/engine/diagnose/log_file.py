@@ -124,9 +124,10 @@ _SHAPE = re.compile(r"\d[\dx+]{0,200}")
 _SIZES = r"[\[(]([\d, ]{1,80})[\])]"
 _TRIPLE = re.compile(rf" \[min={_SIZES}, opt={_SIZES}, max={_SIZES}\]")
 _MEDIAN = re.compile(
-    r"(GPU Compute Time|Enqueue Time|H2D Latency|D2H Latency|Latency): .{0,200}?median = ([\d.]{1,20}) ms"
+    r"(GPU Compute Time|Enqueue Time|H2D Latency|D2H Latency|Latency): .{0,200}?"
+    r"median = (\d{1,12}(?:\.\d{1,12})?) ms"
 )
-_THROUGHPUT = re.compile(r"Throughput: ([\d.]{1,20}) qps")
+_THROUGHPUT = re.compile(r"Throughput: (\d{1,12}(?:\.\d{1,12})?) qps")
 _TOOLS = (
     ("trtexec", "TensorRT.trtexec"),
     ("Polygraphy", "polygraphy"),
@@ -139,8 +140,6 @@ Shape = tuple[int, ...]
 
 @dataclass
 class LogFile:
-    """What a log says; names and messages are the first KEPT of each kind."""
-
     tool: str  # trtexec, Polygraphy or TensorRT
     version: str | None = None  # of TensorRT
     options: dict[str, str] = field(default_factory=dict)  # of the command line, without dashes
@@ -158,7 +157,6 @@ class LogFile:
 
 
 def is_log(start: bytes) -> bool:
-    """Whether the first bytes of a file look like a build log: text with the marks of one of the tools."""
     text = start.decode("utf-8", errors="replace")
     strange = sum(not (c.isprintable() or c.isspace() or c == "\x1f") for c in text)
     return strange <= len(text) // 50 and any(
@@ -195,7 +193,7 @@ def read_log(path: Path) -> LogFile:
 
 
 def _row(line: str) -> str:
-    """The part of a line that `parse_log` takes at its first try, which takes little time; else ''."""
+    """Return the part of a line that `parse_log` takes at its first try, in little time; else ''."""
     start = line.find("Name: ")
     _, kind, rest = line[max(start, 0) :].partition(", LayerType: ")
     word, inputs, rest = rest.partition(", Inputs: [")
@@ -235,15 +233,15 @@ def _take(found: LogFile, line: str) -> None:
 
 
 def _take_shapes(found: LogFile, line: str) -> bool:
-    """Options, shapes and times; whether the line may have any."""
+    """Read options, shapes and times; return whether the line may have any."""
     _, _, told = line.partition("] ")
     if ("trtexec" in line or "polygraphy" in line) and "--" in line:
         found.options |= {name: value or "" for name, value in _OPTION.findall(line)[:KEPT]}
         return True
     if "median = " in line or "Throughput: " in line:
-        found.medians |= {name: _number(ms) for name, ms in _MEDIAN.findall(line)}
+        found.medians |= {name: float(ms) for name, ms in _MEDIAN.findall(line)}
         rate = _THROUGHPUT.search(line)
-        found.throughput = _number(rate[1]) if rate else found.throughput
+        found.throughput = float(rate[1]) if rate else found.throughput
         return True
     if "Precision: " in line:
         found.precision = line.partition("Precision: ")[2][:100].strip()
@@ -269,7 +267,6 @@ def _take_shapes(found: LogFile, line: str) -> bool:
 
 
 def _named_shapes(told: str) -> Iterator[tuple[str, str]]:
-    """`input_ids=8x128`, one or several."""
     for word in told.replace(",", " ").split()[:KEPT]:
         name, _, text = word.rpartition("=")
         if 0 < len(name) <= MAX_NAME and _SHAPE.fullmatch(text):
@@ -277,15 +274,14 @@ def _named_shapes(told: str) -> Iterator[tuple[str, str]]:
 
 
 def _add_profile(found: LogFile, name: str, sizes: tuple[Shape, Shape, Shape]) -> None:
-    """To the first profile that does not have this input; a repeated line is no other profile."""
+    """Add to the first profile that does not have this input; a repeated line is no other profile."""
     if any(profile.get(name) == sizes for profile in found.profiles):
         return
     profile = next((each for each in found.profiles if name not in each), None)
-    if profile is None and len(found.profiles) < KEPT:
-        profile = {}
-        found.profiles.append(profile)
     if profile is not None:
         profile[name] = sizes
+    elif len(found.profiles) < KEPT:
+        found.profiles.append({name: sizes})
 
 
 def _keep(known: list[str], text: str) -> None:
@@ -295,10 +291,3 @@ def _keep(known: list[str], text: str) -> None:
 
 def _sizes(text: str, separator: str) -> Shape:
     return tuple(int(part) for part in text.split(separator) if part.strip().isdecimal() and len(part) < 19)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0

@@ -1,11 +1,13 @@
 """Files of one build, each recognised by its content and read by the reader of its format."""
 
+import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import onnx
 
@@ -16,7 +18,7 @@ from qdqbench.quantize.engine.facts import EngineFacts, Graph, read_graph
 from qdqbench.quantize.engine.inspection import Inspection, format_nodes, inspect_layers
 from qdqbench.quantize.engine.layers import find_computing_rows, read_table
 from qdqbench.quantize.engine.trtexec import Times, read_profile, read_times
-from qdqbench.quantize.graph.check.check import CheckReport, Group, check_model
+from qdqbench.quantize.graph.check.check import CheckReport, check_model
 from qdqbench.quantize.graph.check.codes import finding_label
 from qdqbench.quantize.graph.check.view import (
     MOVES,
@@ -37,89 +39,69 @@ TOKENS = 128  # length that the FLOPs of attention are counted at
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """One node that multiplies matrices."""
-
-    name: str
     weighted: bool  # by weights; else both operands are activations
     flops: float  # for one token of a sequence of TOKENS
 
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """What the rules read of a graph."""
-
     path: Path
     origin: str  # who quantized it and how, in a few words
     report: CheckReport
     products: dict[str, MatrixProduct]
-    groups: list[Group]  # one a code, in the order of `check`
     operators: Counter[str]
     types: Counter[str] = field(default_factory=Counter)  # what the floating-point GEMMs compute in
 
     @property
     def qdq(self) -> bool:
-        """Whether anything is quantized explicitly."""
         return self.operators["QuantizeLinear"] + self.operators["DequantizeLinear"] > 0
 
     @property
     def integer(self) -> bool:
-        """Whether operators compute on codes themselves: ONNX Runtime's own formats."""
+        """Return whether operators compute on codes themselves: ONNX Runtime's own formats."""
         return any(row.code in ("unsupported-op", "no-plain-form") for row in self.report.findings)
 
 
 def read_onnx(path: Path) -> OnnxFile:
-    """Read and check a file.
-
-    Raises:
-        UserError: as `read_model` and `check_model` raise it.
-    """
     model = read_model(path)
     try:
         report = check_model(model)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+    products, types = dict[str, MatrixProduct](), Counter[str]()
+    if not any(row.code in ("invalid-onnx", "opset-too-low") for row in report.findings):
+        graph = CheckGraph(model, walk_types(model, report.opset)[0])
+        products = _products(graph)
+        kinds = (graph.types.get(node.output[0], 0) for node in graph.matmuls)
+        types.update(onnx.TensorProto.DataType.Name(kind) for kind in kinds if kind in (1, 10, 16))
     operators = Counter(node.op_type for node in model.graph.node)
-    stopped = any(row.code in ("invalid-onnx", "opset-too-low") for row in report.findings)
-    graph = None if stopped else CheckGraph(model, walk_types(model, report.opset)[0])
-    products = {} if graph is None else _products(graph)
-    types: Counter[str] = Counter()
-    if graph is not None:
-        names = onnx.TensorProto.DataType.Name
-        found = (graph.types.get(node.output[0], 0) for node in graph.matmuls)
-        types.update(names(kind) for kind in found if kind in (1, 10, 16))
     return OnnxFile(
         path=path,
         origin=_origin(model, operators),
         report=report,
         products=products,
-        groups=report.groups,
         operators=operators,
         types=types,
     )
 
 
 def _products(graph: CheckGraph) -> dict[str, MatrixProduct]:
-    sizes: dict[str, tuple[int, int] | None] = {}
     nodes = [node for node in graph.nodes if node.op_type in PRODUCTS and node.output]
-    for node in nodes:
-        sizes[node.output[0]] = _weight_size(graph, node)
+    sizes = {node.output[0]: _weight_size(graph, node) for node in nodes}
     widths = Counter(size[0] for size in sizes.values() if size)
     hidden = widths.most_common(1)[0][0] if widths else 1
     found: dict[str, MatrixProduct] = {}
     for node in nodes:
         size = sizes[node.output[0]]
-        name = finding_label(node)
-        if size is None:
-            found[name] = MatrixProduct(name, False, 2.0 * TOKENS * hidden)
-        else:
-            # an exporter writes Gemm for what has no length any more: it runs once a sequence
-            share = 1 / TOKENS if node.op_type in ("Gemm", "QGemm") else 1.0
-            found[name] = MatrixProduct(name, True, 2.0 * size[0] * size[1] * share)
+        flops = 2.0 * math.prod(size or (TOKENS, hidden))
+        # an exporter writes Gemm for what has no length any more: it runs once a sequence
+        once = size is not None and node.op_type in ("Gemm", "QGemm")
+        found[finding_label(node)] = MatrixProduct(size is not None, flops * (1 / TOKENS if once else 1.0))
     return found
 
 
 def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | None:
-    """K and N of a weight; None where both operands are activations."""
+    """Return K and N of a weight; None where both operands are activations."""
     position = PRODUCTS[node.op_type]
     if len(node.input) <= position:
         return None
@@ -127,8 +109,7 @@ def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | N
     for _ in range(8):
         tensor, maker = graph.index.stored(name), graph.index.producers.get(name)
         if tensor is not None:
-            sizes = sorted(tensor.dims)
-            return (tensor.dims[-2], tensor.dims[-1]) if len(sizes) > 1 else None
+            return (tensor.dims[-2], tensor.dims[-1]) if len(tensor.dims) > 1 else None
         moved = maker is not None and (operator(maker) in MOVES or is_quantize(maker) or is_dequantize(maker))
         if maker is None or not moved or not maker.input:
             return None
@@ -137,7 +118,7 @@ def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | N
 
 
 def _origin(model: onnx.ModelProto, operators: Counter[str]) -> str:  # noqa: PLR0911  one line a tool
-    """A guess from what each tool leaves in its files."""
+    """Guess who quantized a file from what each tool leaves in it."""
     keys = {entry.key.lower() for entry in model.metadata_props[:100]}
     producer = f"{model.producer_name} {model.producer_version}".strip()[:80]
     names = " ".join(node.name for node in model.graph.node[:20_000])
@@ -174,31 +155,19 @@ _HEADER = 64
 
 @dataclass(frozen=True)
 class EngineFile:
-    """What the header says."""
-
     backend: BackendName
     version: str | None  # None: the header does not say, as those of TensorRT 8.5 and older
     bytes: int
 
 
-def is_engine(start: bytes) -> bool:
-    """Whether a file that starts with these bytes is a TensorRT engine."""
-    return start[:4] in _TAGS
-
-
 def read_engine(path: Path) -> EngineFile:
-    """The header of an engine.
-
-    Raises:
-        UserError: it cannot be read, or is cut short.
-    """
     try:
         size = path.stat().st_size
         with path.open("rb") as stream:
             header = stream.read(_HEADER)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
-    if len(header) < _HEADER or not is_engine(header):
+    if len(header) < _HEADER or header[:4] not in _TAGS:
         raise UserError(f"{path} is no whole engine: its header has {len(header)} bytes; build it again")
     parts = [*header[24:28]]
     known = 0 < parts[0] < 30 and any(parts)
@@ -221,7 +190,7 @@ _JSON_KINDS = (  # the first key that is found in the start of the file decides
     ("profile", re.compile(r'"(?:averageMs|medianMs|ms)"\s*:')),
     ("outputs", re.compile(r'"values"\s*:')),
 )
-_KINDS = {
+KINDS = {
     "onnx": "ONNX file",
     "log": "build log",
     "layers": "layer table",
@@ -230,72 +199,19 @@ _KINDS = {
     "engine": "engine",
     "cache": "calibration cache",
 }
-
-
-@dataclass
-class Sources:
-    """What was read; at most one of each kind, as the files are of one build."""
-
-    paths: dict[str, Path] = field(default_factory=dict)  # by kind
-    onnx: OnnxFile | None = None
-    log: LogFile | None = None
-    layers: list[LayerRow] = field(default_factory=list)  # of a table, or of the log
-    profile: dict[str, float] = field(default_factory=dict)  # milliseconds by kernel
-    times: Times | None = None
-    engine: EngineFile | None = None
-    cache: CalibrationCache | None = None
-
-    def name(self, kind: str) -> str:
-        """Name of the file of a kind, or of what stands for it."""
-        path = self.paths.get(kind) or (self.paths.get("log") if kind == "layers" else None)
-        return path.name if path else ""
-
-
-def read_sources(paths: list[Path]) -> Sources:
-    """Read every file.
-
-    Raises:
-        UserError: one that is none of the formats, is damaged, or is the second of its kind.
-    """
-    found = Sources()
-    for path in paths:
-        kind = recognise(path)
-        if kind in found.paths:
-            raise UserError(
-                f"{found.paths[kind]} and {path} are both a {_KINDS[kind]}; the files of one call are read "
-                "together as one build, so diagnose these one by one"
-            )
-        found.paths[kind] = path
-        if kind == "onnx":
-            found.onnx = read_onnx(path)
-        elif kind == "log":
-            found.log = read_log(path)
-        elif kind == "layers":
-            found.layers = read_table(path)
-        elif kind == "profile":
-            found.profile = read_profile(path)
-        elif kind == "times":
-            found.times = read_times(path)
-        elif kind == "engine":
-            found.engine = read_engine(path)
-        else:
-            found.cache = read_cache_file(path)
-    if found.log and not found.layers:
-        found.layers = found.log.layers
-    return found
-
-
-def kind_text(kind: str) -> str:
-    """`build log` for `log`."""
-    return _KINDS[kind]
+_READERS: dict[str, Callable[[Path], Any]] = {
+    "onnx": read_onnx,
+    "log": read_log,
+    "layers": read_table,
+    "profile": read_profile,
+    "times": read_times,
+    "engine": read_engine,
+    "cache": read_cache_file,
+}
+Share = tuple[float, str]  # a part of 1, and of what
 
 
 def recognise(path: Path) -> str:
-    """Which of the formats a file is, by its first bytes.
-
-    Raises:
-        UserError: it cannot be read, or is none of them.
-    """
     try:
         if not path.is_file():
             raise UserError(f"{path} is not a file; give files of a build, such as model.onnx or build.log")
@@ -306,10 +222,9 @@ def recognise(path: Path) -> str:
         raise UserError(f"cannot read {path}: {why}; check the path and its permissions") from error
     if not start:
         raise UserError(f"{path} is empty; give files of a build, such as model.onnx or build.log")
-    for magic, what in _REFUSED.items():
-        if start.startswith(magic):
-            raise UserError(f"{path} is {what}")
-    if is_engine(start):
+    if what := next((what for magic, what in _REFUSED.items() if start.startswith(magic)), None):
+        raise UserError(f"{path} is {what}")
+    if start[:4] in _TAGS:
         return "engine"
     if is_cache(start):
         return "cache"
@@ -336,7 +251,6 @@ def _json_kind(path: Path, text: str) -> str:
 
 
 def _onnx_or_nothing(path: Path, start: bytes) -> str:
-    """A protobuf message that can start a ModelProto; the reader of ONNX says what is wrong with it."""
     text = sum(32 <= byte < 127 or byte in (9, 10, 13) for byte in start[:4096])
     if text == len(start[:4096]):
         raise UserError(
@@ -345,31 +259,34 @@ def _onnx_or_nothing(path: Path, start: bytes) -> str:
     return "onnx"
 
 
-Share = tuple[float, str]  # a part of 1, and of what
-
-
+@dataclass
 class Evidence:
-    """The sources, and what only several of them together tell."""
+    """What was read, at most one of each kind, as the files are of one build; and what they tell together."""
 
-    def __init__(self, sources: Sources) -> None:
-        self.sources = sources
-        self.onnx = sources.onnx
-        self.log = sources.log
-        self.layers = sources.layers
-        self.other_build = ""  # why table and graph could not be joined
+    paths: dict[str, Path] = field(default_factory=dict)  # by kind
+    onnx: OnnxFile | None = None
+    log: LogFile | None = None
+    layers: list[LayerRow] = field(default_factory=list)  # of a table, or of the log
+    profile: dict[str, float] = field(default_factory=dict)  # milliseconds by kernel
+    times: Times | None = None
+    engine: EngineFile | None = None
+    cache: CalibrationCache | None = None
+    other_build: str = ""  # why table and graph could not be joined
+
+    def name(self, kind: str) -> str:
+        path = self.paths.get(kind) or (self.paths.get("log") if kind == "layers" else None)
+        return path.name if path else ""
 
     @cached_property
     def graph(self) -> Graph | None:
-        """Nodes of the ONNX file."""
-        stopped = self.onnx is None or not self.onnx.products
-        return None if stopped or self.onnx is None else read_graph(self.onnx.path)
+        return read_graph(self.onnx.path) if self.onnx is not None and self.onnx.products else None
 
     @cached_property
     def inspection(self) -> Inspection | None:
         """The layer table, held against the graph and the profile where they are at hand."""
         if not self.layers:
             return None
-        times = self.sources.profile or None
+        times = self.profile or None
         try:
             joined = inspect_layers(self.layers, self.graph, times=times)
         except UserError as error:
@@ -384,12 +301,11 @@ class Evidence:
 
     @property
     def facts(self) -> EngineFacts | None:
-        """What one copy of the network does in the engine."""
         return self.inspection.facts if self.inspection else None
 
     @cached_property
     def joined_time(self) -> bool:
-        """Whether kernels of the profile are those of the table."""
+        """Return whether kernels of the profile are those of the table."""
         time = self.inspection.time if self.inspection else None
         return time is not None and bool(time.by_kernel)
 
@@ -402,7 +318,7 @@ class Evidence:
         return {name: rows[0] for name, rows in find_computing_rows(self.facts.rows, known).items()}
 
     def share_of_nodes(self, nodes: Collection[str]) -> Share | None:
-        """Share of profiled time that kernels of these GEMMs take, else of FLOPs; None: unknown."""
+        """Return the share of profiled time that kernels of these GEMMs take, else of FLOPs."""
         rows = {row.name: row for node in nodes for row in self._kernels.get(node, ())}
         if self.joined_time and rows:
             return self.share_of_kernels(rows.values())
@@ -415,7 +331,6 @@ class Evidence:
         return (min(1.0, len({*nodes}) / gemms), "GEMMs") if gemms and nodes else None
 
     def share_of_kernels(self, rows: Iterable[LayerRow]) -> Share | None:
-        """Share of profiled time, else of kernels."""
         names = {row.name for row in rows}
         time = self.inspection.time if self.inspection else None
         if time is not None and time.total and self.joined_time:
@@ -440,7 +355,7 @@ class Evidence:
 
         Args:
             kinds: of the files that show it; None: the layer table, and the profile that was joined with it.
-            where: the nodes in few words; None: as `named` has them.
+            where: the nodes in few words; None: formatted from `nodes`.
         """
         shown = (("layers", "profile") if self.joined_time else ("layers",)) if kinds is None else kinds
         return Finding(
@@ -448,10 +363,26 @@ class Evidence:
             effect=effect,
             what=what,
             why=why,
-            fixes=with_file(fixes, self.sources.paths.get("onnx")),
+            fixes=with_file(fixes, self.paths.get("onnx")),
             nodes=list(nodes),
             where=format_nodes(nodes) if where is None else where,
             share=share[0] if share else None,
             basis=share[1] if share else "",
-            files=[name for kind in shown if (name := self.sources.name(kind))],
+            files=[name for kind in shown if (name := self.name(kind))],
         )
+
+
+def read_sources(paths: list[Path]) -> Evidence:
+    evidence = Evidence()
+    for path in paths:
+        kind = recognise(path)
+        if kind in evidence.paths:
+            raise UserError(
+                f"{evidence.paths[kind]} and {path} are both a {KINDS[kind]}; the files of one call are read "
+                "together as one build, so diagnose these one by one"
+            )
+        evidence.paths[kind] = path
+        setattr(evidence, kind, _READERS[kind](path))
+    if evidence.log and not evidence.layers:
+        evidence.layers = evidence.log.layers
+    return evidence

@@ -31,16 +31,12 @@ _RANGES: dict[int, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class Weight:
-    """How a weight is to be rounded; its values are those of the graph without Q/DQ."""
-
     scale: Float32 | None  # scalar, or one an output channel; None: from its own values
     exact: bool  # these scales give the file's own codes again
 
 
 @dataclass
 class Product:
-    """One MatMul or Gemm that is to run in INT8."""
-
     node: str  # first output, which names it
     label: str
     amax: dict[int, float] = field(default_factory=dict)  # by input that is an activation
@@ -49,8 +45,6 @@ class Product:
 
 @dataclass
 class Scales:
-    """All of a graph."""
-
     products: list[Product] = field(default_factory=list)
     widened: list[str] = field(default_factory=list)  # ranges with a zero point, made symmetric around 0
     shifted: list[str] = field(default_factory=list)  # UINT8 with zero point 128: the same codes less 128
@@ -91,8 +85,7 @@ def _product(
             quantized = quantized or operand.dq is not None
             product.weights[position] = _weight(graph, node, position, operand, found)
         elif operand.dq is not None:
-            amax = _amax_of(graph, operand.dq, found)
-            if amax is None:
+            if (amax := _amax_of(graph, operand.dq, found)) is None:
                 lost.append(operand.dq)
             else:
                 product.amax[position] = amax
@@ -145,9 +138,8 @@ def _weight(
     zero = graph.value(dq.input[2]) if len(dq.input) > 2 and dq.input[2] else None
     kind = graph.types.get(dq.input[0], 0)
     shift = 128 if kind == TensorProto.UINT8 else 0
-    symmetric = kind in (TensorProto.INT8, TensorProto.UINT8) and bool(
-        np.all((zero if zero is not None else np.zeros(1)) == shift)
-    )
+    symmetric = kind in (TensorProto.INT8, TensorProto.UINT8)
+    symmetric &= shift == 0 if zero is None else bool(np.all(zero == shift))
     if scale is None or not _is_good(scale):
         found.unusable.append(finding_label(dq))
         return nothing
@@ -157,9 +149,8 @@ def _weight(
         return Weight(np.asarray(scale, np.float32).reshape(()), True)
     axis = attribute(dq, "axis", 1)
     axis += 2 if axis < 0 else 0
-    wanted = 1  # of the weight as the MatMul sees it, [K, N]
-    if node.op_type == "Gemm" and attribute(node, "transB"):
-        wanted = 0
+    # of the weight as the MatMul sees it, [K, N]
+    wanted = 0 if node.op_type == "Gemm" and attribute(node, "transB") else 1
     for permutation in operand.permutations:
         if permutation is not None and sorted(permutation) != [0, 1]:
             return nothing
@@ -168,17 +159,13 @@ def _weight(
 
 
 def _whole(graph: CheckGraph, attention: Attention) -> bool:
-    """Return whether all operands and the output of an attention have Q/DQ, and a kernel takes its heads."""
     known = all(operand.dq is not None for operand in attention.operands.values())
     size = graph.head_size(attention)
     return known and attention.output_quantized and (size is None or size in limits_of().int8_head_sizes)
 
 
 def remove_qdq(model: onnx.ModelProto) -> int:
-    """Take every Q and DQ off a graph, in place: constants become the floating-point values of their codes.
-
-    Returns:
-        Q and DQ nodes that were taken off.
+    """Take every Q and DQ off a graph, in place, and return their number; constants become their values.
 
     Raises:
         UserError: scales that do not fit their codes.
@@ -211,8 +198,9 @@ def remove_qdq(model: onnx.ModelProto) -> int:
     for node in kept:
         for position, name in enumerate(node.input):
             node.input[position] = inputs.get(name, _final(renamed, name))
-    outputs = [_kept_output(kept, value.name, _final(renamed, value.name)) for value in model.graph.output]
-    kept += [node for node in outputs if node is not None]
+    for value in model.graph.output:  # that of a Q or DQ keeps its name
+        if (source := _final(renamed, value.name)) != value.name:
+            kept.append(helper.make_node("Identity", [source], [value.name], name=f"{value.name}_Identity"))
     model.graph.initializer.extend(added.values())
     replace_nodes(model, kept)
     del model.graph.value_info[:]
@@ -228,51 +216,33 @@ def _final(renamed: Mapping[str, str], name: str) -> str:
     return name
 
 
-def _kept_output(nodes: Collection[onnx.NodeProto], name: str, source: str) -> onnx.NodeProto | None:
-    """Return what keeps the name of a graph output that was a Q's or DQ's."""
-    return None if source == name else helper.make_node("Identity", [source], [name], name=f"{name}_Identity")
-
-
 def _values(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> Array:
-    """Return what a DQ makes of constant codes, in the type of its scale.
-
-    Raises:
-        UserError: its scales do not fit the codes.
-    """
+    """Return what a DQ makes of constant codes, in the type of its scale."""
     try:
-        return _dequantized(index, dq, codes)
+        whole = numpy_helper.to_array(codes).astype(np.float32)
+        scale = index.constant(dq.input[1])
+        if scale is None:
+            scale = np.ones((), np.float32)
+        zero = index.constant(dq.input[2]) if len(dq.input) > 2 and dq.input[2] else None
+        axis, block = attribute(dq, "axis", 1), attribute(dq, "block_size")
+
+        def spread(value: Array) -> Array:
+            value = value.astype(np.float32)
+            if block:
+                return np.repeat(value, block, axis)[tuple(slice(size) for size in whole.shape)]
+            shape = [1] * whole.ndim
+            if scale.ndim == 1 and scale.size > 1 and whole.ndim:
+                shape[axis] = -1
+            return value.reshape(shape if value.size > 1 else ())
+
+        with np.errstate(all="ignore"):  # a bad scale makes what it makes
+            real: Array = (whole - (0 if zero is None else spread(zero))) * spread(scale)
+            return real.astype(np.float16 if scale.dtype == np.float16 else np.float32)
     except (ValueError, IndexError) as error:
         why = " ".join(str(error).split())[:200]
         raise UserError(
             f"scales of {finding_label(dq)} do not fit its codes ({why}); export the model again"
         ) from error
-
-
-def _dequantized(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> Array:
-    value = numpy_helper.to_array(codes)
-    scale = index.constant(dq.input[1])
-    if scale is None:
-        scale = np.ones((), np.float32)
-    zero = index.constant(dq.input[2]) if len(dq.input) > 2 and dq.input[2] else None
-    whole = value.astype(np.float32)
-    shape = [1] * whole.ndim
-    axis, block = attribute(dq, "axis", 1), attribute(dq, "block_size")
-    if scale.ndim == 1 and scale.size > 1 and whole.ndim:
-        shape[axis] = -1
-    factor, shift = (None if each is None else each.astype(np.float32) for each in (scale, zero))
-    assert factor is not None
-    if block:
-        factor = np.repeat(factor, block, axis)[tuple(slice(size) for size in whole.shape)]
-        shift = None if shift is None else np.repeat(shift, block, axis)[tuple(slice(n) for n in whole.shape)]
-    else:
-        factor = factor.reshape(shape) if factor.size > 1 else factor.reshape(())
-        shift = None if shift is None else shift.reshape(shape) if shift.size > 1 else shift.reshape(())
-    with np.errstate(all="ignore"):  # a bad scale makes what it makes
-        real = (whole - (0 if shift is None else shift)) * factor
-    half = scale.dtype == np.float16
-    with np.errstate(all="ignore"):
-        result: Array = real.astype(np.float16 if half else np.float32)
-    return result
 
 
 def insert_qdq(model: onnx.ModelProto, products: Collection[Product]) -> tuple[int, int]:
@@ -283,27 +253,29 @@ def insert_qdq(model: onnx.ModelProto, products: Collection[Product]) -> tuple[i
     """
     index = GraphIndex(model)
     wanted = {product.node: product for product in products}
-    halves = _halves(model)
+    inferred = onnx.shape_inference.infer_shapes(model).graph
+    halves = {
+        value.name
+        for value in (*inferred.value_info, *inferred.input, *inferred.output)
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT16
+    }
     nodes: list[onnx.NodeProto] = []
     pairs: dict[tuple[str, float], str] = {}
     made = rounded = 0
     stored: dict[str, onnx.TensorProto] = {}
     for node in model.graph.node:
         product = wanted.get(node.output[0]) if node.output else None
-        if product is None:
-            nodes.append(node)
-            continue
-        weight = next(iter(product.weights), None)
+        weight = None if product is None else next(iter(product.weights.values()), None)
         value = None if weight is None else _matrix(index, node)
-        if weight is not None and value is None:
+        if product is None or (weight is not None and value is None):
             nodes.append(node)
             continue
         half = node.output[0] in halves
         for position, amax in product.amax.items():
             nodes += _pair(node, position, amax, half, pairs, stored)
         if value is not None and weight is not None:
-            new, changed = _linear(node, value, product.weights[weight].scale, half, stored)
-            rounded += changed or not product.weights[weight].exact
+            new, changed = _linear(node, value, weight.scale, half, stored)
+            rounded += changed or not weight.exact
             nodes += new
         else:
             nodes.append(node)
@@ -327,20 +299,15 @@ def _pair(  # noqa: PLR0913, PLR0917
     scale, zero = f"{name}/scale", f"{name}/zero_point"
     stored[scale] = numpy_helper.from_array(np.array(amax / 127, np.float32), scale)
     stored[zero] = numpy_helper.from_array(np.array(0, np.int8), zero)
-    new = []
+    first, codes, real = f"{name}/fp32" if half else source, f"{name}/q", f"{name}/dq"
+    quantize, dequantize = f"{name}/QuantizeLinear", f"{name}/DequantizeLinear"
+    new = [
+        helper.make_node("QuantizeLinear", [first, scale, zero], [codes], name=quantize),
+        helper.make_node("DequantizeLinear", [codes, scale, zero], [real], name=dequantize),
+    ]
     if half:
-        new.append(_cast(source, f"{name}/fp32", TensorProto.FLOAT))
-    first = new[-1].output[0] if new else source
-    new.append(
-        helper.make_node("QuantizeLinear", [first, scale, zero], [f"{name}/q"], name=f"{name}/QuantizeLinear")
-    )
-    new.append(
-        helper.make_node(
-            "DequantizeLinear", [f"{name}/q", scale, zero], [f"{name}/dq"], name=f"{name}/DequantizeLinear"
-        )
-    )
-    if half:
-        new.append(_cast(f"{name}/dq", f"{name}/fp16", TensorProto.FLOAT16))
+        new.insert(0, _cast(source, first, TensorProto.FLOAT))
+        new.append(_cast(real, f"{name}/fp16", TensorProto.FLOAT16))
     pairs[source, amax] = node.input[position] = new[-1].output[0]
     return new
 
@@ -382,7 +349,6 @@ def _linear(
 
 
 def _matrix(index: GraphIndex, node: onnx.NodeProto) -> Float32 | None:
-    """Return a constant second operand as [K, N], float32; None where it is none, or the Gemm scales."""
     value = constant_behind(index, node.input[1])
     if value is None or value.ndim != 2 or not np.isfinite(value).all():
         return None
@@ -395,7 +361,6 @@ def _matrix(index: GraphIndex, node: onnx.NodeProto) -> Float32 | None:
 
 
 def constant_behind(index: GraphIndex, name: str) -> Array | None:
-    """Return a constant behind Casts, Identities and Transposes."""
     steps: list[list[int] | None] = []
     for _ in range(8):
         node = index.producers.get(name)
@@ -411,13 +376,6 @@ def constant_behind(index: GraphIndex, name: str) -> Array | None:
             return None
         value = np.transpose(value, permutation)
     return value
-
-
-def _halves(model: onnx.ModelProto) -> set[str]:
-    """Return tensors in FP16."""
-    inferred = onnx.shape_inference.infer_shapes(model).graph
-    values = [*inferred.value_info, *inferred.input, *inferred.output]
-    return {value.name for value in values if value.type.tensor_type.elem_type == TensorProto.FLOAT16}
 
 
 def _cast(source: str, target: str, to: int) -> onnx.NodeProto:

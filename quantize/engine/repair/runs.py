@@ -26,17 +26,12 @@ Feeds = Mapping[str, Array]
 
 
 def graph_inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    """Return the inputs of a graph that are no constants."""
     constants = {tensor.name for tensor in model.graph.initializer}
     return [value for value in model.graph.input if value.name not in constants]
 
 
 def random_feeds(model: onnx.ModelProto, seed: int) -> dict[str, Array]:
-    """Return inputs that a graph takes: tokens of its tables, masks with padding at the end, normal numbers.
-
-    Raises:
-        UserError: an input whose shape or type is not known.
-    """
+    """Return inputs of a graph: tokens of its tables, masks with padding at the end, normal numbers."""
     rng = np.random.default_rng(seed)
     index = GraphIndex(model)
     lengths = rng.integers(LENGTH // 2, LENGTH + 1, ROWS)
@@ -56,7 +51,13 @@ def random_feeds(model: onnx.ModelProto, seed: int) -> dict[str, Array]:
             filled = np.arange(shape[1]) < np.resize(lengths, shape[0])[:, None]
             found[value.name] = filled.astype(kind)
         elif np.issubdtype(kind, np.integer):
-            found[value.name] = rng.integers(0, _rows(index, value.name), shape).astype(kind)
+            # tokens of the tables that it looks up; 2 where it looks up none
+            readers = [node for node in index.consumers.get(value.name, []) if node.op_type == "Gather"]
+            tables = [index.stored(node.input[0]) for node in readers]
+            rows = min(
+                (int(table.dims[0]) for table in tables if table is not None and table.dims), default=2
+            )
+            found[value.name] = rng.integers(0, max(1, rows), shape).astype(kind)
         elif kind == np.bool_:
             found[value.name] = np.ones(shape, np.bool_)
         else:
@@ -64,31 +65,12 @@ def random_feeds(model: onnx.ModelProto, seed: int) -> dict[str, Array]:
     return found
 
 
-def _rows(index: GraphIndex, name: str) -> int:
-    """Return rows of the table that an input looks up; 2 where it looks up none."""
-    tables = [
-        index.stored(node.input[0]) for node in index.consumers.get(name, []) if node.op_type == "Gather"
-    ]
-    sizes = [int(table.dims[0]) for table in tables if table is not None and table.dims]
-    return max(1, min(sizes, default=2))
-
-
 def read_feeds(path: Path, model: onnx.ModelProto) -> dict[str, Array]:
-    """Return inputs from an .npz file, one array an input, samples along the first axis.
-
-    Raises:
-        UserError: not such a file, or without an input of the model.
-    """
     arrays = read_arrays(path, "give arrays that numpy.savez wrote, fewer samples where they are too many")
     return select_feeds(arrays, model, str(path))
 
 
 def select_feeds(found: Feeds, model: onnx.ModelProto, source: str) -> dict[str, Array]:
-    """Return those of some arrays that a graph takes.
-
-    Raises:
-        UserError: one is missing, or they have different numbers of samples.
-    """
     wanted = [value.name for value in graph_inputs(model)]
     if missing := [name for name in wanted if name not in found or not found[name].ndim]:
         raise UserError(
@@ -100,11 +82,7 @@ def select_feeds(found: Feeds, model: onnx.ModelProto, source: str) -> dict[str,
 
 
 def run_outputs(model: onnx.ModelProto | Path, feeds: Feeds) -> dict[str, Array]:
-    """Return outputs of ONNX Runtime on the CPU without rewrites of its own, in batches of BATCH.
-
-    Raises:
-        UserError: it refuses the graph or the inputs.
-    """
+    """Return outputs of ONNX Runtime on the CPU without rewrites of its own, in batches of BATCH."""
     parts: dict[str, list[Array]] = {}
     for batch in _run(model, feeds, None):
         for name, value in batch.items():
@@ -194,15 +172,7 @@ TOKENS = 128  # of a sample at most
 def sample_feeds(  # noqa: PLR0913, PLR0917
     model: str, revision: str | None, task: Task, source: str, count: int, seed: int
 ) -> dict[str, Array]:
-    """Return token inputs int64 [count, L], padded to the longest, of a draw of the train split.
-
-    Args:
-        model: folder or hub id with a tokenizer.
-        source: as `load_split` takes it.
-
-    Raises:
-        UserError: no tokenizer or data, or a task whose samples have several rows.
-    """
+    """Return token inputs int64 [count, L], padded to the longest, of a draw of the train split."""
     if task.kind.texts_apart or task.kind.windows:
         raise UserError(f"samples of task {task.name} have several rows; give --inputs FILE.npz")
     tokenizer = load_tokenizer(model, revision, task.kind)

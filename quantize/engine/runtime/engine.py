@@ -10,18 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from qdqbench.quantize.engine.backend import choose_backend, describe_origin, keep, note_ignored, read_cache
-from qdqbench.quantize.engine.log import capture
+import numpy as np
+
+from qdqbench.quantize.engine.backend import CacheFile, capture, choose_backend
 from qdqbench.quantize.engine.profiles import choose_profile, fill_shape, measure_distance
-from qdqbench.quantize.engine.runtime.tensors import (
-    DEVICE,
-    Arrays,
-    load,
-    make_poisoned,
-    to_numpy,
-    to_torch,
-    torch_dtype,
-)
 from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
@@ -29,6 +21,73 @@ from qdqbench.quantize.utils.system.gpu import find_gpu
 
 if TYPE_CHECKING:
     import torch
+
+DEVICE = "cuda"
+Arrays = dict[str, Array]
+_DTYPES = {  # trt.DataType member: torch dtype
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "FP8": "float8_e4m3fn",
+    "INT8": "int8",
+    "INT32": "int32",
+    "INT64": "int64",
+    "UINT8": "uint8",
+    "BOOL": "bool",
+}
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    import torch
+
+    if name not in _DTYPES:
+        raise UserError(f"the engine has an input or output of type {name}, which is not supported")
+    dtype: torch.dtype = getattr(torch, _DTYPES[name])
+    return dtype
+
+
+def to_torch(
+    feeds: Mapping[str, Array], dtypes: "Mapping[str, torch.dtype]", what: str
+) -> "dict[str, torch.Tensor]":
+    """Return host tensors for every input, in the engine's datatypes; an error lists all that do not fit."""
+    import torch
+
+    wrong = [f"{name} is missing" for name in dtypes if name not in feeds]
+    wrong += [f"{name} is unknown" for name in feeds if name not in dtypes]
+    tensors = {}
+    for name, dtype in dtypes.items():
+        if name not in feeds:
+            continue
+        array = np.ascontiguousarray(feeds[name])
+        floats = array.dtype.kind == "f"
+        if array.dtype.kind not in "fiub" or floats != dtype.is_floating_point:
+            wrong.append(f"{name} is {array.dtype} and the engine takes {str(dtype).removeprefix('torch.')}")
+        else:
+            # numpy's read-only arrays draw a warning from torch
+            tensors[name] = torch.from_numpy(array if array.flags.writeable else array.copy()).to(dtype)
+    if wrong:
+        raise UserError(f"inputs of {what} do not fit: {'; '.join(wrong)}")
+    return tensors
+
+
+def make_poisoned(shape: tuple[int, ...], dtype: "torch.dtype", device: str) -> "torch.Tensor":
+    """Return a buffer full of NaN, or of the smallest value of an integer type."""
+    import torch
+
+    if dtype.is_floating_point:
+        return torch.full(shape, float("nan"), dtype=torch.float32, device=device).to(dtype)
+    if dtype == torch.bool:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.full(shape, torch.iinfo(dtype).min, dtype=dtype, device=device)
+
+
+def to_numpy(buffer: "torch.Tensor") -> Array:
+    import torch
+
+    wide = (torch.float16, torch.float32, torch.float64)
+    if buffer.dtype.is_floating_point and buffer.dtype not in wide:
+        buffer = buffer.float()
+    return np.asarray(buffer.cpu().numpy())
 
 
 class BoundRun:
@@ -41,7 +100,7 @@ class BoundRun:
         gpu = self._torch = owner.torch
         self._owner = owner
         self.stream: torch.cuda.Stream = gpu.cuda.Stream() if stream is None else stream
-        self._context: Any = owner.new_context(owner.choose_profile(batch, length), self.stream)
+        self._context: Any = owner.new_context(choose_profile(owner.profiles, batch, length), self.stream)
         with gpu.cuda.stream(self.stream):
             self.inputs: dict[str, torch.Tensor] = {}
             for name in owner.inputs:
@@ -56,11 +115,9 @@ class BoundRun:
 
     @property
     def captured(self) -> bool:
-        """Return whether `launch` replays a CUDA graph; the engine's notes say where it cannot."""
         return self._graph is not None
 
     def launch(self) -> None:
-        """Enqueue one inference on `stream`; does not wait."""
         if self._graph is not None:
             with self._torch.cuda.stream(self.stream):
                 self._graph.replay()
@@ -70,32 +127,32 @@ class BoundRun:
             raise CheckFailed(f"{self._owner.name} fails to run")
 
     def load(self, feeds: Mapping[str, Array]) -> None:
-        """Write inputs of exactly the bound shape, and NaN into the outputs; waits.
-
-        Raises:
-            UserError: inputs are missing, unknown, or of another kind or shape.
-        """
+        """Write inputs of exactly the bound shape, and NaN into the outputs; waits."""
         tensors = to_torch(feeds, {name: t.dtype for name, t in self.inputs.items()}, self._owner.name)
+        if wrong := [
+            f"{name} is {list(tensor.shape)}, not {list(self.inputs[name].shape)}"
+            for name, tensor in tensors.items()
+            if tensor.shape != self.inputs[name].shape  # copying would broadcast it
+        ]:
+            raise UserError(f"inputs have other shapes than those that are bound: {', '.join(wrong)}")
         with self._torch.cuda.stream(self.stream):
-            load(tensors, self.inputs)
+            for name, tensor in tensors.items():
+                self.inputs[name].copy_(tensor)
             for buffer in self.outputs.values():
                 buffer.copy_(make_poisoned(tuple(buffer.shape), buffer.dtype, DEVICE))
             self.stream.synchronize()
 
     def read(self) -> Arrays:
-        """Wait, and return every output as in `Engine.run`."""
         with self._torch.cuda.stream(self.stream):
             self.stream.synchronize()
             return {name: to_numpy(buffer) for name, buffer in self.outputs.items()}
 
     def close(self) -> None:
-        """Give the memory back; it cannot run again."""
         self.stream.synchronize()
         self._graph = self._context = None
         self.inputs, self.outputs = {}, {}
 
     def _capture(self, what: str) -> Any:
-        """Capture one enqueue as a CUDA graph, or note that the backend cannot."""
         torch, context = self._torch, self._context
         where = f"{self._owner.name} at {what}"
         graph, enqueued = torch.cuda.CUDAGraph(), False
@@ -117,18 +174,12 @@ Specialize = Literal["EAGER", "LAZY", "NONE"]  # members of DynamicShapesKernelS
 
 
 class RuntimeCache:
-    """Kernels that contexts of one engine compiled, kept in a file where one is given."""
-
-    def __init__(self, engine: Any, path: Path | None, here: dict[str, str]) -> None:
-        self.path, self.here, self.notes = path, here, list[str]()
+    def __init__(self, engine: Any, file: CacheFile) -> None:
+        self._file = file
         runtime_config = engine.create_runtime_config()
         runtime_cache = runtime_config.create_runtime_cache()
-        self._found = b""
-        if path is not None:
-            self._found, note = read_cache(path, here)
-            if self._found and not runtime_cache.deserialize(self._found):
-                self._found, note = b"", note_ignored(path, "the runtime refuses it")
-            self.notes += [note] if note else []
+        if file.blob and not runtime_cache.deserialize(file.blob):
+            file.ignore("the runtime refuses it")
         self._cache: Any = runtime_cache
 
     def config(self, trt: Any, engine: Any, specialize: Specialize) -> Any:
@@ -146,24 +197,19 @@ class RuntimeCache:
         return runtime_config
 
     def save(self) -> None:
-        """Write the cache if it changed; call it before the engine goes."""
         runtime_cache, self._cache = self._cache, None
-        if self.path is None or runtime_cache is None:
-            return
-        self.notes += keep(self.path, self.here, runtime_cache.serialize(), self._found)
+        if runtime_cache is not None:
+            self._file.keep(runtime_cache.serialize())
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Device memory of a loaded engine, bytes."""
-
     engine_bytes: int  # the file
     weights_and_code_bytes: int  # free memory before loading minus after
     activation_bytes: int  # of one execution context: the largest of its profiles
     activation_bytes_per_profile: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Return one clause for the report."""
         profiles = ", ".join(f"{size / 1e6:.1f}" for size in self.activation_bytes_per_profile)
         return (
             f"GPU memory {self.weights_and_code_bytes / 1e6:.1f} MB for weights and code, {profiles} MB for "
@@ -175,8 +221,7 @@ class Engine:
     """A deserialized engine on the GPU; close it, or use it in a `with` statement.
 
     Args:
-        path: the engine; its sidecar must lie beside it.
-        onnx_path: the graph that it must have been built from.
+        path: the engine; its sidecar must lie beside it, and `onnx_path` must be what it was built from.
         runtime_cache: file for kernels compiled just in time (TensorRT-RTX only); engines that are
             opened one after the other may share it.
         specialize: when TensorRT-RTX compiles the kernels of a shape; EAGER is before its first run.
@@ -195,7 +240,13 @@ class Engine:
         specialize: Specialize = "EAGER",
     ) -> None:
         sidecar = check_sidecar(path, onnx_path)
-        self.torch: Any = _cuda_torch()
+        import torch
+
+        if not torch.cuda.is_available():
+            raise MissingDevice(
+                "engines run on torch CUDA buffers, and this torch has no CUDA; install a CUDA build"
+            )
+        self.torch: Any = torch
         gpu = find_gpu()
         backend = choose_backend(sidecar.backend)  # type: ignore[arg-type]
         trt = self._trt = backend.module
@@ -217,16 +268,6 @@ class Engine:
         count = range(engine.num_optimization_profiles)
         sizes = tuple(int(engine.get_device_memory_size_for_profile_v2(index)) for index in count)
         self.memory = EngineMemory(sidecar.engine_bytes, used, max(sizes, default=0), sizes)
-        self._describe(trt, engine)
-        if backend.name == "tensorrt_rtx":
-            self._jit = RuntimeCache(
-                engine, runtime_cache, describe_origin(backend.name, backend.version, gpu)
-            )
-            self.notes += self._jit.notes
-        self.stream: torch.cuda.Stream = self.torch.cuda.Stream()
-
-    def _describe(self, trt: Any, engine: Any) -> None:
-        """Read the names, datatypes and shapes of the engine's inputs and outputs."""
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         modes = {name: engine.get_tensor_mode(name) for name in names}
         self.inputs = [name for name in names if modes[name] == trt.TensorIOMode.INPUT]
@@ -235,25 +276,18 @@ class Engine:
         self.shapes = {name: tuple(engine.get_tensor_shape(name)) for name in names}
         self._ranges = [
             {name: tuple(map(tuple, engine.get_tensor_profile_shape(name, index))) for name in self.inputs}
-            for index in range(engine.num_optimization_profiles)
+            for index in count
         ]
-
-    def choose_profile(self, batch: int, length: int) -> int:
-        """Return the index of the profile that holds the shape, the one whose opt is nearest.
-
-        Raises:
-            CheckFailed: none holds it.
-        """
-        return choose_profile(self.profiles, batch, length)
+        if backend.name == "tensorrt_rtx":
+            file = CacheFile(runtime_cache, backend.name, backend.version, gpu)
+            self._jit = RuntimeCache(engine, file)
+            file.notes = self.notes = [*self.notes, *file.notes]
+        self.stream: torch.cuda.Stream = self.torch.cuda.Stream()
 
     def run(self, feeds: Mapping[str, Array]) -> Arrays:
-        """Run once and wait.
+        """Run once and wait; what the engine did not write is NaN.
 
-        Args:
-            feeds: every input by name; floats and integers are converted to the engine's own width.
-
-        Returns:
-            Every output by name; bfloat16 and FP8 as float32. What the engine did not write is NaN.
+        Floats and integers are converted to the engine's own width; bfloat16 and FP8 come back as float32.
 
         Raises:
             UserError: inputs are missing, unknown or of another kind.
@@ -275,9 +309,6 @@ class Engine:
         """Return the buffers and an execution context for one fixed shape, by default as a CUDA graph.
 
         Each has its own activation memory (`memory.activation_bytes`).
-
-        Raises:
-            CheckFailed: no profile takes the shape, or the engine fails.
         """
         bound = BoundRun(self, batch, length, stream=stream, graph=graph)
         self._bound.add(bound)
@@ -287,9 +318,6 @@ class Engine:
         """Return the mean milliseconds of each kernel, by the name that the layer table gives it.
 
         Kernels run one after the other with a timer around each, so the sum is more than a run takes.
-
-        Raises:
-            CheckFailed: as `run`, or the backend reports no times.
         """
         tensors = to_torch(feeds, {name: self.dtypes[name] for name in self.inputs}, self.name)
         profile = self._profile_of(tensors)
@@ -348,18 +376,20 @@ class Engine:
         return outputs
 
     def enqueue(self, context: Any, stream: Any) -> None:
-        """Enqueue one inference; an error names what the backend says."""
         with capture(self._trt) as (_, log):
             if not context.execute_async_v3(stream.cuda_stream):
                 raise CheckFailed(f"{self.name} fails to run ({log.errors() or 'it gives no reason'})")
 
     def _profile_of(self, tensors: "Mapping[str, torch.Tensor]") -> int:
-        """Return the profile that takes the shapes of all inputs, the one whose opt is nearest."""
         shapes = {name: tuple(buffer.shape) for name, buffer in tensors.items()}
         costs = {}
         for index, ranges in enumerate(self._ranges):
-            if all(_within(shapes[name], *ranges[name]) for name in self.inputs):
-                costs[index] = sum(measure_distance(ranges[name][1], shapes[name]) for name in self.inputs)
+            pairs = [(ranges[name], shapes[name]) for name in self.inputs]
+            if all(
+                len(shape) == len(low) and all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
+                for (low, _, high), shape in pairs
+            ):
+                costs[index] = sum(measure_distance(opt, shape) for (_, opt, _), shape in pairs)
         if not costs:
             listed = ", ".join(f"{name} {list(shapes[name])}" for name in self.inputs)
             takes = " or ".join(map(str, self.profiles)) or "its fixed shapes"
@@ -370,13 +400,11 @@ class Engine:
         return min(costs, key=lambda index: costs[index])
 
     def close(self) -> None:
-        """Give the memory back and keep the runtime cache; bound runs end, too."""
         for bound in list(self._bound):
             bound.close()
         self._contexts.clear()
         if self._jit is not None:
             self._jit.save()
-            self.notes += [note for note in self._jit.notes if note not in self.notes]
         # TensorRT wants contexts gone before engines, and engines before the runtime
         self._jit = self._engine = None
         self._runtime = None
@@ -388,23 +416,7 @@ class Engine:
         self.close()
 
 
-def _within(shape: tuple[int, ...], low: Any, _: Any, high: Any) -> bool:
-    return len(shape) == len(low) and all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
-
-
-def _cuda_torch() -> Any:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise MissingDevice(
-            "engines run on torch CUDA buffers, and this torch has no CUDA; install a CUDA build"
-        )
-    return torch
-
-
 def _profiler(trt: Any) -> Any:
-    """Return a profiler that adds up milliseconds by layer name."""
-
     class Profiler(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProfiler.__init__(self)

@@ -1,78 +1,157 @@
-"""Engines by what their sidecars say: on a GPU, or on this CPU."""
+"""Engines by what their sidecars say, loaded and run on batches: on a GPU, or on this CPU."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 
-from qdqbench.quantize.engine.cpu.runtimes import compile_model
-from qdqbench.quantize.engine.profiles import LENGTH_STEP
-from qdqbench.quantize.engine.runtime.cpu import CpuEngine, CpuRunner
-from qdqbench.quantize.engine.runtime.engine import BoundRun, Engine
-from qdqbench.quantize.engine.runtime.tensors import Arrays, pad_to_profile
-from qdqbench.quantize.engine.sidecar import read_sidecar
+from qdqbench.quantize.engine.cpu_runtimes import compile_model, warm_up
+from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile, fit_batch
+from qdqbench.quantize.engine.runtime.engine import Arrays, BoundRun, Engine
+from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar, read_sidecar
+from qdqbench.quantize.models.inputs import pad_columns
 from qdqbench.quantize.tasks.types.kind import LOGITS, join_outputs
-from qdqbench.quantize.utils.arrays import Float32, Int64
+from qdqbench.quantize.utils.arrays import Array, Float32, Int64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.results import LayerRow
 
 MAX_GRAPHS = 16
+
+
+@dataclass(frozen=True)
+class CpuMemory:
+    engine_bytes: int  # the file
+    resident_bytes: int  # of the process after loading minus before
+
+    def __str__(self) -> str:
+        file = f"file {self.engine_bytes / 1e6:.1f} MB"
+        return f"memory {self.resident_bytes / 1e6:.1f} MB after loading; {file}"
+
+
+class CpuEngine:
+    """An engine that a CPU runtime compiled, loaded; it takes any shape of its profiles.
+
+    Args:
+        path: the engine; its sidecar must lie beside it, and `onnx_path` must be what it was built from.
+        profile: measure each kernel.
+
+    Raises:
+        UserError: the sidecar says that this engine is not for this machine, version or ONNX file.
+        MissingDevice: the runtime cannot load it.
+    """
+
+    def __init__(self, path: Path, onnx_path: Path | None = None, *, profile: bool = False) -> None:
+        sidecar = check_sidecar(path, onnx_path)
+        before = psutil.Process().memory_info().rss
+        backend, compute = sidecar.backend, sidecar.compute or "fp32"
+        self._model = compile_model(
+            backend,  # type: ignore[arg-type]
+            path.read_bytes(),
+            blob=True,
+            compute=compute,
+            profile=profile,
+        )
+        used = max(0, psutil.Process().memory_info().rss - before)
+        self.memory = CpuMemory(sidecar.engine_bytes, used)
+        self.name, self.profiles, self.notes = path.name, sidecar.profiles, note_sidecar(sidecar, None)
+        self.inputs, self.outputs = self._model.inputs, self._model.outputs
+
+    def run(self, feeds: Mapping[str, Array]) -> Arrays:
+        """Run once; an error names inputs that are missing or unknown."""
+        wrong = [f"{name} is missing" for name in self.inputs if name not in feeds]
+        wrong += [f"{name} is unknown" for name in feeds if name not in self.inputs]
+        if wrong:
+            raise UserError(f"inputs of {self.name} do not fit: {'; '.join(wrong)}")
+        return self._model.run({name: np.ascontiguousarray(feeds[name]) for name in self.inputs})
+
+    def kernels(self) -> list[LayerRow]:
+        """Return the layer table, after one run of the first profile's opt shape."""
+        warm_up(self._model, self.profiles[0].opt)
+        return [kernel.row for kernel in self._model.kernels()]
+
+    def kernel_times(self, feeds: Mapping[str, Array], repeats: int = 20) -> dict[str, float]:
+        """Return mean milliseconds of each kernel, by the name in the layer table; needs `profile`."""
+        self.run(feeds)  # compiles what is compiled at first use
+        total: dict[str, float] = {}
+        for _ in range(repeats):
+            self.run(feeds)
+            for kernel in self._model.kernels():
+                total[kernel.row.name] = total.get(kernel.row.name, 0.0) + kernel.ms
+        return {name: ms / repeats for name, ms in total.items() if ms > 0}
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> "CpuEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class EngineRunner:
     """Callable on one batch: int64 [B, L] arrays to float32 answers [B, width] or [B, L or more, width].
 
-    Lengths are padded with masked positions to a multiple of 16, so that shapes repeat, and batches with
-    copies of their first row, where the profile's minimum is larger. A shape that comes a second time becomes
-    a CUDA graph; the least recently used graph goes when there are too many, or too little memory.
-
     Args:
-        path, onnx_path, runtime_cache: as of Engine.
         pad_id: token id of padding.
-        graphs: most CUDA graphs to keep; 0 for none.
         outputs: of the graph, as the kind of task says; several are joined into one.
 
     Raises:
-        UserError, MissingDevice: as of Engine; UserError also where one of them is not there.
+        UserError: the engine lacks one of these outputs.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        path: Path,
-        onnx_path: Path,
-        *,
-        pad_id: int,
-        runtime_cache: Path | None = None,
-        graphs: int = MAX_GRAPHS,
-        outputs: Iterable[str] = LOGITS,
-    ) -> None:
-        self.pad_id = pad_id
-        self._outputs = list(outputs)
-        self.engine = Engine(path, onnx_path, runtime_cache=runtime_cache)
-        if lost := [name for name in self._outputs if name not in self.engine.outputs]:
-            raise UserError(f"{path} has no output {', '.join(lost)} but {', '.join(self.engine.outputs)}")
-        free = self.engine.torch.cuda.mem_get_info()[0]
-        room = free // 2 // max(1, self.engine.memory.activation_bytes)  # half of what is free
-        self._most = min(graphs, int(room))
-        self._graphs: OrderedDict[tuple[int, int], BoundRun] = OrderedDict()
-        self._seen: set[tuple[int, int]] = set()
+    step = 1  # lengths are padded to multiples of it
+
+    def __init__(self, engine: Engine | CpuEngine, *, pad_id: int, outputs: Iterable[str] = LOGITS) -> None:
+        self.engine, self.pad_id, self._outputs = engine, pad_id, list(outputs)
+        if lost := [name for name in self._outputs if name not in engine.outputs]:
+            has = ", ".join(engine.outputs)
+            raise UserError(f"{engine.name} has no output {', '.join(lost)} but {has}")
 
     @property
     def max_batch(self) -> int:
-        """Largest batch of any profile."""
         return max(profile.max[0] for profile in self.engine.profiles)
 
     def __call__(self, batch: Mapping[str, Int64]) -> Float32:
-        """Run one batch.
-
-        Raises:
-            CheckFailed: it is larger than every profile, or the engine fails.
-        """
         rows = len(next(iter(batch.values())))
-        feeds = pad_to_profile(batch, self.engine.profiles, self.engine.inputs, self.pad_id, LENGTH_STEP)
-        answers = join_outputs(self._run(feeds), self._outputs)[:rows]
-        return np.asarray(answers, dtype=np.float32)
+        feeds = pad_to_profile(batch, self.engine.profiles, self.engine.inputs, self.pad_id, self.step)
+        return np.asarray(join_outputs(self._run(feeds), self._outputs)[:rows], dtype=np.float32)
+
+    def _run(self, feeds: Arrays) -> Arrays:
+        return self.engine.run(feeds)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> "EngineRunner":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class GpuRunner(EngineRunner):
+    """A runner on a GPU.
+
+    Lengths are padded with masked positions to a multiple of 16, so that shapes repeat, and batches with
+    copies of their last row, where the profile's minimum is larger. A shape that comes a second time becomes
+    a CUDA graph; the least recently used graph goes when there are too many, or too little memory.
+    """
+
+    engine: Engine
+    step = LENGTH_STEP
+
+    def __init__(self, engine: Engine, *, pad_id: int, outputs: Iterable[str] = LOGITS) -> None:
+        super().__init__(engine, pad_id=pad_id, outputs=outputs)
+        free = engine.torch.cuda.mem_get_info()[0]
+        room = free // 2 // max(1, engine.memory.activation_bytes)  # half of what is free
+        self._most = min(MAX_GRAPHS, int(room))
+        self._graphs: OrderedDict[tuple[int, int], BoundRun] = OrderedDict()
+        self._seen: set[tuple[int, int]] = set()
 
     def _run(self, feeds: Arrays) -> Arrays:
         shape = next(iter(feeds.values())).shape
@@ -91,20 +170,24 @@ class EngineRunner:
         return bound.read()
 
     def close(self) -> None:
-        """Give the memory back."""
         self._graphs.clear()
-        self.engine.close()
-
-    def __enter__(self) -> "EngineRunner":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().close()
 
 
-def open_engine(path: Path, onnx_path: Path) -> Engine | CpuEngine:
-    """Load an engine; errors are those of both."""
-    return CpuEngine(path, onnx_path) if is_for_cpu(path) else Engine(path, onnx_path)
+def pad_to_profile(
+    batch: Mapping[str, Int64], profiles: Sequence[Profile], inputs: Iterable[str], pad_id: int, step: int
+) -> Arrays:
+    """Return int64 [B, L] inputs by name, padded with masked positions and copies of the last row."""
+    rows, length = next(iter(batch.values())).shape
+    _, to_rows, to_length = fit_batch(profiles, rows, length, step)
+    wide, missing = pad_columns(batch, to_length - length, pad_id), ((0, to_rows - rows), (0, 0))
+    return {name: np.pad(wide[name], missing, mode="edge") for name in inputs}
+
+
+def open_engine(path: Path, onnx_path: Path, *, runtime_cache: Path | None = None) -> Engine | CpuEngine:
+    if read_sidecar(path).backend in CPU_BACKENDS:
+        return CpuEngine(path, onnx_path)
+    return Engine(path, onnx_path, runtime_cache=runtime_cache)
 
 
 def open_runner(
@@ -114,30 +197,21 @@ def open_runner(
     pad_id: int,
     runtime_cache: Path | None = None,
     outputs: Iterable[str] = LOGITS,
-) -> EngineRunner | CpuRunner:
-    """Return a runner of an engine; arguments and errors are those of both."""
-    if is_for_cpu(path):
-        return CpuRunner(path, onnx_path, pad_id=pad_id, outputs=outputs)
-    return EngineRunner(path, onnx_path, pad_id=pad_id, runtime_cache=runtime_cache, outputs=outputs)
+) -> EngineRunner:
+    engine = open_engine(path, onnx_path, runtime_cache=runtime_cache)
+    if isinstance(engine, Engine):
+        return GpuRunner(engine, pad_id=pad_id, outputs=outputs)
+    return EngineRunner(engine, pad_id=pad_id, outputs=outputs)
 
 
 def open_fp32_graph(
     path: Path, backend: BackendName, outputs: Iterable[str] = LOGITS
 ) -> Callable[[Mapping[str, Int64]], Float32]:
-    """Return a runner of an FP32 graph on this CPU, optimized as its runtime does; batches of any shape.
-
-    Raises:
-        UserError: the runtime refuses the graph.
-    """
+    """Return a runner of an FP32 graph on this CPU, optimized as its runtime does; batches of any shape."""
     model, names = compile_model(backend, path.read_bytes(), blob=False, compute="fp32"), [*outputs]
 
     def run(batch: Mapping[str, Int64]) -> Float32:
-        made = model.run({name: np.ascontiguousarray(batch[name]) for name in model.inputs})
-        return np.asarray(join_outputs(made, names), dtype=np.float32)
+        feeds = {name: np.ascontiguousarray(batch[name]) for name in model.inputs}
+        return np.asarray(join_outputs(model.run(feeds), names), dtype=np.float32)
 
     return run
-
-
-def is_for_cpu(path: Path) -> bool:
-    """Return whether an engine is for a CPU; errors are those of its sidecar."""
-    return read_sidecar(path).backend in CPU_BACKENDS

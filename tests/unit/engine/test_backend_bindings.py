@@ -21,7 +21,7 @@ import jinja2
 import pytest
 
 ROOT = Path(__file__).parents[3]
-MODULES = ("backend", "log", "runtime/engine", "profiles")
+MODULES = ("backend", "runtime/engine", "profiles")
 SOURCES = [ROOT / "quantize" / "engine" / f"{name}.py" for name in MODULES]
 DEPLOYED = ROOT / "quantize" / "deployment" / "templates" / "run_tensorrt.py.j2"  # a script for users
 VERSIONS = ["10.16.0.72", "11.4.0.106"]

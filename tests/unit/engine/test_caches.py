@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from qdqbench.quantize.engine import backend
-from qdqbench.quantize.engine.backend import TimingCache, describe_origin, read_cache, write_cache
+from qdqbench.quantize.engine.backend import CacheFile, set_timings
 from qdqbench.quantize.utils.system.gpu import Gpu
 
-HERE = describe_origin("tensorrt", "10.16.0", Gpu("L4", "8.9", "580.1"))
+
+def file_at(path, version="10.16.0"):
+    return CacheFile(path, "tensorrt", version, Gpu("L4", "8.9", "580.1"))
 
 
 class Cache:
@@ -37,43 +38,39 @@ class Config:
 
 def test_timings_are_kept_and_used_again(tmp_path):
     path = tmp_path / "engine" / "timing.cache"
-    first, second = Config(), Config()
-    timings = TimingCache(first, path, HERE)
+    first, second, timings = Config(), Config(), file_at(path)
+    cache = set_timings(first, timings)
     assert first.cache.content == b""
-    assert timings.save() == []
-    assert read_cache(path, HERE) == (b"+new", None)
-    TimingCache(second, path, HERE)
+    timings.keep(cache.serialize())
+    assert (file_at(path).blob, timings.notes) == (b"+new", [])
+    set_timings(second, file_at(path))
     assert second.cache.content == b"+new"
 
 
 @pytest.mark.parametrize("blob", [b"bad", b"other"])
 def test_what_the_builder_refuses_is_noted_and_replaced(tmp_path, blob):
     path, config = tmp_path / "timing.cache", Config()
-    write_cache(path, HERE, blob)
-    timings = TimingCache(config, path, HERE)
+    file_at(path).keep(blob)
+    timings = file_at(path)
+    timings.keep(set_timings(config, timings).serialize())
     assert config.cache.content == b""
-    assert timings.save() == ["timing.cache is ignored and made anew: the builder refuses it"]
-    assert read_cache(path, HERE) == (b"+new", None)
+    assert timings.notes == ["timing.cache is ignored and made anew: the builder refuses it"]
+    assert file_at(path).blob == b"+new"
 
 
 def test_another_version_is_noted_before_the_builder_sees_it(tmp_path):
-    path, config = tmp_path / "timing.cache", Config()
-    write_cache(path, HERE | {"version": "10.14.1"}, b"old")
-    notes = TimingCache(config, path, HERE).save()
-    assert config.cache.content == b""
-    assert notes == ["timing.cache is ignored and made anew: version was 10.14.1 and is 10.16.0"]
-
-
-def test_nothing_is_written_when_nothing_changed(tmp_path):
     path = tmp_path / "timing.cache"
-    assert backend.keep(path, HERE, b"same", b"same") == []
-    assert backend.keep(path, HERE, None, b"") == []
+    file_at(path, "10.14.1").keep(b"old")
+    timings = file_at(path)
+    assert timings.blob == b""
+    assert timings.notes == ["timing.cache is ignored and made anew: version was 10.14.1 and is 10.16.0"]
+
+
+def test_the_file_says_where_it_is_from_and_is_written_for_news_only(tmp_path):
+    path = tmp_path / "timing.cache"
+    file_at(path).keep(None)
     assert not path.exists()
-
-
-def test_the_file_says_where_it_is_from(tmp_path):
-    path = tmp_path / "timing.cache"
-    write_cache(path, HERE, b"a\nb\n")
+    file_at(path).keep(b"a\nb\n")
     assert json.loads(path.read_bytes().split(b"\n")[0])["origin"] == {
         "backend": "tensorrt",
         "version": "10.16.0",
@@ -81,20 +78,14 @@ def test_the_file_says_where_it_is_from(tmp_path):
         "compute_capability": "8.9",
         "driver": "580.1",
     }
-    assert read_cache(path, HERE) == (b"a\nb\n", None)
+    same = file_at(path)
+    path.unlink()
+    same.keep(b"a\nb\n")
+    assert not path.exists()
 
 
-def test_a_folder_in_the_place_of_the_file(tmp_path):
+def test_a_folder_in_the_place_of_the_file_and_no_gpu(tmp_path):
     (tmp_path / "timing.cache").mkdir()
-    blob, note = read_cache(tmp_path / "timing.cache", HERE)
-    assert blob == b""
-    assert "cannot be read" in note
-
-
-def test_no_gpu_has_an_origin_too():
-    assert set(describe_origin("tensorrt_rtx", "1.7", None).values()) == {
-        "tensorrt_rtx",
-        "1.7",
-        "none",
-        "unknown",
-    }
+    found = CacheFile(tmp_path / "timing.cache", "tensorrt_rtx", "1.7", None)
+    assert found.blob == b""
+    assert "cannot be read" in found.notes[0]

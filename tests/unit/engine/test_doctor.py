@@ -9,13 +9,14 @@ import pytest
 
 from qdqbench.cli.app import main
 from qdqbench.quantize.engine import doctor
-from qdqbench.quantize.engine.doctor import Probed, anonymous, bug_report, look, probe, state_of, unmet
+from qdqbench.quantize.engine.doctor import Library, anonymous, bug_report, look, probe, state_of, unmet
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 L4, H100 = Gpu("NVIDIA L4", "8.9", "580.1"), Gpu("NVIDIA H100", "9.0", "580.1")
-CUDA = Probed("2.13.0", cuda="13.0", devices=1)
-CPU_ONLY = Probed("2.13.0+cpu")
+CUDA = Library(version="2.13.0", detail="CUDA 13.0, 1 GPU", devices=1)
+ABSENT = Library(version=None)
+CPU_ONLY = Library(version="2.13.0+cpu", detail="CPU build")
 
 
 def test_libraries_that_work_lack_break_or_crash(tmp_path, monkeypatch):
@@ -30,12 +31,12 @@ def test_libraries_that_work_lack_break_or_crash(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     found = probe([*made, "absent"])
-    assert found["works"] == Probed("3.1-4")
+    assert found["works"] == Library(version="3.1-4")
     assert "libfoo.so" in found["broken"].error
     assert str(tmp_path) not in found["broken"].error
     assert "signal 6" in found["crashes"].error
     assert "nothing_such" in found["needs"].error
-    assert found["absent"] == Probed(None)
+    assert found["absent"] == ABSENT
 
 
 def test_a_library_that_hangs_is_told(tmp_path, monkeypatch):
@@ -47,17 +48,17 @@ def test_a_library_that_hangs_is_told(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "own", "torch", "gpu", "can"),
     [
-        ("openvino", Probed("2026.4"), CPU_ONLY, None, (True, True, None)),
-        ("onnxruntime", Probed(None), CPU_ONLY, None, (False, False, "pip install onnxruntime")),
-        ("tensorrt", Probed(None, "libcuda"), CUDA, L4, (False, False, "does not import (libcuda)")),
-        ("tensorrt", Probed("10.16.0"), CUDA, None, (False, False, "tensorrt_rtx from 1.6")),
-        ("tensorrt", Probed("10.16.0"), CUDA, L4, (True, True, None)),
-        ("tensorrt", Probed("10.16.0"), CPU_ONLY, L4, (False, True, "CUDA build of torch")),
-        ("tensorrt", Probed("10.16.0"), Probed(None), L4, (False, True, "torch does not import")),
-        ("tensorrt_rtx", Probed("1.7.1"), CPU_ONLY, None, (False, True, "ahead of time")),
-        ("tensorrt_rtx", Probed("1.4.0"), CPU_ONLY, None, (False, False, "builds no engine")),
-        ("tensorrt_rtx", Probed("1.7.1"), CUDA, H100, (False, False, "refuses")),
-        ("tensorrt_rtx", Probed("1.6.1"), CUDA, H100, (True, True, None)),
+        ("openvino", Library(version="2026.4"), CPU_ONLY, None, (True, True, None)),
+        ("onnxruntime", ABSENT, CPU_ONLY, None, (False, False, "pip install onnxruntime")),
+        ("tensorrt", Library(version=None, error="libX"), CUDA, L4, (False, False, "does not import (libX)")),
+        ("tensorrt", Library(version="10.16.0"), CUDA, None, (False, False, "tensorrt_rtx from 1.6")),
+        ("tensorrt", Library(version="10.16.0"), CUDA, L4, (True, True, None)),
+        ("tensorrt", Library(version="10.16.0"), CPU_ONLY, L4, (False, True, "CUDA build of torch")),
+        ("tensorrt", Library(version="10.16.0"), ABSENT, L4, (False, True, "torch does not import")),
+        ("tensorrt_rtx", Library(version="1.7.1"), CPU_ONLY, None, (False, True, "ahead of time")),
+        ("tensorrt_rtx", Library(version="1.4.0"), CPU_ONLY, None, (False, False, "builds no engine")),
+        ("tensorrt_rtx", Library(version="1.7.1"), CUDA, H100, (False, False, "refuses")),
+        ("tensorrt_rtx", Library(version="1.6.1"), CUDA, H100, (True, True, None)),
     ],
 )
 def test_what_a_backend_can_do(name, own, torch, gpu, can):

@@ -24,7 +24,7 @@ from qdqbench.eval.verification.blocks import reference_blocks, stitch
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.kernels import kernel_kind
-from qdqbench.quantize.engine.layers import is_int8, name_parts, parse_log
+from qdqbench.quantize.engine.layers import is_int8, name_parts
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
@@ -408,7 +408,7 @@ def test_an_engine_merges_q_k_and_v_and_moves_them_in_one_kernel(
         path = tmp_path / f"{form}.onnx"
         onnx.save(graph, path)
         built = trt.build_engine(path, backend, [Profile((1, 16), (8, 32), (16, 64))])
-        rows = parse_log(built.layer_lines)
+        rows = built.layers
         for layer in range(LAYERS):
             linears = [f"/bert/encoder/layer.{layer}/attention/self/{part}" for part in PARTS]
             gemms = {f"{each}/MatMul" for each in linears}
@@ -451,7 +451,7 @@ def kinds(model: onnx.ModelProto, folder: Path) -> list[str]:
     built = trt.build_engine(
         folder / "model.onnx", trt.choose_backend("tensorrt_rtx"), [profile], compute_capability="8.9"
     )
-    rows = [row for row in parse_log(built.layer_lines) if any("layer.0/" in name for name in row.onnx)]
+    rows = [row for row in built.layers if any("layer.0/" in name for name in row.onnx)]
     return [kernel_kind(row) for row in rows]
 
 

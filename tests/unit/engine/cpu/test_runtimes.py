@@ -7,10 +7,9 @@ import onnx
 import pytest
 
 from qdqbench.eval.metrics.runners import session_of
+from qdqbench.quantize.engine import cpu_runtimes
 from qdqbench.quantize.engine.build import build, list_gemms
-from qdqbench.quantize.engine.cpu import onnxruntime as ort
-from qdqbench.quantize.engine.cpu.compiled import name_products
-from qdqbench.quantize.engine.cpu.runtimes import choose_compute, compile_model, warm_up
+from qdqbench.quantize.engine.cpu_runtimes import choose_compute, compile_model, name_products, warm_up
 from qdqbench.quantize.engine.layers import is_int8
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.export import FORMS, ExportSettings, finish_graph, trace
@@ -58,12 +57,7 @@ def feeds(model, rows: int = 2, length: int = 16) -> dict:
 def test_every_linear_is_proven_and_answers_are_those_of_the_graph(backend, graphs, tmp_path):
     path, engine = graphs[backend], tmp_path / "x.engine"
     found = build(
-        path,
-        engine,
-        backend=backend,
-        profiles=[PROFILE],
-        expected_gemms=linears(path),
-        expected_attention=0,
+        path, engine, backend=backend, profiles=[PROFILE], expected_gemms=linears(path), expected_attention=0
     )
     assert (found.int8_gemms, found.not_int8) == (12, [])
     loaded = compile_model(backend, engine.read_bytes(), blob=True, compute="fp32")
@@ -148,7 +142,7 @@ def test_half_precision_is_bf16_where_the_cpu_has_it(backend, features, precisio
 
 
 def test_weights_are_uint8_where_sums_would_saturate(graphs, monkeypatch):
-    monkeypatch.setattr(ort, "find_cpu", lambda: Cpu("old", 2, ("avx2",)))
+    monkeypatch.setattr(cpu_runtimes, "find_cpu", lambda: Cpu("old", 2, ("avx2",)))
     model = compile_model("onnxruntime", graphs["onnxruntime"].read_bytes(), blob=False, compute="fp32")
     model.run(feeds(model))
     rows = [kernel.row for kernel in model.kernels() if kernel.row.kernel == "MatMulIntegerToFloat"]

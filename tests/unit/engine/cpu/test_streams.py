@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from qdqbench.quantize.engine.cpu.runtimes import compile_model
+from qdqbench.quantize.engine.cpu_runtimes import compile_model
 
 from ....support.tiny_bert import exported, padded_batch
 

@@ -13,9 +13,8 @@ import typer
 from qdqbench.cli.app import app
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
 from qdqbench.quantize.engine.diagnose.diagnose import diagnose
-from qdqbench.quantize.engine.diagnose.findings import ADVICE, WORST_FIRST
+from qdqbench.quantize.engine.diagnose.findings import FIXES, WORDS, WORST_FIRST
 from qdqbench.quantize.engine.diagnose.log_file import LOG_FINDINGS, SIGNS
-from qdqbench.quantize.engine.layers import parse_log
 from qdqbench.quantize.engine.repair.fix import FixOptions, rewrite
 from qdqbench.quantize.graph.check.codes import CODES
 from qdqbench.quantize.utils.errors import UserError
@@ -70,13 +69,14 @@ def test_what_check_finds_is_found(tmp_path, case):
 
 
 def test_every_code_of_check_and_every_sign_has_its_words():
-    assert {*CODES} == {*ADVICE}
+    assert {*CODES} == {*WORDS}
+    assert {*FIXES} <= {*WORDS}
     assert {*LOG_FINDINGS} <= {*SIGNS}
 
 
 def test_commands_exist(tmp_path):
     """Each `qdqbench` command of a fix is one, with options that it has."""
-    fixes = [fix for _, texts in ADVICE.values() for fix in texts]
+    fixes = [fix for texts in FIXES.values() for fix in texts]
     fixes += [fix for _, _, _, texts in LOG_FINDINGS.values() for fix in texts]
     cache = written(tmp_path, "c.cache", f"TRT-8601-EntropyCalibration2\nx: {struct.pack('>f', 0.1).hex()}\n")
     for report in (diagnose([cache, saved(tmp_path, float_layer())]),
@@ -273,7 +273,7 @@ def test_a_graph_and_the_table_of_its_engine_are_read_together(tmp_path):
     model = next(case for case in CASES if case.code == "half-quantized").broken()
     path = saved(tmp_path, model)
     built = build_engine(path, choose_backend("tensorrt_rtx"), [])
-    layers = {"layers": [row.model_dump() for row in parse_log(built.layer_lines)]}
+    layers = {"layers": [row.model_dump() for row in built.layers]}
     table = written(tmp_path, "layers.json", json.dumps(layers))
     report = diagnose([path, table])
     assert report.joined == ["model.onnx and layers.json by the names of ONNX nodes"]

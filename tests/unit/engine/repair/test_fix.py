@@ -12,9 +12,10 @@ import pytest
 from onnx import TensorProto, helper
 from onnxruntime.quantization import QuantFormat, QuantType
 
+from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.diagnose.findings import group_finding
 from qdqbench.quantize.engine.repair import runs
-from qdqbench.quantize.engine.repair.fix import _FORMS, FixOptions, fix, rewrite
+from qdqbench.quantize.engine.repair.fix import _FORMS, FixOptions, engine_row, fix, rewrite
 from qdqbench.quantize.engine.repair.rebuild import remove_qdq
 from qdqbench.quantize.engine.repair.runs import measure_ranges, run_outputs
 from qdqbench.quantize.graph.check.check import check_file, check_model
@@ -282,6 +283,14 @@ def test_an_endless_loop_ends_and_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"took over 0\.5 s for one batch"):
         fix(tmp_path / "loop.onnx", tmp_path / "out.onnx", FixOptions(engine=False))
     assert [path.name for path in tmp_path.iterdir()] == ["loop.onnx"]
+
+
+def test_an_engine_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
+    pytest.importorskip("tensorrt_rtx")
+    onnx.save(float_layer(), tmp_path / "model.onnx")
+    monkeypatch.setattr("qdqbench.quantize.engine.repair.fix.BUILD_SECONDS", 0)
+    row = engine_row(tmp_path / "model.onnx", choose_backend("tensorrt_rtx"))
+    assert row.refused == "the builder took over 0 s for model.onnx and was stopped"
 
 
 @pytest.fixture

@@ -12,11 +12,10 @@ from qdqbench.eval.metrics.runners import predict
 from qdqbench.quantize.engine import sidecar
 from qdqbench.quantize.engine.backend import Backend
 from qdqbench.quantize.engine.profiles import Profile, bucket_profiles
-from qdqbench.quantize.engine.runtime import engine as engine_bound
 from qdqbench.quantize.engine.runtime import engine as engine_core
-from qdqbench.quantize.engine.runtime import tensors
+from qdqbench.quantize.engine.runtime import runners
 from qdqbench.quantize.engine.runtime.engine import Engine
-from qdqbench.quantize.engine.runtime.runners import EngineRunner
+from qdqbench.quantize.engine.runtime.runners import open_runner
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
@@ -37,8 +36,7 @@ def backend(request):
 def gpu(monkeypatch, backend):
     """The fake GPU's state; engines have two profiles."""
     state = fake_gpu.install(monkeypatch, [(p.min, p.opt, p.max) for p in (SMALL, LARGE)])
-    for module in (engine_core, engine_bound):
-        monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(engine_core, "DEVICE", "cpu")
     for module in (engine_core, sidecar):
         monkeypatch.setattr(module, "find_gpu", lambda: HERE)
     monkeypatch.setattr(sidecar, "available_backends", lambda: {backend: "1.6.1"})
@@ -107,7 +105,6 @@ def test_what_an_engine_says_of_itself(gpu, engine_file):
 def test_run_takes_the_profile_that_holds_the_shape(gpu, engine_file, rows, length, profile):
     feeds = batch(rows, length)
     with Engine(*engine_file) as engine:
-        assert engine.choose_profile(rows, length) == profile
         made = engine.run(feeds)
         assert set(engine._contexts) == {profile}
         engine.run(feeds)
@@ -132,7 +129,6 @@ def test_a_shape_of_no_profile_is_refused_with_those_that_are_taken(gpu, engine_
         for refused in (
             lambda: engine.run(batch(rows, length)),
             lambda: engine.bind(rows, length),
-            lambda: engine.choose_profile(rows, length),
         ):
             with pytest.raises(CheckFailed, match=r"batch: \[2, 32, 64\], length: \[16, 64, 100\]"):
                 refused()
@@ -368,7 +364,7 @@ def test_tensorrt_has_no_runtime_cache(gpu, engine_file, tmp_path):
 )
 def test_runner_pads_to_shapes_that_repeat(gpu, engine_file, rows, length, padded):
     feeds = batch(rows, length)
-    with EngineRunner(*engine_file, pad_id=0) as runner:
+    with open_runner(*engine_file, pad_id=0) as runner:
         assert runner.max_batch == 64
         for _ in range(3):  # run, captured, replayed
             logits = runner(feeds)
@@ -382,7 +378,7 @@ def test_answers_in_length_buckets_are_those_of_any_batches_in_the_same_order(gp
     ids = [random.integers(1, 99, length) for length in random.integers(1, 60, 37)]
     encoded = Encoded(ids, [np.zeros_like(each) for each in ids], np.zeros(37), truncated=0)
     gpu.profiles = [((1, edge), (8, edge), (128, edge)) for edge in edges]
-    with EngineRunner(*engine_file, pad_id=0) as runner, pytest.MonkeyPatch.context() as patch:
+    with open_runner(*engine_file, pad_id=0) as runner, pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner.engine, "profiles", bucket_profiles(edges, 64, 8))
 
         def run(batch):
@@ -399,7 +395,7 @@ def test_answers_in_length_buckets_are_those_of_any_batches_in_the_same_order(gp
 
 def test_runner_pads_with_the_pad_token(gpu, engine_file, monkeypatch):
     fed = []
-    with EngineRunner(*engine_file, pad_id=5) as runner:
+    with open_runner(*engine_file, pad_id=5) as runner:
         runner.engine.inputs = ("input_ids", "attention_mask")
         monkeypatch.setattr(runner, "_run", lambda feeds: fed.append(feeds) or {"logits": np.zeros((1, 2))})
         runner({name: np.ones((1, 15), np.int64) for name in ("input_ids", "attention_mask", "unused")})
@@ -410,7 +406,7 @@ def test_runner_pads_with_the_pad_token(gpu, engine_file, monkeypatch):
 
 
 def test_runner_captures_a_shape_at_its_second_batch(gpu, engine_file):
-    with EngineRunner(*engine_file, pad_id=0) as runner:
+    with open_runner(*engine_file, pad_id=0) as runner:
         counts = []
         for length in (16, 30, 32, 20, 16):
             runner(batch(2, length))
@@ -418,8 +414,9 @@ def test_runner_captures_a_shape_at_its_second_batch(gpu, engine_file):
     assert counts == [(0, 0), (0, 0), (1, 1), (1, 2), (2, 3)]
 
 
-def test_runner_drops_the_least_recently_used_graph(gpu, engine_file):
-    with EngineRunner(*engine_file, pad_id=0, graphs=2) as runner:
+def test_runner_drops_the_least_recently_used_graph(gpu, engine_file, monkeypatch):
+    monkeypatch.setattr(runners, "MAX_GRAPHS", 2)
+    with open_runner(*engine_file, pad_id=0) as runner:
         for length in (16, 32, 48):
             for _ in range(2):
                 runner(batch(1, length))
@@ -435,7 +432,7 @@ def test_runner_drops_the_least_recently_used_graph(gpu, engine_file):
 @pytest.mark.parametrize(("free", "kept"), [(300_000 + 1_000, 0), (300_000 + 400_000, 3)])
 def test_runner_keeps_no_more_graphs_than_fit_into_half_of_the_free_memory(gpu, engine_file, free, kept):
     gpu.free = free
-    with EngineRunner(*engine_file, pad_id=0) as runner:
+    with open_runner(*engine_file, pad_id=0) as runner:
         for length in (16, 32, 48, 64):
             for _ in range(3):
                 assert runner(batch(1, length))[:, 1].tolist() == [length]
@@ -445,7 +442,7 @@ def test_runner_keeps_no_more_graphs_than_fit_into_half_of_the_free_memory(gpu, 
 @pytest.mark.parametrize(("rows", "length"), [(65, 16), (1, 101)])
 def test_runner_refuses_what_no_profile_takes(gpu, engine_file, rows, length):
     with (
-        EngineRunner(*engine_file, pad_id=0) as runner,
+        open_runner(*engine_file, pad_id=0) as runner,
         pytest.raises(CheckFailed, match=f"takes batch {rows}, length {length}; it takes .*build again"),
     ):
         runner(batch(rows, length))
@@ -459,7 +456,7 @@ def test_runner_wants_logits(gpu, engine_file, monkeypatch):
         lambda self, name: fake_gpu.TensorIOMode.OUTPUT if name == "scores" else fake_gpu.TensorIOMode.INPUT,
     )
     with pytest.raises(UserError, match="no output logits but scores"):
-        EngineRunner(*engine_file, pad_id=0)
+        open_runner(*engine_file, pad_id=0)
 
 
 def test_four_bit_tensors_are_refused(gpu, engine_file, monkeypatch):
@@ -468,11 +465,11 @@ def test_four_bit_tensors_are_refused(gpu, engine_file, monkeypatch):
         Engine(*engine_file)
 
 
-@pytest.mark.parametrize("name", list(tensors._DTYPES))
+@pytest.mark.parametrize("name", list(engine_core._DTYPES))
 def test_buffers_of_every_type(name):
-    dtype = tensors.torch_dtype(name)
-    buffer = tensors.make_poisoned((2, 3), dtype, "cpu")
-    array = tensors.to_numpy(buffer)
+    dtype = engine_core.torch_dtype(name)
+    buffer = engine_core.make_poisoned((2, 3), dtype, "cpu")
+    array = engine_core.to_numpy(buffer)
     assert (buffer.dtype, array.shape) == (dtype, (2, 3))
     if dtype.is_floating_point:
         assert np.isnan(array).all()

@@ -96,12 +96,7 @@ def test_dynamic_axes_are_batch_and_length(shape, made):
     [
         ([ONE], [100] * 320, 32, None),
         ([ONE], [60] * 320, 32, None),  # run at 64, a factor of 2
-        (
-            [ONE],
-            [20] * 320,
-            32,
-            ["length 32 where it is tuned for 128", "--shapes auto"],
-        ),
+        ([ONE], [20] * 320, 32, ["length 32 where it is tuned for 128", "--shapes auto"]),
         ([ONE], [100] * 320, 8, ["batch 8 where it is tuned for 32", "{batch: [1, 8, 128], length"]),
         ([ONE], [100] * 320, 500, ["batch 128 where it is tuned for 32"]),
         ([ONE], [100] * 10, 500, ["batch 10 where"]),

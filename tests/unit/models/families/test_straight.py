@@ -17,7 +17,6 @@ from qdqbench.quantize.calibration.smoothing import Ranges
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.build import TOGETHER, merge_qkv_gemms
 from qdqbench.quantize.engine.kernels import kernel_kind
-from qdqbench.quantize.engine.layers import parse_log
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
@@ -97,7 +96,7 @@ def test_an_engine_has_one_gemm_and_one_copy_of_q_k_and_v(family: str, tmp_path:
     onnx.save(joined, tmp_path / "model.onnx")
     backend, profile = trt.choose_backend("tensorrt_rtx"), Profile((1, 64), (8, 64), (8, 64))
     built = trt.build_engine(tmp_path / "model.onnx", backend, [profile], compute_capability="8.9")
-    rows = [row for row in parse_log(built.layer_lines) if any("layer.0/" in name for name in row.onnx)]
+    rows = [row for row in built.layers if any("layer.0/" in name for name in row.onnx)]
     kinds = [kernel_kind(row) for row in rows]
     assert [sum(TOGETHER in name for name in row.onnx) for row in rows].count(1) == 1
     counts = [kinds.count(kind) for kind in ("gemm", "layout", "attention", "GELU", "LayerNorm")]

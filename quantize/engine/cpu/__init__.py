@@ -1,1 +1,0 @@
-"""Engines of the CPU runtimes: ONNX file in, compiled model out, and what it runs in INT8."""
