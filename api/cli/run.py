@@ -47,7 +47,7 @@ def qat(recipe: RecipeName = DEFAULT_QAT, *, options: RunOptions, json: Json = F
     from qdqbench.eval.runs.run import require_inputs
     from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
     from qdqbench.quantize.pipeline.session import Session
-    from qdqbench.quantize.training.qat.stage import get_settings
+    from qdqbench.quantize.training.qat import get_settings
 
     config = options.config(options.find_recipe(recipe), command_line())
     folder = run_folder("run", config, options.out)
@@ -60,7 +60,7 @@ def qat(recipe: RecipeName = DEFAULT_QAT, *, options: RunOptions, json: Json = F
 
 def _train(session: "Session", json: bool) -> None:
     from qdqbench.eval.runs.run import follow, run_to, run_until
-    from qdqbench.quantize.training.qat.stage import train_on_all
+    from qdqbench.quantize.training.qat import train_on_all
     from qdqbench.quantize.utils.system.process import is_main_process
 
     with progress.stages() as shown:

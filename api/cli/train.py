@@ -24,8 +24,7 @@ def finetune(*, options: FinetuneOptions, json: Json = False) -> None:
     from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.runs.report.training import finetuning_report, write_finetuning
     from qdqbench.quantize.pipeline.ownership import default_folder
-    from qdqbench.quantize.training.finetune import RESULT, FinetuneRequest, finetune
-    from qdqbench.quantize.training.record import require_all
+    from qdqbench.quantize.training.finetune import RESULT, FinetuneRequest, finetune, require_all
 
     task = options.find_task()
     folder = options.out or default_folder("finetune", options.model, task.name)
@@ -70,8 +69,7 @@ def study(
     from qdqbench.eval.runs.study import STUDY_FILE, StudyPlan, study, study_report
     from qdqbench.quantize.pipeline.config import find_recipe
     from qdqbench.quantize.pipeline.ownership import default_folder
-    from qdqbench.quantize.training.finetune import FinetuneRequest
-    from qdqbench.quantize.training.record import require_all
+    from qdqbench.quantize.training.finetune import FinetuneRequest, require_all
 
     recipes = [find_recipe(name, options.model, options.revision) for name in recipe]
     task = options.find_task()

@@ -1,26 +1,27 @@
 """Write a finished run as a folder that needs nothing of qdqbench."""
 
 import functools
+import hashlib
 import importlib.metadata
 import json
+import os
 import re
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import onnx
 
-from qdqbench.quantize.deployment.folder import place
-from qdqbench.quantize.deployment.model_io import ModelIO, read_model_io
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.identity import model_commit
-from qdqbench.quantize.models.load import load_config
-from qdqbench.quantize.models.pooling import find_model_file
+from qdqbench.quantize.models.load import load_config, read_class_names
+from qdqbench.quantize.models.pooling import FIELD, choose_pooling, find_model_file, read_sentence_folder
 from qdqbench.quantize.pipeline.artifacts import (
     GPU,
     backend_of,
@@ -32,14 +33,216 @@ from qdqbench.quantize.pipeline.artifacts import (
 )
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import dump_recipe
+from qdqbench.quantize.tasks.rows import OVERLAP
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
+from qdqbench.quantize.tasks.types.questions import QUESTIONS
+from qdqbench.quantize.tasks.types.regression import REGRESSION
+from qdqbench.quantize.tasks.types.reranking import RERANKING
+from qdqbench.quantize.tasks.types.tokens import TOKENS, is_named
+from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_bounded
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.results import EngineResult, Results
 from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+TEXTS = "a text", "its second text"
+# by the name of a task's kind: the template of what makes an answer, and what its texts are
+ANSWERS = {
+    CLASSIFICATION.name: ("classes", TEXTS),
+    REGRESSION.name: ("score", TEXTS),
+    RERANKING.name: ("score", ("a query", "a passage")),
+    TOKENS.name: ("words", ("words with spaces between them",)),
+    QUESTIONS.name: ("span", ("a question", "its context")),
+    PAIRS.name: ("embedding", TEXTS),
+    TEXTS_ALONE.name: ("embedding", TEXTS),
+}
+
+
+@dataclass(frozen=True)
+class ModelIO:
+    """Texts and answers of one run's model."""
+
+    answer: str  # template
+    texts: tuple[str, ...]  # what each of a sample's texts is
+    words: bool  # texts are words between spaces
+    windows: bool  # a second text that is too long is read in windows
+    truncation: str  # strategy of `tokenizers`
+    labels: list[str]  # of the answers' columns; empty where they are no classes
+    pooling: dict[str, Any] | None  # of an embedding model
+
+    @property
+    def example(self) -> str:
+        """Arguments of a command line that asks once."""
+        return " ".join(f'"{text}"' for text in self.texts)
+
+    @property
+    def sample(self) -> str:
+        """What a script takes for one sample."""
+        if self.words:
+            return "a list of words"
+        return f"({', '.join(self.texts)})" if len(self.texts) == 2 else "a text"
+
+    def stride(self, longest: int) -> int:
+        """Return the tokens that windows of so many share."""
+        return longest // OVERLAP if self.windows else 0
+
+
+def read_model_io(session: Session) -> ModelIO:
+    """Return what a run's task and model say.
+
+    Raises:
+        UserError: as of `class_names`.
+    """
+    task, kind = session.config.task, session.config.task.kind
+    answer, texts = ANSWERS[kind.name]
+    return ModelIO(
+        answer=answer,
+        texts=texts[: 1 if kind.texts_apart else len(task.text_columns)],
+        words=bool(kind.tokenizing.get("is_split_into_words")),
+        windows=kind.windows,
+        truncation="only_second" if kind.windows else "longest_first",
+        labels=_labels(session),
+        pooling=_pooling(session) if kind.embeds else None,
+    )
+
+
+def _labels(session: Session) -> list[str]:
+    """Return names of the classes: the model's, or the data's where the model has none of its own."""
+    config, kind = session.config, session.config.task.kind
+    if kind not in (CLASSIFICATION, TOKENS):
+        return []
+    names = config.task.classes or tuple(read_class_names(session.model_name, config.revision, kind))
+    if is_named(names):
+        return list(names)
+    if kind is TOKENS:  # the data's names, if it has some
+        return list(next(iter(session.gold.values())).classes)
+    return list(config.task.values or names)
+
+
+def _pooling(session: Session) -> dict[str, Any]:
+    name, revision = session.model_name, session.config.revision
+    folder = read_sentence_folder(name, model_commit(name, revision))
+    saved = getattr(load_config(name, revision), FIELD, None)
+    return choose_pooling(name, folder, saved, session.config.pooling).model_dump(mode="json")
+
+
+SUMS = "SHA256SUMS"
+CACHE = "__pycache__"  # which Python writes beside scripts that ran
+Content = Mapping[
+    str, bytes | Path
+]  # of each file by its name in the folder: what it holds, or where that lies
+
+
+def place(folder: Path, content: Content, *, link: bool) -> bool:
+    """Make a folder hold these files and their checksums, and nothing else; whether anything changed.
+
+    Args:
+        link: hard links of files that lie elsewhere, where the file system can; else copies.
+
+    Raises:
+        UserError: it cannot be written, or holds what was not written here; lists that.
+    """
+    wanted = {name: _sum(given) for name, given in content.items()}
+    for left in folder.parent.glob(f".{folder.name}.*.tmp") if link else ():  # of a run that was killed
+        if not folder.exists() and (left / files.REPLACED).is_dir():  # between its two renames
+            (left / files.REPLACED).rename(folder)
+        shutil.rmtree(left, ignore_errors=True)
+    if folder.exists():
+        if folder.is_dir() and _sums_of(folder, content, wanted) == wanted:
+            return False
+        refuse_foreign(folder)
+    try:
+        with files.atomic_folder(folder) as made:
+            for name, given in content.items():
+                _write(made / name, given, link)
+            files.write_text(made / SUMS, "".join(f"{wanted[name]}  {name}\n" for name in sorted(wanted)))
+    except OSError as error:
+        raise UserError(
+            f"cannot write {folder}: {error.strerror}; make room, or choose another folder"
+        ) from error
+    return True
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that holds only what was written here; any other stays as it is."""
+    if folder.is_dir() and not folder.is_symlink() and not foreign(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuse to touch what somebody else wrote.
+
+    Raises:
+        UserError: it is a file or a link, or holds files that its checksums do not list, or others now.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        raise UserError(f"{folder} is a file or a link, and what is deployed goes there; move it away")
+    if others := foreign(folder):
+        one = len(others) == 1
+        raise UserError(
+            f"{folder} was left as it is: {name_list(others)} in it {'is' if one else 'are'} not of qdqbench "
+            f"or changed since; move {'it' if one else 'them'} away, then `qdqbench deploy {folder.parent}`"
+        )
+
+
+def foreign(folder: Path) -> list[str]:
+    """Files that the checksums in a folder do not list, or that are others now."""
+    try:
+        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        lines = []
+    known = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    there = {name for name in _names(folder) if name != SUMS}
+    return sorted(name for name in there if known.get(name) != _sum(folder / name))
+
+
+def _names(folder: Path) -> list[str]:
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() or path.is_symlink())
+    return [path.as_posix() for path in found if CACHE not in path.parts]
+
+
+def _sums_of(folder: Path, content: Content, wanted: Mapping[str, str]) -> dict[str, str]:
+    """Checksums of what is there; one that is a link to a wanted file is not read again."""
+    found = {}
+    for name in _names(folder):
+        path, given = folder / name, content.get(name)
+        if name != SUMS:
+            linked = isinstance(given, Path) and path.exists() and path.samefile(given)
+            found[name] = wanted[name] if linked else _sum(path)
+    return found
+
+
+def _sum(given: bytes | Path) -> str:
+    """Checksum; empty of a file that cannot be read."""
+    if isinstance(given, bytes):
+        return hashlib.sha256(given).hexdigest()
+    try:
+        return files.sha256(given)
+    except OSError:
+        return ""
+
+
+def _write(path: Path, given: bytes | Path, link: bool) -> None:
+    if isinstance(given, bytes):
+        files.write_bytes(path, given)
+        if path.suffix == ".sh":
+            path.chmod(0o755)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if link:
+        try:
+            os.link(given, path)
+        except OSError:  # another file system, or one without links
+            link = False
+    if not link:
+        shutil.copyfile(given, path)
+
 
 TITLES: dict[BackendName, str] = {
     "onnxruntime": "ONNX Runtime",

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import onnx
 
-from qdqbench.quantize.deployment.model_io import read_model_io
-from qdqbench.quantize.deployment.write import render
+from qdqbench.quantize.deployment.write import read_model_io, render
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.engine.trtexec import build_options

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from qdqbench.quantize.deployment import folder as under_test
-from qdqbench.quantize.deployment.folder import SUMS, place, remove
+from qdqbench.quantize.deployment import write as under_test
+from qdqbench.quantize.deployment.write import SUMS, place, remove
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import REPLACED
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from qdqbench.quantize.deployment.model_io import ANSWERS, ModelIO
-from qdqbench.quantize.deployment.write import render
+from qdqbench.quantize.deployment.write import ANSWERS, ModelIO, render
 from qdqbench.quantize.tasks.task import KINDS
 
 from ...support import fake_gpu

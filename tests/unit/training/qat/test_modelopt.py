@@ -12,7 +12,7 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import native, quantizers
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.training.checkpoints import WEIGHTS
-from qdqbench.quantize.training.qat.stage import STATE, load_modelopt, save_modelopt
+from qdqbench.quantize.training.qat import STATE, load_modelopt, save_modelopt
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
 
