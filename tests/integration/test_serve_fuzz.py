@@ -13,7 +13,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs fastapi: pip install 'qdqbench[serve]'")
 
-from qdqbench.quantize.deployment.server.app import Model, Service
+from qdqbench.quantize.deployment.server.app import Service
+from qdqbench.quantize.deployment.server.batches import Model
 from qdqbench.quantize.deployment.server.guard import Metrics
 from qdqbench.quantize.deployment.server.served import ModelFile, Served
 from qdqbench.quantize.deployment.server.settings import Settings

@@ -2,23 +2,38 @@
 
 import asyncio
 import functools
-import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
-from starlette.responses import Response
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qdqbench.quantize.deployment.server.settings import Settings
 
+LOG = logging.getLogger("qdqbench.serve")
 SHARED = "PROMETHEUS_MULTIPROC_DIR"  # folder of values; read when prometheus_client is imported
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+MOST_POSTS = 256  # at once in a worker; with the largest body this bounds memory
+WITH_BODY = ("POST", "PUT", "PATCH")
+# pages load nothing from elsewhere, run no inline script, and nobody frames them
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+CLOSE = {"connection": "close"}
+FAILED = HTTPException(500, "the server failed at this request; its log says why")  # without internals
 
 
 class Metrics:
@@ -52,36 +67,9 @@ class Metrics:
         return generate_latest(registry)
 
 
-LOG = logging.getLogger("qdqbench.serve")
-MOST_POSTS = 256  # at once in a worker; with the largest body this bounds memory
-WITH_BODY = ("POST", "PUT", "PATCH")
-# pages load nothing from elsewhere, run no inline script, and nobody frames them
-HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-store",
-}
-CLOSE = {"connection": "close"}
-
-
-class Refused(Exception):
-    """A request that gets an error status and a sentence."""
-
-    def __init__(self, status: int, sentence: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(sentence)
-        self.status, self.headers = status, dict(headers or {})
-
-
-FAILED = Refused(500, "the server failed at this request; its log says why")  # without internals
-
-
 @dataclass
 class Guard:
-    """ASGI middleware; the application gets requests whose body is complete, and raises Refused.
+    """ASGI middleware: the application gets requests whose body is complete, and refuses by HTTPException.
 
     `hosts` are names that clients may call the server by, empty: any. A page elsewhere whose name its owner
     points at this machine then cannot read answers.
@@ -92,7 +80,7 @@ class Guard:
     metrics: Metrics
     hosts: Collection[str]
     paths: Collection[str]  # that metrics name; the others are "other"
-    refuse_if_full: Callable[[], None]  # raises Refused where a request cannot be taken now
+    refuse_if_full: Callable[[], None]  # raises where a request cannot be taken now
     posts: int = 0  # requests with a body that are being answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,13 +101,13 @@ class Guard:
         counted = scope["method"] in WITH_BODY  # health and metrics are answered under any load
         self.posts += counted
         try:
-            self._check_head(scope)
+            self._check_head(scope["method"], Headers(scope=scope))
             if not counted:
                 await self.app(scope, receive, send_counted)
             elif (body := await self._read_body(receive)) is not None:
                 self.refuse_if_full()  # before it is parsed: under overload a refusal must cost little
                 await self.app(scope, _replay(body, receive), send_counted)
-        except Refused as error:
+        except HTTPException as error:
             await refuse(error)(scope, receive, send_counted)
         except Exception as error:
             LOG.error("unexpected failure of a request, %s: %.300s", type(error).__name__, error)
@@ -135,25 +123,32 @@ class Guard:
         """Return whether the next request with a body is refused."""
         return self.posts >= MOST_POSTS
 
-    def _check_head(self, scope: Scope) -> None:
-        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-        if self.hosts and _name(headers.get("host", "")) not in self.hosts:
-            raise Refused(421, f"this server answers to {', '.join(sorted(self.hosts))} only; see --host")
+    def _check_head(self, method: str, headers: Headers) -> None:
+        if self.hosts and _host_name(headers.get("host", "")) not in self.hosts:
+            raise HTTPException(
+                421, f"this server answers to {', '.join(sorted(self.hosts))} only; see --host"
+            )
         if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1: smuggling
-            raise Refused(400, "give content-length or transfer-encoding, not both", CLOSE)
-        if scope["method"] not in WITH_BODY:
+            raise HTTPException(400, "give content-length or transfer-encoding, not both", CLOSE)
+        if method not in WITH_BODY:
             return
         if self.posts > MOST_POSTS:
-            raise Refused(503, "too many requests at once; try again later", CLOSE | {"retry-after": "1"})
+            raise HTTPException(
+                503, "too many requests at once; try again later", CLOSE | {"retry-after": "1"}
+            )
         size = headers.get("content-length", "")
-        if size.isdecimal() and int(size[:20]) > self.settings.body_bytes:
-            raise self._too_large()
+        if size.isdecimal():
+            self._check_size(int(size[:20]))
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refused(415, "the body must be JSON; send it with content-type: application/json", CLOSE)
+            raise HTTPException(
+                415, "the body must be JSON; send it with content-type: application/json", CLOSE
+            )
 
-    def _too_large(self) -> Refused:
-        most = self.settings.body_bytes
-        return Refused(413, f"the body has more than {most} bytes; send fewer or shorter texts", CLOSE)
+    def _check_size(self, size: int) -> None:
+        if size > (most := self.settings.body_bytes):
+            raise HTTPException(
+                413, f"the body has more than {most} bytes; send fewer or shorter texts", CLOSE
+            )
 
     async def _read_body(self, receive: Receive) -> bytes | None:
         """Return the whole body; None where the client has gone."""
@@ -163,12 +158,11 @@ class Guard:
                 message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
             except asyncio.TimeoutError:
                 late = f"the body did not come within {self.settings.timeout:g} s"
-                raise Refused(408, late, CLOSE) from None
+                raise HTTPException(408, late, CLOSE) from None
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")
-            if len(body) > self.settings.body_bytes:
-                raise self._too_large()
+            self._check_size(len(body))
             if not message.get("more_body", False):
                 return bytes(body)
 
@@ -183,17 +177,12 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def json_bytes(value: Any) -> bytes:
-    """Return strict JSON in UTF-8."""
-    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def refuse(error: Refused) -> Response:
+def refuse(error: HTTPException) -> JSONResponse:
     """Return the answer to a refused request."""
-    return Response(json_bytes({"error": str(error)}), error.status, error.headers, "application/json")
+    return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
 
 
-def _name(host: str) -> str:
+def _host_name(host: str) -> str:
     """Return a Host header without its port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and (port.isdecimal() or not port) else host).lower()

@@ -1,4 +1,4 @@
-"""What of a run is served: its engine and FP32 model, its tokenizer, and how requests become rows."""
+"""A run as it is served: its engine and FP32 model, its tokenizer, and how requests become rows."""
 
 import math
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 FP32_ROWS = 4  # of a batch: the FP32 model is for comparing single texts
 
 
+@dataclass
 class _Rows:
     """Columns of a request as `iter_encoded` reads a data set: by slices."""
 
-    def __init__(self, columns: Columns) -> None:
-        self.columns = columns
+    columns: Columns
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -49,11 +49,6 @@ class ModelFile:
     sha256: str
 
     def check(self) -> None:
-        """Compare the file with its hash.
-
-        Raises:
-            UserError: it is missing, or another one.
-        """
         if not self.path.is_file() or files.sha256(self.path) != self.sha256:
             raise UserError(f"{self.path} changed since the server started; start the server again")
 
@@ -78,12 +73,10 @@ class Served:
 
     @property
     def endpoint(self) -> Endpoint:
-        """The endpoint of its kind of task."""
         return ENDPOINTS[self.task.kind.name, len(self.task.text_columns)]
 
     @property
     def pad_id(self) -> int:
-        """Token id of padding."""
         return int(self.tokenizer.pad_token_id)
 
     def sizes(self, model: ModelName, max_batch: int) -> Sizes:
@@ -107,15 +100,16 @@ class Served:
         if TOKENS is self.task.kind:  # whose entities need it: loaded now, it delays no request
             import seqeval.metrics.sequence_labeling  # noqa: F401
         parts = [self.fp32] if model == "fp32" else [self.engine, self.graph]
-        outputs = [*self.task.kind.outputs]
+        first, outputs = parts[0].path, [*self.task.kind.outputs]
         for part in parts:
             part.check()
         if model == "fp32":
-            run: Run = open_fp32_graph(parts[0].path, self.fp32_backend, outputs)
+            run: Run = open_fp32_graph(first, self.fp32_backend, outputs)
         else:
-            cache = self.engine.path.parent / "runtime.cache"
-            engine, graph = (part.path for part in parts)
-            run = open_runner(engine, graph, pad_id=self.pad_id, runtime_cache=cache, outputs=outputs)
+            cache = first.with_name("runtime.cache")
+            run = open_runner(
+                first, self.graph.path, pad_id=self.pad_id, runtime_cache=cache, outputs=outputs
+            )
         for part in parts:
             part.check()  # again: it may have changed while it was read
         return run
@@ -145,7 +139,7 @@ class Served:
 
 
 def open_served(folder: Path, *, fp32: bool = True) -> Served:
-    """Find what a run directory has to serve.
+    """Open a run directory for serving.
 
     Raises:
         UserError: no run directory, no engine in it, one that is not for this machine, or no FP32 model.
@@ -165,13 +159,16 @@ def open_served(folder: Path, *, fp32: bool = True) -> Served:
             f"{unquantized}, the FP32 model to compare with, does not exist; run "
             "`qdqbench export` on the run again, or serve it with --no-fp32"
         )
-    task = session.config.task
+    config, task = session.config, session.config.task
+    classes: Sequence[str] = task.classes
+    if not classes and not task.kind.embeds:
+        classes = read_class_names(session.model_name, config.revision, task.kind)
     on_cpu = sidecar.backend in CPU_BACKENDS
     longest = max(profile.max[1] for profile in sidecar.profiles)
     return Served(
         name=folder.resolve().name,
         task=EMBED if task.kind.embeds else task,  # each text alone, however the run was evaluated
-        classes=tuple(_classes(session)),
+        classes=tuple(classes),
         tokenizer=session.tokenizer,
         max_length=min(session.recipe.export.max_length, longest),
         profiles=tuple(sidecar.profiles),
@@ -183,10 +180,3 @@ def open_served(folder: Path, *, fp32: bool = True) -> Served:
         fp32_backend=cast("BackendName", sidecar.backend) if on_cpu else "onnxruntime",
         int8=session.recipe.quantizes,
     )
-
-
-def _classes(session: Session) -> Sequence[str]:
-    config = session.config
-    if config.task.classes or config.task.kind.embeds:
-        return config.task.classes
-    return read_class_names(session.model_name, config.revision, config.task.kind)

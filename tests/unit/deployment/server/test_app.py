@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from qdqbench.quantize.deployment.server import guard
-from qdqbench.quantize.deployment.server.app import PAGES, Model, Service, open_models
+from qdqbench.quantize.deployment.server.app import PAGES, Service
+from qdqbench.quantize.deployment.server.batches import Model, warm_up
 from qdqbench.quantize.deployment.server.guard import Metrics
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.utils.errors import UserError
@@ -228,14 +229,14 @@ real_sleep = time.sleep
 
 
 def test_the_largest_batch_is_one_that_fits_into_the_time_of_a_request():
-    slow, settings = fake_served(per_row=0.02), Settings(no_fp32=True, timeout=0.3)
-    (model,) = open_models(slow, settings).values()
+    sizes = fake_served().sizes("engine", 32)
+    model = warm_up(Engine(per_row=0.02), sizes, 0.3)
     assert {rows for _, rows in model.sizes} == {4}  # 0.08 s of 0.15 s; 8 would take 0.16 s
     assert 0.08 <= model.slowest_s <= 0.15
     with pytest.raises(
         UserError, match=r"one row of 16 tokens takes 0\.\d s, more than --timeout 0\.3; raise it"
     ):
-        open_models(fake_served(per_batch=0.4), settings)
+        warm_up(Engine(per_batch=0.4), sizes, 0.3)
 
 
 BODY = 1 << 20
