@@ -24,19 +24,17 @@ KEPT = 2  # the last, and the one before it in case the last is damaged; their b
 class _CheckpointManifest(Strict):
     schema_version: Literal[1] = 1
     identity: dict[str, Any]  # what the run is of, as JSON values
+    best_step: int  # whose checkpoint is kept as well
     state: dict[str, Any]  # of the training loop
     files: dict[str, str]  # name -> sha256
 
 
-def save_checkpoint(
-    folder: Path, step: int, accelerator: "Accelerator", *, identity: dict[str, Any], state: dict[str, Any]
-) -> None:
+def save_checkpoint(folder: Path, step: int, accelerator: "Accelerator", manifest: dict[str, Any]) -> None:
     """Write a checkpoint from all processes; the others go, but for the one before and the best of both.
 
     Args:
         accelerator: holds model, optimizer and scheduler.
-        identity: what a resumed run must share.
-        state: of the training loop, with `best_step`, whose checkpoint is kept as well.
+        manifest: fields of the manifest, but for the files.
 
     Raises:
         UserError: it cannot be written.
@@ -50,13 +48,13 @@ def save_checkpoint(
 
     def finish() -> None:
         hashes = {path.name: files.sha256(path) for path in sorted(temporary.iterdir())}
-        written = _CheckpointManifest(identity=identity, state=state, files=hashes)
+        written = _CheckpointManifest(**manifest, files=hashes)
         files.write_json(temporary / CHECKPOINT_FILE, written.model_dump(mode="json"))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         last = [path for path in _list(folder) if path.name <= final.name][:KEPT]  # later ones are damaged
         manifests = filter(None, map(_read_manifest, last))
-        best = {get_checkpoint_folder(folder, manifest.state["best_step"]) for manifest in manifests}
+        best = {get_checkpoint_folder(folder, manifest.best_step) for manifest in manifests}
         for other in {*_list(folder)} - {*last} - best:
             shutil.rmtree(other)
 
@@ -104,7 +102,7 @@ def find_checkpoint(
             _require_same(path, manifest.identity, identity)
         damaged = _list_damaged(path)
         if manifest is not None and not damaged:
-            best = get_checkpoint_folder(folder, manifest.state["best_step"])
+            best = get_checkpoint_folder(folder, manifest.best_step)
             damaged = [f"{best.name}/{name}" for name in _list_damaged(best)]  # whose weights the run returns
             if not damaged:
                 return path, manifest.state

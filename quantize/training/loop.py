@@ -171,36 +171,25 @@ class State:
     """What a checkpoint holds beside model, optimizer and scheduler."""
 
     step: int = 0
-    first_score: float | None = None
-    best_step: int = -1
-    best_score: float = -math.inf
-    last_score: float = -math.inf
-    without_gain: int = 0  # evaluations
     collapsed: int = 0  # evaluations in a row
-    far: int = 0  # likewise
     seconds: float = 0.0
     samples: int = 0
     log: list[dict[str, Any]] = field(default_factory=list)
 
-    def see(self, judged: HeldOut, *, may_collapse: bool, far: float) -> None:
-        """Count an evaluation after the current step.
+    @property
+    def scores(self) -> dict[int, float]:
+        """Scores of the evaluations by step."""
+        return {row["step"]: row["score"] for row in self.log if row["score"] is not None}
+
+    @property
+    def best_step(self) -> int:
+        return max(self.scores, key=self.scores.__getitem__)
+
+    def ends(self, settings: Training, far: float) -> str | None:
+        """Return why the run ends here, if it does.
 
         Args:
-            may_collapse: whether answers that do not depend on the input count.
             far: distance (minus the score) that is no divergence yet, whatever the first one was.
-        """
-        if self.first_score is None:
-            self.first_score = judged.score
-        self.last_score = judged.score
-        gained = judged.score > self.best_score
-        if gained:
-            self.best_step, self.best_score = self.step, judged.score
-        self.without_gain = 0 if gained else self.without_gain + 1
-        self.collapsed = self.collapsed + 1 if judged.collapsed and may_collapse else 0
-        self.far = self.far + 1 if -judged.score > max(-FURTHER * self.first_score, far) else 0
-
-    def ends(self, settings: Training) -> str | None:
-        """Return why the run ends here, if it does.
 
         Raises:
             CheckFailed: it diverged.
@@ -211,13 +200,16 @@ class State:
                 f"training diverged: after step {self.step} the model gives the same answer whatever the "
                 f"input, for {self.collapsed} evaluations in a row; {advice}"
             )
-        if self.far >= MOST_DIVERGED and self.first_score is not None:
+        distances = [-score for score in self.scores.values()]
+        most = max(FURTHER * distances[0], far)
+        if len(distances) >= MOST_DIVERGED and min(distances[-MOST_DIVERGED:]) > most:
             raise CheckFailed(
                 "training diverged: the distance from the FP32 model on the held-out rows grew from "
-                f"{-self.first_score:.3g} to {-self.last_score:.3g} after step {self.step}; {advice}"
+                f"{distances[0]:.3g} to {distances[-1]:.3g} after step {self.step}; {advice}"
             )
-        if settings.patience is not None and self.without_gain >= settings.patience:
-            return f"no gain in {self.without_gain} evaluations"
+        without_gain = len(distances) - 1 - distances.index(min(distances))
+        if settings.patience is not None and without_gain >= settings.patience:
+            return f"no gain in {without_gain} evaluations"
         return None
 
 
@@ -313,11 +305,11 @@ def _train(job: Job, accelerator: "Accelerator") -> None:
         set_seed(settings.seed, device_specific=True)
         if job.judge_first:
             _judge(job, accelerator, state)
-    run.stopped = state.ends(settings)
+    run.stopped = state.ends(settings, job.far) if state.log else None
     while state.step < run.planned_steps and run.stopped is None:
         _advance(job, accelerator, prepared, state, until=min(step for step in due if step > state.step))
         _judge(job, accelerator, state)
-        run.stopped = state.ends(settings)
+        run.stopped = state.ends(settings, job.far)
     checkpoints.load_weights(checkpoints.get_checkpoint_folder(job.folder, state.best_step), job.model)
     accelerator.unwrap_model(prepared[0], keep_fp32_wrapper=False)  # its forward is no longer under autocast
     run.steps, run.best_step, run.seconds = state.step, state.best_step, state.seconds
@@ -430,9 +422,9 @@ def _judge(job: Job, accelerator: "Accelerator", state: State) -> None:
         )
     # a new head may answer the same to everything for half of the steps, and step 0 is no training
     late = 2 * state.step > job.run.planned_steps
-    state.see(judged, may_collapse=late or (job.judge_first and state.step > 0), far=job.far)
+    may_collapse = late or (job.judge_first and state.step > 0)
+    state.collapsed = state.collapsed + 1 if judged.collapsed and may_collapse else 0
     epoch = state.step / math.ceil(len(job.data.rows) / job.settings.batch_size)
     job.log(state, LogRow(step=state.step, epoch=epoch, score=judged.score, values=judged.values))
-    checkpoints.save_checkpoint(
-        job.folder, state.step, accelerator, identity=job.identity, state=asdict(state)
-    )
+    manifest = {"identity": job.identity, "best_step": state.best_step, "state": asdict(state)}
+    checkpoints.save_checkpoint(job.folder, state.step, accelerator, manifest)

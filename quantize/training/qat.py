@@ -5,9 +5,7 @@ Placement and first scales are those of PTQ (`calibration.json`). The teacher is
 rebuild the trained fake-quant model bit for bit.
 """
 
-import contextlib
 import hashlib
-import io
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibration.fakequant import quantizers
-from qdqbench.quantize.calibration.fakequant.quantizers import import_modelopt, list_quantizers
+from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers
 from qdqbench.quantize.calibration.qkv_bias_folding import group_shared_scales
 from qdqbench.quantize.calibration.record import (
     CalibrationRecord,
@@ -29,14 +26,12 @@ from qdqbench.quantize.calibration.smoothing import remove_factors
 from qdqbench.quantize.calibration.splitting import keep_equal, remove_copies
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
-from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.pipeline.session import QAT, Session
 from qdqbench.quantize.recipe.plan import list_bias_free_linears
 from qdqbench.quantize.recipe.training import Qat
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import encode
 from qdqbench.quantize.tasks.types.kind import join_outputs
-from qdqbench.quantize.training.checkpoints import WEIGHTS
 from qdqbench.quantize.training.loop import (
     CHECKPOINTS,
     RECORD,
@@ -438,9 +433,8 @@ def save_modelopt(model: "PreTrainedModel", folder: Path) -> None:
 
     The folder is that of `mto.enable_huggingface_checkpointing()` and `save_pretrained` (docs/qat.md), but
     transformers is not patched; weights hold the factors of smoothing. Plain ModelOpt reads every scale, and
-    computes the same up to rounding if the recipe leaves attention in FP16. INT8 attention and residuals need
-    `load_modelopt`: ModelOpt ignores a quantizer on the softmax output, and refuses quantizers in modules
-    unknown to it.
+    computes the same up to rounding if the recipe leaves attention in FP16. It ignores a quantizer on the
+    softmax output, and refuses quantizers in modules unknown to it (residuals).
 
     Raises:
         RuntimeError: its quantizers are those of training.
@@ -457,44 +451,3 @@ def save_modelopt(model: "PreTrainedModel", folder: Path) -> None:
         model.save_pretrained(folder)
     with torch.no_grad():
         safe_save(modelopt_state(model), folder / STATE)
-
-
-def load_modelopt(folder: Path) -> "PreTrainedModel":
-    """Load the fake-quant model of `save_modelopt`, in FP32 and eval mode: every bit as it was saved.
-
-    Runs no code from the files: the state is read with `weights_only`.
-
-    Raises:
-        UserError: not such a folder, or damaged.
-    """
-    from modelopt.torch.opt.conversion import (
-        ModeloptStateManager,
-        load_modelopt_state,
-        restore_from_modelopt_state,
-    )
-    from safetensors.torch import load_file
-
-    path = folder / STATE
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; give a folder that holds a model saved by ModelOpt")
-    import_modelopt()  # its modes
-    try:
-        state: dict[str, Any] = load_modelopt_state(path)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is not a ModelOpt state: {type(error).__name__}: {reason}") from error
-    model = load_model(str(folder))
-    modes = [mode for _, mode in state["modelopt_state_dict"]]
-    names = [name for mode in modes for name in mode.get("metadata", {}).get("quantizer_state", {})]
-    residuals = [name for name in names if name.endswith(quantizers.RESIDUAL_QUANTIZER)]
-    try:
-        if not ModeloptStateManager.is_converted(model):  # it is where transformers was patched
-            with contextlib.redirect_stdout(io.StringIO()), quantizers.register_residuals(model, residuals):
-                restore_from_modelopt_state(model, state)
-        model.load_state_dict(load_file(folder / WEIGHTS))
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"{path} and {WEIGHTS} are not of one model: {type(error).__name__}: {reason}"
-        ) from error
-    return model

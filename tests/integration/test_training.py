@@ -19,6 +19,7 @@ from qdqbench.eval.runs.study import read_study
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.results import Finetuning, Results
 
+from ..support.modelopt_folder import load_modelopt
 from ..tools.tables import markdown, read_records
 from .tiny import MAIN, call_alone, write_data
 
@@ -196,7 +197,6 @@ def test_what_qat_saved_gives_the_same_answers_everywhere(trained, given):
     import torch
 
     from qdqbench.quantize.pipeline.session import Session, read_config
-    from qdqbench.quantize.training.qat import load_modelopt
 
     session = Session(read_config(trained), trained)
     ours, theirs = session.new_qat_model(), load_modelopt(trained / "qat" / "modelopt")

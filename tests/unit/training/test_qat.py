@@ -15,7 +15,7 @@ from qdqbench.quantize.recipe.plan import list_bias_free_linears
 from qdqbench.quantize.recipe.training import Qat
 from qdqbench.quantize.training.qat import prepare_student, unshift_states
 
-from ....support.tiny_bert import INT8, LAYERS, calibrate, one_scale, padded_batch, recipe_with
+from ...support.tiny_bert import INT8, LAYERS, calibrate, one_scale, padded_batch, recipe_with
 
 
 def test_a_shift_is_no_distance_and_a_bias_that_is_gone_stays_so(tiny_bert: Path) -> None:
