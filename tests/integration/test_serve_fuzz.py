@@ -14,8 +14,7 @@ import pytest
 pytest.importorskip("fastapi", reason="needs fastapi: pip install 'qdqbench[serve]'")
 
 from qdqbench.quantize.deployment.server.app import Service
-from qdqbench.quantize.deployment.server.batches import Model
-from qdqbench.quantize.deployment.server.guard import Metrics
+from qdqbench.quantize.deployment.server.batches import Metrics, Model
 from qdqbench.quantize.deployment.server.served import ModelFile, Served
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.engine.profiles import Profile

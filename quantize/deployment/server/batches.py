@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import functools
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
 
-from qdqbench.quantize.deployment.server.guard import Metrics
 from qdqbench.quantize.models.inputs import pad_columns
 from qdqbench.quantize.tasks.types.encoded import pad
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
@@ -21,6 +23,40 @@ from qdqbench.quantize.utils.errors import UserError
 Run = Callable[[Mapping[str, Int64]], Float32]
 Sizes = Sequence[tuple[int, int]]  # longest length of each bucket, ascending, and most rows of its batch
 HANG = 5  # times the slowest batch of the warm-up
+SHARED = "PROMETHEUS_MULTIPROC_DIR"  # folder of values; read when prometheus_client is imported
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Metrics:
+    """The metrics of one process; label values are our own names, never what a client sent."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        histogram = functools.partial(Histogram, registry=registry)
+        gauge = functools.partial(Gauge, registry=registry, multiprocess_mode="livesum")
+        counter = functools.partial(Counter, registry=registry)
+        self.requests = counter("qdqbench_requests", "Answered requests.", ["endpoint", "status"])
+        self.seconds = histogram(
+            "qdqbench_request_seconds", "Seconds to an answer.", ["endpoint"], buckets=SECONDS
+        )
+        self.waited = histogram(
+            "qdqbench_queue_seconds", "Seconds that a row waits.", ["model"], buckets=SECONDS
+        )
+        self.ran = histogram("qdqbench_engine_seconds", "Seconds of a batch.", ["model"], buckets=SECONDS)
+        self.rows = histogram("qdqbench_batch_rows", "Rows of a batch.", ["model"], buckets=ROWS)
+        self.tokens = counter("qdqbench_tokens", "Tokens of batches.", ["model", "kind"])
+        self.replaced = counter("qdqbench_workers_lost", "Worker processes that ended or hung.")
+        self.queued = gauge("qdqbench_queue_rows", "Rows from arrival to answer.")
+        self.workers = gauge("qdqbench_workers", "Worker processes that answer.")
+
+    def text(self) -> bytes:
+        """Return the values of all worker processes in Prometheus' text format."""
+        if SHARED not in os.environ:
+            return generate_latest(self._registry)
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
 
 
 class Model(NamedTuple):

@@ -28,9 +28,8 @@ from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.supervisors.multiprocess import Multiprocess
 
-from qdqbench.quantize.deployment.server.app import Service
-from qdqbench.quantize.deployment.server.batches import warm_up
-from qdqbench.quantize.deployment.server.guard import CLOSE, LOG, SHARED, Metrics, refuse
+from qdqbench.quantize.deployment.server.app import CLOSE, LOG, Service, refuse
+from qdqbench.quantize.deployment.server.batches import SHARED, Metrics, warm_up
 from qdqbench.quantize.deployment.server.served import Served
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError

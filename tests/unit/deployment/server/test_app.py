@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.deployment.server import guard
+from qdqbench.quantize.deployment.server import app
 from qdqbench.quantize.deployment.server.app import PAGES, Service
-from qdqbench.quantize.deployment.server.batches import Model, warm_up
-from qdqbench.quantize.deployment.server.guard import Metrics
+from qdqbench.quantize.deployment.server.batches import Metrics, Model, warm_up
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import LOOK
@@ -182,7 +181,7 @@ def test_an_answer_that_takes_too_long_is_503_and_frees_its_rows(caplog):
 
 
 def test_too_many_requests_at_once_are_503_but_health_is_answered(monkeypatch):
-    monkeypatch.setattr(guard, "MOST_POSTS", 1)
+    monkeypatch.setattr(app, "MOST_POSTS", 1)
 
     async def main(service):
         stuck = asyncio.create_task(called(service, "POST", "/v1/predict", chunks=[b"{", 0.2, b"}"]))
@@ -312,6 +311,6 @@ def test_pages_are_whole_and_load_nothing_from_elsewhere(page):
     for named in re.findall(r'(?:src|href)="(/[^"]*)"', text):
         assert ask("GET", named)[0] == 200
     assert ask("HEAD", page)[0] == 200
-    assert {path.name for path in (Path(guard.__file__).parent / "pages").iterdir()} == {
+    assert {path.name for path in (Path(app.__file__).parent / "pages").iterdir()} == {
         file for file, _ in PAGES.values() if file != str(LOOK)
     }

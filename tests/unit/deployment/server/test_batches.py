@@ -7,8 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.deployment.server.batches import Batcher, Model, list_rows, pad_to_shape
-from qdqbench.quantize.deployment.server.guard import Metrics
+from qdqbench.quantize.deployment.server.batches import Batcher, Metrics, Model, list_rows, pad_to_shape
 
 from ....support.fake_served import PAD, Engine
 from ....support.http_client import finished
