@@ -81,8 +81,6 @@ Content = Mapping[str, bytes | Path]  # by its name in the folder: what a file h
 
 @dataclass(frozen=True)
 class ModelIO:
-    """Texts and answers of one run's model."""
-
     answer: str  # template
     texts: tuple[str, ...]  # what each of a sample's texts is
     words: bool  # texts are words between spaces
@@ -92,7 +90,6 @@ class ModelIO:
 
     @property
     def truncation(self) -> str:
-        """Strategy of `tokenizers`."""
         return "only_second" if self.windows else "longest_first"
 
     @property
@@ -107,11 +104,6 @@ class ModelIO:
 
 
 def read_model_io(session: Session) -> ModelIO:
-    """Return what a run's task and model say.
-
-    Raises:
-        UserError: as of `read_class_names`.
-    """
     config, task, kind = session.config, session.config.task, session.config.task.kind
     answer, texts = ANSWERS[kind.name]
     labels: Sequence[str] = ()
@@ -236,8 +228,6 @@ def find_license(name: str, revision: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """The verdict of the run in words."""
-
     title: str
     sentence: str
     failed: str  # why it is not for use; empty: nothing fails

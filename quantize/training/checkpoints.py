@@ -113,11 +113,7 @@ def find_checkpoint(
 
 
 def load_weights(checkpoint: Path, model: Any) -> None:
-    """Give a model the weights of a checkpoint, in place.
-
-    Raises:
-        UserError: it is gone or damaged.
-    """
+    """Give a model the weights of a checkpoint, in place; UserError where it is gone or damaged."""
     from safetensors.torch import load_model
 
     if damaged := _list_damaged(checkpoint):
@@ -151,7 +147,6 @@ def _list(folder: Path) -> list[Path]:
 
 
 def _read_manifest(folder: Path) -> _CheckpointManifest | None:
-    """Read the manifest of a checkpoint; None where that cannot be read."""
     try:
         return read(folder / CHECKPOINT_FILE, _CheckpointManifest, "checkpoint", "go on from another")
     except UserError:

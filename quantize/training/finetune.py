@@ -111,11 +111,7 @@ def finetune(request: FinetuneRequest, accelerator: "Accelerator") -> Finetuning
 
 
 def require_all(failed: list[str], path: Path) -> None:
-    """End a command over seeds, after its report is written to `path`.
-
-    Raises:
-        CheckFailed: there are seeds that were not trained to their end, in words.
-    """
+    """Raise CheckFailed for seeds that were not trained to their end; `path` is the report."""
     if failed:
         raise CheckFailed(
             f"not trained to the end: {', '.join(failed)}; {path} has the reasons, and the others"
@@ -123,11 +119,7 @@ def require_all(failed: list[str], path: Path) -> None:
 
 
 def _load_base(request: FinetuneRequest, settings: Training) -> "PreTrainedModel":
-    """Load an encoder with a classifier for the task; the classifier is new unless `keep_head`.
-
-    Raises:
-        UserError: not found, unsupported, without encoder weights, or too short for the samples.
-    """
+    """Load an encoder with a classifier for the task; the classifier is new unless `keep_head`."""
     import torch
 
     task = request.task
@@ -206,7 +198,7 @@ def _train_seed(
 
 
 def _identity(request: FinetuneRequest, data: _FinetuneData, settings: Training) -> dict[str, Any]:
-    """Return the identity of a run: equal for the same run; JSON values."""
+    """Return what is equal for the same run, as JSON values."""
     return {
         "job": "finetune",
         **get_code_identity(),
@@ -220,11 +212,7 @@ def _identity(request: FinetuneRequest, data: _FinetuneData, settings: Training)
 
 
 def _read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
-    """Read the record of an earlier call, if it finished.
-
-    Raises:
-        UserError: it is of another model, task or setting.
-    """
+    """Read the record of an earlier call, if it finished; refuse that of other settings."""
     if not path.is_file():
         return None
     stored = read(path, _Finished, "finished training", "give another --out folder")
@@ -325,7 +313,6 @@ def _result(request: FinetuneRequest, data: _FinetuneData, runs: list[TrainingRu
 
 
 def _held_out_score(run: TrainingRun) -> float:
-    """Return the score of the weights that were kept."""
     return max((row.score for row in run.log if row.score is not None), default=float("-inf"))
 
 
@@ -340,11 +327,7 @@ def spread(runs: list[dict[str, float]]) -> dict[str, Spread]:
 
 
 def require_base(base: str, revision: str | None, task: Task, data: str) -> None:
-    """Find out what is wrong with a base or its data before anything is written.
-
-    Raises:
-        UserError: they cannot be read.
-    """
+    """Raise UserError for a base or data that cannot be read, before anything is written."""
     family_of(load_config(base, revision))
     load_matching_tokenizer(base, revision, task.kind)
     for split in (task.train_split, *task.eval_splits):

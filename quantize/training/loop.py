@@ -65,11 +65,7 @@ class TrainingData:
 
 
 def divide(encoded: Encoded, pad_id: int, share: float, seed: int) -> TrainingData:
-    """Hold out a seeded draw of a share of the samples, at most `MOST_HELD_OUT`.
-
-    Raises:
-        UserError: too few rows.
-    """
+    """Hold out a seeded draw of a share of the samples, at most `MOST_HELD_OUT`."""
     count = len(encoded.gold)
     held = min(round(count * share), MOST_HELD_OUT)
     if held < 2 or count - held < 2:
@@ -82,10 +78,7 @@ def divide(encoded: Encoded, pad_id: int, share: float, seed: int) -> TrainingDa
 
 
 def epoch_batches(data: TrainingData, batch_size: int, seed: int, epoch: int) -> list[Int64]:
-    """Return the rows of every global batch of an epoch, int64 [batch_size]; the last may be shorter.
-
-    Samples of like length share a batch, which keeps padding small; the order of batches is random.
-    """
+    """Return the rows of every global batch of an epoch, int64 [batch_size]; the last may be shorter."""
     generator = np.random.default_rng([seed, 1, epoch])
     order = generator.permutation(data.rows)
     lengths = data.encoded.lengths
@@ -105,7 +98,6 @@ def split_batch(rows: Int64, rank: int, world: int, accumulate: int) -> list[Int
 
 
 def total_steps(data: TrainingData, settings: Training) -> int:
-    """Return the optimizer steps of a run."""
     steps = max(1, round(settings.epochs * math.ceil(len(data.rows) / settings.batch_size)))
     return min(steps, settings.max_steps or steps)
 
@@ -133,10 +125,7 @@ def share_batches(
 def predict_rows(
     accelerator: "Accelerator", model: "nn.Module", kind: TaskKind, encoded: Encoded, pad_id: int
 ) -> Float32:
-    """Compute the answers float32 [answers, width] to a split, the same on every process.
-
-    Each process computes a share; the model is in eval mode, on the accelerator's device.
-    """
+    """Compute the answers float32 [answers, width] to a split; each process a share, the result on all."""
     import torch
     from accelerate.utils import gather_object
 
@@ -154,8 +143,6 @@ def predict_rows(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """An evaluation on the held-out rows."""
-
     score: float  # higher is better; chooses the weights that are kept
     values: dict[str, float]  # by name, for the log
     collapsed: bool  # the answers no longer depend on the input
@@ -178,7 +165,6 @@ class State:
 
     @property
     def scores(self) -> dict[int, float]:
-        """Scores of the evaluations by step."""
         return {row["step"]: row["score"] for row in self.log if row["score"] is not None}
 
     @property
@@ -186,14 +172,7 @@ class State:
         return max(self.scores, key=self.scores.__getitem__)
 
     def ends(self, settings: Training, far: float) -> str | None:
-        """Return why the run ends here, if it does.
-
-        Args:
-            far: distance (minus the score) that is no divergence yet, whatever the first one was.
-
-        Raises:
-            CheckFailed: it diverged.
-        """
+        """Return why the run ends here, if it does; `far` is a distance that is no divergence yet."""
         advice = f"lower learning_rate (now {settings.learning_rate:g}) or raise warmup_ratio"
         if self.collapsed >= MOST_DIVERGED:
             raise CheckFailed(
@@ -215,8 +194,6 @@ class State:
 
 @dataclass
 class Job:
-    """What is trained, on what, and how it is judged."""
-
     model: "nn.Module"
     data: TrainingData
     settings: Training
@@ -318,7 +295,6 @@ def _train(job: Job, accelerator: "Accelerator") -> None:
 
 
 def _prepare(job: Job, accelerator: "Accelerator") -> tuple[Any, Any, Any]:
-    """Wrap model, optimizer and scheduler by Accelerate."""
     import torch
     from transformers import get_scheduler
 
@@ -394,11 +370,7 @@ def _gradient(job: Job, accelerator: "Accelerator", model: Any, rows: Int64) -> 
 
 
 def _mean_loss(accelerator: "Accelerator", losses: list[Any], norms: list[Any], step: int) -> float:
-    """Return the mean over the steps since the last look, the same on every process.
-
-    Raises:
-        CheckFailed: a loss or a gradient is not a number: a quantizer makes a code of NaN.
-    """
+    """Return the mean over the steps since the last look, the same on every process."""
     import torch
 
     reduced = accelerator.reduce(torch.stack(losses).float(), reduction="sum")
@@ -412,7 +384,6 @@ def _mean_loss(accelerator: "Accelerator", losses: list[Any], norms: list[Any], 
 
 
 def _judge(job: Job, accelerator: "Accelerator", state: State) -> None:
-    """Evaluate, note, and write a checkpoint."""
     job.model.eval()
     judged = job.judge(job.model)
     if not math.isfinite(judged.score):

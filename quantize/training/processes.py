@@ -75,7 +75,6 @@ def new_accelerator(precision: str) -> "Accelerator":
 
 
 def count_processes() -> int:
-    """Return the number of processes that a launcher started; 1 where there is none."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

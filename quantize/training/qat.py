@@ -102,11 +102,7 @@ def unshift_states(session: Session, accelerator: "Accelerator") -> "Callable[[S
 
 
 class Distillation:
-    """The FP32 model as teacher; its answers to the train split are computed once.
-
-    Raises:
-        CheckFailed: NaN or infinite answers.
-    """
+    """The FP32 model as teacher; its answers to the train split are computed once."""
 
     def __init__(
         self, session: Session, settings: Qat, accelerator: "Accelerator", data: TrainingData
@@ -197,11 +193,7 @@ class Distillation:
 
 
 def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
-    """Load the PTQ model with quantizers made for training.
-
-    Raises:
-        UserError: only some of its feed-forwards have outlier channels split.
-    """
+    """Load the PTQ model with quantizers made for training."""
     from torch import nn
 
     from qdqbench.quantize.calibration.fakequant import native
@@ -233,7 +225,6 @@ def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
 
 
 def new_job(session: Session, settings: Qat, accelerator: "Accelerator") -> Job:
-    """Create the training of a run's PTQ model."""
     from qdqbench.quantize.calibration.fakequant import native
 
     task = session.config.task
@@ -273,7 +264,7 @@ def new_job(session: Session, settings: Qat, accelerator: "Accelerator") -> Job:
 
 
 def _identity(session: Session, settings: Qat, record: CalibrationRecord, fingerprint: str) -> dict[str, Any]:
-    """Return the identity of a run: equal for the same run; JSON values."""
+    """Return what is equal for the same run, as JSON values."""
     recipe = session.recipe
     placed = [rule.model_dump(mode="json") for rule in recipe.rules], recipe.attention, recipe.export.gelu
     return {
@@ -290,11 +281,7 @@ def _identity(session: Session, settings: Qat, record: CalibrationRecord, finger
 
 
 def get_settings(session: Session) -> Qat:
-    """Return the recipe's QAT section.
-
-    Raises:
-        UserError: it has none.
-    """
+    """Return the recipe's QAT section; UserError where it has none."""
     settings = session.recipe.qat
     if settings is None:
         raise UserError(
@@ -342,7 +329,6 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
 
 
 def train_qat(session: Session) -> list[Path]:
-    """Run the stage: train, and write `qat/`."""
     if session.accelerator is None and count_processes() > 1:
         raise UserError(
             f"{count_processes()} processes would each go through this run; under a launcher use "
@@ -390,11 +376,7 @@ def remove_checkpoints(session: Session) -> None:
 
 
 def make_trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> CalibrationRecord:
-    """Return the calibration record with the final amax; what was added to biases is in the trained ones.
-
-    Raises:
-        CheckFailed: an amax that is no longer plausible.
-    """
+    """Return the calibration record with the final amax; what was added to biases is in the trained ones."""
     states = {
         name: read_quantizer_state(name, quantizer, record.quantizers[name].rms)
         for name, quantizer in list_quantizers(model).items()
@@ -413,11 +395,7 @@ def _save_plain(session: Session, model: "PreTrainedModel", record: CalibrationR
 
 
 def require_rebuilt(session: Session, model: "PreTrainedModel") -> None:
-    """Rebuild the model from its files, and compare every weight and scale bit for bit.
-
-    Raises:
-        CheckFailed: names what differs.
-    """
+    """Rebuild the model from its files, and compare every weight and scale bit for bit."""
     import torch
 
     rebuilt = session.new_qat_model().state_dict()

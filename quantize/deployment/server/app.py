@@ -66,7 +66,6 @@ class Guard:
     posts: int = 0  # requests with a body that are being answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -102,7 +101,6 @@ class Guard:
             self.metrics.seconds.labels(name).observe(time.perf_counter() - start)
 
     def full(self) -> bool:
-        """Return whether the next request with a body is refused."""
         return self.posts >= MOST_POSTS
 
     def _check_head(self, method: str, headers: Headers) -> None:
@@ -160,7 +158,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def refuse(error: HTTPException) -> JSONResponse:
-    """Return the answer to a refused request."""
     return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
 
 
@@ -323,7 +320,6 @@ class Service:
         }
 
     def _ready(self) -> Response:
-        """Answer with what a request of one text would meet now."""
         full = self.queued >= self.settings.queue or self.app.full()
         ready = not full and not self.given_up
         return JSONResponse({"ready": ready, "full": full}, 200 if ready else 503)

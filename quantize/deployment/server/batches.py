@@ -51,7 +51,6 @@ class Metrics:
         self.workers = gauge("qdqbench_workers", "Worker processes that answer.")
 
     def text(self) -> bytes:
-        """Return the values of all worker processes in Prometheus' text format."""
         if SHARED not in os.environ:
             return generate_latest(self._registry)
         registry = CollectorRegistry()
@@ -100,13 +99,9 @@ def pad_to_shape(batch: Batch, sizes: Sizes, pad_id: int) -> Batch:
 
 
 def warm_up(run: Run, sizes: Sizes, timeout_s: float) -> Model:
-    """Run each shape, so that no request waits for what an engine prepares when it first meets one.
+    """Run each shape, and return the model with only as many rows in each size as take half of `timeout_s`.
 
-    Returns:
-        The model with only as many rows in each size as take half of `timeout_s`.
-
-    Raises:
-        UserError: one row takes longer than `timeout_s`.
+    No request then waits for what an engine prepares when it first meets a shape.
     """
 
     def measure(rows: int, length: int) -> float:
@@ -170,7 +165,6 @@ class Batcher:
                 row.answer.cancel()  # a request that timed out no longer needs the others
 
     def fail(self) -> None:
-        """Answer all waiting rows with None."""
         for bucket in self._buckets:
             while bucket:
                 bucket.popleft().resolve(None)

@@ -57,7 +57,7 @@ class Request(_Input):
     model: Literal["engine", "fp32"] = Field("engine", description="The run's engine, or its FP32 model.")
 
     def columns(self, names: Sequence[str]) -> Columns:
-        """Return the samples by the task's text columns."""
+        """Return the samples by the text columns of the task."""
         raise NotImplementedError
 
 
@@ -253,8 +253,6 @@ class Span(Answer):
 
 
 class Endpoint(NamedTuple):
-    """How one kind of task is served."""
-
     name: str  # under /v1/
     request: type[Request]
     answer: type[Answer]
@@ -339,11 +337,7 @@ class Served:
         return [(length, min(rows, max_batch)) for length, rows in zip(lengths, most, strict=True)]
 
     def open_model(self, model: ModelName) -> Run:
-        """Open the engine or the FP32 model.
-
-        Raises:
-            UserError, MissingDevice: as of `runtime.opened`, or a file changed since the server started.
-        """
+        """Open the engine or the FP32 model; UserError where a file changed since the server started."""
         from qdqbench.quantize.engine.runtime.runners import open_fp32_graph, open_runner
 
         if TOKENS is self.task.kind:  # whose entities need it: loaded now, it delays no request
@@ -364,11 +358,6 @@ class Served:
         return run
 
     def encode(self, columns: Columns) -> list[Sample]:
-        """Return the rows of a request.
-
-        Raises:
-            UserError: a question leaves no room for its context.
-        """
         split = Split(cast("datasets.Dataset", _Rows(columns)), "the request", "", 0, ())
         return [*iter_encoded(split, self.task, self.tokenizer, self.max_length)]
 

@@ -64,8 +64,6 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class TritonExport:
-    """What was written."""
-
     name: str  # of the ensemble that clients ask
     backend: str  # that it runs on
     ensembles: list[str]
@@ -155,11 +153,7 @@ def _find_plan(folder: Path, graph: Path) -> tuple[Path | None, Sidecar | None]:
 
 
 def _describe_model(session: Session, graph: Path, profiles: Sequence[Profile]) -> dict[str, Any]:
-    """Return what Triton is told of a run's graph.
-
-    Raises:
-        UserError: the profiles take no single row.
-    """
+    """Return what Triton is told of a run's graph, as variables of the templates."""
     kind = session.config.task.kind
     read = onnx.load(graph, load_external_data=False).graph
     longest = min(session.recipe.export.max_length, max(profile.max[1] for profile in profiles))
