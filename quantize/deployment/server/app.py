@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from qdqbench.quantize.deployment.server.batches import Batcher, Metrics, Model
 from qdqbench.quantize.deployment.server.served import Columns, Request, Served
@@ -47,27 +46,79 @@ HEADERS = {
 }
 CLOSE = {"connection": "close"}
 FAILED = HTTPException(500, "the server failed at this request; its log says why")  # without internals
+PAGES = {  # by path: file, type
+    "/": ("index.html", "text/html"),
+    "/docs": ("docs.html", "text/html"),
+    "/app.js": ("app.js", "text/javascript"),
+    "/docs.js": ("docs.js", "text/javascript"),
+    "/look.css": (str(LOOK), "text/css"),
+    "/style.css": ("style.css", "text/css"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+REFUSALS = {
+    400: "The body is not JSON.",
+    408: "The body did not come in time.",
+    413: "Too many or too long texts, or too large a body.",
+    415: "The body has another type than JSON.",
+    422: "JSON of another form.",
+    503: "The queue is full, or there is no answer in time; Retry-After says when to come again.",
+}
+MOST_RETRY_S = 60
+SURROGATE = re.compile("[\ud800-\udfff]")
+LONG = 10_000  # numbers of an answer, whose JSON would hold up other requests
+FAREWELL_S = 0.5  # from the last answers of a worker that gives up to its end
 
 
-@dataclass
-class Guard:
-    """ASGI middleware: the application gets requests whose body is complete, and refuses by HTTPException.
+class Error(Strict):
+    """A refusal."""
 
-    `hosts` are names that clients may call the server by, empty: any. A page elsewhere whose name its owner
-    points at this machine then cannot read answers.
+    error: str = Field(description="One sentence.")
+
+
+class Service:
+    """One run behind HTTP: an ASGI application, which refuses requests by HTTPException.
+
+    Args:
+        hosts: names that clients may call the server by; empty: any. A page elsewhere whose name its owner
+            points at this machine then cannot read answers.
+        leave: ends the process.
     """
 
-    app: ASGIApp
-    settings: Settings
-    metrics: Metrics
-    hosts: Collection[str]
-    paths: Collection[str]  # that metrics name; the others are "other"
-    refuse_if_full: Callable[[], None]  # raises where a request cannot be taken now
-    posts: int = 0  # requests with a body that are being answered
+    def __init__(  # noqa: PLR0913
+        self,
+        served: Served,
+        settings: Settings,
+        models: Mapping[ModelName, Model],
+        metrics: Metrics,
+        *,
+        hosts: Collection[str] = (),
+        leave: Callable[[], None] = lambda: os._exit(1),
+    ) -> None:
+        self.served, self.settings, self.metrics, self._leave = served, settings, metrics, leave
+        self.queued, self.given_up = 0, False  # rows, from arrival to answer
+        self.batchers = {
+            name: Batcher(
+                name,
+                model,
+                pad_id=served.pad_id,
+                max_wait_s=settings.max_wait_ms / 1000,
+                timeout_s=settings.timeout,
+                metrics=metrics,
+                give_up=self._give_up,
+            )
+            for name, model in models.items()
+        }
+        # one thread: a tokenizer that truncates is not for several
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self.hosts, self.posts = hosts, 0  # requests with a body that are being answered
+        self.routes = self._make_routes()
+        self._paths = {route.path for route in self.routes.routes}  # type: ignore[attr-defined]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check and count a request; the routes get one whose body is complete."""
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
+            await self.routes(scope, receive, send)
             return
         start, status = time.perf_counter(), 0
 
@@ -84,10 +135,10 @@ class Guard:
         try:
             self._check_head(scope["method"], Headers(scope=scope))
             if not counted:
-                await self.app(scope, receive, send_counted)
+                await self.routes(scope, receive, send_counted)
             elif (body := await self._read_body(receive)) is not None:
-                self.refuse_if_full()  # before it is parsed: under overload a refusal must cost little
-                await self.app(scope, _replay(body, receive), send_counted)
+                self._check_room()  # before it is parsed: under overload a refusal must cost little
+                await self.routes(scope, _replay(body, receive), send_counted)
         except HTTPException as error:
             await refuse(error)(scope, receive, send_counted)
         except Exception as error:
@@ -96,12 +147,9 @@ class Guard:
                 await refuse(FAILED)(scope, receive, send_counted)
         finally:
             self.posts -= counted
-            name = scope["path"] if scope["path"] in self.paths else "other"
+            name = scope["path"] if scope["path"] in self._paths else "other"
             self.metrics.requests.labels(name, str(status)).inc()
             self.metrics.seconds.labels(name).observe(time.perf_counter() - start)
-
-    def full(self) -> bool:
-        return self.posts >= MOST_POSTS
 
     def _check_head(self, method: str, headers: Headers) -> None:
         if self.hosts and _host_name(headers.get("host", "")) not in self.hosts:
@@ -146,96 +194,7 @@ class Guard:
             if not message.get("more_body", False):
                 return bytes(body)
 
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives a body that was read before."""
-    left = [body]
-
-    async def replay() -> Message:
-        return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
-
-    return replay
-
-
-def refuse(error: HTTPException) -> JSONResponse:
-    return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
-
-
-def _host_name(host: str) -> str:
-    """Return a Host header without its port."""
-    name, colon, port = host.rpartition(":")
-    return (name if colon and (port.isdecimal() or not port) else host).lower()
-
-
-PAGES = {  # by path: file, type
-    "/": ("index.html", "text/html"),
-    "/docs": ("docs.html", "text/html"),
-    "/app.js": ("app.js", "text/javascript"),
-    "/docs.js": ("docs.js", "text/javascript"),
-    "/look.css": (str(LOOK), "text/css"),
-    "/style.css": ("style.css", "text/css"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-REFUSALS = {
-    400: "The body is not JSON.",
-    408: "The body did not come in time.",
-    413: "Too many or too long texts, or too large a body.",
-    415: "The body has another type than JSON.",
-    422: "JSON of another form.",
-    503: "The queue is full, or there is no answer in time; Retry-After says when to come again.",
-}
-MOST_RETRY_S = 60
-SURROGATE = re.compile("[\ud800-\udfff]")
-LONG = 10_000  # numbers of an answer, whose JSON would hold up other requests
-FAREWELL_S = 0.5  # from the last answers of a worker that gives up to its end
-
-
-class Error(Strict):
-    """A refusal."""
-
-    error: str = Field(description="One sentence.")
-
-
-class Service:
-    """One run behind HTTP; `app` is the ASGI application.
-
-    Args:
-        hosts: as of `guard.Guard`.
-        leave: ends the process.
-    """
-
-    def __init__(  # noqa: PLR0913
-        self,
-        served: Served,
-        settings: Settings,
-        models: Mapping[ModelName, Model],
-        metrics: Metrics,
-        *,
-        hosts: Collection[str] = (),
-        leave: Callable[[], None] = lambda: os._exit(1),
-    ) -> None:
-        self.served, self.settings, self.metrics, self._leave = served, settings, metrics, leave
-        self.queued, self.given_up = 0, False  # rows, from arrival to answer
-        self.batchers = {
-            name: Batcher(
-                name,
-                model,
-                pad_id=served.pad_id,
-                max_wait_s=settings.max_wait_ms / 1000,
-                timeout_s=settings.timeout,
-                metrics=metrics,
-                give_up=self._give_up,
-            )
-            for name, model in models.items()
-        }
-        # one thread: a tokenizer that truncates is not for several
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        inner = self._routes()
-        paths = {route.path for route in inner.routes}  # type: ignore[attr-defined]
-        self.app = Guard(inner, settings, metrics, hosts, paths, self._check_room)
-
-    def _routes(self) -> FastAPI:
+    def _make_routes(self) -> FastAPI:
         served, settings = self.served, self.settings
         app = FastAPI(
             title=f"qdqbench serve {served.name}",
@@ -320,7 +279,7 @@ class Service:
         }
 
     def _ready(self) -> Response:
-        full = self.queued >= self.settings.queue or self.app.full()
+        full = self.queued >= self.settings.queue or self.posts >= MOST_POSTS
         ready = not full and not self.given_up
         return JSONResponse({"ready": ready, "full": full}, 200 if ready else 503)
 
@@ -439,3 +398,23 @@ class Service:
 def _flat(text: str) -> str:
     """Return a client's text, short and on one line."""
     return re.sub(r"\s+", " ", "".join(c if c.isprintable() else " " for c in text[:200]))[:120]
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body that was read before."""
+    left = [body]
+
+    async def replay() -> Message:
+        return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
+
+    return replay
+
+
+def refuse(error: HTTPException) -> JSONResponse:
+    return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
+
+
+def _host_name(host: str) -> str:
+    """Return a Host header without its port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and (port.isdecimal() or not port) else host).lower()

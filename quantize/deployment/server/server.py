@@ -80,7 +80,7 @@ class WorkerApp:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         metrics = Metrics()
         metrics.replaced.inc(self.is_replacement)
-        return Service(served, settings, models, metrics, hosts=self.hosts).app
+        return Service(served, settings, models, metrics, hosts=self.hosts)
 
 
 def serve(served: Served, settings: Settings, announce: Callable[[str, bool], None]) -> None:

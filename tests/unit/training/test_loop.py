@@ -304,11 +304,7 @@ def test_two_processes_do_what_one_does(tmp_path, accelerator):
     assert torch.allclose(found[0], tiny.weights(one), atol=2e-5)
 
 
-@given(
-    rows=st.integers(1, 200),
-    world=st.integers(1, 5),
-    accumulate=st.integers(1, 4),
-)
+@given(rows=st.integers(1, 200), world=st.integers(1, 5), accumulate=st.integers(1, 4))
 def test_shares_are_the_batch(rows, world, accumulate):
     batch = np.arange(rows) * 3
     parts = [split_batch(batch, rank, world, accumulate) for rank in range(world)]

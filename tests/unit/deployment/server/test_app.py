@@ -31,7 +31,7 @@ def make_service(served=None, settings=LIMITS, slowest_s=0.0, leave=lambda: None
 async def called(service, method, path, body=b"", headers=None, **more):
     """Status, headers and value of an answer."""
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    status, headers, made = await call(service.app, method, path, body, headers, **more)
+    status, headers, made = await call(service, method, path, body, headers, **more)
     value = json.loads(made) if headers.get("content-type") == "application/json" else made.decode()
     return status, headers, value
 
@@ -123,7 +123,7 @@ def test_bad_requests_are_told_what_is_wrong():
     both = {"content-length": "16", "transfer-encoding": "chunked"}
     assert refused(400, "not both", "POST", "/v1/predict", good, headers=both)["connection"] == "close"
     refused(408, "did not come within 0.5 s", "POST", "/v1/predict", chunks=[b"{", 5.0, b"}"])
-    gone = within(lambda service: call(service.app, "POST", "/v1/predict", chunks=[]))
+    gone = within(lambda service: call(service, "POST", "/v1/predict", chunks=[]))
     assert gone is None  # the client has gone
 
 
