@@ -128,7 +128,7 @@ def _base(options: TrainingOptions, folder: Path, accelerator: "Accelerator") ->
 @contextmanager
 def _processes(precision: str) -> "Iterator[Accelerator]":
     """Accelerate on the processes that are here; the group ends with the block."""
-    from qdqbench.quantize.training.processes import join_group, new_accelerator
+    from qdqbench.quantize.training.loop import join_group, new_accelerator
 
     with join_group():
         yield new_accelerator(precision)

@@ -38,14 +38,17 @@ from qdqbench.quantize.training.loop import (
     HeldOut,
     Job,
     TrainingData,
+    count_processes,
     divide,
     group_decayed,
     is_collapsed,
+    join_group,
+    leave_group,
+    new_accelerator,
     predict_rows,
     share_batches,
     train,
 )
-from qdqbench.quantize.training.processes import count_processes, join_group, leave_group, new_accelerator
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError

@@ -282,7 +282,7 @@ def test_what_is_trained_has_a_gradient(trained, tmp_path, logits):
 
     from qdqbench.quantize.recipe.training import Distill
     from qdqbench.quantize.training import qat
-    from qdqbench.quantize.training.processes import new_accelerator
+    from qdqbench.quantize.training.loop import new_accelerator
 
     session = again(trained, tmp_path)
     parts = Distill(logits=logits, hidden=1.0)

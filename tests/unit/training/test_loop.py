@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 
 from qdqbench.quantize.recipe.training import Distill, Training
 from qdqbench.quantize.tasks.task import get_task
-from qdqbench.quantize.training import checkpoints, finetune, processes
+from qdqbench.quantize.training import checkpoints, finetune, loop
 from qdqbench.quantize.training.loop import (
     divide,
     epoch_batches,
     evaluation_steps,
     is_collapsed,
+    new_accelerator,
     split_batch,
     total_steps,
     train,
 )
-from qdqbench.quantize.training.processes import new_accelerator
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 from ...support import tiny_training as tiny
@@ -342,7 +342,7 @@ def test_max_steps_end_the_epochs_early(most, steps):
 def test_emulated_bf16_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert processes.resolve_precision("auto") == "fp32"
+    assert loop.resolve_precision("auto") == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -362,11 +362,11 @@ def test_a_process_that_fails_alone_waits_for_none(monkeypatch, capsys, error, l
         raise SystemExit
 
     monkeypatch.setenv("WORLD_SIZE", str(launched))
-    monkeypatch.setattr(processes, "leave_group", lambda: seen.append("left"))
-    monkeypatch.setattr(processes.os, "_exit", leave_at_once)
+    monkeypatch.setattr(loop, "leave_group", lambda: seen.append("left"))
+    monkeypatch.setattr(loop.os, "_exit", leave_at_once)
     with (
         pytest.raises((UserError, RuntimeError, SystemExit)) if error else nullcontext(),
-        processes.join_group(),
+        loop.join_group(),
     ):
         if error:
             raise error
