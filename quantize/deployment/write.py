@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import onnx
 
-from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.graph.read import read_model
@@ -35,6 +34,7 @@ from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.tasks.rows import OVERLAP
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
+from qdqbench.quantize.tasks.types.kind import TaskKind
 from qdqbench.quantize.tasks.types.questions import QUESTIONS
 from qdqbench.quantize.tasks.types.regression import REGRESSION
 from qdqbench.quantize.tasks.types.reranking import RERANKING
@@ -79,54 +79,41 @@ ANSWERS = {
 Content = Mapping[str, bytes | Path]  # by its name in the folder: what a file holds, or where that lies
 
 
-@dataclass(frozen=True)
-class ModelIO:
-    answer: str  # template
-    texts: tuple[str, ...]  # what each of a sample's texts is
-    words: bool  # texts are words between spaces
-    windows: bool  # a second text that is too long is read in windows
-    labels: list[str]  # of the answers' columns; empty where they are no classes
-    pooling: dict[str, Any] | None  # of an embedding model
-
-    @property
-    def truncation(self) -> str:
-        return "only_second" if self.windows else "longest_first"
-
-    @property
-    def context(self) -> dict[str, Any]:
-        """Variables of the scripts' templates."""
-        sample = f"({', '.join(self.texts)})" if len(self.texts) == 2 else "a text"
-        return {
-            **vars(self),
-            "example": " ".join(f'"{text}"' for text in self.texts),  # arguments of a command line
-            "sample": "a list of words" if self.words else sample,  # what a script takes for one
-        }
-
-
-def read_model_io(session: Session) -> ModelIO:
-    config, task, kind = session.config, session.config.task, session.config.task.kind
+def describe_texts(kind: TaskKind, columns: int) -> dict[str, Any]:
+    """Return how the texts of a kind of task become rows, as variables of the templates."""
     answer, texts = ANSWERS[kind.name]
-    labels: Sequence[str] = ()
-    if kind in (CLASSIFICATION, TOKENS):
-        labels = config.task.classes or tuple(read_class_names(session.model_name, config.revision, kind))
-        if not is_named(labels) and kind is TOKENS:  # the data's names, if it has some
-            labels = next(iter(session.gold.values())).classes
-        elif not is_named(labels):
-            labels = task.values or labels
-    pooling = None
-    if kind.embeds:
-        name, revision = session.model_name, config.revision
-        folder = read_sentence_folder(name, model_commit(name, revision))
-        saved = getattr(load_config(name, revision), FIELD, None)
-        pooling = choose_pooling(name, folder, saved, config.pooling).model_dump(mode="json")
-    return ModelIO(
-        answer=answer,
-        texts=texts[: 1 if kind.texts_apart else len(task.text_columns)],
-        words=bool(kind.tokenizing.get("is_split_into_words")),
-        windows=kind.windows,
-        labels=[*labels],
-        pooling=pooling,
-    )
+    texts = texts[: 1 if kind.texts_apart else columns]
+    words = bool(kind.tokenizing.get("is_split_into_words"))
+    sample = f"({', '.join(texts)})" if len(texts) == 2 else "a text"
+    return {
+        "answer": answer,  # template
+        "texts": texts,
+        "words": words,  # texts are words between spaces
+        "windows": kind.windows,  # a second text that is too long is read in windows
+        "truncation": "only_second" if kind.windows else "longest_first",  # strategy of `tokenizers`
+        "example": " ".join(f'"{text}"' for text in texts),  # arguments of a command line
+        "sample": "a list of words" if words else sample,  # what a script takes for one
+    }
+
+
+def read_labels(session: Session) -> list[str]:
+    """Return the names of the answers' columns; empty where they are no classes."""
+    config, task, kind = session.config, session.config.task, session.config.task.kind
+    if kind not in (CLASSIFICATION, TOKENS):
+        return []
+    labels = task.classes or tuple(read_class_names(session.model_name, config.revision, kind))
+    if not is_named(labels) and kind is TOKENS:  # the data's names, if it has some
+        labels = next(iter(session.gold.values())).classes
+    elif not is_named(labels):
+        labels = task.values or labels
+    return [*labels]
+
+
+def _read_pooling(session: Session) -> dict[str, Any]:
+    name, revision = session.model_name, session.config.revision
+    folder = read_sentence_folder(name, model_commit(name, revision))
+    saved = getattr(load_config(name, revision), FIELD, None)
+    return choose_pooling(name, folder, saved, session.config.pooling).model_dump(mode="json")
 
 
 @dataclass(frozen=True)
@@ -196,18 +183,17 @@ def _describe_engine(home: Path, built: EngineResult, results: Results) -> Runti
     ran = built is results.engine and stage is not None and stage.status == "done"
     targets = ", ".join(built.compute_capability)
     if ran:
-        of_run = "compiled from `model.onnx` as the engine of the run was"
-        shown = of_run if built.on_cpu else "the engine of the run"
+        compiled = "compiled from `model.onnx` as the engine of the run was"
         gpu = f" ({sidecar.gpu})" if sidecar.gpu else ""
-        shown += f", for compute capability {targets}{gpu}" if targets else ""
-        verified = results.verification is not None and results.verification.passed
-        checked = "verified" if verified else "NOT verified"
-        shown += f"; that was proven, {checked} and evaluated (stage engine)"
-    else:
+        target = f", for compute capability {targets}{gpu}" if targets else ""
+        checked = "verified" if results.verification and results.verification.passed else "NOT verified"
         shown = (
-            f"built for compute capability {targets} with {sidecar.version}, INT8 read from its layer table; "
+            f"{compiled if built.on_cpu else 'the engine of the run'}{target}; that was proven, {checked} "
         )
-        shown += "NEVER RUN"
+        shown += "and evaluated (stage engine)"
+    else:
+        shown = f"built for compute capability {targets} with {sidecar.version}, INT8 read from its "
+        shown += "layer table; NEVER RUN"
     return Runtime(cast("BackendName", built.backend), shown, ran, engine, sidecar)
 
 
@@ -249,10 +235,13 @@ def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: P
         raise UserError(f"{session.folder} has no {graph.name}; run `qdqbench report {session.folder}` first")
     gpu_graph = graph_for_tensorrt(session, graph)
     runtimes = find_runtimes(session.folder, results, backend_of(session.recipe), gpu_graph)
-    model_io = read_model_io(session)
-    model_json = _describe_model(session, graph, model_io, runtimes) | {"failed": verdict.failed}
+    task = session.config.task
+    texts = describe_texts(task.kind, len(task.text_columns))
+    model_json = _describe_model(session, graph, texts, runtimes) | {"failed": verdict.failed}
     context: dict[str, Any] = {
-        **model_io.context,
+        **texts,
+        "labels": model_json["labels"],
+        "pooling": model_json["pooling"],
         "gpu": gpu_graph is not None,
         "gpu_model": MODEL if gpu_graph in (None, graph) else GPU_MODEL,
         "model_json": model_json,
@@ -261,7 +250,7 @@ def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: P
         "runtimes": runtimes,
         "model": _base_name(session.model_name) if session.config.model else "embedded default",
         "data": _base_name(str(results.data.get("source", ""))),
-        "task": session.config.task.name,
+        "task": task.name,
         "recipe": session.recipe.name,
         "license": find_license(session.model_name, session.config.revision),
         "metrics": list(next(iter(results.stages.values())).metrics),
@@ -275,7 +264,9 @@ def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: P
     if gpu_graph is not None:
         content[context["gpu_model"]] = gpu_graph
         shapes = dict.fromkeys(model_json["inputs"], (-1, -1))
-        profiles = _gpu_profiles(session, runtimes)
+        # of an engine that is built elsewhere: the recipe's, else those that the run has
+        built = [r.sidecar.profiles for r in runtimes if r.sidecar and r.sidecar.compute_capability]
+        profiles = recipe_profiles(session.recipe) or (built[0] if built else engine_profiles(session))
         context["trtexec"] = build_options(context["gpu_model"], "built", shapes, profiles)
         content[BUILD_SCRIPT] = render("build_tensorrt.sh", context)
     for runtime in runtimes:
@@ -297,10 +288,10 @@ def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: P
 
 
 def _describe_model(
-    session: Session, graph: Path, model_io: ModelIO, runtimes: Sequence[Runtime]
+    session: Session, graph: Path, texts: dict[str, Any], runtimes: Sequence[Runtime]
 ) -> dict[str, Any]:
     """Return what the scripts read: `model.json`."""
-    read = read_model(graph).graph
+    read, kind = read_model(graph).graph, session.config.task.kind
     sidecars = [runtime.sidecar for runtime in runtimes if runtime.sidecar is not None]
     limits = [sidecar.profiles for sidecar in sidecars] or [engine_profiles(session)]
     longest = min(max(each.max[1] for each in profiles) for profiles in limits)
@@ -310,31 +301,25 @@ def _describe_model(
     optimized = any(runtime.ran and runtime.backend == "onnxruntime" for runtime in runtimes)
     return {
         "task": session.config.task.name,
-        "kind": session.config.task.kind.name,
+        "kind": kind.name,
         "inputs": [value.name for value in read.input],
         "outputs": {
             value.name: str(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
             for value in read.output
         },
-        "labels": model_io.labels,
-        "pooling": model_io.pooling,
+        "labels": read_labels(session),
+        "pooling": _read_pooling(session) if kind.embeds else None,
         "max_length": length,
-        "stride": length // OVERLAP if model_io.windows else 0,  # tokens that windows share
-        "truncation": model_io.truncation,
+        "stride": length // OVERLAP if kind.windows else 0,  # tokens that windows share
+        "truncation": texts["truncation"],
         "pad_id": session.pad_id,
         "batch": min(rows, MOST_ROWS),
         "script": runtimes[0].script,  # the nearest to what the run showed
-        "example": model_io.context["example"],
+        "example": texts["example"],
         "ran": any(runtime.ran for runtime in runtimes),  # as the engine of the run
         "onnxruntime": "ORT_ENABLE_ALL" if optimized else "ORT_DISABLE_ALL",
         "openvino": {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32", "NUM_STREAMS": 1},
     }
-
-
-def _gpu_profiles(session: Session, runtimes: Sequence[Runtime]) -> list[Profile]:
-    """Return shapes of an engine that is built elsewhere: the recipe's, else those that the run has."""
-    built = [each.sidecar for each in runtimes if each.sidecar and each.sidecar.compute_capability]
-    return recipe_profiles(session.recipe) or (built[0].profiles if built else engine_profiles(session))
 
 
 def _save_tokenizer(session: Session) -> dict[str, bytes]:
@@ -384,7 +369,14 @@ def place(folder: Path, content: Content, *, link: bool) -> None:
     if folder.exists():
         if folder.is_dir() and _sums_of(folder, content, sums) == sums:
             return
-        _refuse_foreign(folder)
+        if folder.is_symlink() or not folder.is_dir():
+            raise UserError(f"{folder} is a file or a link, and what is deployed goes there; move it away")
+        if others := _list_foreign(folder):
+            are, them = ("is", "it") if len(others) == 1 else ("are", "them")
+            raise UserError(
+                f"{folder} was left as it is: {name_list(others)} in it {are} not of qdqbench or changed "
+                f"since; move {them} away, then `qdqbench deploy {folder.parent}`"
+            )
     try:
         with files.atomic_folder(folder) as temporary:
             for name, source in content.items():
@@ -400,17 +392,6 @@ def remove(folder: Path) -> None:
     """Remove a folder that holds only what was written here; any other stays as it is."""
     if folder.is_dir() and not folder.is_symlink() and not _list_foreign(folder):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _refuse_foreign(folder: Path) -> None:
-    if folder.is_symlink() or not folder.is_dir():
-        raise UserError(f"{folder} is a file or a link, and what is deployed goes there; move it away")
-    if others := _list_foreign(folder):
-        one = len(others) == 1
-        raise UserError(
-            f"{folder} was left as it is: {name_list(others)} in it {'is' if one else 'are'} not of qdqbench "
-            f"or changed since; move {'it' if one else 'them'} away, then `qdqbench deploy {folder.parent}`"
-        )
 
 
 def _list_foreign(folder: Path) -> list[str]:

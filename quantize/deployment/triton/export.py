@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import onnx
 
-from qdqbench.quantize.deployment.write import read_model_io, render
+from qdqbench.quantize.deployment.write import describe_texts, read_labels, render
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
@@ -154,7 +154,7 @@ def _find_plan(folder: Path, graph: Path) -> tuple[Path | None, Sidecar | None]:
 
 def _describe_model(session: Session, graph: Path, profiles: Sequence[Profile]) -> dict[str, Any]:
     """Return what Triton is told of a run's graph, as variables of the templates."""
-    kind = session.config.task.kind
+    task, kind = session.config.task, session.config.task.kind
     read = onnx.load(graph, load_external_data=False).graph
     longest = min(session.recipe.export.max_length, max(profile.max[1] for profile in profiles))
     sizes = dict[int, int]()  # most rows of each length that texts are padded to
@@ -174,20 +174,20 @@ def _describe_model(session: Session, graph: Path, profiles: Sequence[Profile]) 
         nearest = min(lengths, key=lambda length: abs(length - profile.opt[1]))
         warm.append((min(profile.opt[0], max_batch), nearest))
     warm.append((max_batch, lengths[-1]))
-    model_io = read_model_io(session)
-    labels = [re.sub(r"\s+", " ", name) for name in model_io.labels if kind is CLASSIFICATION]
+    texts = describe_texts(kind, len(task.text_columns))
+    labels = [re.sub(r"\s+", " ", name) for name in read_labels(session) if kind is CLASSIFICATION]
     outputs = [_tensor(value) for value in read.output]
     extras = [Tensor(name, "TYPE_INT64", dims) for name, dims in EXTRAS.get(kind.name, {}).items()]
     return {
         "tokens": [_tensor(value) for value in read.input],
         "outputs": outputs,
-        "texts": ["TEXT", "TEXT_PAIR"][: len(model_io.texts)],  # inputs of the tokenizer
+        "texts": ["TEXT", "TEXT_PAIR"][: len(texts["texts"])],  # inputs of the tokenizer
         "extras": extras,
         "names": [each.name for each in (*outputs, *extras)],
         "labels": labels,
         "labelled": bool(labels),
-        "words": model_io.words,
-        "truncation": model_io.truncation,
+        "words": texts["words"],
+        "truncation": texts["truncation"],
         "pad_id": session.pad_id,
         "profiles": [*profiles],
         "profile_numbers": [f'"{number}"' for number, _ in enumerate(profiles)],

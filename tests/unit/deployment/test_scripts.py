@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from qdqbench.quantize.deployment.write import ANSWERS, ModelIO, render
+from qdqbench.quantize.deployment.write import ANSWERS, describe_texts, render
 from qdqbench.quantize.tasks.task import KINDS
 
 from ...support import fake_gpu
@@ -34,10 +34,8 @@ TOLD = {
 
 def scripts(kind: str, gpu: bool = True) -> dict[str, str]:
     """Every script of a kind of task."""
-    answer, texts = ANSWERS[kind]
-    texts = texts[: 1 if KINDS[kind].texts_apart else KINDS[kind].text_columns[0]]
-    model_io = ModelIO(answer, texts, kind == "token classification", KINDS[kind].windows, [], None)
-    context = model_io.context | {"gpu": gpu, "backend": "tensorrt_rtx", "title": "TensorRT-RTX"}
+    context = describe_texts(KINDS[kind], KINDS[kind].text_columns[0])
+    context |= {"gpu": gpu, "backend": "tensorrt_rtx", "title": "TensorRT-RTX"}
     return {name: render(name, context) for name in ("model.py", *MOST_LINES)}
 
 
