@@ -193,7 +193,7 @@ def epoch_batches(data: TrainingData, batch_size: int, seed: int, epoch: int) ->
 def split_batch(rows: Int64, rank: int, world: int, accumulate: int) -> list[Int64]:
     """Split a global batch into parts for one process before it steps; none of them is empty.
 
-    Where the batch is too short for all processes, the others get its first row, which then must not count.
+    Where the batch is too short for all processes, the others get its first row, which must not count.
     """
     mine = rows[rank::world] if rank < len(rows) else rows[:1]
     return [part for part in np.array_split(mine, accumulate) if len(part)]

@@ -53,6 +53,7 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.results import TrainingRun
 from qdqbench.quantize.utils.system.environment import get_code_identity
 from qdqbench.quantize.utils.system.process import is_main_process
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -342,12 +343,7 @@ def train_qat(session: Session) -> list[Path]:
 
 
 def _train_quantized(session: Session, accelerator: "Accelerator") -> list[Path]:
-    """Train on every process; the main one writes the files, and proves that they rebuild the model.
-
-    Raises:
-        UserError: a checkpoint of another run.
-        CheckFailed: the training diverged, or what was written does not rebuild the model.
-    """
+    """Train on every process; the main one writes the files."""
     from qdqbench.quantize.calibration.fakequant import native
 
     job = new_job(session, get_settings(session), accelerator)
@@ -359,18 +355,8 @@ def _train_quantized(session: Session, accelerator: "Accelerator") -> list[Path]
     session.notes += run.notes
     if not accelerator.is_main_process:
         return []
-    model = model.cpu()
     run.folder = "model"
-    folder, trained = session.folder / QAT, make_trained_record(model, session.ptq_record)
-    with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
-        _save_plain(session, model, trained, temporary)
-    write_record(folder / "calibration.json", trained)
-    with files.atomic_folder(folder / "modelopt") as temporary, quiet("transformers"):
-        save_modelopt(model, temporary)
-    require_rebuilt(session, model)
-    files.write_text(folder / RECORD, run.model_dump_json(indent=2) + "\n")
-    written = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in written if CHECKPOINTS not in path.relative_to(folder).parts)
+    return _write_trained(session, model.cpu(), run)
 
 
 def remove_checkpoints(session: Session) -> None:
@@ -378,47 +364,42 @@ def remove_checkpoints(session: Session) -> None:
     shutil.rmtree(session.folder / QAT / CHECKPOINTS, ignore_errors=True)
 
 
-def make_trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> CalibrationRecord:
-    """Return the calibration record with the final amax; what was added to biases is in the trained ones."""
+def _write_trained(session: Session, model: "PreTrainedModel", run: TrainingRun) -> list[Path]:
+    """Write model, record and training log, and prove that they rebuild every weight and scale."""
+    import torch
+
+    folder, record = session.folder / QAT, session.ptq_record
     states = {
         name: read_quantizer_state(name, quantizer, record.quantizers[name].rms)
         for name, quantizer in list_quantizers(model).items()
     }
     require_plausible(states)
-    return record.model_copy(update={"quantizers": states, "shifts": {}, "centers": {}, "biases": {}})
-
-
-def _save_plain(session: Session, model: "PreTrainedModel", record: CalibrationRecord, folder: Path) -> None:
-    """Save an ordinary Hugging Face folder: no quantizers, no smoothing factors in weights, no copies."""
-    plain = session.new_model()
+    plain = session.new_model()  # no quantizers, no smoothing factors in weights, no copies
     weights = remove_copies(remove_factors(model, record.smoothing), record.splits, family_of(model.config))
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
-    plain.save_pretrained(folder)
-    session.tokenizer.save_pretrained(folder)
-
-
-def require_rebuilt(session: Session, model: "PreTrainedModel") -> None:
-    """Rebuild the model from its files, and compare every weight and scale bit for bit."""
-    import torch
-
+    with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
+        plain.save_pretrained(temporary)
+        session.tokenizer.save_pretrained(temporary)
+    # what was added to biases is in the trained ones
+    trained = {"quantizers": states, "shifts": {}, "centers": {}, "biases": {}}
+    write_record(folder / "calibration.json", record.model_copy(update=trained))
+    with files.atomic_folder(folder / "modelopt") as temporary, quiet("transformers"):
+        save_modelopt(model, temporary)
     rebuilt = session.new_qat_model().state_dict()
     differing = [name for name, value in model.state_dict().items() if not torch.equal(value, rebuilt[name])]
     if differing:
-        raise CheckFailed(
-            f"{session.folder / QAT} does not rebuild the trained model: {name_list(differing)} differ"
-        )
+        raise CheckFailed(f"{folder} does not rebuild the trained model: {name_list(differing)} differ")
+    files.write_text(folder / RECORD, run.model_dump_json(indent=2) + "\n")
+    written = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in written if CHECKPOINTS not in path.relative_to(folder).parts)
 
 
 def save_modelopt(model: "PreTrainedModel", folder: Path) -> None:
     """Write a calibrated fake-quant model as ModelOpt does; after `settle_learned` where it was trained.
 
     The folder is that of `mto.enable_huggingface_checkpointing()` and `save_pretrained` (docs/qat.md), but
-    transformers is not patched; weights hold the factors of smoothing. Plain ModelOpt reads every scale, and
-    computes the same up to rounding if the recipe leaves attention in FP16. It ignores a quantizer on the
-    softmax output, and refuses quantizers in modules unknown to it (residuals).
-
-    Raises:
-        RuntimeError: its quantizers are those of training.
+    transformers is not patched; weights hold the factors of smoothing. Plain ModelOpt ignores a quantizer on
+    the softmax output, and refuses quantizers in modules unknown to it (residuals).
     """
     import torch
     from modelopt.torch.opt import modelopt_state
