@@ -200,11 +200,8 @@ class Batcher:
                     bucket.popleft()
             wait, now = math.inf, time.monotonic()
             for since, place in sorted((rows[0].since, n) for n, rows in enumerate(self._buckets) if rows):
-                left, bucket, most = (
-                    since + self.max_wait_s - now,
-                    self._buckets[place],
-                    self.model.sizes[place][1],
-                )
+                bucket, most = self._buckets[place], self.model.sizes[place][1]
+                left = since + self.max_wait_s - now
                 if left <= 0 or len(bucket) >= most:
                     rows = list[Row]()
                     while bucket and len(rows) < most:
