@@ -39,7 +39,7 @@ def qat(recipe: RecipeName = DEFAULT_QAT, *, options: QatOptions, json: Json = F
     from qdqbench.eval.runs.run import follow, require_inputs, run_to, run_until
     from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
     from qdqbench.quantize.pipeline.session import Session
-    from qdqbench.quantize.training.qat.stage import get_settings, train_on_all
+    from qdqbench.quantize.training.qat import get_settings, train_on_all
     from qdqbench.quantize.utils.system.process import is_main_process
 
     config = options.config(options.find_recipe(recipe), command_line())

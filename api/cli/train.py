@@ -25,8 +25,7 @@ def finetune(*, options: FinetuneOptions, json: Json = False) -> None:
     """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
     from qdqbench.eval.runs.report.training import finetuning_report, write_finetuning
     from qdqbench.quantize.pipeline.ownership import default_folder
-    from qdqbench.quantize.training.finetune import RESULT, finetune
-    from qdqbench.quantize.training.record import require_all
+    from qdqbench.quantize.training.finetune import RESULT, finetune, require_all
 
     task = options.find_task()
     folder = options.out or default_folder("finetune", options.model, task.name)
@@ -56,7 +55,7 @@ def study(
     from qdqbench.eval.runs.study import STUDY_FILE, StudyPlan, study, study_report
     from qdqbench.quantize.pipeline.ownership import default_folder
     from qdqbench.quantize.recipe.schema import find_recipe
-    from qdqbench.quantize.training.record import require_all
+    from qdqbench.quantize.training.finetune import require_all
 
     recipes = [options.adapt(find_recipe(name, options.model, options.revision)) for name in recipe]
     task = options.find_task()
@@ -122,7 +121,7 @@ def _request(
 
 @contextmanager
 def _processes(precision: str) -> "Iterator[Accelerator]":
-    from qdqbench.quantize.training.processes import join_group, new_accelerator
+    from qdqbench.quantize.training.loop import join_group, new_accelerator
 
     with join_group():
         yield new_accelerator(precision)

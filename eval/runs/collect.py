@@ -31,7 +31,7 @@ from qdqbench.quantize.pipeline.artifacts import (
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import QAT, Session
 from qdqbench.quantize.tasks.sources import source_commit
-from qdqbench.quantize.training.record import RECORD
+from qdqbench.quantize.training.loop import RECORD
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Comparison, Gate, LayerErrors, Parity
 from qdqbench.quantize.utils.names import name_list

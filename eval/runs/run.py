@@ -9,8 +9,7 @@ from qdqbench.eval.runs.collect import collect, scored
 from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_baseline
 from qdqbench.eval.runs.report.report import hand_off, write_reports
 from qdqbench.eval.stages.stages import FP16_STAGE, stages
-from qdqbench.quantize.deployment.folder import remove
-from qdqbench.quantize.deployment.write import DEPLOY
+from qdqbench.quantize.deployment.write import DEPLOY, remove
 from qdqbench.quantize.engine.profiles import require_room
 from qdqbench.quantize.pipeline.artifacts import engine_profiles
 from qdqbench.quantize.pipeline.pipeline import (

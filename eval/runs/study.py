@@ -12,9 +12,9 @@ from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.pipeline.pipeline import open_run, run_stages, select_stages
 from qdqbench.quantize.pipeline.session import QAT, RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.training.finetune import FinetuneRequest, finetune
-from qdqbench.quantize.training.qat.stage import get_settings
-from qdqbench.quantize.training.record import RECORD, spread
+from qdqbench.quantize.training.finetune import FinetuneRequest, finetune, spread
+from qdqbench.quantize.training.loop import RECORD
+from qdqbench.quantize.training.qat import get_settings
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.results import Finetuning, Spread, TrainingRun, training_line

@@ -1,26 +1,25 @@
 """Write a finished run as a folder that needs nothing of qdqbench."""
 
-import functools
+import hashlib
 import importlib.metadata
 import json
+import os
 import re
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import onnx
 
-from qdqbench.quantize.deployment.folder import place
-from qdqbench.quantize.deployment.model_io import ModelIO, read_model_io
-from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.identity import model_commit
-from qdqbench.quantize.models.load import load_config
-from qdqbench.quantize.models.pooling import find_model_file
+from qdqbench.quantize.models.load import load_config, read_class_names
+from qdqbench.quantize.models.pooling import FIELD, choose_pooling, find_model_file, read_sentence_folder
 from qdqbench.quantize.pipeline.artifacts import (
     GPU,
     backend_of,
@@ -32,58 +31,116 @@ from qdqbench.quantize.pipeline.artifacts import (
 )
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import dump_recipe
+from qdqbench.quantize.tasks.rows import OVERLAP
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
+from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
+from qdqbench.quantize.tasks.types.kind import TaskKind
+from qdqbench.quantize.tasks.types.questions import QUESTIONS
+from qdqbench.quantize.tasks.types.reranking import RERANKING
+from qdqbench.quantize.tasks.types.tokens import TOKENS, is_named
+from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.files import read_bounded
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.results import EngineResult, Results
 from qdqbench.quantize.utils.system.quiet import quiet
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-TITLES: dict[BackendName, str] = {
-    "onnxruntime": "ONNX Runtime",
-    "openvino": "OpenVINO",
-    "tensorrt": "TensorRT",
-    "tensorrt_rtx": "TensorRT-RTX",
-}
-# distributions that a script imports, beside numpy and tokenizers
-PACKAGES: dict[BackendName, tuple[str, ...]] = {
-    "onnxruntime": ("onnxruntime",),
-    "openvino": ("openvino",),
-    "tensorrt": ("tensorrt", "torch"),
-    "tensorrt_rtx": ("tensorrt-rtx-cu13", "torch"),
-}
+DEPLOY = "deploy"  # folder of a run
+MODEL, GPU_MODEL, TOLD = "model.onnx", "model.gpu.onnx", "model.json"
 BUILD_SCRIPT = "build_tensorrt.sh"
+SUMS = "SHA256SUMS"
+CACHE = "__pycache__"  # which Python writes beside scripts that ran
+TEMPLATES = Path(__file__).parent / "templates"
+MOST_ROWS = 32  # of a batch, where the profiles take as many
+MOST_CARD_BYTES = 1 << 20
+# a plain value of a line: as YAML, a card from anywhere could expand aliases or hold what its reader fails at
+_LICENSE = re.compile(
+    r"^(license|license_name):[ \t]+([\"']?)(\w[^\n\"'#]{0,200})\2[ \t]*(?:#.*)?$", re.MULTILINE
+)
+# title, and the distributions that a script imports beside numpy and tokenizers
+BACKENDS: dict[BackendName, tuple[str, tuple[str, ...]]] = {
+    "onnxruntime": ("ONNX Runtime", ("onnxruntime",)),
+    "openvino": ("OpenVINO", ("openvino",)),
+    "tensorrt": ("TensorRT", ("tensorrt", "torch")),
+    "tensorrt_rtx": ("TensorRT-RTX", ("tensorrt-rtx-cu13", "torch")),
+}
+TEXTS = "a text", "its second text"
+# by the name of a task's kind: the template of what makes an answer, and what its texts are
+ANSWERS = {
+    CLASSIFICATION.name: ("classes", TEXTS),
+    REGRESSION.name: ("score", TEXTS),
+    RERANKING.name: ("score", ("a query", "a passage")),
+    TOKENS.name: ("words", ("words with spaces between them",)),
+    QUESTIONS.name: ("span", ("a question", "its context")),
+    PAIRS.name: ("embedding", TEXTS),
+    TEXTS_ALONE.name: ("embedding", TEXTS),
+}
+Content = Mapping[str, bytes | Path]  # by its name in the folder: what a file holds, or where that lies
+
+
+def describe_texts(kind: TaskKind, columns: int) -> dict[str, Any]:
+    """Return how the texts of a kind of task become rows, as variables of the templates."""
+    answer, texts = ANSWERS[kind.name]
+    texts = texts[: 1 if kind.texts_apart else columns]
+    words = kind.split_words
+    sample = f"({', '.join(texts)})" if len(texts) == 2 else "a text"
+    return {
+        "answer": answer,  # template
+        "texts": texts,
+        "words": words,  # texts are words between spaces
+        "windows": kind.windows,  # a second text that is too long is read in windows
+        "truncation": "only_second" if kind.windows else "longest_first",  # strategy of `tokenizers`
+        "example": " ".join(f'"{text}"' for text in texts),  # arguments of a command line
+        "sample": "a list of words" if words else sample,  # what a script takes for one
+    }
+
+
+def read_labels(session: Session) -> list[str]:
+    """Return the names of the answers' columns; empty where they are no classes."""
+    config, task, kind = session.config, session.config.task, session.config.task.kind
+    if kind not in (CLASSIFICATION, TOKENS):
+        return []
+    labels = task.classes or tuple(read_class_names(session.model_name, config.revision, kind))
+    if not is_named(labels) and kind is TOKENS:  # the data's names, if it has some
+        labels = next(iter(session.gold.values())).classes
+    elif not is_named(labels):
+        labels = task.values or labels
+    return [*labels]
+
+
+def _read_pooling(session: Session) -> dict[str, Any]:
+    name, revision = session.model_name, session.config.revision
+    folder = read_sentence_folder(name, model_commit(name, revision))
+    saved = getattr(load_config(name, revision), FIELD, None)
+    return choose_pooling(name, folder, saved, session.config.pooling).model_dump(mode="json")
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """One backend."""
+    """One backend that takes the run's graph."""
 
     backend: BackendName
     shown: str  # by the run
-    ran: bool  # here, as the run's engine
+    ran: bool = False  # here, as the run's engine
     engine: Path | None = None  # that was built, and what it is for
     sidecar: Sidecar | None = None
 
     @property
     def title(self) -> str:
-        """Its name as it is written."""
-        return TITLES[self.backend]
+        return BACKENDS[self.backend][0]
 
     @property
     def script(self) -> str:
-        """What asks it."""
         return f"run_{self.backend}.py"
 
     @property
     def requirements(self) -> list[str]:
         """Packages of its script, with the versions that the run had; without one where it had none."""
-        found = {name: installed(name) for name in PACKAGES[self.backend]}
+        library, *others = BACKENDS[self.backend][1]
+        versions = {name: installed(name) for name in (library, *others)}
         if self.sidecar is not None:  # OpenVINO's has a commit behind it, which no index knows
-            found[PACKAGES[self.backend][0]] = self.sidecar.version.partition("-")[0]
-        return [f"{name}=={version}" if version else name for name, version in found.items()]
+            versions[library] = self.sidecar.version.partition("-")[0]
+        return [f"{name}=={version}" if version else name for name, version in versions.items()]
 
 
 def installed(name: str) -> str | None:
@@ -98,59 +155,45 @@ def find_runtimes(folder: Path, results: Results, own: BackendName, gpu_graph: P
     """Return the backends that take a run's graphs; first the one of its engine, where it can be asked here.
 
     Args:
-        folder: of the run.
         own: backend that the run is for.
         gpu_graph: in the form for TensorRT, if the run has one.
     """
-    found = {backend: Runtime(backend, shown, ran=False) for backend, shown in _others(gpu_graph).items()}
-    for built, home in ((results.gpu_engine, folder / GPU), (results.engine, folder)):
-        if built is not None:
-            runtime = _built(home, built, results)
-            found[runtime.backend] = runtime
-    return sorted(
-        found.values(), key=lambda each: (not each.ran, each.backend not in CPU_BACKENDS, each.backend != own)
-    )
-
-
-def _others(gpu_graph: Path | None) -> dict[BackendName, str]:
-    """Return what is true of backends whose engine the run does not have."""
-    found: dict[BackendName, str] = {
+    shown: dict[BackendName, str] = {
         "onnxruntime": "the graph as exported, as the run evaluated it (stage onnxruntime): slow. "
         "`ORT_ENABLE_ALL` in `model.json` makes it faster, and its answers may differ a little",
         "openvino": "not tried in the run",
     }
     if gpu_graph is not None:
-        found["tensorrt"] = f"not tried in the run; `sh {BUILD_SCRIPT}` builds its engine first"
-    return found
+        shown["tensorrt"] = f"not tried in the run; `sh {BUILD_SCRIPT}` builds its engine first"
+    runtimes = {backend: Runtime(backend, text) for backend, text in shown.items()}
+    for built, home in ((results.gpu_engine, folder / GPU), (results.engine, folder)):
+        if built is not None:
+            runtime = _describe_engine(home, built, results)
+            runtimes[runtime.backend] = runtime
+    return sorted(
+        runtimes.values(),
+        key=lambda runtime: (not runtime.ran, runtime.backend not in CPU_BACKENDS, runtime.backend != own),
+    )
 
 
-def _built(home: Path, built: EngineResult, results: Results) -> Runtime:
+def _describe_engine(home: Path, built: EngineResult, results: Results) -> Runtime:
     engine, stage = engine_file(home, built), results.stages.get("engine")
     sidecar = read_sidecar(engine)
     ran = built is results.engine and stage is not None and stage.status == "done"
     targets = ", ".join(built.compute_capability)
     if ran:
-        made = (
-            "compiled from `model.onnx` as the engine of the run was"
-            if built.on_cpu
-            else "the engine of the run"
-        )
+        compiled = "compiled from `model.onnx` as the engine of the run was"
         gpu = f" ({sidecar.gpu})" if sidecar.gpu else ""
-        made += f", for compute capability {targets}{gpu}" if targets else ""
-        verified = results.verification is not None and results.verification.passed
-        checked = "verified" if verified else "NOT verified"
-        shown = f"{made}; that was proven, {checked} and evaluated (stage engine)"
+        target = f", for compute capability {targets}{gpu}" if targets else ""
+        checked = "verified" if results.verification and results.verification.passed else "NOT verified"
+        shown = (
+            f"{compiled if built.on_cpu else 'the engine of the run'}{target}; that was proven, {checked} "
+        )
+        shown += "and evaluated (stage engine)"
     else:
-        for_what = f"built for compute capability {targets} with {sidecar.version}"
-        shown = f"{for_what}, INT8 read from its layer table; NEVER RUN"
+        shown = f"built for compute capability {targets} with {sidecar.version}, INT8 read from its "
+        shown += "layer table; NEVER RUN"
     return Runtime(cast("BackendName", built.backend), shown, ran, engine, sidecar)
-
-
-MOST = 1 << 20  # bytes of a model card
-# a plain value of a line: as YAML, a card from anywhere could expand aliases or hold what its reader fails at
-_LINE = re.compile(
-    r"^(license|license_name):[ \t]+([\"']?)(\w[^\n\"'#]{0,200})\2[ \t]*(?:#.*)?$", re.MULTILINE
-)
 
 
 def find_license(name: str, revision: str | None) -> str | None:
@@ -158,26 +201,18 @@ def find_license(name: str, revision: str | None) -> str | None:
     try:
         with quiet("transformers"):
             card = find_model_file(name, "README.md", model_commit(name, revision))
-        text = read_bounded(Path(card), MOST, "a model card", "another") if card else ""
+        text = files.read_bounded(Path(card), MOST_CARD_BYTES, "a model card", "another") if card else ""
     except Exception:
         return None
     head, end, _ = text.removeprefix("---\n").partition("\n---")
-    values = {key: value for key, _, value in _LINE.findall(head)} if end and text.startswith("---\n") else {}
-    found = values.get("license_name", values.get("license", ""))
-    return " ".join(found.split())[:100] or None
-
-
-DEPLOY = "deploy"  # folder of a run
-MODEL, GPU_MODEL = "model.onnx", "model.gpu.onnx"
-TOLD = "model.json"
-MOST_ROWS = 32  # of a batch, where the profiles take as many
-TEMPLATES = Path(__file__).parent / "templates"
+    if not end or not text.startswith("---\n"):
+        return None
+    values = {key: value for key, _, value in _LICENSE.findall(head)}
+    return " ".join(values.get("license_name", values.get("license", "")).split())[:100] or None
 
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """The verdict of the run in words."""
-
     title: str
     sentence: str
     failed: str  # why it is not for use; empty: nothing fails
@@ -197,26 +232,24 @@ def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: P
     graph = graph_path(session)
     if not graph.is_file():
         raise UserError(f"{session.folder} has no {graph.name}; run `qdqbench report {session.folder}` first")
-    for_gpu = graph_for_tensorrt(session, graph)
-    runtimes = find_runtimes(session.folder, results, backend_of(session.recipe), for_gpu)
-    model_io = read_model_io(session)
-    model_json = _describe_model(session, graph, model_io, runtimes) | {"failed": verdict.failed}
-    beside = for_gpu is not None and for_gpu != graph
-    profiles = _gpu_profiles(session, runtimes) if for_gpu else []
+    gpu_graph = graph_for_tensorrt(session, graph)
+    runtimes = find_runtimes(session.folder, results, backend_of(session.recipe), gpu_graph)
+    task = session.config.task
+    texts = describe_texts(task.kind, len(task.text_columns))
+    model_json = _describe_model(session, graph, texts, runtimes) | {"failed": verdict.failed}
     context: dict[str, Any] = {
-        **vars(model_io),
-        "example": model_io.example,
-        "sample": model_io.sample,
-        "gpu": for_gpu is not None,
-        "gpu_model": GPU_MODEL if beside else MODEL,
+        **texts,
+        "labels": model_json["labels"],
+        "pooling": model_json["pooling"],
+        "gpu": gpu_graph is not None,
+        "gpu_model": MODEL if gpu_graph in (None, graph) else GPU_MODEL,
         "model_json": model_json,
-        "profiles": profiles,
         "verdict": verdict,
         "r": results,
         "runtimes": runtimes,
         "model": _base_name(session.model_name) if session.config.model else "embedded default",
         "data": _base_name(str(results.data.get("source", ""))),
-        "task": session.config.task.name,
+        "task": task.name,
         "recipe": session.recipe.name,
         "license": find_license(session.model_name, session.config.revision),
         "metrics": list(next(iter(results.stages.values())).metrics),
@@ -226,37 +259,38 @@ def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: P
         "numpy": installed("numpy"),
         "tokenizers": installed("tokenizers"),
     }
-    content: dict[str, str | bytes | Path] = {MODEL: graph, **_tokenizer(session)}
-    if for_gpu is not None:
-        content |= {GPU_MODEL: for_gpu} if beside else {}
+    content: dict[str, str | bytes | Path] = {MODEL: graph, **_save_tokenizer(session)}
+    if gpu_graph is not None:
+        content[context["gpu_model"]] = gpu_graph
         shapes = dict.fromkeys(model_json["inputs"], (-1, -1))
-        options = build_options(context["gpu_model"], "built", shapes, profiles)
-        content[BUILD_SCRIPT] = render("build_tensorrt.sh", context | {"trtexec": options})
-        context["trtexec"] = options
+        # of an engine that is built elsewhere: the recipe's, else those that the run has
+        built = [r.sidecar.profiles for r in runtimes if r.sidecar and r.sidecar.compute_capability]
+        profiles = recipe_profiles(session.recipe) or (built[0] if built else engine_profiles(session))
+        context["trtexec"] = build_options(context["gpu_model"], "built", shapes, profiles)
+        content[BUILD_SCRIPT] = render("build_tensorrt.sh", context)
     for runtime in runtimes:
         if runtime.engine is not None:
             content[f"{runtime.backend}.engine"] = runtime.engine
         script = "run_tensorrt.py" if runtime.backend.startswith("tensorrt") else runtime.script
-        content[runtime.script] = render(
-            script, context | {"backend": runtime.backend, "title": runtime.title}
-        )
+        variables = context | {"backend": runtime.backend, "title": runtime.title}
+        content[runtime.script] = render(script, variables)
     content |= {
         "model.py": render("model.py", context),
         TOLD: json.dumps(model_json, indent=2, ensure_ascii=False) + "\n",
         "config.json": load_config(session.model_name, session.config.revision).to_json_string(),
         "recipe.yaml": dump_recipe(session.recipe),
         "requirements.txt": render("requirements.txt", context),
-        "README.md": render("README.md", context | {"files": sorted(content)}),
+        "README.md": render("README.md", context),
     }
-    written = {name: value.encode() if isinstance(value, str) else value for name, value in content.items()}
-    place(out or session.folder / DEPLOY, written, link=out is None)
+    encoded = {name: value.encode() if isinstance(value, str) else value for name, value in content.items()}
+    place(out or session.folder / DEPLOY, encoded, link=out is None)
 
 
 def _describe_model(
-    session: Session, graph: Path, model_io: ModelIO, runtimes: Sequence[Runtime]
+    session: Session, graph: Path, texts: dict[str, Any], runtimes: Sequence[Runtime]
 ) -> dict[str, Any]:
     """Return what the scripts read: `model.json`."""
-    read = read_model(graph).graph
+    read, kind = read_model(graph).graph, session.config.task.kind
     sidecars = [runtime.sidecar for runtime in runtimes if runtime.sidecar is not None]
     limits = [sidecar.profiles for sidecar in sidecars] or [engine_profiles(session)]
     longest = min(max(each.max[1] for each in profiles) for profiles in limits)
@@ -266,42 +300,36 @@ def _describe_model(
     optimized = any(runtime.ran and runtime.backend == "onnxruntime" for runtime in runtimes)
     return {
         "task": session.config.task.name,
-        "kind": session.config.task.kind.name,
+        "kind": kind.name,
         "inputs": [value.name for value in read.input],
         "outputs": {
             value.name: str(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
             for value in read.output
         },
-        "labels": model_io.labels,
-        "pooling": model_io.pooling,
+        "labels": read_labels(session),
+        "pooling": _read_pooling(session) if kind.embeds else None,
         "max_length": length,
-        "stride": model_io.stride(length),
-        "truncation": model_io.truncation,
+        "stride": length // OVERLAP if kind.windows else 0,  # tokens that windows share
+        "truncation": texts["truncation"],
         "pad_id": session.pad_id,
         "batch": min(rows, MOST_ROWS),
         "script": runtimes[0].script,  # the nearest to what the run showed
-        "example": model_io.example,
+        "example": texts["example"],
         "ran": any(runtime.ran for runtime in runtimes),  # as the engine of the run
         "onnxruntime": "ORT_ENABLE_ALL" if optimized else "ORT_DISABLE_ALL",
         "openvino": {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32", "NUM_STREAMS": 1},
     }
 
 
-def _gpu_profiles(session: Session, runtimes: Sequence[Runtime]) -> list[Profile]:
-    """Return shapes of an engine that is built elsewhere: the recipe's, else those that the run has."""
-    built = [each.sidecar for each in runtimes if each.sidecar and each.sidecar.compute_capability]
-    return recipe_profiles(session.recipe) or (built[0].profiles if built else engine_profiles(session))
-
-
-def _tokenizer(session: Session) -> dict[str, bytes]:
+def _save_tokenizer(session: Session) -> dict[str, bytes]:
     """Return files of the tokenizer as the run used it."""
     tokenizer: Any = session.tokenizer
     tokenizer.backend_tokenizer.no_truncation()  # what the last call asked for is no part of it
     tokenizer.backend_tokenizer.no_padding()
-    with tempfile.TemporaryDirectory(prefix="qdqbench-tokenizer-") as made:
-        tokenizer.save_pretrained(made)
-        found = sorted(path for path in Path(made).rglob("*") if path.is_file())
-        return {f"tokenizer/{path.relative_to(made).as_posix()}": path.read_bytes() for path in found}
+    with tempfile.TemporaryDirectory(prefix="qdqbench-tokenizer-") as saved:
+        tokenizer.save_pretrained(saved)
+        paths = sorted(path for path in Path(saved).rglob("*") if path.is_file())
+        return {f"tokenizer/{path.relative_to(saved).as_posix()}": path.read_bytes() for path in paths}
 
 
 def _base_name(name: str) -> str:
@@ -311,18 +339,103 @@ def _base_name(name: str) -> str:
 
 def render(template: str, context: dict[str, Any], folder: Path = TEMPLATES, *, trim: bool = True) -> str:
     """Return a template with a context; `trim` drops the line ends of its blocks."""
-    return _open_templates(folder, trim).get_template(f"{template}.j2").render(context)
-
-
-@functools.cache
-def _open_templates(folder: Path, trim: bool) -> "Environment":
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    opened = Environment(  # noqa: S701  (no HTML)
+    environment = Environment(  # noqa: S701  (no HTML)
         loader=FileSystemLoader(folder),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         trim_blocks=trim,
     )
-    opened.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
-    return opened
+    environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
+    return environment.get_template(f"{template}.j2").render(context)
+
+
+def place(folder: Path, content: Content, *, link: bool) -> None:
+    """Make a folder hold these files and their checksums, and nothing else: whole or absent.
+
+    Args:
+        link: hard links of files that lie elsewhere, where the file system can; else copies.
+
+    Raises:
+        UserError: it cannot be written, or holds what was not written here; lists that.
+    """
+    sums = {name: _sum(source) for name, source in content.items()}
+    for left in folder.parent.glob(f".{folder.name}.*.tmp") if link else ():  # of a run that was killed
+        if not folder.exists() and (left / files.REPLACED).is_dir():  # between its two renames
+            (left / files.REPLACED).rename(folder)
+        shutil.rmtree(left, ignore_errors=True)
+    if folder.exists():
+        if folder.is_dir() and _sums_of(folder, content, sums) == sums:
+            return
+        if folder.is_symlink() or not folder.is_dir():
+            raise UserError(f"{folder} is a file or a link, and what is deployed goes there; move it away")
+        if others := _list_foreign(folder):
+            are, them = ("is", "it") if len(others) == 1 else ("are", "them")
+            raise UserError(
+                f"{folder} was left as it is: {name_list(others)} in it {are} not of qdqbench or changed "
+                f"since; move {them} away, then `qdqbench deploy {folder.parent}`"
+            )
+    try:
+        with files.atomic_folder(folder) as temporary:
+            for name, source in content.items():
+                _write(temporary / name, source, link)
+            files.write_text(temporary / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+    except OSError as error:
+        raise UserError(
+            f"cannot write {folder}: {error.strerror}; make room, or choose another folder"
+        ) from error
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that holds only what was written here; any other stays as it is."""
+    if folder.is_dir() and not folder.is_symlink() and not _list_foreign(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _list_foreign(folder: Path) -> list[str]:
+    """Return the files that the checksums in a folder do not list, or that are others now."""
+    try:
+        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        lines = []
+    listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    return sorted(name for name, digest in _sums_of(folder, {}, {}).items() if listed.get(name) != digest)
+
+
+def _sums_of(folder: Path, content: Content, sums: Mapping[str, str]) -> dict[str, str]:
+    """Return the checksums of what is there; a link to the content with these sums is not read again."""
+    found = {}
+    for path in (path for path in folder.rglob("*") if path.is_file() or path.is_symlink()):
+        name = path.relative_to(folder).as_posix()
+        if name != SUMS and CACHE not in path.relative_to(folder).parts:
+            source = content.get(name)
+            linked = isinstance(source, Path) and path.exists() and path.samefile(source)
+            found[name] = sums[name] if linked else _sum(path)
+    return found
+
+
+def _sum(source: bytes | Path) -> str:
+    """Return a checksum; empty of a file that cannot be read."""
+    if isinstance(source, bytes):
+        return hashlib.sha256(source).hexdigest()
+    try:
+        return files.sha256(source)
+    except OSError:
+        return ""
+
+
+def _write(path: Path, source: bytes | Path, link: bool) -> None:
+    if isinstance(source, bytes):
+        files.write_bytes(path, source)
+        if path.suffix == ".sh":
+            path.chmod(0o755)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if link:
+        try:
+            os.link(source, path)
+            return
+        except OSError:  # another file system, or one without links
+            pass
+    shutil.copyfile(source, path)

@@ -1,12 +1,11 @@
 """Training checkpoints: written whole or not at all, proven by hash, and bound to one run.
 
-Accelerate writes and reads the state itself; what it rotates would lose the best checkpoint, and damage or
-another run's state would be loaded without a word.
+Accelerate writes and reads the state. Its own rotation would lose the best checkpoint, and it loads damage or
+another run's state silently.
 """
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,37 +24,17 @@ KEPT = 2  # the last, and the one before it in case the last is damaged; their b
 class _CheckpointManifest(Strict):
     schema_version: Literal[1] = 1
     identity: dict[str, Any]  # what the run is of, as JSON values
+    best_step: int  # whose checkpoint is kept as well
     state: dict[str, Any]  # of the training loop
     files: dict[str, str]  # name -> sha256
 
-    @property
-    def best_step(self) -> int:
-        """Whose weights the run would end with."""
-        return int(self.state["best_step"])
 
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A whole checkpoint of this run."""
-
-    folder: Path
-    state: dict[str, Any]
-
-
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    accelerator: "Accelerator",
-    *,
-    identity: dict[str, Any],
-    state: dict[str, Any],
-) -> None:
+def save_checkpoint(folder: Path, step: int, accelerator: "Accelerator", manifest: dict[str, Any]) -> None:
     """Write a checkpoint from all processes; the others go, but for the one before and the best of both.
 
     Args:
         accelerator: holds model, optimizer and scheduler.
-        identity: what a resumed run must share.
-        state: of the training loop, with `best_step`, whose checkpoint is kept as well.
+        manifest: fields of the manifest, but for the files.
 
     Raises:
         UserError: it cannot be written.
@@ -69,113 +48,23 @@ def save_checkpoint(
 
     def finish() -> None:
         hashes = {path.name: files.sha256(path) for path in sorted(temporary.iterdir())}
-        written = _CheckpointManifest(identity=identity, state=state, files=hashes)
+        written = _CheckpointManifest(**manifest, files=hashes)
         files.write_json(temporary / CHECKPOINT_FILE, written.model_dump(mode="json"))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        # later ones were passed over as damaged
-        kept = [path for path in _all(folder) if path.name <= final.name][:KEPT]
-        known = filter(None, map(_manifest, kept))
-        for other in set(_all(folder)) - {
-            *kept,
-            *(get_checkpoint_folder(folder, each.best_step) for each in known),
-        }:
+        last = [path for path in _list(folder) if path.name <= final.name][:KEPT]  # later ones are damaged
+        manifests = filter(None, map(_read_manifest, last))
+        best = {get_checkpoint_folder(folder, manifest.best_step) for manifest in manifests}
+        for other in {*_list(folder)} - {*last} - best:
             shutil.rmtree(other)
 
     main = accelerator.is_main_process
-    _together(accelerator, folder, prepare if main else None)
-    _together(accelerator, folder, lambda: accelerator.save_state(str(temporary)))
-    _together(accelerator, folder, finish if main else None)
+    _run_together(accelerator, folder, prepare if main else None)
+    _run_together(accelerator, folder, lambda: accelerator.save_state(str(temporary)))
+    _run_together(accelerator, folder, finish if main else None)
 
 
-def get_checkpoint_folder(folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of a step."""
-    return folder / f"step-{step:08d}"
-
-
-def find_checkpoint(folder: Path, identity: dict[str, Any], notes: list[str]) -> Checkpoint | None:
-    """Find the last whole checkpoint of a run, if any.
-
-    Args:
-        identity: of the run that wants to go on.
-        notes: gets a line for each damaged checkpoint that is passed over.
-
-    Raises:
-        UserError: a checkpoint of another run (recipe, model, data, processes, arithmetic).
-    """
-    for path in _all(folder):
-        manifest = _manifest(path)
-        if manifest is not None:
-            _require_same(path, manifest.identity, identity)
-        bad = _damaged(path)
-        if manifest is not None and not bad:
-            best = get_checkpoint_folder(folder, manifest.best_step)
-            bad = [f"{best.name}/{name}" for name in _damaged(best)]  # the run would end without weights
-            if not bad:
-                return Checkpoint(path, manifest.state)
-        notes.append(f"checkpoint {path.name} is damaged ({', '.join(bad)}); it is passed over")
-    if _all(folder):
-        notes.append("no whole checkpoint was left; the training began again")
-    return None
-
-
-def require_whole(folder: Path) -> None:
-    """Check a checkpoint that will be read once more.
-
-    Raises:
-        UserError: it is gone or damaged.
-    """
-    if bad := _damaged(folder):
-        raise UserError(
-            f"{folder} is damaged ({', '.join(bad)}); run the same command again, which goes on from an "
-            "older checkpoint"
-        )
-
-
-def _require_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    differing = [
-        f"{key} (there {_short(there.get(key))}, here {_short(here.get(key))})"
-        for key in {**there, **here}
-        if there.get(key) != here.get(key)
-    ]
-    if differing:
-        raise UserError(
-            f"{folder} is a checkpoint of another run: it differs in {', '.join(differing)}; go on with "
-            "what it was started with, or give another --out, or remove it to begin again"
-        )
-
-
-def _all(folder: Path) -> list[Path]:
-    """Return the checkpoints, the last first."""
-    return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
-
-
-def _manifest(folder: Path) -> _CheckpointManifest | None:
-    """Read the manifest of a checkpoint; None where that cannot be read."""
-    try:
-        return read(folder / CHECKPOINT_FILE, _CheckpointManifest, "checkpoint", "go on from another")
-    except UserError:
-        return None
-
-
-def _damaged(folder: Path) -> list[str]:
-    """Return the files of a checkpoint that are not as they were written."""
-    manifest = _manifest(folder)
-    if manifest is None:
-        return [CHECKPOINT_FILE]
-    return [
-        name
-        for name, digest in manifest.files.items()
-        if Path(name).name != name or not (folder / name).is_file() or files.sha256(folder / name) != digest
-    ]
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 24 else f"{text[:12]}..."
-
-
-def _together(accelerator: "Accelerator", folder: Path, work: Callable[[], Any] | None) -> None:
+def _run_together(accelerator: "Accelerator", folder: Path, work: Callable[[], Any] | None) -> None:
     """Do the work of this process and wait for the others; all stop when one cannot write."""
     from accelerate.utils import gather_object
 
@@ -191,13 +80,86 @@ def _together(accelerator: "Accelerator", folder: Path, work: Callable[[], Any] 
         )
 
 
-def load_best(checkpoint: Path, model: Any) -> None:
-    """Give a model the weights of a checkpoint, in place.
+def get_checkpoint_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def find_checkpoint(
+    folder: Path, identity: dict[str, Any], notes: list[str]
+) -> tuple[Path, dict[str, Any]] | None:
+    """Find the last whole checkpoint of a run, if any: its folder and the state of the training loop.
+
+    Args:
+        identity: of the run that is to be resumed.
+        notes: gets a line for each damaged checkpoint that is passed over.
 
     Raises:
-        UserError: as `require_whole`.
+        UserError: a checkpoint of another run (recipe, model, data, processes, arithmetic).
     """
+    for path in _list(folder):
+        manifest = _read_manifest(path)
+        if manifest is not None:
+            _require_same(path, manifest.identity, identity)
+        damaged = _list_damaged(path)
+        if manifest is not None and not damaged:
+            best = get_checkpoint_folder(folder, manifest.best_step)
+            damaged = [f"{best.name}/{name}" for name in _list_damaged(best)]  # whose weights the run returns
+            if not damaged:
+                return path, manifest.state
+        notes.append(f"checkpoint {path.name} is damaged ({', '.join(damaged)}); it is passed over")
+    if _list(folder):
+        notes.append("no whole checkpoint was left; the training began again")
+    return None
+
+
+def load_weights(checkpoint: Path, model: Any) -> None:
+    """Give a model the weights of a checkpoint, in place; UserError where it is gone or damaged."""
     from safetensors.torch import load_model
 
-    require_whole(checkpoint)
+    if damaged := _list_damaged(checkpoint):
+        raise UserError(
+            f"{checkpoint} is damaged ({', '.join(damaged)}); run the same command again, which resumes from "
+            "an older checkpoint"
+        )
     load_model(model, checkpoint / WEIGHTS)
+
+
+def _require_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    def short(value: Any) -> str:
+        text = str(value)
+        return text if len(text) <= 24 else f"{text[:12]}..."
+
+    differing = [
+        f"{key} (there {short(there.get(key))}, here {short(here.get(key))})"
+        for key in {**there, **here}
+        if there.get(key) != here.get(key)
+    ]
+    if differing:
+        raise UserError(
+            f"{folder} is a checkpoint of another run: it differs in {', '.join(differing)}; resume with "
+            "what it was started with, or give another --out, or remove it to begin again"
+        )
+
+
+def _list(folder: Path) -> list[Path]:
+    """Return the checkpoints, the last first."""
+    return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
+
+
+def _read_manifest(folder: Path) -> _CheckpointManifest | None:
+    try:
+        return read(folder / CHECKPOINT_FILE, _CheckpointManifest, "checkpoint", "go on from another")
+    except UserError:
+        return None
+
+
+def _list_damaged(folder: Path) -> list[str]:
+    """Return the files of a checkpoint that are not as they were written."""
+    manifest = _read_manifest(folder)
+    if manifest is None:
+        return [CHECKPOINT_FILE]
+    return [
+        name
+        for name, digest in manifest.files.items()
+        if Path(name).name != name or not (folder / name).is_file() or files.sha256(folder / name) != digest
+    ]

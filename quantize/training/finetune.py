@@ -19,23 +19,22 @@ from qdqbench.quantize.tasks.sources import is_hub_source, read_split
 from qdqbench.quantize.tasks.task import Task, merge_splits, with_classes
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.tasks.types.kind import join_outputs
-from qdqbench.quantize.training.evaluate import is_collapsed, predict_rows
-from qdqbench.quantize.training.loop import HeldOut, Job, group_decayed, train
-from qdqbench.quantize.training.record import (
+from qdqbench.quantize.training.loop import (
     CHECKPOINTS,
     RECORD,
-    complete_record,
-    held_out_score,
-    read_finished,
-    spread,
-    start_record,
-    write_finished,
+    HeldOut,
+    Job,
+    divide,
+    group_decayed,
+    is_collapsed,
+    predict_rows,
+    train,
 )
-from qdqbench.quantize.training.rows import TrainingData, divide
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.results import Finetuning, LogRow, TrainingRun
+from qdqbench.quantize.utils.results import Finetuning, LogRow, Spread, TrainingRun
+from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.environment import describe_environment, get_code_identity, now
 from qdqbench.quantize.utils.system.quiet import quiet
 
@@ -48,8 +47,6 @@ RESULT = "finetune.json"
 
 @dataclass
 class FinetuneRequest:
-    """What `finetune` was asked for."""
-
     base: str  # folder or hub id of an encoder
     task: Task
     data: str
@@ -80,10 +77,17 @@ class _FinetuneData:
         return int(self.tokenizer.pad_token_id)
 
 
+class _Finished(Strict):
+    """The record of a finished training, kept beside its model."""
+
+    identity: dict[str, Any]
+    run: TrainingRun
+
+
 def finetune(request: FinetuneRequest, accelerator: "Accelerator") -> Finetuning:
     """Fine-tune for every seed; a seed that fails is recorded, and the others go on.
 
-    Seeds that an earlier call with the same settings finished are kept, an unfinished one goes on from its
+    Seeds that an earlier call with the same settings finished are kept; an unfinished one is resumed from its
     last checkpoint.
 
     Raises:
@@ -106,23 +110,27 @@ def finetune(request: FinetuneRequest, accelerator: "Accelerator") -> Finetuning
     return result
 
 
-def load_base(request: FinetuneRequest, seed: int) -> "PreTrainedModel":
-    """Load an encoder with a classifier for the task; the classifier is new unless `keep_head`.
+def require_all(failed: list[str], path: Path) -> None:
+    """Raise CheckFailed for seeds that were not trained to their end; `path` is the report."""
+    if failed:
+        raise CheckFailed(
+            f"not trained to the end: {', '.join(failed)}; {path} has the reasons, and the others"
+        )
 
-    Raises:
-        UserError: not found, unsupported, without encoder weights, or too short for the samples.
-    """
+
+def _load_base(request: FinetuneRequest, settings: Training) -> "PreTrainedModel":
+    """Load an encoder with a classifier for the task; the classifier is new unless `keep_head`."""
     import torch
 
     task = request.task
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(settings.seed)
         model = load_encoder(
             request.base,
             task.kind,
             num_labels=task.num_labels,
             classes=task.classes,
-            dropout=request.settings.dropout,
+            dropout=settings.dropout,
             keep_head=request.keep_head,
             revision=request.revision,
         )
@@ -136,28 +144,25 @@ def load_base(request: FinetuneRequest, seed: int) -> "PreTrainedModel":
 
 
 def _load(request: FinetuneRequest) -> _FinetuneData:
-    if request.task.kind.names_classes:
-        kept = request.keep_head
-        request.task = (
-            with_classes(request.task, read_class_names(request.base, request.revision, request.task.kind))
-            if kept
-            else add_tag_classes(request.task, request.data)
-        )
-    request.task = add_label_values(request.task, request.data)
-    if request.task.values:
-        request.task = with_classes(request.task, request.task.values)
-    task, length = request.task, request.max_length
-    tokenizer = load_matching_tokenizer(request.base, request.revision, task.kind)
+    task, base, revision = request.task, request.base, request.revision
+    if task.kind.names_classes and request.keep_head:
+        task = with_classes(task, read_class_names(base, revision, task.kind))
+    elif task.kind.names_classes:
+        task = add_tag_classes(task, request.data)
+    task = add_label_values(task, request.data)
+    request.task = task = with_classes(task, task.values) if task.values else task
+    tokenizer = load_matching_tokenizer(base, revision, task.kind)
     seed = 0 if request.limit else None
     split = load_split(task, request.data, task.train_split, limit=request.limit, seed=seed)
     judging = {name: load_split(task, request.data, name) for name in task.eval_splits}
+    length, splits = request.max_length, [split, *judging.values()]
     return _FinetuneData(
         tokenizer=tokenizer,
         train=encode(split, task, tokenizer, length),
         fingerprint=f"{split.fingerprint}/{request.limit or 'all'}",
-        evaluation={name: encode(found, task, tokenizer, length) for name, found in judging.items()},
-        notes=[note for found in (split, *judging.values()) for note in found.notes],
-        warnings=[line for found in (split, *judging.values()) for line in found.warnings],
+        evaluation={name: encode(each, task, tokenizer, length) for name, each in judging.items()},
+        notes=[note for each in splits for note in each.notes],
+        warnings=[line for each in splits for line in each.warnings],
     )
 
 
@@ -167,40 +172,33 @@ def _train_seed(
     """Train one seed, or read what an earlier call made of it."""
     folder = request.folder / f"seed-{settings.seed}"
     identity = _identity(request, data, settings)
-    if stored := read_finished(folder / RECORD, identity):
+    if stored := _read_finished(folder / RECORD, identity):
         return stored
-    divided = divide(data.train, data.pad_id, settings.holdout, settings.seed)
-    run = start_record(settings, divided, accelerator)
+    job = _new_job(request, data, settings, identity, accelerator)
+    model: Any = job.model
+    if any(str(name).endswith(request.task.kind.architecture) for name in model.config.architectures or ()):
+        job.notes.append(
+            "the base has such a head already: rows that it was trained on are not new to it, held-out "
+            "ones among them"
+        )
     try:
-        model = load_base(request, settings.seed)
-        run.parameters = sum(p.numel() for p in model.parameters())
-        job = _job(request, settings, model, divided, identity, accelerator)
-        run.notes = job.notes
-        if any(
-            str(name).endswith(request.task.kind.architecture) for name in model.config.architectures or ()
-        ):
-            run.notes.append(
-                "the base has such a head already: rows that it was trained on are not new to it, held-out "
-                "ones among them"
-            )
-        outcome = train(job, accelerator)
+        run = train(job, accelerator)
     except CheckFailed as error:
-        return run.model_copy(update={"status": "failed", "reason": str(error)})
-    run = complete_record(run, outcome).model_copy(
-        update={"folder": f"{folder.name}/model", **_validate(request, data, model, accelerator)}
-    )
+        return job.run.model_copy(update={"status": "failed", "reason": str(error)})
+    scores = _validate(request, data, model, accelerator)
+    run = run.model_copy(update={"folder": f"{folder.name}/model", **scores})
     if accelerator.is_main_process:
         with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
             model.save_pretrained(temporary)
             data.tokenizer.save_pretrained(temporary)
-        write_finished(folder / RECORD, identity, run)
+        files.write_json(folder / RECORD, _Finished(identity=identity, run=run).model_dump(mode="json"))
         shutil.rmtree(folder / CHECKPOINTS)
     accelerator.wait_for_everyone()
     return run
 
 
 def _identity(request: FinetuneRequest, data: _FinetuneData, settings: Training) -> dict[str, Any]:
-    """Return the identity of a run: equal for the same run; JSON values."""
+    """Return what is equal for the same run, as JSON values."""
     return {
         "job": "finetune",
         **get_code_identity(),
@@ -213,17 +211,32 @@ def _identity(request: FinetuneRequest, data: _FinetuneData, settings: Training)
     }
 
 
-def _job(  # noqa: PLR0913, PLR0917
+def _read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
+    """Read the record of an earlier call, if it finished; refuse that of other settings."""
+    if not path.is_file():
+        return None
+    stored = read(path, _Finished, "finished training", "give another --out folder")
+    there = stored.identity
+    if differing := sorted(key for key in {**there, **identity} if there.get(key) != identity.get(key)):
+        raise UserError(
+            f"{path.parent} holds a finished training of another {', '.join(differing)}; give another --out, "
+            "or --overwrite to begin again"
+        )
+    return stored.run
+
+
+def _new_job(
     request: FinetuneRequest,
+    data: _FinetuneData,
     settings: Training,
-    model: "PreTrainedModel",
-    data: TrainingData,
     identity: dict[str, Any],
     accelerator: "Accelerator",
 ) -> Job:
     import torch
 
-    task, kind, encoded, judged = request.task, request.task.kind, data.encoded, data.judged
+    divided = divide(data.train, data.pad_id, settings.holdout, settings.seed)
+    model = _load_base(request, settings)
+    task, kind, encoded, judged = request.task, request.task.kind, data.train, divided.judged
     labels = torch.from_numpy(encoded.labels).to(accelerator.device)
 
     def loss(wrapped: Any, rows: Int64, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -242,7 +255,7 @@ def _job(  # noqa: PLR0913, PLR0917
 
     return Job(
         model=model,
-        data=data,
+        data=divided,
         settings=settings,
         loss=loss,
         judge=judge,
@@ -271,7 +284,7 @@ def _validate(
 
 def _result(request: FinetuneRequest, data: _FinetuneData, runs: list[TrainingRun]) -> Finetuning:
     done = [run for run in runs if run.status == "done"]
-    best = max(done, key=held_out_score, default=None)
+    best = max(done, key=_held_out_score, default=None)
     return Finetuning(
         created=now(),
         command=request.command,
@@ -296,12 +309,22 @@ def _result(request: FinetuneRequest, data: _FinetuneData, runs: list[TrainingRu
     )
 
 
-def require_base(base: str, revision: str | None, task: Task, data: str) -> None:
-    """Find out what is wrong with a base or its data before anything is written.
+def _held_out_score(run: TrainingRun) -> float:
+    return max((row.score for row in run.log if row.score is not None), default=float("-inf"))
 
-    Raises:
-        UserError: they cannot be read.
-    """
+
+def spread(runs: list[dict[str, float]]) -> dict[str, Spread]:
+    """Return the mean and standard deviation of every metric over runs."""
+    result = {}
+    for name in runs[0] if runs else ():
+        values = np.array([scores[name] for scores in runs])
+        sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        result[name] = Spread(mean=float(values.mean()), sd=sd, n=len(values))
+    return result
+
+
+def require_base(base: str, revision: str | None, task: Task, data: str) -> None:
+    """Raise UserError for a base or data that cannot be read, before anything is written."""
     family_of(load_config(base, revision))
     load_matching_tokenizer(base, revision, task.kind)
     for split in (task.train_split, *task.eval_splits):

@@ -1,53 +1,258 @@
 """The training loop of `finetune` and `qat`, on one process or many (Hugging Face Accelerate).
 
-A global batch is a function of seed, epoch and position (`training_data`), every process takes its rows of
-it, and the gradient is that of the mean over the whole batch: so the number of processes and of accumulated
-parts changes rounding only, and a resumed run goes on exactly where it was. That is why the loop is no
-`Trainer`: its sampler, Accelerate's, fills the last batch of an epoch with rows of the first, and cuts
-batches by the number of processes. Schedule, seeds, clipping, autocast and saved state are the libraries'.
+A global batch is a function of seed, epoch and position, every process takes its rows of it, and the gradient
+is that of the mean over the whole batch. So the number of processes and of accumulated parts changes rounding
+only, and a resumed run continues bit for bit. `Trainer` cannot do that: Accelerate's sampler fills the last
+batch of an epoch with rows of the first, and cuts batches by the number of processes.
 """
 
 import contextlib
 import math
+import os
+import sys
 import time
+import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.recipe.training import Training
+from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
+from qdqbench.quantize.tasks.types.kind import TaskKind, join_outputs
 from qdqbench.quantize.training import checkpoints
-from qdqbench.quantize.training.processes import resolve_precision, use_matmul_precision
-from qdqbench.quantize.training.rows import (
-    TrainingData,
-    epoch_batches,
-    evaluation_steps,
-    split_batch,
-    steps_per_epoch,
-    total_steps,
-)
-from qdqbench.quantize.utils.arrays import Int64
-from qdqbench.quantize.utils.errors import CheckFailed
-from qdqbench.quantize.utils.progress import report_phase
-from qdqbench.quantize.utils.results import LogRow
+from qdqbench.quantize.utils.arrays import Array, Float32, Int64
+from qdqbench.quantize.utils.errors import CheckFailed, QdqError, UserError
+from qdqbench.quantize.utils.progress import report_phase, track
+from qdqbench.quantize.utils.results import LogRow, TrainingRun
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from torch import nn
 
+AMPERE = (8, 0)  # the first with TF32
+
+
+def resolve_precision(precision: str) -> str:
+    """Return the precision of a setting on this machine: `bf16`, `tf32` or `fp32`.
+
+    `auto` is bf16, and `tf32` is TF32, where the GPU has it; else both are FP32. TF32 products have the
+    10 bits of mantissa that FP16 has, bf16 has 7: about those of INT8, whose steps QAT is to learn.
+    """
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if precision == "auto":
+        return "bf16" if cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    if precision == "tf32":
+        return "tf32" if cuda and torch.cuda.get_device_capability() >= AMPERE else "fp32"
+    return precision
+
+
+@contextlib.contextmanager
+def use_matmul_precision(precision: str) -> Iterator[None]:
+    """Compute FP32 matrix products in TF32, if the setting means that here; as before, afterwards.
+
+    Fused attention is not cuDNN's: at lengths of 64 modulo 128 its gradient is NaN where a mask leaves a row
+    nothing (github.com/pytorch/pytorch/issues/196678).
+    """
+    import torch
+
+    attention: Any = torch.backends.cuda  # whose functions have no types
+    before, cudnn = torch.get_float32_matmul_precision(), attention.cudnn_sdp_enabled()
+    attention.enable_cudnn_sdp(False)
+    torch.set_float32_matmul_precision("high" if resolve_precision(precision) == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        attention.enable_cudnn_sdp(cudnn)
+
+
+def new_accelerator(precision: str) -> "Accelerator":
+    """Create an accelerator for one process, or those that `accelerate launch` or `torchrun` started."""
+    import torch
+    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+    from accelerate.state import AcceleratorState
+
+    mixed = "bf16" if resolve_precision(precision) == "bf16" else "no"
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed:
+        AcceleratorState._reset_state()  # one process may train twice
+    return Accelerator(
+        mixed_precision=mixed,
+        cpu=not torch.cuda.is_available(),  # else several processes without a GPU would not find each other
+        step_scheduler_with_optimizer=False,
+        kwargs_handlers=[
+            # calibration runs in the main process while the others wait
+            InitProcessGroupKwargs(timeout=timedelta(hours=6)),
+            # buffers are amax and positions, which are the same everywhere
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+        ],
+    )
+
+
+def count_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def leave_group() -> None:
+    """End the group of processes, if there is one; each goes on alone."""
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def join_group() -> Iterator[None]:
+    """End the group of processes with the block.
+
+    Every process raises the same `QdqError`. Any other exception may be one process's alone, for which the
+    others would wait in a collective, as ending the group would for them: it ends this process at once, and
+    the launcher then stops the others.
+    """
+    try:
+        yield
+    except QdqError:
+        leave_group()
+        raise
+    except BaseException as error:
+        if count_processes() > 1:
+            traceback.print_exc()
+            rank, what = os.environ.get("RANK", "0"), " ".join(f"{type(error).__name__}: {error}".split())
+            sys.stderr.write(f"qdqbench: process {rank} failed and stops the training, {what[:400]}\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        leave_group()
+        raise
+    leave_group()
+
+
+RECORD = "training.json"
+CHECKPOINTS = "checkpoints"
+MOST_HELD_OUT = 1000
+POOL = 32  # batches whose samples are sorted by length together
+BATCH = 64  # rows, where no gradient is taken
 MOST_DIVERGED = 2  # evaluations in a row
 FURTHER = 10  # times the distance before training
+LOG_STEPS = 10  # between looks at the loss: each look waits for the device
+Tensors = dict[str, "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """A tokenized train split, and which of its rows teach and which judge."""
+
+    encoded: Encoded
+    pad_id: int
+    rows: Int64  # to learn from
+    held_out: Int64  # samples to judge on; never learned from
+
+    @cached_property
+    def judged(self) -> Encoded:
+        return self.encoded.part(self.held_out)
+
+    def batch(self, rows: Int64) -> IndexedBatch:
+        """Return the rows and their padded tokens, int64 [B] and [B, L]."""
+        return self.encoded.batch(rows.tolist(), self.pad_id)
+
+
+def divide(encoded: Encoded, pad_id: int, share: float, seed: int) -> TrainingData:
+    """Hold out a seeded draw of a share of the samples, at most `MOST_HELD_OUT`."""
+    count = len(encoded.gold)
+    held = min(round(count * share), MOST_HELD_OUT)
+    if held < 2 or count - held < 2:
+        raise UserError(
+            f"the train split has {count} samples, of which {held} would be held out to judge the training; "
+            "give a larger split or a larger holdout"
+        )
+    order = np.random.default_rng([seed, 0]).permutation(count)
+    return TrainingData(encoded, pad_id, encoded.rows_of(np.sort(order[held:])), np.sort(order[:held]))
+
+
+def epoch_batches(data: TrainingData, batch_size: int, seed: int, epoch: int) -> list[Int64]:
+    """Return the rows of every global batch of an epoch, int64 [batch_size]; the last may be shorter."""
+    generator = np.random.default_rng([seed, 1, epoch])
+    order = generator.permutation(data.rows)
+    lengths = data.encoded.lengths
+    pools = [order[start : start + POOL * batch_size] for start in range(0, len(order), POOL * batch_size)]
+    ranked = np.concatenate([pool[np.argsort(-lengths[pool], kind="stable")] for pool in pools])
+    batches = [ranked[start : start + batch_size] for start in range(0, len(ranked), batch_size)]
+    return [batches[index] for index in generator.permutation(len(batches))]
+
+
+def split_batch(rows: Int64, rank: int, world: int, accumulate: int) -> list[Int64]:
+    """Split a global batch into parts for one process before it steps; none of them is empty.
+
+    Where the batch is too short for all processes, the others get its first row, which must not count.
+    """
+    mine = rows[rank::world] if rank < len(rows) else rows[:1]
+    return [part for part in np.array_split(mine, accumulate) if len(part)]
+
+
+def total_steps(data: TrainingData, settings: Training) -> int:
+    steps = max(1, round(settings.epochs * math.ceil(len(data.rows) / settings.batch_size)))
+    return min(steps, settings.max_steps or steps)
+
+
+def evaluation_steps(steps: int, evaluations: int) -> set[int]:
+    """Return the steps after which the model is judged: evenly spread, the last one included."""
+    count = min(evaluations, steps)
+    return {round(steps * (number + 1) / count) for number in range(count)}
+
+
+def share_batches(
+    accelerator: "Accelerator", model: "nn.Module", encoded: Encoded, pad_id: int
+) -> "Iterator[tuple[Int64, Tensors]]":
+    """Yield this process's share of the rows, and the model's inputs of them; the longest first."""
+    import torch
+
+    order = np.argsort(-encoded.lengths, kind="stable")
+    mine = order[accelerator.process_index :: accelerator.num_processes]
+    for start in track("answering", range(0, len(mine), BATCH)):
+        rows = mine[start : start + BATCH]
+        inputs = select_inputs(model, encoded.batch(rows.tolist(), pad_id)[1])
+        yield rows, {n: torch.from_numpy(array).to(accelerator.device) for n, array in inputs.items()}
+
+
+def predict_rows(
+    accelerator: "Accelerator", model: "nn.Module", kind: TaskKind, encoded: Encoded, pad_id: int
+) -> Float32:
+    """Compute the answers float32 [answers, width] to a split; each process a share, the result on all."""
+    import torch
+    from accelerate.utils import gather_object
+
+    mine: list[tuple[Int64, Float32]] = []
+    for rows, inputs in share_batches(accelerator, model, encoded, pad_id):
+        with torch.inference_mode():
+            answers: Any = encoded.kept(rows, join_outputs(model(**inputs), kind.outputs))
+        mine.append((rows, answers.float().cpu().numpy()))
+    parts: list[tuple[Int64, Float32]] = gather_object(mine)
+    result = np.empty((encoded.answers.sum(), parts[0][1].shape[1]), dtype=np.float32)
+    for rows, values in parts:
+        result[encoded.answers_of(rows)] = values
+    return result
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """An evaluation on the held-out rows."""
-
     score: float  # higher is better; chooses the weights that are kept
     values: dict[str, float]  # by name, for the log
     collapsed: bool  # the answers no longer depend on the input
+
+
+def is_collapsed(task: Task, logits: Float32, labels: Array) -> bool:
+    """Return whether the answers are not finite, or do not depend on the input though the labels do."""
+    return not np.isfinite(logits).all() or task.kind.constant(logits, labels)
 
 
 @dataclass
@@ -55,65 +260,42 @@ class State:
     """What a checkpoint holds beside model, optimizer and scheduler."""
 
     step: int = 0
-    first_score: float | None = None
-    best_step: int = -1
-    best_score: float = -math.inf
-    last_score: float = -math.inf
-    without_gain: int = 0  # evaluations
     collapsed: int = 0  # evaluations in a row
-    far: int = 0  # likewise
     seconds: float = 0.0
     samples: int = 0
     log: list[dict[str, Any]] = field(default_factory=list)
 
-    def see(self, judged: HeldOut, *, may_collapse: bool, far: float) -> None:
-        """Count an evaluation.
+    @property
+    def scores(self) -> dict[int, float]:
+        return {row["step"]: row["score"] for row in self.log if row["score"] is not None}
 
-        Args:
-            judged: after the current step.
-            may_collapse: whether answers that do not depend on the input count.
-            far: distance (minus the score) that is no divergence yet, whatever the first one was.
-        """
-        if self.first_score is None:
-            self.first_score = judged.score
-        self.last_score = judged.score
-        gained = judged.score > self.best_score
-        if gained:
-            self.best_step, self.best_score = self.step, judged.score
-        self.without_gain = 0 if gained else self.without_gain + 1
-        self.collapsed = self.collapsed + 1 if judged.collapsed and may_collapse else 0
-        self.far = self.far + 1 if -judged.score > max(-FURTHER * self.first_score, far) else 0
+    @property
+    def best_step(self) -> int:
+        return max(self.scores, key=self.scores.__getitem__)
 
-    def ends(self, settings: Training) -> str | None:
-        """Return why the run ends here, if it does.
-
-        Raises:
-            CheckFailed: it diverged.
-        """
+    def ends(self, settings: Training, far: float) -> str | None:
+        """Return why the run ends here, if it does; `far` is a distance that is no divergence yet."""
         advice = f"lower learning_rate (now {settings.learning_rate:g}) or raise warmup_ratio"
         if self.collapsed >= MOST_DIVERGED:
             raise CheckFailed(
                 f"training diverged: after step {self.step} the model gives the same answer whatever the "
                 f"input, for {self.collapsed} evaluations in a row; {advice}"
             )
-        if self.far >= MOST_DIVERGED and self.first_score is not None:
+        distances = [-score for score in self.scores.values()]
+        most = max(FURTHER * distances[0], far)
+        if len(distances) >= MOST_DIVERGED and min(distances[-MOST_DIVERGED:]) > most:
             raise CheckFailed(
                 "training diverged: the distance from the FP32 model on the held-out rows grew from "
-                f"{-self.first_score:.3g} to {-self.last_score:.3g} after step {self.step}; {advice}"
+                f"{distances[0]:.3g} to {distances[-1]:.3g} after step {self.step}; {advice}"
             )
-        if settings.patience is not None and self.without_gain >= settings.patience:
-            return f"no gain in {self.without_gain} evaluations"
+        without_gain = len(distances) - 1 - distances.index(min(distances))
+        if settings.patience is not None and without_gain >= settings.patience:
+            return f"no gain in {without_gain} evaluations"
         return None
-
-
-LOG_STEPS = 10  # between looks at the loss: each look waits for the device
-Tensors = dict[str, "torch.Tensor"]
 
 
 @dataclass
 class Job:
-    """What is trained, on what, and how it is judged."""
-
     model: "nn.Module"
     data: TrainingData
     settings: Training
@@ -127,74 +309,98 @@ class Job:
     judge_first: bool = False  # the weights before training are a candidate too
     far: float = math.inf  # minus the score: a run that gets there, and ten times its first, diverged
     notes: list[str] = field(default_factory=list)
+    run: TrainingRun = field(init=False)  # record of the training
+
+    def log(self, state: State, row: LogRow) -> None:
+        state.log.append(row.model_dump())
+        self.report(row, self.run.planned_steps)
 
 
-@dataclass
-class Trained:
-    """A finished training; the model holds the weights of `best_step`."""
-
-    steps: int
-    best_step: int
-    best_score: float
-    log: list[LogRow]
-    seconds: float  # in steps, without evaluations and checkpoints
-    samples: int  # seen in `seconds`
-    stopped: str | None  # why before the last step
+def group_decayed(model: "nn.Module", weight_decay: float) -> list[dict[str, Any]]:
+    """Group the parameters of a model: biases and LayerNorms are not decayed (Devlin et al. 2018)."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def train(job: Job, accelerator: "Accelerator") -> Trained:
-    """Train a model in place, or go on with a run that was killed; it ends with the best weights.
+def train(job: Job, accelerator: "Accelerator") -> TrainingRun:
+    """Train a model in place, or resume a run that was killed; it ends with the best weights.
+
+    Returns:
+        The record of the training, which `job.run` has as well when it fails.
 
     Raises:
         UserError: a checkpoint of another run, or no room for checkpoints.
         CheckFailed: the loss is NaN or infinite, or the model diverged.
     """
-    try:
-        with use_matmul_precision(job.settings.precision):
-            return _train(job, accelerator)
-    finally:
-        accelerator.free_memory()  # it would go on saving this model with the next one
-        job.model.eval()
-
-
-def _train(job: Job, accelerator: "Accelerator") -> Trained:
-    from accelerate.utils import set_seed
+    import torch
 
     settings = job.settings
-    steps = total_steps(job.data, settings)
-    due = evaluation_steps(steps, settings.num_evals)
-    model, optimizer, scheduler = _prepare(job, accelerator, steps)
-    state = _resume(job, accelerator)
-    if state is None:
+    precision = resolve_precision(settings.precision)
+    cuda = accelerator.device.type == "cuda"
+    job.identity = {  # with other arithmetic a resumed run would end in other weights
+        **job.identity,
+        "processes": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "arithmetic": precision,
+    }
+    job.run = TrainingRun(
+        seed=settings.seed,
+        status="done",
+        settings=settings.model_dump(mode="json"),
+        precision=precision,
+        device=torch.cuda.get_device_name(accelerator.device) if cuda else "CPU",
+        processes=accelerator.num_processes,
+        rows=len(job.data.rows),
+        held_out=len(job.data.held_out),
+        planned_steps=total_steps(job.data, settings),
+        parameters=sum(p.numel() for p in job.model.parameters()),
+    )
+    try:
+        with use_matmul_precision(settings.precision):
+            _train(job, accelerator)
+    finally:
+        job.run.notes = job.notes
+        accelerator.free_memory()  # it would go on saving this model with the next one
+        job.model.eval()
+    return job.run
+
+
+def _train(job: Job, accelerator: "Accelerator") -> None:
+    from accelerate.utils import set_seed
+
+    settings, run = job.settings, job.run
+    due = evaluation_steps(run.planned_steps, settings.num_evals)
+    prepared = _prepare(job, accelerator)
+    if found := checkpoints.find_checkpoint(job.folder, job.identity, job.notes):
+        folder, saved = found
+        accelerator.load_state(str(folder))
+        state = State(**saved)
+        job.notes.append(f"resumed after step {state.step}")
+        for row in state.log:
+            job.report(LogRow(**row), run.planned_steps)
+    else:
         state = State()
         set_seed(settings.seed, device_specific=True)
         if job.judge_first:
             _judge(job, accelerator, state)
-    stopped = state.ends(settings)
-    while state.step < steps and stopped is None:
-        until = min(step for step in due if step > state.step)
-        _advance(job, accelerator, (model, optimizer, scheduler), state, until)
+    run.stopped = state.ends(settings, job.far) if state.log else None
+    while state.step < run.planned_steps and run.stopped is None:
+        _advance(job, accelerator, prepared, state, until=min(step for step in due if step > state.step))
         _judge(job, accelerator, state)
-        stopped = state.ends(settings)
-    checkpoints.load_best(checkpoints.get_checkpoint_folder(job.folder, state.best_step), job.model)
-    accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # its forward is no longer under autocast
-    return Trained(
-        steps=state.step,
-        best_step=state.best_step,
-        best_score=state.best_score,
-        log=[LogRow(**row) for row in state.log],
-        seconds=state.seconds,
-        samples=state.samples,
-        stopped=stopped,
-    )
+        run.stopped = state.ends(settings, job.far)
+    checkpoints.load_weights(checkpoints.get_checkpoint_folder(job.folder, state.best_step), job.model)
+    accelerator.unwrap_model(prepared[0], keep_fp32_wrapper=False)  # its forward is no longer under autocast
+    run.steps, run.best_step, run.seconds = state.step, state.best_step, state.seconds
+    run.samples_per_s = state.samples / state.seconds if state.seconds else None
+    run.log = [LogRow(**row) for row in state.log]
 
 
-def _prepare(job: Job, accelerator: "Accelerator", steps: int) -> tuple[Any, Any, Any]:
-    """Wrap model, optimizer and scheduler by Accelerate."""
+def _prepare(job: Job, accelerator: "Accelerator") -> tuple[Any, Any, Any]:
     import torch
     from transformers import get_scheduler
 
-    settings = job.settings
+    settings, steps = job.settings, job.run.planned_steps
     job.model.to(accelerator.device)
     optimizer = torch.optim.AdamW(
         job.groups, lr=settings.learning_rate, fused=accelerator.device.type in ("cuda", "cpu")
@@ -208,49 +414,19 @@ def _prepare(job: Job, accelerator: "Accelerator", steps: int) -> tuple[Any, Any
         return accelerator.prepare(job.model, optimizer, scheduler)  # type: ignore[no-any-return]
 
 
-def group_decayed(model: "nn.Module", weight_decay: float) -> list[dict[str, Any]]:
-    """Group the parameters of a model: biases and LayerNorms are not decayed (Devlin et al. 2018)."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
-    others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-
-def _identity(job: Job, accelerator: "Accelerator") -> dict[str, Any]:
-    """Return the identity that a resumed run must share: with other arithmetic it ends in other weights."""
-    return {
-        **job.identity,
-        "processes": accelerator.num_processes,
-        "device": accelerator.device.type,
-        "arithmetic": resolve_precision(job.settings.precision),
-    }
-
-
-def _resume(job: Job, accelerator: "Accelerator") -> State | None:
-    found = checkpoints.find_checkpoint(job.folder, _identity(job, accelerator), job.notes)
-    if found is None:
-        return None
-    accelerator.load_state(str(found.folder))
-    state = State(**found.state)
-    job.notes.append(f"resumed after step {state.step}")
-    for row in state.log:
-        job.report(LogRow(**row), total_steps(job.data, job.settings))
-    return state
-
-
 def _advance(
     job: Job, accelerator: "Accelerator", prepared: tuple[Any, Any, Any], state: State, until: int
 ) -> None:
     """Step the optimizer up to the next evaluation."""
     model, optimizer, scheduler = prepared
     settings, data = job.settings, job.data
-    per_epoch = steps_per_epoch(data, settings.batch_size)
-    steps = total_steps(data, settings)
+    per_epoch = math.ceil(len(data.rows) / settings.batch_size)
     model.train()
     losses: list[Any] = []
     norms: list[Any] = []
-    seen, start, epoch, batches = 0, time.perf_counter(), -1, []
+    start, epoch, batches = time.perf_counter(), -1, []
     while state.step < until:
-        report_phase("training", state.step, steps)
+        report_phase("training", state.step, job.run.planned_steps)
         if state.step // per_epoch != epoch:
             epoch = state.step // per_epoch
             batches = epoch_batches(data, settings.batch_size, settings.seed, epoch)
@@ -262,51 +438,41 @@ def _advance(
         optimizer.zero_grad()
         job.after_step()
         state.step += 1
-        seen += len(rows)
+        state.samples += len(rows)
         if state.step % LOG_STEPS == 0 or state.step == until:
-            mean = _mean_loss(accelerator, losses, norms, state.step)
             row = LogRow(
                 step=state.step,
                 epoch=state.step / per_epoch,
-                loss=mean,
+                loss=_mean_loss(accelerator, losses, norms, state.step),
                 learning_rate=scheduler.get_last_lr()[0],
                 gradient_norm=float(norms[-1]),
             )
             losses, norms = [], []
-            state.log.append(row.model_dump())
-            job.report(row, steps)
+            job.log(state, row)
     state.seconds += time.perf_counter() - start
-    state.samples += seen
 
 
 def _gradient(job: Job, accelerator: "Accelerator", model: Any, rows: Int64) -> Any:
     """Compute the gradient of the mean loss over a global batch; return this process's part of that mean."""
+    import torch
+
     world = accelerator.num_processes
     parts = split_batch(rows, accelerator.process_index, world, job.settings.gradient_accumulation_steps)
     weight = float(accelerator.process_index < len(rows)) / len(rows)  # 0 for a row that another process has
     total: Any = 0.0
     for number, part in enumerate(parts):
         last = number + 1 == len(parts)
+        batch = job.data.batch(part)[1].items()
+        tensors = {name: torch.from_numpy(array).to(accelerator.device) for name, array in batch}
         with contextlib.nullcontext() if last else accelerator.no_sync(model):  # no all-reduce yet
-            loss = job.loss(model, part, _tensors(job, accelerator, part)) * weight
+            loss = job.loss(model, part, tensors) * weight
             accelerator.backward(loss * world)  # DDP takes the mean over the processes
         total = total + loss.detach()
     return total
 
 
-def _tensors(job: Job, accelerator: "Accelerator", rows: Int64) -> Tensors:
-    import torch
-
-    _, batch = job.data.batch(rows)
-    return {name: torch.from_numpy(array).to(accelerator.device) for name, array in batch.items()}
-
-
 def _mean_loss(accelerator: "Accelerator", losses: list[Any], norms: list[Any], step: int) -> float:
-    """Return the mean over the steps since the last look, the same on every process.
-
-    Raises:
-        CheckFailed: a loss or a gradient is not a number: a quantizer makes a code of NaN.
-    """
+    """Return the mean over the steps since the last look, the same on every process."""
     import torch
 
     reduced = accelerator.reduce(torch.stack(losses).float(), reduction="sum")
@@ -320,7 +486,6 @@ def _mean_loss(accelerator: "Accelerator", losses: list[Any], norms: list[Any], 
 
 
 def _judge(job: Job, accelerator: "Accelerator", state: State) -> None:
-    """Evaluate, note, and write a checkpoint."""
     job.model.eval()
     judged = job.judge(job.model)
     if not math.isfinite(judged.score):
@@ -329,11 +494,10 @@ def _judge(job: Job, accelerator: "Accelerator", state: State) -> None:
             "learning_rate, or set precision: fp32"
         )
     # a new head may answer the same to everything for half of the steps, and step 0 is no training
-    late = 2 * state.step > total_steps(job.data, job.settings)
-    state.see(judged, may_collapse=late or (job.judge_first and state.step > 0), far=job.far)
-    per_epoch = steps_per_epoch(job.data, job.settings.batch_size)
-    row = LogRow(step=state.step, epoch=state.step / per_epoch, score=judged.score, values=judged.values)
-    state.log.append(row.model_dump())
-    job.report(row, total_steps(job.data, job.settings))
-    identity = _identity(job, accelerator)
-    checkpoints.save_checkpoint(job.folder, state.step, accelerator, identity=identity, state=asdict(state))
+    late = 2 * state.step > job.run.planned_steps
+    may_collapse = late or (job.judge_first and state.step > 0)
+    state.collapsed = state.collapsed + 1 if judged.collapsed and may_collapse else 0
+    epoch = state.step / math.ceil(len(job.data.rows) / job.settings.batch_size)
+    job.log(state, LogRow(step=state.step, epoch=epoch, score=judged.score, values=judged.values))
+    manifest = {"identity": job.identity, "best_step": state.best_step, "state": asdict(state)}
+    checkpoints.save_checkpoint(job.folder, state.step, accelerator, manifest)

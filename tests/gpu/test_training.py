@@ -17,7 +17,7 @@ from qdqbench.quantize.models.load import load_encoder
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
-from qdqbench.quantize.training import processes
+from qdqbench.quantize.training import loop
 from qdqbench.quantize.utils.results import Results
 
 from ..support.families import write_model
@@ -99,7 +99,7 @@ def test_gradients_are_finite_where_padding_fills_a_window(model_type, tmp_path)
     for longest in (63, 64, 65, 96):
         batch = padded_batch((longest, 20))
         inputs = {name: torch.from_numpy(array).cuda() for name, array in select_inputs(model, batch).items()}
-        with processes.use_matmul_precision("bf16"), torch.autocast("cuda", torch.bfloat16):
+        with loop.use_matmul_precision("bf16"), torch.autocast("cuda", torch.bfloat16):
             torch.nn.functional.cross_entropy(model(**inputs).logits, torch.tensor([0, 1]).cuda()).backward()
         assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 

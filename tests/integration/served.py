@@ -41,9 +41,9 @@ class Asked:
     def __call__(self, **fields):
         served, endpoint = self.served, self.served.endpoint
         request = endpoint.request(**fields)
-        columns = endpoint.columns(request, served.task.text_columns)
+        columns = request.columns(served.task.text_columns)
         rows = served.encode(columns)
         assert served.count_rows(columns) == len(rows)
         batch = pad([(n, row.input_ids, row.token_type_ids) for n, row in enumerate(rows)], served.pad_id)[1]
         made = [*served.open_model("engine")(batch)]
-        return endpoint.answers(request, [*zip(rows, made, strict=True)], served.classes)
+        return endpoint.answer.read(request, [*zip(rows, made, strict=True)], served.classes)

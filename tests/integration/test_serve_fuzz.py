@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs fastapi: pip install 'qdqbench[serve]'")
 
-from qdqbench.quantize.deployment.server.app import Model, Service
-from qdqbench.quantize.deployment.server.guard import Metrics
+from qdqbench.quantize.deployment.server.app import Service
+from qdqbench.quantize.deployment.server.batches import Metrics, Model
 from qdqbench.quantize.deployment.server.served import ModelFile, Served
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.engine.profiles import Profile
@@ -209,7 +209,7 @@ async def fuzz(name, cases, seed):
         for _ in range(cases):
             method, asked, body, headers, chunks = case(GOOD[name], path, draw)
             told = (method, asked[:60], body[:300], headers)
-            answer = await call(made.app, method, asked, body, headers, chunks=chunks)
+            answer = await call(made, method, asked, body, headers, chunks=chunks)
             assert answer is not None, told
             status, answered, text = answer
             assert 200 <= status < 500, (told, text)
@@ -238,7 +238,7 @@ def test_windows_of_a_long_context_are_bounded_before_they_are_made():
 
     async def ask():
         async with made._lifespan(None):
-            return await call(made.app, "POST", "/v1/qa", json.dumps(body).encode())
+            return await call(made, "POST", "/v1/qa", json.dumps(body).encode())
 
     status, _, answer = finished(ask())
     assert status == 413

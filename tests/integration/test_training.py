@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from qdqbench.eval.runs.study import read_study
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.results import Finetuning, Results
 
+from ..support.modelopt_folder import load_modelopt
 from ..tools.tables import markdown, read_records
 from .tiny import MAIN, call_alone, write_data
 
@@ -74,7 +76,7 @@ def test_finished_seeds_are_kept_and_other_settings_refused(tuned, qdqbench, giv
 
 
 def test_a_seed_that_fails_is_said_at_the_end(tuned, qdqbench, given, tmp_path, monkeypatch):
-    from qdqbench.quantize.training import finetune
+    from qdqbench.quantize.training import loop
     from qdqbench.quantize.utils.errors import CheckFailed
 
     def diverges(job, accelerator):
@@ -82,7 +84,7 @@ def test_a_seed_that_fails_is_said_at_the_end(tuned, qdqbench, given, tmp_path, 
 
     out = shutil.copytree(tuned, tmp_path / "f")
     shutil.rmtree(out / "seed-1")
-    monkeypatch.setattr(finetune, "train", diverges)
+    monkeypatch.setattr(loop, "_train", diverges)
     done = qdqbench("finetune", *given("sst2").options, *QUICK, "--seeds", "2", "--out", str(out), "--json")
     assert done.code == 2
     assert "not trained to the end: seed 1; " in done.err
@@ -197,7 +199,6 @@ def test_what_qat_saved_gives_the_same_answers_everywhere(trained, given):
     import torch
 
     from qdqbench.quantize.pipeline.session import Session, read_config
-    from qdqbench.quantize.training.qat.stage import load_modelopt
 
     session = Session(read_config(trained), trained)
     ours, theirs = session.new_qat_model(), load_modelopt(trained / "qat" / "modelopt")
@@ -279,22 +280,19 @@ def test_a_training_killed_before_it_is_recorded_trains_no_step_again(trained, t
 @pytest.mark.parametrize("logits", [0.0, 1.0])
 def test_what_is_trained_has_a_gradient(trained, tmp_path, logits):
     """Processes would wait for one that never comes."""
+    import torch
+
     from qdqbench.quantize.recipe.training import Distill
-    from qdqbench.quantize.training.processes import new_accelerator
-    from qdqbench.quantize.training.qat import job as qat_job
+    from qdqbench.quantize.training import qat
+    from qdqbench.quantize.training.loop import new_accelerator
 
     session = again(trained, tmp_path)
     parts = Distill(logits=logits, hidden=1.0)
     settings = session.recipe.qat.model_copy(update={"amax": "learned", "distill": parts})
-    data, _ = qat_job.load_training_data(session, settings)
-    model = qat_job.prepare_student(session, settings)
-    job = qat_job.new_job(session, settings, new_accelerator("fp32"), model, data)
-    _, batch = data.batch(data.rows[:4])
-    import torch
-
-    job.loss(
-        model, data.rows[:4], {name: torch.from_numpy(array) for name, array in batch.items()}
-    ).backward()
+    job = qat.new_job(session, settings, new_accelerator("fp32"))
+    model: Any = job.model
+    rows, batch = job.data.batch(job.data.rows[:4])
+    job.loss(model, rows, {name: torch.from_numpy(array) for name, array in batch.items()}).backward()
     assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     stepped = {id(p) for group in job.groups for p in group["params"]}
     assert stepped == {id(p) for p in model.parameters() if p.requires_grad}
@@ -310,7 +308,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(trained, tmp_path, monkeypatc
         raise Killed
 
     session = again(trained, tmp_path)
-    monkeypatch.setattr(checkpoints, "require_whole", killed)
+    monkeypatch.setattr(checkpoints, "load_weights", killed)
     with pytest.raises(Killed):  # at its end
         run_until(session, "qat")
     monkeypatch.undo()

@@ -7,8 +7,7 @@ import torch
 
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks.types.encoded import Encoded
-from qdqbench.quantize.training.loop import HeldOut, Job, group_decayed
-from qdqbench.quantize.training.rows import divide
+from qdqbench.quantize.training.loop import HeldOut, Job, divide, group_decayed
 
 WORDS, ROWS = 20, 90
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import tiny_training as tiny
 import torch
 
-from qdqbench.quantize.training.loop import train
-from qdqbench.quantize.training.processes import new_accelerator
+from qdqbench.quantize.training.loop import new_accelerator, train
 
 folder = Path(sys.argv[1])
 accelerator = new_accelerator("fp32")

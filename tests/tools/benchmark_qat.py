@@ -33,7 +33,7 @@ from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.training.processes import use_matmul_precision
+from qdqbench.quantize.training.loop import use_matmul_precision
 from qdqbench.quantize.utils.system.quiet import quiet
 
 VARIANTS = ("plain", "sdpa", "modelopt", "native", "learned")

@@ -2,16 +2,19 @@
 
 import asyncio
 import contextlib
+import functools
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
 
-from qdqbench.quantize.deployment.server.guard import Metrics
 from qdqbench.quantize.models.inputs import pad_columns
 from qdqbench.quantize.tasks.types.encoded import pad
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
@@ -20,6 +23,47 @@ from qdqbench.quantize.utils.errors import UserError
 Run = Callable[[Mapping[str, Int64]], Float32]
 Sizes = Sequence[tuple[int, int]]  # longest length of each bucket, ascending, and most rows of its batch
 HANG = 5  # times the slowest batch of the warm-up
+SHARED = "PROMETHEUS_MULTIPROC_DIR"  # folder of values; read when prometheus_client is imported
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Metrics:
+    """The metrics of one process; label values are our own names, never what a client sent."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        histogram = functools.partial(Histogram, registry=registry)
+        gauge = functools.partial(Gauge, registry=registry, multiprocess_mode="livesum")
+        counter = functools.partial(Counter, registry=registry)
+        self.requests = counter("qdqbench_requests", "Answered requests.", ["endpoint", "status"])
+        self.seconds = histogram(
+            "qdqbench_request_seconds", "Seconds to an answer.", ["endpoint"], buckets=SECONDS
+        )
+        self.waited = histogram(
+            "qdqbench_queue_seconds", "Seconds that a row waits.", ["model"], buckets=SECONDS
+        )
+        self.ran = histogram("qdqbench_engine_seconds", "Seconds of a batch.", ["model"], buckets=SECONDS)
+        self.rows = histogram("qdqbench_batch_rows", "Rows of a batch.", ["model"], buckets=ROWS)
+        self.tokens = counter("qdqbench_tokens", "Tokens of batches.", ["model", "kind"])
+        self.replaced = counter("qdqbench_workers_lost", "Worker processes that ended or hung.")
+        self.queued = gauge("qdqbench_queue_rows", "Rows from arrival to answer.")
+        self.workers = gauge("qdqbench_workers", "Worker processes that answer.")
+
+    def text(self) -> bytes:
+        if SHARED not in os.environ:
+            return generate_latest(self._registry)
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
+
+
+class Model(NamedTuple):
+    """An opened model with what its warm-up measured."""
+
+    run: Run
+    sizes: Sizes
+    slowest_s: float
 
 
 @dataclass
@@ -31,6 +75,10 @@ class Row:
     answer: "asyncio.Future[Float32 | None]"  # [width] or [length or more, width]; None: the engine failed
     since: float = field(default_factory=time.monotonic)  # s
 
+    def resolve(self, answer: Float32 | None) -> None:
+        if not self.answer.done():
+            self.answer.set_result(answer)
+
 
 def list_rows(most: int) -> list[int]:
     """Return the sizes of batches up to `most` rows: powers of two, and `most`.
@@ -41,36 +89,33 @@ def list_rows(most: int) -> list[int]:
     return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
 
 
-def choose_shape(sizes: Sizes, rows: int, length: int) -> tuple[int, int]:
-    """Return the smallest shape (batch, length) that holds so many rows of so many tokens."""
-    longest, most = next(size for size in sizes if length <= size[0])
-    return next(power for power in list_rows(most) if rows <= power), longest
-
-
-def pad_to_shape(batch: Batch, shape: tuple[int, int], pad_id: int) -> Batch:
-    """Return a batch in that shape, with masked positions and copies of its last row."""
+def pad_to_shape(batch: Batch, sizes: Sizes, pad_id: int) -> Batch:
+    """Return a batch in the smallest shape that holds it: masked positions, and copies of its last row."""
     rows, length = batch["attention_mask"].shape
-    wide = pad_columns(batch, shape[1] - length, pad_id)
-    return {name: np.pad(each, ((0, shape[0] - rows), (0, 0)), mode="edge") for name, each in wide.items()}
+    longest, most = next(size for size in sizes if length <= size[0])
+    missing = next(power for power in list_rows(most) if rows <= power) - rows
+    wide = pad_columns(batch, longest - length, pad_id)
+    return {name: np.pad(each, ((0, missing), (0, 0)), mode="edge") for name, each in wide.items()}
 
 
-def warm_up(run: Run, sizes: Sizes, timeout_s: float) -> tuple[list[tuple[int, int]], float]:
-    """Run each shape, so that no request waits for what an engine prepares when it first meets one.
+def warm_up(run: Run, sizes: Sizes, timeout_s: float) -> Model:
+    """Run each shape, and return the model with only as many rows in each size as take half of `timeout_s`.
 
-    Returns:
-        The sizes, with only as many rows as take half of `timeout_s`, and the seconds of the slowest shape.
-
-    Raises:
-        UserError: one row takes longer than `timeout_s`.
+    No request then waits for what an engine prepares when it first meets a shape.
     """
+
+    def measure(rows: int, length: int) -> float:
+        ids = np.zeros((rows, length), dtype=np.int64)
+        start = time.monotonic()
+        run({"input_ids": ids, "attention_mask": ids + 1, "token_type_ids": ids})
+        return time.monotonic() - start
+
     fitting, slowest = [], 0.0
     for length, most in sizes:
         fits = 0
         for rows in list_rows(most):
-            ids = np.zeros((rows, length), dtype=np.int64)
-            batch = {"input_ids": ids, "attention_mask": ids + 1, "token_type_ids": ids}
             most_s = timeout_s if rows == 1 else timeout_s / 2
-            if (seconds := _time(run, batch)) > most_s and (seconds := _time(run, batch)) > most_s:
+            if (seconds := measure(rows, length)) > most_s and (seconds := measure(rows, length)) > most_s:
                 break
             fits, slowest = rows, max(slowest, seconds)
         if not fits:
@@ -79,13 +124,7 @@ def warm_up(run: Run, sizes: Sizes, timeout_s: float) -> tuple[list[tuple[int, i
                 "raise it"
             )
         fitting.append((length, fits))
-    return fitting, slowest
-
-
-def _time(run: Run, batch: Batch) -> float:
-    start = time.monotonic()
-    run(batch)
-    return time.monotonic() - start
+    return Model(run, fitting, slowest)
 
 
 @dataclass
@@ -97,17 +136,16 @@ class Batcher:
     """
 
     name: str  # label in metrics
-    run: Run
-    sizes: Sizes
+    model: Model
     pad_id: int
     max_wait_s: float
-    hang_s: float  # after which a batch counts as hung
+    timeout_s: float  # a hang is no matter of a client's patience, yet no batch may take less
     metrics: Metrics
     give_up: Callable[[str], None]  # called with the reason when a batch hangs or the engine fails
     rate: float = 0.0  # rows a second
 
     def __post_init__(self) -> None:
-        self._buckets: list[deque[Row]] = [deque() for _ in self.sizes]
+        self._buckets: list[deque[Row]] = [deque() for _ in self.model.sizes]
         self._arrival = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
 
@@ -117,7 +155,8 @@ class Batcher:
         queued = [Row(ids, types, loop.create_future()) for ids, types in rows]
         for row in queued:
             length = len(row.input_ids)
-            self._buckets[next(n for n, (most, _) in enumerate(self.sizes) if length <= most)].append(row)
+            place = next(n for n, (longest, _) in enumerate(self.model.sizes) if length <= longest)
+            self._buckets[place].append(row)
         self._arrival.set()
         try:
             return [await row.answer for row in queued]
@@ -126,23 +165,22 @@ class Batcher:
                 row.answer.cancel()  # a request that timed out no longer needs the others
 
     def fail(self) -> None:
-        """Answer all waiting rows with None."""
         for bucket in self._buckets:
             while bucket:
-                _resolve(bucket.popleft(), None)
+                bucket.popleft().resolve(None)
 
     async def work(self) -> None:
         """Run batches until the engine fails or hangs."""
-        loop = asyncio.get_running_loop()
+        loop, hang_s = asyncio.get_running_loop(), max(HANG * self.model.slowest_s, self.timeout_s)
         while True:
             rows, start = await self._next_batch(), time.monotonic()
 
             def stop(reason: str, rows: list[Row] = rows) -> None:
                 for row in rows:
-                    _resolve(row, None)
+                    row.resolve(None)
                 self.give_up(reason)
 
-            alarm = loop.call_later(self.hang_s, stop, f"a batch takes more than {self.hang_s:.1f} s")
+            alarm = loop.call_later(hang_s, stop, f"a batch takes more than {hang_s:.1f} s")
             try:
                 answers, real, padded = await loop.run_in_executor(self._thread, self._run_rows, rows)
             except Exception as error:
@@ -151,7 +189,7 @@ class Batcher:
             finally:
                 alarm.cancel()
             for row, answer in zip(rows, answers, strict=True):
-                _resolve(row, answer)
+                row.resolve(answer)
             self._count(rows, start, real, padded)
 
     async def _next_batch(self) -> list[Row]:
@@ -162,27 +200,25 @@ class Batcher:
                     bucket.popleft()
             wait, now = math.inf, time.monotonic()
             for since, place in sorted((rows[0].since, n) for n, rows in enumerate(self._buckets) if rows):
+                bucket, most = self._buckets[place], self.model.sizes[place][1]
                 left = since + self.max_wait_s - now
-                if left <= 0 or len(self._buckets[place]) >= self.sizes[place][1]:
-                    return self._take(place)
+                if left <= 0 or len(bucket) >= most:
+                    rows = list[Row]()
+                    while bucket and len(rows) < most:
+                        if not (row := bucket.popleft()).answer.done():
+                            rows.append(row)
+                    return rows
                 wait = min(wait, left)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._arrival.wait(), None if wait == math.inf else wait)
-
-    def _take(self, place: int) -> list[Row]:
-        bucket, rows = self._buckets[place], list[Row]()
-        while bucket and len(rows) < self.sizes[place][1]:
-            if not (row := bucket.popleft()).answer.done():
-                rows.append(row)
-        return rows
 
     def _run_rows(self, rows: list[Row]) -> tuple[Float32, int, int]:
         """Return the answers of a batch, and its tokens of text and of the whole shape."""
         parts = [(place, row.input_ids, row.token_type_ids) for place, row in enumerate(rows)]
         _, batch = pad(parts, self.pad_id)
-        real, shape = int(batch["attention_mask"].sum()), batch["attention_mask"].shape
-        shape = choose_shape(self.sizes, *shape)
-        return self.run(pad_to_shape(batch, shape, self.pad_id))[: len(rows)], real, shape[0] * shape[1]
+        padded = pad_to_shape(batch, self.model.sizes, self.pad_id)
+        answers = self.model.run(padded)[: len(rows)]
+        return answers, int(batch["attention_mask"].sum()), padded["attention_mask"].size
 
     def _count(self, rows: list[Row], start: float, real: int, padded: int) -> None:
         metrics, seconds = self.metrics, max(time.monotonic() - start, 1e-6)
@@ -194,8 +230,3 @@ class Batcher:
         metrics.rows.labels(self.name).observe(len(rows))
         metrics.tokens.labels(self.name, "text").inc(real)
         metrics.tokens.labels(self.name, "padding").inc(padded - real)
-
-
-def _resolve(row: Row, answer: Float32 | None) -> None:
-    if not row.answer.done():
-        row.answer.set_result(answer)

@@ -23,12 +23,13 @@ from typing import Any
 import h11
 import uvicorn
 from prometheus_client import multiprocess
+from starlette.exceptions import HTTPException
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.supervisors.multiprocess import Multiprocess
 
-from qdqbench.quantize.deployment.server.app import Service, open_models
-from qdqbench.quantize.deployment.server.guard import LOG, SHARED, Metrics, json_bytes
+from qdqbench.quantize.deployment.server.app import CLOSE, LOG, Service, refuse
+from qdqbench.quantize.deployment.server.batches import SHARED, Metrics, warm_up
 from qdqbench.quantize.deployment.server.served import Served
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
@@ -56,13 +57,19 @@ class WorkerApp:
 
     def __call__(self) -> Any:
         """Open the models; ends the process where that fails."""
+        settings = self.settings
         _start_log()
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends it at once until it serves
         try:
             served: Served = pickle.loads(self.served)  # noqa: S301  (of the parent process)
-            models = open_models(served, self.settings)
+            models = {
+                name: warm_up(
+                    served.open_model(name), served.sizes(name, settings.max_batch), settings.timeout
+                )
+                for name in settings.models
+            }
         except Exception as error:
             sentence = " ".join(str(error).split())[:400]
             if not isinstance(error, QdqError):
@@ -73,7 +80,7 @@ class WorkerApp:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         metrics = Metrics()
         metrics.replaced.inc(self.is_replacement)
-        return Service(served, self.settings, models, metrics, hosts=self.hosts).app
+        return Service(served, settings, models, metrics, hosts=self.hosts)
 
 
 def serve(served: Served, settings: Settings, announce: Callable[[str, bool], None]) -> None:
@@ -128,14 +135,12 @@ class Supervisor(Multiprocess):
         self._folder, self._announce = folder, [announce]
 
     def init_processes(self) -> None:
-        """Start all workers."""
         with _blocked_interrupt():
             super().init_processes()
         self._settle()
         self.config.app = replace(self.config.app, is_replacement=True)  # type: ignore[type-var]
 
     def keep_subprocess_alive(self) -> None:
-        """Replace dead and hung workers."""
         before = {process.pid for process in self.processes}
         with _blocked_interrupt():
             super().keep_subprocess_alive()
@@ -147,7 +152,6 @@ class Supervisor(Multiprocess):
             self._announce.pop()()
 
     def terminate_all(self) -> None:
-        """Close the socket, and tell all workers to finish."""
         for listener in self.sockets:
             listener.close()
         super().terminate_all()
@@ -226,7 +230,6 @@ class _Protocol(H11Protocol):
         self._timer.cancel()
 
     def is_idle(self) -> bool:
-        """Return whether a request is awaited."""
         return self.cycle is None or self.cycle.response_complete
 
     def _watch(self) -> None:
@@ -250,14 +253,9 @@ class _Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer as every refusal, where uvicorn's is plain text."""
-        body = json_bytes({"error": "this is no HTTP request that can be read"})
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "connection": "close",
-        }
-        events = h11.Response(status_code=400, headers=[*headers.items()]), h11.Data(body), h11.EndOfMessage()
+        answer = refuse(HTTPException(400, "this is no HTTP request that can be read", CLOSE))
+        head = h11.Response(status_code=400, headers=answer.raw_headers)
         with contextlib.suppress(h11.LocalProtocolError):  # an answer was begun before
-            for event in events:
+            for event in (head, h11.Data(bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

@@ -26,10 +26,8 @@ class Settings(Options):
 
     @property
     def models(self) -> tuple[ModelName, ...]:
-        """Names of the models that are served."""
         return ("engine",) if self.no_fp32 else ("engine", "fp32")
 
     @property
     def body_bytes(self) -> int:
-        """Most bytes of a body."""
         return self.max_body_kb << 10

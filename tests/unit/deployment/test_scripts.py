@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from qdqbench.quantize.deployment.model_io import ANSWERS, ModelIO
-from qdqbench.quantize.deployment.write import render
+from qdqbench.quantize.deployment.write import ANSWERS, describe_texts, render
 from qdqbench.quantize.tasks.task import KINDS
 
 from ...support import fake_gpu
@@ -35,12 +34,8 @@ TOLD = {
 
 def scripts(kind: str, gpu: bool = True) -> dict[str, str]:
     """Every script of a kind of task."""
-    answer, texts = ANSWERS[kind]
-    texts = texts[: 1 if KINDS[kind].texts_apart else KINDS[kind].text_columns[0]]
-    words, windows = kind == "token classification", KINDS[kind].windows
-    model_io = ModelIO(answer, texts, words, windows, "only_second" if windows else "longest_first", [], None)
-    context = {**vars(model_io), "sample": model_io.sample, "example": model_io.example, "gpu": gpu}
-    context |= {"backend": "tensorrt_rtx", "title": "TensorRT-RTX"}
+    context = describe_texts(KINDS[kind], KINDS[kind].text_columns[0])
+    context |= {"gpu": gpu, "backend": "tensorrt_rtx", "title": "TensorRT-RTX"}
     return {name: render(name, context) for name in ("model.py", *MOST_LINES)}
 
 
@@ -64,7 +59,7 @@ def test_scripts_are_small_and_lint_clean(kind, tmp_path):
         made = scripts(kind, gpu)
         assert ("def fitted" in made["model.py"]) == gpu
         for name, source in made.items():
-            assert effective(source) <= MOST_LINES.get(name, 75), name
+            assert effective(source) <= MOST_LINES.get(name, 75 + 15 * KINDS[kind].windows), name
             assert "qdqbench" not in source
             (tmp_path / name).write_text(source)
         command = [Path(sys.executable).parent / "ruff", "--isolated"]
@@ -79,21 +74,27 @@ def test_scripts_are_small_and_lint_clean(kind, tmp_path):
             assert done.returncode == 0, done.stdout
 
 
-@pytest.fixture
-def deployed(tmp_path, monkeypatch):
-    """Folder with the scripts of a classifier, a tokenizer of single words, and an engine that is none."""
+@pytest.fixture(params=["classification"])
+def deployed(request, tmp_path, monkeypatch):
+    """Folder with the scripts of a kind of task, a tokenizer of single words, and an engine that is none."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     tokenizer = Tokenizer(
         models.WordLevel({"[UNK]": 0, "a": 1, "good": 2, "film": 3, "[CLS]": 4}, unk_token="[UNK]")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 4)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A", pair="[CLS] $A $B:1", special_tokens=[("[CLS]", 4)]
+    )
     (tmp_path / "tokenizer").mkdir()
     tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
-    for name, source in scripts("classification").items():
+    for name, source in scripts(request.param).items():
         (tmp_path / name.replace("tensorrt", "tensorrt_rtx")).write_text(source)
-    (tmp_path / "model.json").write_text(json.dumps(TOLD))
+    about = TOLD
+    if KINDS[request.param].windows:
+        outputs = dict.fromkeys(("start_logits", "end_logits"), "float32")
+        about = TOLD | {"outputs": outputs, "stride": 10, "truncation": "only_second"}
+    (tmp_path / "model.json").write_text(json.dumps(about))
     (tmp_path / "tensorrt_rtx.engine").write_bytes(b"engine")
     (tmp_path / "SHA256SUMS").write_text(f"{hashlib.sha256(b'engine').hexdigest()}  tensorrt_rtx.engine\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -194,3 +195,25 @@ def test_a_failed_run_warns_with_each_use(deployed, monkeypatch, capsys):
     told = capsys.readouterr()
     assert told.err == "warning: not for use, the drop is 0.2\n"
     assert json.loads(told.out) == {"label": "bad", "scores": {"bad": 0.5, "good": 0.5}}
+
+
+@pytest.mark.parametrize("deployed", ["question answering"], indirect=True)
+def test_a_context_of_too_many_windows_is_refused_before_they_are_made(deployed, monkeypatch):
+    model, rows = loaded(deployed, "model"), []
+
+    def infer(tokens):
+        rows.extend(tokens["input_ids"])
+        return dict.fromkeys(model.OUTPUTS, np.zeros(tokens["input_ids"].shape, dtype=np.float32))
+
+    long = "good " * 18  # leaves a window 13 tokens, of which it shares 10
+    model.predict(infer, [(long, "film " * (13 + 255 * 3))])
+    assert len(rows) == model.MOST_WINDOWS == 256
+    for question, words in ((long, 13 + 255 * 3 + 1), ("good " * 21, 100)):
+        monkeypatch.setattr(model, "tokenizer", None)
+        with pytest.raises(
+            ValueError, match=r"the context of 'good .*' would be read in more than 256 windows"
+        ):
+            model.predict(infer, [(question, "film " * words)])
+        monkeypatch.setattr(sys, "argv", ["run.py", question, "film " * words])
+        with pytest.raises(SystemExit, match="more than 256 windows; give a shorter context or question"):
+            model.main(infer)

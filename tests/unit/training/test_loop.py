@@ -18,11 +18,17 @@ from hypothesis import strategies as st
 
 from qdqbench.quantize.recipe.training import Distill, Training
 from qdqbench.quantize.tasks.task import get_task
-from qdqbench.quantize.training import checkpoints, finetune, processes
-from qdqbench.quantize.training.evaluate import is_collapsed
-from qdqbench.quantize.training.loop import train
-from qdqbench.quantize.training.processes import new_accelerator
-from qdqbench.quantize.training.rows import divide, epoch_batches, evaluation_steps, split_batch, total_steps
+from qdqbench.quantize.training import checkpoints, finetune, loop
+from qdqbench.quantize.training.loop import (
+    divide,
+    epoch_batches,
+    evaluation_steps,
+    is_collapsed,
+    new_accelerator,
+    split_batch,
+    total_steps,
+    train,
+)
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 from ...support import tiny_training as tiny
@@ -60,23 +66,23 @@ def test_it_learns_and_keeps_the_best_weights(tmp_path, accelerator):
     judged = {row.step: row.score for row in outcome.log if row.score is not None}
     assert outcome.steps == total_steps(job.data, job.settings) == 18
     assert set(judged) == evaluation_steps(18, 4)
-    assert outcome.best_score == max(judged.values()) > -0.4  # ln 2 is what a constant answer gets
-    assert judged[outcome.best_step] == outcome.best_score
-    assert job.judge(job.model).score == pytest.approx(outcome.best_score, abs=1e-6)
-    assert outcome.samples == 3 * len(job.data.rows)
+    best = judged[outcome.best_step]
+    assert best == max(judged.values()) > -0.4  # ln 2 is what a constant answer gets
+    assert job.judge(job.model).score == pytest.approx(best, abs=1e-6)
+    assert outcome.samples_per_s * outcome.seconds == pytest.approx(3 * len(job.data.rows))
+
+
+def scored(job, *scores):
+    """The job with the scores of its next evaluations given."""
+    judge, left = job.judge, list(scores)
+    job.judge = lambda model: dataclasses.replace(judge(model), score=left.pop(0))
+    return job
 
 
 def test_the_weights_before_training_can_be_the_best(tmp_path, accelerator):
-    job = tiny.job(tmp_path, learning_rate=0.9, max_grad_norm=1e9, epochs=1)
+    job = scored(tiny.job(tmp_path, learning_rate=0.9, max_grad_norm=1e9, epochs=1), -1, -2, -3, -4, -5)
     job.judge_first = True
     before = tiny.weights(job).clone()
-    judge, first = job.judge, []
-
-    def worse_each_time(model):
-        first.append(None)
-        return judge(model).__class__(-len(first), {}, False)
-
-    job.judge = worse_each_time
     assert train(job, accelerator).best_step == 0
     assert torch.equal(tiny.weights(job), before)
 
@@ -89,29 +95,22 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, accelerator, evaluations):
     torch.manual_seed(99)  # the state of the new process is another one
     resumed = tiny.job(tmp_path / "killed", dropout=0.3)
     outcome = train(resumed, accelerator)
-    assert any("resumed after step" in note for note in resumed.notes)
+    assert any("resumed after step" in note for note in outcome.notes)
     assert outcome.steps == 18
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
 
 
-def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(tmp_path, accelerator):
+@pytest.mark.parametrize("name", ["optimizer.bin", checkpoints.CHECKPOINT_FILE])
+def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(tmp_path, accelerator, name):
     whole = tiny.job(tmp_path / "whole", dropout=0.3)
     train(whole, accelerator)
     killed_after(tiny.job(tmp_path / "killed", dropout=0.3), 3, accelerator)
     last = sorted((tmp_path / "killed").glob("step-*"))[-1]
-    optimizer = last / "optimizer.bin"
-    optimizer.write_bytes(optimizer.read_bytes()[:-10])
+    (last / name).write_bytes((last / name).read_bytes()[:-10])
     resumed = tiny.job(tmp_path / "killed", dropout=0.3)
     train(resumed, accelerator)
-    assert any(f"{last.name} is damaged (optimizer.bin)" in note for note in resumed.notes)
+    assert any(f"{last.name} is damaged ({name})" in note for note in resumed.notes)
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
-
-
-def scored(job, *scores):
-    """The job with the scores of its next evaluations given."""
-    judge, left = job.judge, list(scores)
-    job.judge = lambda model: dataclasses.replace(judge(model), score=left.pop(0))
-    return job
 
 
 def test_the_checkpoint_before_a_damaged_one_has_its_best_too(tmp_path, accelerator):
@@ -152,35 +151,24 @@ def test_a_training_that_begins_again_removes_what_was_passed_over(tmp_path, acc
     ]
 
 
-def test_a_checkpoint_without_its_manifest_is_passed_over(tmp_path, accelerator):
-    killed_after(tiny.job(tmp_path), 2, accelerator)
-    last = sorted(tmp_path.glob("step-*"))[-1]
-    (last / checkpoints.CHECKPOINT_FILE).write_text("{")
-    resumed = tiny.job(tmp_path)
-    train(resumed, accelerator)
-    assert any(last.name in note for note in resumed.notes)
-
-
-@pytest.mark.parametrize(("key", "value"), [("model", "another"), ("learning_rate", 0.01)])
-def test_a_checkpoint_of_another_run_is_refused(tmp_path, accelerator, key, value):
-    killed_after(tiny.job(tmp_path), 2, accelerator)
-    other = tiny.job(tmp_path)
-    other.identity[key] = value
-    with pytest.raises(UserError, match=f"checkpoint of another run: it differs in {key} "):
-        train(other, accelerator)
-
-
 @pytest.mark.parametrize(
-    ("key", "there", "here"), [("processes", 2, 1), ("arithmetic", "bf16", "fp32"), ("device", "npu", None)]
+    ("key", "there"),
+    [
+        ("model", "another"),
+        ("learning_rate", 0.01),
+        ("processes", 2),
+        ("arithmetic", "bf16"),
+        ("device", "npu"),
+    ],
 )
-def test_a_checkpoint_of_other_hardware_is_refused(tmp_path, accelerator, key, there, here):
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, accelerator, key, there):
     killed_after(tiny.job(tmp_path, precision="fp32"), 2, accelerator)
     for path in tmp_path.glob(f"step-*/{checkpoints.CHECKPOINT_FILE}"):
         stored = json.loads(path.read_text())
-        stored["identity"][key] = there
+        here, stored["identity"][key] = stored["identity"][key], there
         path.write_text(json.dumps(stored))
-    here = here or accelerator.device.type
-    with pytest.raises(UserError, match=rf"differs in {key} \(there {there}, here {here}\)"):
+    said = rf"checkpoint of another run: it differs in {key} \(there {there}, here {here}\)"
+    with pytest.raises(UserError, match=said):
         train(tiny.job(tmp_path, precision="fp32"), accelerator)
 
 
@@ -235,9 +223,10 @@ def test_a_model_that_answers_the_same_stops_the_run(tmp_path, accelerator):
         train(job, accelerator)
 
 
-def test_the_model_before_training_may_answer_the_same(tmp_path, accelerator):
-    job = tiny.job(tmp_path, collapsed=lambda number: number < 2)  # at step 0 and once more
-    job.judge_first = True
+@pytest.mark.parametrize("judge_first", [True, False])  # at step 0, and half of the steps with a new head
+def test_a_model_may_answer_the_same_at_first(tmp_path, accelerator, judge_first):
+    job = tiny.job(tmp_path, collapsed=lambda number: number < 2)
+    job.judge_first = judge_first
     train(job, accelerator)
 
 
@@ -286,20 +275,8 @@ def test_answers_that_do_not_depend_on_the_input():
     assert not is_collapsed(scores, one_class[:, :1], np.arange(5.0))
 
 
-def test_a_new_head_may_answer_the_same_for_half_of_the_steps(tmp_path, accelerator):
-    train(tiny.job(tmp_path, collapsed=lambda number: number < 2), accelerator)
-
-
 def test_patience_ends_the_run(tmp_path, accelerator):
-    job = tiny.job(tmp_path, num_evals=6, patience=2)
-    judge, seen = job.judge, []
-
-    def falling(model):
-        seen.append(None)
-        return judge(model).__class__(-len(seen), {}, False)
-
-    job.judge = falling
-    outcome = train(job, accelerator)
+    outcome = train(scored(tiny.job(tmp_path, num_evals=6, patience=2), -1, -2, -3), accelerator)
     assert (outcome.steps, outcome.best_step, outcome.stopped) == (9, 3, "no gain in 2 evaluations")
 
 
@@ -313,10 +290,9 @@ def test_two_processes_do_what_one_does(tmp_path, accelerator):
     one = tiny.job(tmp_path / "one")
     train(one, accelerator)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
     done = subprocess.run(
         [*command, str(HERE / "two_processes.py"), str(tmp_path / "two")],
-        env=environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -328,11 +304,7 @@ def test_two_processes_do_what_one_does(tmp_path, accelerator):
     assert torch.allclose(found[0], tiny.weights(one), atol=2e-5)
 
 
-@given(
-    rows=st.integers(1, 200),
-    world=st.integers(1, 5),
-    accumulate=st.integers(1, 4),
-)
+@given(rows=st.integers(1, 200), world=st.integers(1, 5), accumulate=st.integers(1, 4))
 def test_shares_are_the_batch(rows, world, accumulate):
     batch = np.arange(rows) * 3
     parts = [split_batch(batch, rank, world, accumulate) for rank in range(world)]
@@ -370,7 +342,7 @@ def test_max_steps_end_the_epochs_early(most, steps):
 def test_emulated_bf16_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert processes.resolve_precision("auto") == "fp32"
+    assert loop.resolve_precision("auto") == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -390,11 +362,11 @@ def test_a_process_that_fails_alone_waits_for_none(monkeypatch, capsys, error, l
         raise SystemExit
 
     monkeypatch.setenv("WORLD_SIZE", str(launched))
-    monkeypatch.setattr(processes, "leave_group", lambda: seen.append("left"))
-    monkeypatch.setattr(processes.os, "_exit", leave_at_once)
+    monkeypatch.setattr(loop, "leave_group", lambda: seen.append("left"))
+    monkeypatch.setattr(loop.os, "_exit", leave_at_once)
     with (
         pytest.raises((UserError, RuntimeError, SystemExit)) if error else nullcontext(),
-        processes.join_group(),
+        loop.join_group(),
     ):
         if error:
             raise error

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.deployment.server import guard
-from qdqbench.quantize.deployment.server.app import PAGES, Model, Service, open_models
-from qdqbench.quantize.deployment.server.guard import Metrics
+from qdqbench.quantize.deployment.server import app
+from qdqbench.quantize.deployment.server.app import PAGES, Service
+from qdqbench.quantize.deployment.server.batches import Metrics, Model, warm_up
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import LOOK
@@ -31,7 +31,7 @@ def make_service(served=None, settings=LIMITS, slowest_s=0.0, leave=lambda: None
 async def called(service, method, path, body=b"", headers=None, **more):
     """Status, headers and value of an answer."""
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    status, headers, made = await call(service.app, method, path, body, headers, **more)
+    status, headers, made = await call(service, method, path, body, headers, **more)
     value = json.loads(made) if headers.get("content-type") == "application/json" else made.decode()
     return status, headers, value
 
@@ -123,7 +123,7 @@ def test_bad_requests_are_told_what_is_wrong():
     both = {"content-length": "16", "transfer-encoding": "chunked"}
     assert refused(400, "not both", "POST", "/v1/predict", good, headers=both)["connection"] == "close"
     refused(408, "did not come within 0.5 s", "POST", "/v1/predict", chunks=[b"{", 5.0, b"}"])
-    gone = within(lambda service: call(service.app, "POST", "/v1/predict", chunks=[]))
+    gone = within(lambda service: call(service, "POST", "/v1/predict", chunks=[]))
     assert gone is None  # the client has gone
 
 
@@ -181,7 +181,7 @@ def test_an_answer_that_takes_too_long_is_503_and_frees_its_rows(caplog):
 
 
 def test_too_many_requests_at_once_are_503_but_health_is_answered(monkeypatch):
-    monkeypatch.setattr(guard, "MOST_POSTS", 1)
+    monkeypatch.setattr(app, "MOST_POSTS", 1)
 
     async def main(service):
         stuck = asyncio.create_task(called(service, "POST", "/v1/predict", chunks=[b"{", 0.2, b"}"]))
@@ -228,14 +228,14 @@ real_sleep = time.sleep
 
 
 def test_the_largest_batch_is_one_that_fits_into_the_time_of_a_request():
-    slow, settings = fake_served(per_row=0.02), Settings(no_fp32=True, timeout=0.3)
-    (model,) = open_models(slow, settings).values()
+    sizes = fake_served().sizes("engine", 32)
+    model = warm_up(Engine(per_row=0.02), sizes, 0.3)
     assert {rows for _, rows in model.sizes} == {4}  # 0.08 s of 0.15 s; 8 would take 0.16 s
     assert 0.08 <= model.slowest_s <= 0.15
     with pytest.raises(
         UserError, match=r"one row of 16 tokens takes 0\.\d s, more than --timeout 0\.3; raise it"
     ):
-        open_models(fake_served(per_batch=0.4), settings)
+        warm_up(Engine(per_batch=0.4), sizes, 0.3)
 
 
 BODY = 1 << 20
@@ -311,6 +311,6 @@ def test_pages_are_whole_and_load_nothing_from_elsewhere(page):
     for named in re.findall(r'(?:src|href)="(/[^"]*)"', text):
         assert ask("GET", named)[0] == 200
     assert ask("HEAD", page)[0] == 200
-    assert {path.name for path in (Path(guard.__file__).parent / "pages").iterdir()} == {
+    assert {path.name for path in (Path(app.__file__).parent / "pages").iterdir()} == {
         file for file, _ in PAGES.values() if file != str(LOOK)
     }

@@ -7,8 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.deployment.server.batches import Batcher, choose_shape, list_rows, pad_to_shape
-from qdqbench.quantize.deployment.server.guard import Metrics
+from qdqbench.quantize.deployment.server.batches import Batcher, Metrics, Model, list_rows, pad_to_shape
 
 from ....support.fake_served import PAD, Engine
 from ....support.http_client import finished
@@ -27,13 +26,12 @@ def test_every_batch_gets_the_smallest_shape_that_was_warmed_up(size, data):
     length = data.draw(st.integers(1, size[0]))
     longest, most = next(size for size in SIZES if length <= size[0])
     rows = data.draw(st.integers(1, most))
-    shape = choose_shape(SIZES, rows, length)
+    ids = np.arange(1, 1 + rows * length).reshape(rows, length)
+    made = pad_to_shape({"input_ids": ids, "attention_mask": np.ones_like(ids)}, SIZES, pad_id=0)
+    shape = made["input_ids"].shape
     assert shape[1] == longest
     assert shape[0] in list_rows(most)
     assert shape[0] < 2 * rows or shape[0] == most
-    ids = np.arange(1, 1 + rows * length).reshape(rows, length)
-    made = pad_to_shape({"input_ids": ids, "attention_mask": np.ones_like(ids)}, shape, pad_id=0)
-    assert made["input_ids"].shape == shape
     assert (made["input_ids"][:rows, :length] == ids).all()
     assert (made["attention_mask"][:rows, length:] == 0).all()
     assert (made["attention_mask"].sum(1) == length).all()  # copies of rows are whole, none is empty
@@ -54,8 +52,8 @@ def work(main, sizes=((16, 4), (64, 2)), max_wait_s=0.0, **engine):
     """The shapes that a batcher runs while a coroutine uses it."""
 
     async def whole():
-        options = {"pad_id": PAD, "max_wait_s": max_wait_s, "hang_s": 9.0, "metrics": Metrics()}
-        batcher = Batcher("engine", Recorded(**engine), sizes, give_up=print, **options)
+        options = {"pad_id": PAD, "max_wait_s": max_wait_s, "timeout_s": 9.0, "metrics": Metrics()}
+        batcher = Batcher("engine", Model(Recorded(**engine), sizes, 0.0), give_up=print, **options)
         working = asyncio.create_task(batcher.work())
         await main(batcher)
         working.cancel()

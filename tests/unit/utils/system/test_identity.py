@@ -15,8 +15,7 @@ from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks.task import GLUE
-from qdqbench.quantize.training import finetune
-from qdqbench.quantize.training.qat import stage as qat
+from qdqbench.quantize.training import finetune, qat
 from qdqbench.quantize.utils.system import environment
 
 

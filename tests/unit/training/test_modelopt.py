@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import native, quantizers
 from qdqbench.quantize.models.load import load_model
-from qdqbench.quantize.training.checkpoints import WEIGHTS
-from qdqbench.quantize.training.qat.stage import STATE, load_modelopt, save_modelopt
-from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.training.qat import save_modelopt
 from qdqbench.quantize.utils.system.quiet import quiet
 
-from ....support.tiny_bert import Quantized, calibrate, padded_batch, recipe_with
+from ...support.modelopt_folder import load_modelopt
+from ...support.tiny_bert import Quantized, calibrate, padded_batch, recipe_with
 
 SMOOTH: dict[str, Any] = {"calibration": {"smoothing": 0.5}}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -104,22 +102,3 @@ def test_modelopt_itself_reads_it(tiny_bert: Path, tmp_path: Path) -> None:
     expected = quantizers.forward(model, padded_batch())
     torch.testing.assert_close(quantizers.forward(theirs, padded_batch()), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(quantizers.forward(load_modelopt(tmp_path), padded_batch()), expected)
-
-
-def test_damage_is_one_sentence(tiny_bert: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "saved"
-    save_modelopt(calibrate(tiny_bert, recipe_with(**RECIPES["linears"])).model, folder)
-    state, weights = (folder / STATE).read_bytes(), load_file(folder / WEIGHTS)
-    with pytest.raises(UserError, match="does not exist; give a folder that holds a model saved by ModelOpt"):
-        load_modelopt(tiny_bert)
-    (folder / STATE).write_bytes(state[: len(state) // 2])
-    with pytest.raises(UserError, match=f"{STATE} is not a ModelOpt state: "):
-        load_modelopt(folder)
-    torch.save({"modelopt_state_dict": [], "modelopt_version": Path}, folder / STATE)  # runs code when read
-    with pytest.raises(UserError, match=f"{STATE} is not a ModelOpt state: UnpicklingError"):
-        load_modelopt(folder)
-    (folder / STATE).write_bytes(state)
-    lost = next(name for name in weights if name.endswith("_amax"))
-    save_file({n: v for n, v in weights.items() if n != lost}, folder / WEIGHTS, {"format": "pt"})
-    with pytest.raises(UserError, match=f"are not of one model: .*{lost}"):
-        load_modelopt(folder)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.tasks.task import get_task
-from qdqbench.quantize.training.qat.job import compute_hidden_distance
+from qdqbench.quantize.training.qat import compute_hidden_distance
 
 CLASSES, SCORES = get_task("mnli"), get_task("stsb")
 

@@ -13,9 +13,9 @@ from qdqbench.quantize.calibration.qkv_bias_folding import group_shared_scales
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import list_bias_free_linears
 from qdqbench.quantize.recipe.training import Qat
-from qdqbench.quantize.training.qat.job import _own_states, prepare_student
+from qdqbench.quantize.training.qat import prepare_student, unshift_states
 
-from ....support.tiny_bert import INT8, LAYERS, calibrate, one_scale, padded_batch, recipe_with
+from ...support.tiny_bert import INT8, LAYERS, calibrate, one_scale, padded_batch, recipe_with
 
 
 def test_a_shift_is_no_distance_and_a_bias_that_is_gone_stays_so(tiny_bert: Path) -> None:
@@ -24,15 +24,15 @@ def test_a_shift_is_no_distance_and_a_bias_that_is_gone_stays_so(tiny_bert: Path
     session: Any = SimpleNamespace(
         plan=made.plan, ptq_record=made.record, new_ptq_model=lambda: copy.deepcopy(made.model)
     )
-    own = _own_states(session, SimpleNamespace(device="cpu"))  # type: ignore[arg-type]
+    unshift = unshift_states(session, SimpleNamespace(device="cpu"))  # type: ignore[arg-type]
     batch = {name: torch.from_numpy(array) for name, array in padded_batch((16,)).items()}
     with torch.no_grad(), quantizers_off(made.model):
         moved = made.model(**batch, output_hidden_states=True).hidden_states
         plain = load_model(str(tiny_bert))(**batch, output_hidden_states=True).hidden_states
-    torch.testing.assert_close(own(moved)[0], plain[0], rtol=1e-4, atol=1e-4)
-    far, near = ((states[1] - plain[1]).norm() for states in (moved, own(moved)))
+    torch.testing.assert_close(unshift(moved)[0], plain[0], rtol=1e-4, atol=1e-4)
+    far, near = ((states[1] - plain[1]).norm() for states in (moved, unshift(moved)))
     assert near < 0.5 * far  # what is left of q's bias is in it
-    assert torch.equal(own(moved)[-1], moved[-1])
+    assert torch.equal(unshift(moved)[-1], moved[-1])
     student = prepare_student(session, Qat(epochs=1, learning_rate=1e-5))
     still = {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
     assert still == {f"{name}.bias" for name in list_bias_free_linears(made.plan)}

@@ -1,0 +1,414 @@
+"""Quantization-aware training: the PTQ model, with Q/DQ in place, learns from its FP32 original.
+
+Placement and first scales are those of PTQ (`calibration.json`). The teacher is the FP32 model (Hinton et al.
+2015, arXiv 1503.02531). The result is an ordinary Hugging Face folder and a calibration record: together they
+rebuild the trained fake-quant model bit for bit.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers
+from qdqbench.quantize.calibration.qkv_bias_folding import group_shared_scales
+from qdqbench.quantize.calibration.record import (
+    CalibrationRecord,
+    get_state_shifts,
+    read_quantizer_state,
+    require_plausible,
+    write_record,
+)
+from qdqbench.quantize.calibration.smoothing import keep_equal, remove_copies, remove_factors
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.inputs import select_inputs
+from qdqbench.quantize.pipeline.session import QAT, Session
+from qdqbench.quantize.recipe.plan import list_bias_free_linears
+from qdqbench.quantize.recipe.training import Qat
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.rows import encode
+from qdqbench.quantize.tasks.types.kind import join_outputs
+from qdqbench.quantize.training.loop import (
+    CHECKPOINTS,
+    RECORD,
+    HeldOut,
+    Job,
+    TrainingData,
+    count_processes,
+    divide,
+    group_decayed,
+    is_collapsed,
+    join_group,
+    leave_group,
+    new_accelerator,
+    predict_rows,
+    share_batches,
+    train,
+)
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.arrays import Int64
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.results import TrainingRun
+from qdqbench.quantize.utils.system.environment import get_code_identity
+from qdqbench.quantize.utils.system.process import is_main_process
+from qdqbench.quantize.utils.system.quiet import quiet
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+    States = tuple[torch.Tensor, ...]  # behind the embeddings and each layer, [B, L, hidden]
+
+STATE = "modelopt_state.pth"
+FAR_FROM_FP32 = 0.1  # of the unit of each part of the loss
+
+
+def compute_hidden_distance(hidden: "States", teacher: "States", mask: "torch.Tensor") -> "torch.Tensor":
+    """Compute the squared error of every layer's output by its power in the teacher, mean over layers.
+
+    Sample by sample, so that nothing depends on how a batch is split. As in Jiao et al. 2019, "TinyBERT",
+    arXiv 1909.10351, equation 8, without a projection as the sizes agree.
+
+    Args:
+        mask: int64 [B, L]; padding does not count.
+
+    Returns:
+        float32 scalar, the sum over B.
+    """
+    import torch
+
+    weight = (mask / mask.sum(dim=1, keepdim=True))[..., None]
+    total = torch.zeros((), device=mask.device)
+    for mine, wanted in zip(hidden, teacher, strict=True):
+        error = ((mine.float() - wanted.float()).square() * weight).sum(dim=(1, 2))
+        power = (wanted.float().square() * weight).sum(dim=(1, 2))
+        total = total + (error / power).sum()
+    return total / len(hidden)
+
+
+def unshift_states(session: Session, accelerator: "Accelerator") -> "Callable[[States], States]":
+    """Return what takes the shifts of calibration out of hidden states, which the teacher has not."""
+    import torch
+
+    moved = {
+        number: torch.tensor(values, device=accelerator.device)
+        for number, values in get_state_shifts(session.ptq_record, session.plan).items()
+    }
+    return lambda hidden: tuple(
+        state - moved[number] if number in moved else state for number, state in enumerate(hidden)
+    )
+
+
+class Distillation:
+    """The FP32 model as teacher; its answers to the train split are computed once."""
+
+    def __init__(
+        self, session: Session, settings: Qat, accelerator: "Accelerator", data: TrainingData
+    ) -> None:
+        import torch
+
+        self.task, self.parts = session.config.task, settings.distill
+        self.accelerator, self.data = accelerator, data
+        self.teacher = session.new_model().to(accelerator.device)
+        self.teacher.requires_grad_(False)
+        self.unshift = unshift_states(session, accelerator)
+        encoded = data.encoded
+        answers = predict_rows(accelerator, self.teacher, self.task.kind, encoded, data.pad_id)
+        if bad := int((~np.isfinite(answers)).any(axis=1).sum()):
+            raise CheckFailed(
+                f"{bad} of {len(answers)} answers of the FP32 model to training rows are NaN or infinite"
+            )
+        self.answers = torch.from_numpy(answers).to(accelerator.device)  # [answers, width]
+        self.labels = torch.from_numpy(encoded.labels).to(accelerator.device)
+        self.held_out = answers[encoded.answers_of(encoded.rows_of(data.held_out))]
+
+    def loss(self, model: Any, rows: Int64, batch: "dict[str, torch.Tensor]") -> "torch.Tensor":
+        """Return the loss of a batch, summed over its rows."""
+        import torch
+
+        parts, kind, encoded = self.parts, self.task.kind, self.data.encoded
+        batch = select_inputs(self.teacher, batch)
+        output = model(**batch, output_hidden_states=parts.hidden > 0)
+        places, counts = (torch.from_numpy(x).to(self.labels.device) for x in encoded.places(rows))
+        answers = encoded.kept(rows, join_outputs(output, kind.outputs))
+        total: Any = 0.0
+        if parts.logits:
+            total = parts.logits * kind.distance(answers, self.answers[places], parts.temperature, counts)
+        if parts.labels and not kind.embeds:
+            total = total + parts.labels * kind.loss(answers, self.labels[places], counts)
+        if parts.hidden:
+            with torch.no_grad(), self.accelerator.autocast():
+                hidden = self.teacher(**batch, output_hidden_states=True).hidden_states
+            mine = self.unshift(output.hidden_states)
+            total = total + parts.hidden * compute_hidden_distance(mine, hidden, batch["attention_mask"])
+        return total  # type: ignore[no-any-return]
+
+    def judge(self, model: Any) -> HeldOut:
+        """Compute the loss on the held-out rows."""
+        import torch
+
+        task, parts, judged, wanted = self.task, self.parts, self.data.judged, self.held_out
+        answers = predict_rows(self.accelerator, model, task.kind, judged, self.data.pad_id)
+        if not np.isfinite(answers).all():
+            return HeldOut(float("nan"), {}, True)
+        pair = torch.from_numpy(answers), torch.from_numpy(wanted)
+        distance = task.kind.distance(*pair, parts.temperature, torch.from_numpy(judged.answers))
+        scores = {"distance": float(distance) / judged.rows}
+        score = parts.logits * scores["distance"]
+        if not task.kind.embeds:
+            scores["loss"] = task.kind.mean_loss(answers, judged.labels, judged.answers)
+            score += parts.labels * scores["loss"]
+        if parts.hidden:
+            scores["hidden"] = self._judge_hidden(model)
+            score += parts.hidden * scores["hidden"]
+            scores = {"objective": score, **scores}
+        reference = metrics.select_reference(task, judged.gold, wanted)
+        labels = judged.labels
+        constant = is_collapsed(task, answers, labels) and not is_collapsed(task, wanted, labels)
+        return HeldOut(-score, {**scores, **metrics.compute(task, answers, reference)}, constant)
+
+    def _judge_hidden(self, model: Any) -> float:
+        """Return the mean distance of hidden states over the held-out rows, each process with its share."""
+        import torch
+
+        accelerator, judged = self.accelerator, self.data.judged
+        total = torch.zeros((), device=accelerator.device)
+        for _, inputs in share_batches(accelerator, self.teacher, judged, self.data.pad_id):
+            with torch.inference_mode(), accelerator.autocast():
+                hidden = model(**inputs, output_hidden_states=True).hidden_states
+                target = self.teacher(**inputs, output_hidden_states=True).hidden_states
+            total = total + compute_hidden_distance(self.unshift(hidden), target, inputs["attention_mask"])
+        return float(accelerator.reduce(total, reduction="sum")) / judged.rows
+
+    @property
+    def worst_distance(self) -> float:
+        """A distance that no sound student has; ten times that of PTQ may be next to nothing.
+
+        A tenth of 1 nat, of the power of the hidden states, and for a regression of the answers' variance.
+        """
+        parts, unit = self.parts, self.task.kind.distance_unit(self.held_out)
+        return FAR_FROM_FP32 * ((parts.logits + parts.labels) * unit + parts.hidden)
+
+
+def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
+    """Load the PTQ model with quantizers made for training."""
+    from torch import nn
+
+    from qdqbench.quantize.calibration.fakequant import native
+
+    model = session.new_ptq_model()
+    family, splits = family_of(model.config), session.ptq_record.splits
+    layers = len(family.layer_names(model))
+    if splits and len(splits) != layers:
+        raise UserError(
+            f"qat with outlier_channel_splitting needs the second feed-forward linear of all {layers} layers "
+            f"in INT8, and {len(splits)} are: a model whose layers differ in size cannot be saved; quantize "
+            "the others, or drop outlier_channel_splitting"
+        )
+    for name in list_bias_free_linears(session.plan):  # a bias that comes back is a kernel again
+        bias: Any = model.get_submodule(name).bias
+        if bias is not None:
+            bias.requires_grad_(False)
+    native.use_native(model)
+    if settings.amax == "learned":
+        native.learn_amax(model, together=group_shared_scales(session.plan))
+    only_hidden = not (settings.distill.logits or settings.distill.labels)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and settings.dropout is not None:
+            module.p = settings.dropout
+        if only_hidden and isinstance(module, nn.Linear) and family.role(name) in ("pooler", "classifier"):
+            # hidden states do not depend on these, and processes would wait for their gradients
+            module.requires_grad_(False)
+    return model
+
+
+def new_job(session: Session, settings: Qat, accelerator: "Accelerator") -> Job:
+    from qdqbench.quantize.calibration.fakequant import native
+
+    task = session.config.task
+    split = session.split(task.train_split, limit=None)
+    encoded = encode(split, task, session.tokenizer, session.recipe.export.max_length)
+    data = divide(encoded, session.pad_id, settings.holdout, settings.seed)
+    model = prepare_student(session, settings)
+    distillation = Distillation(session, settings, accelerator, data)
+    model.to(accelerator.device)
+    tie = keep_equal(model, session.ptq_record.splits)
+    tie()
+
+    def after_step() -> None:
+        native.keep_positive(model)
+        tie()
+
+    ratios = native.list_learned(model)  # of amax, with a rate of their own
+    learned = {id(ratio) for ratio in ratios}
+    groups = group_decayed(model, settings.weight_decay)
+    groups = [{**g, "params": [p for p in g["params"] if id(p) not in learned]} for g in groups]
+    if ratios := [ratio for ratio in ratios if ratio.requires_grad]:
+        groups.append({"params": ratios, "weight_decay": 0.0, "lr": settings.amax_learning_rate})
+    return Job(
+        model=model,
+        data=data,
+        settings=settings,
+        loss=distillation.loss,
+        judge=distillation.judge,
+        folder=session.folder / QAT / CHECKPOINTS,
+        identity=_identity(session, settings, session.ptq_record, split.fingerprint),
+        groups=groups,
+        after_step=after_step,
+        report=session.report,
+        judge_first=True,
+        far=distillation.worst_distance,
+    )
+
+
+def _identity(session: Session, settings: Qat, record: CalibrationRecord, fingerprint: str) -> dict[str, Any]:
+    """Return what is equal for the same run, as JSON values."""
+    recipe = session.recipe
+    placed = [rule.model_dump(mode="json") for rule in recipe.rules], recipe.attention, recipe.export.gelu
+    return {
+        "job": "qat",
+        **get_code_identity(),
+        "model": session.model_sha256,
+        "task": session.config.task.model_dump(mode="json"),
+        "data": fingerprint,
+        "max_length": recipe.export.max_length,
+        "recipe": hashlib.sha256(str(placed).encode()).hexdigest(),
+        "calibration": hashlib.sha256(record.model_dump_json().encode()).hexdigest(),
+        **settings.model_dump(mode="json"),
+    }
+
+
+def get_settings(session: Session) -> Qat:
+    """Return the recipe's QAT section; UserError where it has none."""
+    settings = session.recipe.qat
+    if settings is None:
+        raise UserError(
+            f"recipe {session.recipe.name} has no qat section; add one such as `qat: {{epochs: 3}}`, or take "
+            "a shipped recipe whose name ends in -qat"
+        )
+    if not session.recipe.quantizes:
+        raise UserError(f"recipe {session.recipe.name} quantizes nothing, so its qat section has no object")
+    return settings
+
+
+def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
+    """Take a run up to its training, and train on all processes that a launcher started.
+
+    The main process does PTQ alone, before the processes meet: ModelOpt's calibration would wait for the
+    others. They wait where the process group is made, and end when there is nothing to train.
+
+    Args:
+        lead: runs the stages up to the named one; called in the main process.
+    """
+    from accelerate.utils import broadcast_object_list
+
+    if is_main_process():
+        lead("ptq")
+    with join_group():
+        accelerator = new_accelerator(get_settings(session).precision)
+        if not is_main_process():
+            if broadcast_object_list([None])[0]:
+                _train_quantized(session, accelerator)
+            return
+        begun = False
+
+        def begin() -> None:
+            nonlocal begun
+            begun = True
+            broadcast_object_list([True])
+
+        session.accelerator, session.before_training = accelerator, begin
+        try:
+            lead("qat")
+        finally:
+            session.accelerator, session.before_training = None, lambda: None
+            if not begun:
+                broadcast_object_list([False])
+
+
+def train_qat(session: Session) -> list[Path]:
+    if session.accelerator is None and count_processes() > 1:
+        raise UserError(
+            f"{count_processes()} processes would each go through this run; under a launcher use "
+            "`-m qdqbench qat`"
+        )
+    session.before_training()
+    return _train_quantized(session, session.accelerator or new_accelerator(get_settings(session).precision))
+
+
+def _train_quantized(session: Session, accelerator: "Accelerator") -> list[Path]:
+    """Train on every process; the main one writes the files."""
+    from qdqbench.quantize.calibration.fakequant import native
+
+    job = new_job(session, get_settings(session), accelerator)
+    run = train(job, accelerator)
+    leave_group()  # what follows is done by the main process alone
+    model: Any = job.model
+    native.settle_learned(model)
+    native.use_modelopt(model)
+    session.notes += run.notes
+    if not accelerator.is_main_process:
+        return []
+    run.folder = "model"
+    return _write_trained(session, model.cpu(), run)
+
+
+def remove_checkpoints(session: Session) -> None:
+    """Remove checkpoints once the stage is recorded; killed before, it resumes and trains no step again."""
+    shutil.rmtree(session.folder / QAT / CHECKPOINTS, ignore_errors=True)
+
+
+def _write_trained(session: Session, model: "PreTrainedModel", run: TrainingRun) -> list[Path]:
+    """Write model, record and training log, and prove that they rebuild every weight and scale."""
+    import torch
+
+    folder, record = session.folder / QAT, session.ptq_record
+    states = {
+        name: read_quantizer_state(name, quantizer, record.quantizers[name].rms)
+        for name, quantizer in list_quantizers(model).items()
+    }
+    require_plausible(states)
+    plain = session.new_model()  # no quantizers, no smoothing factors in weights, no copies
+    weights = remove_copies(remove_factors(model, record.smoothing), record.splits, family_of(model.config))
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+    with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
+        plain.save_pretrained(temporary)
+        session.tokenizer.save_pretrained(temporary)
+    # what was added to biases is in the trained ones
+    trained = {"quantizers": states, "shifts": {}, "centers": {}, "biases": {}}
+    write_record(folder / "calibration.json", record.model_copy(update=trained))
+    with files.atomic_folder(folder / "modelopt") as temporary, quiet("transformers"):
+        save_modelopt(model, temporary)
+    rebuilt = session.new_qat_model().state_dict()
+    differing = [name for name, value in model.state_dict().items() if not torch.equal(value, rebuilt[name])]
+    if differing:
+        raise CheckFailed(f"{folder} does not rebuild the trained model: {name_list(differing)} differ")
+    files.write_text(folder / RECORD, run.model_dump_json(indent=2) + "\n")
+    written = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in written if CHECKPOINTS not in path.relative_to(folder).parts)
+
+
+def save_modelopt(model: "PreTrainedModel", folder: Path) -> None:
+    """Write a calibrated fake-quant model as ModelOpt does; after `settle_learned` where it was trained.
+
+    The folder is that of `mto.enable_huggingface_checkpointing()` and `save_pretrained` (docs/qat.md), but
+    transformers is not patched; weights hold the factors of smoothing. Plain ModelOpt ignores a quantizer on
+    the softmax output, and refuses quantizers in modules unknown to it (residuals).
+    """
+    import torch
+    from modelopt.torch.opt import modelopt_state
+    from modelopt.torch.utils.serialization import safe_save
+
+    from qdqbench.quantize.calibration.fakequant.native import BACKEND
+
+    if any(quantizer.backend == BACKEND for quantizer in list_quantizers(model).values()):
+        raise RuntimeError("the model computes as in training; settle_learned(model) before it is saved")
+    with quiet("transformers"):
+        model.save_pretrained(folder)
+    with torch.no_grad():
+        safe_save(modelopt_state(model), folder / STATE)

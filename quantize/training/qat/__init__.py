@@ -1,1 +1,0 @@
-"""Quantization-aware training of a run."""

@@ -1,0 +1,35 @@
+"""A fake-quant model read from ModelOpt's own files, with the quantizers that ModelOpt does not know."""
+
+import contextlib
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qdqbench.quantize.calibration.fakequant import quantizers
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.training.checkpoints import WEIGHTS
+from qdqbench.quantize.training.qat import STATE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load_modelopt(folder: Path) -> "PreTrainedModel":
+    """The model of `save_modelopt`, in FP32 and eval mode."""
+    from modelopt.torch.opt.conversion import (
+        ModeloptStateManager,
+        load_modelopt_state,
+        restore_from_modelopt_state,
+    )
+    from safetensors.torch import load_file
+
+    quantizers.import_modelopt()  # its modes
+    state, model = load_modelopt_state(folder / STATE), load_model(str(folder))
+    modes = [mode for _, mode in state["modelopt_state_dict"]]
+    names = [name for mode in modes for name in mode.get("metadata", {}).get("quantizer_state", {})]
+    residuals = [name for name in names if name.endswith(quantizers.RESIDUAL_QUANTIZER)]
+    if not ModeloptStateManager.is_converted(model):  # it is where transformers was patched
+        with contextlib.redirect_stdout(io.StringIO()), quantizers.register_residuals(model, residuals):
+            restore_from_modelopt_state(model, state)
+    model.load_state_dict(load_file(folder / WEIGHTS))
+    return model
