@@ -104,7 +104,6 @@ def seconds(count: float) -> str:
 
 
 def decibel(error: float) -> str:
-    """Return signal to noise of a relative error: 0.01 is 40.0."""
     return f"{-20 * math.log10(error):.1f}" if error else ""
 
 
@@ -155,7 +154,6 @@ def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def sentence(line: str) -> str:
-    """Return a line that ends in a full stop."""
     return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
@@ -163,18 +161,15 @@ count_of = names.count_of
 
 
 def first(lines: Sequence[str], count: int, where: str) -> list[str]:
-    """Return the first lines, and a word on the rest."""
     rest = len(lines) - count
     return [*lines] if rest <= 0 else [*lines[:count], f"and {rest} more in {where}"]
 
 
 def yaml_text(value: Any) -> str:
-    """Return a value as YAML."""
     return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100))
 
 
 def clean(value: Any) -> Any:
-    """Replace such characters in every string of a JSON value."""
     if isinstance(value, str):
         return _UNPRINTABLE.sub("\ufffd", value)
     if isinstance(value, list):
@@ -212,7 +207,6 @@ def number(value: float | None) -> str:
 
 
 def known(value: float | None, form: str) -> str:
-    """Return a number in a format; empty where it is None."""
     return "" if value is None else format(value, form)
 
 
