@@ -43,38 +43,30 @@ class BenchPlan(BenchSettings):
 
 @dataclass(frozen=True)
 class Config:
-    """A fixed shape or a split, measured at once."""
-
     batch: int
     length: int | None
     split: BatchedSplit | None
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Return every (batch, length) of one launch."""
         return self.split.shapes if self.split else [(self.batch, self.length or 0)]
 
     @property
     def sequences(self) -> int:
-        """Return the number of sequences of one launch."""
         return self.split.sequences if self.split else self.batch
 
     @property
     def stem(self) -> str:
-        """Return a part of names of files."""
         return f"b{self.batch}.{self.split.task}" if self.split else f"b{self.batch}.s{self.length}"
 
 
 def configs_of(options: BenchPlan) -> list[Config]:
-    """Return the grid, batches inside lengths, then the data set."""
     fixed = [Config(batch, length, None) for length in options.lengths for batch in options.batches]
     return fixed + [Config(split.batch, None, split) for split in options.splits]
 
 
 @dataclass(frozen=True)
 class Preparation(Generic[Work]):
-    """One config to prepare systems for."""
-
     target: Target
     options: BenchPlan
     config: Config
@@ -84,12 +76,10 @@ class Preparation(Generic[Work]):
 
     @property
     def folder(self) -> Path:
-        """Return the folder for files of the bench."""
         return self.target.session.folder / "bench"
 
     @functools.cached_property
     def batches(self) -> list[Batch]:
-        """Return random input sets of a fixed shape, or the split's batches."""
         config, target = self.config, self.target
         if config.split:
             return config.split.batches

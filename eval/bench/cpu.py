@@ -45,8 +45,6 @@ NNCF_LONGEST = 128  # tokens of a random calibration sample
 
 @dataclass
 class CpuRuns:
-    """A system that can run."""
-
     lanes: Callable[[int], Sequence[Answer]]  # for a number of streams, all threads together; may be fewer
     detail: str
     built: "EngineResult | None" = None
@@ -54,8 +52,6 @@ class CpuRuns:
 
 @dataclass
 class CpuWork:
-    """Graphs and models that all configs of a bench share."""
-
     graphs: dict[str, Path] = field(default_factory=dict)  # INT8, in the form of each backend
     models: dict[str, Any] = field(default_factory=dict)  # quantized by others
 
@@ -127,14 +123,12 @@ def _int8_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
 
 
 def _export_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
-    """Return the FP32 export in a runtime, computed in FP32 or BF16."""
     backend, compute = cast("BackendName", system.library), cast("Compute", system.precision)
     data = here.target.graphs["fp32"].read_bytes()
     return CpuRuns(_compiled_lanes(here, backend, data, compute), f"FP32 export, {compute.upper()} compute")
 
 
 def _dynamic_runs(here: Preparation[CpuWork], _: System) -> CpuRuns:
-    """Return the FP32 export after ONNX Runtime's dynamic quantization of weights and activations."""
     if "dynamic" not in here.work.models:
         from onnxruntime.quantization import QuantType, quantize_dynamic
 

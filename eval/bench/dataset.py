@@ -39,7 +39,6 @@ class BatchedSplit:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Return the different (batch, length), in order of appearance."""
         return list(dict.fromkeys(tuple(batch["input_ids"].shape) for batch in self.batches))
 
     @property

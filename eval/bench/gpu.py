@@ -54,7 +54,6 @@ HALF = re.compile(r"f16|h16|fp16|half|hgemm|hsh|hhh|tst|s16816|s161616|e4m3", re
 
 
 def is_fused_attention(name: str) -> bool:
-    """Return whether a kernel computes a whole attention."""
     return bool(ATTENTION.search(name)) and not POINTWISE.match(name)
 
 
@@ -64,7 +63,6 @@ def is_fp32_gemm(name: str) -> bool:
 
 
 def kernels_in(names: "Counter[str]") -> BenchKernels:
-    """Count fused attentions and FP32 products among the kernels of one inference."""
     return BenchKernels(
         names={name[:LONGEST_NAME]: count for name, count in names.most_common()},
         fused_attention=sum(count for name, count in names.items() if is_fused_attention(name)),
@@ -120,7 +118,6 @@ class GpuWork:
 
 
 def start_compiles(work: GpuWork, run: Path, options: BenchPlan) -> None:
-    """Start to compile the models of a bench for all of its shapes, the slowest mode first."""
     modes = {system.mode for system in systems_of(None, options).values() if system.mode}
     for mode in sorted(modes, key=len, reverse=True):
         for config in configs_of(options):
@@ -303,8 +300,6 @@ TRIED = 6  # launches of each size; the first one is not counted
 def _bind_packed(
     encoder: peers.UnpaddedEncoder, packing: peers.Packing, how: str, config: Config
 ) -> peers.TorchRun:
-    """Return a CUDA graph of a launch; at a fixed shape answers of tokens are [B, L, width]."""
-
     def forward(packed: Any) -> Any:
         answers = encoder.forward(packed, tokens=packing.tokens, longest=packing.longest)
         if encoder.of_tokens and config.length is not None:

@@ -25,8 +25,7 @@ class Bound(Protocol):
     outputs: "dict[str, torch.Tensor]"
     stream: "torch.cuda.Stream"
 
-    def launch(self) -> None:
-        """Enqueue one inference on `stream`, without waiting."""
+    def launch(self) -> None: ...
 
 
 def random_sets(  # noqa: PLR0913
@@ -43,7 +42,6 @@ def random_sets(  # noqa: PLR0913
 
 
 def session_sets(session: Session, batch: int, length: int, sets: int) -> list[Batch]:
-    """Draw random sets for a session's model, from its seed."""
     return random_sets(
         inputs=session.plan.family.inputs,
         batch=batch,
@@ -72,26 +70,21 @@ class DeviceLane:
         ]
 
     def feed(self, number: int) -> None:
-        """See `Lane`; asynchronous, on the lane's stream."""
         chosen = self.sets[number % len(self.sets)]
         with self.torch.cuda.stream(self.stream):
             for name in self.varying:
                 self.bound.inputs[name].copy_(chosen[name], non_blocking=True)
 
     def launch(self) -> None:
-        """See `Lane`."""
         self.bound.launch()
 
     def fetch(self) -> Float32:
-        """See `Lane`."""
         self.bound.stream.synchronize()
         return _host_logits(self.bound.outputs)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One inference of a split."""
-
     bound: Bound
     inputs: "Mapping[str, torch.Tensor]"  # in pinned memory of the host
     rows: Int64  # rows of the outputs that are answers, in the order of the split; the others are copies
@@ -117,7 +110,6 @@ class SplitLane:
         """Do nothing: the copies are part of the work."""
 
     def launch(self) -> None:
-        """See `Lane`."""
         for step, outputs in zip(self.steps, self.outputs, strict=True):
             with self.torch.cuda.stream(self.stream):
                 for name, buffer in step.bound.inputs.items():
@@ -128,7 +120,6 @@ class SplitLane:
                     buffer.copy_(step.bound.outputs[name], non_blocking=True)
 
     def fetch(self) -> Float32:
-        """Return the logits of the whole split in its order."""
         self.stream.synchronize()
         return np.concatenate(
             [_host_logits(outputs)[step.rows] for step, outputs in zip(self.steps, self.outputs, strict=True)]
@@ -153,15 +144,12 @@ class HostLane:
         self.answers: list[Float32] = []
 
     def feed(self, number: int) -> None:
-        """See `Lane`."""
         self.batches = self.sets[number % len(self.sets)]
 
     def launch(self) -> None:
-        """See `Lane`; waits for the result."""
         self.answers = [self.run(batch) for batch in self.batches]
 
     def fetch(self) -> Float32:
-        """See `Lane`."""
         return np.concatenate([by_row(answers) for answers in self.answers])
 
 
@@ -187,7 +175,6 @@ class CudaTimer:
         return [float(start.elapsed_time(end)) for start, end in pairs]
 
     def wall(self, lanes: Sequence[Lane], count: int) -> float:
-        """See `Timer`."""
         self.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(count):
@@ -198,7 +185,6 @@ class CudaTimer:
 
 
 def to_device(batch: Mapping[str, Array]) -> "dict[str, torch.Tensor]":
-    """Return the same arrays as CUDA tensors."""
     import torch
 
     return {name: torch.from_numpy(array).cuda() for name, array in batch.items()}
@@ -223,7 +209,6 @@ class WallTimer:
         self.clock, self.pool = clock, pool
 
     def latencies(self, lane: Lane, count: int) -> list[float]:
-        """See `Timer`."""
         times = []
         for number in range(count):
             lane.feed(number)
@@ -233,8 +218,6 @@ class WallTimer:
         return times
 
     def wall(self, lanes: Sequence[Lane], count: int) -> float:
-        """See `Timer`; each lane in a thread of its own, and a single one in this thread."""
-
         def launch(lane: Lane) -> None:
             for _ in range(count):
                 lane.launch()

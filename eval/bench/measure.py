@@ -67,8 +67,6 @@ Shape = tuple[int, int]  # batch, length
 
 @dataclass(frozen=True)
 class ReadyGraph:
-    """A graph that is ready to be built."""
-
     path: Path
     gemms: list[str]  # ONNX nodes that must run in INT8
     attention: int  # attentions that must run in INT8
@@ -161,7 +159,6 @@ def make_lane(engine: Any, shape: Shape, sets: Sequence[Any]) -> Lane:
 
 
 def timer_of(*, on_cpu: bool) -> tuple[Timer, Effort]:
-    """Return how a device is timed, and for how long."""
     return (WallTimer(), ON_CPU) if on_cpu else (CudaTimer(), ON_GPU)
 
 

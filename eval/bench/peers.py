@@ -94,7 +94,6 @@ class TorchRun:
         self.detail = f"{how}, no CUDA graph ({why})" if why else f"{how}, CUDA graph"
 
     def launch(self) -> None:
-        """Enqueue one inference."""
         if self.graph is None:
             self._call()
             return
@@ -120,7 +119,6 @@ class TorchRun:
 
 
 def eager_forward(model: "PreTrainedModel") -> "Callable[..., torch.Tensor]":
-    """Return the function from keyword inputs to answers."""
     names = list(name_outputs(model))
     return lambda **inputs: join_outputs(model(**inputs), names)
 

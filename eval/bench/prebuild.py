@@ -58,16 +58,13 @@ class Background:
             self._waiting[task] = self._pool.submit(self._run, task, arguments, seconds)
 
     def wait_for(self, task: str) -> None:
-        """Wait until one task has ended."""
         self._waiting[task].result()
 
     @property
     def left(self) -> int:
-        """Return how many tasks have not ended."""
         return sum(not task.done() for task in self._waiting.values())
 
     def stop(self) -> None:
-        """End all processes."""
         with self._lock:
             self._stopped = True
             running = list(self._running)
@@ -124,15 +121,12 @@ def _answer(printed: str) -> str:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """End a process and the compilers that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 class EngineSpec(Strict):
-    """An engine to build."""
-
     onnx: Path
     engine: Path
     backend: BackendChoice
@@ -149,7 +143,6 @@ class EngineSpec(Strict):
 
     @property
     def proof(self) -> Path:
-        """Return the file of what the build found."""
         return self.engine.with_suffix(".proof.json")
 
 
@@ -209,7 +202,6 @@ def prepare_engine(spec: EngineSpec) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Do one task and print how it ended."""
     error, what = "", arguments[0]
     try:
         if what == "compile":

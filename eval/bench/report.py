@@ -77,8 +77,6 @@ STREAM_DASHES = ((0, ()), (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # by n
 
 
 def latency_svg(bench: Bench) -> str:
-    """Return median latency by batch; one panel per length; may be empty."""
-
     def draw(axes: Any, configs: list[BenchConfig]) -> None:
         for system in bench.systems:
             rows = [row_of(config, system.name) for config in configs]
@@ -113,7 +111,6 @@ def speedup_svg(bench: Bench) -> str:
 
 
 def throughput_svg(bench: Bench) -> str:
-    """Return sequences per second by batch and number of streams; a panel per length; may be empty."""
     styles = dict(zip(bench.settings.streams, itertools.cycle(STREAM_DASHES), strict=False))
 
     def draw(axes: Any, configs: list[BenchConfig]) -> None:
@@ -183,8 +180,6 @@ Rows = list[tuple[str, list[Cell]]]
 
 @dataclass(frozen=True)
 class BenchView:
-    """The bench of a run directory for its report."""
-
     errors: list[str]
     measured: Bench | None = None  # None: unreadable
 
@@ -199,7 +194,6 @@ def write_bench_reports(bench: Bench, folder: Path) -> list[Path]:
 
 
 def bench_report(bench: Bench) -> Report:
-    """Return what a bench shows on its own page and on a terminal."""
     bench = cleaned(bench)
     ratios = [headline_of(bench.systems, config) for config in bench.configs]
     facts = {"Settings": flat(bench.settings.model_dump()), "Model": flat(bench.target.model_dump())}
@@ -222,7 +216,6 @@ def bench_report(bench: Bench) -> Report:
 
 
 def bench_blocks(view: BenchView) -> list[Block]:
-    """Return a bench as a section of the run's report."""
     if view.measured is None:
         return [Bullets(view.errors, "bad")]
     bench = cleaned(view.measured)
@@ -251,7 +244,6 @@ def bench_of(folder: Path) -> BenchView | None:
 
 
 def stale_files(bench: Bench, folder: Path) -> list[str]:
-    """Return the files of a run directory that are not those that were measured."""
     return [
         name
         for name, digest in bench.target.files.items()
@@ -310,7 +302,6 @@ def slow_lines(bench: Bench) -> list[str]:
 
 
 def method(bench: Bench) -> str:
-    """Return how it was measured, in a few sentences."""
     chosen = bench.settings
     effort = f"{chosen.iterations} launches" if chosen.iterations else f"{chosen.duration_s:g} s per system"
     kinds = {config.kind for config in bench.configs}
@@ -368,7 +359,6 @@ def latency_cell(bench: Bench, config: BenchConfig, name: str) -> Cell:
 
 
 def latency_rows(bench: Bench) -> Rows:
-    """Return medians of every system, by config."""
     return [
         (system.label, [latency_cell(bench, config, system.name) for config in bench.configs])
         for system in bench.systems
@@ -376,7 +366,6 @@ def latency_rows(bench: Bench) -> Rows:
 
 
 def headline_title(bench: Bench) -> str:
-    """Return what INT8 is compared with before all else."""
     if bench.device == "cpu":
         return "INT8 over the fastest FP32 or BF16"
     engines_alone = len({system.backend for system in bench.systems}) == 1
@@ -429,7 +418,6 @@ def _verdict(bench: Bench, ratios: Sequence[Speedup | None]) -> Verdict:
 
 
 def _tables(bench: Bench) -> list[Block]:
-    """Return tables, charts and method."""
     names = [config_text(bench, config) for config in bench.configs]
     heads = [
         row(name, *headline_cells(bench, config)) for name, config in zip(names, bench.configs, strict=True)
@@ -501,7 +489,6 @@ def _detail(bench: Bench, config: BenchConfig, each: BenchRow) -> Row:
 
 
 def _how(each: BenchRow) -> str:
-    """Return how a system ran, with what its kernels prove."""
     if each.kernels is None:
         return each.detail or ""
     fused, wide = each.kernels.fused_attention, each.kernels.fp32_gemms
@@ -509,6 +496,5 @@ def _how(each: BenchRow) -> str:
 
 
 def _named(bench: Bench, config: BenchConfig, name: str) -> Cell:
-    """Return the label of a system and its median."""
     cell = latency_cell(bench, config, name)
     return Cell(f"{bench.labels[name]} {cell.text}", cell.state)

@@ -253,11 +253,9 @@ class Bench(Tabular):
 
     @property
     def labels(self) -> dict[str, str]:
-        """Return what systems are called, by name."""
         return {system.name: system.label for system in self.systems}
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield one row a system and config."""
         shape = {"kind", "batch", "length", "sequences"}
         for config in self.configs:
             yield from (config.model_dump(include=shape) | row.model_dump() for row in config.rows)
@@ -273,17 +271,14 @@ def read_bench(path: Path) -> Bench:
 
 
 def write_bench(path: Path, bench: Bench) -> None:
-    """Write `bench.json` atomically."""
     files.write_json(path, bench.model_dump(mode="json"))
 
 
 def row_of(config: BenchConfig, system: str) -> BenchRow | None:
-    """Return the measured row of a system; None where it was not measured."""
     return next((row for row in config.rows if row.system == system and row.status == "done"), None)
 
 
 def rate_of(config: BenchConfig, system: str, streams: int) -> float | None:
-    """Return sequences per second of a system at that many streams; None where it was not measured."""
     row = row_of(config, system)
     rates = {each.streams: each.sequences_per_s for each in row.throughput} if row else {}
     return rates.get(streams)
@@ -307,7 +302,6 @@ def compute_speedups(rows: Sequence[BenchRow], config: str, seed: int) -> list[S
 
 
 def speedup_of(config: BenchConfig, system: str, baseline: str) -> Speedup | None:
-    """Return the speed-up of one system over another; None where one was not measured."""
     return next((s for s in config.speedups if (s.system, s.baseline) == (system, baseline)), None)
 
 
@@ -329,7 +323,6 @@ def over_fastest(systems: Sequence[BenchSystem], config: BenchConfig, name: str)
 
 
 def config_label(config: BenchConfig, task: str | None) -> str:
-    """Return `b32 s128`, or `b32 SST-2 lengths`."""
     if config.kind == "fixed":
         return f"b{config.batch} s{config.length}"
     return f"b{config.batch} {task} lengths"

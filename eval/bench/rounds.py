@@ -64,14 +64,11 @@ class ReadySystem:
     shared: Mapping[int, Sequence[Lane]] = field(default_factory=dict)  # CPU lanes, by how many share it
 
     def at(self, streams: int) -> Sequence[Lane]:
-        """Return the lanes of that many streams; fewer where it does not have them."""
         return self.shared.get(streams, self.lanes[:streams])
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Effort of measuring one config."""
-
     rounds: int
     duration_s: float  # of latency launches per system, over all rounds
     iterations: int | None = None  # launches per round instead of a duration
@@ -82,8 +79,6 @@ class Effort:
 
 @dataclass(frozen=True)
 class Burst:
-    """One system's turn in one round."""
-
     latencies_ms: list[float]
     launches_per_s: dict[int, float]  # by number of streams
     start: float  # time.time(), for the clocks that were read meanwhile
@@ -93,18 +88,14 @@ class Burst:
 
 @dataclass
 class Measured:
-    """The bursts of a system and their statistics."""
-
     bursts: list[Burst] = field(default_factory=list)
 
     @property
     def launches(self) -> list[float]:
-        """Return every latency in milliseconds, of all rounds."""
         return [value for burst in self.bursts for value in burst.latencies_ms]
 
     @property
     def round_ms(self) -> list[float]:
-        """Return the median latency of each round."""
         return [float(np.median(burst.latencies_ms)) for burst in self.bursts]
 
     @property
@@ -113,7 +104,6 @@ class Measured:
         return float(np.median(self.round_ms))
 
     def percentile(self, percent: float) -> float:
-        """Return a percentile of all launches, milliseconds."""
         return float(np.percentile(self.launches, percent))
 
     def throughput(self, streams: int) -> list[float]:
@@ -122,7 +112,6 @@ class Measured:
 
     @property
     def cpu_ms(self) -> list[float]:
-        """Return the CPU time of a launch in each round, milliseconds."""
         return [burst.cpu_ms for burst in self.bursts]
 
 

@@ -46,8 +46,6 @@ BUSY = 0.5  # load average of a machine on which something else runs
 
 @dataclass(frozen=True)
 class Clocks:
-    """Clock, power and temperature of a GPU; None where nothing reads them."""
-
     clock_mhz: float | None = None
     power_w: float | None = None
     temperature_c: float | None = None
@@ -98,7 +96,6 @@ class GpuMonitor:
             self.reason = None
 
     def during(self, windows: Sequence[tuple[float, float]]) -> Clocks:
-        """Return medians of what was read inside these windows."""
         return medians(list(self.samples), windows)
 
     def _read(self) -> None:
@@ -128,7 +125,6 @@ class GpuMonitor:
 
 
 def cpu_now() -> BenchCpu:
-    """Return the CPU of this machine and its load."""
     cpu, load = find_cpu(), load_average()
     return BenchCpu(
         name=cpu.name, cores=cpu.cores, features=list(cpu.features), load_before=load, load_after=load
@@ -136,12 +132,10 @@ def cpu_now() -> BenchCpu:
 
 
 def load_average() -> float | None:
-    """Return the load average of the last minute."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def busy_notes() -> list[str]:
-    """Return a note where something else runs on this machine."""
     if (load := load_average() or 0.0) < BUSY:
         return []
     return [
@@ -315,7 +309,6 @@ def _measure_config(  # noqa: PLR0913, PLR0917
 
 
 def fill_row(row: BenchRow, rounds: Measured, sequences: int, streams: Sequence[int], clocks: Clocks) -> None:
-    """Write a system's numbers into its row."""
     row.launches = len(rounds.launches)
     row.round_ms = rounds.round_ms
     row.median_ms = rounds.median_ms
@@ -367,7 +360,6 @@ def _slow_reasons(config: BenchConfig, entries: Sequence[Entry]) -> list[str]:
 
 
 def _record_problems(result: Bench, config: BenchConfig) -> None:
-    """Add errors and gaps in words."""
     systems = {system.name: system for system in result.systems}
     where = config_label(config, result.settings.dataset)
     known = {(row.system, row.reason) for before in result.configs[:-1] for row in before.rows}

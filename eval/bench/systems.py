@@ -23,8 +23,6 @@ ENGINES: tuple[Kind, ...] = ("int8", "export")  # the others are baselines that 
 
 @dataclass(frozen=True)
 class System:
-    """A row of the table."""
-
     device: Device
     name: str
     label: str
@@ -39,7 +37,6 @@ class System:
 
     @property
     def is_engine(self) -> bool:
-        """Return whether it is an engine of ours, INT8 or not."""
         return self.kind in ENGINES
 
 
@@ -136,7 +133,6 @@ def own_backend(choice: BackendChoice) -> BackendName:
 
 
 def runs_on_cpu(choice: BackendChoice) -> bool:
-    """Return whether a recipe's engine runs on the CPU of this machine."""
     return preferred_backend(choice) in CPU_BACKENDS
 
 

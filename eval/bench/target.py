@@ -64,7 +64,6 @@ class Target:
 
     @property
     def family(self) -> Family:
-        """Return the family of the recipe, and so of the model."""
         return family_named(self.session.recipe.model.family)
 
 
