@@ -28,28 +28,21 @@ class Bound(Protocol):
     def launch(self) -> None: ...
 
 
-def random_sets(  # noqa: PLR0913
-    *, inputs: Sequence[str], batch: int, length: int, vocabulary: int, sets: int, seed: int
+def random_sets(
+    inputs: Sequence[str], shape: tuple[int, int], vocabulary: int, sets: int, seed: int
 ) -> list[Batch]:
     """Draw input sets of random token ids in [0, vocabulary), int64 [batch, length], without padding.
 
     Of the model's other inputs the mask is 1 and the rest 0; sets of other shapes are drawn anew.
     """
-    shape = (batch, length)
     rest = {name: np.full(shape, int(name == MASK), dtype=np.int64) for name in inputs if name != TOKENS}
-    generators = (np.random.default_rng([seed, batch, length, number]) for number in range(sets))
+    generators = (np.random.default_rng([seed, *shape, number]) for number in range(sets))
     return [{TOKENS: rng.integers(0, vocabulary, shape, dtype=np.int64)} | rest for rng in generators]
 
 
 def session_sets(session: Session, batch: int, length: int, sets: int) -> list[Batch]:
-    return random_sets(
-        inputs=session.plan.family.inputs,
-        batch=batch,
-        length=length,
-        vocabulary=int(session.fp32_model.config.vocab_size),
-        sets=sets,
-        seed=session.config.seed,
-    )
+    vocabulary = int(session.fp32_model.config.vocab_size)
+    return random_sets(session.plan.family.inputs, (batch, length), vocabulary, sets, session.config.seed)
 
 
 class DeviceLane:

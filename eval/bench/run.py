@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pynvml
 
-from qdqbench.eval.bench.config import BenchPlan, Config, Entry, Preparation, configs_of
 from qdqbench.eval.bench.cpu import CpuWork, prepare_on_cpu
 from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu
 from qdqbench.eval.bench.lanes import gpu_uuid
@@ -30,7 +29,7 @@ from qdqbench.eval.bench.results import (
     speedup_of,
 )
 from qdqbench.eval.bench.rounds import LEAST_FOR_P99, Effort, Measured, check_outputs, measure_rounds
-from qdqbench.eval.bench.systems import describe_systems
+from qdqbench.eval.bench.systems import BenchPlan, Config, Entry, Preparation, configs_of, describe_systems
 from qdqbench.eval.bench.target import Target, softmax_notes
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.hazards import find_hazards
@@ -262,9 +261,9 @@ def _measure_config(  # noqa: PLR0913, PLR0917
         stack.callback(gc.collect)
         announce(f"{label}: preparing systems")
         if isinstance(work, GpuWork):
-            entries = prepare_on_gpu(Preparation(target, options, config, work, stack), result.systems)
+            entries = prepare_on_gpu(Preparation(target, options, config, work, stack))
         else:
-            entries = prepare_on_cpu(Preparation(target, options, config, work, stack), result.systems)
+            entries = prepare_on_cpu(Preparation(target, options, config, work, stack))
         announce(f"{label}: verifying outputs")
         reference = _check(entries)
         ready = [entry.system for entry in entries if entry.system is not None]

@@ -25,8 +25,7 @@ from qdqbench.quantize.models.families.known import BERT
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(2, 500), st.integers(1, 5), st.integers(0, 3))
 def test_random_inputs_are_seeded_distinct_and_in_the_vocabulary(batch, length, vocabulary, sets, seed):
-    shape = {"batch": batch, "length": length, "vocabulary": vocabulary, "sets": sets, "seed": seed}
-    drawn, again = (random_sets(inputs=BERT.inputs, **shape) for _ in range(2))
+    drawn, again = (random_sets(BERT.inputs, (batch, length), vocabulary, sets, seed) for _ in range(2))
     assert len(drawn) == sets
     for one, same in zip(drawn, again, strict=True):
         assert {name: array.dtype for name, array in one.items()} == dict.fromkeys(one, np.int64)
@@ -40,7 +39,7 @@ def test_sets_differ_from_each_other_and_between_seeds():
     ids = [
         values["input_ids"].tobytes()
         for seed in (0, 1)
-        for values in random_sets(inputs=BERT.inputs, batch=4, length=16, vocabulary=1000, sets=8, seed=seed)
+        for values in random_sets(BERT.inputs, (4, 16), 1000, 8, seed)
     ]
     assert len(set(ids)) == 16
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.bench import run as bench_run
-from qdqbench.eval.bench.config import BenchPlan, Entry
-from qdqbench.eval.bench.dataset import BatchedSplit
 from qdqbench.eval.bench.gpu import GpuWork
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, BenchTarget, compute_speedups
 from qdqbench.eval.bench.rounds import ReadySystem
 from qdqbench.eval.bench.run import Clocks, run_bench
+from qdqbench.eval.bench.systems import BenchPlan, Entry
+from qdqbench.eval.bench.target import BatchedSplit
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.utils.results import LayerRow
@@ -100,22 +100,24 @@ def machine(monkeypatch):
     """A GPU, and systems that `entries` makes for each shape; tests change both."""
     given = SimpleNamespace(ms=dict(MS), broken={}, entries={}, monitor=Monitor)
 
+    def precision_of(name):
+        return name if name in ("int8", "fp32") else "fp16"
+
     def describe(target, options, backend):
-        names = {name: name if name in ("int8", "fp32") else "fp16" for name in given.ms}
         return [
-            BenchSystem(name=name, label=name.upper(), precision=precision, backend="fake 1.0")
-            for name, precision in names.items()
+            BenchSystem(name=name, label=name.upper(), precision=precision_of(name), backend="fake 1.0")
+            for name in given.ms
         ]
 
-    def prepare(_here, systems):
+    def prepare(_here):
         made = []
-        for about in systems:
-            if about.name in given.entries:
-                made.append(Entry(given.entries[about.name].model_copy()))
+        for name, ms in given.ms.items():
+            if name in given.entries:
+                made.append(Entry(given.entries[name].model_copy()))
                 continue
-            lanes = [Lane(given.broken.get(about.name, math.inf)) for _ in range(2)]
-            ready = ReadySystem(about.name, about.precision, lanes, Timer(given.ms[about.name]))
-            made.append(Entry(BenchRow(system=about.name, status="done"), ready, [KERNEL]))
+            lanes = [Lane(given.broken.get(name, math.inf)) for _ in range(2)]
+            ready = ReadySystem(name, precision_of(name), lanes, Timer(ms))
+            made.append(Entry(BenchRow(system=name, status="done"), ready, [KERNEL]))
         return made
 
     given.prepare = prepare
