@@ -1,10 +1,5 @@
 """Times one engine against another: what a search and `auto` need of a bench.
 
-    with open_engine(session, ReadyGraph(baseline_graph, [], 0), folder / "baseline", shapes) as baseline:
-        with open_engine(session, graph, folder / "trial", shapes) as engine:
-            require_int8(engine.result)
-            speedup: Speedup = measure_speedup(engine, baseline, (batch, length))
-
 The baseline is built once and stays bound. It is timed again with each engine, so that a speed-up is a ratio
 of two latencies that were taken in the same process within the same seconds.
 """
@@ -82,7 +77,6 @@ class OpenEngine:
     lanes: dict[Shape, Lane] = field(default_factory=dict)
 
     def lane(self, shape: Shape) -> Lane:
-        """Return the lane of a (batch, length) with its random inputs."""
         if shape not in self.lanes:
             self.lanes[shape] = make_lane(self.engine, shape, session_sets(self.session, *shape, INPUT_SETS))
         return self.lanes[shape]
@@ -102,18 +96,11 @@ def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> S
     theirs = ReadySystem(compute, compute, [baseline.lane(shape)], timer)
     config = f"b{shape[0]} s{shape[1]}"
     for system, what in ((theirs, f"the {compute.upper()} engine"), (ours, "the engine")):
-        _, error = read_outputs(system)
-        if error:
+        if error := read_outputs(system)[1]:
             raise CheckFailed(f"{what} gives {error} at {config}")
     measured = measure_rounds([ours, theirs], effort)
-    return compare_rounds(
-        ours.name,
-        theirs.name,
-        config,
-        measured[ours.name].round_ms,
-        measured[theirs.name].round_ms,
-        session.config.seed,
-    )
+    rounds = [measured[system.name].round_ms for system in (ours, theirs)]
+    return compare_rounds(ours.name, theirs.name, config, *rounds, session.config.seed)
 
 
 @contextlib.contextmanager
@@ -145,7 +132,6 @@ def open_engine(
 
 
 def load_engine(session: Session, path: Path, graph: Path) -> Any:
-    """Load an engine for its backend, with a runtime cache of its own on a GPU."""
     if backend_of(session.recipe) in CPU_BACKENDS:
         return CpuRunner(path, graph, pad_id=0, outputs=session.config.task.kind.outputs)
     return Engine(path, graph, runtime_cache=path.with_suffix(".cache"))
@@ -165,11 +151,7 @@ def timer_of(*, on_cpu: bool) -> tuple[Timer, Effort]:
 def write_engine_graph(
     session: Session, model: "PreTrainedModel", recipe: Recipe, plan: Plan, path: Path
 ) -> ReadyGraph:
-    """Write the typed graph of a recipe's model: INT8, or the baseline where the plan has no INT8.
-
-    Raises:
-        UserError, CheckFailed: the export fails.
-    """
+    """Write the typed graph of a recipe's model: INT8, or the baseline where the plan has no INT8."""
     settings = ExportSettings.of(recipe, backend_of(session.recipe))
     write_graph(trace(model, settings.opset, session.config.task.kind.outputs), plan, settings, path)
     modules = {*plan.int8, *plan.attention}
@@ -178,11 +160,7 @@ def write_engine_graph(
 
 
 def build_and_prove(session: Session, graph: ReadyGraph, path: Path) -> Path:
-    """Build an engine that is kept, and require INT8 where the recipe asks for it.
-
-    Raises:
-        CheckFailed: something that the recipe asks for does not run in INT8.
-    """
+    """Build an engine that is kept, and require INT8 where the recipe asks for it."""
     require_int8(_build(session, graph, path, engine_profiles(session)))
     return path
 
