@@ -34,15 +34,10 @@ if TYPE_CHECKING:
 PeerPrecision = Literal["fp16", "bf16", "fp32"]
 WARM_CALLS = 3
 OUTPUT = "answers"
-COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 
 
 def sdpa_model(model: "PreTrainedModel", precision: PeerPrecision, device: str) -> "PreTrainedModel":
-    """Give a model SDPA attention in a precision on a device, in place.
-
-    Raises:
-        UserError: this version of transformers does not switch its attention.
-    """
+    """Give a model SDPA attention in a precision on a device, in place."""
     import torch
 
     use_attention(model, "sdpa")
@@ -66,10 +61,7 @@ def example(inputs: Sequence[str], batch: int, length: int, device: str) -> "dic
 
 
 class TorchRun:
-    """A PyTorch model bound to one shape: own buffers and stream, a CUDA graph where it captures.
-
-    A `lanes.Bound` on these input buffers; `detail` says how it runs.
-    """
+    """A `lanes.Bound` of a PyTorch model on these input buffers, with a CUDA graph where it captures."""
 
     def __init__(
         self,
@@ -128,14 +120,9 @@ def compiled_forward(model: "PreTrainedModel", mode: str, *, dynamic: bool) -> "
 
     `TorchRun` captures what comes out, so that "default" is what mode "reduce-overhead" does, less its copies
     of the inputs and its guards on every call.
-
-    Raises:
-        UserError: unknown mode.
     """
     import torch
 
-    if mode not in COMPILE_MODES:
-        raise UserError(f"compile mode {mode!r} is unknown; use {' or '.join(COMPILE_MODES)}")
     return torch.compile(eager_forward(model), mode=mode, dynamic=dynamic, fullgraph=True)
 
 
@@ -200,12 +187,9 @@ def unpadded_rows(batch: Batch) -> list[Batch]:
 
 
 def pack_rows(rows: Sequence[Batch], launches: int, positions_of: Callable[[Int64], Int64]) -> Packing:
-    """Pack rows in their order into launches with about as many tokens each.
+    """Pack rows, int64 [length] arrays by name, in their order into launches with about as many tokens each.
 
-    Args:
-        rows: int64 [length] arrays by name, without a mask.
-        launches: how many there shall be; no more than there are rows.
-        positions_of: positions of a row's token ids.
+    `launches` is no more than there are rows; `positions_of` gives the positions of a row's token ids.
     """
     ends = np.cumsum([len(row[TOKENS]) for row in rows])
     edges = np.searchsorted(ends, ends[-1] * np.arange(1, launches) / launches, side="left") + 1
@@ -239,9 +223,6 @@ class UnpaddedEncoder:
     Args:
         model: on its device in its precision; its base model must run nowhere else from now on.
         compiled: layers and embeddings go through torch.compile, one graph for each size of a launch.
-
-    Raises:
-        UserError: the family has no unpadded form here.
     """
 
     def __init__(self, model: "PreTrainedModel", *, compiled: bool = True) -> None:
@@ -250,8 +231,6 @@ class UnpaddedEncoder:
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         config, family = model.config, family_of(model.config)
-        if reason := refusal(config.model_type, family.name):
-            raise UserError(reason)
         base = getattr(model, model.base_model_prefix)
         self.heads = int(config.num_attention_heads)
         self.positions_from = int(config.pad_token_id) if family.positions_follow_padding else None
@@ -335,28 +314,18 @@ def encoder_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and 
     heads: int,
     eps: float,
     activation: Callable[..., Any],
-    qkv: "torch.Tensor",
-    qkv_bias: "torch.Tensor",
-    out: "torch.Tensor",
-    out_bias: "torch.Tensor",
-    norm: "torch.Tensor",
-    norm_bias: "torch.Tensor",
-    up: "torch.Tensor",
-    up_bias: "torch.Tensor",
-    down: "torch.Tensor",
-    down_bias: "torch.Tensor",
-    last_norm: "torch.Tensor",
-    last_norm_bias: "torch.Tensor",
+    *weights: "torch.Tensor",
 ) -> "torch.Tensor":
     """Compute a post-norm encoder layer on packed tokens [tokens, hidden]; q, k and v are one product."""
     from torch.nn.functional import layer_norm, linear
 
+    qkv, qkv_bias, out, out_bias, norm, norm_bias, up, up_bias, down, down_bias, *last_norm = weights
     tokens, width = hidden.shape
     q, k, v = linear(hidden, qkv, qkv_bias).view(tokens, 3, heads, width // heads).unbind(1)
     context = packed_attention(q, k, v, starts, longest).reshape(tokens, width)
     hidden = layer_norm(hidden + linear(context, out, out_bias), (width,), norm, norm_bias, eps)
     inner = activation(linear(hidden, up, up_bias))
-    return layer_norm(hidden + linear(inner, down, down_bias), (width,), last_norm, last_norm_bias, eps)
+    return layer_norm(hidden + linear(inner, down, down_bias), (width,), *last_norm, eps)
 
 
 def packed_attention(

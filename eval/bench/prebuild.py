@@ -67,9 +67,8 @@ class Background:
     def stop(self) -> None:
         with self._lock:
             self._stopped = True
-            running = list(self._running)
-        for process in running:
-            _end(process)
+            for process in self._running:
+                _kill_group(process)
 
     def _run(self, task: str, arguments: Sequence[str], seconds: float) -> None:
         with self._lock:
@@ -84,19 +83,18 @@ class Background:
                 env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(THREADS)},
             )
             self._running.add(process)
-        try:
-            printed, _ = process.communicate(timeout=seconds + START_S)
-        except subprocess.TimeoutExpired:
-            self.failed[task] = f"it took over {seconds:g} s"
-        else:
-            if error := _answer(printed):
-                self.failed[task] = error
-        finally:
-            _end(process)
-            if process.stdout is not None:
-                process.stdout.close()
-            with self._lock:
-                self._running.discard(process)
+        with process:
+            try:
+                printed, _ = process.communicate(timeout=seconds + START_S)
+            except subprocess.TimeoutExpired:
+                self.failed[task] = f"it took over {seconds:g} s"
+            else:
+                if error := _answer(printed):
+                    self.failed[task] = error
+            finally:
+                _kill_group(process)
+        with self._lock:
+            self._running.discard(process)
 
 
 @contextmanager
@@ -120,10 +118,10 @@ def _answer(printed: str) -> str:
     return f"its process ended{f': {lines[-1].strip()[:200]}' if lines else ''}"
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
+def _kill_group(process: "subprocess.Popen[str]") -> None:
+    """End a process and the compilers that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 class EngineSpec(Strict):
@@ -147,11 +145,7 @@ class EngineSpec(Strict):
 
 
 def build_engine(spec: EngineSpec) -> EngineResult:
-    """Build an engine, or take one that is there from the same graph, version and machine.
-
-    Raises:
-        UserError, CheckFailed, MissingDevice: it cannot be built.
-    """
+    """Build an engine, or take one that is there from the same graph, version and machine."""
     with suppress(UserError):
         check_sidecar(spec.engine, spec.onnx)
         return read(spec.proof, EngineResult, "proof of an engine", "build it again")

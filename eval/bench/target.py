@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -32,16 +32,12 @@ from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.tasks.rows import encode, load_split, sorted_batches, sorted_rows
 from qdqbench.quantize.tasks.task import EMBED, Task, get_task
-from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import limits_of
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.system.quiet import quiet
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 RANDOM_SAMPLES, RANDOM_BATCH = 32, 8  # of random ids: only latency is measured, so few are enough
 RANDOM_IDS = "random token ids: accuracy means nothing"
@@ -65,7 +61,6 @@ class Target:
 
     @functools.cached_property
     def gemms(self) -> list[str]:
-        """Return the ONNX nodes that must run in INT8."""
         return artifacts.expected_gemms(self.session)
 
     @property
@@ -74,7 +69,6 @@ class Target:
 
 
 def recipe_for(model: str, recipe: str | None) -> Recipe:
-    """Return the recipe for a model folder or a published size, without training."""
     name, shape = recipe or DEFAULT_RECIPE, MODEL_SHAPES.get(model)
     if shape:
         return load_recipe(name, lambda: family_of(shape["model_type"])).ptq
@@ -82,11 +76,7 @@ def recipe_for(model: str, recipe: str | None) -> Recipe:
 
 
 def run_target(folder: Path) -> Target:
-    """Open a run directory with its exported files.
-
-    Raises:
-        UserError: no run directory, or nothing is exported yet.
-    """
+    """Open a run directory with its exported files; UserError where nothing is exported yet."""
     session = Session(read_config(folder), folder)
     exports = [FP32, FP16, *([INT8] if session.recipe.quantizes else [])]
     if missing := [name for name in exports if not (folder / name).is_file()]:
@@ -115,15 +105,11 @@ def model_target(  # noqa: PLR0913, PLR0917
         longest: tokens of the longest input to measure; an INT8 softmax needs a scale that holds there.
         pooling: of a built-in shape, or of a plain encoder, that is measured as an embedding model.
         ready: called with the run directory once the model can be loaded from it, before the export.
-
-    Raises:
-        UserError: the model or the folder cannot be used.
     """
     shape = MODEL_SHAPES.get(model)
-    source = str(folder / "model") if shape else model
     config = RunConfig(
         recipe=recipe,
-        model=source,
+        model=str(folder / "model") if shape else model,
         task=random_ids_task(None if shape else model, pooling),
         pooling=pooling,
         data="none",
@@ -146,11 +132,7 @@ def model_target(  # noqa: PLR0913, PLR0917
 
 
 def check_lengths(target: Target, lengths: Sequence[int]) -> None:
-    """Refuse lengths that the model or the recipe does not take.
-
-    Raises:
-        UserError: names them and the limit.
-    """
+    """Refuse lengths that the model or the recipe does not take with a UserError that names them."""
     longest = target.about.shape["positions"]
     reason = f"{target.about.name} has {longest} positions"
     recipe = target.session.recipe
@@ -166,7 +148,8 @@ def softmax_notes(target: Target, lengths: Sequence[int]) -> list[str]:
     if not target.session.recipe.int8_attention:
         return []
     seen = max(int(read_record(target.session.record_path).data["lengths"]["max"]), LONG)
-    if not (longer := [str(length) for length in lengths if length > seen]):
+    longer = [str(length) for length in lengths if length > seen]
+    if not longer:
         return []
     return [
         f"calibration saw {seen} tokens at most: at {', '.join(longer)} the INT8 softmax loses more of the "
@@ -193,8 +176,7 @@ def _calibrate(session: Session, *, longest: int) -> list[Path]:
 
 
 def _target(session: Session, kind: Any, model_name: str, calibration: str) -> Target:
-    model: PreTrainedModel = session.fp32_model
-    config, family = model.config, family_of(model.config)
+    config, family = session.fp32_model.config, family_of(session.fp32_model.config)
     about = BenchTarget(
         kind=kind,
         name=Path(model_name).name,
@@ -207,7 +189,7 @@ def _target(session: Session, kind: Any, model_name: str, calibration: str) -> T
             "intermediate": int(getattr(config, family.intermediate)),
             "vocabulary": int(config.vocab_size),
             "positions": family.positions(config),
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "parameters": sum(parameter.numel() for parameter in session.fp32_model.parameters()),
         },
         files={},
     )
@@ -276,17 +258,17 @@ def batched_splits(  # noqa: PLR0913
     tokenizer: str | None,
     buckets: bool,
 ) -> tuple[BatchedSplit, ...]:
-    """Return the first evaluation split of a task, for each batch size.
+    """Return the first evaluation split of a task for each batch size, in the batches that every system runs.
+
+    On a GPU kernels are made for shapes, so each batch is padded to one of a few lengths, and the rows of a
+    bucket are shared out evenly. Some batches hold a copy of a row, so that a bucket is one shape: a profile,
+    a CUDA graph and a compilation each. On a CPU, whose kernels take every shape, a batch is as long as its
+    longest row, rounded up so that shapes repeat.
 
     Args:
-        target: what is measured; its own task's data and tokenizer are the default in a run directory.
-        batches: most rows of a batch.
-        data: source of the task, as in `qdqbench run`; needed where the target has no such task.
+        data: source of the task, as in `qdqbench run`; needed where the target is no run of that task.
         tokenizer: folder or hub id; needed for a built-in shape.
         buckets: pad to a few lengths: those of the run with `shapes: auto`, else those that pad least.
-
-    Raises:
-        UserError: the data or the tokenizer is not known, or the ids do not fit the model.
     """
     session, about = target.session, target.about
     own = about.kind == "run" and session.config.task.name == task
@@ -306,10 +288,19 @@ def batched_splits(  # noqa: PLR0913
     if largest >= (count := about.shape["vocabulary"]):
         raise UserError(f"the tokenizer gives id {largest}, but {about.name} has {count} ids; give its own")
     edges = _edges(target, encoded.lengths, longest) if buckets else None
-    splits, tokens = [], int(encoded.lengths.sum())
+    splits, tokens, pad_id = [], int(encoded.lengths.sum()), int(loaded.pad_token_id)
     for size in batches:
-        rows, padded = _batches(encoded, size, edges, longest, int(loaded.pad_token_id))
-        inputs = [{name: batch[name] for name in target.family.inputs} for batch in padded]
+        indexed = list(sorted_batches(encoded, size, pad_id=pad_id, edges=edges))  # the longest first
+        own = [batch["input_ids"].shape[1] for _, batch in indexed]
+        if edges is None:
+            lengths = [min(-(-length // PADDING_STEP) * PADDING_STEP, longest) for length in own]
+        else:
+            lengths = [length for length, _ in sorted_rows(encoded.lengths, size, edges)]
+        inputs = []
+        for (_, batch), before, length in zip(indexed, own, lengths, strict=True):
+            padded = pad_columns(batch, length - before, pad_id)
+            inputs.append({name: padded[name] for name in target.family.inputs})
+        rows = [len(index) for index, _ in indexed]
         splits.append(BatchedSplit(chosen.name, size, inputs, rows, encoded.rows, tokens, bucketed=buckets))
     return tuple(splits)
 
@@ -319,23 +310,3 @@ def _edges(target: Target, lengths: Int64, longest: int) -> list[int]:
         return known if known[-1] == longest else [*known, longest]  # what is longer has a profile, too
     shortest = min((each.length[0] for each in target.session.recipe.engine.profiles), default=1)
     return choose_edges(np.maximum(lengths, shortest), longest)
-
-
-def _batches(
-    encoded: Encoded, size: int, edges: Sequence[int] | None, longest: int, pad_id: int
-) -> tuple[list[int], list[Batch]]:
-    """Return how many rows each batch has, and batches padded to their length, the longest first.
-
-    Batches of a bucket have one shape.
-    """
-    indexed = list(sorted_batches(encoded, size, pad_id=pad_id, edges=edges))
-    rows, batches = [len(index) for index, _ in indexed], [batch for _, batch in indexed]
-    if edges is None:
-        own = (batch["input_ids"].shape[1] for batch in batches)
-        lengths = [min(-(-length // PADDING_STEP) * PADDING_STEP, longest) for length in own]
-    else:
-        lengths = [length for length, _ in sorted_rows(encoded.lengths, size, edges)]
-    return rows, [
-        pad_columns(batch, length - batch["input_ids"].shape[1], pad_id)
-        for length, batch in zip(lengths, batches, strict=True)
-    ]

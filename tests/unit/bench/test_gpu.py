@@ -147,7 +147,6 @@ def systems_of(target, **changes):
 def prepare(device, target, options, config):
     """Entries by the name of their system."""
     with ExitStack() as stack:
-        listed = describe_systems(target, options, "tensorrt_rtx 1.4")
         entries = prepare_on_gpu(Preparation(target, options, config, device.work, stack))
     return {entry.row.system: entry for entry in entries}
 
@@ -180,7 +179,6 @@ def test_engines_of_a_config(device, tmp_path):
     target, options = a_target(tmp_path), OPTIONS.model_copy(update={"batches": [8]})
     prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
     with ExitStack() as stack:
-        listed = describe_systems(target, options, "")
         made = prepare_on_gpu(Preparation(target, options, Config(8, 128, None), device.work, stack))
         entries = {entry.row.system: entry for entry in made}
         int8 = entries["int8"]
