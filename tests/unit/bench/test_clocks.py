@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.bench.run import Clocks, GpuMonitor, busy_notes, cpu_now, medians
+from qdqbench.eval.bench.run import CLOCKS, GpuMonitor, busy_notes, cpu_now
 
 
 @given(
@@ -16,15 +16,15 @@ from qdqbench.eval.bench.run import Clocks, GpuMonitor, busy_notes, cpu_now, med
     st.floats(0, 5),
 )
 def test_medians_are_of_the_windows_alone(points, start, width):
-    samples = [(when, Clocks(clock, None, 40.0)) for when, clock in points]
+    monitor = GpuMonitor(None)
+    monitor.samples = [(when, {"clock_mhz": clock, "temperature_c": 40.0}) for when, clock in points]
     inside = sorted(clock for when, clock in points if start <= when <= start + width)
-    found = medians(samples, [(start, start + width)])
+    medians = monitor.during([(start, start + width)])
     if not inside:
-        assert found == Clocks()
+        assert medians == {}
     else:
-        assert inside[0] <= found.clock_mhz <= inside[-1]
-        assert found.power_w is None
-        assert found.temperature_c == 40.0
+        assert inside[0] <= medians.pop("clock_mhz") <= inside[-1]
+        assert medians == {"temperature_c": 40.0}
 
 
 class Nvml:
@@ -68,7 +68,7 @@ def nvml(monkeypatch):
 
 def wait_for(monitor, start):
     deadline = time.time() + 20
-    while monitor.during([(start, time.time())]) == Clocks() and time.time() < deadline:
+    while monitor.during([(start, time.time())]) == {} and time.time() < deadline:
         time.sleep(0.02)
     return monitor.during([(start, time.time())])
 
@@ -76,8 +76,8 @@ def wait_for(monitor, start):
 @pytest.mark.parametrize("uuid", ["GPU-7", None])
 def test_the_gpu_is_read_in_the_background_until_the_end(nvml, uuid):
     with GpuMonitor(uuid) as monitor:
-        assert wait_for(monitor, time.time() - 0.01) == Clocks(1755.0, 400.5, 50.0)
-        assert monitor.during([(0.0, 1.0)]) == Clocks()
+        assert wait_for(monitor, time.time() - 0.01) == dict(zip(CLOCKS, (1755.0, 400.5, 50.0), strict=True))
+        assert monitor.during([(0.0, 1.0)]) == {}
         thread = monitor._thread
     assert monitor.reason is None
     assert thread is not None
@@ -88,7 +88,7 @@ def test_the_gpu_is_read_in_the_background_until_the_end(nvml, uuid):
 def test_what_the_gpu_does_not_tell_is_none(nvml):
     nvml.power = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
     with GpuMonitor("GPU-7") as monitor:
-        assert wait_for(monitor, time.time() - 0.01) == Clocks(1755.0, None, 50.0)
+        assert wait_for(monitor, time.time() - 0.01) == {"clock_mhz": 1755.0, "temperature_c": 50.0}
     assert monitor.reason is None
 
 
@@ -114,7 +114,7 @@ def test_no_driver(nvml, monkeypatch):
 
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
     with GpuMonitor(None) as monitor:
-        assert monitor.during([(0, time.time())]) == Clocks()
+        assert monitor.during([(0, time.time())]) == {}
     assert monitor.reason == "NVML does not start (NVML Shared Library Not Found)"
     assert nvml.calls == []
 

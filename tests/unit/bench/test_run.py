@@ -11,7 +11,7 @@ from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench.gpu import GpuWork
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, BenchTarget, compute_speedups
 from qdqbench.eval.bench.rounds import ReadySystem
-from qdqbench.eval.bench.run import Clocks, run_bench
+from qdqbench.eval.bench.run import run_bench
 from qdqbench.eval.bench.systems import BenchPlan, Entry
 from qdqbench.eval.bench.target import BatchedSplit
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -76,14 +76,14 @@ class Monitor:
 
     def during(self, windows):
         self.windows += windows
-        return Clocks(1980.0, 512.5, 41.0)
+        return {"clock_mhz": 1980.0, "power_w": 512.5, "temperature_c": 41.0}
 
 
 class Blind(Monitor):
     reason = "NVML does not start (NVML Shared Library Not Found)"
 
     def during(self, windows):
-        return Clocks()
+        return {}
 
 
 @pytest.fixture
