@@ -6,10 +6,10 @@ tested with fakes of known times.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.progress import measuring, report_phase
 from qdqbench.quantize.utils.speedup import Speedup
 
-T = TypeVar("T")
 SLOW_MS = 250.0  # a launch this long warms itself up
 WARM_LAUNCHES = 3  # before every burst: caches, clocks and power state are then this system's own
 MOST_LAUNCHES = 1000  # of a burst; CUDA queues about that many before it blocks the host
@@ -111,8 +110,8 @@ class Measured:
         return [burst.launches_per_s[streams] for burst in self.bursts if streams in burst.launches_per_s]
 
     @property
-    def cpu_ms(self) -> list[float]:
-        return [burst.cpu_ms for burst in self.bursts]
+    def cpu_ms(self) -> float:
+        return float(np.median([burst.cpu_ms for burst in self.bursts]))
 
 
 def rotation(count: int, rounds: int) -> list[list[int]]:
@@ -121,12 +120,8 @@ def rotation(count: int, rounds: int) -> list[list[int]]:
     Over `count` rounds (twice that for an odd count) each system stands equally often at each place, and
     directly after each other one: what a predecessor does to clocks and caches falls on all alike.
     """
-    first, low, high = [0], 1, count - 1
-    while low <= high:
-        first.append(low)
-        if low != high:
-            first.append(high)
-        low, high = low + 1, high - 1
+    # 0, 1, count - 1, 2, count - 2, ...
+    first = [(place + 1) // 2 if place % 2 else -(place // 2) % count for place in range(count)]
     rows = [[(place + shift) % count for place in first] for shift in range(count)]
     if count % 2:
         rows += [row[::-1] for row in rows]
@@ -136,15 +131,11 @@ def rotation(count: int, rounds: int) -> list[list[int]]:
 def measure_rounds(
     systems: Sequence[ReadySystem],
     effort: Effort,
-    *,
-    now: Callable[[], float] = time.time,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Measured]:
     """Time all systems in interleaved rounds, in one process.
 
     Args:
-        systems: each with at least as many lanes as the largest number of streams.
-        now: wall clock, seconds.
         progress: called with the number of each round that begins, from 1, and how many there are.
 
     Raises:
@@ -152,16 +143,17 @@ def measure_rounds(
     """
     if not systems:
         return {}
-    pace = {c.name: _guarded(c, partial(_pace, c, effort)) for c in systems}
+    pace = {}
+    for system in systems:
+        with _naming(system):
+            pace[system.name] = _pace(system, effort)
     results = {system.name: Measured() for system in systems}
     for number, order in enumerate(rotation(len(systems), effort.rounds)):
         progress(number + 1, effort.rounds)
-        for position in order:
-            system = systems[position]
+        for system in (systems[position] for position in order):
             report_phase("rounds", number, effort.rounds)
-            with measuring():
-                burst = _guarded(system, partial(_burst, system, pace[system.name], effort, now))
-            results[system.name].bursts.append(burst)
+            with measuring(), _naming(system):
+                results[system.name].bursts.append(_burst(system, pace[system.name], effort))
     return results
 
 
@@ -226,27 +218,25 @@ def check_outputs(
     """Return errors by system, relative errors of the sound ones, and the system that they refer to.
 
     Args:
-        systems: all of them, on the same input sets.
         references: names, best first, of systems that may serve as the reference.
     """
-    outputs = {c.name: _guarded(c, partial(read_outputs, c)) for c in systems}
+    outputs = {}
+    for system in systems:
+        with _naming(system):
+            outputs[system.name] = read_outputs(system)
     errors = {name: error for name, (_, error) in outputs.items() if error}
     sound = [name for name in references if name in outputs and name not in errors]
     if not sound:
         return errors, {}, None
     reference, differences = sound[0], {}
     for system in systems:
-        name = system.name
+        name, limit = system.name, MAX_REL_ERROR[system.precision]
         if name in errors or name == reference:
             continue
-        difference = relative_error(outputs[name][0], outputs[reference][0])
-        differences[name] = difference
-        limit = MAX_REL_ERROR[system.precision]
+        difference = differences[name] = relative_error(outputs[name][0], outputs[reference][0])
         if not difference <= limit:
-            errors[name] = (
-                f"its logits are {difference:.2g} (relative) from those of {reference}, the limit is "
-                f"{limit:g}"
-            )
+            where = f"{difference:.2g} (relative) from those of {reference}"
+            errors[name] = f"its logits are {where}, the limit is {limit:g}"
     return errors, differences, reference
 
 
@@ -270,12 +260,12 @@ def _pace(system: ReadySystem, effort: Effort) -> tuple[int, int]:
     return min(warm, wanted), max(min(least, effort.least), min(wanted, MOST_LAUNCHES))
 
 
-def _burst(system: ReadySystem, pace: tuple[int, int], effort: Effort, now: Callable[[], float]) -> Burst:
+def _burst(system: ReadySystem, pace: tuple[int, int], effort: Effort) -> Burst:
     lanes, timer, (warm, count) = system.lanes, system.timer, pace
     time.sleep(effort.rest_s)
     if warm:
         timer.latencies(lanes[0], warm)
-    start, spent = now(), time.process_time()
+    start, spent = time.time(), time.process_time()
     latencies = timer.latencies(lanes[0], count)
     spent = time.process_time() - spent
     rates = {}
@@ -285,13 +275,14 @@ def _burst(system: ReadySystem, pace: tuple[int, int], effort: Effort, now: Call
         each = max(min(count, effort.least), math.ceil(count / streams))
         timer.wall(lanes, 1)  # the other streams are cold
         rates[streams] = each * streams / timer.wall(lanes, each)
-    return Burst(latencies, rates, start, now(), 1000 * spent / count)
+    return Burst(latencies, rates, start, time.time(), 1000 * spent / count)
 
 
-def _guarded(system: ReadySystem, work: Callable[[], T]) -> T:
-    """Do some work; an error on a device poisons the process, so it ends the bench and names the system."""
+@contextmanager
+def _naming(system: ReadySystem) -> Iterator[None]:
+    """Name the system in an error: on a device it poisons the process, so it ends the bench."""
     try:
-        return work()
+        yield
     except RuntimeError as error:
         what = " ".join(str(error).split())[:300]
         raise CheckFailed(f"{system.name} failed while it was measured: {what}") from error

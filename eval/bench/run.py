@@ -251,7 +251,7 @@ def _measure_config(  # noqa: PLR0913, PLR0917
             if entry.row.status == "done":
                 rounds = measured[entry.row.system]
                 fill_row(entry.row, rounds, config.sequences, effort.streams)
-                entry.row.cpu_ms = float(np.median(rounds.cpu_ms)) if on_cpu else None
+                entry.row.cpu_ms = rounds.cpu_ms if on_cpu else None
                 windows = [(burst.start, burst.end) for burst in rounds.bursts]
                 for name, value in (monitor.during(windows) if monitor else {}).items():
                     setattr(entry.row, name, value)

@@ -1,8 +1,10 @@
 """The measuring loop and its statistics, with contestants and timers whose times are known."""
 
 import math
+import time
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -200,25 +202,23 @@ def test_lanes_that_share_threads_are_those_of_their_number():
     found = measure_rounds([one], Effort(rounds=2, duration_s=0.1, streams=(1, 2, 3)))["a"]
     assert found.throughput(2) == [pytest.approx(1000)] * 2
     assert found.throughput(3) == []  # it has no three
-    assert len(found.cpu_ms) == 2
+    assert found.cpu_ms >= 0
     shared[2][1].logits = NAN
     errors, _, _ = check_outputs([one], [])
     assert "NaN" in errors["a"]
 
 
-def test_progress_and_windows():
+def test_progress_and_windows(monkeypatch):
     seen, clock = [], iter(range(100))
 
     def now() -> float:
         seen.append("timed")
         return float(next(clock))
 
-    found = measure_rounds(
-        [contestant("a")],
-        Effort(rounds=3, duration_s=1, iterations=1),
-        now=now,
-        progress=lambda *begun: seen.append(begun),
-    )
+    clocks = SimpleNamespace(time=now, sleep=time.sleep, process_time=time.process_time)
+    monkeypatch.setattr(loop, "time", clocks)
+    effort = Effort(rounds=3, duration_s=1, iterations=1)
+    found = measure_rounds([contestant("a")], effort, progress=lambda *begun: seen.append(begun))
     timed = ["timed"] * 2  # a round is told before it is timed
     assert seen == [(1, 3), *timed, (2, 3), *timed, (3, 3), *timed]
     assert [(burst.start, burst.end) for burst in found["a"].bursts] == [(0, 1), (2, 3), (4, 5)]
