@@ -11,15 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.eval.bench import lanes as bench_lanes
-from qdqbench.eval.bench.lanes import (
-    CudaTimer,
-    DeviceLane,
-    HostLane,
-    SplitLane,
-    Step,
-    WallTimer,
-    random_sets,
-)
+from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, HostLane, SplitLane, Step, WallTimer, random_sets
 from qdqbench.quantize.models.families.known import BERT
 
 
