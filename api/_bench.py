@@ -8,8 +8,7 @@ from pathlib import Path
 from qdqbench._options import BenchOptions
 from qdqbench._runs import silent
 from qdqbench.eval.bench.cpu import CpuWork
-from qdqbench.eval.bench.gpu import GpuWork, start_compiles, start_export
-from qdqbench.eval.bench.prebuild import background
+from qdqbench.eval.bench.gpu import GpuWork, background, start_compiles, start_export
 from qdqbench.eval.bench.report import write_bench_reports
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench

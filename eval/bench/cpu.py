@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from qdqbench.eval.bench.lanes import HostLane, WallTimer, session_sets
 from qdqbench.eval.bench.results import BenchRow
-from qdqbench.eval.bench.rounds import ReadySystem
+from qdqbench.eval.bench.rounds import HostLane, ReadySystem, WallTimer, session_sets
 from qdqbench.eval.bench.systems import (
     Entry,
     Preparation,

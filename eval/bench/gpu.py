@@ -1,16 +1,29 @@
 """Systems of one config on a GPU: engines and PyTorch, bound to its shapes and ready to be measured.
 
 Kernels are chosen for each profile by itself, so an engine of one profile runs what an engine of several runs
-in that profile. Engines of one profile are built in processes at the same time.
+in that profile. Engines of one profile are built in processes at the same time, and models are compiled: each
+takes long on one core, and leaves files from which the process that measures takes it in seconds.
+
+    python -m qdqbench.eval.bench.gpu compile RUN MODE SHAPES
+    python -m qdqbench.eval.bench.gpu engine SPEC
+    python -m qdqbench.eval.bench.gpu export FOLDER MODEL RECIPE SEED LONGEST
+
+Each prints a line of JSON, {"error": ""}.
 """
 
 import json
+import os
 import re
+import signal
 import statistics
+import subprocess
+import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -20,10 +33,17 @@ from typing import Any, cast
 import numpy as np
 
 from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, SplitLane, Step, to_device, to_pinned
-from qdqbench.eval.bench.prebuild import Background, EngineSpec, Pair, build_engine, marker
 from qdqbench.eval.bench.results import BenchKernels, BenchRow
-from qdqbench.eval.bench.rounds import Lane, ReadySystem
+from qdqbench.eval.bench.rounds import (
+    CudaTimer,
+    DeviceLane,
+    Lane,
+    ReadySystem,
+    SplitLane,
+    Step,
+    to_device,
+    to_pinned,
+)
 from qdqbench.eval.bench.systems import (
     BenchPlan,
     Config,
@@ -36,13 +56,30 @@ from qdqbench.eval.bench.systems import (
     profiles_of,
     systems_of,
 )
-from qdqbench.eval.bench.target import Target
-from qdqbench.quantize.engine.profiles import choose_profile
+from qdqbench.eval.bench.target import Target, model_target, recipe_for
+from qdqbench.quantize.engine.build import build
+from qdqbench.quantize.engine.cpu.compiled import Compute
+from qdqbench.quantize.engine.profiles import Profile, choose_profile
 from qdqbench.quantize.engine.runtime.engine import Engine
-from qdqbench.quantize.engine.sidecar import sidecar_path
+from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_path
+from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.pipeline import artifacts
+from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.limits import BackendChoice
+from qdqbench.quantize.utils.results import EngineResult
+from qdqbench.quantize.utils.schema import Strict, read
 
+COMMAND = (sys.executable, "-m", "qdqbench.eval.bench.gpu")
+START_S = 60.0  # imports and the model
+ANSWER = '{"error":'  # how the line that is for us begins
+THREADS = 4  # compilers of a process that compiles
+BUILD_S = 600.0  # of an engine with its kernels
+SHAPES_AT_ONCE = 4  # of a split, that one process compiles
+WAIT_S = 0.5
+PACKED = "packed"  # the one input of the unpadded encoder
+TRIED = 6  # launches of each size of the unpadded encoder; the first one is not counted
 LONGEST_NAME = 160  # templates of CUTLASS are named at length
 # flash-attention, CUTLASS's memory-efficient one (fmha_cutlassF), cuDNN's (...sdpa_sm90_flash_fprop...), and
 # Inductor's template of flex attention
@@ -51,55 +88,131 @@ ATTENTION = re.compile(r"flash_fwd|flash_fprop|fmha|sdpa|triton_tem\w*attention"
 POINTWISE = re.compile(r"^triton_(poi|per|red|for)_")
 GEMM = re.compile(r"gemm|nvjet|gemv", re.I)
 HALF = re.compile(r"f16|h16|fp16|half|hgemm|hsh|hhh|tst|s16816|s161616|e4m3", re.I)
+Pair = tuple[int, int]  # batch, length
 
 
-def is_fused_attention(name: str) -> bool:
-    return bool(ATTENTION.search(name)) and not POINTWISE.match(name)
+class Background:
+    """Processes at work; one failing ends no other."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.failed: dict[str, str] = {}  # by task, why
+        self._pool, self._lock, self._stopped = pool, threading.Lock(), False
+        self._running: set[subprocess.Popen[str]] = set()
+        self._waiting: dict[str, Future[None]] = {}
+
+    def add(self, task: str, arguments: Sequence[str], seconds: float) -> None:
+        """Start a task, once by its name; it may take `seconds` and the start of a process."""
+        if task not in self._waiting:
+            self._waiting[task] = self._pool.submit(self._run, task, arguments, seconds)
+
+    def wait_for(self, task: str) -> None:
+        self._waiting[task].result()
+
+    @property
+    def left(self) -> int:
+        return sum(not task.done() for task in self._waiting.values())
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                _kill_group(process)
+
+    def _run(self, task: str, arguments: Sequence[str], seconds: float) -> None:
+        with self._lock:
+            if self._stopped:
+                return
+            process = subprocess.Popen(  # noqa: S603  (this module's own)
+                [*COMMAND, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(THREADS)},
+            )
+            self._running.add(process)
+        with process:
+            try:
+                printed, _ = process.communicate(timeout=seconds + START_S)
+            except subprocess.TimeoutExpired:
+                self.failed[task] = f"it took over {seconds:g} s"
+            else:
+                if error := _answer(printed):
+                    self.failed[task] = error
+            finally:
+                _kill_group(process)
+        with self._lock:
+            self._running.discard(process)
 
 
-def is_fp32_gemm(name: str) -> bool:
-    """Return whether a kernel multiplies matrices in FP32 or TF32: cuBLAS and CUTLASS name their types."""
-    return bool(GEMM.search(name)) and not HALF.search(name) and not is_fused_attention(name)
+@contextmanager
+def background(workers: int) -> Iterator[Background]:
+    """Run tasks until the context ends, at most so many at once."""
+    with ThreadPoolExecutor(workers) as pool:
+        work = Background(pool)
+        try:
+            yield work
+        finally:
+            work.stop()
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
-def kernels_in(names: "Counter[str]") -> BenchKernels:
-    return BenchKernels(
-        names={name[:LONGEST_NAME]: count for name, count in names.most_common()},
-        fused_attention=sum(count for name, count in names.items() if is_fused_attention(name)),
-        fp32_gemms=sum(count for name, count in names.items() if is_fp32_gemm(name)),
+def _answer(printed: str) -> str:
+    """Return what a process says went wrong; of one that says nothing, its last line."""
+    lines = [line for line in printed.splitlines() if line.strip()]
+    if answers := [line for line in lines if line.startswith(ANSWER)]:
+        return str(json.loads(answers[-1])["error"])
+    return f"its process ended{f': {lines[-1].strip()[:200]}' if lines else ''}"
+
+
+def _kill_group(process: "subprocess.Popen[str]") -> None:
+    """End a process and the compilers that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+class EngineSpec(Strict):
+    onnx: Path
+    engine: Path
+    backend: BackendChoice
+    profile: Profile
+    gemms: list[str]  # ONNX nodes that must run in INT8
+    attention: int
+    compute: Compute
+    shapes: list[Pair]  # that it will run
+
+    @property
+    def cache(self) -> Path:
+        """Return the file of kernels compiled just in time."""
+        return self.engine.with_suffix(".cache")
+
+    @property
+    def proof(self) -> Path:
+        return self.engine.with_suffix(".proof.json")
+
+
+def build_engine(spec: EngineSpec) -> EngineResult:
+    """Build an engine, or take one that is there from the same graph, version and machine."""
+    with suppress(UserError):
+        check_sidecar(spec.engine, spec.onnx)
+        return read(spec.proof, EngineResult, "proof of an engine", "build it again")
+    result = build(
+        spec.onnx,
+        spec.engine,
+        backend=spec.backend,
+        profiles=[spec.profile],
+        expected_gemms=spec.gemms,
+        expected_attention=spec.attention,
+        layers_path=spec.engine.with_suffix(".layers.json"),
+        compute=spec.compute,
     )
+    files.write_json(spec.proof, result.model_dump(mode="json"))
+    return result
 
 
-def kernels_of(lane: Lane) -> BenchKernels:
-    """Profile the kernels of one inference, a replayed CUDA graph's too.
-
-    Raises:
-        CheckFailed: the profiler saw none.
-    """
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        lane.launch()
-        torch.cuda.synchronize()
-    names = Counter(
-        event.name
-        for event in profiled.events()
-        if str(event.device_type).endswith("CUDA")
-        and not getattr(event, "is_user_annotation", False)  # a range, no kernel
-        and not event.name.startswith(("Memcpy", "Memset"))
-    )
-    if not names:
-        raise CheckFailed("torch.profiler saw no kernel of it")
-    return kernels_in(names)
-
-
-BUILD_S = 600.0  # of an engine with its kernels
-SHAPES_AT_ONCE = 4  # of a split, that one process compiles
-WAIT_S = 0.5
-PACKED = "packed"  # the one input of the unpadded encoder
-TRIED = 6  # launches of each size of the unpadded encoder; the first one is not counted
+def marker(folder: Path, mode: str, pair: Pair) -> Path:
+    """Return the file that says that Inductor's cache has a mode of torch.compile for a shape."""
+    return folder / f"{mode}.{pair[0]}x{pair[1]}.compiled"
 
 
 @dataclass
@@ -349,3 +462,91 @@ def _bind_packed(encoder: peers.UnpaddedEncoder, packing: peers.Packing, config:
 
     how = f"packed tokens, varlen attention, torch.compile, {size}"
     return peers.TorchRun(forward, to_device({PACKED: packing.launches[0]}), how)
+
+
+def is_fused_attention(name: str) -> bool:
+    return bool(ATTENTION.search(name)) and not POINTWISE.match(name)
+
+
+def is_fp32_gemm(name: str) -> bool:
+    """Return whether a kernel multiplies matrices in FP32 or TF32: cuBLAS and CUTLASS name their types."""
+    return bool(GEMM.search(name)) and not HALF.search(name) and not is_fused_attention(name)
+
+
+def kernels_in(names: "Counter[str]") -> BenchKernels:
+    return BenchKernels(
+        names={name[:LONGEST_NAME]: count for name, count in names.most_common()},
+        fused_attention=sum(count for name, count in names.items() if is_fused_attention(name)),
+        fp32_gemms=sum(count for name, count in names.items() if is_fp32_gemm(name)),
+    )
+
+
+def kernels_of(lane: Lane) -> BenchKernels:
+    """Profile the kernels of one inference, a replayed CUDA graph's too.
+
+    Raises:
+        CheckFailed: the profiler saw none.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        lane.launch()
+        torch.cuda.synchronize()
+    names = Counter(
+        event.name
+        for event in profiled.events()
+        if str(event.device_type).endswith("CUDA")
+        and not getattr(event, "is_user_annotation", False)  # a range, no kernel
+        and not event.name.startswith(("Memcpy", "Memset"))
+    )
+    if not names:
+        raise CheckFailed("torch.profiler saw no kernel of it")
+    return kernels_in(names)
+
+
+def compile_shapes(run: Path, mode: str, pairs: Sequence[Pair]) -> None:
+    """Compile a run's model in FP16, as a bench does, for each (batch, length)."""
+    import torch
+
+    session = Session(read_config(run), run)
+    inputs = family_named(session.recipe.model.family).inputs
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = peers.sdpa_model(session.new_model(), "fp16", device)
+    with peers.tf32_allowed():
+        for batch, length in pairs:
+            forward = peers.compiled_forward(model, mode, dynamic=False)
+            with torch.inference_mode():
+                forward(**peers.example(inputs, batch, length, device))
+            torch.compiler.reset()
+            path = marker(run / "bench", mode, (batch, length))
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+
+
+def prepare_engine(spec: EngineSpec) -> None:
+    """Build an engine, and run every shape once, so that its runtime cache holds their kernels."""
+    build_engine(spec)
+    with Engine(spec.engine, spec.onnx, runtime_cache=spec.cache) as loaded:
+        for batch, length in spec.shapes:
+            loaded.bind(batch, length, graph=False).close()
+
+
+def main(arguments: Sequence[str]) -> None:
+    error, what = "", arguments[0]
+    try:
+        if what == "compile":
+            compile_shapes(Path(arguments[1]), arguments[2], json.loads(arguments[3]))
+        elif what == "export":
+            folder, model, recipe, seed, longest = arguments[1:]
+            model_target(model, recipe_for(model, recipe), Path(folder), int(seed), int(longest))
+        else:
+            prepare_engine(EngineSpec.model_validate_json(arguments[1]))
+    except Exception as caught:  # compilers fail in a hundred ways; the bench says which
+        error = " ".join(f"{caught}".split())[:300] or type(caught).__name__
+    print(json.dumps({"error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -14,23 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from qdqbench.eval.bench.lanes import (
+from qdqbench.eval.bench.results import compare_rounds
+from qdqbench.eval.bench.rounds import (
     CudaTimer,
     DeviceLane,
-    HostLane,
-    WallTimer,
-    gpu_uuid,
-    session_sets,
-    to_device,
-)
-from qdqbench.eval.bench.rounds import (
     Effort,
+    HostLane,
     Lane,
     ReadySystem,
     Timer,
-    compare_rounds,
+    WallTimer,
+    gpu_uuid,
     measure_rounds,
     read_outputs,
+    session_sets,
+    to_device,
 )
 from qdqbench.quantize.engine.build import build, count_attentions, list_gemms, require_int8
 from qdqbench.quantize.engine.profiles import choose_profile

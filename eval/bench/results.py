@@ -4,15 +4,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 
-from qdqbench.eval.bench.rounds import compare_rounds
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.frames import Tabular
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.speedup import Speedup
 
 BENCH_FILE = "bench.json"
+ROUND_RESAMPLES = 2000
 OURS = ("int8", "int8-exact")  # INT8 engines that a bench is about
 Device = Literal["gpu", "cpu"]
 Precision = Literal["int8", "fp16", "bf16", "fp32"]
@@ -282,6 +283,36 @@ def rate_of(config: BenchConfig, system: str, streams: int) -> float | None:
     row = row_of(config, system)
     rates = {each.streams: each.sequences_per_s for each in row.throughput} if row else {}
     return rates.get(streams)
+
+
+def compare_rounds(  # noqa: PLR0913, PLR0917
+    system: str,
+    baseline: str,
+    config: str,
+    system_rounds: Sequence[float],
+    baseline_rounds: Sequence[float],
+    seed: int = 0,
+) -> Speedup:
+    """Return the ratio of the medians of rounds (milliseconds), with 95% by paired bootstrap over rounds."""
+    own, base = np.asarray(system_rounds), np.asarray(baseline_rounds)
+    own_ms, base_ms = float(np.median(own)), float(np.median(base))
+    value, low, high = base_ms / own_ms, None, None
+    if len(base) >= 3:
+        rows = np.random.default_rng(seed).integers(0, len(base), (ROUND_RESAMPLES, len(base)))
+        ratios = np.median(base[rows], axis=1) / np.median(own[rows], axis=1)
+        # the value is the estimate: an interval of a few rounds must not exclude it by interpolation
+        low, high = (float(edge) for edge in np.percentile(ratios, [2.5, 97.5]))
+        low, high = min(low, value), max(high, value)
+    return Speedup(
+        system=system,
+        baseline=baseline,
+        config=config,
+        value=value,
+        ci95_low=low,
+        ci95_high=high,
+        system_ms=own_ms,
+        baseline_ms=base_ms,
+    )
 
 
 def compute_speedups(rows: Sequence[BenchRow], config: str, seed: int) -> list[Speedup]:

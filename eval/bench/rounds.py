@@ -7,22 +7,27 @@ tested with fakes of known times.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from qdqbench.quantize.utils.arrays import Float32
+from qdqbench.quantize.models.inputs import MASK, TOKENS
+from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.tasks.types.kind import join_outputs
+from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.progress import measuring, report_phase
-from qdqbench.quantize.utils.speedup import Speedup
+
+if TYPE_CHECKING:
+    import torch
 
 SLOW_MS = 250.0  # a launch this long warms itself up
 WARM_LAUNCHES = 3  # before every burst: caches, clocks and power state are then this system's own
 MOST_LAUNCHES = 1000  # of a burst; CUDA queues about that many before it blocks the host
 LEAST_FOR_P99 = 100  # with fewer launches the 99th percentile is just the maximum
-ROUND_RESAMPLES = 2000
 # A fast wrong answer is no result: INT8 q, k and v without an INT8 softmax gave 0.8.
 MAX_REL_ERROR = {"int8": 0.5, "fp16": 0.1, "bf16": 0.1, "fp32": 0.1}
 
@@ -157,36 +162,6 @@ def measure_rounds(
     return results
 
 
-def compare_rounds(  # noqa: PLR0913, PLR0917
-    system: str,
-    baseline: str,
-    config: str,
-    system_rounds: Sequence[float],
-    baseline_rounds: Sequence[float],
-    seed: int = 0,
-) -> Speedup:
-    """Return the ratio of the medians of rounds (milliseconds), with 95% by paired bootstrap over rounds."""
-    own, base = np.asarray(system_rounds), np.asarray(baseline_rounds)
-    own_ms, base_ms = float(np.median(own)), float(np.median(base))
-    value, low, high = base_ms / own_ms, None, None
-    if len(base) >= 3:
-        rows = np.random.default_rng(seed).integers(0, len(base), (ROUND_RESAMPLES, len(base)))
-        ratios = np.median(base[rows], axis=1) / np.median(own[rows], axis=1)
-        # the value is the estimate: an interval of a few rounds must not exclude it by interpolation
-        low, high = (float(edge) for edge in np.percentile(ratios, [2.5, 97.5]))
-        low, high = min(low, value), max(high, value)
-    return Speedup(
-        system=system,
-        baseline=baseline,
-        config=config,
-        value=value,
-        ci95_low=low,
-        ci95_high=high,
-        system_ms=own_ms,
-        baseline_ms=base_ms,
-    )
-
-
 def read_outputs(system: ReadySystem) -> tuple[Float32, str | None]:
     """Return logits of two input sets, and what is wrong on any lane: not finite, or all the same."""
     per_lane = []
@@ -286,3 +261,213 @@ def _naming(system: ReadySystem) -> Iterator[None]:
     except RuntimeError as error:
         what = " ".join(str(error).split())[:300]
         raise CheckFailed(f"{system.name} failed while it was measured: {what}") from error
+
+
+class Bound(Protocol):
+    """An inference at one shape with its own CUDA buffers and stream: an engine's, or PyTorch's."""
+
+    inputs: "dict[str, torch.Tensor]"
+    outputs: "dict[str, torch.Tensor]"
+    stream: "torch.cuda.Stream"
+
+    def launch(self) -> None: ...
+
+
+def random_sets(
+    inputs: Sequence[str], shape: tuple[int, int], vocabulary: int, sets: int, seed: int
+) -> list[Batch]:
+    """Draw input sets of random token ids in [0, vocabulary), int64 [batch, length], without padding.
+
+    Of the model's other inputs the mask is 1 and the rest 0; sets of other shapes are drawn anew.
+    """
+    rest = {name: np.full(shape, int(name == MASK), dtype=np.int64) for name in inputs if name != TOKENS}
+    generators = (np.random.default_rng([seed, *shape, number]) for number in range(sets))
+    return [{TOKENS: rng.integers(0, vocabulary, shape, dtype=np.int64)} | rest for rng in generators]
+
+
+def session_sets(session: Session, batch: int, length: int, sets: int) -> list[Batch]:
+    vocabulary = int(session.fp32_model.config.vocab_size)
+    return random_sets(session.plan.family.inputs, (batch, length), vocabulary, sets, session.config.seed)
+
+
+class DeviceLane:
+    """One bound inference that rotates through input sets held on the GPU."""
+
+    def __init__(self, bound: Bound, sets: "Sequence[Mapping[str, torch.Tensor]]") -> None:
+        import torch
+
+        self.torch, self.bound, self.sets, self.stream = torch, bound, sets, bound.stream
+        self.input_sets = len(sets)
+        first = sets[0]
+        for name in bound.inputs:
+            bound.inputs[name].copy_(first[name])
+        torch.cuda.synchronize()
+        # the mask and the types are the same in all sets: copying them would only disturb
+        self.varying = [
+            name for name in bound.inputs if any(not torch.equal(first[name], s[name]) for s in sets)
+        ]
+
+    def feed(self, number: int) -> None:
+        chosen = self.sets[number % len(self.sets)]
+        with self.torch.cuda.stream(self.stream):
+            for name in self.varying:
+                self.bound.inputs[name].copy_(chosen[name], non_blocking=True)
+
+    def launch(self) -> None:
+        self.bound.launch()
+
+    def fetch(self) -> Float32:
+        self.bound.stream.synchronize()
+        return _host_logits(self.bound.outputs)
+
+
+@dataclass(frozen=True)
+class Step:
+    bound: Bound
+    inputs: "Mapping[str, torch.Tensor]"  # in pinned memory of the host
+    rows: Int64  # rows of the outputs that are answers, in the order of the split; the others are copies
+
+
+class SplitLane:
+    """A whole split in one launch on one stream, with its copies: inputs to the GPU, outputs to the host."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        import torch
+
+        self.torch, self.steps = torch, steps
+        self.stream, self.input_sets = steps[0].bound.stream, 1
+        self.outputs = [
+            {
+                name: torch.empty_like(buffer, device="cpu").pin_memory()
+                for name, buffer in step.bound.outputs.items()
+            }
+            for step in steps
+        ]
+
+    def feed(self, number: int) -> None:
+        """Do nothing: the copies are part of the work."""
+
+    def launch(self) -> None:
+        for step, outputs in zip(self.steps, self.outputs, strict=True):
+            with self.torch.cuda.stream(self.stream):
+                for name, buffer in step.bound.inputs.items():
+                    buffer.copy_(step.inputs[name], non_blocking=True)
+            step.bound.launch()
+            with self.torch.cuda.stream(self.stream):
+                for name, buffer in outputs.items():
+                    buffer.copy_(step.bound.outputs[name], non_blocking=True)
+
+    def fetch(self) -> Float32:
+        self.stream.synchronize()
+        return np.concatenate(
+            [_host_logits(outputs)[step.rows] for step, outputs in zip(self.steps, self.outputs, strict=True)]
+        )
+
+
+def _host_logits(outputs: "Mapping[str, torch.Tensor]") -> Float32:
+    return by_row(np.array(join_outputs(outputs, sorted(outputs)).float().cpu().numpy()))
+
+
+def by_row(answers: Float32) -> Float32:
+    """Return answers [B, width]; of tokens [B, L, width] those of the first ones, whatever the length."""
+    return answers[:, 0] if answers.ndim == 3 else answers
+
+
+class HostLane:
+    """Inference on a CPU: a function from one batch to logits, over input sets or over a whole split."""
+
+    def __init__(self, run: Callable[[Batch], Float32], sets: Sequence[Sequence[Batch]]) -> None:
+        self.run, self.sets, self.input_sets = run, sets, len(sets)
+        self.batches: Sequence[Batch] = sets[0]
+        self.answers: list[Float32] = []
+
+    def feed(self, number: int) -> None:
+        self.batches = self.sets[number % len(self.sets)]
+
+    def launch(self) -> None:
+        self.answers = [self.run(batch) for batch in self.batches]
+
+    def fetch(self) -> Float32:
+        return np.concatenate([by_row(answers) for answers in self.answers])
+
+
+class CudaTimer:
+    """CUDA events on a lane's stream around each launch; wall time for several streams at once."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.cuda: Any = torch.cuda
+
+    def latencies(self, lane: Any, count: int) -> list[float]:
+        """See `Timer`: device time; for a launch that the host cannot keep up with, the time it waits too."""
+        pairs = [
+            (self.cuda.Event(enable_timing=True), self.cuda.Event(enable_timing=True)) for _ in range(count)
+        ]
+        for number, (start, end) in enumerate(pairs):
+            lane.feed(number)
+            start.record(lane.stream)
+            lane.launch()
+            end.record(lane.stream)
+        lane.stream.synchronize()
+        return [float(start.elapsed_time(end)) for start, end in pairs]
+
+    def wall(self, lanes: Sequence[Lane], count: int) -> float:
+        self.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            for lane in lanes:
+                lane.launch()
+        self.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+def to_device(batch: Mapping[str, Array]) -> "dict[str, torch.Tensor]":
+    import torch
+
+    return {name: torch.from_numpy(array).cuda() for name, array in batch.items()}
+
+
+def to_pinned(batch: Mapping[str, Array]) -> "dict[str, torch.Tensor]":
+    """Return the same arrays in pinned memory of the host, from which copies to the GPU do not wait."""
+    import torch
+
+    return {name: torch.from_numpy(array).pin_memory() for name, array in batch.items()}
+
+
+class WallTimer:
+    """Times on the host, for lanes whose launch waits for the result (a CPU).
+
+    Args:
+        clock: seconds.
+        pool: threads for several lanes at once, as many as there are lanes.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, pool: Executor | None = None) -> None:
+        self.clock, self.pool = clock, pool
+
+    def latencies(self, lane: Lane, count: int) -> list[float]:
+        times = []
+        for number in range(count):
+            lane.feed(number)
+            start = self.clock()
+            lane.launch()
+            times.append(1000 * (self.clock() - start))
+        return times
+
+    def wall(self, lanes: Sequence[Lane], count: int) -> float:
+        def launch(lane: Lane) -> None:
+            for _ in range(count):
+                lane.launch()
+
+        start = self.clock()
+        list((self.pool.map if self.pool and len(lanes) > 1 else map)(launch, lanes))
+        return self.clock() - start
+
+
+def gpu_uuid() -> str | None:
+    """Return the UUID of the GPU that CUDA shows first; NVML counts otherwise."""
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+    return f"GPU-{uuid}" if uuid else None

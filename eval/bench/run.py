@@ -14,7 +14,6 @@ import pynvml
 
 from qdqbench.eval.bench.cpu import CpuWork, prepare_on_cpu
 from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu
-from qdqbench.eval.bench.lanes import gpu_uuid
 from qdqbench.eval.bench.results import (
     Bench,
     BenchConfig,
@@ -27,7 +26,14 @@ from qdqbench.eval.bench.results import (
     headline_of,
     speedup_of,
 )
-from qdqbench.eval.bench.rounds import LEAST_FOR_P99, Effort, Measured, check_outputs, measure_rounds
+from qdqbench.eval.bench.rounds import (
+    LEAST_FOR_P99,
+    Effort,
+    Measured,
+    check_outputs,
+    gpu_uuid,
+    measure_rounds,
+)
 from qdqbench.eval.bench.systems import BenchPlan, Config, Entry, Preparation, configs_of, describe_systems
 from qdqbench.eval.bench.target import Target, softmax_notes
 from qdqbench.quantize.engine.backend import choose_backend

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.bench import gpu
-from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu, start_compiles
-from qdqbench.eval.bench.prebuild import EngineSpec, marker
+from qdqbench.eval.bench.gpu import EngineSpec, GpuWork, marker, prebuild, prepare_on_gpu, start_compiles
 from qdqbench.eval.bench.systems import Config, Preparation, describe_systems
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.profiles import Profile

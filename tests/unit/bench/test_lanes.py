@@ -10,8 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.bench import lanes as bench_lanes
-from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, HostLane, SplitLane, Step, WallTimer, random_sets
+from qdqbench.eval.bench import rounds as bench_lanes
+from qdqbench.eval.bench.rounds import (
+    CudaTimer,
+    DeviceLane,
+    HostLane,
+    SplitLane,
+    Step,
+    WallTimer,
+    random_sets,
+)
 from qdqbench.quantize.models.families.known import BERT
 
 

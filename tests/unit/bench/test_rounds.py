@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.eval.bench import rounds as loop
-from qdqbench.eval.bench.lanes import WallTimer
+from qdqbench.eval.bench.results import compare_rounds
 from qdqbench.eval.bench.rounds import (
     Burst,
     Effort,
     Measured,
     ReadySystem,
+    WallTimer,
     check_outputs,
-    compare_rounds,
     measure_rounds,
     rotation,
 )
