@@ -61,11 +61,6 @@ class CpuRuns:
 
 
 def prepare_on_cpu(here: Preparation[CpuWork]) -> list[Entry]:
-    """Prepare every system and run it once.
-
-    Raises:
-        MissingDevice: the runtime of the bench's own INT8 engine is not there.
-    """
     import torch
 
     here.stack.callback(torch.set_num_threads, torch.get_num_threads())

@@ -289,11 +289,7 @@ def _all_engines(target: Target, options: BenchPlan) -> list[EngineSpec]:
 
 
 def specs_of(target: Target, system: System, config: Config) -> dict[Pair, EngineSpec]:
-    """Return the engine that each (batch, length) of a config runs in.
-
-    Raises:
-        CheckFailed: no profile of the recipe takes one.
-    """
+    """Return the engine that each (batch, length) runs in; CheckFailed where no profile takes one."""
     owner, int8 = target.extra.get(system.recipe, target), system.kind == "int8"
     session, specs = owner.session, dict[Pair, EngineSpec]()
     profiles = profiles_of(owner, system.shapes, config)
@@ -314,11 +310,6 @@ def specs_of(target: Target, system: System, config: Config) -> dict[Pair, Engin
 
 
 def prepare_on_gpu(here: Preparation[GpuWork]) -> list[Entry]:
-    """Bind every system to a config.
-
-    Raises:
-        MissingDevice: there is no GPU, or nothing that builds for it.
-    """
     import torch
 
     timer = CudaTimer()
@@ -387,11 +378,7 @@ def _bind_lanes(here: Preparation[GpuWork], bind: Callable[[int, int, Any], Any]
 
 
 def _padded_lanes(here: Preparation[GpuWork], system: System) -> tuple[list[Lane], str]:
-    """Bind PyTorch to the shapes of a config.
-
-    Raises:
-        CheckFailed: it was not compiled in time.
-    """
+    """Bind PyTorch to the shapes of a config; CheckFailed where it was not compiled in time."""
     failed = here.work.background.failed
     for pair in here.config.shapes:
         if (task := here.work.compiles.get((system.mode, pair), "")) in failed:
@@ -411,11 +398,7 @@ def _padded_lanes(here: Preparation[GpuWork], system: System) -> tuple[list[Lane
 
 
 def _unpadded_lanes(here: Preparation[GpuWork], system: System, timer: CudaTimer) -> tuple[list[Lane], str]:
-    """Bind the unpadded encoder to a config, a split in launches of the size that takes the least time.
-
-    Raises:
-        UserError: the model's family has no unpadded form.
-    """
+    """Bind the unpadded encoder to a config, a split in launches of the size that takes the least time."""
     session, split = here.target.session, here.config.split
     if reason := peers.refusal(session.fp32_model.config.model_type, here.target.family.name):
         raise UserError(reason)
@@ -469,7 +452,7 @@ def is_fused_attention(name: str) -> bool:
 
 
 def is_fp32_gemm(name: str) -> bool:
-    """Return whether a kernel multiplies matrices in FP32 or TF32: cuBLAS and CUTLASS name their types."""
+    """Return whether a kernel multiplies in FP32 or TF32: cuBLAS and CUTLASS name their types."""
     return bool(GEMM.search(name)) and not HALF.search(name) and not is_fused_attention(name)
 
 
@@ -482,11 +465,7 @@ def kernels_in(names: "Counter[str]") -> BenchKernels:
 
 
 def kernels_of(lane: Lane) -> BenchKernels:
-    """Profile the kernels of one inference, a replayed CUDA graph's too.
-
-    Raises:
-        CheckFailed: the profiler saw none.
-    """
+    """Profile the kernels of one inference, a replayed CUDA graph's too."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -507,7 +486,6 @@ def kernels_of(lane: Lane) -> BenchKernels:
 
 
 def compile_shapes(run: Path, mode: str, pairs: Sequence[Pair]) -> None:
-    """Compile a run's model in FP16, as a bench does, for each (batch, length)."""
     import torch
 
     session = Session(read_config(run), run)

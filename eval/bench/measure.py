@@ -81,11 +81,7 @@ class OpenEngine:
 
 
 def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> Speedup:
-    """Time an engine and its baseline in interleaved rounds at one (batch, length).
-
-    Raises:
-        CheckFailed: outputs are NaN or constant, or one of them fails while it runs.
-    """
+    """Time an engine and its baseline in interleaved rounds; CheckFailed where one gives no sound outputs."""
     session, recipe = engine.session, engine.session.recipe
     on_cpu = backend_of(recipe) in CPU_BACKENDS
     timer, effort = timer_of(on_cpu=on_cpu)

@@ -265,14 +265,7 @@ class UnpaddedEncoder:
         return cast("Int64", np.cumsum(real) * real + self.positions_from)
 
     def forward(self, packed: "torch.Tensor", *, tokens: int, longest: int) -> "torch.Tensor":
-        """Compute the answers of one launch.
-
-        Args:
-            packed: int32 [3 tokens + sequences + 1] of a `Packing` with these sizes.
-
-        Returns:
-            [sequences, width], or for answers of tokens [tokens, width].
-        """
+        """Return the answers of a launch of a `Packing`: [sequences, width], or of tokens [tokens, width]."""
         import torch
 
         ids, positions, types = packed[: 3 * tokens].view(3, tokens)

@@ -263,11 +263,6 @@ class Bench(Tabular):
 
 
 def read_bench(path: Path) -> Bench:
-    """Read and check a `bench.json`.
-
-    Raises:
-        UserError: missing, or not of this schema.
-    """
     return read(path, Bench, "bench result", "run `qdqbench bench` again")
 
 
@@ -337,17 +332,13 @@ def speedup_of(config: BenchConfig, system: str, baseline: str) -> Speedup | Non
 
 
 def headline_of(systems: Sequence[BenchSystem], config: BenchConfig) -> Speedup | None:
-    """Return the fastest INT8 engine over the fastest system without INT8; None without either.
-
-    It is what `min_speedup` of a gate is checked against.
-    """
+    """Return the fastest INT8 engine over the fastest system without INT8: what `min_speedup` is about."""
     medians = {row.system: row.median_ms for row in config.rows if row.median_ms is not None}
     ours = min((name for name in OURS if name in medians), key=medians.__getitem__, default="")
     return over_fastest(systems, config, ours)
 
 
 def over_fastest(systems: Sequence[BenchSystem], config: BenchConfig, name: str) -> Speedup | None:
-    """Return one INT8 system over the fastest without INT8; None where not measured."""
     floats = {system.name for system in systems if system.precision != "int8"}
     ratios = [s for s in config.speedups if s.system == name and s.baseline in floats]
     return min(ratios, key=lambda ratio: ratio.value, default=None)

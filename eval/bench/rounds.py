@@ -138,14 +138,7 @@ def measure_rounds(
     effort: Effort,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Measured]:
-    """Time all systems in interleaved rounds, in one process.
-
-    Args:
-        progress: called with the number of each round that begins, from 1, and how many there are.
-
-    Raises:
-        CheckFailed: a system fails while it runs; names it.
-    """
+    """Time all systems in interleaved rounds; CheckFailed names one that fails while it runs."""
     if not systems:
         return {}
     pace = {}
@@ -181,7 +174,7 @@ def read_outputs(system: ReadySystem) -> tuple[Float32, str | None]:
 
 
 def relative_error(values: Float32, reference: Float32) -> float:
-    """Return the norm of the difference over the reference's, in float64; inf where the reference is zero."""
+    """Return the norm of the difference over the reference's, in float64; inf where that is zero."""
     base = np.linalg.norm(reference.astype(np.float64))
     difference = float(np.linalg.norm(values.astype(np.float64) - reference))
     return difference / float(base) if base else math.inf
@@ -190,11 +183,7 @@ def relative_error(values: Float32, reference: Float32) -> float:
 def check_outputs(
     systems: Sequence[ReadySystem], references: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, float], str | None]:
-    """Return errors by system, relative errors of the sound ones, and the system that they refer to.
-
-    Args:
-        references: names, best first, of systems that may serve as the reference.
-    """
+    """Return errors, relative errors of the sound ones, and the first sound one of the references."""
     outputs = {}
     for system in systems:
         with _naming(system):
@@ -436,12 +425,7 @@ def to_pinned(batch: Mapping[str, Array]) -> "dict[str, torch.Tensor]":
 
 
 class WallTimer:
-    """Times on the host, for lanes whose launch waits for the result (a CPU).
-
-    Args:
-        clock: seconds.
-        pool: threads for several lanes at once, as many as there are lanes.
-    """
+    """Times on the host, for lanes whose launch waits for the result; several lanes in threads of a pool."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, pool: Executor | None = None) -> None:
         self.clock, self.pool = clock, pool

@@ -170,17 +170,7 @@ def run_bench(  # noqa: PLR0913
     save: Callable[[Bench], None] = lambda bench: None,
     announce: Callable[[str], None] = lambda text: None,
 ) -> Bench:
-    """Measure every config.
-
-    Args:
-        work: of the device of the options.
-        backend: on a GPU the builder of engines and its version.
-        save: called after each config with what is known so far.
-        announce: called with what is being done.
-
-    Raises:
-        CheckFailed: a system fails while it is measured; finished configs were saved.
-    """
+    """Measure every config; `save` gets what is known after each, `announce` what is being done."""
     on_cpu, clock = options.device == "cpu", time.monotonic()
     capability = gpu.compute_capability if not on_cpu and (gpu := find_gpu()) else None
     result = Bench(

@@ -167,11 +167,7 @@ def describe_systems(target: Target, options: BenchPlan, backend: str) -> list[B
 
 
 def own_backend(choice: BackendChoice) -> BackendName:
-    """Return the CPU runtime of a bench's INT8 engine: the recipe's, else the first that is installed.
-
-    Raises:
-        MissingDevice: the recipe's is not installed; says how to.
-    """
+    """Return the CPU runtime of a bench's INT8 engine: the recipe's, else the first that is installed."""
     if choice not in CPU_BACKENDS:
         choice = next(name for name in CPU_BACKENDS if find_spec(name))  # ONNX Runtime is always there
     return choose_backend(choice).name
@@ -258,11 +254,7 @@ class Entry:
 
 
 def prepare_each(here: Preparation[Any], prepare: Callable[[System], Entry]) -> list[Entry]:
-    """Prepare every system; an engine of the bench that fails is an error, all else is skipped.
-
-    Raises:
-        MissingDevice: what the bench is about cannot run here.
-    """
+    """Prepare every system; an engine of the bench that fails is an error, all else is skipped."""
     import torch
 
     # past a limit of shapes dynamo silently falls back to eager
