@@ -1,7 +1,8 @@
 """The report of a bench: its page, Markdown and screen, a section of the run's report, and rows of tables."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ from qdqbench.eval.reporting.formats import cleaned, count_of, flat, known, labe
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.speedup import Speedup
+from qdqbench.quantize.utils.speedup import Speedup, SpeedVerdict
 
 SYSTEM_STYLES = {  # color is never the only difference
     "int8": (svg.BLUE, "o"),
@@ -397,19 +398,24 @@ def ratio_rows(bench: Bench) -> Rows:
 
 
 def _verdict(bench: Bench, ratios: Sequence[Speedup | None]) -> Verdict:
+    verdicts, slow = Counter(ratio.verdict for ratio in ratios if ratio is not None), slow_lines(bench)
+    state: State = "" if slow else "good"
+    if bench.errors or not bench.configs or verdicts["slower"]:
+        state = "bad"
+    elif verdicts["inconclusive"]:
+        state = "unclear"
+    return Verdict(state, _title(bench, verdicts, state), hardware(bench), [*bench.errors, *slow])
+
+
+def _title(bench: Bench, verdicts: Mapping[SpeedVerdict, int], state: State) -> str:
     shapes = count_of(len(bench.configs), "shape")
-    verdicts = [ratio.verdict for ratio in ratios if ratio is not None]
-    slow = slow_lines(bench)
-    state: State = "bad"
     if bench.errors or not bench.configs:
-        title = "The measurement has errors" if bench.errors else "Nothing was measured"
-    elif count := verdicts.count("slower"):
-        title = f"INT8 is slower at {count} of {shapes}"
-    elif count := verdicts.count("inconclusive"):
-        state, title = "unclear", f"Inconclusive at {count} of {shapes}"
-    else:
-        state, title = ("", "INT8 is as fast") if slow else ("good", "INT8 is faster")
-    return Verdict(state, title, hardware(bench), [*bench.errors, *slow])
+        return "The measurement has errors" if bench.errors else "Nothing was measured"
+    if state == "bad":
+        return f"INT8 is slower at {verdicts['slower']} of {shapes}"
+    if state == "unclear":
+        return f"Inconclusive at {verdicts['inconclusive']} of {shapes}"
+    return "INT8 is faster" if state == "good" else "INT8 is as fast"
 
 
 def _blocks(bench: Bench) -> list[Block]:
