@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from qdqbench.eval.bench.measure import HostLane, ReadySystem, WallTimer, session_sets
 from qdqbench.eval.bench.results import BenchRow
-from qdqbench.eval.bench.rounds import HostLane, ReadySystem, WallTimer, session_sets
 from qdqbench.eval.bench.systems import (
     Entry,
     Preparation,

@@ -33,8 +33,7 @@ from typing import Any, cast
 import numpy as np
 
 from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.results import BenchKernels, BenchRow
-from qdqbench.eval.bench.rounds import (
+from qdqbench.eval.bench.measure import (
     CudaTimer,
     DeviceLane,
     Lane,
@@ -44,6 +43,7 @@ from qdqbench.eval.bench.rounds import (
     to_device,
     to_pinned,
 )
+from qdqbench.eval.bench.results import BenchKernels, BenchRow
 from qdqbench.eval.bench.systems import (
     BenchPlan,
     Config,

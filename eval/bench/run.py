@@ -14,6 +14,14 @@ import pynvml
 
 from qdqbench.eval.bench.cpu import CpuWork, prepare_on_cpu
 from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu
+from qdqbench.eval.bench.measure import (
+    LEAST_FOR_P99,
+    Effort,
+    Measured,
+    check_outputs,
+    gpu_uuid,
+    measure_rounds,
+)
 from qdqbench.eval.bench.results import (
     Bench,
     BenchConfig,
@@ -25,14 +33,6 @@ from qdqbench.eval.bench.results import (
     config_label,
     headline_of,
     speedup_of,
-)
-from qdqbench.eval.bench.rounds import (
-    LEAST_FOR_P99,
-    Effort,
-    Measured,
-    check_outputs,
-    gpu_uuid,
-    measure_rounds,
 )
 from qdqbench.eval.bench.systems import BenchPlan, Config, Entry, Preparation, configs_of, describe_systems
 from qdqbench.eval.bench.target import Target, softmax_notes

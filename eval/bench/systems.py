@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 from pydantic import ConfigDict
 
 from qdqbench.eval.bench import peers
+from qdqbench.eval.bench.measure import ReadySystem, random_sets
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSettings, BenchSystem, Device, Precision
-from qdqbench.eval.bench.rounds import ReadySystem, random_sets
 from qdqbench.eval.bench.target import BatchedSplit, Target
 from qdqbench.quantize.engine.backend import choose_backend, preferred_backend
 from qdqbench.quantize.engine.profiles import Profile

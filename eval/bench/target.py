@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from qdqbench.eval.bench.measure import session_sets
 from qdqbench.eval.bench.results import BenchTarget
-from qdqbench.eval.bench.rounds import session_sets
 from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.calibration import ptq

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.bench import rounds as bench_lanes
-from qdqbench.eval.bench.rounds import (
+from qdqbench.eval.bench import measure as bench_lanes
+from qdqbench.eval.bench.measure import (
     CudaTimer,
     DeviceLane,
     HostLane,

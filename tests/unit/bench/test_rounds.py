@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.bench import rounds as loop
-from qdqbench.eval.bench.results import compare_rounds
-from qdqbench.eval.bench.rounds import (
+from qdqbench.eval.bench import measure as loop
+from qdqbench.eval.bench.measure import (
     Burst,
     Effort,
     Measured,
@@ -23,6 +22,7 @@ from qdqbench.eval.bench.rounds import (
     measure_rounds,
     rotation,
 )
+from qdqbench.eval.bench.results import compare_rounds
 from qdqbench.quantize.utils.errors import CheckFailed
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench.gpu import GpuWork
+from qdqbench.eval.bench.measure import ReadySystem
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, BenchTarget, compute_speedups
-from qdqbench.eval.bench.rounds import ReadySystem
 from qdqbench.eval.bench.run import run_bench
 from qdqbench.eval.bench.systems import BenchPlan, Entry
 from qdqbench.eval.bench.target import BatchedSplit
