@@ -116,34 +116,9 @@ class Burst:
     end: float
     cpu_ms: float = 0.0  # CPU time of all threads of this process, each launch of the latencies
 
-
-@dataclass
-class Measured:
-    bursts: list[Burst] = field(default_factory=list)
-
-    @property
-    def launches(self) -> list[float]:
-        return [value for burst in self.bursts for value in burst.latencies_ms]
-
-    @property
-    def round_ms(self) -> list[float]:
-        return [float(np.median(burst.latencies_ms)) for burst in self.bursts]
-
     @property
     def median_ms(self) -> float:
-        """Return the median over rounds of the rounds' medians: one disturbed round moves nothing."""
-        return float(np.median(self.round_ms))
-
-    def percentile(self, percent: float) -> float:
-        return float(np.percentile(self.launches, percent))
-
-    def throughput(self, streams: int) -> list[float]:
-        """Return launches per second in each round with that many streams; nothing where it has fewer."""
-        return [burst.launches_per_s[streams] for burst in self.bursts if streams in burst.launches_per_s]
-
-    @property
-    def cpu_ms(self) -> float:
-        return float(np.median([burst.cpu_ms for burst in self.bursts]))
+        return float(np.median(self.latencies_ms))
 
 
 def rotation(count: int, rounds: int) -> list[list[int]]:
@@ -164,7 +139,7 @@ def measure_rounds(
     systems: Sequence[ReadySystem],
     effort: Effort,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, Measured]:
+) -> dict[str, list[Burst]]:
     """Time all systems in interleaved rounds; CheckFailed names one that fails while it runs."""
     if not systems:
         return {}
@@ -172,14 +147,14 @@ def measure_rounds(
     for system in systems:
         with _naming(system):
             pace[system.name] = _pace(system, effort)
-    results = {system.name: Measured() for system in systems}
+    bursts: dict[str, list[Burst]] = {system.name: [] for system in systems}
     for number, order in enumerate(rotation(len(systems), effort.rounds)):
         progress(number + 1, effort.rounds)
         for system in (systems[position] for position in order):
             report_phase("rounds", number, effort.rounds)
             with measuring(), _naming(system):
-                results[system.name].bursts.append(_burst(system, pace[system.name], effort))
-    return results
+                bursts[system.name].append(_burst(system, pace[system.name], effort))
+    return bursts
 
 
 def read_outputs(system: ReadySystem) -> tuple[Float32, str | None]:
@@ -518,8 +493,8 @@ def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> S
     for system, what in ((theirs, f"the {compute.upper()} engine"), (ours, "the engine")):
         if error := read_outputs(system)[1]:
             raise CheckFailed(f"{what} gives {error} at {config}")
-    measured = measure_rounds([ours, theirs], effort)
-    rounds = [measured[system.name].round_ms for system in (ours, theirs)]
+    bursts = measure_rounds([ours, theirs], effort)
+    rounds = [[burst.median_ms for burst in bursts[system.name]] for system in (ours, theirs)]
     return compare_rounds(ours.name, theirs.name, config, *rounds, session.config.seed)
 
 
@@ -527,16 +502,9 @@ def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> S
 def open_engine(
     session: Session, graph: ReadyGraph, stem: Path, shapes: Sequence[Shape]
 ) -> Iterator[OpenEngine]:
-    """Build and load an engine; its files are deleted at the end, but not its runtime cache.
+    """Build and load an engine for (batch, length) shapes; its files go at the end, its runtime cache stays.
 
-    Args:
-        session: its recipe names the backend and the profiles, its model the vocabulary.
-        stem: path without suffix. Engines opened one after the other at one path share compiled kernels.
-        shapes: (batch, length) to measure; the recipe's profiles must take them.
-
-    Raises:
-        MissingDevice: the backend or the GPU that it needs is not there.
-        UserError, CheckFailed: it cannot be built or loaded.
+    Engines opened one after the other at one `stem`, a path without suffix, share compiled kernels.
     """
     # each profile has kernels of its own, so those that take none of the shapes only cost time to build
     known = engine_profiles(session)

@@ -16,8 +16,8 @@ from qdqbench.eval.bench.cpu import CpuWork, prepare_on_cpu
 from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu
 from qdqbench.eval.bench.measure import (
     LEAST_FOR_P99,
+    Burst,
     Effort,
-    Measured,
     check_outputs,
     gpu_uuid,
     measure_rounds,
@@ -219,14 +219,9 @@ def _measure_config(  # noqa: PLR0913, PLR0917
 ) -> None:
     """Prepare, verify, measure, verify again; adds the config and what is wrong with it to the result."""
     on_cpu, clock, split = options.device == "cpu", time.monotonic(), config.split
-    effort = Effort(
-        rounds=options.rounds,
-        duration_s=options.duration_s,
-        iterations=options.iterations,
-        streams=() if split else tuple(options.streams),
-        least=(1 if split else CPU_LEAST) if on_cpu else Effort.least,
-        rest_s=CPU_REST_S if on_cpu else 0,
-    )
+    streams = () if split else tuple(options.streams)
+    least, rest_s = (1 if split else CPU_LEAST, CPU_REST_S) if on_cpu else (Effort.least, 0.0)
+    effort = Effort(options.rounds, options.duration_s, options.iterations, streams, least, rest_s)
     label = f"b{config.batch} {'data set' if split else f's{config.length}'}"
     with ExitStack() as stack:
         stack.callback(gc.collect)
@@ -245,10 +240,11 @@ def _measure_config(  # noqa: PLR0913, PLR0917
         _read_kernels(result, entries, label)
         for entry in entries:
             if entry.row.status == "done":
-                rounds = measured[entry.row.system]
-                fill_row(entry.row, rounds, config.sequences, effort.streams)
-                entry.row.cpu_ms = rounds.cpu_ms if on_cpu else None
-                windows = [(burst.start, burst.end) for burst in rounds.bursts]
+                bursts = measured[entry.row.system]
+                fill_row(entry.row, bursts, config.sequences, effort.streams)
+                if on_cpu:
+                    entry.row.cpu_ms = float(np.median([burst.cpu_ms for burst in bursts]))
+                windows = [(burst.start, burst.end) for burst in bursts]
                 for name, value in (monitor.during(windows) if monitor else {}).items():
                     setattr(entry.row, name, value)
         tokens = config.batch * (config.length or 0)
@@ -278,13 +274,16 @@ def _measure_config(  # noqa: PLR0913, PLR0917
     _record_problems(result, row)
 
 
-def fill_row(row: BenchRow, rounds: Measured, sequences: int, streams: Sequence[int]) -> None:
-    row.launches, row.round_ms, row.median_ms = len(rounds.launches), rounds.round_ms, rounds.median_ms
-    row.p50_ms, row.p90_ms = rounds.percentile(50), rounds.percentile(90)
-    row.p99_ms = rounds.percentile(99) if row.launches >= LEAST_FOR_P99 else None
-    row.sequences_per_s = 1000 * sequences / rounds.median_ms
+def fill_row(row: BenchRow, bursts: Sequence[Burst], sequences: int, streams: Sequence[int]) -> None:
+    latencies = [value for burst in bursts for value in burst.latencies_ms]
+    row.launches, row.round_ms = len(latencies), [burst.median_ms for burst in bursts]
+    row.median_ms = float(np.median(row.round_ms))  # one disturbed round moves nothing
+    row.p50_ms, row.p90_ms, p99_ms = (float(np.percentile(latencies, at)) for at in (50, 90, 99))
+    row.p99_ms = p99_ms if row.launches >= LEAST_FOR_P99 else None
+    row.sequences_per_s = 1000 * sequences / row.median_ms
     for count in streams:
-        if rates := [sequences * rate for rate in rounds.throughput(count)]:
+        rates = [burst.launches_per_s[count] * sequences for burst in bursts if count in burst.launches_per_s]
+        if rates:
             median, low, high = float(np.median(rates)), min(rates), max(rates)
             row.throughput.append(BenchThroughput(streams=count, sequences_per_s=median, low=low, high=high))
 
