@@ -11,11 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
-from qdqbench.eval.bench.measure import HostLane, ReadySystem, WallTimer, session_sets
+from qdqbench.eval.bench.measure import (
+    HostLane,
+    ReadyGraph,
+    ReadySystem,
+    WallTimer,
+    build_ready,
+    session_sets,
+)
 from qdqbench.eval.bench.results import BenchRow
 from qdqbench.eval.bench.systems import (
     Entry,
@@ -27,7 +34,7 @@ from qdqbench.eval.bench.systems import (
     why_absent,
 )
 from qdqbench.eval.bench.target import RANDOM_BATCH, RANDOM_SAMPLES, Target
-from qdqbench.quantize.engine.build import build, count_attentions, list_gemms
+from qdqbench.quantize.engine.build import count_attentions, list_gemms
 from qdqbench.quantize.engine.cpu import openvino
 from qdqbench.quantize.engine.cpu.compiled import Compute, Run
 from qdqbench.quantize.engine.cpu.runtimes import choose_compute, compile_model
@@ -39,10 +46,8 @@ from qdqbench.quantize.pipeline.artifacts import expected_modules
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Float32
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.system.cpu import find_cpu
-
-if TYPE_CHECKING:
-    from qdqbench.quantize.utils.results import EngineResult
 
 Answer = Callable[[Batch], Float32]  # int64 [B, L] inputs to float32 [B, width] or [B, L, width]
 NNCF_LONGEST = 128  # tokens of a random calibration sample
@@ -57,7 +62,7 @@ class CpuWork(SharedWork):
 class CpuRuns:
     lanes: Callable[[int], Sequence[Answer]]  # for a number of streams, all threads together; may be fewer
     detail: str
-    built: "EngineResult | None" = None
+    built: EngineResult | None = None
 
 
 def prepare_on_cpu(here: Preparation[CpuWork]) -> list[Entry]:
@@ -96,23 +101,15 @@ def _int8_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
     graph = _int8_graph(here, backend)
     shape = config.split.task if config.split else f"s{config.length}"
     path = here.folder / f"int8.{backend}.b{config.batch}.{shape}.engine"
-    layers = path.with_suffix(".layers.json")
     if not here.options.keep_engines:
-        for file in (path, sidecar_path(path), layers):
+        for file in (path, sidecar_path(path), path.with_suffix(".layers.json")):
             here.stack.callback(file.unlink, missing_ok=True)
     modules = expected_modules(session)
     gemms = [name for name in list_gemms(graph) if module_of(name) in modules]
     compute = choose_compute(backend, find_cpu(), session.recipe.precision.compute)
-    built = build(
-        graph,
-        path,
-        backend=backend,
-        profiles=profiles_of(here.target, here.options.engine_shapes, config),
-        expected_gemms=gemms,
-        expected_attention=count_attentions(gemms, session.plan.attention),
-        layers_path=layers,
-        compute=compute,
-    )
+    ready = ReadyGraph(graph, gemms, count_attentions(gemms, session.plan.attention))
+    profiles = profiles_of(here.target, here.options.engine_shapes, config)
+    built = build_ready(ready, path, backend, profiles, compute)
     lanes = _compiled_lanes(here, backend, path.read_bytes(), compute, blob=True)
     return CpuRuns(lanes, f"{compute.upper()} where not INT8", built)
 

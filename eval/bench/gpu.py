@@ -37,9 +37,11 @@ from qdqbench.eval.bench.measure import (
     CudaTimer,
     DeviceLane,
     Lane,
+    ReadyGraph,
     ReadySystem,
     SplitLane,
     Step,
+    build_ready,
     to_device,
     to_pinned,
 )
@@ -57,7 +59,6 @@ from qdqbench.eval.bench.systems import (
     systems_of,
 )
 from qdqbench.eval.bench.target import Target, model_target, recipe_for
-from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.cpu.compiled import Compute
 from qdqbench.quantize.engine.profiles import Profile, choose_profile
 from qdqbench.quantize.engine.runtime.engine import Engine
@@ -196,16 +197,8 @@ def build_engine(spec: EngineSpec) -> EngineResult:
     with suppress(UserError):
         check_sidecar(spec.engine, spec.onnx)
         return read(spec.proof, EngineResult, "proof of an engine", "build it again")
-    result = build(
-        spec.onnx,
-        spec.engine,
-        backend=spec.backend,
-        profiles=[spec.profile],
-        expected_gemms=spec.gemms,
-        expected_attention=spec.attention,
-        layers_path=spec.engine.with_suffix(".layers.json"),
-        compute=spec.compute,
-    )
+    graph = ReadyGraph(spec.onnx, spec.gemms, spec.attention)
+    result = build_ready(graph, spec.engine, spec.backend, [spec.profile], spec.compute)
     files.write_json(spec.proof, result.model_dump(mode="json"))
     return result
 

@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 
 from qdqbench.eval.bench.results import compare_rounds
 from qdqbench.quantize.engine.build import build, count_attentions, list_gemms, require_int8
+from qdqbench.quantize.engine.cpu.compiled import Compute
 from qdqbench.quantize.engine.profiles import Profile, choose_profile
 from qdqbench.quantize.engine.runtime.cpu import CpuRunner
 from qdqbench.quantize.engine.runtime.engine import Engine
@@ -34,7 +35,7 @@ from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice
 from qdqbench.quantize.utils.progress import measuring, report_phase
 from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.speedup import Speedup
@@ -513,7 +514,8 @@ def open_engine(
     with contextlib.ExitStack() as stack:
         stack.callback(sidecar_path(path).unlink, missing_ok=True)
         stack.callback(path.unlink, missing_ok=True)
-        result = _build(session, graph, path, profiles)
+        recipe = session.recipe
+        result = build_ready(graph, path, recipe.engine.backend, profiles, cpu_compute(recipe))
         opened = OpenEngine(session, result, stack.enter_context(load_engine(session, path, graph.path)))
         stack.callback(opened.lanes.clear)  # lanes go before the engine that they run
         yield opened
@@ -549,20 +551,23 @@ def write_engine_graph(
 
 def build_and_prove(session: Session, graph: ReadyGraph, path: Path) -> Path:
     """Build an engine that is kept, and require INT8 where the recipe asks for it."""
-    require_int8(_build(session, graph, path, engine_profiles(session)))
+    recipe, profiles = session.recipe, engine_profiles(session)
+    require_int8(build_ready(graph, path, recipe.engine.backend, profiles, cpu_compute(recipe)))
     return path
 
 
-def _build(session: Session, graph: ReadyGraph, path: Path, profiles: Sequence[Profile]) -> EngineResult:
+def build_ready(
+    graph: ReadyGraph, path: Path, backend: BackendChoice, profiles: Sequence[Profile], compute: Compute
+) -> EngineResult:
     return build(
         graph.path,
         path,
-        backend=session.recipe.engine.backend,
+        backend=backend,
         profiles=profiles,
         expected_gemms=graph.gemms,
         expected_attention=graph.attention,
         layers_path=path.with_suffix(".layers.json"),
-        compute=cpu_compute(session.recipe),
+        compute=compute,
     )
 
 

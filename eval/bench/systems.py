@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from pydantic import ConfigDict
 
@@ -24,10 +24,8 @@ from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendName
 from qdqbench.quantize.utils.progress import report_phase
+from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.cpu import find_cpu
-
-if TYPE_CHECKING:
-    from qdqbench.quantize.utils.results import LayerRow
 
 
 class BenchPlan(BenchSettings):
@@ -249,7 +247,7 @@ class Entry:
 
     row: BenchRow
     system: ReadySystem | None = None
-    layers: "list[LayerRow]" = field(default_factory=list)
+    layers: list[LayerRow] = field(default_factory=list)
     kernels: Callable[[], BenchKernels] | None = None  # of one inference; reads them, so only once measured
 
 
