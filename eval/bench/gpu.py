@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -396,8 +396,8 @@ def _unpadded_lanes(here: Preparation[GpuWork], system: System, timer: CudaTimer
     if reason := peers.refusal(session.fp32_model.config.model_type, here.target.family.name):
         raise UserError(reason)
     if here.work.unpadded is None:
-        precision = cast("peers.PeerPrecision", system.precision)
-        here.work.unpadded = peers.UnpaddedEncoder(peers.sdpa_model(session.new_model(), precision, "cuda"))
+        model = peers.sdpa_model(session.new_model(), system.precision, "cuda")
+        here.work.unpadded = peers.UnpaddedEncoder(model)
     encoder = here.work.unpadded
     if split is None:
         packings = [

@@ -495,8 +495,8 @@ def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> S
         if error := read_outputs(system)[1]:
             raise CheckFailed(f"{what} gives {error} at {config}")
     bursts = measure_rounds([ours, theirs], effort)
-    rounds = [[burst.median_ms for burst in bursts[system.name]] for system in (ours, theirs)]
-    return compare_rounds(ours.name, theirs.name, config, *rounds, session.config.seed)
+    own, base = ([burst.median_ms for burst in bursts[system.name]] for system in (ours, theirs))
+    return compare_rounds(ours.name, theirs.name, config, own, base, session.config.seed)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-PeerPrecision = Literal["fp16", "bf16", "fp32"]
 WARM_CALLS = 3
 OUTPUT = "answers"
 
 
-def sdpa_model(model: "PreTrainedModel", precision: PeerPrecision, device: str) -> "PreTrainedModel":
+def sdpa_model(model: "PreTrainedModel", precision: str, device: str) -> "PreTrainedModel":
     """Give a model SDPA attention in a precision on a device, in place."""
     import torch
 
@@ -312,13 +311,13 @@ def encoder_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and 
     """Compute a post-norm encoder layer on packed tokens [tokens, hidden]; q, k and v are one product."""
     from torch.nn.functional import layer_norm, linear
 
-    qkv, qkv_bias, out, out_bias, norm, norm_bias, up, up_bias, down, down_bias, *last_norm = weights
+    qkv, qkv_bias, out, out_bias, norm, norm_bias, up, up_bias, down, down_bias, last, last_bias = weights
     tokens, width = hidden.shape
     q, k, v = linear(hidden, qkv, qkv_bias).view(tokens, 3, heads, width // heads).unbind(1)
     context = packed_attention(q, k, v, starts, longest).reshape(tokens, width)
     hidden = layer_norm(hidden + linear(context, out, out_bias), (width,), norm, norm_bias, eps)
     inner = activation(linear(hidden, up, up_bias))
-    return layer_norm(hidden + linear(inner, down, down_bias), (width,), *last_norm, eps)
+    return layer_norm(hidden + linear(inner, down, down_bias), (width,), last, last_bias, eps)
 
 
 def packed_attention(

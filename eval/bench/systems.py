@@ -228,7 +228,7 @@ class Preparation(Generic[Work]):
 
     def forward(self, system: System) -> Callable[..., Any]:
         """Return the model in PyTorch with SDPA attention, eager or compiled; on a GPU for each shape."""
-        models, precision = self.work.models, cast("peers.PeerPrecision", system.precision)
+        models, precision = self.work.models, system.precision
         if precision not in models:
             device = "cuda" if system.device == "gpu" else "cpu"
             models[precision] = peers.sdpa_model(self.target.session.new_model(), precision, device)

@@ -291,14 +291,14 @@ def batched_splits(  # noqa: PLR0913
     splits, tokens, pad_id = [], int(encoded.lengths.sum()), int(loaded.pad_token_id)
     for size in batches:
         indexed = list(sorted_batches(encoded, size, pad_id=pad_id, edges=edges))  # the longest first
-        own = [batch["input_ids"].shape[1] for _, batch in indexed]
+        widths = [batch["input_ids"].shape[1] for _, batch in indexed]
         if edges is None:
-            lengths = [min(-(-length // PADDING_STEP) * PADDING_STEP, longest) for length in own]
+            lengths = [min(-(-length // PADDING_STEP) * PADDING_STEP, longest) for length in widths]
         else:
             lengths = [length for length, _ in sorted_rows(encoded.lengths, size, edges)]
         inputs = []
-        for (_, batch), before, length in zip(indexed, own, lengths, strict=True):
-            padded = pad_columns(batch, length - before, pad_id)
+        for (_, batch), width, length in zip(indexed, widths, lengths, strict=True):
+            padded = pad_columns(batch, length - width, pad_id)
             inputs.append({name: padded[name] for name in target.family.inputs})
         rows = [len(index) for index, _ in indexed]
         splits.append(BatchedSplit(chosen.name, size, inputs, rows, encoded.rows, tokens, bucketed=buckets))

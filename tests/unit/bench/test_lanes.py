@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -84,17 +85,14 @@ class FakeBound:
 def cuda(monkeypatch):
     log = []
 
-    class InStream:
-        def __init__(self, stream):
-            assert isinstance(stream, FakeStream)
+    @contextmanager
+    def in_stream(stream):
+        assert isinstance(stream, FakeStream)
+        log.append("in stream")
+        yield
+        log.append("out of stream")
 
-        def __enter__(self):
-            log.append("in stream")
-
-        def __exit__(self, *_):
-            log.append("out of stream")
-
-    monkeypatch.setattr(torch.cuda, "stream", InStream)
+    monkeypatch.setattr(torch.cuda, "stream", in_stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("device synchronize"))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(log, enable_timing))
     return log

@@ -31,18 +31,16 @@ class FakeLane:
 
     input_sets = 2
 
-    def __init__(self, logits=None, fail=None):
+    def __init__(self, logits=None):
         rng = np.random.default_rng(0)
         self.logits = [rng.normal(size=(2, 3)) for _ in range(2)] if logits is None else logits
-        self.fail, self.fed, self.launches = fail, [], 0
+        self.fed, self.launches = [], 0
 
     def feed(self, number):
         self.fed.append(number)
 
     def launch(self):
         self.launches += 1
-        if self.fail:
-            raise RuntimeError(self.fail)
 
     def fetch(self):
         return np.asarray(self.logits[self.fed[-1] % len(self.logits)], dtype=np.float32)
