@@ -52,30 +52,22 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.speedup import Speedup, SpeedVerdict
 
-SYSTEM_STYLES = {  # color is never the only difference
-    "int8": (svg.BLUE, "o"),
-    "fp16": (svg.ORANGE, "s"),
-    "fp32": (svg.MUTED, "X"),
-    "torch-fp32": (svg.SKY, "v"),
-    "torch-fp16": (svg.GREEN, "^"),
-    "compile-fp16": (svg.PURPLE, "D"),
-    "int8-exact": (svg.BLUE, "P"),
-    "fp16-exact": (svg.ORANGE, "P"),
-    "torch-fp16-eager": (svg.GREEN, "1"),
-    "compile-fp16-eager": (svg.PURPLE, "2"),
-    "autotune-fp16": (svg.PURPLE, "*"),
-    "unpadded-fp16": (svg.VERMILLION, "p"),
-    "int8-openvino": (svg.BLUE, "P"),
-    "int8-onnxruntime": (svg.BLUE, "*"),
-    "bf16-openvino": (svg.ORANGE, "s"),
-    "fp32-openvino": (svg.ORANGE, "X"),
-    "fp32-onnxruntime": (svg.MUTED, "X"),
-    "dynamic-onnxruntime": (svg.MUTED, "p"),
-    "nncf-openvino": (svg.VERMILLION, "h"),
-    "torch-bf16": (svg.GREEN, "^"),
-    "compile-fp32": (svg.PURPLE, "d"),
-    "compile-bf16": (svg.PURPLE, "D"),
+MARKERS = {  # by color, which is never the only difference
+    svg.BLUE: {"int8": "o", "int8-exact": "P", "int8-openvino": "P", "int8-onnxruntime": "*"},
+    svg.ORANGE: {"fp16": "s", "fp16-exact": "P", "bf16-openvino": "s", "fp32-openvino": "X"},
+    svg.MUTED: {"fp32": "X", "fp32-onnxruntime": "X", "dynamic-onnxruntime": "p"},
+    svg.SKY: {"torch-fp32": "v"},
+    svg.GREEN: {"torch-fp16": "^", "torch-fp16-eager": "1", "torch-bf16": "^"},
+    svg.PURPLE: {
+        "compile-fp16": "D",
+        "compile-fp16-eager": "2",
+        "autotune-fp16": "*",
+        "compile-fp32": "d",
+        "compile-bf16": "D",
+    },
+    svg.VERMILLION: {"unpadded-fp16": "p", "nncf-openvino": "h"},
 }
+SYSTEM_STYLES = {name: (color, mark) for color, marks in MARKERS.items() for name, mark in marks.items()}
 OTHER_STYLE = (svg.VERMILLION, "8")  # INT8 by other recipes
 STREAM_DASHES = ((0, ()), (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # by number of streams
 SCREEN_CONFIGS = 4  # columns of configs that a terminal has room for

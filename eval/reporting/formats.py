@@ -16,27 +16,25 @@ from qdqbench.quantize.utils import names
 from qdqbench.quantize.utils.schema import Schema
 
 LABELS = {
-    "fp32": "FP32",
     "ptq": "PTQ fake-quant",
-    "qat": "QAT",
     "fake_quant": "fake-quant",
     "onnxruntime": "ONNX Runtime",
     "tensorrt": "TensorRT",
     "tensorrt_rtx": "TensorRT-RTX",
     "openvino": "OpenVINO",
-    "f1": "F1",
     "matthews": "Matthews",
     "pearson": "Pearson",
     "spearman": "Spearman",
-    "mrr@10": "MRR@10",
-    "ndcg@10": "NDCG@10",
     "cosine": "cosine to FP32",
     "cosine_p1": "1st percentile of cosine",
     "neighbors": "neighbours kept",
     "cola": "CoLA",
     "sst2": "SST-2",
     "stsb": "STS-B",
-} | {name: name.upper() for name in ("mrpc", "qqp", "mnli", "qnli", "rte", "wnli")}
+} | {
+    name: name.upper()
+    for name in ["fp32", "qat", "f1", "mrr@10", "ndcg@10", "mrpc", "qqp", "mnli", "qnli", "rte", "wnli"]
+}
 
 DIVERGENCES: dict[Divergence, str] = {
     "kl": "the mean KL divergence of the class probabilities from those of FP32, in nat per sample",
@@ -184,15 +182,8 @@ def cleaned(record: Schema) -> Schema:
     return type(record).model_validate(clean(record.model_dump(mode="json")))
 
 
-DATATYPES = {
-    "int8": "INT8",
-    "uint8": "UINT8",
-    "half": "FP16",
-    "float": "FP32",
-    "bfloat16": "BF16",
-    "fp8": "FP8",
-    "int32": "INT32",
-    "int64": "INT64",
+DATATYPES = {"half": "FP16", "float": "FP32", "bfloat16": "BF16"} | {
+    name: name.upper() for name in ("int8", "uint8", "fp8", "int32", "int64")
 }
 
 
