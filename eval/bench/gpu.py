@@ -148,7 +148,6 @@ class Background:
 
 @contextmanager
 def background(workers: int) -> Iterator[Background]:
-    """Run tasks until the context ends, at most so many at once."""
     with ThreadPoolExecutor(workers) as pool:
         work = Background(pool)
         try:
@@ -184,8 +183,7 @@ class EngineSpec(Strict):
 
     @property
     def cache(self) -> Path:
-        """Return the file of kernels compiled just in time."""
-        return self.engine.with_suffix(".cache")
+        return self.engine.with_suffix(".cache")  # kernels compiled just in time
 
     @property
     def proof(self) -> Path:
@@ -270,7 +268,6 @@ def _forget_markers(folder: Path) -> None:
 
 
 def _all_engines(target: Target, options: BenchPlan) -> list[EngineSpec]:
-    """Return every engine of a bench once, with all shapes that it will run; those of many profiles first."""
     specs: dict[Path, EngineSpec] = {}
     for system in systems_of(target, options).values():
         for config in configs_of(options) if system.is_engine else ():
@@ -497,7 +494,6 @@ def compile_shapes(run: Path, mode: str, pairs: Sequence[Pair]) -> None:
 
 
 def prepare_engine(spec: EngineSpec) -> None:
-    """Build an engine, and run every shape once, so that its runtime cache holds their kernels."""
     build_engine(spec)
     with Engine(spec.engine, spec.onnx, runtime_cache=spec.cache) as loaded:
         for batch, length in spec.shapes:

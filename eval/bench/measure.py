@@ -283,8 +283,6 @@ def session_sets(session: Session, batch: int, length: int, sets: int) -> list[B
 
 
 class DeviceLane:
-    """One bound inference that rotates through input sets held on the GPU."""
-
     def __init__(self, bound: Bound, sets: "Sequence[Mapping[str, torch.Tensor]]") -> None:
         import torch
 
@@ -528,7 +526,6 @@ def load_engine(session: Session, path: Path, graph: Path) -> Any:
 
 
 def make_lane(engine: Any, shape: Shape, sets: Sequence[Any]) -> Lane:
-    """Return a lane of a loaded engine: a CUDA graph, or a function on the CPU."""
     if isinstance(engine, CpuRunner):
         return HostLane(engine, [[batch] for batch in sets])
     return DeviceLane(engine.bind(*shape), [to_device(batch) for batch in sets])
@@ -550,7 +547,6 @@ def write_engine_graph(
 
 
 def build_and_prove(session: Session, graph: ReadyGraph, path: Path) -> Path:
-    """Build an engine that is kept, and require INT8 where the recipe asks for it."""
     recipe, profiles = session.recipe, engine_profiles(session)
     require_int8(build_ready(graph, path, recipe.engine.backend, profiles, cpu_compute(recipe)))
     return path

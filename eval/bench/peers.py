@@ -36,7 +36,6 @@ OUTPUT = "answers"
 
 
 def sdpa_model(model: "PreTrainedModel", precision: str, device: str) -> "PreTrainedModel":
-    """Give a model SDPA attention in a precision on a device, in place."""
     import torch
 
     use_attention(model, "sdpa")
@@ -49,7 +48,6 @@ def sdpa_model(model: "PreTrainedModel", precision: str, device: str) -> "PreTra
 
 
 def example(inputs: Sequence[str], batch: int, length: int, device: str) -> "dict[str, torch.Tensor]":
-    """Return inputs int64 [batch, length] by name: zeros, and a mask of ones."""
     import torch
 
     shape = (batch, length)
@@ -60,7 +58,7 @@ def example(inputs: Sequence[str], batch: int, length: int, device: str) -> "dic
 
 
 class TorchRun:
-    """A `lanes.Bound` of a PyTorch model on these input buffers, with a CUDA graph where it captures."""
+    """A `measure.Bound` of a PyTorch model on these input buffers, with a CUDA graph where it captures."""
 
     def __init__(
         self,
@@ -165,13 +163,11 @@ class Packing:
     counts: list[int]  # rows of each launch
 
     def first_tokens(self, launch: int) -> Int64:
-        """Return the place of the first token of each row of a launch."""
         starts = self.launches[launch][3 * self.tokens :]
         return starts[: self.counts[launch]].astype(np.int64)
 
 
 def refusal(model_type: str, family: str) -> str:
-    """Return why a family has no unpadded form here; empty where it has one."""
     if family in FAMILIES:
         return ""
     return f"no unpadded form for {model_type}: {REFUSED.get(family, 'its layers are not BERT layers')}"
@@ -212,7 +208,6 @@ def pack_rows(rows: Sequence[Batch], launches: int, positions_of: Callable[[Int6
 
 
 def launch_counts(tokens: int, rows: int) -> list[int]:
-    """Return the numbers of launches to try for so many tokens, the most first."""
     return list(dict.fromkeys(max(1, min(rows, -(-tokens // size))) for size in LAUNCH_TOKENS))
 
 
@@ -285,7 +280,6 @@ class UnpaddedEncoder:
         return states if self.project is None else self.project(states)  # type: ignore[no-any-return]
 
     def _reduced(self, hidden: "torch.Tensor", starts: "torch.Tensor") -> "torch.Tensor":
-        """Return one state a row [sequences, hidden]: of its first or last token, or their mean."""
         import torch
 
         count = len(starts) - 1

@@ -203,7 +203,6 @@ def bench_report(bench: Bench) -> Report:
 
 
 def bench_blocks(view: BenchView) -> list[Block]:
-    """Return a bench as a section of the run's report."""
     if view.measured is None:
         return [Bullets(view.errors, "bad")]
     bench = cleaned(view.measured)
@@ -240,7 +239,6 @@ def stale_files(bench: Bench, folder: Path) -> list[str]:
 
 
 def hardware(bench: Bench) -> str:
-    """Return the GPU or CPU, its driver and the versions that made the numbers."""
     found = bench.environment
     if bench.device == "cpu":
         cpu = bench.cpu
@@ -257,7 +255,6 @@ def hardware(bench: Bench) -> str:
 
 
 def clocks(bench: Bench) -> str:
-    """Return clock, power and temperature of the GPU, or that nothing read them; of a CPU its load."""
     if bench.device == "cpu":
         loads = (bench.cpu.load_before, bench.cpu.load_after) if bench.cpu else (None, None)
         load = "" if None in loads else f"load average {loads[0]:g} before, {loads[1]:g} after; "
@@ -309,7 +306,6 @@ def method(bench: Bench) -> str:
 
 
 def config_text(bench: Bench, config: BenchConfig) -> str:
-    """Return the shape; of a data set with the split's size and padding."""
     name = config_label(config, label(bench.settings.dataset or ""))
     if config.kind == "fixed":
         return name
@@ -334,7 +330,6 @@ def milliseconds(value: float | None) -> str:
 
 
 def latency_cell(bench: Bench, config: BenchConfig, name: str) -> Cell:
-    """Return the median of a system, bad where it is not in its best form, or why there is none."""
     tried = next((each for each in config.rows if each.system == name and each.status != "skipped"), None)
     if tried is None:
         return Cell("not measured")
@@ -361,7 +356,6 @@ def headline_title(bench: Bench) -> str:
 
 
 def headline_cells(bench: Bench, config: BenchConfig) -> list[Cell]:
-    """Return the speed-up of INT8 over the fastest system without it, and both with their medians."""
     if (best := headline_of(bench.systems, config)) is None:
         return [Cell("not measured"), Cell(), Cell()]
     return [ratio_cell(best), *(_named(bench, config, name) for name in (best.system, best.baseline))]
@@ -411,7 +405,6 @@ def _title(bench: Bench, verdicts: Mapping[SpeedVerdict, int], state: State) -> 
 
 
 def _blocks(bench: Bench) -> list[Block]:
-    """Return tables, charts and method."""
     names = [config_text(bench, config) for config in bench.configs]
     medians = [*latency_rows(bench), *ratio_rows(bench)]
     heads = [row(name, *headline_cells(bench, each)) for name, each in zip(names, bench.configs, strict=True)]
@@ -436,7 +429,6 @@ def _blocks(bench: Bench) -> list[Block]:
 
 
 def _details(bench: Bench) -> Table:
-    """Return the table of every measurement."""
     task, labels = label(bench.settings.dataset or ""), bench.labels
     clocks, digits = (GPU_UNITS, 0) if bench.device == "gpu" else ({"cpu_ms": "CPU ms"}, 1)
 

@@ -158,11 +158,9 @@ class BenchRow(Strict):
 
     @property
     def in_best_form(self) -> bool:
-        """Return whether its kernels fuse attention, as far as they were read."""
         return self.kernels is None or self.kernels.fused_attention > 0
 
     def fp32_gemms(self, precision: str) -> int:
-        """Return how many products a system of a precision below FP32 ran in FP32."""
         return self.kernels.fp32_gemms if self.kernels and precision != "fp32" else 0
 
 

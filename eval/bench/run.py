@@ -92,7 +92,6 @@ class GpuMonitor:
             self.reason = None
 
     def during(self, windows: Sequence[tuple[float, float]]) -> dict[str, float]:
-        """Return medians of what was read inside any window (start, end)."""
         inside = [
             reading
             for when, reading in list(self.samples)
@@ -315,7 +314,6 @@ def _read_kernels(result: Bench, entries: Sequence[Entry], where: str) -> None:
 
 
 def _slow_reasons(config: BenchConfig, entries: Sequence[Entry]) -> list[str]:
-    """Return why INT8 is slower than its FP16 engine; empty where it is not."""
     ratio = speedup_of(config, "int8", "fp16")
     layers = {entry.row.system: entry.layers for entry in entries}
     int8, fp16 = layers.get("int8"), layers.get("fp16")

@@ -176,7 +176,6 @@ def runs_on_cpu(choice: BackendChoice) -> bool:
 
 
 def why_absent(system: System) -> str | None:
-    """Return why a system cannot take part on this CPU, and how to fix it."""
     for library in filter(None, (system.library, system.needs)):
         if not _version(library):
             extra = "'qdqbench[openvino]'" if library == "openvino" else library

@@ -46,8 +46,6 @@ GRAPHS = {"int8": INT8, "fp16": FP16, "fp32": FP32}
 
 @dataclass
 class Target:
-    """An exported model: its ONNX files in INT8, FP16 and FP32."""
-
     session: Session  # its folder holds the ONNX files
     about: BenchTarget
     extra: "dict[str, Target]" = field(default_factory=dict)  # the same model by other recipes
@@ -55,7 +53,6 @@ class Target:
 
     @property
     def graphs(self) -> dict[str, Path]:
-        """Return ONNX files by precision, INT8 first."""
         paths = {name: self.session.folder / file for name, file in GRAPHS.items()}
         return {name: path for name, path in paths.items() if name != "int8" or self.session.recipe.quantizes}
 
@@ -144,7 +141,6 @@ def check_lengths(target: Target, lengths: Sequence[int]) -> None:
 
 
 def softmax_notes(target: Target, lengths: Sequence[int]) -> list[str]:
-    """Return a note on lengths beyond those that an INT8 softmax got its scale for."""
     if not target.session.recipe.int8_attention:
         return []
     seen = max(int(read_record(target.session.record_path).data["lengths"]["max"]), LONG)
@@ -229,8 +225,6 @@ PADDING_STEP = 8  # without buckets lengths are padded up to it: few shapes, and
 
 @dataclass(frozen=True)
 class BatchedSplit:
-    """A task's evaluation split as batches of at most so many rows."""
-
     task: str
     batch: int
     batches: list[Batch]  # padded
@@ -245,7 +239,6 @@ class BatchedSplit:
 
     @property
     def padded_tokens(self) -> int:
-        """Return the tokens with padding and copies."""
         return sum(batch["input_ids"].size for batch in self.batches)
 
 
