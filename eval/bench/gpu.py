@@ -493,13 +493,6 @@ def compile_shapes(run: Path, mode: str, pairs: Sequence[Pair]) -> None:
             path.touch()
 
 
-def prepare_engine(spec: EngineSpec) -> None:
-    build_engine(spec)
-    with Engine(spec.engine, spec.onnx, runtime_cache=spec.cache) as loaded:
-        for batch, length in spec.shapes:
-            loaded.bind(batch, length, graph=False).close()
-
-
 def main(arguments: Sequence[str]) -> None:
     error, what = "", arguments[0]
     try:
@@ -509,7 +502,11 @@ def main(arguments: Sequence[str]) -> None:
             folder, model, recipe, seed, longest = arguments[1:]
             model_target(model, recipe_for(model, recipe), Path(folder), int(seed), int(longest))
         else:
-            prepare_engine(EngineSpec.model_validate_json(arguments[1]))
+            spec = EngineSpec.model_validate_json(arguments[1])
+            build_engine(spec)
+            with Engine(spec.engine, spec.onnx, runtime_cache=spec.cache) as loaded:
+                for batch, length in spec.shapes:  # its runtime cache then holds their kernels
+                    loaded.bind(batch, length, graph=False).close()
     except Exception as caught:  # compilers fail in a hundred ways; the bench says which
         error = " ".join(f"{caught}".split())[:300] or type(caught).__name__
     print(json.dumps({"error": error}), flush=True)

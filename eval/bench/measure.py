@@ -176,13 +176,6 @@ def read_outputs(system: ReadySystem) -> tuple[Float32, str | None]:
     return per_lane[0], None
 
 
-def relative_error(values: Float32, reference: Float32) -> float:
-    """Return the norm of the difference over the reference's, in float64; inf where that is zero."""
-    base = np.linalg.norm(reference.astype(np.float64))
-    difference = float(np.linalg.norm(values.astype(np.float64) - reference))
-    return difference / float(base) if base else math.inf
-
-
 def check_outputs(
     systems: Sequence[ReadySystem], references: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, float], str | None]:
@@ -200,7 +193,10 @@ def check_outputs(
         name, limit = system.name, MAX_REL_ERROR[system.precision]
         if name in errors or name == reference:
             continue
-        difference = differences[name] = relative_error(outputs[name][0], outputs[reference][0])
+        base = outputs[reference][0].astype(np.float64)
+        norm = float(np.linalg.norm(base))
+        distance = float(np.linalg.norm(outputs[name][0].astype(np.float64) - base))
+        difference = differences[name] = distance / norm if norm else math.inf
         if not difference <= limit:
             where = f"{difference:.2g} (relative) from those of {reference}"
             errors[name] = f"its logits are {where}, the limit is {limit:g}"

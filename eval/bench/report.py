@@ -438,6 +438,10 @@ def _details(bench: Bench) -> Table:
     def clock(name: str, each: Measurement) -> str:
         return known(getattr(each[1], name), f".{digits}f") or "not read"
 
+    def logit_error(each: Measurement) -> str:
+        config, measured = each
+        return "reference" if measured.system == config.reference else known(measured.rel_error, ".2g")
+
     columns: list[Column[Measurement]] = [
         ("shape", lambda each: config_label(each[0], task)),
         ("system", lambda each: labels[each[1].system]),
@@ -448,7 +452,7 @@ def _details(bench: Bench) -> Table:
         ("seq/s", lambda each: known(each[1].sequences_per_s, ",.0f")),
         *((f"{count_of(n, 'stream')}, seq/s", partial(rate, n)) for n in bench.settings.streams),
         *((unit, partial(clock, name)) for name, unit in clocks.items()),
-        ("logit error", _logit_error),
+        ("logit error", logit_error),
         ("INT8 GEMMs", _int8_gemms),
         ("engine", lambda each: None if each[1].engine_bytes is None else size(each[1].engine_bytes)),
         ("how", _how),
@@ -464,11 +468,6 @@ def _details(bench: Bench) -> Table:
 
     every = [(config, each) for config in bench.configs for each in config.rows]
     return table_of(every, *columns, instead=unmeasured, texts=(0, 1), look="sortable")
-
-
-def _logit_error(each: Measurement) -> str:
-    config, measured = each
-    return "reference" if measured.system == config.reference else known(measured.rel_error, ".2g")
 
 
 def _int8_gemms(each: Measurement) -> Cell:

@@ -33,7 +33,7 @@ from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.tasks.rows import encode, load_split, sorted_batches, sorted_rows
 from qdqbench.quantize.tasks.task import EMBED, Task, get_task
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.arrays import Batch, Int64
+from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import limits_of
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
@@ -280,7 +280,12 @@ def batched_splits(  # noqa: PLR0913
     largest = max(int(ids.max()) for ids in encoded.input_ids)
     if largest >= (count := about.shape["vocabulary"]):
         raise UserError(f"the tokenizer gives id {largest}, but {about.name} has {count} ids; give its own")
-    edges = _edges(target, encoded.lengths, longest) if buckets else None
+    edges = None
+    if buckets and about.kind == "run" and (known := length_edges(session)):
+        edges = known if known[-1] == longest else [*known, longest]  # what is longer has a profile, too
+    elif buckets:
+        shortest = min((each.length[0] for each in session.recipe.engine.profiles), default=1)
+        edges = choose_edges(np.maximum(encoded.lengths, shortest), longest)
     splits, tokens, pad_id = [], int(encoded.lengths.sum()), int(loaded.pad_token_id)
     for size in batches:
         indexed = list(sorted_batches(encoded, size, pad_id=pad_id, edges=edges))  # the longest first
@@ -296,10 +301,3 @@ def batched_splits(  # noqa: PLR0913
         rows = [len(index) for index, _ in indexed]
         splits.append(BatchedSplit(chosen.name, size, inputs, rows, encoded.rows, tokens, bucketed=buckets))
     return tuple(splits)
-
-
-def _edges(target: Target, lengths: Int64, longest: int) -> list[int]:
-    if target.about.kind == "run" and (known := length_edges(target.session)):
-        return known if known[-1] == longest else [*known, longest]  # what is longer has a profile, too
-    shortest = min((each.length[0] for each in target.session.recipe.engine.profiles), default=1)
-    return choose_edges(np.maximum(lengths, shortest), longest)
