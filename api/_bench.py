@@ -9,16 +9,20 @@ from pathlib import Path
 
 from qdqbench._options import BenchOptions
 from qdqbench._runs import silent
-from qdqbench.eval.bench.config import BenchPlan
 from qdqbench.eval.bench.cpu import CpuWork
-from qdqbench.eval.bench.dataset import batched_splits
-from qdqbench.eval.bench.gpu import GpuWork, start_compiles, start_export
-from qdqbench.eval.bench.prebuild import background
+from qdqbench.eval.bench.gpu import GpuWork, background, start_compiles, start_export
 from qdqbench.eval.bench.report import write_bench_reports
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
-from qdqbench.eval.bench.systems import TABLE, own_backend, runs_on_cpu
-from qdqbench.eval.bench.target import Target, check_lengths, model_target, recipe_for, run_target
+from qdqbench.eval.bench.systems import TABLE, BenchPlan, own_backend, runs_on_cpu
+from qdqbench.eval.bench.target import (
+    Target,
+    batched_splits,
+    check_lengths,
+    model_target,
+    recipe_for,
+    run_target,
+)
 from qdqbench.eval.runs.report.report import refresh_reports
 from qdqbench.quantize.models.families.known import MODEL_SHAPES
 from qdqbench.quantize.models.identity import model_fingerprint

@@ -11,18 +11,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
-from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.config import Entry, Preparation, prepare_each, profiles_of
-from qdqbench.eval.bench.lanes import HostLane, WallTimer, session_sets
-from qdqbench.eval.bench.results import BenchRow, BenchSystem
-from qdqbench.eval.bench.rounds import ReadySystem
-from qdqbench.eval.bench.systems import System, systems_of, why_absent
+from qdqbench.eval.bench.measure import (
+    HostLane,
+    ReadyGraph,
+    ReadySystem,
+    WallTimer,
+    build_ready,
+    session_sets,
+)
+from qdqbench.eval.bench.results import BenchRow
+from qdqbench.eval.bench.systems import (
+    Entry,
+    Preparation,
+    SharedWork,
+    System,
+    prepare_each,
+    profiles_of,
+    why_absent,
+)
 from qdqbench.eval.bench.target import RANDOM_BATCH, RANDOM_SAMPLES, Target
-from qdqbench.quantize.engine.build import build, count_attentions, list_gemms
+from qdqbench.quantize.engine.build import count_attentions, list_gemms
 from qdqbench.quantize.engine.cpu_runtimes import (
     Compute,
     Run,
@@ -38,53 +50,37 @@ from qdqbench.quantize.pipeline.artifacts import expected_modules
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Float32
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.system.cpu import find_cpu
-
-if TYPE_CHECKING:
-    from qdqbench.quantize.utils.results import EngineResult
 
 Answer = Callable[[Batch], Float32]  # int64 [B, L] inputs to float32 [B, width] or [B, L, width]
 NNCF_LONGEST = 128  # tokens of a random calibration sample
 
 
 @dataclass
-class CpuRuns:
-    """A system that can run."""
-
-    lanes: Callable[[int], Sequence[Answer]]  # for a number of streams, all threads together; may be fewer
-    detail: str
-    built: "EngineResult | None" = None
+class CpuWork(SharedWork):
+    graphs: dict[str, Path] = field(default_factory=dict)  # INT8, in the form of each backend
 
 
 @dataclass
-class CpuWork:
-    """Graphs and models that all configs of a bench share."""
+class CpuRuns:
+    lanes: Callable[[int], Sequence[Answer]]  # for a number of streams, all threads together; may be fewer
+    detail: str
+    built: EngineResult | None = None
 
-    graphs: dict[str, Path] = field(default_factory=dict)  # INT8, in the form of each backend
-    models: dict[str, Any] = field(default_factory=dict)  # quantized by others
 
-
-def prepare_on_cpu(here: Preparation[CpuWork], systems: Sequence[BenchSystem]) -> list[Entry]:
-    """Prepare every system and run it once.
-
-    Raises:
-        MissingDevice: the runtime of the bench's own INT8 engine is not there.
-    """
+def prepare_on_cpu(here: Preparation[CpuWork]) -> list[Entry]:
     import torch
 
     here.stack.callback(torch.set_num_threads, torch.get_num_threads())
-    # past a limit of shapes dynamo silently falls back to eager
-    here.stack.callback(torch.compiler.reset)
     pool = ThreadPoolExecutor(max(here.options.streams))
     here.stack.callback(pool.shutdown)
-    table, timer = systems_of(here.target, here.options), WallTimer(pool=pool)
-    split = here.config.split
+    timer, split = WallTimer(pool=pool), here.config.split
     sets = [here.batches] if split else [[batch] for batch in here.batches]
 
-    def prepare(about: BenchSystem) -> Entry:
-        system = table[about.name]
+    def prepare(system: System) -> Entry:
         if reason := why_absent(system):
-            return Entry(BenchRow(system=about.name, status="skipped", reason=reason))
+            return Entry(BenchRow(system=system.name, status="skipped", reason=reason))
         runs = RUNS[system.kind](here, system)
         lanes = {
             count: [HostLane(run, sets) for run in runs.lanes(count)]
@@ -92,147 +88,34 @@ def prepare_on_cpu(here: Preparation[CpuWork], systems: Sequence[BenchSystem]) -
         }
         for shared in lanes.values():
             shared[0].launch()  # what compiles when it first runs fails here, as a gap and not in a round
-        row, built = BenchRow(system=about.name, status="done", detail=runs.detail), runs.built
+        row, built = BenchRow(system=system.name, status="done", detail=runs.detail), runs.built
         if built:
             row.int8_gemms, row.expected_int8_gemms = built.int8_gemms, built.expected_int8_gemms
             row.not_int8, row.engine_bytes = built.not_int8, built.bytes
         more = {count: shared for count, shared in lanes.items() if count > 1 and len(shared) == count}
-        ready = ReadySystem(about.name, about.precision, lanes[1], timer, more)
+        ready = ReadySystem(system.name, system.precision, lanes[1], timer, more)
         return Entry(row, ready, built.layers if built else [])
 
-    optional = [name for name, system in table.items() if not system.is_engine]
-    return prepare_each(prepare, systems, optional=optional)
+    return prepare_each(here, prepare)
 
 
 def _int8_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
     """Return the INT8 engine of a runtime, from a graph in its own form; its kernels prove INT8."""
-    session, backend = here.target.session, cast("BackendName", system.library)
+    session, config, backend = here.target.session, here.config, cast("BackendName", system.library)
     graph = _int8_graph(here, backend)
-    path = here.folder / f"int8.{backend}.{here.config.stem}.engine"
+    shape = config.split.task if config.split else f"s{config.length}"
+    path = here.folder / f"int8.{backend}.b{config.batch}.{shape}.engine"
     if not here.options.keep_engines:
-        layers = path.with_suffix(".layers.json")
-        for file in (path, sidecar_path(path), layers):
+        for file in (path, sidecar_path(path), path.with_suffix(".layers.json")):
             here.stack.callback(file.unlink, missing_ok=True)
     modules = expected_modules(session)
     gemms = [name for name in list_gemms(graph) if module_of(name) in modules]
     compute = choose_compute(backend, find_cpu(), session.recipe.precision.compute)
-    built = build(
-        graph,
-        path,
-        backend=backend,
-        profiles=profiles_of(here.target, here.options.engine_shapes, here.config),
-        expected_gemms=gemms,
-        expected_attention=count_attentions(gemms, session.plan.attention),
-        layers_path=path.with_suffix(".layers.json"),
-        compute=compute,
-    )
+    ready = ReadyGraph(graph, gemms, count_attentions(gemms, session.plan.attention))
+    profiles = profiles_of(here.target, here.options.engine_shapes, config)
+    built = build_ready(ready, path, backend, profiles, compute)
     lanes = _compiled_lanes(here, backend, path.read_bytes(), compute, blob=True)
     return CpuRuns(lanes, f"{compute.upper()} where not INT8", built)
-
-
-def _export_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
-    """Return the FP32 export in a runtime, computed in FP32 or BF16."""
-    backend, compute = cast("BackendName", system.library), cast("Compute", system.precision)
-    data = here.target.graphs["fp32"].read_bytes()
-    return CpuRuns(_compiled_lanes(here, backend, data, compute), f"FP32 export, {compute.upper()} compute")
-
-
-def _dynamic_runs(here: Preparation[CpuWork], _: System) -> CpuRuns:
-    """Return the FP32 export after ONNX Runtime's dynamic quantization of weights and activations."""
-    if "dynamic" not in here.work.models:
-        from onnxruntime.quantization import QuantType, quantize_dynamic
-
-        path = here.folder / "model.dynamic.onnx"
-        path.parent.mkdir(exist_ok=True)
-        here.stack.callback(path.unlink, missing_ok=True)
-        with _silent():
-            quantize_dynamic(here.target.graphs["fp32"], path, weight_type=QuantType.QInt8, per_channel=True)
-        here.work.models["dynamic"] = path.read_bytes()
-    lanes = _compiled_lanes(here, "onnxruntime", here.work.models["dynamic"], "fp32")
-    return CpuRuns(lanes, "onnxruntime.quantization.quantize_dynamic, QInt8 weights per channel")
-
-
-def _nncf_runs(here: Preparation[CpuWork], _: System) -> CpuRuns:
-    """Return the FP32 export after `nncf.quantize`, calibrated on the samples of the run one by one."""
-    if "nncf" not in here.work.models:
-        import nncf as library
-
-        rows = list(_calibration_rows(here.target))
-        model = read_openvino_model(here.target.graphs["fp32"].read_bytes())
-        with _silent():
-            here.work.models["nncf"] = library.quantize(
-                model,
-                library.Dataset(rows),
-                model_type=library.ModelType.TRANSFORMER,
-                preset=library.QuantizationPreset.MIXED,
-                subset_size=len(rows),
-            )
-    compute: Compute = "bf16" if find_cpu().bf16 else "fp32"
-    lanes = _compiled_lanes(here, "openvino", here.work.models["nncf"], compute)
-    return CpuRuns(lanes, f"nncf.quantize, transformer, mixed preset; {compute.upper()} where not INT8")
-
-
-def _torch_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
-    """Return the model in PyTorch with SDPA attention, eager or compile_model.
-
-    Inductor's loops have their number of threads compile_model in: one stream.
-    """
-    precision, models = cast("peers.PeerPrecision", system.precision), here.torch
-    if precision not in models:
-        models[precision] = peers.sdpa_model(here.target.session.new_model(), precision, "cpu")
-    if not system.mode:
-        eager = peers.eager_forward(models[precision])
-        return CpuRuns(
-            lambda streams: [_torch_lane(here, eager, streams)] * streams, "eager, SDPA, with the mask"
-        )
-    dynamic = here.config.split is not None
-    compiled_model = peers.compiled_forward(models[precision], system.mode, dynamic=dynamic)
-    shapes = ", dynamic shapes" if dynamic else ""
-    detail = f"torch.compile{shapes}, SDPA, with the mask"
-    return CpuRuns(lambda _: [_torch_lane(here, compiled_model, 1)], detail)
-
-
-RUNS: dict[str, Callable[[Preparation[CpuWork], System], CpuRuns]] = {
-    "int8": _int8_runs,
-    "export": _export_runs,
-    "dynamic": _dynamic_runs,
-    "nncf": _nncf_runs,
-    "torch": _torch_runs,
-    "compile": _torch_runs,
-}
-
-
-def _torch_lane(here: Preparation[CpuWork], forward: "Callable[..., Any]", streams: int) -> Answer:
-    import torch
-
-    threads, names = max(1, (here.options.threads or 1) // streams), here.target.family.inputs
-
-    def run(batch: Batch) -> Float32:
-        if torch.get_num_threads() != threads:  # each thread has a number of its own
-            torch.set_num_threads(threads)
-        with torch.inference_mode():
-            answers = forward(**{name: torch.from_numpy(batch[name]) for name in names})
-        return cast("Float32", answers.float().numpy())
-
-    return run
-
-
-def _compiled_lanes(
-    here: Preparation[CpuWork], backend: BackendName, model: Any, compute: Compute, *, blob: bool = False
-) -> Callable[[int], Sequence[Answer]]:
-    outputs = list(here.target.session.config.task.kind.outputs)
-
-    def lanes(streams: int) -> Sequence[Answer]:
-        model_lanes = compile_model(
-            backend, model, blob=blob, compute=compute, threads=here.options.threads or 1, streams=streams
-        )
-        return [partial(_answers, run, outputs) for run in model_lanes.lanes()]
-
-    return lanes
-
-
-def _answers(run: Run, outputs: Sequence[str], batch: Batch) -> Float32:
-    return np.asarray(join_outputs(run(batch), outputs), dtype=np.float32)
 
 
 def _int8_graph(here: Preparation[CpuWork], backend: BackendName) -> Path:
@@ -250,6 +133,47 @@ def _int8_graph(here: Preparation[CpuWork], backend: BackendName) -> Path:
     return graphs[backend]
 
 
+def _export_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
+    backend, compute = cast("BackendName", system.library), cast("Compute", system.precision)
+    data = here.target.graphs["fp32"].read_bytes()
+    return CpuRuns(_compiled_lanes(here, backend, data, compute), f"FP32 export, {compute.upper()} compute")
+
+
+def _dynamic_runs(here: Preparation[CpuWork], _: System) -> CpuRuns:
+    models = here.work.models
+    if "dynamic" not in models:
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        path = here.folder / "model.dynamic.onnx"
+        path.parent.mkdir(exist_ok=True)
+        here.stack.callback(path.unlink, missing_ok=True)
+        with _silent():
+            quantize_dynamic(here.target.graphs["fp32"], path, weight_type=QuantType.QInt8, per_channel=True)
+        models["dynamic"] = path.read_bytes()
+    lanes = _compiled_lanes(here, "onnxruntime", models["dynamic"], "fp32")
+    return CpuRuns(lanes, "onnxruntime.quantization.quantize_dynamic, QInt8 weights per channel")
+
+
+def _nncf_runs(here: Preparation[CpuWork], _: System) -> CpuRuns:
+    models = here.work.models
+    if "nncf" not in models:
+        import nncf
+
+        rows = list(_calibration_rows(here.target))
+        model = read_openvino_model(here.target.graphs["fp32"].read_bytes())
+        with _silent():
+            models["nncf"] = nncf.quantize(
+                model,
+                nncf.Dataset(rows),
+                model_type=nncf.ModelType.TRANSFORMER,
+                preset=nncf.QuantizationPreset.MIXED,
+                subset_size=len(rows),
+            )
+    compute: Compute = "bf16" if find_cpu().bf16 else "fp32"
+    lanes = _compiled_lanes(here, "openvino", models["nncf"], compute)
+    return CpuRuns(lanes, f"nncf.quantize, transformer, mixed preset; {compute.upper()} where not INT8")
+
+
 def _calibration_rows(target: Target) -> Iterator[Batch]:
     """Yield the run's calibration samples without padding; random token ids for a model without data."""
     session = target.session
@@ -261,6 +185,59 @@ def _calibration_rows(target: Target) -> Iterator[Batch]:
     for batch in batches:
         for row, length in enumerate(batch[MASK].sum(axis=1)):
             yield {name: batch[name][row : row + 1, :length] for name in target.family.inputs}
+
+
+def _torch_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
+    forward = here.forward(system)
+
+    def lanes(streams: int) -> Sequence[Answer]:
+        if system.mode:  # Inductor's loops have their number of threads compiled in: one stream
+            return [_torch_lane(here, forward, 1)]
+        return [_torch_lane(here, forward, streams)] * streams
+
+    shapes = ", dynamic shapes" if here.config.split else ""
+    how = f"torch.compile{shapes}" if system.mode else "eager"
+    return CpuRuns(lanes, f"{how}, SDPA, with the mask")
+
+
+def _torch_lane(here: Preparation[CpuWork], forward: Callable[..., Any], streams: int) -> Answer:
+    import torch
+
+    threads, names = max(1, (here.options.threads or 1) // streams), here.target.family.inputs
+
+    def run(batch: Batch) -> Float32:
+        if torch.get_num_threads() != threads:  # each thread has a number of its own
+            torch.set_num_threads(threads)
+        with torch.inference_mode():
+            answers = forward(**{name: torch.from_numpy(batch[name]) for name in names})
+        return cast("Float32", answers.float().numpy())
+
+    return run
+
+
+RUNS: dict[str, Callable[[Preparation[CpuWork], System], CpuRuns]] = {
+    "int8": _int8_runs,
+    "export": _export_runs,
+    "dynamic": _dynamic_runs,
+    "nncf": _nncf_runs,
+    "torch": _torch_runs,
+    "compile": _torch_runs,
+}
+
+
+def _compiled_lanes(
+    here: Preparation[CpuWork], backend: BackendName, model: Any, compute: Compute, *, blob: bool = False
+) -> Callable[[int], Sequence[Answer]]:
+    outputs, threads = list(here.target.session.config.task.kind.outputs), here.options.threads or 1
+
+    def answer(run: Run, batch: Batch) -> Float32:
+        return np.asarray(join_outputs(run(batch), outputs), dtype=np.float32)
+
+    def lanes(streams: int) -> Sequence[Answer]:
+        compiled = compile_model(backend, model, blob=blob, compute=compute, threads=threads, streams=streams)
+        return [partial(answer, run) for run in compiled.lanes()]
+
+    return lanes
 
 
 @contextlib.contextmanager

@@ -1,48 +1,86 @@
 """Systems of one config on a GPU: engines and PyTorch, bound to its shapes and ready to be measured.
 
 Kernels are chosen for each profile by itself, so an engine of one profile runs what an engine of several runs
-in that profile. Engines of one profile are built in processes at the same time.
+in that profile. Engines of one profile are built in processes at the same time, and models are compiled: each
+takes long on one core, and leaves files from which the process that measures takes it in seconds.
+
+    python -m qdqbench.eval.bench.gpu compile RUN MODE SHAPES
+    python -m qdqbench.eval.bench.gpu engine SPEC
+    python -m qdqbench.eval.bench.gpu export FOLDER MODEL RECIPE SEED LONGEST
+
+Each prints a line of JSON, {"error": ""}.
 """
 
 import json
+import os
 import re
+import signal
 import statistics
+import subprocess
+import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 
 from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.config import (
+from qdqbench.eval.bench.measure import (
+    CudaTimer,
+    DeviceLane,
+    Lane,
+    ReadyGraph,
+    ReadySystem,
+    SplitLane,
+    Step,
+    build_ready,
+    to_device,
+    to_pinned,
+)
+from qdqbench.eval.bench.results import BenchKernels, BenchRow
+from qdqbench.eval.bench.systems import (
     BenchPlan,
     Config,
     Entry,
     Preparation,
+    SharedWork,
+    System,
     configs_of,
     prepare_each,
     profiles_of,
+    systems_of,
 )
-from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, SplitLane, Step, to_device, to_pinned
-from qdqbench.eval.bench.prebuild import Background, EngineSpec, Pair, build_engine, marker
-from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem
-from qdqbench.eval.bench.rounds import Lane, ReadySystem
-from qdqbench.eval.bench.systems import System, systems_of
-from qdqbench.eval.bench.target import Target
-from qdqbench.quantize.engine.profiles import choose_profile
+from qdqbench.eval.bench.target import Target, model_target, recipe_for
+from qdqbench.quantize.engine.cpu_runtimes import Compute
+from qdqbench.quantize.engine.profiles import Profile, choose_profile
 from qdqbench.quantize.engine.runtime.engine import Engine
-from qdqbench.quantize.engine.sidecar import sidecar_path
+from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_path
+from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.pipeline import artifacts
+from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.limits import BackendChoice
+from qdqbench.quantize.utils.results import EngineResult
+from qdqbench.quantize.utils.schema import Strict, read
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+COMMAND = (sys.executable, "-m", "qdqbench.eval.bench.gpu")
+START_S = 60.0  # imports and the model
+ANSWER = '{"error":'  # how the line that is for us begins
+THREADS = 4  # compilers of a process that compiles
+BUILD_S = 600.0  # of an engine with its kernels
+SHAPES_AT_ONCE = 4  # of a split, that one process compiles
+WAIT_S = 0.5
+PACKED = "packed"  # the one input of the unpadded encoder
+TRIED = 6  # launches of each size of the unpadded encoder; the first one is not counted
 LONGEST_NAME = 160  # templates of CUTLASS are named at length
 # flash-attention, CUTLASS's memory-efficient one (fmha_cutlassF), cuDNN's (...sdpa_sm90_flash_fprop...), and
 # Inductor's template of flex attention
@@ -51,80 +89,141 @@ ATTENTION = re.compile(r"flash_fwd|flash_fprop|fmha|sdpa|triton_tem\w*attention"
 POINTWISE = re.compile(r"^triton_(poi|per|red|for)_")
 GEMM = re.compile(r"gemm|nvjet|gemv", re.I)
 HALF = re.compile(r"f16|h16|fp16|half|hgemm|hsh|hhh|tst|s16816|s161616|e4m3", re.I)
+Pair = tuple[int, int]  # batch, length
 
 
-def is_fused_attention(name: str) -> bool:
-    """Return whether a kernel computes a whole attention."""
-    return bool(ATTENTION.search(name)) and not POINTWISE.match(name)
+class Background:
+    """Processes at work; one failing ends no other."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.failed: dict[str, str] = {}  # by task, why
+        self._pool, self._lock, self._stopped = pool, threading.Lock(), False
+        self._running: set[subprocess.Popen[str]] = set()
+        self._waiting: dict[str, Future[None]] = {}
+
+    def add(self, task: str, arguments: Sequence[str], seconds: float) -> None:
+        """Start a task, once by its name; it may take `seconds` and the start of a process."""
+        if task not in self._waiting:
+            self._waiting[task] = self._pool.submit(self._run, task, arguments, seconds)
+
+    def wait_for(self, task: str) -> None:
+        self._waiting[task].result()
+
+    @property
+    def left(self) -> int:
+        return sum(not task.done() for task in self._waiting.values())
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                _kill_group(process)
+
+    def _run(self, task: str, arguments: Sequence[str], seconds: float) -> None:
+        with self._lock:
+            if self._stopped:
+                return
+            process = subprocess.Popen(  # noqa: S603  (this module's own)
+                [*COMMAND, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(THREADS)},
+            )
+            self._running.add(process)
+        with process:
+            try:
+                printed, _ = process.communicate(timeout=seconds + START_S)
+            except subprocess.TimeoutExpired:
+                self.failed[task] = f"it took over {seconds:g} s"
+            else:
+                if error := _answer(printed):
+                    self.failed[task] = error
+            finally:
+                _kill_group(process)
+        with self._lock:
+            self._running.discard(process)
 
 
-def is_fp32_gemm(name: str) -> bool:
-    """Return whether a kernel multiplies matrices in FP32 or TF32: cuBLAS and CUTLASS name their types."""
-    return bool(GEMM.search(name)) and not HALF.search(name) and not is_fused_attention(name)
+@contextmanager
+def background(workers: int) -> Iterator[Background]:
+    with ThreadPoolExecutor(workers) as pool:
+        work = Background(pool)
+        try:
+            yield work
+        finally:
+            work.stop()
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
-def kernels_in(names: "Counter[str]") -> BenchKernels:
-    """Count fused attentions and FP32 products among the kernels of one inference."""
-    return BenchKernels(
-        names={name[:LONGEST_NAME]: count for name, count in names.most_common()},
-        fused_attention=sum(count for name, count in names.items() if is_fused_attention(name)),
-        fp32_gemms=sum(count for name, count in names.items() if is_fp32_gemm(name)),
-    )
+def _answer(printed: str) -> str:
+    """Return what a process says went wrong; of one that says nothing, its last line."""
+    lines = [line for line in printed.splitlines() if line.strip()]
+    if answers := [line for line in lines if line.startswith(ANSWER)]:
+        return str(json.loads(answers[-1])["error"])
+    return f"its process ended{f': {lines[-1].strip()[:200]}' if lines else ''}"
 
 
-def kernels_of(lane: Lane) -> BenchKernels:
-    """Profile the kernels of one inference, a replayed CUDA graph's too.
-
-    Raises:
-        CheckFailed: the profiler saw none.
-    """
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        lane.launch()
-        torch.cuda.synchronize()
-    names = Counter(event.name for event in found.events() if _is_kernel(event))
-    if not names:
-        raise CheckFailed("torch.profiler saw no kernel of it")
-    return kernels_in(names)
+def _kill_group(process: "subprocess.Popen[str]") -> None:
+    """End a process and the compilers that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
-def _is_kernel(event: Any) -> bool:
-    """Return whether an event is a kernel: no copy, no range that an annotation names."""
-    on_gpu = str(event.device_type).endswith("CUDA")
-    marked = getattr(event, "is_user_annotation", False)
-    return on_gpu and not marked and not event.name.startswith(("Memcpy", "Memset"))
+class EngineSpec(Strict):
+    onnx: Path
+    engine: Path
+    backend: BackendChoice
+    profile: Profile
+    gemms: list[str]  # ONNX nodes that must run in INT8
+    attention: int
+    compute: Compute
+    shapes: list[Pair]  # that it will run
+
+    @property
+    def cache(self) -> Path:
+        return self.engine.with_suffix(".cache")  # kernels compiled just in time
+
+    @property
+    def proof(self) -> Path:
+        return self.engine.with_suffix(".proof.json")
 
 
-BUILD_S = 600.0  # of an engine with its kernels
-SHAPES_AT_ONCE = 4  # of a split, that one process compiles
-WAIT_S = 0.5
+def build_engine(spec: EngineSpec) -> EngineResult:
+    """Build an engine, or take one that is there from the same graph, version and machine."""
+    with suppress(UserError):
+        check_sidecar(spec.engine, spec.onnx)
+        return read(spec.proof, EngineResult, "proof of an engine", "build it again")
+    graph = ReadyGraph(spec.onnx, spec.gemms, spec.attention)
+    result = build_ready(graph, spec.engine, spec.backend, [spec.profile], spec.compute)
+    files.write_json(spec.proof, result.model_dump(mode="json"))
+    return result
+
+
+def marker(folder: Path, mode: str, pair: Pair) -> Path:
+    """Return the file that says that Inductor's cache has a mode of torch.compile for a shape."""
+    return folder / f"{mode}.{pair[0]}x{pair[1]}.compiled"
 
 
 @dataclass
-class GpuWork:
-    """Processes and models that all configs of a bench share."""
-
+class GpuWork(SharedWork):
     background: Background
-    models: "dict[str, PreTrainedModel]" = field(default_factory=dict)  # by precision
     unpadded: peers.UnpaddedEncoder | None = None
     compiles: dict[tuple[str, Pair], str] = field(default_factory=dict)  # task by mode and (batch, length)
 
-    def compile_failure(self, mode: str, pairs: Sequence[Pair]) -> str:
-        """Return why a mode was not compiled for all of these; empty where it was, or was not tried."""
-        tasks = (self.compiles.get((mode, pair), "") for pair in pairs)
-        failed = self.background.failed
-        return next((f"torch.compile: {failed[task]}" for task in tasks if task in failed), "")
-
 
 def start_compiles(work: GpuWork, run: Path, options: BenchPlan) -> None:
-    """Start to compile the models of a bench for all of its shapes, the slowest mode first."""
+    """Start to compile for all shapes, the slowest mode first; of a split several in a process."""
     modes = {system.mode for system in systems_of(None, options).values() if system.mode}
-    for mode in sorted(modes, key=len, reverse=True):
-        for config in configs_of(options):
-            _compile(work, run, mode, config, options.compile_seconds)
+    for mode, config in product(sorted(modes, key=len, reverse=True), configs_of(options)):
+        size = SHAPES_AT_ONCE if config.split else 1
+        left = [pair for pair in config.shapes if not marker(run / "bench", mode, pair).is_file()]
+        for first in range(0, len(left), size):
+            pairs = left[first : first + size]
+            task, seconds = f"{mode} {pairs}", options.compile_seconds * len(pairs)
+            work.compiles |= {(mode, pair): task for pair in pairs}
+            work.background.add(task, ["compile", str(run), mode, json.dumps(pairs)], seconds)
 
 
 def start_export(
@@ -163,155 +262,60 @@ def prebuild(
         time.sleep(WAIT_S)
 
 
-def prepare_on_gpu(here: Preparation[GpuWork], systems: Sequence[BenchSystem]) -> list[Entry]:
-    """Bind every system to a config.
+def _forget_markers(folder: Path) -> None:
+    for path in folder.glob("*.compiled"):
+        path.unlink(missing_ok=True)
 
-    Raises:
-        MissingDevice: there is no GPU, or nothing that builds for it.
-    """
+
+def _all_engines(target: Target, options: BenchPlan) -> list[EngineSpec]:
+    specs: dict[Path, EngineSpec] = {}
+    for system in systems_of(target, options).values():
+        for config in configs_of(options) if system.is_engine else ():
+            with suppress(CheckFailed):  # no profile of the recipe takes it: the config says so
+                for spec in specs_of(target, system, config).values():
+                    known = specs.setdefault(spec.engine, spec)
+                    known.shapes += [pair for pair in spec.shapes if pair not in known.shapes]
+    return list(specs.values())
+
+
+def specs_of(target: Target, system: System, config: Config) -> dict[Pair, EngineSpec]:
+    """Return the engine that each (batch, length) runs in; CheckFailed where no profile takes one."""
+    owner, int8 = target.extra.get(system.recipe, target), system.kind == "int8"
+    session, specs = owner.session, dict[Pair, EngineSpec]()
+    profiles = profiles_of(owner, system.shapes, config)
+    for pair in config.shapes:
+        profile = profiles[choose_profile(profiles, *pair)]
+        sizes = "-".join("x".join(map(str, size)) for size in (profile.min, profile.opt, profile.max))
+        specs[pair] = EngineSpec(
+            onnx=owner.graphs[system.precision],
+            engine=session.folder / "bench" / f"{system.precision}.{sizes}.engine",
+            backend=session.recipe.engine.backend,
+            profile=profile,
+            gemms=owner.gemms if int8 else [],
+            attention=len(session.plan.attention) if int8 else 0,
+            compute=artifacts.cpu_compute(session.recipe),
+            shapes=[pair],
+        )
+    return specs
+
+
+def prepare_on_gpu(here: Preparation[GpuWork]) -> list[Entry]:
     import torch
 
-    table, timer = systems_of(here.target, here.options), CudaTimer()
+    timer = CudaTimer()
     here.stack.callback(torch.cuda.empty_cache)  # engines allocate outside of what torch keeps for later
     here.stack.enter_context(peers.tf32_allowed())
-    # past a limit of shapes dynamo silently falls back to eager
-    here.stack.callback(torch.compiler.reset)
 
-    def prepare(about: BenchSystem) -> Entry:
-        system = table[about.name]
+    def prepare(system: System) -> Entry:
         if system.is_engine:
             return _prepare_engine(here, system, timer)
-        lanes, detail = (
-            _unpadded_lanes(here, system, timer) if system.kind == "unpadded" else _padded_lanes(here, system)
-        )
+        unpadded = system.kind == "unpadded"
+        lanes, detail = _unpadded_lanes(here, system, timer) if unpadded else _padded_lanes(here, system)
         row = BenchRow(system=system.name, status="done", detail=detail)
         ready = ReadySystem(system.name, system.precision, lanes, timer)
         return Entry(row, ready, kernels=partial(kernels_of, lanes[0]))
 
-    optional = [name for name, system in table.items() if not system.is_engine or system.recipe]
-    return prepare_each(prepare, systems, optional=optional)
-
-
-def _bind_lanes(here: Preparation[GpuWork], bind: Callable[[int, int, Any], Any]) -> tuple[list[Lane], str]:
-    """Return one lane per stream from a function (batch, length, stream) -> Bound, and how it runs."""
-    lanes: list[Lane] = []
-    detail, split = "", here.config.split
-    for _ in range(1 if split else max(here.options.streams)):
-        stream, bounds = None, dict[tuple[int, ...], Any]()
-        for pair in here.config.shapes:
-            bounds[pair] = bound = bind(*pair, stream)
-            stream = bound.stream  # all shapes of a lane share one stream
-            detail = getattr(bound, "detail", None) or ("" if bound.captured else "no ") + "CUDA graph"
-        if split is None:
-            lanes.append(DeviceLane(bound, [to_device(batch) for batch in here.batches]))
-            continue
-        lanes.append(
-            SplitLane(
-                [
-                    Step(bounds[batch["input_ids"].shape], to_pinned(batch), np.arange(rows))
-                    for batch, rows in zip(here.batches, split.rows, strict=True)
-                ]
-            )
-        )
-    return lanes, detail
-
-
-def _padded_lanes(here: Preparation[GpuWork], system: System) -> tuple[list[Lane], str]:
-    """Bind PyTorch to the shapes of a config.
-
-    Raises:
-        CheckFailed: it was not compiled in time.
-    """
-    if reason := here.work.compile_failure(system.mode, here.config.shapes):
-        raise CheckFailed(reason)
-    if system.mode:
-        shapes = ", for each shape" if here.config.split else ""
-        how = f"torch.compile mode {system.mode}{shapes}, with the mask"
-    else:
-        how = f"eager, SDPA{', TF32 allowed' if system.precision == 'fp32' else ''}, with the mask"
-    key, precision = f"{system.precision} {system.mode}", cast("peers.PeerPrecision", system.precision)
-    if key not in here.torch:
-        models = here.work.models
-        if precision not in models:
-            models[precision] = peers.sdpa_model(here.target.session.new_model(), precision, "cuda")
-        here.torch[key] = (
-            peers.compiled_forward(models[precision], system.mode, dynamic=False)
-            if system.mode
-            else peers.eager_forward(models[precision])
-        )
-
-    def bind(batch: int, length: int, stream: Any) -> peers.TorchRun:
-        inputs = peers.example(here.target.family.inputs, batch, length, "cuda")
-        return peers.TorchRun(here.torch[key], inputs, how, graph=system.graph, stream=stream)
-
-    return _bind_lanes(here, bind)
-
-
-def _unpadded_lanes(here: Preparation[GpuWork], system: System, timer: CudaTimer) -> tuple[list[Lane], str]:
-    """Bind the unpadded encoder to a config, a split in launches of the size that takes the least time.
-
-    Raises:
-        UserError: the model's family has no unpadded form.
-    """
-    session, split = here.target.session, here.config.split
-    if reason := peers.refusal(session.fp32_model.config.model_type, here.target.family.name):
-        raise UserError(reason)
-    if here.work.unpadded is None:
-        precision = cast("peers.PeerPrecision", system.precision)
-        here.work.unpadded = peers.UnpaddedEncoder(peers.sdpa_model(session.new_model(), precision, "cuda"))
-    encoder = here.work.unpadded
-    if split is None:
-        packings = [
-            peers.pack_rows(peers.unpadded_rows(batch), 1, encoder.positions_of) for batch in here.batches
-        ]
-        sets = [to_device({PACKED: packing.launches[0]}) for packing in packings]
-        how = f"packed tokens, varlen attention, torch.compile, {packings[0].tokens} tokens a launch"
-        runs = [
-            _bind_packed(encoder, packings[0], how, here.config) for _ in range(max(here.options.streams))
-        ]
-        return [DeviceLane(run, sets) for run in runs], runs[0].detail
-    counted = zip(here.batches, split.rows, strict=True)
-    rows = [row for batch, count in counted for row in peers.unpadded_rows(batch)[:count]]
-    best: tuple[float, Lane, str] | None = None
-    for count in peers.launch_counts(split.real_tokens, len(rows)):
-        packing = peers.pack_rows(rows, count, encoder.positions_of)
-        launches = f"{len(packing.launches)} launches of {packing.tokens} tokens"
-        run = _bind_packed(
-            encoder, packing, f"packed tokens, varlen attention, torch.compile, {launches}", here.config
-        )
-        lane = SplitLane(
-            [
-                Step(
-                    run,
-                    to_pinned({PACKED: flat}),
-                    packing.first_tokens(number) if encoder.of_tokens else np.arange(packing.counts[number]),
-                )
-                for number, flat in enumerate(packing.launches)
-            ]
-        )
-        ms = statistics.median(timer.latencies(lane, TRIED)[1:])
-        if best is None or ms < best[0]:
-            best = (ms, lane, run.detail)
-    assert best is not None
-    return [best[1]], f"{best[2]}, the fastest size"
-
-
-PACKED = "packed"  # the one input of the unpadded encoder
-TRIED = 6  # launches of each size; the first one is not counted
-
-
-def _bind_packed(
-    encoder: peers.UnpaddedEncoder, packing: peers.Packing, how: str, config: Config
-) -> peers.TorchRun:
-    """Return a CUDA graph of a launch; at a fixed shape answers of tokens are [B, L, width]."""
-
-    def forward(packed: Any) -> Any:
-        answers = encoder.forward(packed, tokens=packing.tokens, longest=packing.longest)
-        if encoder.of_tokens and config.length is not None:
-            answers = answers[: config.batch * config.length].view(config.batch, config.length, -1)
-        return answers
-
-    return peers.TorchRun(forward, to_device({PACKED: packing.launches[0]}), how)
+    return prepare_each(here, prepare)
 
 
 def _prepare_engine(here: Preparation[GpuWork], system: System, timer: CudaTimer) -> Entry:
@@ -342,55 +346,171 @@ def _prepare_engine(here: Preparation[GpuWork], system: System, timer: CudaTimer
     return Entry(row, ReadySystem(system.name, system.precision, lanes, timer), proofs[0].layers)
 
 
-def specs_of(target: Target, system: System, config: Config) -> dict[Pair, EngineSpec]:
-    """Return the engine that each (batch, length) of a config runs in.
-
-    Raises:
-        CheckFailed: no profile of the recipe takes one.
-    """
-    owner, int8 = target.extra.get(system.recipe, target), system.kind == "int8"
-    session, specs = owner.session, dict[Pair, EngineSpec]()
-    profiles = profiles_of(owner, system.shapes, config)
-    gemms, attention = (owner.gemms, len(session.plan.attention)) if int8 else ([], 0)
-    for pair in config.shapes:
-        profile = profiles[choose_profile(profiles, *pair)]
-        sizes = "-".join("x".join(map(str, size)) for size in (profile.min, profile.opt, profile.max))
-        specs[pair] = EngineSpec(
-            onnx=owner.graphs[system.precision],
-            engine=session.folder / "bench" / f"{system.precision}.{sizes}.engine",
-            backend=session.recipe.engine.backend,
-            profile=profile,
-            gemms=gemms,
-            attention=attention,
-            compute=artifacts.cpu_compute(session.recipe),
-            shapes=[pair],
-        )
-    return specs
+def _bind_lanes(here: Preparation[GpuWork], bind: Callable[[int, int, Any], Any]) -> tuple[list[Lane], str]:
+    """Return one lane per stream from a function (batch, length, stream) -> Bound, and how it runs."""
+    lanes: list[Lane] = []
+    detail, split = "", here.config.split
+    for _ in range(1 if split else max(here.options.streams)):
+        stream, bounds = None, dict[tuple[int, ...], Any]()
+        for pair in here.config.shapes:
+            bounds[pair] = bound = bind(*pair, stream)
+            stream = bound.stream  # all shapes of a lane share one stream
+            detail = getattr(bound, "detail", None) or ("" if bound.captured else "no ") + "CUDA graph"
+        if split is None:
+            lanes.append(DeviceLane(bound, [to_device(batch) for batch in here.batches]))
+            continue
+        steps = [
+            Step(bounds[batch["input_ids"].shape], to_pinned(batch), np.arange(rows))
+            for batch, rows in zip(here.batches, split.rows, strict=True)
+        ]
+        lanes.append(SplitLane(steps))
+    return lanes, detail
 
 
-def _compile(work: GpuWork, run: Path, mode: str, config: Config, seconds: float) -> None:
-    """Start to compile a config's shapes, some in a process where it has many."""
-    size, folder = SHAPES_AT_ONCE if config.split else 1, run / "bench"
-    left = [pair for pair in config.shapes if not marker(folder, mode, pair).is_file()]
-    for first in range(0, len(left), size):
-        pairs = left[first : first + size]
-        task = f"{mode} {pairs}"
-        work.compiles |= {(mode, pair): task for pair in pairs}
-        work.background.add(task, ["compile", str(run), mode, json.dumps(pairs)], seconds * len(pairs))
+def _padded_lanes(here: Preparation[GpuWork], system: System) -> tuple[list[Lane], str]:
+    """Bind PyTorch to the shapes of a config; CheckFailed where it was not compiled in time."""
+    failed = here.work.background.failed
+    for pair in here.config.shapes:
+        if (task := here.work.compiles.get((system.mode, pair), "")) in failed:
+            raise CheckFailed(f"torch.compile: {failed[task]}")
+    if system.mode:
+        shapes = ", for each shape" if here.config.split else ""
+        how = f"torch.compile mode {system.mode}{shapes}, with the mask"
+    else:
+        how = f"eager, SDPA{', TF32 allowed' if system.precision == 'fp32' else ''}, with the mask"
+    forward = here.forward(system)
+
+    def bind(batch: int, length: int, stream: Any) -> peers.TorchRun:
+        inputs = peers.example(here.target.family.inputs, batch, length, "cuda")
+        return peers.TorchRun(forward, inputs, how, graph=system.graph, stream=stream)
+
+    return _bind_lanes(here, bind)
 
 
-def _forget_markers(folder: Path) -> None:
-    for path in folder.glob("*.compiled"):
-        path.unlink(missing_ok=True)
+def _unpadded_lanes(here: Preparation[GpuWork], system: System, timer: CudaTimer) -> tuple[list[Lane], str]:
+    """Bind the unpadded encoder to a config, a split in launches of the size that takes the least time."""
+    session, split = here.target.session, here.config.split
+    if reason := peers.refusal(session.fp32_model.config.model_type, here.target.family.name):
+        raise UserError(reason)
+    if here.work.unpadded is None:
+        model = peers.sdpa_model(session.new_model(), system.precision, "cuda")
+        here.work.unpadded = peers.UnpaddedEncoder(model)
+    encoder = here.work.unpadded
+    if split is None:
+        packings = [
+            peers.pack_rows(peers.unpadded_rows(batch), 1, encoder.positions_of) for batch in here.batches
+        ]
+        sets = [to_device({PACKED: packing.launches[0]}) for packing in packings]
+        runs = [_bind_packed(encoder, packings[0], here.config) for _ in range(max(here.options.streams))]
+        return [DeviceLane(run, sets) for run in runs], runs[0].detail
+    counted = zip(here.batches, split.rows, strict=True)
+    rows = [row for batch, count in counted for row in peers.unpadded_rows(batch)[:count]]
+    best: tuple[float, Lane, str] | None = None
+    for count in peers.launch_counts(split.real_tokens, len(rows)):
+        packing = peers.pack_rows(rows, count, encoder.positions_of)
+        run = _bind_packed(encoder, packing, here.config)
+        steps = []
+        for number, (flat, used) in enumerate(zip(packing.launches, packing.counts, strict=True)):
+            answers = packing.first_tokens(number) if encoder.of_tokens else np.arange(used)
+            steps.append(Step(run, to_pinned({PACKED: flat}), answers))
+        lane = SplitLane(steps)
+        ms = statistics.median(timer.latencies(lane, TRIED)[1:])
+        if best is None or ms < best[0]:
+            best = (ms, lane, run.detail)
+    assert best is not None
+    return [best[1]], f"{best[2]}, the fastest size"
 
 
-def _all_engines(target: Target, options: BenchPlan) -> list[EngineSpec]:
-    """Return every engine of a bench once, with all shapes that it will run; those of many profiles first."""
-    specs: dict[Path, EngineSpec] = {}
-    for system in systems_of(target, options).values():
-        for config in configs_of(options) if system.is_engine else ():
-            with suppress(CheckFailed):  # no profile of the recipe takes it: the config says so
-                for spec in specs_of(target, system, config).values():
-                    known = specs.setdefault(spec.engine, spec)
-                    known.shapes += [pair for pair in spec.shapes if pair not in known.shapes]
-    return list(specs.values())
+def _bind_packed(encoder: peers.UnpaddedEncoder, packing: peers.Packing, config: Config) -> peers.TorchRun:
+    length, launches = config.length, len(packing.launches)
+    size = f"{packing.tokens} tokens a launch"
+    if length is None:
+        size = f"{launches} launch{'es' if launches > 1 else ''} of {packing.tokens} tokens"
+
+    def forward(packed: Any) -> Any:
+        answers = encoder.forward(packed, tokens=packing.tokens, longest=packing.longest)
+        if encoder.of_tokens and length is not None:
+            answers = answers[: config.batch * length].view(config.batch, length, -1)
+        return answers
+
+    how = f"packed tokens, varlen attention, torch.compile, {size}"
+    return peers.TorchRun(forward, to_device({PACKED: packing.launches[0]}), how)
+
+
+def is_fused_attention(name: str) -> bool:
+    return bool(ATTENTION.search(name)) and not POINTWISE.match(name)
+
+
+def is_fp32_gemm(name: str) -> bool:
+    """Return whether a kernel multiplies in FP32 or TF32: cuBLAS and CUTLASS name their types."""
+    return bool(GEMM.search(name)) and not HALF.search(name) and not is_fused_attention(name)
+
+
+def kernels_in(names: "Counter[str]") -> BenchKernels:
+    return BenchKernels(
+        names={name[:LONGEST_NAME]: count for name, count in names.most_common()},
+        fused_attention=sum(count for name, count in names.items() if is_fused_attention(name)),
+        fp32_gemms=sum(count for name, count in names.items() if is_fp32_gemm(name)),
+    )
+
+
+def kernels_of(lane: Lane) -> BenchKernels:
+    """Profile the kernels of one inference, a replayed CUDA graph's too."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        lane.launch()
+        torch.cuda.synchronize()
+    names = Counter(
+        event.name
+        for event in profiled.events()
+        if str(event.device_type).endswith("CUDA")
+        and not getattr(event, "is_user_annotation", False)  # a range, no kernel
+        and not event.name.startswith(("Memcpy", "Memset"))
+    )
+    if not names:
+        raise CheckFailed("torch.profiler saw no kernel of it")
+    return kernels_in(names)
+
+
+def compile_shapes(run: Path, mode: str, pairs: Sequence[Pair]) -> None:
+    import torch
+
+    session = Session(read_config(run), run)
+    inputs = family_named(session.recipe.model.family).inputs
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = peers.sdpa_model(session.new_model(), "fp16", device)
+    with peers.tf32_allowed():
+        for batch, length in pairs:
+            forward = peers.compiled_forward(model, mode, dynamic=False)
+            with torch.inference_mode():
+                forward(**peers.example(inputs, batch, length, device))
+            torch.compiler.reset()
+            path = marker(run / "bench", mode, (batch, length))
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+
+
+def main(arguments: Sequence[str]) -> None:
+    error, what = "", arguments[0]
+    try:
+        if what == "compile":
+            compile_shapes(Path(arguments[1]), arguments[2], json.loads(arguments[3]))
+        elif what == "export":
+            folder, model, recipe, seed, longest = arguments[1:]
+            model_target(model, recipe_for(model, recipe), Path(folder), int(seed), int(longest))
+        else:
+            spec = EngineSpec.model_validate_json(arguments[1])
+            build_engine(spec)
+            with Engine(spec.engine, spec.onnx, runtime_cache=spec.cache) as loaded:
+                for batch, length in spec.shapes:  # its runtime cache then holds their kernels
+                    loaded.bind(batch, length, graph=False).close()
+    except Exception as caught:  # compilers fail in a hundred ways; the bench says which
+        error = " ".join(f"{caught}".split())[:300] or type(caught).__name__
+    print(json.dumps({"error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,74 +1,461 @@
-"""Times one engine against another: what a search and `auto` need of a bench.
+"""Time systems in interleaved rounds on a GPU or CPU; a search and `auto` time one engine against another.
 
-    with open_engine(session, ReadyGraph(baseline_graph, [], 0), folder / "baseline", shapes) as baseline:
-        with open_engine(session, graph, folder / "trial", shapes) as engine:
-            require_int8(engine.result)
-            speedup: Speedup = measure_speedup(engine, baseline, (batch, length))
-
-The baseline is built once and stays bound. It is timed again with each engine, so that a speed-up is a ratio
-of two latencies that were taken in the same process within the same seconds.
+Their baseline is built once and stays bound. It is timed again with each engine, so that a speed-up is a
+ratio of two latencies that were taken in the same process within the same seconds.
 """
 
 import contextlib
+import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from filelock import FileLock, Timeout
 
-from qdqbench.eval.bench.lanes import (
-    CudaTimer,
-    DeviceLane,
-    HostLane,
-    WallTimer,
-    gpu_uuid,
-    session_sets,
-    to_device,
-)
-from qdqbench.eval.bench.rounds import (
-    Effort,
-    Lane,
-    ReadySystem,
-    Timer,
-    compare_rounds,
-    measure_rounds,
-    read_outputs,
-)
+from qdqbench.eval.bench.results import compare_rounds
 from qdqbench.quantize.engine.build import build, count_attentions, list_gemms, require_int8
-from qdqbench.quantize.engine.profiles import choose_profile
+from qdqbench.quantize.engine.cpu_runtimes import Compute
+from qdqbench.quantize.engine.profiles import Profile, choose_profile
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import EngineRunner, open_runner
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.models.inputs import MASK, TOKENS
 from qdqbench.quantize.pipeline.artifacts import backend_of, cpu_compute, engine_profiles
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.tasks.types.kind import join_outputs
+from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice
+from qdqbench.quantize.utils.progress import measuring, report_phase
+from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.speedup import Speedup
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
-    from qdqbench.quantize.engine.profiles import Profile
-    from qdqbench.quantize.utils.results import EngineResult
 
+SLOW_MS = 250.0  # a launch this long warms itself up
+WARM_LAUNCHES = 3  # before every burst: caches, clocks and power state are then this system's own
+MOST_LAUNCHES = 1000  # of a burst; CUDA queues about that many before it blocks the host
+LEAST_FOR_P99 = 100  # with fewer launches the 99th percentile is just the maximum
+# A fast wrong answer is no result: INT8 q, k and v without an INT8 softmax gave 0.8.
+MAX_REL_ERROR = {"int8": 0.5, "fp16": 0.1, "bf16": 0.1, "fp32": 0.1}
 INPUT_SETS = 4
+Shape = tuple[int, int]  # batch, length
+
+
+class Lane(Protocol):
+    """One inference at a fixed shape, with buffers of its own (on a GPU: and a stream)."""
+
+    input_sets: int  # different inputs that it rotates through
+
+    def feed(self, number: int) -> None:
+        """Put the input set `number` (modulo their count) into the buffers."""
+
+    def launch(self) -> None:
+        """Start one inference; need not wait for it."""
+
+    def fetch(self) -> Float32:
+        """Return the logits of the last launch, [sequences, num_labels]; waits for it."""
+
+
+class Timer(Protocol):
+    """A clock for one kind of device."""
+
+    def latencies(self, lane: Lane, count: int) -> list[float]:
+        """Return milliseconds of each of `count` launches in a row, each fed a new input set (not timed)."""
+
+    def wall(self, lanes: Sequence[Lane], count: int) -> float:
+        """Return seconds until `count` launches of every lane, all lanes at once, are done."""
+
+
+@dataclass(frozen=True)
+class ReadySystem:
+    """Something to measure: one lane per stream, all alike."""
+
+    name: str
+    precision: str  # int8, fp16, bf16 or fp32
+    lanes: Sequence[Lane]
+    timer: Timer
+    shared: Mapping[int, Sequence[Lane]] = field(default_factory=dict)  # CPU lanes, by how many share it
+
+    def at(self, streams: int) -> Sequence[Lane]:
+        return self.shared.get(streams, self.lanes[:streams])
+
+
+@dataclass(frozen=True)
+class Effort:
+    rounds: int
+    duration_s: float  # of latency launches per system, over all rounds
+    iterations: int | None = None  # launches per round instead of a duration
+    streams: tuple[int, ...] = (1,)
+    least: int = 5  # launches per round, where they take at most twice the seconds
+    rest_s: float = 0.0  # before each burst
+
+
 # rounds are balanced for two systems; on a CPU, which others use too, more of them
 ON_GPU = Effort(8, 0.4, streams=())
 ON_CPU = Effort(16, 4.0, streams=(), least=2)
-Shape = tuple[int, int]  # batch, length
+
+
+@dataclass(frozen=True)
+class Burst:
+    latencies_ms: list[float]
+    launches_per_s: dict[int, float]  # by number of streams
+    start: float  # time.time(), for the clocks that were read meanwhile
+    end: float
+    cpu_ms: float = 0.0  # CPU time of all threads of this process, each launch of the latencies
+
+    @property
+    def median_ms(self) -> float:
+        return float(np.median(self.latencies_ms))
+
+
+def rotation(count: int, rounds: int) -> list[list[int]]:
+    """Order `count` systems in each round: Williams designs (1949), balanced by place and neighbor.
+
+    Over `count` rounds (twice that for an odd count) each system stands equally often at each place, and
+    directly after each other one: what a predecessor does to clocks and caches falls on all alike.
+    """
+    # 0, 1, count - 1, 2, count - 2, ...
+    first = [(place + 1) // 2 if place % 2 else -(place // 2) % count for place in range(count)]
+    rows = [[(place + shift) % count for place in first] for shift in range(count)]
+    if count % 2:
+        rows += [row[::-1] for row in rows]
+    return [rows[number % len(rows)] for number in range(rounds)]
+
+
+def measure_rounds(
+    systems: Sequence[ReadySystem],
+    effort: Effort,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, list[Burst]]:
+    """Time all systems in interleaved rounds; CheckFailed names one that fails while it runs."""
+    if not systems:
+        return {}
+    pace = {}
+    for system in systems:
+        with _naming(system):
+            pace[system.name] = _pace(system, effort)
+    bursts: dict[str, list[Burst]] = {system.name: [] for system in systems}
+    for number, order in enumerate(rotation(len(systems), effort.rounds)):
+        progress(number + 1, effort.rounds)
+        for system in (systems[position] for position in order):
+            report_phase("rounds", number, effort.rounds)
+            with measuring(), _naming(system):
+                bursts[system.name].append(_burst(system, pace[system.name], effort))
+    return bursts
+
+
+def read_outputs(system: ReadySystem) -> tuple[Float32, str | None]:
+    """Return logits of two input sets, and what is wrong on any lane: not finite, or all the same."""
+    per_lane = []
+    for lane in [*system.lanes, *(lane for lanes in system.shared.values() for lane in lanes)]:
+        parts = []
+        for number in range(min(2, lane.input_sets)):
+            lane.feed(number)
+            lane.launch()
+            parts.append(np.array(lane.fetch(), dtype=np.float32))
+        per_lane.append(np.concatenate(parts))
+    for values in per_lane:
+        if bad := int((~np.isfinite(values)).any(axis=1).sum()):
+            return per_lane[0], f"NaN or infinite logits for {bad} of {len(values)} inputs"
+        if not np.ptp(values, axis=0).any():
+            return per_lane[0], f"the same logits for all of {len(values)} different inputs"
+    return per_lane[0], None
+
+
+def check_outputs(
+    systems: Sequence[ReadySystem], references: Sequence[str]
+) -> tuple[dict[str, str], dict[str, float], str | None]:
+    """Return errors, relative errors of the sound ones, and the first sound one of the references."""
+    outputs = {}
+    for system in systems:
+        with _naming(system):
+            outputs[system.name] = read_outputs(system)
+    errors = {name: error for name, (_, error) in outputs.items() if error}
+    sound = [name for name in references if name in outputs and name not in errors]
+    if not sound:
+        return errors, {}, None
+    reference, differences = sound[0], {}
+    for system in systems:
+        name, limit = system.name, MAX_REL_ERROR[system.precision]
+        if name in errors or name == reference:
+            continue
+        base = outputs[reference][0].astype(np.float64)
+        norm = float(np.linalg.norm(base))
+        distance = float(np.linalg.norm(outputs[name][0].astype(np.float64) - base))
+        difference = differences[name] = distance / norm if norm else math.inf
+        if not difference <= limit:
+            where = f"{difference:.2g} (relative) from those of {reference}"
+            errors[name] = f"its logits are {where}, the limit is {limit:g}"
+    return errors, differences, reference
+
+
+def _pace(system: ReadySystem, effort: Effort) -> tuple[int, int]:
+    """Return launches of every burst, warm ones and timed ones, from the time that a warm launch takes.
+
+    Long launches are fewer: none of their bursts takes much more than twice its share of the seconds.
+    """
+    lane, timer = system.lanes[0], system.timer
+    each = timer.latencies(lane, 1)[0]
+    warm = WARM_LAUNCHES if each < SLOW_MS else 0
+    if warm:
+        timer.latencies(lane, warm)
+    if effort.iterations is not None:
+        return warm, effort.iterations
+    if warm:
+        each = max(float(np.median(timer.latencies(lane, warm))), 1e-6)
+    share = 1000 * effort.duration_s / effort.rounds
+    least = max(2, min(effort.least, math.ceil(2 * share / each)))
+    wanted = math.ceil(share / each)
+    return min(warm, wanted), max(min(least, effort.least), min(wanted, MOST_LAUNCHES))
+
+
+def _burst(system: ReadySystem, pace: tuple[int, int], effort: Effort) -> Burst:
+    lanes, timer, (warm, count) = system.lanes, system.timer, pace
+    time.sleep(effort.rest_s)
+    if warm:
+        timer.latencies(lanes[0], warm)
+    start, spent = time.time(), time.process_time()
+    latencies = timer.latencies(lanes[0], count)
+    spent = time.process_time() - spent
+    rates = {}
+    for streams in effort.streams:
+        if len(lanes := system.at(streams)) < streams:
+            continue
+        each = max(min(count, effort.least), math.ceil(count / streams))
+        timer.wall(lanes, 1)  # the other streams are cold
+        rates[streams] = each * streams / timer.wall(lanes, each)
+    return Burst(latencies, rates, start, time.time(), 1000 * spent / count)
+
+
+@contextlib.contextmanager
+def _naming(system: ReadySystem) -> Iterator[None]:
+    """Name the system in an error: on a device it poisons the process, so it ends the bench."""
+    try:
+        yield
+    except RuntimeError as error:
+        what = " ".join(str(error).split())[:300]
+        raise CheckFailed(f"{system.name} failed while it was measured: {what}") from error
+
+
+class Bound(Protocol):
+    """An inference at one shape with its own CUDA buffers and stream: an engine's, or PyTorch's."""
+
+    inputs: "dict[str, torch.Tensor]"
+    outputs: "dict[str, torch.Tensor]"
+    stream: "torch.cuda.Stream"
+
+    def launch(self) -> None: ...
+
+
+def random_sets(
+    inputs: Sequence[str], shape: tuple[int, int], vocabulary: int, sets: int, seed: int
+) -> list[Batch]:
+    """Draw input sets of random token ids in [0, vocabulary), int64 [batch, length], without padding.
+
+    Of the model's other inputs the mask is 1 and the rest 0; sets of other shapes are drawn anew.
+    """
+    rest = {name: np.full(shape, int(name == MASK), dtype=np.int64) for name in inputs if name != TOKENS}
+    generators = (np.random.default_rng([seed, *shape, number]) for number in range(sets))
+    return [{TOKENS: rng.integers(0, vocabulary, shape, dtype=np.int64)} | rest for rng in generators]
+
+
+def session_sets(session: Session, batch: int, length: int, sets: int) -> list[Batch]:
+    vocabulary = int(session.fp32_model.config.vocab_size)
+    return random_sets(session.plan.family.inputs, (batch, length), vocabulary, sets, session.config.seed)
+
+
+class DeviceLane:
+    def __init__(self, bound: Bound, sets: "Sequence[Mapping[str, torch.Tensor]]") -> None:
+        import torch
+
+        self.torch, self.bound, self.sets, self.stream = torch, bound, sets, bound.stream
+        self.input_sets = len(sets)
+        first = sets[0]
+        for name in bound.inputs:
+            bound.inputs[name].copy_(first[name])
+        torch.cuda.synchronize()
+        # the mask and the types are the same in all sets: copying them would only disturb
+        self.varying = [
+            name for name in bound.inputs if any(not torch.equal(first[name], s[name]) for s in sets)
+        ]
+
+    def feed(self, number: int) -> None:
+        chosen = self.sets[number % len(self.sets)]
+        with self.torch.cuda.stream(self.stream):
+            for name in self.varying:
+                self.bound.inputs[name].copy_(chosen[name], non_blocking=True)
+
+    def launch(self) -> None:
+        self.bound.launch()
+
+    def fetch(self) -> Float32:
+        self.bound.stream.synchronize()
+        return _host_logits(self.bound.outputs)
+
+
+@dataclass(frozen=True)
+class Step:
+    bound: Bound
+    inputs: "Mapping[str, torch.Tensor]"  # in pinned memory of the host
+    rows: Int64  # rows of the outputs that are answers, in the order of the split; the others are copies
+
+
+class SplitLane:
+    """A whole split in one launch on one stream, with its copies: inputs to the GPU, outputs to the host."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        import torch
+
+        self.torch, self.steps = torch, steps
+        self.stream, self.input_sets = steps[0].bound.stream, 1
+        self.outputs = [
+            {
+                name: torch.empty_like(buffer, device="cpu").pin_memory()
+                for name, buffer in step.bound.outputs.items()
+            }
+            for step in steps
+        ]
+
+    def feed(self, number: int) -> None:
+        """Do nothing: the copies are part of the work."""
+
+    def launch(self) -> None:
+        for step, outputs in zip(self.steps, self.outputs, strict=True):
+            with self.torch.cuda.stream(self.stream):
+                for name, buffer in step.bound.inputs.items():
+                    buffer.copy_(step.inputs[name], non_blocking=True)
+            step.bound.launch()
+            with self.torch.cuda.stream(self.stream):
+                for name, buffer in outputs.items():
+                    buffer.copy_(step.bound.outputs[name], non_blocking=True)
+
+    def fetch(self) -> Float32:
+        self.stream.synchronize()
+        return np.concatenate(
+            [_host_logits(outputs)[step.rows] for step, outputs in zip(self.steps, self.outputs, strict=True)]
+        )
+
+
+def _host_logits(outputs: "Mapping[str, torch.Tensor]") -> Float32:
+    return by_row(np.array(join_outputs(outputs, sorted(outputs)).float().cpu().numpy()))
+
+
+def by_row(answers: Float32) -> Float32:
+    """Return answers [B, width]; of tokens [B, L, width] those of the first ones, whatever the length."""
+    return answers[:, 0] if answers.ndim == 3 else answers
+
+
+class HostLane:
+    """Inference on a CPU: a function from one batch to logits, over input sets or over a whole split."""
+
+    def __init__(self, run: Callable[[Batch], Float32], sets: Sequence[Sequence[Batch]]) -> None:
+        self.run, self.sets, self.input_sets = run, sets, len(sets)
+        self.batches: Sequence[Batch] = sets[0]
+        self.answers: list[Float32] = []
+
+    def feed(self, number: int) -> None:
+        self.batches = self.sets[number % len(self.sets)]
+
+    def launch(self) -> None:
+        self.answers = [self.run(batch) for batch in self.batches]
+
+    def fetch(self) -> Float32:
+        return np.concatenate([by_row(answers) for answers in self.answers])
+
+
+class CudaTimer:
+    """CUDA events on a lane's stream around each launch; wall time for several streams at once."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.cuda: Any = torch.cuda
+
+    def latencies(self, lane: Any, count: int) -> list[float]:
+        """See `Timer`: device time; for a launch that the host cannot keep up with, the time it waits too."""
+        pairs = [
+            (self.cuda.Event(enable_timing=True), self.cuda.Event(enable_timing=True)) for _ in range(count)
+        ]
+        for number, (start, end) in enumerate(pairs):
+            lane.feed(number)
+            start.record(lane.stream)
+            lane.launch()
+            end.record(lane.stream)
+        lane.stream.synchronize()
+        return [float(start.elapsed_time(end)) for start, end in pairs]
+
+    def wall(self, lanes: Sequence[Lane], count: int) -> float:
+        self.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            for lane in lanes:
+                lane.launch()
+        self.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+def to_device(batch: Mapping[str, Array]) -> "dict[str, torch.Tensor]":
+    import torch
+
+    return {name: torch.from_numpy(array).cuda() for name, array in batch.items()}
+
+
+def to_pinned(batch: Mapping[str, Array]) -> "dict[str, torch.Tensor]":
+    """Return the same arrays in pinned memory of the host, from which copies to the GPU do not wait."""
+    import torch
+
+    return {name: torch.from_numpy(array).pin_memory() for name, array in batch.items()}
+
+
+class WallTimer:
+    """Times on the host, for lanes whose launch waits for the result; several lanes in threads of a pool."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, pool: Executor | None = None) -> None:
+        self.clock, self.pool = clock, pool
+
+    def latencies(self, lane: Lane, count: int) -> list[float]:
+        times = []
+        for number in range(count):
+            lane.feed(number)
+            start = self.clock()
+            lane.launch()
+            times.append(1000 * (self.clock() - start))
+        return times
+
+    def wall(self, lanes: Sequence[Lane], count: int) -> float:
+        def launch(lane: Lane) -> None:
+            for _ in range(count):
+                lane.launch()
+
+        start = self.clock()
+        list((self.pool.map if self.pool and len(lanes) > 1 else map)(launch, lanes))
+        return self.clock() - start
+
+
+def gpu_uuid() -> str | None:
+    """Return the UUID of the GPU that CUDA shows first; NVML counts otherwise."""
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+    return f"GPU-{uuid}" if uuid else None
 
 
 @dataclass(frozen=True)
 class ReadyGraph:
-    """A graph that is ready to be built."""
-
     path: Path
     gemms: list[str]  # ONNX nodes that must run in INT8
     attention: int  # attentions that must run in INT8
@@ -79,23 +466,18 @@ class OpenEngine:
     """A loaded engine; its lanes are bound when they are first used."""
 
     session: Session
-    result: "EngineResult"
+    result: EngineResult
     engine: Any
     lanes: dict[Shape, Lane] = field(default_factory=dict)
 
     def lane(self, shape: Shape) -> Lane:
-        """Return the lane of a (batch, length) with its random inputs."""
         if shape not in self.lanes:
             self.lanes[shape] = make_lane(self.engine, shape, session_sets(self.session, *shape, INPUT_SETS))
         return self.lanes[shape]
 
 
 def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> Speedup:
-    """Time an engine and its baseline in interleaved rounds at one (batch, length).
-
-    Raises:
-        CheckFailed: outputs are NaN or constant, or one of them fails while it runs.
-    """
+    """Time an engine and its baseline in interleaved rounds; CheckFailed where one gives no sound outputs."""
     session, recipe = engine.session, engine.session.recipe
     on_cpu = backend_of(recipe) in CPU_BACKENDS
     timer, effort = timer_of(on_cpu=on_cpu)
@@ -104,34 +486,20 @@ def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> S
     theirs = ReadySystem(compute, compute, [baseline.lane(shape)], timer)
     config = f"b{shape[0]} s{shape[1]}"
     for system, what in ((theirs, f"the {compute.upper()} engine"), (ours, "the engine")):
-        _, error = read_outputs(system)
-        if error:
+        if error := read_outputs(system)[1]:
             raise CheckFailed(f"{what} gives {error} at {config}")
-    measured = measure_rounds([ours, theirs], effort)
-    return compare_rounds(
-        ours.name,
-        theirs.name,
-        config,
-        measured[ours.name].round_ms,
-        measured[theirs.name].round_ms,
-        session.config.seed,
-    )
+    bursts = measure_rounds([ours, theirs], effort)
+    own, base = ([burst.median_ms for burst in bursts[system.name]] for system in (ours, theirs))
+    return compare_rounds(ours.name, theirs.name, config, own, base, session.config.seed)
 
 
 @contextlib.contextmanager
 def open_engine(
     session: Session, graph: ReadyGraph, stem: Path, shapes: Sequence[Shape]
 ) -> Iterator[OpenEngine]:
-    """Build and load an engine; its files are deleted at the end, but not its runtime cache.
+    """Build and load an engine for (batch, length) shapes; its files go at the end, its runtime cache stays.
 
-    Args:
-        session: its recipe names the backend and the profiles, its model the vocabulary.
-        stem: path without suffix. Engines opened one after the other at one path share compiled kernels.
-        shapes: (batch, length) to measure; the recipe's profiles must take them.
-
-    Raises:
-        MissingDevice: the backend or the GPU that it needs is not there.
-        UserError, CheckFailed: it cannot be built or loaded.
+    Engines opened one after the other at one `stem`, a path without suffix, share compiled kernels.
     """
     # each profile has kernels of its own, so those that take none of the shapes only cost time to build
     known = engine_profiles(session)
@@ -140,39 +508,33 @@ def open_engine(
     with contextlib.ExitStack() as stack:
         stack.callback(sidecar_path(path).unlink, missing_ok=True)
         stack.callback(path.unlink, missing_ok=True)
-        result = _build(session, graph, path, profiles)
+        recipe = session.recipe
+        result = build_ready(graph, path, recipe.engine.backend, profiles, cpu_compute(recipe))
         opened = OpenEngine(session, result, stack.enter_context(load_engine(session, path, graph.path)))
         stack.callback(opened.lanes.clear)  # lanes go before the engine that they run
         yield opened
 
 
 def load_engine(session: Session, path: Path, graph: Path) -> Any:
-    """Load an engine for its backend, with a runtime cache of its own on a GPU."""
     if backend_of(session.recipe) in CPU_BACKENDS:
         return open_runner(path, graph, pad_id=0, outputs=session.config.task.kind.outputs)
     return Engine(path, graph, runtime_cache=path.with_suffix(".cache"))
 
 
 def make_lane(engine: Any, shape: Shape, sets: Sequence[Any]) -> Lane:
-    """Return a lane of a loaded engine: a CUDA graph, or a function on the CPU."""
     if isinstance(engine, EngineRunner):
         return HostLane(engine, [[batch] for batch in sets])
     return DeviceLane(engine.bind(*shape), [to_device(batch) for batch in sets])
 
 
 def timer_of(*, on_cpu: bool) -> tuple[Timer, Effort]:
-    """Return how a device is timed, and for how long."""
     return (WallTimer(), ON_CPU) if on_cpu else (CudaTimer(), ON_GPU)
 
 
 def write_engine_graph(
     session: Session, model: "PreTrainedModel", recipe: Recipe, plan: Plan, path: Path
 ) -> ReadyGraph:
-    """Write the typed graph of a recipe's model: INT8, or the baseline where the plan has no INT8.
-
-    Raises:
-        UserError, CheckFailed: the export fails.
-    """
+    """Write the typed graph of a recipe's model: INT8, or the baseline where the plan has no INT8."""
     settings = ExportSettings.of(recipe, backend_of(session.recipe))
     write_graph(trace(model, settings.opset, session.config.task.kind.outputs), plan, settings, path)
     modules = {*plan.int8, *plan.attention}
@@ -181,25 +543,23 @@ def write_engine_graph(
 
 
 def build_and_prove(session: Session, graph: ReadyGraph, path: Path) -> Path:
-    """Build an engine that is kept, and require INT8 where the recipe asks for it.
-
-    Raises:
-        CheckFailed: something that the recipe asks for does not run in INT8.
-    """
-    require_int8(_build(session, graph, path, engine_profiles(session)))
+    recipe, profiles = session.recipe, engine_profiles(session)
+    require_int8(build_ready(graph, path, recipe.engine.backend, profiles, cpu_compute(recipe)))
     return path
 
 
-def _build(session: Session, graph: ReadyGraph, path: Path, profiles: "Sequence[Profile]") -> "EngineResult":
+def build_ready(
+    graph: ReadyGraph, path: Path, backend: BackendChoice, profiles: Sequence[Profile], compute: Compute
+) -> EngineResult:
     return build(
         graph.path,
         path,
-        backend=session.recipe.engine.backend,
+        backend=backend,
         profiles=profiles,
         expected_gemms=graph.gemms,
         expected_attention=graph.attention,
         layers_path=path.with_suffix(".layers.json"),
-        compute=cpu_compute(session.recipe),
+        compute=compute,
     )
 
 

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,18 +31,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-PeerPrecision = Literal["fp16", "bf16", "fp32"]
 WARM_CALLS = 3
 OUTPUT = "answers"
-COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 
 
-def sdpa_model(model: "PreTrainedModel", precision: PeerPrecision, device: str) -> "PreTrainedModel":
-    """Give a model SDPA attention in a precision on a device, in place.
-
-    Raises:
-        UserError: this version of transformers does not switch its attention.
-    """
+def sdpa_model(model: "PreTrainedModel", precision: str, device: str) -> "PreTrainedModel":
     import torch
 
     use_attention(model, "sdpa")
@@ -55,7 +48,6 @@ def sdpa_model(model: "PreTrainedModel", precision: PeerPrecision, device: str) 
 
 
 def example(inputs: Sequence[str], batch: int, length: int, device: str) -> "dict[str, torch.Tensor]":
-    """Return inputs int64 [batch, length] by name: zeros, and a mask of ones."""
     import torch
 
     shape = (batch, length)
@@ -66,10 +58,7 @@ def example(inputs: Sequence[str], batch: int, length: int, device: str) -> "dic
 
 
 class TorchRun:
-    """A PyTorch model bound to one shape: own buffers and stream, a CUDA graph where it captures.
-
-    A `lanes.Bound` on these input buffers; `detail` says how it runs.
-    """
+    """A `measure.Bound` of a PyTorch model on these input buffers, with a CUDA graph where it captures."""
 
     def __init__(
         self,
@@ -94,7 +83,6 @@ class TorchRun:
         self.detail = f"{how}, no CUDA graph ({why})" if why else f"{how}, CUDA graph"
 
     def launch(self) -> None:
-        """Enqueue one inference."""
         if self.graph is None:
             self._call()
             return
@@ -120,7 +108,6 @@ class TorchRun:
 
 
 def eager_forward(model: "PreTrainedModel") -> "Callable[..., torch.Tensor]":
-    """Return the function from keyword inputs to answers."""
     names = list(name_outputs(model))
     return lambda **inputs: join_outputs(model(**inputs), names)
 
@@ -130,14 +117,9 @@ def compiled_forward(model: "PreTrainedModel", mode: str, *, dynamic: bool) -> "
 
     `TorchRun` captures what comes out, so that "default" is what mode "reduce-overhead" does, less its copies
     of the inputs and its guards on every call.
-
-    Raises:
-        UserError: unknown mode.
     """
     import torch
 
-    if mode not in COMPILE_MODES:
-        raise UserError(f"compile mode {mode!r} is unknown; use {' or '.join(COMPILE_MODES)}")
     return torch.compile(eager_forward(model), mode=mode, dynamic=dynamic, fullgraph=True)
 
 
@@ -181,13 +163,11 @@ class Packing:
     counts: list[int]  # rows of each launch
 
     def first_tokens(self, launch: int) -> Int64:
-        """Return the place of the first token of each row of a launch."""
         starts = self.launches[launch][3 * self.tokens :]
         return starts[: self.counts[launch]].astype(np.int64)
 
 
 def refusal(model_type: str, family: str) -> str:
-    """Return why a family has no unpadded form here; empty where it has one."""
     if family in FAMILIES:
         return ""
     return f"no unpadded form for {model_type}: {REFUSED.get(family, 'its layers are not BERT layers')}"
@@ -202,12 +182,9 @@ def unpadded_rows(batch: Batch) -> list[Batch]:
 
 
 def pack_rows(rows: Sequence[Batch], launches: int, positions_of: Callable[[Int64], Int64]) -> Packing:
-    """Pack rows in their order into launches with about as many tokens each.
+    """Pack rows, int64 [length] arrays by name, in their order into launches with about as many tokens each.
 
-    Args:
-        rows: int64 [length] arrays by name, without a mask.
-        launches: how many there shall be; no more than there are rows.
-        positions_of: positions of a row's token ids.
+    `launches` is no more than there are rows; `positions_of` gives the positions of a row's token ids.
     """
     ends = np.cumsum([len(row[TOKENS]) for row in rows])
     edges = np.searchsorted(ends, ends[-1] * np.arange(1, launches) / launches, side="left") + 1
@@ -231,7 +208,6 @@ def pack_rows(rows: Sequence[Batch], launches: int, positions_of: Callable[[Int6
 
 
 def launch_counts(tokens: int, rows: int) -> list[int]:
-    """Return the numbers of launches to try for so many tokens, the most first."""
     return list(dict.fromkeys(max(1, min(rows, -(-tokens // size))) for size in LAUNCH_TOKENS))
 
 
@@ -241,9 +217,6 @@ class UnpaddedEncoder:
     Args:
         model: on its device in its precision; its base model must run nowhere else from now on.
         compiled: layers and embeddings go through torch.compile, one graph for each size of a launch.
-
-    Raises:
-        UserError: the family has no unpadded form here.
     """
 
     def __init__(self, model: "PreTrainedModel", *, compiled: bool = True) -> None:
@@ -252,8 +225,6 @@ class UnpaddedEncoder:
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         config, family = model.config, family_of(model.config)
-        if reason := refusal(config.model_type, family.name):
-            raise UserError(reason)
         base = getattr(model, model.base_model_prefix)
         self.heads = int(config.num_attention_heads)
         self.positions_from = int(config.pad_token_id) if family.positions_follow_padding else None
@@ -288,14 +259,7 @@ class UnpaddedEncoder:
         return cast("Int64", np.cumsum(real) * real + self.positions_from)
 
     def forward(self, packed: "torch.Tensor", *, tokens: int, longest: int) -> "torch.Tensor":
-        """Compute the answers of one launch.
-
-        Args:
-            packed: int32 [3 tokens + sequences + 1] of a `Packing` with these sizes.
-
-        Returns:
-            [sequences, width], or for answers of tokens [tokens, width].
-        """
+        """Return the answers of a launch of a `Packing`: [sequences, width], or of tokens [tokens, width]."""
         import torch
 
         ids, positions, types = packed[: 3 * tokens].view(3, tokens)
@@ -316,7 +280,6 @@ class UnpaddedEncoder:
         return states if self.project is None else self.project(states)  # type: ignore[no-any-return]
 
     def _reduced(self, hidden: "torch.Tensor", starts: "torch.Tensor") -> "torch.Tensor":
-        """Return one state a row [sequences, hidden]: of its first or last token, or their mean."""
         import torch
 
         count = len(starts) - 1
@@ -337,28 +300,18 @@ def encoder_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and 
     heads: int,
     eps: float,
     activation: Callable[..., Any],
-    qkv: "torch.Tensor",
-    qkv_bias: "torch.Tensor",
-    out: "torch.Tensor",
-    out_bias: "torch.Tensor",
-    norm: "torch.Tensor",
-    norm_bias: "torch.Tensor",
-    up: "torch.Tensor",
-    up_bias: "torch.Tensor",
-    down: "torch.Tensor",
-    down_bias: "torch.Tensor",
-    last_norm: "torch.Tensor",
-    last_norm_bias: "torch.Tensor",
+    *weights: "torch.Tensor",
 ) -> "torch.Tensor":
     """Compute a post-norm encoder layer on packed tokens [tokens, hidden]; q, k and v are one product."""
     from torch.nn.functional import layer_norm, linear
 
+    qkv, qkv_bias, out, out_bias, norm, norm_bias, up, up_bias, down, down_bias, last, last_bias = weights
     tokens, width = hidden.shape
     q, k, v = linear(hidden, qkv, qkv_bias).view(tokens, 3, heads, width // heads).unbind(1)
     context = packed_attention(q, k, v, starts, longest).reshape(tokens, width)
     hidden = layer_norm(hidden + linear(context, out, out_bias), (width,), norm, norm_bias, eps)
     inner = activation(linear(hidden, up, up_bias))
-    return layer_norm(hidden + linear(inner, down, down_bias), (width,), last_norm, last_norm_bias, eps)
+    return layer_norm(hidden + linear(inner, down, down_bias), (width,), last, last_bias, eps)
 
 
 def packed_attention(

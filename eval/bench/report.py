@@ -1,7 +1,8 @@
 """The report of a bench: its page, Markdown and screen, a section of the run's report, and rows of tables."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from qdqbench.eval.reporting.document import (
     Bullets,
     Cell,
     Chart,
+    Column,
     Columns,
     Fold,
     Prose,
@@ -39,46 +41,54 @@ from qdqbench.eval.reporting.document import (
     Table,
     Tile,
     Verdict,
+    bad_unless,
     page_of,
     row,
+    table_of,
 )
-from qdqbench.eval.reporting.formats import cleaned, count_of, flat, label, model_label, size
+from qdqbench.eval.reporting.formats import cleaned, count_of, flat, known, label, model_label, size
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.speedup import Speedup
+from qdqbench.quantize.utils.speedup import Speedup, SpeedVerdict
 
-SYSTEM_STYLES = {  # color is never the only difference
-    "int8": (svg.BLUE, "o"),
-    "fp16": (svg.ORANGE, "s"),
-    "fp32": (svg.MUTED, "X"),
-    "torch-fp32": (svg.SKY, "v"),
-    "torch-fp16": (svg.GREEN, "^"),
-    "compile-fp16": (svg.PURPLE, "D"),
-    "int8-exact": (svg.BLUE, "P"),
-    "fp16-exact": (svg.ORANGE, "P"),
-    "torch-fp16-eager": (svg.GREEN, "1"),
-    "compile-fp16-eager": (svg.PURPLE, "2"),
-    "autotune-fp16": (svg.PURPLE, "*"),
-    "unpadded-fp16": (svg.VERMILLION, "p"),
-    "int8-openvino": (svg.BLUE, "P"),
-    "int8-onnxruntime": (svg.BLUE, "*"),
-    "bf16-openvino": (svg.ORANGE, "s"),
-    "fp32-openvino": (svg.ORANGE, "X"),
-    "fp32-onnxruntime": (svg.MUTED, "X"),
-    "dynamic-onnxruntime": (svg.MUTED, "p"),
-    "nncf-openvino": (svg.VERMILLION, "h"),
-    "torch-bf16": (svg.GREEN, "^"),
-    "compile-fp32": (svg.PURPLE, "d"),
-    "compile-bf16": (svg.PURPLE, "D"),
+MARKERS = {  # by color, which is never the only difference
+    svg.BLUE: {"int8": "o", "int8-exact": "P", "int8-openvino": "P", "int8-onnxruntime": "*"},
+    svg.ORANGE: {"fp16": "s", "fp16-exact": "P", "bf16-openvino": "s", "fp32-openvino": "X"},
+    svg.MUTED: {"fp32": "X", "fp32-onnxruntime": "X", "dynamic-onnxruntime": "p"},
+    svg.SKY: {"torch-fp32": "v"},
+    svg.GREEN: {"torch-fp16": "^", "torch-fp16-eager": "1", "torch-bf16": "^"},
+    svg.PURPLE: {
+        "compile-fp16": "D",
+        "compile-fp16-eager": "2",
+        "autotune-fp16": "*",
+        "compile-fp32": "d",
+        "compile-bf16": "D",
+    },
+    svg.VERMILLION: {"unpadded-fp16": "p", "nncf-openvino": "h"},
 }
+SYSTEM_STYLES = {name: (color, mark) for color, marks in MARKERS.items() for name, mark in marks.items()}
 OTHER_STYLE = (svg.VERMILLION, "8")  # INT8 by other recipes
 STREAM_DASHES = ((0, ()), (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # by number of streams
+SCREEN_CONFIGS = 4  # columns of configs that a terminal has room for
+NAMED_RATIOS = (  # that tables show besides the headline
+    ("int8", "fp16"),
+    ("int8-exact", "fp16-exact"),
+    ("int8", "compile-fp16"),
+    ("int8", "unpadded-fp16"),
+    ("int8", "nncf-openvino"),
+)
+ENGINE_SHAPES = {
+    "both": "engines for the recipe's shapes and for each shape alone",
+    "exact": "engines for each shape alone",
+    "recipe": "engines for the recipe's shapes",
+}
+GPU_UNITS = {"clock_mhz": "MHz", "power_w": "W", "temperature_c": "°C"}
+Rows = list[tuple[str, list[Cell]]]
+Measurement = tuple[BenchConfig, BenchRow]
 
 
 def latency_svg(bench: Bench) -> str:
-    """Return median latency by batch; one panel per length; may be empty."""
-
     def draw(axes: Any, configs: list[BenchConfig]) -> None:
         for system in bench.systems:
             rows = [row_of(config, system.name) for config in configs]
@@ -88,10 +98,7 @@ def latency_svg(bench: Bench) -> str:
 
 
 def speedup_svg(bench: Bench) -> str:
-    """Return speed-ups of INT8 over each system by batch, 95% intervals; a panel per length; may be empty.
-
-    The headline of the report is drawn over them: over the fastest system without INT8.
-    """
+    """Return speed-ups of INT8 over each system by batch with 95% intervals, and over them the headline."""
 
     def draw(axes: Any, configs: list[BenchConfig]) -> None:
         axes.axhline(1, **svg.LIMIT_LINE, label="1 = as fast")
@@ -113,7 +120,6 @@ def speedup_svg(bench: Bench) -> str:
 
 
 def throughput_svg(bench: Bench) -> str:
-    """Return sequences per second by batch and number of streams; a panel per length; may be empty."""
     styles = dict(zip(bench.settings.streams, itertools.cycle(STREAM_DASHES), strict=False))
 
     def draw(axes: Any, configs: list[BenchConfig]) -> None:
@@ -133,6 +139,7 @@ def throughput_svg(bench: Bench) -> str:
 def _panels(
     bench: Bench, name: str, title: str, unit: str, draw: Callable[[Any, list[BenchConfig]], None]
 ) -> str:
+    """Return a chart by batch with a panel for each length; empty where no fixed shape was measured."""
     fixed = [config for config in bench.configs if config.kind == "fixed"]
     lengths = list(dict.fromkeys(config.length for config in fixed))
     if not any(row.status == "done" for config in fixed for row in config.rows):
@@ -157,80 +164,56 @@ def _panels(
 def _line(
     axes: Any, name: str, label: str, values: Iterable[float | None], style: Any = STREAM_DASHES[0]
 ) -> None:
-    points = [(place, value) for place, value in enumerate(values) if value is not None]
-    if not points:
-        return
-    places, heights = zip(*points, strict=True)
-    color, marker = SYSTEM_STYLES.get(name, OTHER_STYLE)
-    axes.plot(places, heights, color=color, marker=marker, markersize=4.5, linestyle=style, label=label)
-
-
-SCREEN_CONFIGS = 4  # columns of configs that a terminal has room for
-NAMED_RATIOS = (  # that tables show besides the headline
-    ("int8", "fp16"),
-    ("int8-exact", "fp16-exact"),
-    ("int8", "compile-fp16"),
-    ("int8", "unpadded-fp16"),
-    ("int8", "nncf-openvino"),
-)
-ENGINE_SHAPES = {
-    "both": "engines for the recipe's shapes and for each shape alone",
-    "exact": "engines for each shape alone",
-    "recipe": "engines for the recipe's shapes",
-}
-Rows = list[tuple[str, list[Cell]]]
+    if points := [(place, value) for place, value in enumerate(values) if value is not None]:
+        color, marker = SYSTEM_STYLES.get(name, OTHER_STYLE)
+        look = {"color": color, "marker": marker, "markersize": 4.5, "linestyle": style}
+        axes.plot(*zip(*points, strict=True), **look, label=label)
 
 
 @dataclass(frozen=True)
 class BenchView:
-    """The bench of a run directory for its report."""
-
     errors: list[str]
     measured: Bench | None = None  # None: unreadable
 
 
 def write_bench_reports(bench: Bench, folder: Path) -> list[Path]:
-    """Write `bench.md` and `bench.html`; of a run directory the caller writes the run's own report again.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Write `bench.md` and `bench.html`; of a run directory the caller writes the run's own report again."""
     return write_report(bench_report(bench), folder, "bench")
 
 
 def bench_report(bench: Bench) -> Report:
-    """Return what a bench shows on its own page and on a terminal."""
     bench = cleaned(bench)
     ratios = [headline_of(bench.systems, config) for config in bench.configs]
     facts = {"Settings": flat(bench.settings.model_dump()), "Model": flat(bench.target.model_dump())}
     title = f"{model_label(bench.target.name)}{' (random weights)' if bench.target.random_weights else ''}"
-    page = page_of(bench, "speed", title, [str(bench.recipe.get("name", "recipe"))], BENCH_FILE, facts=facts)
     return Report(
-        page=page,
-        verdict=_verdict(bench, ratios),
+        page_of(bench, "speed", title, [str(bench.recipe.get("name", "recipe"))], BENCH_FILE, facts=facts),
+        [Section("speed", "Speed", _blocks(bench))],
+        _verdict(bench, ratios),
         tiles=[
             Tile(config_text(bench, config), f"{ratio.value:.2f}x",
                  f"over {_named(bench, config, ratio.baseline).text} ms",
-                 "bad" if ratio.verdict == "slower" else "")
+                 bad_unless(ratio.verdict != "slower"))
             for config, ratio in [*zip(bench.configs, ratios, strict=True)][:5]
             if ratio is not None
         ],
         warnings=bench.warnings,
         notes=bench.notes,
-        sections=[Section("speed", "Speed", _tables(bench))],
     )  # fmt: skip
 
 
 def bench_blocks(view: BenchView) -> list[Block]:
-    """Return a bench as a section of the run's report."""
     if view.measured is None:
         return [Bullets(view.errors, "bad")]
     bench = cleaned(view.measured)
     random = " (random weights)" if bench.target.random_weights else ""
-    blocks: list[Block] = [Bullets(lines, "bad")] if (lines := [*view.errors, *slow_lines(bench)]) else []
-    blocks.append(f"{bench.target.name}{random}, {bench.recipe.get('name', 'recipe')}. {hardware(bench)}.")
-    blocks += [Prose(line, "unclear") for line in (*bench.warnings, *bench.notes)]
-    return [*blocks, *_tables(bench)]
+    failures = [*view.errors, *slow_lines(bench)]
+    return [
+        *([Bullets(failures, "bad")] if failures else []),
+        f"{bench.target.name}{random}, {bench.recipe.get('name', 'recipe')}. {hardware(bench)}.",
+        *(Prose(line, "unclear") for line in (*bench.warnings, *bench.notes)),
+        *_blocks(bench),
+    ]
 
 
 def bench_of(folder: Path) -> BenchView | None:
@@ -251,16 +234,11 @@ def bench_of(folder: Path) -> BenchView | None:
 
 
 def stale_files(bench: Bench, folder: Path) -> list[str]:
-    """Return the files of a run directory that are not those that were measured."""
-    return [
-        name
-        for name, digest in bench.target.files.items()
-        if (folder / name).is_file() and files.sha256(folder / name) != digest
-    ]
+    measured = {name: digest for name, digest in bench.target.files.items() if (folder / name).is_file()}
+    return [name for name, digest in measured.items() if files.sha256(folder / name) != digest]
 
 
 def hardware(bench: Bench) -> str:
-    """Return the GPU or CPU, its driver and the versions that made the numbers."""
     found = bench.environment
     if bench.device == "cpu":
         cpu = bench.cpu
@@ -277,17 +255,14 @@ def hardware(bench: Bench) -> str:
 
 
 def clocks(bench: Bench) -> str:
-    """Return clock, power and temperature of the GPU, or that nothing read them; of a CPU its load."""
     if bench.device == "cpu":
         loads = (bench.cpu.load_before, bench.cpu.load_after) if bench.cpu else (None, None)
-        if None in loads:
-            return "clock and power: not read on a CPU"
-        return f"load average {loads[0]:g} before, {loads[1]:g} after; clock and power: not read on a CPU"
+        load = "" if None in loads else f"load average {loads[0]:g} before, {loads[1]:g} after; "
+        return f"{load}clock and power: not read on a CPU"
     rows = [row for config in bench.configs for row in config.rows if row.status == "done"]
     parts = []
-    for name, unit in (("clock_mhz", "MHz"), ("power_w", "W"), ("temperature_c", "°C")):
-        values = [value for row in rows if (value := getattr(row, name)) is not None]
-        if values:
+    for name, unit in GPU_UNITS.items():
+        if values := [value for row in rows if (value := getattr(row, name)) is not None]:
             parts.append(f"{min(values):.0f} to {max(values):.0f} {unit}")
     return f"clock and power while measured: {', '.join(parts) or 'not read'}"
 
@@ -310,7 +285,6 @@ def slow_lines(bench: Bench) -> list[str]:
 
 
 def method(bench: Bench) -> str:
-    """Return how it was measured, in a few sentences."""
     chosen = bench.settings
     effort = f"{chosen.iterations} launches" if chosen.iterations else f"{chosen.duration_s:g} s per system"
     kinds = {config.kind for config in bench.configs}
@@ -332,12 +306,12 @@ def method(bench: Bench) -> str:
 
 
 def config_text(bench: Bench, config: BenchConfig) -> str:
-    """Return the shape; of a data set with the split's size and padding."""
     name = config_label(config, label(bench.settings.dataset or ""))
     if config.kind == "fixed":
         return name
-    padding = 1 - config.real_tokens / config.padded_tokens
-    return f"{name} ({config.sequences} sequences, {padding:.0%} padding)"
+    return (
+        f"{name} ({config.sequences} sequences, {1 - config.real_tokens / config.padded_tokens:.0%} padding)"
+    )
 
 
 def ratio_cell(ratio: Speedup | None) -> Cell:
@@ -345,9 +319,9 @@ def ratio_cell(ratio: Speedup | None) -> Cell:
     if ratio is None:
         return Cell()
     interval = f" [{ratio.ci95_low:.2f}, {ratio.ci95_high:.2f}]" if ratio.ci95_low is not None else ""
-    shown = "" if ratio.verdict == "faster" else f" {ratio.verdict}"
-    state: State = "bad" if ratio.verdict == "slower" else ""
-    return Cell(f"{ratio.value:.2f}x{interval}{shown}", state, short=f"{ratio.value:.2f}x")
+    verdict = "" if ratio.verdict == "faster" else f" {ratio.verdict}"
+    value = f"{ratio.value:.2f}x"
+    return Cell(f"{value}{interval}{verdict}", bad_unless(ratio.verdict != "slower"), short=value)
 
 
 def milliseconds(value: float | None) -> str:
@@ -356,19 +330,18 @@ def milliseconds(value: float | None) -> str:
 
 
 def latency_cell(bench: Bench, config: BenchConfig, name: str) -> Cell:
-    """Return the median of a system, bad where it is not in its best form, or why there is none."""
-    if (found := row_of(config, name)) is not None:
-        precision = next(system.precision for system in bench.systems if system.name == name)
-        text = milliseconds(found.median_ms)
-        if not found.in_best_form:
-            return Cell(f"{text} unfused", "bad")
-        return Cell(f"{text} FP32", "bad") if found.fp32_gemms(precision) else Cell(text)
-    failed = any(row.system == name and row.status == "error" for row in config.rows)
-    return Cell("error", "bad") if failed else Cell("not measured")
+    tried = next((each for each in config.rows if each.system == name and each.status != "skipped"), None)
+    if tried is None:
+        return Cell("not measured")
+    if tried.status == "error":
+        return Cell("error", "bad")
+    precision = next(system.precision for system in bench.systems if system.name == name)
+    fault = " FP32" if tried.fp32_gemms(precision) else ""
+    fault = fault if tried.in_best_form else " unfused"
+    return Cell(f"{milliseconds(tried.median_ms)}{fault}", bad_unless(not fault))
 
 
 def latency_rows(bench: Bench) -> Rows:
-    """Return medians of every system, by config."""
     return [
         (system.label, [latency_cell(bench, config, system.name) for config in bench.configs])
         for system in bench.systems
@@ -376,7 +349,6 @@ def latency_rows(bench: Bench) -> Rows:
 
 
 def headline_title(bench: Bench) -> str:
-    """Return what INT8 is compared with before all else."""
     if bench.device == "cpu":
         return "INT8 over the fastest FP32 or BF16"
     engines_alone = len({system.backend for system in bench.systems}) == 1
@@ -384,131 +356,129 @@ def headline_title(bench: Bench) -> str:
 
 
 def headline_cells(bench: Bench, config: BenchConfig) -> list[Cell]:
-    """Return the speed-up of INT8 over the fastest system without it, and both with their medians."""
     if (best := headline_of(bench.systems, config)) is None:
         return [Cell("not measured"), Cell(), Cell()]
     return [ratio_cell(best), *(_named(bench, config, name) for name in (best.system, best.baseline))]
 
 
+def _named(bench: Bench, config: BenchConfig, name: str) -> Cell:
+    cell = latency_cell(bench, config, name)
+    return Cell(f"{bench.labels[name]} {cell.text}", cell.state)
+
+
 def ratio_rows(bench: Bench) -> Rows:
     """Return other ratios that tables show, by config: of engines, other recipes, other quantizers."""
-    labels = bench.labels
-    measured = {(ratio.system, ratio.baseline) for config in bench.configs for ratio in config.speedups}
-    others = [name for name in labels if name.startswith("int8-") and name not in OURS]
+    labels, configs = bench.labels, bench.configs
+    measured = {(ratio.system, ratio.baseline) for config in configs for ratio in config.speedups}
     rows = [
-        (f"{labels[a]} over {labels[b]}", [ratio_cell(speedup_of(config, a, b)) for config in bench.configs])
+        (f"{labels[a]} over {labels[b]}", [ratio_cell(speedup_of(config, a, b)) for config in configs])
         for a, b in NAMED_RATIOS
         if (a, b) in measured
     ]
     title = headline_title(bench).removeprefix("INT8 ")
-    return rows + [
-        (
-            f"{labels[name]} {title}",
-            [ratio_cell(over_fastest(bench.systems, config, name)) for config in bench.configs],
-        )
-        for name in others
-        if bench.device == "gpu"
-    ]
+    for name in labels:
+        if bench.device == "gpu" and name.startswith("int8-") and name not in OURS:
+            cells = [ratio_cell(over_fastest(bench.systems, config, name)) for config in configs]
+            rows.append((f"{labels[name]} {title}", cells))
+    return rows
 
 
 def _verdict(bench: Bench, ratios: Sequence[Speedup | None]) -> Verdict:
+    verdicts, slow = Counter(ratio.verdict for ratio in ratios if ratio is not None), slow_lines(bench)
+    state: State = "" if slow else "good"
+    if bench.errors or not bench.configs or verdicts["slower"]:
+        state = "bad"
+    elif verdicts["inconclusive"]:
+        state = "unclear"
+    return Verdict(state, _title(bench, verdicts, state), hardware(bench), [*bench.errors, *slow])
+
+
+def _title(bench: Bench, verdicts: Mapping[SpeedVerdict, int], state: State) -> str:
     shapes = count_of(len(bench.configs), "shape")
-    verdicts = [ratio.verdict for ratio in ratios if ratio is not None]
-    slow, sentence = slow_lines(bench), hardware(bench)
-    failures = [*bench.errors, *slow]
     if bench.errors or not bench.configs:
-        title = "The measurement has errors" if bench.errors else "Nothing was measured"
-        return Verdict("bad", title, sentence, failures)
-    if count := verdicts.count("slower"):
-        return Verdict("bad", f"INT8 is slower at {count} of {shapes}", sentence, failures)
-    if count := verdicts.count("inconclusive"):
-        return Verdict("unclear", f"Inconclusive at {count} of {shapes}", sentence, failures)
-    if slow:
-        return Verdict("", "INT8 is as fast", sentence, failures)
-    return Verdict("good", "INT8 is faster", sentence, failures)
+        return "The measurement has errors" if bench.errors else "Nothing was measured"
+    if state == "bad":
+        return f"INT8 is slower at {verdicts['slower']} of {shapes}"
+    if state == "unclear":
+        return f"Inconclusive at {verdicts['inconclusive']} of {shapes}"
+    return "INT8 is faster" if state == "good" else "INT8 is as fast"
 
 
-def _tables(bench: Bench) -> list[Block]:
-    """Return tables, charts and method."""
+def _blocks(bench: Bench) -> list[Block]:
     names = [config_text(bench, config) for config in bench.configs]
-    heads = [
-        row(name, *headline_cells(bench, config)) for name, config in zip(names, bench.configs, strict=True)
-    ]
     medians = [*latency_rows(bench), *ratio_rows(bench)]
-    details = [_detail(bench, config, each) for config in bench.configs for each in config.rows]
-    parts = range(0, len(names), SCREEN_CONFIGS)
-    draw: list[Callable[[Bench], str]] = [latency_svg, speedup_svg, throughput_svg]
-    every = Table(_detail_columns(bench), details, texts=(0, 1), look="sortable")
+    heads = [row(name, *headline_cells(bench, each)) for name, each in zip(names, bench.configs, strict=True)]
+    columns = ["shape", headline_title(bench), "INT8, ms", "baseline, ms"]
+    draws: list[Callable[[Bench], str]] = [latency_svg, speedup_svg, throughput_svg]
     interrupted = Prose("Interrupted: only the shapes that were finished are here.", "unclear", EVERYWHERE)
+    count = sum(len(config.rows) for config in bench.configs)
+    blocks: list[Block] = [] if bench.complete else [interrupted]
+    blocks.append(Table(columns, heads, look="full cards", on=EVERYWHERE))
+    rows = [row(name, *cells) for name, cells in medians]
+    blocks.append(Table(["median latency, ms", *names], rows, look="full names"))
+    for part in (slice(first, first + SCREEN_CONFIGS) for first in range(0, len(names), SCREEN_CONFIGS)):
+        rows = [row(name, *cells[part]) for name, cells in medians]
+        blocks.append(Table(["median, ms", *names[part]], rows, on=SCREEN))
     return [
-        *([] if bench.complete else [interrupted]),
-        Table(
-            ["shape", headline_title(bench), "INT8, ms", "baseline, ms"],
-            heads,
-            look="full cards",
-            on=EVERYWHERE,
-        ),
-        Table(
-            ["median latency, ms", *names], [row(name, *cells) for name, cells in medians], look="full names"
-        ),
-        *(
-            Table(
-                ["median, ms", *names[part : part + SCREEN_CONFIGS]],
-                [row(name, *cells[part : part + SCREEN_CONFIGS]) for name, cells in medians],
-                on=SCREEN,
-            )
-            for part in parts
-        ),
+        *blocks,
         Prose(clocks(bench), on=EVERYWHERE),
-        Columns([[Chart(partial(each, bench))] for each in draw]),
-        Fold(f"Percentiles, throughput, clock and power of all {len(details)} measurements", [every]),
+        Columns([[Chart(partial(draw, bench))] for draw in draws]),
+        Fold(f"Percentiles, throughput, clock and power of all {count} measurements", [_details(bench)]),
         Prose(f"{method(bench)} Measured by `{bench.command}`; every number is in `{BENCH_FILE}`.", "quiet"),
     ]
 
 
-def _detail_columns(bench: Bench) -> list[str]:
-    streams = [f"{count_of(count, 'stream')}, seq/s" for count in bench.settings.streams]
-    device = ["MHz", "W", "°C"] if bench.device == "gpu" else ["CPU ms"]
-    return [
-        "shape", "system", "p50 ms", "p90 ms", "p99 ms", "launches", "seq/s", *streams, *device,
-        "logit error", "INT8 GEMMs", "engine", "how",
-    ]  # fmt: skip
+def _details(bench: Bench) -> Table:
+    task, labels = label(bench.settings.dataset or ""), bench.labels
+    clocks, digits = (GPU_UNITS, 0) if bench.device == "gpu" else ({"cpu_ms": "CPU ms"}, 1)
+
+    def rate(streams: int, each: Measurement) -> str:
+        return known(rate_of(each[0], each[1].system, streams), ",.0f")
+
+    def clock(name: str, each: Measurement) -> str:
+        return known(getattr(each[1], name), f".{digits}f") or "not read"
+
+    def logit_error(each: Measurement) -> str:
+        config, measured = each
+        return "reference" if measured.system == config.reference else known(measured.rel_error, ".2g")
+
+    columns: list[Column[Measurement]] = [
+        ("shape", lambda each: config_label(each[0], task)),
+        ("system", lambda each: labels[each[1].system]),
+        ("p50 ms", lambda each: milliseconds(each[1].p50_ms)),
+        ("p90 ms", lambda each: milliseconds(each[1].p90_ms)),
+        ("p99 ms", lambda each: milliseconds(each[1].p99_ms)),
+        ("launches", lambda each: each[1].launches),
+        ("seq/s", lambda each: known(each[1].sequences_per_s, ",.0f")),
+        *((f"{count_of(n, 'stream')}, seq/s", partial(rate, n)) for n in bench.settings.streams),
+        *((unit, partial(clock, name)) for name, unit in clocks.items()),
+        ("logit error", logit_error),
+        ("INT8 GEMMs", _int8_gemms),
+        ("engine", lambda each: None if each[1].engine_bytes is None else size(each[1].engine_bytes)),
+        ("how", _how),
+    ]
+
+    def unmeasured(each: Measurement) -> Row | None:
+        config, failed = each
+        if failed.status == "done":
+            return None
+        blank = [""] * (len(columns) - 3)
+        reason = Cell(f"{failed.status}: {failed.reason}", bad_unless(failed.status != "error"))
+        return row(config_label(config, task), labels[failed.system], *blank, reason)
+
+    every = [(config, each) for config in bench.configs for each in config.rows]
+    return table_of(every, *columns, instead=unmeasured, texts=(0, 1), look="sortable")
 
 
-def _detail(bench: Bench, config: BenchConfig, each: BenchRow) -> Row:
-    first = [config_label(config, label(bench.settings.dataset or "")), bench.labels[each.system]]
-    if each.status != "done":
-        state: State = "bad" if each.status == "error" else ""
-        blank = [""] * (len(_detail_columns(bench)) - 3)
-        return row(*first, *blank, Cell(f"{each.status}: {each.reason}", state))
-    rates = {rate.streams: f"{rate.sequences_per_s:,.0f}" for rate in each.throughput}
-    device = [each.clock_mhz, each.power_w, each.temperature_c] if bench.device == "gpu" else [each.cpu_ms]
-    digits = 0 if bench.device == "gpu" else 1
-    error = "" if each.rel_error is None else f"{each.rel_error:.2g}"
-    proof = "" if each.int8_gemms is None else f"{each.int8_gemms}/{each.expected_int8_gemms}"
-    return row(
-        *first,
-        *(milliseconds(value) for value in (each.p50_ms, each.p90_ms, each.p99_ms)),
-        str(each.launches),
-        f"{each.sequences_per_s:,.0f}",
-        *(rates.get(count, "") for count in bench.settings.streams),
-        *("not read" if value is None else f"{value:.{digits}f}" for value in device),
-        "reference" if each.system == config.reference else error,
-        Cell(proof, "bad" if each.not_int8 else ""),
-        "" if each.engine_bytes is None else size(each.engine_bytes),
-        _how(each),
-    )
+def _int8_gemms(each: Measurement) -> Cell:
+    measured = each[1]
+    proof = "" if measured.int8_gemms is None else f"{measured.int8_gemms}/{measured.expected_int8_gemms}"
+    return Cell(proof, bad_unless(not measured.not_int8))
 
 
-def _how(each: BenchRow) -> str:
-    """Return how a system ran, with what its kernels prove."""
-    if each.kernels is None:
-        return each.detail or ""
-    fused, wide = each.kernels.fused_attention, each.kernels.fp32_gemms
-    return f"{each.detail}; {fused} fused attention kernels, {wide} GEMMs in FP32"
-
-
-def _named(bench: Bench, config: BenchConfig, name: str) -> Cell:
-    """Return the label of a system and its median."""
-    cell = latency_cell(bench, config, name)
-    return Cell(f"{bench.labels[name]} {cell.text}", cell.state)
+def _how(each: Measurement) -> str:
+    detail, kernels = each[1].detail or "", each[1].kernels
+    if kernels is None:
+        return detail
+    fused, wide = kernels.fused_attention, kernels.fp32_gemms
+    return f"{detail}; {fused} fused attention kernels, {wide} GEMMs in FP32"

@@ -4,14 +4,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 
-from qdqbench.eval.bench.rounds import compare_rounds
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.schema import Strict, Tabular, read
 from qdqbench.quantize.utils.speedup import Speedup
 
 BENCH_FILE = "bench.json"
+ROUND_RESAMPLES = 2000
 OURS = ("int8", "int8-exact")  # INT8 engines that a bench is about
 Device = Literal["gpu", "cpu"]
 Precision = Literal["int8", "fp16", "bf16", "fp32"]
@@ -156,11 +157,9 @@ class BenchRow(Strict):
 
     @property
     def in_best_form(self) -> bool:
-        """Return whether its kernels fuse attention, as far as they were read."""
         return self.kernels is None or self.kernels.fused_attention > 0
 
     def fp32_gemms(self, precision: str) -> int:
-        """Return how many products a system of a precision below FP32 ran in FP32."""
         return self.kernels.fp32_gemms if self.kernels and precision != "fp32" else 0
 
 
@@ -252,40 +251,60 @@ class Bench(Tabular):
 
     @property
     def labels(self) -> dict[str, str]:
-        """Return what systems are called, by name."""
         return {system.name: system.label for system in self.systems}
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield one row a system and config."""
         shape = {"kind", "batch", "length", "sequences"}
         for config in self.configs:
             yield from (config.model_dump(include=shape) | row.model_dump() for row in config.rows)
 
 
 def read_bench(path: Path) -> Bench:
-    """Read and check a `bench.json`.
-
-    Raises:
-        UserError: missing, or not of this schema.
-    """
     return read(path, Bench, "bench result", "run `qdqbench bench` again")
 
 
 def write_bench(path: Path, bench: Bench) -> None:
-    """Write `bench.json` atomically."""
     files.write_json(path, bench.model_dump(mode="json"))
 
 
 def row_of(config: BenchConfig, system: str) -> BenchRow | None:
-    """Return the measured row of a system; None where it was not measured."""
     return next((row for row in config.rows if row.system == system and row.status == "done"), None)
 
 
 def rate_of(config: BenchConfig, system: str, streams: int) -> float | None:
-    """Return sequences per second of a system at that many streams; None where it was not measured."""
     row = row_of(config, system)
     rates = {each.streams: each.sequences_per_s for each in row.throughput} if row else {}
     return rates.get(streams)
+
+
+def compare_rounds(  # noqa: PLR0913, PLR0917
+    system: str,
+    baseline: str,
+    config: str,
+    system_rounds: Sequence[float],
+    baseline_rounds: Sequence[float],
+    seed: int = 0,
+) -> Speedup:
+    """Return the ratio of the medians of rounds (milliseconds), with 95% by paired bootstrap over rounds."""
+    own, base = np.asarray(system_rounds), np.asarray(baseline_rounds)
+    own_ms, base_ms = float(np.median(own)), float(np.median(base))
+    value, low, high = base_ms / own_ms, None, None
+    if len(base) >= 3:
+        rows = np.random.default_rng(seed).integers(0, len(base), (ROUND_RESAMPLES, len(base)))
+        ratios = np.median(base[rows], axis=1) / np.median(own[rows], axis=1)
+        # the value is the estimate: an interval of a few rounds must not exclude it by interpolation
+        low, high = (float(edge) for edge in np.percentile(ratios, [2.5, 97.5]))
+        low, high = min(low, value), max(high, value)
+    return Speedup(
+        system=system,
+        baseline=baseline,
+        config=config,
+        value=value,
+        ci95_low=low,
+        ci95_high=high,
+        system_ms=own_ms,
+        baseline_ms=base_ms,
+    )
 
 
 def compute_speedups(rows: Sequence[BenchRow], config: str, seed: int) -> list[Speedup]:
@@ -306,29 +325,23 @@ def compute_speedups(rows: Sequence[BenchRow], config: str, seed: int) -> list[S
 
 
 def speedup_of(config: BenchConfig, system: str, baseline: str) -> Speedup | None:
-    """Return the speed-up of one system over another; None where one was not measured."""
     return next((s for s in config.speedups if (s.system, s.baseline) == (system, baseline)), None)
 
 
 def headline_of(systems: Sequence[BenchSystem], config: BenchConfig) -> Speedup | None:
-    """Return the fastest INT8 engine over the fastest system without INT8; None without either.
-
-    It is what `min_speedup` of a gate is checked against.
-    """
+    """Return the fastest INT8 engine over the fastest system without INT8: what `min_speedup` is about."""
     medians = {row.system: row.median_ms for row in config.rows if row.median_ms is not None}
     ours = min((name for name in OURS if name in medians), key=medians.__getitem__, default="")
     return over_fastest(systems, config, ours)
 
 
 def over_fastest(systems: Sequence[BenchSystem], config: BenchConfig, name: str) -> Speedup | None:
-    """Return one INT8 system over the fastest without INT8; None where not measured."""
     floats = {system.name for system in systems if system.precision != "int8"}
     ratios = [s for s in config.speedups if s.system == name and s.baseline in floats]
     return min(ratios, key=lambda ratio: ratio.value, default=None)
 
 
 def config_label(config: BenchConfig, task: str | None) -> str:
-    """Return `b32 s128`, or `b32 SST-2 lengths`."""
     if config.kind == "fixed":
         return f"b{config.batch} s{config.length}"
     return f"b{config.batch} {task} lengths"

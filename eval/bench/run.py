@@ -5,18 +5,23 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pynvml
 
-from qdqbench.eval.bench.config import BenchPlan, Config, Entry, Preparation, configs_of
 from qdqbench.eval.bench.cpu import CpuWork, prepare_on_cpu
 from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu
-from qdqbench.eval.bench.lanes import gpu_uuid
+from qdqbench.eval.bench.measure import (
+    LEAST_FOR_P99,
+    Burst,
+    Effort,
+    check_outputs,
+    gpu_uuid,
+    measure_rounds,
+)
 from qdqbench.eval.bench.results import (
     Bench,
     BenchConfig,
@@ -29,8 +34,7 @@ from qdqbench.eval.bench.results import (
     headline_of,
     speedup_of,
 )
-from qdqbench.eval.bench.rounds import LEAST_FOR_P99, Effort, Measured, check_outputs, measure_rounds
-from qdqbench.eval.bench.systems import describe_systems
+from qdqbench.eval.bench.systems import BenchPlan, Config, Entry, Preparation, configs_of, describe_systems
 from qdqbench.eval.bench.target import Target, softmax_notes
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.hazards import find_hazards
@@ -42,39 +46,29 @@ from qdqbench.quantize.utils.system.gpu import find_gpu
 
 CLOCK_INTERVAL_S = 0.1
 BUSY = 0.5  # load average of a machine on which something else runs
-
-
-@dataclass(frozen=True)
-class Clocks:
-    """Clock, power and temperature of a GPU; None where nothing reads them."""
-
-    clock_mhz: float | None = None
-    power_w: float | None = None
-    temperature_c: float | None = None
-
-
-def medians(samples: Iterable[tuple[float, Clocks]], windows: Sequence[tuple[float, float]]) -> Clocks:
-    """Return medians of the samples inside any window (start, end), in seconds of time.time()."""
-    inside = [clocks for when, clocks in samples if any(start <= when <= end for start, end in windows)]
-    columns = {name: [getattr(clocks, name) for clocks in inside] for name in vars(Clocks())}
-    read = {name: [value for value in values if value is not None] for name, values in columns.items()}
-    return Clocks(**{name: float(statistics.median(values)) for name, values in read.items() if values})
+CPU_LEAST = 2  # launches per round; one may take seconds
+# threads of PyTorch's OpenMP spin for 10 ms after their work (measured), of others not at all
+CPU_REST_S = 0.02
+# whose logits are trusted, best first
+REFERENCES = ("torch-fp32", "fp32", "fp16", "fp32-onnxruntime", "fp32-openvino")
+CLOCKS: dict[str, Callable[[Any], float]] = {  # fields of a row, by what NVML answers of a GPU
+    "clock_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+    "power_w": lambda gpu: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    "temperature_c": lambda gpu: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+}
 
 
 class GpuMonitor:
     """A thread that reads the GPU while the context is open; `reason` says why nothing was read.
 
-    A reading takes 0.07 ms: on an H100 a CUDA graph of 0.27 ms ran as long with it as without.
-
-    Args:
-        gpu_uuid: NVML does not heed CUDA_VISIBLE_DEVICES; None takes its first GPU.
+    A reading takes 0.07 ms: on an H100 a CUDA graph of 0.27 ms ran as long with it as without. NVML does not
+    heed CUDA_VISIBLE_DEVICES; without a UUID its first GPU is read.
     """
 
     def __init__(self, gpu_uuid: str | None) -> None:
-        self.samples: list[tuple[float, Clocks]] = []
+        self.samples: list[tuple[float, dict[str, float]]] = []  # seconds of time.time(), and fields of a row
         self.reason: str | None = None
-        self._uuid = gpu_uuid
-        self._ended = threading.Event()
+        self._uuid, self._ended = gpu_uuid, threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "GpuMonitor":
@@ -97,51 +91,45 @@ class GpuMonitor:
         if self.samples:
             self.reason = None
 
-    def during(self, windows: Sequence[tuple[float, float]]) -> Clocks:
-        """Return medians of what was read inside these windows."""
-        return medians(list(self.samples), windows)
+    def during(self, windows: Sequence[tuple[float, float]]) -> dict[str, float]:
+        inside = [
+            reading
+            for when, reading in list(self.samples)
+            if any(start <= when <= end for start, end in windows)
+        ]
+        columns = {name: [reading[name] for reading in inside if name in reading] for name in CLOCKS}
+        return {name: float(statistics.median(values)) for name, values in columns.items() if values}
 
     def _read(self) -> None:
-        self.reason = "NVML gave no reading"
-        uuid = self._uuid
+        self.reason, uuid = "NVML gave no reading", self._uuid
         try:
             gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
         except pynvml.NVMLError as error:
             self.reason = f"NVML gave no reading: {error}"
             return
         while not self._ended.is_set():
-            when = time.time()
-            clock = self._number(lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM))
-            power = self._number(lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000)  # of milliwatts
-            heat = self._number(lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU))
-            if (read := Clocks(clock, power, heat)) != Clocks():
-                self.samples.append((when, read))
+            when, reading = time.time(), dict[str, float]()
+            for name, ask in CLOCKS.items():
+                try:
+                    reading[name] = float(ask(gpu))
+                except pynvml.NVMLError as error:  # this GPU does not tell
+                    self.reason = f"NVML gave no reading: {error}"
+            if reading:
+                self.samples.append((when, reading))
             self._ended.wait(CLOCK_INTERVAL_S)
-
-    def _number(self, ask: Callable[[], float]) -> float | None:
-        """Return what a query of NVML answers; None where this GPU does not."""
-        try:
-            return float(ask())
-        except pynvml.NVMLError as error:
-            self.reason = f"NVML gave no reading: {error}"
-            return None
 
 
 def cpu_now() -> BenchCpu:
-    """Return the CPU of this machine and its load."""
     cpu, load = find_cpu(), load_average()
-    return BenchCpu(
-        name=cpu.name, cores=cpu.cores, features=list(cpu.features), load_before=load, load_after=load
-    )
+    features = list(cpu.features)
+    return BenchCpu(name=cpu.name, cores=cpu.cores, features=features, load_before=load, load_after=load)
 
 
 def load_average() -> float | None:
-    """Return the load average of the last minute."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def busy_notes() -> list[str]:
-    """Return a note where something else runs on this machine."""
     if (load := load_average() or 0.0) < BUSY:
         return []
     return [
@@ -150,18 +138,8 @@ def busy_notes() -> list[str]:
     ]
 
 
-CPU_LEAST = 2  # launches per round; one may take seconds
-CPU_REST_S = (
-    0.02  # threads of PyTorch's OpenMP spin for 10 ms after their work (measured), of others not at all
-)
-
-
 def require_gpu(backend: Any) -> tuple[str, str]:
-    """Return backend and version of the engines to measure.
-
-    Raises:
-        MissingDevice: lists everything that is missing.
-    """
+    """Return backend and version of the engines to measure; MissingDevice lists all that is missing."""
     import torch
 
     missing, chosen = [], None
@@ -181,10 +159,6 @@ def require_gpu(backend: Any) -> tuple[str, str]:
     return chosen.name, chosen.version
 
 
-# whose logits are trusted, best first
-REFERENCES = ("torch-fp32", "fp32", "fp16", "fp32-onnxruntime", "fp32-openvino")
-
-
 def run_bench(  # noqa: PLR0913
     target: Target,
     options: BenchPlan,
@@ -195,18 +169,7 @@ def run_bench(  # noqa: PLR0913
     save: Callable[[Bench], None] = lambda bench: None,
     announce: Callable[[str], None] = lambda text: None,
 ) -> Bench:
-    """Measure every config.
-
-    Args:
-        work: of the device of the options.
-        backend: on a GPU the builder of engines and its version.
-        save: called after each config with what is known so far.
-        announce: called with what is being done.
-
-    Raises:
-        MissingDevice: the GPU or a runtime is not there; names all that is missing.
-        CheckFailed: a system fails while it is measured; finished configs were saved.
-    """
+    """Measure every config; `save` gets what is known after each, `announce` what is being done."""
     on_cpu, clock = options.device == "cpu", time.monotonic()
     capability = gpu.compute_capability if not on_cpu and (gpu := find_gpu()) else None
     result = Bench(
@@ -254,23 +217,18 @@ def _measure_config(  # noqa: PLR0913, PLR0917
     announce: Callable[[str], None],
 ) -> None:
     """Prepare, verify, measure, verify again; adds the config and what is wrong with it to the result."""
-    on_cpu, clock = options.device == "cpu", time.monotonic()
-    effort = Effort(
-        rounds=options.rounds,
-        duration_s=options.duration_s,
-        iterations=options.iterations,
-        streams=() if config.split else tuple(options.streams),
-        least=(1 if config.split else CPU_LEAST) if on_cpu else Effort.least,
-        rest_s=CPU_REST_S if on_cpu else 0,
-    )
-    label = f"b{config.batch} {'data set' if config.split else f's{config.length}'}"
+    on_cpu, clock, split = options.device == "cpu", time.monotonic(), config.split
+    streams = () if split else tuple(options.streams)
+    least, rest_s = (1 if split else CPU_LEAST, CPU_REST_S) if on_cpu else (Effort.least, 0.0)
+    effort = Effort(options.rounds, options.duration_s, options.iterations, streams, least, rest_s)
+    label = f"b{config.batch} {'data set' if split else f's{config.length}'}"
     with ExitStack() as stack:
         stack.callback(gc.collect)
         announce(f"{label}: preparing systems")
         if isinstance(work, GpuWork):
-            entries = prepare_on_gpu(Preparation(target, options, config, work, stack), result.systems)
+            entries = prepare_on_gpu(Preparation(target, options, config, work, stack))
         else:
-            entries = prepare_on_cpu(Preparation(target, options, config, work, stack), result.systems)
+            entries = prepare_on_cpu(Preparation(target, options, config, work, stack))
         announce(f"{label}: verifying outputs")
         reference = _check(entries)
         ready = [entry.system for entry in entries if entry.system is not None]
@@ -281,28 +239,29 @@ def _measure_config(  # noqa: PLR0913, PLR0917
         _read_kernels(result, entries, label)
         for entry in entries:
             if entry.row.status == "done":
-                rounds = measured[entry.row.system]
-                windows = [(burst.start, burst.end) for burst in rounds.bursts]
-                clocks = monitor.during(windows) if monitor else Clocks()
-                fill_row(entry.row, rounds, config.sequences, effort.streams, clocks)
-                entry.row.cpu_ms = float(np.median(rounds.cpu_ms)) if on_cpu else None
-        rows = [entry.row for entry in entries]
+                bursts = measured[entry.row.system]
+                fill_row(entry.row, bursts, config.sequences, effort.streams)
+                if on_cpu:
+                    entry.row.cpu_ms = float(np.median([burst.cpu_ms for burst in bursts]))
+                windows = [(burst.start, burst.end) for burst in bursts]
+                for name, value in (monitor.during(windows) if monitor else {}).items():
+                    setattr(entry.row, name, value)
         tokens = config.batch * (config.length or 0)
         row = BenchConfig(
-            kind="dataset" if config.split else "fixed",
+            kind="dataset" if split else "fixed",
             batch=config.batch,
             length=config.length,
             sequences=config.sequences,
             shapes=len(config.shapes),
-            padded_to=sorted({length for _, length in config.shapes}) if config.split else [],
-            real_tokens=config.split.real_tokens if config.split else tokens,
-            padded_tokens=config.split.padded_tokens if config.split else tokens,
+            padded_to=sorted({length for _, length in config.shapes}) if split else [],
+            real_tokens=split.real_tokens if split else tokens,
+            padded_tokens=split.padded_tokens if split else tokens,
             reference=reference,
-            rows=rows,
+            rows=[entry.row for entry in entries],
             speedups=[],
             elapsed_s=round(time.monotonic() - clock, 1),
         )
-        row.speedups = compute_speedups(rows, config_label(row, result.settings.dataset), options.seed)
+        row.speedups = compute_speedups(row.rows, config_label(row, result.settings.dataset), options.seed)
         row.headline = headline_of(result.systems, row)
         row.slow_reasons = _slow_reasons(row, entries)
         for entry in entries:
@@ -314,21 +273,18 @@ def _measure_config(  # noqa: PLR0913, PLR0917
     _record_problems(result, row)
 
 
-def fill_row(row: BenchRow, rounds: Measured, sequences: int, streams: Sequence[int], clocks: Clocks) -> None:
-    """Write a system's numbers into its row."""
-    row.launches = len(rounds.launches)
-    row.round_ms = rounds.round_ms
-    row.median_ms = rounds.median_ms
-    row.p50_ms, row.p90_ms = rounds.percentile(50), rounds.percentile(90)
-    row.p99_ms = rounds.percentile(99) if row.launches >= LEAST_FOR_P99 else None
-    row.sequences_per_s = 1000 * sequences / rounds.median_ms
-    measured = {count: rounds.throughput(count) for count in streams}
-    rates = {count: [sequences * rate for rate in each] for count, each in measured.items() if each}
-    row.throughput = [
-        BenchThroughput(streams=count, sequences_per_s=float(np.median(each)), low=min(each), high=max(each))
-        for count, each in rates.items()
-    ]
-    row.clock_mhz, row.power_w, row.temperature_c = clocks.clock_mhz, clocks.power_w, clocks.temperature_c
+def fill_row(row: BenchRow, bursts: Sequence[Burst], sequences: int, streams: Sequence[int]) -> None:
+    latencies = [value for burst in bursts for value in burst.latencies_ms]
+    row.launches, row.round_ms = len(latencies), [burst.median_ms for burst in bursts]
+    row.median_ms = float(np.median(row.round_ms))  # one disturbed round moves nothing
+    row.p50_ms, row.p90_ms, p99_ms = (float(np.percentile(latencies, at)) for at in (50, 90, 99))
+    row.p99_ms = p99_ms if row.launches >= LEAST_FOR_P99 else None
+    row.sequences_per_s = 1000 * sequences / row.median_ms
+    for count in streams:
+        rates = [burst.launches_per_s[count] * sequences for burst in bursts if count in burst.launches_per_s]
+        if rates:
+            median, low, high = float(np.median(rates)), min(rates), max(rates)
+            row.throughput.append(BenchThroughput(streams=count, sequences_per_s=median, low=low, high=high))
 
 
 def _check(entries: Sequence[Entry]) -> str | None:
@@ -358,7 +314,6 @@ def _read_kernels(result: Bench, entries: Sequence[Entry], where: str) -> None:
 
 
 def _slow_reasons(config: BenchConfig, entries: Sequence[Entry]) -> list[str]:
-    """Return why INT8 is slower than its FP16 engine; empty where it is not."""
     ratio = speedup_of(config, "int8", "fp16")
     layers = {entry.row.system: entry.layers for entry in entries}
     int8, fp16 = layers.get("int8"), layers.get("fp16")
@@ -367,7 +322,6 @@ def _slow_reasons(config: BenchConfig, entries: Sequence[Entry]) -> list[str]:
 
 
 def _record_problems(result: Bench, config: BenchConfig) -> None:
-    """Add errors and gaps in words."""
     systems = {system.name: system for system in result.systems}
     where = config_label(config, result.settings.dataset)
     known = {(row.system, row.reason) for before in result.configs[:-1] for row in before.rows}

@@ -1,18 +1,67 @@
-"""Systems of a bench: one table for GPUs and CPUs, each in the best form that it has."""
+"""Configs and systems of a bench: one table for GPUs and CPUs, each in the best form that it has."""
 
+import functools
 import importlib.metadata
 import os
 import shutil
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Literal
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, cast
 
-from qdqbench.eval.bench.config import BenchPlan
-from qdqbench.eval.bench.results import BenchSystem, Device, Precision
-from qdqbench.eval.bench.target import Target
+from pydantic import ConfigDict
+
+from qdqbench.eval.bench import peers
+from qdqbench.eval.bench.measure import ReadySystem, random_sets
+from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSettings, BenchSystem, Device, Precision
+from qdqbench.eval.bench.target import BatchedSplit, Target
 from qdqbench.quantize.engine.backend import choose_backend, preferred_backend
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.pipeline.artifacts import engine_profiles
+from qdqbench.quantize.utils.arrays import Batch
+from qdqbench.quantize.utils.errors import MissingDevice, QdqError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendName
+from qdqbench.quantize.utils.progress import report_phase
+from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.cpu import find_cpu
+
+
+class BenchPlan(BenchSettings):
+    """What is measured; `BenchSettings` of it are recorded."""
+
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+    device: Device
+    splits: tuple[BatchedSplit, ...] = ()  # of the data set, one for each batch size
+    baselines: bool
+    fp32: bool  # the FP32 engine too
+    compile_seconds: float = 90.0  # for each shape and mode of torch.compile on a GPU
+    keep_engines: bool = False
+    exclude: tuple[str, ...] = ()  # names of systems
+    build_only: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    batch: int
+    length: int | None
+    split: BatchedSplit | None
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        return self.split.shapes if self.split else [(self.batch, self.length or 0)]
+
+    @property
+    def sequences(self) -> int:
+        return self.split.sequences if self.split else self.batch
+
+
+def configs_of(options: BenchPlan) -> list[Config]:
+    fixed = [Config(batch, length, None) for length in options.lengths for batch in options.batches]
+    return fixed + [Config(split.batch, None, split) for split in options.splits]
+
 
 EXACT = ", exact shape"
 # int8: our INT8 graph; export: the float ONNX export; dynamic, nncf: the export by other quantizers;
@@ -23,8 +72,6 @@ ENGINES: tuple[Kind, ...] = ("int8", "export")  # the others are baselines that 
 
 @dataclass(frozen=True)
 class System:
-    """A row of the table."""
-
     device: Device
     name: str
     label: str
@@ -39,7 +86,6 @@ class System:
 
     @property
     def is_engine(self) -> bool:
-        """Return whether it is an engine of ours, INT8 or not."""
         return self.kind in ENGINES
 
 
@@ -84,19 +130,17 @@ def systems_of(target: Target | None, options: BenchPlan) -> dict[str, System]:
         and (options.fp32 or not (system.is_engine and system.precision == "fp32"))
         and not (system.is_engine and target is None)
         and not (system.kind == "int8" and target and not target.session.recipe.quantizes)
+        and (system.shapes != "exact" or options.engine_shapes == "both")
     ]
-    if options.device == "cpu":
-        if target is not None:
-            own = f"int8-{own_backend(target.session.recipe.engine.backend)}"
-            systems.sort(key=lambda system: system.name != own)
-            systems = [replace(system, name="int8") if system.name == own else system for system in systems]
-    else:
+    if target is not None and options.device == "cpu":
+        own = f"int8-{own_backend(target.session.recipe.engine.backend)}"
+        systems.sort(key=lambda system: system.name != own)
+        systems = [replace(system, name="int8") if system.name == own else system for system in systems]
+    elif target is not None:
         systems += [
             System("gpu", f"int8-{name}", f"INT8 engine, {name}", "int8", "int8", "", "recipe", recipe=name)
-            for name in (target.extra if target else ())
+            for name in target.extra
         ]
-    if options.engine_shapes != "both":
-        systems = [system for system in systems if system.shapes != "exact"]
     if options.engine_shapes == "exact":
         systems = [
             replace(system, shapes="exact", label=system.label + EXACT) if system.shapes else system
@@ -106,11 +150,7 @@ def systems_of(target: Target | None, options: BenchPlan) -> dict[str, System]:
 
 
 def describe_systems(target: Target, options: BenchPlan, backend: str) -> list[BenchSystem]:
-    """Return who takes part, in the order of tables and charts.
-
-    Args:
-        backend: on a GPU the builder of engines and its version.
-    """
+    """Return who takes part, in the order of tables; `backend` is the builder of engines on a GPU."""
     recipes = {name: extra.session.recipe.model_dump(mode="json") for name, extra in target.extra.items()}
     return [
         BenchSystem(
@@ -125,23 +165,17 @@ def describe_systems(target: Target, options: BenchPlan, backend: str) -> list[B
 
 
 def own_backend(choice: BackendChoice) -> BackendName:
-    """Return the CPU runtime of a bench's INT8 engine: the recipe's, else the first that is installed.
-
-    Raises:
-        MissingDevice: the recipe's is not installed; says how to.
-    """
+    """Return the CPU runtime of a bench's INT8 engine: the recipe's, else the first that is installed."""
     if choice not in CPU_BACKENDS:
         choice = next(name for name in CPU_BACKENDS if find_spec(name))  # ONNX Runtime is always there
     return choose_backend(choice).name
 
 
 def runs_on_cpu(choice: BackendChoice) -> bool:
-    """Return whether a recipe's engine runs on the CPU of this machine."""
     return preferred_backend(choice) in CPU_BACKENDS
 
 
 def why_absent(system: System) -> str | None:
-    """Return why a system cannot take part on this CPU, and how to fix it."""
     for library in filter(None, (system.library, system.needs)):
         if not _version(library):
             extra = "'qdqbench[openvino]'" if library == "openvino" else library
@@ -158,3 +192,98 @@ def _version(library: str) -> str:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+@dataclass
+class SharedWork:
+    models: dict[str, Any] = field(default_factory=dict, kw_only=True)  # by precision, or by who quantized
+
+
+Work = TypeVar("Work", bound=SharedWork)
+
+
+@dataclass(frozen=True)
+class Preparation(Generic[Work]):
+    target: Target
+    options: BenchPlan
+    config: Config
+    work: Work  # what all configs of a bench share
+    stack: ExitStack  # frees what the config holds
+    compiled: dict[str, Any] = field(default_factory=dict)  # functions of PyTorch by precision and mode
+
+    @property
+    def folder(self) -> Path:
+        return self.target.session.folder / "bench"
+
+    @functools.cached_property
+    def batches(self) -> list[Batch]:
+        config, target, options = self.config, self.target, self.options
+        if config.split:
+            return config.split.batches
+        vocabulary = target.about.shape["vocabulary"]
+        return random_sets(
+            target.family.inputs, config.shapes[0], vocabulary, options.input_sets, options.seed
+        )
+
+    def forward(self, system: System) -> Callable[..., Any]:
+        """Return the model in PyTorch with SDPA attention, eager or compiled; on a GPU for each shape."""
+        models, precision = self.work.models, system.precision
+        if precision not in models:
+            device = "cuda" if system.device == "gpu" else "cpu"
+            models[precision] = peers.sdpa_model(self.target.session.new_model(), precision, device)
+        if not system.mode:
+            return peers.eager_forward(models[precision])
+        key = f"{precision} {system.mode}"
+        if key not in self.compiled:
+            dynamic = system.device == "cpu" and self.config.split is not None
+            self.compiled[key] = peers.compiled_forward(models[precision], system.mode, dynamic=dynamic)
+        return cast("Callable[..., Any]", self.compiled[key])
+
+
+@dataclass
+class Entry:
+    """A system in a config: ready to be measured, or why not."""
+
+    row: BenchRow
+    system: ReadySystem | None = None
+    layers: list[LayerRow] = field(default_factory=list)
+    kernels: Callable[[], BenchKernels] | None = None  # of one inference; reads them, so only once measured
+
+
+def prepare_each(here: Preparation[Any], prepare: Callable[[System], Entry]) -> list[Entry]:
+    """Prepare every system; an engine of the bench that fails is an error, all else is skipped."""
+    import torch
+
+    # past a limit of shapes dynamo silently falls back to eager
+    here.stack.callback(torch.compiler.reset)
+    entries = []
+    for name, system in systems_of(here.target, here.options).items():
+        report_phase(f"preparing {name}")
+        may_skip = not system.is_engine or bool(system.recipe)
+        try:
+            entries.append(prepare(system))
+        except Exception as error:
+            # compilers fail in a hundred ways, and a missing baseline is a gap in the table; a missing engine
+            # of ours is an error, whatever else is measured
+            explained = isinstance(error, (QdqError, RuntimeError)) and not isinstance(error, MissingDevice)
+            if not (may_skip or explained):
+                raise
+            reason = " ".join(f"{error}".split())[:300] or type(error).__name__
+            status: Literal["error", "skipped"] = "skipped" if may_skip else "error"
+            entries.append(Entry(BenchRow(system=name, status=status, reason=reason)))
+    return entries
+
+
+def profiles_of(target: Target, shapes: str, config: Config) -> list[Profile]:
+    """Return the optimization profiles of a config's engines: the recipe's ("recipe"), or exactly its shapes.
+
+    A split without buckets needs a range: from the smallest to the largest, best at the median.
+    """
+    if shapes == "recipe":
+        return engine_profiles(target.session)
+    if config.split is None or config.split.bucketed:
+        return [Profile(min=pair, opt=pair, max=pair) for pair in config.shapes]
+    rows, lengths = ([pair[axis] for pair in config.shapes] for axis in (0, 1))
+    middle = sorted(batch["input_ids"].shape[1] for batch in config.split.batches)
+    opt = (max(rows), middle[len(middle) // 2])
+    return [Profile(min=(min(rows), min(lengths)), opt=opt, max=(max(rows), max(lengths)))]

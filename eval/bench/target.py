@@ -6,35 +6,37 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from qdqbench.eval.bench.lanes import session_sets
+import numpy as np
+
+from qdqbench.eval.bench.measure import session_sets
 from qdqbench.eval.bench.results import BenchTarget
 from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.record import read_record, write_record
 from qdqbench.quantize.calibration.softmax import LONG
+from qdqbench.quantize.engine.profiles import choose_edges
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import MODEL_SHAPES, family_named, family_of
 from qdqbench.quantize.models.identity import has_pooling
-from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.models.inputs import pad_columns
+from qdqbench.quantize.models.load import load_model, load_tokenizer
 from qdqbench.quantize.models.pooling import Pooling
 from qdqbench.quantize.pipeline import artifacts
-from qdqbench.quantize.pipeline.artifacts import FP16, FP32, INT8
+from qdqbench.quantize.pipeline.artifacts import FP16, FP32, INT8, length_edges
 from qdqbench.quantize.pipeline.pipeline import open_run, run_stages
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.recipe.schema import Recipe, find_recipe, load_recipe
-from qdqbench.quantize.tasks.task import EMBED, Task
+from qdqbench.quantize.tasks.rows import encode, load_split, sorted_batches, sorted_rows
+from qdqbench.quantize.tasks.task import EMBED, Task, get_task
 from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import limits_of
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.system.quiet import quiet
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 RANDOM_SAMPLES, RANDOM_BATCH = 32, 8  # of random ids: only latency is measured, so few are enough
 RANDOM_IDS = "random token ids: accuracy means nothing"
@@ -43,8 +45,6 @@ GRAPHS = {"int8": INT8, "fp16": FP16, "fp32": FP32}
 
 @dataclass
 class Target:
-    """An exported model: its ONNX files in INT8, FP16 and FP32."""
-
     session: Session  # its folder holds the ONNX files
     about: BenchTarget
     extra: "dict[str, Target]" = field(default_factory=dict)  # the same model by other recipes
@@ -52,23 +52,19 @@ class Target:
 
     @property
     def graphs(self) -> dict[str, Path]:
-        """Return ONNX files by precision, INT8 first."""
         paths = {name: self.session.folder / file for name, file in GRAPHS.items()}
         return {name: path for name, path in paths.items() if name != "int8" or self.session.recipe.quantizes}
 
     @functools.cached_property
     def gemms(self) -> list[str]:
-        """Return the ONNX nodes that must run in INT8."""
         return artifacts.expected_gemms(self.session)
 
     @property
     def family(self) -> Family:
-        """Return the family of the recipe, and so of the model."""
         return family_named(self.session.recipe.model.family)
 
 
 def recipe_for(model: str, recipe: str | None) -> Recipe:
-    """Return the recipe for a model folder or a published size, without training."""
     name, shape = recipe or DEFAULT_RECIPE, MODEL_SHAPES.get(model)
     if shape:
         return load_recipe(name, lambda: family_of(shape["model_type"])).ptq
@@ -76,11 +72,7 @@ def recipe_for(model: str, recipe: str | None) -> Recipe:
 
 
 def run_target(folder: Path) -> Target:
-    """Open a run directory with its exported files.
-
-    Raises:
-        UserError: no run directory, or nothing is exported yet.
-    """
+    """Open a run directory with its exported files; UserError where nothing is exported yet."""
     session = Session(read_config(folder), folder)
     exports = [FP32, FP16, *([INT8] if session.recipe.quantizes else [])]
     if missing := [name for name in exports if not (folder / name).is_file()]:
@@ -109,15 +101,11 @@ def model_target(  # noqa: PLR0913, PLR0917
         longest: tokens of the longest input to measure; an INT8 softmax needs a scale that holds there.
         pooling: of a built-in shape, or of a plain encoder, that is measured as an embedding model.
         ready: called with the run directory once the model can be loaded from it, before the export.
-
-    Raises:
-        UserError: the model or the folder cannot be used.
     """
     shape = MODEL_SHAPES.get(model)
-    source = str(folder / "model") if shape else model
     config = RunConfig(
         recipe=recipe,
-        model=source,
+        model=str(folder / "model") if shape else model,
         task=random_ids_task(None if shape else model, pooling),
         pooling=pooling,
         data="none",
@@ -140,11 +128,7 @@ def model_target(  # noqa: PLR0913, PLR0917
 
 
 def check_lengths(target: Target, lengths: Sequence[int]) -> None:
-    """Refuse lengths that the model or the recipe does not take.
-
-    Raises:
-        UserError: names them and the limit.
-    """
+    """Refuse lengths that the model or the recipe does not take with a UserError that names them."""
     longest = target.about.shape["positions"]
     reason = f"{target.about.name} has {longest} positions"
     recipe = target.session.recipe
@@ -156,11 +140,11 @@ def check_lengths(target: Target, lengths: Sequence[int]) -> None:
 
 
 def softmax_notes(target: Target, lengths: Sequence[int]) -> list[str]:
-    """Return a note on lengths beyond those that an INT8 softmax got its scale for."""
     if not target.session.recipe.int8_attention:
         return []
     seen = max(int(read_record(target.session.record_path).data["lengths"]["max"]), LONG)
-    if not (longer := [str(length) for length in lengths if length > seen]):
+    longer = [str(length) for length in lengths if length > seen]
+    if not longer:
         return []
     return [
         f"calibration saw {seen} tokens at most: at {', '.join(longer)} the INT8 softmax loses more of the "
@@ -187,8 +171,7 @@ def _calibrate(session: Session, *, longest: int) -> list[Path]:
 
 
 def _target(session: Session, kind: Any, model_name: str, calibration: str) -> Target:
-    model: PreTrainedModel = session.fp32_model
-    config, family = model.config, family_of(model.config)
+    config, family = session.fp32_model.config, family_of(session.fp32_model.config)
     about = BenchTarget(
         kind=kind,
         name=Path(model_name).name,
@@ -201,7 +184,7 @@ def _target(session: Session, kind: Any, model_name: str, calibration: str) -> T
             "intermediate": int(getattr(config, family.intermediate)),
             "vocabulary": int(config.vocab_size),
             "positions": family.positions(config),
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "parameters": sum(parameter.numel() for parameter in session.fp32_model.parameters()),
         },
         files={},
     )
@@ -234,3 +217,86 @@ def write_random_model(folder: Path, shape: dict[str, Any], seed: int) -> None:
         classifier: Any = AutoModelForSequenceClassification
         classifier.from_config(config).save_pretrained(folder)
     files.write_json(stamp, identity)
+
+
+PADDING_STEP = 8  # without buckets lengths are padded up to it: few shapes, and what tensor cores want
+
+
+@dataclass(frozen=True)
+class BatchedSplit:
+    task: str
+    batch: int
+    batches: list[Batch]  # padded
+    rows: list[int]  # of each batch; what it holds beyond them are copies of its last one
+    sequences: int  # of the split
+    real_tokens: int
+    bucketed: bool = False  # few shapes, worth kernels of their own
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        return list(dict.fromkeys(tuple(batch["input_ids"].shape) for batch in self.batches))
+
+    @property
+    def padded_tokens(self) -> int:
+        return sum(batch["input_ids"].size for batch in self.batches)
+
+
+def batched_splits(  # noqa: PLR0913
+    target: Target,
+    task: str,
+    *,
+    batches: Sequence[int],
+    data: str | None,
+    tokenizer: str | None,
+    buckets: bool,
+) -> tuple[BatchedSplit, ...]:
+    """Return the first evaluation split of a task for each batch size, in the batches that every system runs.
+
+    On a GPU kernels are made for shapes, so each batch is padded to one of a few lengths, and the rows of a
+    bucket are shared out evenly. Some batches hold a copy of a row, so that a bucket is one shape: a profile,
+    a CUDA graph and a compilation each. On a CPU, whose kernels take every shape, a batch is as long as its
+    longest row, rounded up so that shapes repeat.
+
+    Args:
+        data: source of the task, as in `qdqbench run`; needed where the target is no run of that task.
+        tokenizer: folder or hub id; needed for a built-in shape.
+        buckets: pad to a few lengths: those of the run with `shapes: auto`, else those that pad least.
+    """
+    session, about = target.session, target.about
+    own = about.kind == "run" and session.config.task.name == task
+    if data is None and not own:
+        raise UserError(
+            f"--dataset {task} needs --data (hub or a folder): {about.name} does not have that task"
+        )
+    if tokenizer is None and about.kind == "shape":
+        raise UserError(f"--dataset needs --tokenizer: the shape {about.name} has none")
+    chosen = session.config.task if own else get_task(task)
+    loaded = load_tokenizer(tokenizer) if tokenizer else session.tokenizer
+    limit = session.config.limit if own else None
+    split = load_split(chosen, data or session.data_source, chosen.eval_splits[0], limit=limit)
+    longest = session.recipe.export.max_length
+    encoded = encode(split, chosen, loaded, longest)
+    largest = max(int(ids.max()) for ids in encoded.input_ids)
+    if largest >= (count := about.shape["vocabulary"]):
+        raise UserError(f"the tokenizer gives id {largest}, but {about.name} has {count} ids; give its own")
+    edges = None
+    if buckets and about.kind == "run" and (known := length_edges(session)):
+        edges = known if known[-1] == longest else [*known, longest]  # what is longer has a profile, too
+    elif buckets:
+        shortest = min((each.length[0] for each in session.recipe.engine.profiles), default=1)
+        edges = choose_edges(np.maximum(encoded.lengths, shortest), longest)
+    splits, tokens, pad_id = [], int(encoded.lengths.sum()), int(loaded.pad_token_id)
+    for size in batches:
+        indexed = list(sorted_batches(encoded, size, pad_id=pad_id, edges=edges))  # the longest first
+        widths = [batch["input_ids"].shape[1] for _, batch in indexed]
+        if edges is None:
+            lengths = [min(-(-length // PADDING_STEP) * PADDING_STEP, longest) for length in widths]
+        else:
+            lengths = [length for length, _ in sorted_rows(encoded.lengths, size, edges)]
+        inputs = []
+        for (_, batch), width, length in zip(indexed, widths, lengths, strict=True):
+            padded = pad_columns(batch, length - width, pad_id)
+            inputs.append({name: padded[name] for name in target.family.inputs})
+        rows = [len(index) for index, _ in indexed]
+        splits.append(BatchedSplit(chosen.name, size, inputs, rows, encoded.rows, tokens, bucketed=buckets))
+    return tuple(splits)

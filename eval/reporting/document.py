@@ -1,33 +1,6 @@
 """The report document: what a command reports, which `render` turns into a page, Markdown or a screen.
 
-A report is data. State is a field (`Cell.state`, `Verdict.state`), never a word to be found in a text:
-renderers add signs and colors. In prose, what lies between backticks is code. Example:
-
-    def speed_report(result: Speed) -> Report:
-        return Report(
-            page=page_of(result, "speed", model_label(result.model), [result.recipe], "speed.json"),
-            verdict=Verdict("good", "INT8 is faster", headline(result)),
-            tiles=[Tile("speed", "1.84x", "over FP16 at b1 s128")],
-            warnings=result.warnings,
-            sections=[
-                Section("speed", "Speed", [
-                    "One sentence on what was measured, by `qdqbench bench`.",
-                    table_of(
-                        result.rows,
-                        ("system", lambda row: row.name),
-                        ("ms", lambda row: f"{row.ms:.3g}"),
-                        ("speed-up", lambda row: Cell(f"{row.ratio:.2f}x", bad_unless(row.ratio > 1))),
-                        look="cards sortable",
-                        on=EVERYWHERE,
-                    ),
-                    Columns([[Chart(partial(latency_svg, result))], [Chart(partial(speedup_svg, result))]]),
-                    Prose("How it was measured.", "quiet"),
-                ]),
-            ],
-        )
-
-    write_report(speed_report(result), folder, "speed")            # speed.md and speed.html
-    console.print(render_screen(speed_report(result)))             # blocks whose `on` has "screen"
+State is a field (`Cell.state`, `Verdict.state`), never read back out of a text. Backticks in prose hold code.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -69,29 +42,23 @@ Value = Cell | str | int | None
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table; the last cell of a short row takes the rest of its width."""
-
-    cells: Sequence[Cell]
+    cells: Sequence[Cell]  # the last one of a short row takes the rest of its width
     chosen: bool = False  # highlighted
 
 
 def row(*cells: Value, chosen: bool = False) -> Row:
-    """Return a row of cells; texts and counts become cells without a state, None an empty one."""
     return Row([it if isinstance(it, Cell) else Cell("" if it is None else str(it)) for it in cells], chosen)
 
 
 def code(text: str, state: State = "") -> Cell:
-    """Return a cell whose text is code: a name of a module, file or node."""
     return Cell(text, state, code=True)
 
 
 def bad_unless(holds: bool) -> State:
-    """Return the state of what must hold."""
     return "" if holds else "bad"
 
 
 def mark(holds: bool) -> Cell:
-    """Return a cell with the sign of what must hold."""
     return Cell(state="good" if holds else "bad")
 
 
@@ -127,12 +94,10 @@ def table_of(
     instead: Callable[[Item], Row | None] = lambda item: None,
     **more: Any,
 ) -> Table:
-    """Return a table with a row for each item.
+    """Return a table with a row for each item; `more` are other fields of `Table`.
 
     Args:
-        chosen: which rows are highlighted.
         instead: a row in place of the columns' cells, for an item that failed or was skipped.
-        more: other fields of `Table`.
     """
     rows = [instead(item) or row(*(show(item) for _, show in columns), chosen=chosen(item)) for item in items]
     return Table([name for name, _ in columns], rows, **more)
@@ -140,8 +105,6 @@ def table_of(
 
 @dataclass(frozen=True)
 class Pairs:
-    """Names and their values, without a head."""
-
     rows: Sequence[tuple[str, str]]
     title: str = ""  # on a terminal, and head of the first column in Markdown
     definitions: bool = False  # values are sentences
@@ -150,17 +113,13 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Chart:
-    """An SVG of `eval/reporting/svg.py`, drawn when a page needs it; an empty one is left out."""
-
-    draw: Callable[[], str]
+    draw: Callable[[], str]  # an SVG of `svg`, when a page needs it; an empty one is left out
     broad: bool = False
     on: Sequence[Medium] = PAGE
 
 
 @dataclass(frozen=True)
-class Prose:
-    """A paragraph with a state; a plain `str` is one without. Quiet ones are small."""
-
+class Prose:  # a plain `str` is one without a state; quiet ones are small
     text: str
     state: State = ""
     on: Sequence[Medium] = PAGES
@@ -168,8 +127,6 @@ class Prose:
 
 @dataclass(frozen=True)
 class Bullets:
-    """A list."""
-
     lines: Sequence[str]
     state: State = ""
     on: Sequence[Medium] = PAGES
@@ -177,17 +134,13 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Code:
-    """Text as it is: a recipe, a command."""
-
     text: str
     language: str = ""
     on: Sequence[Medium] = PAGES
 
 
 @dataclass(frozen=True)
-class Fold:
-    """Details that a page opens on demand; in Markdown they stand open."""
-
+class Fold:  # a page opens it on demand; in Markdown it stands open
     title: str
     blocks: Sequence["Block"]
     on: Sequence[Medium] = PAGES
@@ -195,9 +148,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Columns:
-    """Groups of blocks side by side where a page is wide enough, one below the other elsewhere."""
-
-    parts: Sequence[Sequence["Block"]]
+    parts: Sequence[Sequence["Block"]]  # side by side where a page is wide enough
     look: str = "two"  # side: the first as wide as it is
     on: Sequence[Medium] = EVERYWHERE
 
@@ -207,8 +158,6 @@ Block = str | Prose | Bullets | Table | Pairs | Chart | Code | Fold | Columns
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report under its heading, with an anchor that a page's contents lead to."""
-
     anchor: str
     title: str
     blocks: Sequence[Block]
@@ -218,8 +167,6 @@ class Section:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a report says before all else."""
-
     state: State
     title: str
     sentence: str
@@ -229,8 +176,6 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Tile:
-    """One large number under the verdict."""
-
     title: str
     value: str
     remark: str = ""
@@ -239,8 +184,6 @@ class Tile:
 
 @dataclass(frozen=True)
 class Page:
-    """Head and foot of a report: what it is of, when, by which command and versions."""
-
     kind: str  # of page: run, speed, ...
     title: str  # name of the model
     about: Sequence[str]  # task, recipe
@@ -253,30 +196,24 @@ class Page:
 
     @property
     def heading(self) -> str:
-        """Model, task and recipe in a line."""
         return " · ".join([self.title, *self.about])
 
     @property
     def versions(self) -> str:
-        """What accuracy and speed depend on: qdqbench 0.5.0, torch 2.11.0."""
         known = self.environment.get("versions", {})
         return ", ".join(f"{name} {known[name]}" for name in VERSIONS if name in known)
 
     @property
     def time(self) -> str:
-        """When it was made, for people."""
         return self.created.replace("T", " ").replace("+00:00", " UTC")
 
     @property
     def groups(self) -> dict[str, list[tuple[str, str]]]:
-        """All names and values that the foot lists."""
         return self.facts | ({"Environment": flat(self.environment)} if self.environment else {})
 
 
 @dataclass(frozen=True)
 class Report:
-    """A report: head, verdict, numbers, remarks, sections, foot."""
-
     page: Page
     sections: Sequence[Section]
     verdict: Verdict | None = None
@@ -288,7 +225,6 @@ class Report:
 
 
 def page_of(result: Any, kind: str, title: str, about: Sequence[str], record: str, **more: Any) -> Page:
-    """Return the page of a result with the fields `created` and `command`, and mostly `environment`."""
     environment = getattr(result, "environment", {})
     return Page(kind, title, about, result.created, result.command, record, environment, **more)
 

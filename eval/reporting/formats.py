@@ -16,27 +16,25 @@ from qdqbench.quantize.utils import names
 from qdqbench.quantize.utils.schema import Schema
 
 LABELS = {
-    "fp32": "FP32",
     "ptq": "PTQ fake-quant",
-    "qat": "QAT",
     "fake_quant": "fake-quant",
     "onnxruntime": "ONNX Runtime",
     "tensorrt": "TensorRT",
     "tensorrt_rtx": "TensorRT-RTX",
     "openvino": "OpenVINO",
-    "f1": "F1",
     "matthews": "Matthews",
     "pearson": "Pearson",
     "spearman": "Spearman",
-    "mrr@10": "MRR@10",
-    "ndcg@10": "NDCG@10",
     "cosine": "cosine to FP32",
     "cosine_p1": "1st percentile of cosine",
     "neighbors": "neighbours kept",
     "cola": "CoLA",
     "sst2": "SST-2",
     "stsb": "STS-B",
-} | {name: name.upper() for name in ("mrpc", "qqp", "mnli", "qnli", "rte", "wnli")}
+} | {
+    name: name.upper()
+    for name in ["fp32", "qat", "f1", "mrr@10", "ndcg@10", "mrpc", "qqp", "mnli", "qnli", "rte", "wnli"]
+}
 
 DIVERGENCES: dict[Divergence, str] = {
     "kl": "the mean KL divergence of the class probabilities from those of FP32, in nat per sample",
@@ -104,7 +102,6 @@ def seconds(count: float) -> str:
 
 
 def decibel(error: float) -> str:
-    """Return signal to noise of a relative error: 0.01 is 40.0."""
     return f"{-20 * math.log10(error):.1f}" if error else ""
 
 
@@ -155,7 +152,6 @@ def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def sentence(line: str) -> str:
-    """Return a line that ends in a full stop."""
     return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
@@ -163,18 +159,15 @@ count_of = names.count_of
 
 
 def first(lines: Sequence[str], count: int, where: str) -> list[str]:
-    """Return the first lines, and a word on the rest."""
     rest = len(lines) - count
     return [*lines] if rest <= 0 else [*lines[:count], f"and {rest} more in {where}"]
 
 
 def yaml_text(value: Any) -> str:
-    """Return a value as YAML."""
     return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100))
 
 
 def clean(value: Any) -> Any:
-    """Replace such characters in every string of a JSON value."""
     if isinstance(value, str):
         return _UNPRINTABLE.sub("\ufffd", value)
     if isinstance(value, list):
@@ -189,15 +182,8 @@ def cleaned(record: Schema) -> Schema:
     return type(record).model_validate(clean(record.model_dump(mode="json")))
 
 
-DATATYPES = {
-    "int8": "INT8",
-    "uint8": "UINT8",
-    "half": "FP16",
-    "float": "FP32",
-    "bfloat16": "BF16",
-    "fp8": "FP8",
-    "int32": "INT32",
-    "int64": "INT64",
+DATATYPES = {"half": "FP16", "float": "FP32", "bfloat16": "BF16"} | {
+    name: name.upper() for name in ("int8", "uint8", "fp8", "int32", "int64")
 }
 
 
@@ -212,7 +198,6 @@ def number(value: float | None) -> str:
 
 
 def known(value: float | None, form: str) -> str:
-    """Return a number in a format; empty where it is None."""
     return "" if value is None else format(value, form)
 
 

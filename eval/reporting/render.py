@@ -21,7 +21,6 @@ from qdqbench.eval.reporting.document import (
     Report,
     State,
     Table,
-    Verdict,
 )
 from qdqbench.quantize.utils.files import LOOK, write_text
 
@@ -37,11 +36,7 @@ STYLES: dict[State, str] = {"good": "green", "bad": "red", "unclear": "yellow", 
 
 
 def write_report(report: Report, folder: Path, name: str) -> list[Path]:
-    """Write `NAME.md` and `NAME.html` (one file, no external request); neither where one cannot be rendered.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Write `NAME.md` and `NAME.html` (no external request); neither where one cannot be rendered."""
     texts = {folder / f"{name}.md": render_markdown(report), folder / f"{name}.html": render_html(report)}
     for path, content in texts.items():
         write_text(path, content)
@@ -49,7 +44,6 @@ def write_report(report: Report, folder: Path, name: str) -> list[Path]:
 
 
 def render_html(report: Report) -> str:
-    """Return the report as one HTML page with all that it needs."""
     return _page_template().render(report=report, page=report.page)
 
 
@@ -57,10 +51,16 @@ def render_html(report: Report) -> str:
 
 
 def render_markdown(report: Report) -> str:
-    """Return the report as GitHub's Markdown: paragraphs, lists and tables with one blank line between."""
     page = report.page
-    parts = [f"# {_line(page.heading)}", *_verdict_markdown(report.verdict)]
-    parts += [text for block in _leaves(report.lead, "text") for text in _markdown(block)]
+    parts = [f"# {_line(page.heading)}"]
+    if (verdict := report.verdict) is not None:
+        sign = f"{SIGNS[verdict.state]} " if verdict.state in SIGNS else ""
+        failures = [f"- ✗ **{prose(line)}**" for line in verdict.failures]
+        parts += [
+            f"**{sign}{prose(verdict.title)}.** {prose(verdict.sentence)}",
+            "\n".join([*failures, *(f"- {prose(line)}" for line in verdict.notes)]),
+        ]
+    parts += _markdown(report.lead)
     if report.warnings:
         title = report.warnings_title or "Warnings"
         parts += [f"## {_line(title)}", _bullets(report.warnings)]
@@ -70,23 +70,12 @@ def render_markdown(report: Report) -> str:
         if "text" in section.on:
             sign = f" {SIGNS[section.state]}" if section.state in ("good", "bad") else ""
             parts.append(f"## {prose(section.title)}{sign}")
-            parts += [text for block in _leaves(section.blocks, "text") for text in _markdown(block)]
+            parts += _markdown(section.blocks)
     parts += ["## Run it again", f"Made {_line(page.created)} by", formats.fenced(page.command)]
     if page.recipe:
         parts += ["Recipe:", formats.fenced(formats.yaml_text(page.recipe), "yaml")]
     parts += [_pairs(title, rows) for title, rows in page.groups.items() if rows]
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _verdict_markdown(verdict: Verdict | None) -> list[str]:
-    if verdict is None:
-        return []
-    sign = f"{SIGNS[verdict.state]} " if verdict.state in SIGNS else ""
-    failures = [f"- ✗ **{prose(line)}**" for line in verdict.failures]
-    return [
-        f"**{sign}{prose(verdict.title)}.** {prose(verdict.sentence)}",
-        "\n".join([*failures, *(f"- {prose(line)}" for line in verdict.notes)]),
-    ]
 
 
 def _leaves(blocks: Sequence[Block], medium: Medium) -> Iterator[Leaf]:
@@ -107,24 +96,23 @@ def _leaves(blocks: Sequence[Block], medium: Medium) -> Iterator[Leaf]:
             yield block
 
 
-def _markdown(block: Leaf) -> Iterator[str]:
-    """Yield the paragraphs of a block."""
-    if isinstance(block, Prose):
-        yield f"**{prose(block.text)}**" if block.state in ("bad", "unclear") else prose(block.text)
-    elif isinstance(block, Bullets):
-        yield _bullets(block.lines, SIGNS["bad"] + " " if block.state == "bad" else "")
-    elif isinstance(block, Table):
-        if block.title:
-            yield f"### {prose(block.title)}"
-        yield _table_markdown(block)
-    elif isinstance(block, Pairs) and block.definitions:
-        yield "\n".join(f"- {prose(name)}: {prose(value)}" for name, value in block.rows)
-    elif isinstance(block, Pairs):
-        yield _pairs(block.title, block.rows)
-    elif isinstance(block, Code):
-        yield formats.fenced(block.text, block.language)
-    elif isinstance(block, Fold):
-        yield f"### {prose(block.title)}"
+def _markdown(blocks: Sequence[Block]) -> Iterator[str]:
+    for block in _leaves(blocks, "text"):
+        if isinstance(block, Prose):
+            yield f"**{prose(block.text)}**" if block.state in ("bad", "unclear") else prose(block.text)
+        elif isinstance(block, Bullets):
+            yield _bullets(block.lines, SIGNS["bad"] + " " if block.state == "bad" else "")
+        elif isinstance(block, Table | Fold):
+            if block.title:
+                yield f"### {prose(block.title)}"
+            if isinstance(block, Table):
+                yield _table_markdown(block)
+        elif isinstance(block, Pairs) and block.definitions:
+            yield "\n".join(f"- {prose(name)}: {prose(value)}" for name, value in block.rows)
+        elif isinstance(block, Pairs):
+            yield _pairs(block.title, block.rows)
+        elif isinstance(block, Code):
+            yield formats.fenced(block.text, block.language)
 
 
 def _bullets(lines: Sequence[str], sign: str = "") -> str:
@@ -202,7 +190,7 @@ def render_screen(report: Report) -> "Group":
         border = STYLES.get(verdict.state, "none")
         parts.append(Panel(body, title=Text(verdict.title), border_style=border, title_align="left"))
     blocks = [*report.lead, *(block for section in report.sections for block in section.blocks)]
-    parts += [part for block in _leaves(blocks, "screen") for part in _screen(block)]
+    parts += _screen(blocks)
     for lines, name, style in ((report.warnings, "warning", "yellow"), (report.notes, "note", "dim")):
         parts += [
             Text(f"{name}: {line}", style=style) for line in formats.first(lines, MOST_REMARKS, "the report")
@@ -210,44 +198,34 @@ def render_screen(report: Report) -> "Group":
     return Group(*parts)
 
 
-def _screen(block: Leaf) -> "Iterator[RenderableType]":
-    """Yield what a terminal shows of a block."""
+def _screen(blocks: Sequence[Block]) -> "Iterator[RenderableType]":
     from rich.table import Table as Grid
     from rich.text import Text
 
-    if isinstance(block, Prose):
-        yield Text(block.text, style=STYLES.get(block.state, ""))
-    elif isinstance(block, Code):
-        yield Text(block.text)
-    elif isinstance(block, Bullets):
-        sign = "✗ " if block.state == "bad" else ""
-        yield from (Text(f"{sign}{line}", style=STYLES.get(block.state, "")) for line in block.lines)
-    elif isinstance(block, Pairs):
-        if block.title:
+    for block in _leaves(blocks, "screen"):
+        if isinstance(block, Table | Fold | Pairs) and block.title:
             yield Text(block.title, style="bold")
-        grid = Grid(box=None, pad_edge=False, show_header=False, padding=(0, 1))
-        for name, value in block.rows:
-            grid.add_row(Text(f"  {name}"), Text(value))
-        yield grid
-    elif isinstance(block, Table | Fold):
-        if block.title:
-            yield Text(block.title, style="bold")
-        if isinstance(block, Table):
-            yield _table_screen(block)
-
-
-def _table_screen(table: Table) -> Any:
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    kept = range(len(table.columns)) if table.screen is None else table.screen
-    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for at in kept:
-        grid.add_column(Text(table.columns[at]), overflow="fold")
-    for each in [*table.rows, *table.foot]:
-        cells = [each.cells[at] if at < len(each.cells) else Cell() for at in kept]
-        grid.add_row(*map(_cell_screen, cells), style="bold" if each.chosen else "")
-    return grid
+        if isinstance(block, Prose):
+            yield Text(block.text, style=STYLES.get(block.state, ""))
+        elif isinstance(block, Code):
+            yield Text(block.text)
+        elif isinstance(block, Bullets):
+            sign = "✗ " if block.state == "bad" else ""
+            yield from (Text(f"{sign}{line}", style=STYLES.get(block.state, "")) for line in block.lines)
+        elif isinstance(block, Pairs):
+            grid = Grid(box=None, pad_edge=False, show_header=False, padding=(0, 1))
+            for name, value in block.rows:
+                grid.add_row(Text(f"  {name}"), Text(value))
+            yield grid
+        elif isinstance(block, Table):
+            kept = range(len(block.columns)) if block.screen is None else block.screen
+            grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+            for at in kept:
+                grid.add_column(Text(block.columns[at]), overflow="fold")
+            for each in [*block.rows, *block.foot]:
+                cells = [each.cells[at] if at < len(each.cells) else Cell() for at in kept]
+                grid.add_row(*map(_cell_screen, cells), style="bold" if each.chosen else "")
+            yield grid
 
 
 def _cell_screen(cell: Cell) -> Any:

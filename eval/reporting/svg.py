@@ -12,14 +12,8 @@ import warnings
 from typing import Any, Literal
 
 # Okabe and Ito 2008, "Color Universal Design": distinct for color-blind readers too.
-BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-)
+BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
+PURPLE, SKY, VERMILLION = "#CC79A7", "#56B4E9", "#D55E00"
 INK = "#010203"  # replaced by the page's text color
 MUTED = "#7f8790"  # readable on white and on black
 WIDTH, TEXT = 4.2, 8.8  # inches, points: 9 pixels or more on a phone, 13 on a wide page
@@ -70,15 +64,11 @@ def svg_of(figure: Any, name: str, description: str) -> str:
     return re.sub(r"<svg\b[^>]*>", lambda _: head, svg, count=1)
 
 
-LIMIT_LINE: dict[str, Any] = {
-    "color": VERMILLION,
-    "linestyle": (0, (4, 2)),
-    "linewidth": 1.2,
-}  # a line to hold
+# a line to hold
+LIMIT_LINE: dict[str, Any] = {"color": VERMILLION, "linestyle": (0, (4, 2)), "linewidth": 1.2}
 
 
 def dress(axes: Any, title: str, grid: Literal["x", "y", "both"] | None = "y") -> None:
-    """Set the title, and draw lines of a grid across the values."""
     axes.set_title(title, loc="left", fontweight="bold")
     if grid:
         axes.grid(axis=grid, linewidth=0.4, color=MUTED, alpha=0.45)
@@ -102,7 +92,6 @@ def log_scale(axes: Any, which: Literal["x", "y"] = "y", number: str = "g") -> N
 
 
 def legend(figure: Any, columns: int, length: float = 1.6) -> None:
-    """Draw what the lines of the first chart are, below the charts."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:
         style = {"frameon": False, "handlelength": length, "columnspacing": 0.8, "handletextpad": 0.5}

@@ -10,6 +10,7 @@ read, which is all that the repository keeps of them.
 """
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -39,6 +40,7 @@ from qdqbench.eval.reporting.formats import (
     delta_points,
     flat,
     in_points,
+    known,
     label,
     model_label,
     size,
@@ -82,10 +84,9 @@ class Record(dict[str, Any]):
     """A JSON object whose keys are attributes too."""
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
 
 
 def _keep(names: str, **inner: Any) -> dict[str, Any]:
@@ -120,7 +121,6 @@ KEPT = {  # what tables read of a file: None is all of a value, "*" every key of
 
 
 def _project(value: Any, kept: dict[str, Any] | None) -> Any:
-    """The parts of a JSON value that are kept."""
     if isinstance(value, list):
         return [_project(item, kept) for item in value]
     if not isinstance(value, dict):
@@ -131,7 +131,6 @@ def _project(value: Any, kept: dict[str, Any] | None) -> Any:
 
 
 def run_of(results: Results) -> Record:
-    """Return what tables read of a run's results."""
     derived = {"trained": results.trained, "gate": {"state": results.gate.state}}
     return _summary("run", results.model_dump(mode="json") | derived)
 
@@ -174,11 +173,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 
 def read_records(paths: Sequence[Path]) -> list[Any]:
-    """Read the results files that are named or lie below a named folder, in an order of their contents.
-
-    Raises:
-        UserError: no file, an unreadable one, or two of the same measurement.
-    """
+    """Read the results files that are named or lie below a named folder, in an order of their contents."""
     sources: dict[Path, None] = {}
     for path in paths:
         below = [file for name in READERS for file in path.rglob(name)] if path.is_dir() else [path]
@@ -196,7 +191,6 @@ def read_records(paths: Sequence[Path]) -> list[Any]:
 
 
 def _key(record: Any) -> tuple[Any, ...]:
-    """Identity of a measurement; records are sorted by it."""
     if isinstance(record, Bench):
         about, chosen = record.target.name, record.settings
         shapes = chosen.engine_shapes, tuple(chosen.lengths), tuple(chosen.batches), str(chosen.dataset)
@@ -214,14 +208,12 @@ def _of(kind: str, records: Sequence[Any]) -> list[Any]:
 
 
 def summarize(folder: Path) -> list[Path]:
-    """Replace the results files below a folder by summaries; returns the summaries."""
     written = []
-    for path in (
-        path for name in (RESULTS_FILE, STUDY_FILE, SEARCH_FILE) for path in sorted(folder.rglob(name))
-    ):
-        written.append(path.with_name(SUMMARY_FILE))
-        files.write_text(written[-1], json.dumps(READERS[path.name](path), indent=1) + "\n")
-        path.unlink()
+    for name in (RESULTS_FILE, STUDY_FILE, SEARCH_FILE):
+        for path in sorted(folder.rglob(name)):
+            written.append(path.with_name(SUMMARY_FILE))
+            files.write_text(written[-1], json.dumps(READERS[name](path), indent=1) + "\n")
+            path.unlink()
     return written
 
 
@@ -236,7 +228,6 @@ class Notes:
         self.places: list[str] = []
 
     def label(self, recipe: dict[str, Any]) -> str:
-        """Return a recipe's name in Markdown, the run's own length and backend, a mark if more differs."""
         name, length, backend = str(recipe.get("name")), *_own(recipe)
         if changes := differences(recipe):
             self.changed[name] = self.changed.get(name, {}) | dict.fromkeys(changes)
@@ -245,14 +236,12 @@ class Notes:
         return code(name) + "".join(own)
 
     def place(self, run: Record) -> str:
-        """Return the number of a run's environment, from 1."""
         line = _environment(run)
         if line not in self.places:
             self.places.append(line)
         return str(self.places.index(line) + 1)
 
     def parts(self) -> list[str]:
-        """Return what the marks and the numbers mean."""
         lines = [f"- {code(name)}: {text(', '.join(self.changed[name]))}" for name in sorted(self.changed)]
         mark = f"{CHANGED} Measured before the shipped recipe of this name changed. What was different:"
         numbered = [f"{number}. {text(line)}" for number, line in enumerate(self.places, 1)]
@@ -261,10 +250,7 @@ class Notes:
 
 
 def differences(recipe: dict[str, Any]) -> list[str]:
-    """Return the settings of a recorded recipe that the shipped one of its name has otherwise.
-
-    Not the length, the backend, nor shapes of the data, which a run is given; nor what changes no result.
-    """
+    """Return the settings of a recorded recipe that the shipped one has otherwise, but for what runs get."""
     name = str(recipe.get("name"))
     if name not in shipped_recipes():
         return []
@@ -288,7 +274,6 @@ def _follows_data(recipe: dict[str, Any]) -> bool:
 
 
 def _own(recipe: dict[str, Any]) -> tuple[int | None, str | None]:
-    """Length and backend that a run was given; None where the shipped recipe of its name has the same."""
     if (name := str(recipe.get("name"))) not in shipped_recipes():
         return None, None
     shipped, length = load_recipe(name), recipe.get("export", {}).get("max_length")
@@ -308,7 +293,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def accuracy_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
-    """Return a table per task: a row per recipe and model, the primary metric of every stage."""
     parts = []
     for task in sorted({run.task.name for run in runs}, key=_task_order):
         same = [run for run in runs if run.task.name == task]
@@ -353,7 +337,6 @@ def _accuracy_row(run: Record, notes: Notes, *, trained: bool) -> list[str]:
 
 
 def _model_name(run: Record) -> str:
-    """Without the folders of the machine that it was measured on."""
     return Path(run.model.name).name
 
 
@@ -362,7 +345,6 @@ def _metric(run: Record) -> str:
 
 
 def _last(run: Record, stages: Sequence[str]) -> str | None:
-    """The first of these stages that was compared with FP32."""
     return next((name for name in stages if name in run.stages and run.stages[name].vs_fp32), None)
 
 
@@ -379,7 +361,6 @@ def _proven(engine: Record | None) -> str:
 
 
 def _agreement(run: Record, notes: Notes) -> str:
-    """How the embeddings of the last stage agree with FP32's; empty where there are none."""
     last = _last(run, STAGES[::-1])
     agreement = last and run.stages[last].vs_fp32.agreement
     if not agreement:
@@ -390,13 +371,11 @@ def _agreement(run: Record, notes: Notes) -> str:
 
 
 def _difference(run: Record, versus: Record | None) -> str:
-    """In points, with its paired error; nothing where it was not measured."""
     metric = _metric(run)
     return in_points(versus.delta[metric], versus.delta_stderr.get(metric), "+") if versus else ""
 
 
 def _metric_cell(run: Record, stage: str) -> str:
-    """The primary metric of a stage in points, with its standard error."""
     if stage == "ptq" and not run.trained:
         return "no QAT"
     row, metric = run.stages.get(stage), _metric(run)
@@ -406,7 +385,6 @@ def _metric_cell(run: Record, stage: str) -> str:
 
 
 def mean_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
-    """Return the mean of the primary metrics over all tasks, for recipes measured once on each of them."""
     tasks = sorted({run.task.name for run in runs}, key=_task_order)
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for run in runs:
@@ -430,8 +408,9 @@ def mean_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
 
 def _mean(runs: Sequence[Record], stage: str) -> str:
     values = [run.stages[stage].metrics.get(_metric(run)) for run in runs if stage in run.stages]
-    known = [value for value in values if value is not None]
-    return f"{100 * sum(known) / len(known):.2f}" if known and len(known) == len(values) else "not measured"
+    if not values or None in values:
+        return "not measured"
+    return f"{100 * sum(values) / len(values):.2f}"
 
 
 def _mean_difference(runs: Sequence[Record]) -> str:
@@ -446,7 +425,6 @@ def _mean_difference(runs: Sequence[Record]) -> str:
 
 
 def _environment(run: Record) -> str:
-    """GPU and driver or CPU, engine builder and the libraries that accuracy depends on, in one line."""
     about, versions, engine = run.environment, run.environment.get("versions", {}), run.engine
     device = f"GPU {about.get('gpu') or 'none'}"
     device += f", driver {about['driver']}" if about.get("driver") else ""
@@ -462,7 +440,6 @@ def _environment(run: Record) -> str:
 
 
 def _backend(name: str, version: str) -> str:
-    """With the version that is released, without its build."""
     return f"{label(name)} {version.partition('-')[0]}"
 
 
@@ -475,7 +452,6 @@ def _task_order(task: str) -> tuple[int, str]:
 
 
 def study_tables(studies: Sequence[Record], notes: Notes) -> list[str]:
-    """Return a table per base encoder: a row per task and recipe, in points of the primary metric."""
     parts = []
     for base in sorted({study.base.sha256 for study in studies}):
         same = [study for study in studies if study.base.sha256 == base]
@@ -503,7 +479,6 @@ def study_tables(studies: Sequence[Record], notes: Notes) -> list[str]:
 
 
 def _study_means(studies: Sequence[Record], notes: Notes) -> list[list[str]]:
-    """A row per recipe: means over the tasks, where there are several."""
     groups: dict[str, list[tuple[str, Record]]] = defaultdict(list)
     for study in studies:
         for name, summary in study.summary.items():
@@ -511,13 +486,9 @@ def _study_means(studies: Sequence[Record], notes: Notes) -> list[list[str]]:
     rows = []
     for recipe, pairs in groups.items():
         if len(pairs) == len({task for task, _ in pairs}) > 1:
-            means = [
-                sum(row[f"{stage}_minus_fp32"].mean for _, row in pairs) / len(pairs)
-                for stage in ("ptq", "qat")
-            ]
-            rows.append(
-                [f"mean of {len(pairs)}", "", recipe, *[""] * 5, *(f"{100 * m:+.2f}" for m in means), ""]
-            )
+            differences = [[row[f"{stage}_minus_fp32"].mean for _, row in pairs] for stage in ("ptq", "qat")]
+            means = [f"{100 * (sum(values) / len(pairs)):+.2f}" for values in differences]
+            rows.append([f"mean of {len(pairs)}", "", recipe, *[""] * 5, *means, ""])
     return rows
 
 
@@ -530,7 +501,6 @@ def _spread(spread: Record, sign: str = "") -> str:
 
 
 def search_tables(searches: Sequence[Record], notes: Notes) -> list[str]:
-    """Return one table: for each search the chosen recipe, then the shipped ones; drops in points."""
     if not searches:
         return []
     places = list(dict.fromkeys(map(_search_place, searches)))
@@ -561,9 +531,8 @@ def _search_row(search: Record, row: Record, notes: Notes) -> list[str]:
     elif row.dominates:
         name += " ✗ dominates the chosen one"
     value = row.metrics.get(search.metric)
-    drops = [
-        next(iter(splits.values()), None) for splits in (row.fake_quant, row.engine)
-    ]  # of the first split
+    # of the first split
+    drops = [next(iter(splits.values()), None) for splits in (row.fake_quant, row.engine)]
     return [
         *(text(label(each)) for each in (search.task, search.metric)),
         name,
@@ -578,7 +547,6 @@ def _search_row(search: Record, row: Record, notes: Notes) -> list[str]:
 
 
 def _verdicts(search: Record) -> list[str]:
-    """Failures, and whether search and confirmation agree."""
     lines = list(search.outcome.failures)
     lines += [f"✗ {row.name} failed: {row.reason}" for row in search.confirmed if row.status == "failed"]
     if drops := search.agreement:
@@ -616,7 +584,6 @@ def without_changed(bench: Bench) -> Bench:
 
 
 def length_tables(benches: Sequence[Bench], notes: Notes) -> list[str]:
-    """Return one table: for each bench of real lengths a row a batch size; nothing without one."""
     cells = [(bench, cell) for bench in benches for cell in bench.configs if cell.kind == "dataset"]
     if not cells:
         return []
@@ -656,18 +623,13 @@ def _bench_model(bench: Bench) -> str:
 
 
 def _ratio_cell(cell: Cell) -> str:
-    """A figure of ours, whose interval needs no escape."""
     return f"**{cell.text} ✗**" if cell.state == "bad" else cell.text
 
 
 def latency_tables(bench: Bench, notes: Notes) -> list[str]:
-    """Return latency, speed-ups, throughput and memory of one bench."""
     shape = bench.target.shape
-    profile = (
-        words.ENGINE_SHAPES[bench.settings.engine_shapes]
-        if bench.device == "gpu"
-        else "engines for any shape"
-    )
+    on_gpu = bench.device == "gpu"
+    profile = words.ENGINE_SHAPES[bench.settings.engine_shapes] if on_gpu else "engines for any shape"
     title = (
         f"### Latency: {_bench_model(bench)}, {notes.label(bench.recipe)}, {profile}\n\n"
         f"{text(words.hardware(bench))}. {shape.get('layers')} layers, hidden {shape.get('hidden')}, "
@@ -689,10 +651,9 @@ def latency_tables(bench: Bench, notes: Notes) -> list[str]:
         *words.slow_lines(bench),
     ]
     lines = [] if bench.complete else ["- interrupted: not every shape was measured"]
-    if bench.device == "gpu" and "unpadded-fp16" not in names:
-        lines.append(
-            "- measured without the unpadded FP16 baseline, so the fastest FP16 may be faster than here"
-        )
+    if on_gpu and "unpadded-fp16" not in names:
+        without = "without the unpadded FP16 baseline, so the fastest FP16 may be faster than here"
+        lines.append(f"- measured {without}")
     lines += [f"- {text(line)}" for line in (*remarks, *bench.errors, *bench.warnings)]
     return [
         title,
@@ -706,7 +667,6 @@ def latency_tables(bench: Bench, notes: Notes) -> list[str]:
 
 
 def _built_as(bench: Bench) -> list[str]:
-    """Shapes of engines that were built as the recipe says."""
     if bench.settings.engine_shapes == "exact" or bench.device == "cpu":
         return []
     shapes = bench.recipe["engine"]["shapes"]
@@ -718,12 +678,9 @@ def _built_as(bench: Bench) -> list[str]:
 
 
 def _proofs(bench: Bench) -> list[str]:
-    """INT8 GEMMs of the engines that were timed, from their layer tables; fused attention of the peers."""
     rows = [row for cell in bench.configs for row in cell.rows]
     counts = {(r.int8_gemms, r.expected_int8_gemms) for r in rows if r.expected_int8_gemms is not None}
-    remarks = [
-        f"INT8 proven in {done} of {asked} GEMMs of the timed engines" for done, asked in sorted(counts)
-    ]
+    remarks = [f"INT8 proven in {done} of {all_} GEMMs of the timed engines" for done, all_ in sorted(counts)]
     if fused := sorted({row.kernels.fused_attention for row in rows if row.kernels}):
         counted = ", ".join(map(str, fused))
         remarks.append(f"fused attention kernels of each PyTorch peer, by torch.profiler: {counted}")
@@ -731,37 +688,30 @@ def _proofs(bench: Bench) -> list[str]:
 
 
 def _throughput(bench: Bench, names: dict[str, str]) -> list[str]:
-    """Sequences per second of each contestant by shape and streams; nothing where it was not measured."""
     rows = []
-    for cell in bench.configs:
-        for streams in bench.settings.streams:
-            rates = [rate_of(cell, name, streams) for name in names]
-            if any(rates):
-                cells = ("" if rate is None else f"{rate:,.0f}" for rate in rates)
-                rows.append([text(words.config_text(bench, cell)), str(streams), *cells])
+    for cell, streams in itertools.product(bench.configs, bench.settings.streams):
+        rates = [rate_of(cell, name, streams) for name in names]
+        if any(rates):
+            shown = [known(rate, ",.0f") for rate in rates]
+            rows.append([text(words.config_text(bench, cell)), str(streams), *shown])
     header = ["shape", "streams", *map(text, names.values())]
     return ["Sequences per second:", table(header, rows)] if rows else []
 
 
 def _memory(bench: Bench, names: dict[str, str]) -> list[str]:
-    """Size of each engine and of one context of it, by shape; nothing without engines."""
-    sizes = {
-        (text(words.config_text(bench, cell)), row.system): (
-            f"{size(row.engine_bytes)} + {size(row.activation_bytes)}"
-        )
-        for cell in bench.configs
-        for row in cell.rows
-        if row.engine_bytes is not None and row.activation_bytes is not None
-    }
-    built = [name for name in names if any(name == engine for _, engine in sizes)]
-    shapes = dict.fromkeys(shape for shape, _ in sizes)
-    rows = [[shape, *(sizes.get((shape, name), "") for name in built)] for shape in shapes]
+    sizes: dict[str, dict[str, str]] = defaultdict(dict)
+    for cell in bench.configs:
+        for row in cell.rows:
+            if row.engine_bytes is not None and row.activation_bytes is not None:
+                both = f"{size(row.engine_bytes)} + {size(row.activation_bytes)}"
+                sizes[text(words.config_text(bench, cell))][row.system] = both
+    built = [name for name in names if any(name in engines for engines in sizes.values())]
+    rows = [[shape, *(engines.get(name, "") for name in built)] for shape, engines in sizes.items()]
     header = ["shape", *(text(names[name]) for name in built)]
     return ["Memory on the GPU, engine + one context:", table(header, rows)] if rows else []
 
 
 def markdown(records: Sequence[Any]) -> str:
-    """Return all tables: accuracy by task, means, QAT over seeds, searches, real lengths, latency, places."""
     notes, runs = Notes(), _of("run", records)
     benches = [without_changed(bench) for bench in _of("bench", records)]
     parts = [
@@ -777,11 +727,6 @@ def markdown(records: Sequence[Any]) -> str:
 
 
 def insert(before: str, tables: str, name: str) -> str:
-    """Return a Markdown text with the tables between its markers.
-
-    Raises:
-        UserError: not exactly one pair of markers, in order.
-    """
     if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(BEGIN) > before.index(END):
         raise UserError(f"{name} must hold the line {BEGIN} once and after it {END} once; add them")
     head, _, rest = before.partition(BEGIN)
@@ -792,14 +737,11 @@ def insert(before: str, tables: str, name: str) -> str:
 
 
 def figures_of(records: Sequence[Any]) -> list[Figure]:
-    """Return accuracy and speed by recipe and device, without results of recipes that have changed since."""
     accuracy: dict[tuple[str, str], list[Accuracy]] = defaultdict(list)
     speed: dict[tuple[str, str], dict[tuple[str, int, int], Speed]] = defaultdict(dict)
     for run in _of("run", records):
-        name, device = (
-            run.recipe["name"],
-            "cpu" if run.engine and run.engine.backend in CPU_BACKENDS else "gpu",
-        )
+        name = run.recipe["name"]
+        device = "cpu" if run.engine and run.engine.backend in CPU_BACKENDS else "gpu"
         if name in shipped_recipes() and not differences(run.recipe) and (row := _accuracy(run)):
             accuracy[name, device].append(row)
     for bench in _of("bench", records):
@@ -820,7 +762,6 @@ def figures_of(records: Sequence[Any]) -> list[Figure]:
 
 
 def _accuracy(run: Record) -> Accuracy | None:
-    """Of the last stage that ran, and where it ran."""
     if (stage := _last(run, ("engine", "onnxruntime", "fake_quant"))) is None:
         return None
     metric, versus, engine = _metric(run), run.stages[stage].vs_fp32, run.engine
@@ -878,13 +819,11 @@ def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
 
 
 def figures_json(folders: Sequence[Path]) -> str:
-    """Return the text of `recipes/figures.json`; each folder may hold one measurement once."""
     records = [record for folder in folders for record in read_records([folder])]
     return json.dumps([figure.model_dump(mode="json") for figure in figures_of(records)], indent=1) + "\n"
 
 
 def contents() -> Iterator[tuple[Path, str]]:
-    """Yield every page and the figures, as the results files make them."""
     for page, folder in PAGES.items():
         tables = markdown(read_records([ROOT / folder]))
         yield ROOT / page, insert((ROOT / page).read_text(encoding="utf-8"), tables, page)
@@ -892,7 +831,6 @@ def contents() -> Iterator[tuple[Path, str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write or check the tables, or summarize results files; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 2 where it would")
     parser.add_argument("--summarize", type=Path, nargs="+", metavar="FOLDER", help="of new results files")

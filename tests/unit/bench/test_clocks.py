@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.bench.run import Clocks, GpuMonitor, busy_notes, cpu_now, medians
+from qdqbench.eval.bench.run import GpuMonitor, busy_notes, cpu_now
 
 
 @given(
@@ -16,15 +16,15 @@ from qdqbench.eval.bench.run import Clocks, GpuMonitor, busy_notes, cpu_now, med
     st.floats(0, 5),
 )
 def test_medians_are_of_the_windows_alone(points, start, width):
-    samples = [(when, Clocks(clock, None, 40.0)) for when, clock in points]
+    monitor = GpuMonitor(None)
+    monitor.samples = [(when, {"clock_mhz": clock, "temperature_c": 40.0}) for when, clock in points]
     inside = sorted(clock for when, clock in points if start <= when <= start + width)
-    found = medians(samples, [(start, start + width)])
+    medians = monitor.during([(start, start + width)])
     if not inside:
-        assert found == Clocks()
+        assert medians == {}
     else:
-        assert inside[0] <= found.clock_mhz <= inside[-1]
-        assert found.power_w is None
-        assert found.temperature_c == 40.0
+        assert inside[0] <= medians.pop("clock_mhz") <= inside[-1]
+        assert medians == {"temperature_c": 40.0}
 
 
 class Nvml:
@@ -68,43 +68,32 @@ def nvml(monkeypatch):
 
 def wait_for(monitor, start):
     deadline = time.time() + 20
-    while monitor.during([(start, time.time())]) == Clocks() and time.time() < deadline:
+    while monitor.during([(start, time.time())]) == {} and time.time() < deadline:
         time.sleep(0.02)
     return monitor.during([(start, time.time())])
 
 
-@pytest.mark.parametrize("uuid", ["GPU-7", None])
-def test_the_gpu_is_read_in_the_background_until_the_end(nvml, uuid):
+@pytest.mark.parametrize(("uuid", "power"), [("GPU-7", 400.5), (None, 400.5), ("GPU-7", None)])
+def test_the_gpu_is_read_in_the_background_until_the_end(nvml, uuid, power):
+    """A value that this GPU does not tell is left out."""
+    told = {"clock_mhz": 1755.0, "temperature_c": 50.0} | ({"power_w": power} if power else {})
+    if power is None:
+        nvml.power = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
     with GpuMonitor(uuid) as monitor:
-        assert wait_for(monitor, time.time() - 0.01) == Clocks(1755.0, 400.5, 50.0)
-        assert monitor.during([(0.0, 1.0)]) == Clocks()
+        assert wait_for(monitor, time.time() - 0.01) == told
+        assert monitor.during([(0.0, 1.0)]) == {}
         thread = monitor._thread
     assert monitor.reason is None
-    assert thread is not None
     assert not thread.is_alive()
     assert nvml.calls == ["init", "shutdown"]
 
 
-def test_what_the_gpu_does_not_tell_is_none(nvml):
-    nvml.power = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-    with GpuMonitor("GPU-7") as monitor:
-        assert wait_for(monitor, time.time() - 0.01) == Clocks(1755.0, None, 50.0)
-    assert monitor.reason is None
-
-
-def test_a_gpu_that_tells_nothing_gives_its_reason(nvml):
+@pytest.mark.parametrize(("uuid", "reason"), [("GPU-7", "GPU is lost"), ("GPU-8", "Not Found")])
+def test_a_gpu_that_is_not_read_gives_its_reason(nvml, uuid, reason):
     nvml.clock = nvml.power = nvml.temperature = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
-    with GpuMonitor("GPU-7") as monitor:
+    with GpuMonitor(uuid) as monitor:
         time.sleep(0.02)
-    assert monitor.samples == []
-    assert monitor.reason == "NVML gave no reading: GPU is lost"
-
-
-def test_another_gpu_than_nvml_knows_gives_its_reason(nvml):
-    with GpuMonitor("GPU-8") as monitor:
-        assert monitor._thread is not None
-        monitor._thread.join()
-    assert monitor.reason == "NVML gave no reading: Not Found"
+    assert (monitor.samples, monitor.reason) == ([], f"NVML gave no reading: {reason}")
     assert nvml.calls[-1] == "shutdown"
 
 
@@ -114,7 +103,7 @@ def test_no_driver(nvml, monkeypatch):
 
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
     with GpuMonitor(None) as monitor:
-        assert monitor.during([(0, time.time())]) == Clocks()
+        assert monitor.during([(0, time.time())]) == {}
     assert monitor.reason == "NVML does not start (NVML Shared Library Not Found)"
     assert nvml.calls == []
 

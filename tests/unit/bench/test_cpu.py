@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from qdqbench import _bench as api_bench
-from qdqbench.eval.bench import cpu, systems
-from qdqbench.eval.bench.cpu import peers
+from qdqbench.eval.bench import cpu, peers, systems
+from qdqbench.eval.bench.measure import MAX_REL_ERROR
 from qdqbench.eval.bench.report import bench_report, clocks, hardware, headline_cells, ratio_rows
 from qdqbench.eval.bench.results import headline_of, row_of
-from qdqbench.eval.bench.rounds import MAX_REL_ERROR
 from qdqbench.eval.reporting.render import render_html, render_markdown, render_screen
 from qdqbench.quantize.utils.system.cpu import Cpu, find_cpu
 
@@ -49,7 +48,7 @@ def measured(tiny_bert, tmp_path_factory):
         patch.setitem(sys.modules, "nncf", nncf)
         patch.setattr(systems, "_version", version)
         patch.setattr(systems.shutil, "which", lambda name: name)
-        patch.setattr(cpu.peers, "compiled_forward", compiled_forward)
+        patch.setattr(peers, "compiled_forward", compiled_forward)
         patch.setattr(api_bench, "find_cpu", lambda: Cpu("any", 2, ()))
         folder = tmp_path_factory.mktemp("bench")
         found = api_bench.bench(

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.bench import gpu
-from qdqbench.eval.bench.config import Config, Preparation
-from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu, start_compiles
-from qdqbench.eval.bench.prebuild import EngineSpec, marker
-from qdqbench.eval.bench.systems import describe_systems
+from qdqbench.eval.bench.gpu import EngineSpec, GpuWork, marker, prebuild, prepare_on_gpu, start_compiles
+from qdqbench.eval.bench.systems import Config, Preparation, describe_systems
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -148,8 +146,7 @@ def systems_of(target, **changes):
 def prepare(device, target, options, config):
     """Entries by the name of their system."""
     with ExitStack() as stack:
-        listed = describe_systems(target, options, "tensorrt_rtx 1.4")
-        entries = prepare_on_gpu(Preparation(target, options, config, device.work, stack), listed)
+        entries = prepare_on_gpu(Preparation(target, options, config, device.work, stack))
     return {entry.row.system: entry for entry in entries}
 
 
@@ -181,8 +178,7 @@ def test_engines_of_a_config(device, tmp_path):
     target, options = a_target(tmp_path), OPTIONS.model_copy(update={"batches": [8]})
     prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
     with ExitStack() as stack:
-        listed = describe_systems(target, options, "")
-        made = prepare_on_gpu(Preparation(target, options, Config(8, 128, None), device.work, stack), listed)
+        made = prepare_on_gpu(Preparation(target, options, Config(8, 128, None), device.work, stack))
         entries = {entry.row.system: entry for entry in made}
         int8 = entries["int8"]
         assert len(int8.system.lanes) == 2  # one per stream

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.bench import lanes as bench_lanes
-from qdqbench.eval.bench.lanes import (
+from qdqbench.eval.bench import measure as bench_lanes
+from qdqbench.eval.bench.measure import (
     CudaTimer,
     DeviceLane,
     HostLane,
@@ -25,8 +26,7 @@ from qdqbench.quantize.models.families.known import BERT
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(2, 500), st.integers(1, 5), st.integers(0, 3))
 def test_random_inputs_are_seeded_distinct_and_in_the_vocabulary(batch, length, vocabulary, sets, seed):
-    shape = {"batch": batch, "length": length, "vocabulary": vocabulary, "sets": sets, "seed": seed}
-    drawn, again = (random_sets(inputs=BERT.inputs, **shape) for _ in range(2))
+    drawn, again = (random_sets(BERT.inputs, (batch, length), vocabulary, sets, seed) for _ in range(2))
     assert len(drawn) == sets
     for one, same in zip(drawn, again, strict=True):
         assert {name: array.dtype for name, array in one.items()} == dict.fromkeys(one, np.int64)
@@ -40,7 +40,7 @@ def test_sets_differ_from_each_other_and_between_seeds():
     ids = [
         values["input_ids"].tobytes()
         for seed in (0, 1)
-        for values in random_sets(inputs=BERT.inputs, batch=4, length=16, vocabulary=1000, sets=8, seed=seed)
+        for values in random_sets(BERT.inputs, (4, 16), 1000, 8, seed)
     ]
     assert len(set(ids)) == 16
 
@@ -85,17 +85,14 @@ class FakeBound:
 def cuda(monkeypatch):
     log = []
 
-    class InStream:
-        def __init__(self, stream):
-            assert isinstance(stream, FakeStream)
+    @contextmanager
+    def in_stream(stream):
+        assert isinstance(stream, FakeStream)
+        log.append("in stream")
+        yield
+        log.append("out of stream")
 
-        def __enter__(self):
-            log.append("in stream")
-
-        def __exit__(self, *_):
-            log.append("out of stream")
-
-    monkeypatch.setattr(torch.cuda, "stream", InStream)
+    monkeypatch.setattr(torch.cuda, "stream", in_stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("device synchronize"))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(log, enable_timing))
     return log

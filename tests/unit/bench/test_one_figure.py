@@ -26,7 +26,7 @@ def told(bench: Bench, folder: Path, own: bool = True, **changes) -> tuple[Resul
     return found, {name: re.sub(r"\\([\[\]])", r"\1", text) for name, text in texts.items()}
 
 
-def a_bench(kind: str) -> Bench:
+def bench_with(kind: str) -> Bench:
     bench = sample_bench()
     for cell in bench.configs:
         for ratio in cell.speedups:
@@ -41,7 +41,7 @@ def a_bench(kind: str) -> Bench:
     ("kind", "mark"), [("slower", "✗"), ("faster", "✓"), ("unclear", ""), ("below the gate", "✗")]
 )
 def test_each_page_has_the_speed_of_results_json(kind: str, mark: str, tmp_path: Path) -> None:
-    bench = a_bench(kind)
+    bench = bench_with(kind)
     gate = sample_run().gate.model_copy(update={"min_speedup": 9.0 if kind == "below the gate" else None})
     results, pages = told(bench, tmp_path, gate=gate)
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qdqbench.eval.bench import prebuild
-from qdqbench.eval.bench.prebuild import EngineSpec, background, build_engine, main, marker
+from qdqbench.eval.bench import gpu, measure
+from qdqbench.eval.bench.gpu import EngineSpec, background, build_engine, main, marker
 from qdqbench.eval.bench.target import model_target, random_ids_task, recipe_for
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.pipeline.pipeline import open_run
@@ -35,8 +35,8 @@ print(json.dumps({"error": what}), flush=True)
 
 @pytest.fixture(autouse=True)
 def child(monkeypatch):
-    monkeypatch.setattr(prebuild, "START_S", 0.0)
-    monkeypatch.setattr(prebuild, "COMMAND", (sys.executable, "-c", CHILD))
+    monkeypatch.setattr(gpu, "START_S", 0.0)
+    monkeypatch.setattr(gpu, "COMMAND", (sys.executable, "-c", CHILD))
 
 
 def test_tasks_that_fail_or_take_too_long_say_so_and_take_no_other_with_them():
@@ -63,7 +63,7 @@ def test_tasks_that_fail_or_take_too_long_say_so_and_take_no_other_with_them():
 def test_nothing_is_left_running(monkeypatch, tmp_path):
     written = tmp_path / "pid"
     script = f"import os, time; open({str(written)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    monkeypatch.setattr(prebuild, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(gpu, "COMMAND", (sys.executable, "-c", script))
     begun = time.monotonic()
     with background(1) as work:
         work.add("first", [], 60)
@@ -94,7 +94,7 @@ def test_a_child_compiles_every_shape_and_marks_what_is_done(run, monkeypatch, c
 
         return forward
 
-    monkeypatch.setattr(prebuild.peers, "compiled_forward", compiled)
+    monkeypatch.setattr(gpu.peers, "compiled_forward", compiled)
     main(["compile", str(run), "default", json.dumps([[2, 8], [2, 16]])])
     main(["compile", str(run), "default", json.dumps([[3, 8]])])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -144,8 +144,8 @@ def test_a_child_builds_an_engine_and_runs_its_shapes(tmp_path, monkeypatch, cap
 
     spec = engine_spec(tmp_path)
     assert EngineSpec.model_validate_json(spec.model_dump_json()) == spec
-    monkeypatch.setattr(prebuild, "build_engine", lambda given: happened.append(given == spec))
-    monkeypatch.setattr(prebuild, "Engine", Loaded)
+    monkeypatch.setattr(gpu, "build_engine", lambda given: happened.append(given == spec))
+    monkeypatch.setattr(gpu, "Engine", Loaded)
     main(["engine", spec.model_dump_json()])
     assert json.loads(capsys.readouterr().out) == {"error": ""}
     runs = [(2, 8, False), "freed", (4, 8, False), "freed"]
@@ -166,8 +166,8 @@ def machine(monkeypatch):
         if not given.fits:
             raise UserError("it was built from another model.onnx")
 
-    monkeypatch.setattr(prebuild, "build", build)
-    monkeypatch.setattr(prebuild, "check_sidecar", check)
+    monkeypatch.setattr(measure, "build", build)
+    monkeypatch.setattr(gpu, "check_sidecar", check)
     return given
 
 

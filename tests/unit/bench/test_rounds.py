@@ -1,26 +1,28 @@
 """The measuring loop and its statistics, with contestants and timers whose times are known."""
 
 import math
+import time
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.bench import rounds as loop
-from qdqbench.eval.bench.lanes import WallTimer
-from qdqbench.eval.bench.rounds import (
+from qdqbench.eval.bench import measure as loop
+from qdqbench.eval.bench.measure import (
     Burst,
     Effort,
-    Measured,
     ReadySystem,
+    WallTimer,
     check_outputs,
-    compare_rounds,
     measure_rounds,
     rotation,
 )
+from qdqbench.eval.bench.results import BenchRow, compare_rounds
+from qdqbench.eval.bench.run import fill_row
 from qdqbench.quantize.utils.errors import CheckFailed
 
 
@@ -29,18 +31,16 @@ class FakeLane:
 
     input_sets = 2
 
-    def __init__(self, logits=None, fail=None):
+    def __init__(self, logits=None):
         rng = np.random.default_rng(0)
         self.logits = [rng.normal(size=(2, 3)) for _ in range(2)] if logits is None else logits
-        self.fail, self.fed, self.launches = fail, [], 0
+        self.fed, self.launches = [], 0
 
     def feed(self, number):
         self.fed.append(number)
 
     def launch(self):
         self.launches += 1
-        if self.fail:
-            raise RuntimeError(self.fail)
 
     def fetch(self):
         return np.asarray(self.logits[self.fed[-1] % len(self.logits)], dtype=np.float32)
@@ -122,20 +122,25 @@ def test_interval_of_noisy_equals_holds_one_and_of_a_clear_winner_does_not():
     assert ratio_of(base, faster).ci95_low > 1.9
 
 
+def row_of(rounds):
+    row = BenchRow(system="a", status="done")
+    fill_row(row, [Burst(values, {1: 2.0}, 0.0, 1.0) for values in rounds], 4, (1, 2))
+    return row
+
+
 @given(st.lists(st.lists(TIMES, min_size=1, max_size=20), min_size=1, max_size=8))
 def test_statistics_are_those_of_numpy_over_all_launches(rounds):
-    found = Measured([Burst(values, {1: 2.0}, 0.0, 1.0) for values in rounds])
-    flat = [value for values in rounds for value in values]
-    assert found.launches == flat
-    for percent in (50, 90, 99):
-        assert found.percentile(percent) == pytest.approx(np.percentile(flat, percent))
-    assert found.percentile(50) <= found.percentile(90) <= found.percentile(99) <= max(flat)
-    assert found.median_ms == pytest.approx(np.median([np.median(values) for values in rounds]))
+    row, flat = row_of(rounds), [value for values in rounds for value in values]
+    assert row.launches == len(flat)
+    assert (row.p50_ms, row.p90_ms) == pytest.approx(tuple(np.percentile(flat, [50, 90])))
+    assert row.p99_ms == (pytest.approx(np.percentile(flat, 99)) if len(flat) >= 100 else None)
+    assert row.median_ms == pytest.approx(np.median([np.median(values) for values in rounds]))
+    assert [(rate.streams, rate.sequences_per_s) for rate in row.throughput] == [(1, 8.0)]
 
 
 def test_one_disturbed_round_moves_nothing():
     rounds = [[1.0] * 5] * 6 + [[50.0] * 5]
-    assert Measured([Burst(values, {}, 0, 0) for values in rounds]).median_ms == 1.0
+    assert row_of(rounds).median_ms == 1.0
 
 
 def test_rounds_interleave_all_contestants_in_the_balanced_order():
@@ -147,8 +152,8 @@ def test_rounds_interleave_all_contestants_in_the_balanced_order():
     )
     timed = [name for name, count in log if count == 7]
     assert timed == [names[who] for row in rotation(4, 4) for who in row]
-    assert {name: len(one.bursts) for name, one in found.items()} == dict.fromkeys(names, 4)
-    assert all(found["a"].bursts[0].latencies_ms == [1.0] * 7 for _ in range(4))
+    assert {name: len(bursts) for name, bursts in found.items()} == dict.fromkeys(names, 4)
+    assert all(found["a"][0].latencies_ms == [1.0] * 7 for _ in range(4))
 
 
 def test_every_burst_is_preceded_by_warm_launches_that_are_not_counted():
@@ -184,13 +189,12 @@ def test_slow_launches_are_not_wasted_on_warming_up():
 )
 def test_launches_follow_from_the_time_asked_for(ms, seconds, rounds, expected):
     found = measure_rounds([contestant("a", ms)], Effort(rounds=rounds, duration_s=seconds))
-    assert [len(burst.latencies_ms) for burst in found["a"].bursts] == [expected] * rounds
+    assert [len(burst.latencies_ms) for burst in found["a"]] == [expected] * rounds
 
 
 def test_throughput_counts_every_stream():
     found = measure_rounds([contestant("a", 2.0)], Effort(rounds=1, duration_s=0.1, streams=(1, 2)))
-    assert found["a"].throughput(1) == [pytest.approx(500)]
-    assert found["a"].throughput(2) == [pytest.approx(1000)]
+    assert found["a"][0].launches_per_s == {1: pytest.approx(500), 2: pytest.approx(1000)}
 
 
 def test_lanes_that_share_threads_are_those_of_their_number():
@@ -198,30 +202,27 @@ def test_lanes_that_share_threads_are_those_of_their_number():
     one = ReadySystem("a", "fp32", [alone], FakeTimer(2.0), shared)
     assert (one.at(1), one.at(2)) == ([alone], shared[2])
     found = measure_rounds([one], Effort(rounds=2, duration_s=0.1, streams=(1, 2, 3)))["a"]
-    assert found.throughput(2) == [pytest.approx(1000)] * 2
-    assert found.throughput(3) == []  # it has no three
-    assert len(found.cpu_ms) == 2
+    assert [burst.launches_per_s[2] for burst in found] == [pytest.approx(1000)] * 2
+    assert all(3 not in burst.launches_per_s and burst.cpu_ms >= 0 for burst in found)  # it has no three
     shared[2][1].logits = NAN
     errors, _, _ = check_outputs([one], [])
     assert "NaN" in errors["a"]
 
 
-def test_progress_and_windows():
+def test_progress_and_windows(monkeypatch):
     seen, clock = [], iter(range(100))
 
     def now() -> float:
         seen.append("timed")
         return float(next(clock))
 
-    found = measure_rounds(
-        [contestant("a")],
-        Effort(rounds=3, duration_s=1, iterations=1),
-        now=now,
-        progress=lambda *begun: seen.append(begun),
-    )
+    clocks = SimpleNamespace(time=now, sleep=time.sleep, process_time=time.process_time)
+    monkeypatch.setattr(loop, "time", clocks)
+    effort = Effort(rounds=3, duration_s=1, iterations=1)
+    found = measure_rounds([contestant("a")], effort, progress=lambda *begun: seen.append(begun))
     timed = ["timed"] * 2  # a round is told before it is timed
     assert seen == [(1, 3), *timed, (2, 3), *timed, (3, 3), *timed]
-    assert [(burst.start, burst.end) for burst in found["a"].bursts] == [(0, 1), (2, 3), (4, 5)]
+    assert [(burst.start, burst.end) for burst in found["a"]] == [(0, 1), (2, 3), (4, 5)]
 
 
 def test_nobody_to_measure():

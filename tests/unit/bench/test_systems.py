@@ -28,25 +28,15 @@ def names(recipe, **changes):
     ]
 
 
-def test_the_engine_of_the_recipes_backend_comes_first():
+def test_who_takes_part():
     ours = recipe_with(engine={"backend": "onnxruntime"})
-    listed = describe_systems(target_of(ours), OPTIONS, "")
-    assert (listed[0].name, listed[0].label) == ("int8", "INT8 ONNX Runtime")
-    assert listed[1].name == "int8-openvino"
-    assert {about.name for about in listed[2:]} == set(ALL) - {"int8-openvino", "int8-onnxruntime"}
-
-
-def test_without_peers_and_without_fp32():
-    ours = recipe_with(engine={"backend": "onnxruntime"})
-    assert names(ours, baselines=False) == [
-        "int8", "int8-openvino", "bf16-openvino", "fp32-openvino", "fp32-onnxruntime",
-    ]  # fmt: skip
-    assert names(ours, baselines=False, fp32=False) == ["int8", "int8-openvino", "bf16-openvino"]
-
-
-def test_a_recipe_that_does_not_quantize_has_no_int8_engine():
-    made = names(load_recipe("bert-fp16"))
-    assert not {"int8", "int8-openvino", "int8-onnxruntime"} & set(made)
+    first, *others = describe_systems(target_of(ours), OPTIONS, "")
+    assert (first.name, first.label, others[0].name) == ("int8", "INT8 ONNX Runtime", "int8-openvino")
+    assert {about.name for about in others} == set(ALL) - {"int8-onnxruntime"}
+    engines = ["int8", "int8-openvino", "bf16-openvino", "fp32-openvino", "fp32-onnxruntime"]
+    assert names(ours, baselines=False) == engines
+    assert names(ours, baselines=False, fp32=False) == engines[:3]
+    assert not {"int8", *engines[:2], "int8-onnxruntime"} & set(names(load_recipe("bert-fp16")))
 
 
 def test_a_backend_that_is_not_installed_is_a_missing_device_with_the_command(monkeypatch):

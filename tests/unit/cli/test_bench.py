@@ -15,10 +15,16 @@ from qdqbench import _bench as api_bench
 from qdqbench.cli import bench as cli_bench
 from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench import target as bench_target
-from qdqbench.eval.bench.config import Config, profiles_of
-from qdqbench.eval.bench.dataset import BatchedSplit, batched_splits
 from qdqbench.eval.bench.results import BenchTarget, read_bench, row_of
-from qdqbench.eval.bench.target import check_lengths, model_target, run_target, softmax_notes
+from qdqbench.eval.bench.systems import Config, profiles_of
+from qdqbench.eval.bench.target import (
+    BatchedSplit,
+    batched_splits,
+    check_lengths,
+    model_target,
+    run_target,
+    softmax_notes,
+)
 from qdqbench.quantize.calibration.record import read_record
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.profiles import Profile

@@ -15,18 +15,22 @@ import pytest
 from pydantic import BaseModel
 
 from qdqbench.cli.run import print_results
+from qdqbench.eval.bench.report import bench_of, bench_report
+from qdqbench.eval.bench.results import Bench, BenchRow, write_bench
 from qdqbench.eval.reporting.document import Block, Cell, Columns, Fold, Report, Table
 from qdqbench.eval.runs.compare.report import comparison_report
 from qdqbench.eval.runs.gate import judge_speed
-from qdqbench.eval.runs.report.report import run_report, too_slow
+from qdqbench.eval.runs.report.report import refresh_reports, run_report, too_slow
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.search.results import Search, SearchOutcome
 from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.errors import CheckFailed
-from qdqbench.quantize.utils.results import write_results
+from qdqbench.quantize.utils.results import read_results, write_results
 
 from ...support.compared import sample_comparison
 from ...support.records import comparison, speedup
+from ...unit.bench.test_one_figure import bench_with
+from ...unit.bench.test_results import sample_bench
 from ...unit.runs.test_gate import run_gate
 from ...unit.selection.search.test_results import NOTHING, sample_search
 from ..runs.report import test_report as runs
@@ -76,6 +80,33 @@ def _search(found: Search) -> Outcome:
     return Outcome(search_report(found), found, 0 if found.outcome.passed else 2)
 
 
+def _bench(bench: Bench, folder: Path, min_speedup: float | None = None) -> Outcome:
+    """A bench of a run directory, whose gate and report take its speed."""
+    gate = runs.sample().gate.model_copy(update={"min_speedup": min_speedup})
+    write_results(folder, runs.sample(gate=gate))
+    write_bench(folder / "bench.json", bench)
+    assert refresh_reports(folder)[1] is None
+    status = CheckFailed.exit_code if bench.errors or too_slow(folder) else 0
+    judged = read_results(folder)
+    speeds = [(ratio.value, ratio.verdict) for ratio in judged.speed]
+    codes = [(issue.code, issue.state) for issue in judged.gate.issues]
+    view = bench_of(folder)
+    assert view is not None
+    assert view.measured is not None
+    record = bench.model_copy(update={"errors": []}, deep=True)
+    for row in (row for config in record.configs for row in config.rows):
+        row.reason = None  # a sentence, as are the errors
+    return Outcome(bench_report(bench), record, status, (speeds, codes, len(view.errors)))
+
+
+def _failed_bench() -> Bench:
+    bench = sample_bench(errors=[_shout("b1 s128: int8 engine: NaN for 2 of 2 inputs")], complete=False)
+    bench.configs[0].rows[0] = BenchRow(system="int8", status="error", reason=_shout("NaN logits"))
+    bench.configs[0].rows[5] = BenchRow(system="compile-fp16", status="skipped", reason=_shout("no g++"))
+    bench.configs[0].speedups, bench.configs[0].headline = [], None
+    return bench
+
+
 DETAIL = [GateIssue(code="verification", state="failed", detail="Layer.1 is wrong")]
 COMMANDS: dict[str, Callable[[Path], Outcome]] = {
     "run, passed": lambda folder: _run({}, folder),
@@ -91,6 +122,12 @@ COMMANDS: dict[str, Callable[[Path], Outcome]] = {
     "search, passed": lambda _: _search(sample_search()),
     "search, failed": lambda _: _search(sample_search(outcome=SearchOutcome(chosen=1, issues=DETAIL))),
     "search, nothing holds": lambda _: _search(sample_search(**NOTHING)),
+    "bench, slower": lambda folder: _bench(sample_bench(), folder),
+    "bench, faster": lambda folder: _bench(bench_with("faster"), folder),
+    "bench, below the gate": lambda folder: _bench(bench_with("faster"), folder, 9.0),
+    "bench, inconclusive": lambda folder: _bench(bench_with("unclear"), folder),
+    "bench, failed": lambda folder: _bench(_failed_bench(), folder),
+    "bench, nothing": lambda folder: _bench(sample_bench(configs=[], complete=False), folder),
     "compare": lambda _: Outcome(comparison_report(sample_comparison()), sample_comparison()),
 }  # fmt: skip
 LOUD = False
