@@ -80,8 +80,7 @@ def print_results(results: "Results", folder: Path, *, json: bool) -> None:
     """
     from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.runs.gate import issue_sentence
-    from qdqbench.eval.runs.report.report import run_report, where_to_begin
-    from qdqbench.eval.runs.stage_table import stages_report
+    from qdqbench.eval.runs.report.report import run_report, stages_report, where_to_begin
     from qdqbench.quantize.deployment.write import DEPLOY
     from qdqbench.quantize.utils.errors import CheckFailed
 

@@ -1,6 +1,6 @@
 """Two runs side by side; every number is invented."""
 
-from qdqbench.eval.runs.compare.results import (
+from qdqbench.eval.runs.comparison import (
     ComparedLayer,
     ComparedRun,
     ComparedSample,

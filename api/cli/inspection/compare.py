@@ -21,8 +21,7 @@ def compare(
 ) -> None:
     """Runs side by side: accuracy paired on the same samples, speed, size, answers that flipped, layers."""
     from qdqbench.eval.reporting.render import render_screen
-    from qdqbench.eval.runs.compare.compare import compare_runs
-    from qdqbench.eval.runs.compare.report import NAME, comparison_report, write_comparison
+    from qdqbench.eval.runs.comparison import NAME, compare_runs, comparison_report, write_comparison
     from qdqbench.quantize.pipeline.ownership import RunIdentity, owned_folder
 
     out = options.out or Path("runs/compare")

@@ -1,6 +1,7 @@
 """The report of a run, from its `Results` and the bench beside it, and the folder `deploy`."""
 
 import shlex
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from qdqbench.eval.bench.report import BenchView, bench_blocks, bench_of
 from qdqbench.eval.reporting.document import (
     SCREEN,
     Block,
+    Bullets,
     Cell,
     Chart,
     Columns,
@@ -30,6 +32,8 @@ from qdqbench.eval.reporting.document import (
 from qdqbench.eval.reporting.formats import (
     LABELS,
     cleaned,
+    count_of,
+    first,
     flat,
     known,
     label,
@@ -66,7 +70,14 @@ from qdqbench.quantize.tasks.types.embedding import AGREEMENT
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Agreement, Comparison
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.results import RESULTS_FILE, Results, StageResult, read_results, write_results
+from qdqbench.quantize.utils.results import (
+    RESULTS_FILE,
+    EngineResult,
+    Results,
+    StageResult,
+    read_results,
+    write_results,
+)
 
 ACCURACY = (
     "± and error bars are one standard error over the evaluation samples. The blue band is FP32 with its "
@@ -460,3 +471,138 @@ def begin_in(place: Path, called: Path) -> Begin:
     mark = "" if about["ran"] else "the engine never ran; "
     mark = "NOT FOR USE, the run failed; " if about["failed"] else mark
     return Begin(str(called), mark, f"python {shlex.quote(str(called / about['script']))} {about['example']}")
+
+
+MOST_FILES = 6
+
+
+def stages_report(results: Results, folder: Path) -> Report:
+    """Return what a terminal shows of stages: one row for each, the files in the run directory, failures."""
+    table = table_of(
+        results.timings.items(),
+        ("stage", lambda pair: pair[0]),
+        (
+            "result",
+            lambda pair: Cell(
+                stage_text(results, pair[0]), "unclear" if _scored(pair[0]) in results.skipped else ""
+            ),
+        ),
+        ("time", lambda pair: "unchanged" if pair[1].reused else seconds(pair[1].wall_s)),
+        on=SCREEN,
+    )
+    largest = sorted(results.files, key=lambda file: -file.bytes)
+    names = first([f"{file.name} {size(file.bytes)}" for file in largest], MOST_FILES, "there")
+    files = f"{count_of(len(largest), 'file')} in {folder}: {', '.join(names)}"
+    failures = first([*map(issue_sentence, results.gate.failures)], 5, "the report")
+    blocks: list[Block] = [table, Prose(files, on=SCREEN), Bullets(failures, "bad", SCREEN)]
+    title = model_label(str(results.model.get("name", "model")))
+    return Report(
+        page_of(results, "stages", title, [], RESULTS_FILE),
+        [Section("stages", "Stages", blocks, on=SCREEN)],
+        warnings=results.warnings,
+        notes=results.notes,
+    )
+
+
+def stage_text(results: Results, name: str) -> str:
+    """Return the result of a stage in one line; empty where its files say it."""
+    if reason := results.skipped.get(_scored(name)):
+        return f"skipped: {reason}"
+    if _scored(name) in results.stages:
+        return _accuracy(results, _scored(name))
+    texts: dict[str, Callable[[Results], str]] = {
+        "embedded": lambda results: "a small BERT and its data",
+        "quantize": _calibration,
+        "qat": _training,
+        "export": _export,
+        "check": _check,
+        "parity": _parity,
+        "build": lambda results: _engine(results.engine),
+        "gpu_build": lambda results: _engine(results.gpu_engine),
+        "verify": _verification,
+    }
+    return texts[name](results) if name in texts else ""
+
+
+def _scored(stage: str) -> str:
+    """Return the key in `stages` of what a stage evaluates."""
+    return "fp32" if stage == "baseline" else stage
+
+
+def _accuracy(results: Results, name: str) -> str:
+    row = results.stages[name]
+    text = f"{headline(row)}, n = {row.n:,}"
+    if (versus := row.vs_fp32) is not None:
+        text += f"; against FP32 {delta_text(versus)}"
+        if versus.disagreements is not None:
+            text += f"; {versus.disagreements} of {versus.n:,} answers differ"
+    return text
+
+
+def _calibration(results: Results) -> str:
+    int8, calibration = len(results.quantized_layers), results.data["calibration"]
+    text = f"{int8} of {count_of(int8 + len(results.high_precision_layers), 'linear')} in INT8"
+    for modules, what in (
+        (results.quantized_attention, "attention"),
+        (results.quantized_residual, "residual"),
+    ):
+        text += f", {count_of(len(modules), what)}" if modules else ""
+    source = f"{count_of(calibration['samples'], 'sample')} of {calibration['split']}"
+    return f"{text}; scales by {calibration['method']} of {source}"
+
+
+def _training(results: Results) -> str:
+    training = results.training
+    assert training is not None
+    text = f"{training.steps} of {training.planned_steps} steps in {seconds(training.seconds)}"
+    if training.best_step == 0:
+        return f"{text}; the weights before training are the best"
+    return f"{text}; step {training.best_step} is the best"
+
+
+def _export(results: Results) -> str:
+    graphs = [row for row in results.files if row.fp32_ratio is not None]
+    sizes = ", ".join(f"{row.name} {row.fp32_ratio:.2f}" for row in graphs if row.fp32_ratio != 1)
+    return f"{count_of(len(graphs), 'ONNX file')}; of the size of FP32: {sizes}"
+
+
+def _check(results: Results) -> str:
+    counts = Counter((row.severity, row.code) for row in results.findings)
+    listed = ", ".join(f"{n} of {code} ({severity})" for (severity, code), n in counts.items())
+    return f"{count_of(len(results.findings), 'finding')}{': ' if listed else ''}{listed}"
+
+
+def _parity(results: Results) -> str:
+    parity = results.parity
+    assert parity is not None
+    if not parity.rows:
+        return "no tensor is quantized"
+    worst = worst_first(parity)[0]
+    agreeing = f"{sum(row.holds for row in parity.rows)} of {count_of(len(parity.rows), 'tensor')}"
+    return (
+        f"{agreeing} agree with ONNX Runtime; nearest to its limit, at {part_text(worst)}: "
+        f"{remark_of(worst)}; n = {parity.n}"
+    )
+
+
+def _engine(engine: EngineResult | None) -> str:
+    assert engine is not None
+    text = f"{engine.file} {size(engine.bytes)}, {label(engine.backend)} {engine.version}"
+    for count, expected, what in (
+        (engine.int8_gemms, engine.expected_int8_gemms, "GEMMs"),
+        (engine.attention_int8, engine.expected_attention_int8, "attentions"),
+        (engine.int8_residuals, engine.expected_int8_residuals, "residuals"),
+    ):
+        text += f"; {count} of {expected} {what} in INT8" if expected else ""
+    return f"{text}; ahead of time, not run" if engine.ahead_of_time else text
+
+
+def _verification(results: Results) -> str:
+    verified = results.verification
+    assert verified is not None
+    passing = f"{sum(row.holds for row in verified.blocks)} of {count_of(len(verified.blocks), 'block')}"
+    blocks = verified.blocks_not_checked or f"{passing} follow {label(verified.reference)}"
+    parts = (("padding", verified.padding), ("answers", verified.predictions))
+    bad = [name for name, part in parts if not part.holds]
+    rest = f"{' and '.join(bad)} do not hold" if bad else "padding and answers hold"
+    return f"{blocks}; {rest}; {count_of(len(verified.shapes), 'shape')}, n = {verified.predictions.n}"

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from qdqbench.cli.run import print_results
 from qdqbench.eval.reporting.document import Block, Cell, Columns, Fold, Report, Table
-from qdqbench.eval.runs.compare.report import comparison_report
+from qdqbench.eval.runs.comparison import comparison_report
 from qdqbench.eval.runs.gate import judge_speed
 from qdqbench.eval.runs.report.report import run_report, too_slow
 from qdqbench.eval.selection.search.report import search_report
@@ -38,7 +38,7 @@ MODULES = [
     "eval.runs.report.report",
     "eval.runs.report.training",
     "eval.runs.report.verdict",
-    "eval.runs.compare.report",
+    "eval.runs.comparison",
     "eval.bench.report",
     "eval.selection.search.report",
     "eval.verification.checks",

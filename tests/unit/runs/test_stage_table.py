@@ -11,7 +11,7 @@ from rich.console import Console
 
 from qdqbench.eval.reporting.render import render_screen
 from qdqbench.eval.runs.gate import issue_sentence, judge_stages
-from qdqbench.eval.runs.stage_table import stage_text, stages_report
+from qdqbench.eval.runs.report.report import stage_text, stages_report
 from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity, ParityRow
 from qdqbench.quantize.utils.results import (
     EngineResult,
