@@ -36,7 +36,7 @@ LONGEST_TEXT = 600  # characters of a sample that are kept
 
 @dataclass(frozen=True)
 class Answered:
-    """The answers of one model to the samples of a split."""
+    """Predictions of one model for the samples of a split."""
 
     predicted: Array  # [samples] or [samples, ...], as the kind of the task has it
     margin: Float64 | None  # [samples]: see `answered`; None where no classes compete
@@ -44,7 +44,7 @@ class Answered:
     names: Sequence[str]  # of the classes by number; empty where there are none
 
     def word(self, sample: int) -> str:
-        """Return the answer to a sample: a class, a score, a span, or the classes of its words."""
+        """Return a prediction in words: a class, a score, a span, or the classes of its words."""
         value = self.predicted[sample]
         if isinstance(value, str):
             if not value:
@@ -60,10 +60,9 @@ class Answered:
 
 
 def answered(task: Task, answers: Floats, gold: metrics.Gold, names: Sequence[str]) -> Answered:
-    """Return the answers of a split, and how near each is to being another one.
+    """Return the predictions of a split, and the margin of each.
 
-    The margin of a sample that is classified is the probability of its class less that of the next: 0 is a
-    tie, 1 is certain.
+    The margin of a classified sample is the probability of its class less that of the next; 0 is a tie.
 
     Args:
         answers: float32 [answers, width].
@@ -88,19 +87,19 @@ def _margin(logits: Floats) -> Float64:
 
 
 def has_answers_that_flip(found: Answered) -> bool:
-    """Return whether answers are the same or not, rather than nearer or farther."""
+    """Return whether predictions are the same or not, rather than nearer or farther."""
     return not np.issubdtype(found.predicted.dtype, np.floating)
 
 
 def differing(reference: Answered, other: Answered) -> Array:
-    """Return samples with another answer, ascending; scores are never counted as another answer."""
+    """Return samples with another prediction, ascending; none for scores."""
     if not has_answers_that_flip(reference):
         return np.zeros(0, dtype=np.int64)
     return np.flatnonzero(reference.predicted != other.predicted)
 
 
 def sample_texts(dataset: "datasets.Dataset", task: Task, samples: Int64) -> list[str]:
-    """Return the texts of samples of a split, a line each; of one with several rows those of its first."""
+    """Return the texts of samples in a line each; of one with several rows those of its first."""
     rows = samples
     if task.kind.groups is not None:
         rows = np.flatnonzero(np.diff(task.kind.groups(dataset, task), prepend=-1))[samples]
@@ -116,7 +115,6 @@ def _line(values: tuple[Any, ...]) -> str:
 
 
 def sample_labels(task: Task, gold: metrics.Gold, names: Sequence[str], samples: Int64) -> list[str | None]:
-    """Return what would be right for some samples, in words; None where nothing is."""
     if task.kind.label_texts is None or not len(samples):
         return [None] * len(samples)
     return [*task.kind.label_texts(gold[samples], names)]
@@ -124,7 +122,7 @@ def sample_labels(task: Task, gold: metrics.Gold, names: Sequence[str], samples:
 
 @dataclass(frozen=True)
 class PairedAnswers:
-    """Both on the first evaluation split."""
+    """Predictions of FP32 and of a stage on the first evaluation split."""
 
     task: Task
     stage: str
@@ -136,7 +134,6 @@ class PairedAnswers:
 
     @classmethod
     def of(cls, session: Session, stage: str) -> "PairedAnswers":
-        """Read what a run left; its stage was evaluated."""
         task, folder = session.config.task, session.folder / "logits"
         before, after = (read_logits(folder / f"{name}.npz") for name in ("fp32", stage))
         split = next(iter(before))
@@ -145,23 +142,21 @@ class PairedAnswers:
 
     @cached_property
     def of_fp32(self) -> Answered:
-        """Return FP32's answers."""
         return answered(self.task, self.fp32, self.gold, self.names)
 
     @cached_property
     def of_stage(self) -> Answered:
-        """Return the stage's answers."""
         return answered(self.task, self.made, self.gold, self.names)
 
     @cached_property
     def distance(self) -> Float64:
-        """Return the kind's divergence of both answers to each sample, [samples]."""
+        """Return the divergence of both predictions by sample, [samples]."""
         both = self.fp32.astype(np.float64), self.made.astype(np.float64)
         return np.asarray(self.task.kind.divergence(*both, self.gold), dtype=np.float64)
 
 
 def _names(session: Session, split: str) -> list[str]:
-    """Return names of the classes: the model's, or those of the labels where it only numbers them."""
+    """Return the model's class names, or those of the labels where it only numbers them."""
     task, dataset = session.config.task, session.eval_splits[split][0].dataset
     names = list(task.classes) or read_class_names(session.model_name, session.config.revision, task.kind)
     feature = dataset.features.get(task.label_column)
@@ -177,11 +172,7 @@ ORDER: tuple[Change, ...] = get_args(Change)
 def list_changed_answers(
     both: PairedAnswers, dataset: "datasets.Dataset", folder: Path, kept: int = KEPT
 ) -> ChangedPredictions:
-    """Return the samples whose answers changed, of scores all that are not the same; write `changed.csv`.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Return samples with changed predictions, of scores all that moved; write `changed.csv`."""
     found = _all(both, dataset)
     _write(found, folder / FILE)
     counts = Counter(row.change for row in found)
@@ -198,7 +189,7 @@ def list_changed_answers(
 
 
 def _all(both: PairedAnswers, dataset: "datasets.Dataset") -> list[ChangedPrediction]:
-    """Return changed answers: lost ones first, then won ones, the farthest first."""
+    """Return changed predictions: regressed ones first, then fixed ones, the farthest first."""
     before, after = both.of_fp32, both.of_stage
     flips = has_answers_that_flip(before)
     samples: Int64 = differing(before, after) if flips else np.flatnonzero(both.distance > 0)
@@ -246,7 +237,6 @@ MOST = 40  # classes whose confusion is kept as a matrix
 
 
 def compare_classes(both: PairedAnswers) -> Classes | None:
-    """Compare both answers class by class; None where answers are no classes."""
     kind = both.task.kind
     if kind.by_class is None:
         return None
@@ -273,7 +263,7 @@ def _confusion(labels: Int64, answers: Int64, count: int) -> list[list[int]]:
 
 
 def _row(name: str, labelled: Int64, before: Int64, after: Int64, samples: Int64) -> ClassRow:
-    """Return the row of a class, from what is labelled so and answered so by both, bool [units].
+    """Return the row of a class, from bool [units] of its labels and of both predictions.
 
     The error is that of a ratio of sums over samples (Cochran 1977, "Sampling Techniques", section 2.9), as
     words of one sentence go together.

@@ -16,15 +16,12 @@ Judgement = Literal["holds", "holds within noise", "fails"]
 
 
 def limit(stderr: float, max_drop: float) -> float:
-    """Return the largest drop that does not fail: `max_drop` and two of the drop's paired standard errors."""
+    """Return the largest drop that does not fail: `max_drop` and two of its paired standard errors."""
     return max_drop + NOISE * stderr
 
 
 def judge(drop: float, stderr: float, max_drop: float) -> Judgement:
-    """Hold a drop of the primary metric to `max_drop`.
-
-    A drop of real samples is known no better than its standard error, so only what exceeds `max_drop` beyond
-    noise fails, whichever command measured it. What holds within noise alone is said wherever it decides.
+    """Judge a drop of the primary metric by `max_drop`: only what exceeds it beyond noise fails.
 
     Args:
         drop: the reference's metric minus the model's, on the same samples.
@@ -39,12 +36,12 @@ def judge(drop: float, stderr: float, max_drop: float) -> Judgement:
 def samples_to_tell(drop: float, stderr: float, max_drop: float, n: int, *, counted: bool) -> int | None:
     """Return how many samples can tell whether a drop is within `max_drop`; None where these do.
 
-    They do where two standard errors are at most `max_drop`, so that such a drop would have been seen, and
-    the drop itself is not between `max_drop` and what is noise. A standard error shrinks with the root of n.
+    They do where two standard errors are at most `max_drop`, and the drop is not between that and noise.
+    A standard error shrinks with the root of n.
 
     Args:
-        drop: as `judge`; so are stderr and max_drop.
-        n: samples, paired.
+        drop, stderr, max_drop: as `judge`.
+        n: paired samples.
         counted: samples are right or wrong. Where none of n differed, as many as three in n may
             (Hanley and Lippman-Hand 1983), so a standard error is never below the root of three over n.
     """
@@ -59,19 +56,13 @@ def samples_to_tell(drop: float, stderr: float, max_drop: float, n: int, *, coun
 
 
 def drop_issue(comparison: Comparison, max_drop: float, **where: Any) -> GateIssue:
-    """Return a drop that is above `max_drop`, beyond noise unless `where` has another state.
-
-    Args:
-        comparison: against FP32.
-        max_drop: a fraction.
-        where: its state, stage, split and metric.
-    """
+    """Return a drop above `max_drop` as an issue, failed unless `where` has another state."""
     score = {"value": comparison.drop, "stderr": comparison.drop_stderr, "n": comparison.n}
     return GateIssue(**{"code": "accuracy", "state": "failed", "limit": max_drop, **score, **where})
 
 
 def slow_issue(speedup: Speedup | None, min_speedup: float) -> GateIssue:
-    """Return a speed-up below `min_speedup`; None: it could not be measured."""
+    """Return a speed-up below `min_speedup` as an issue; None: it could not be measured."""
     issue = GateIssue(code="min_speedup", state="failed", limit=min_speedup)
     if speedup is not None:
         issue.value, issue.config, issue.baseline = speedup.value, speedup.config, speedup.baseline

@@ -63,12 +63,11 @@ class Boundary:
 
     @property
     def reference(self) -> str:
-        """Return the graph input that takes the reference's value."""
         return f"{self.tensor}/reference"
 
     @property
     def fed(self) -> str:
-        """Return the quantizer whose value it takes, or what that makes, which all others round alike."""
+        """Return the quantizer whose value it takes, or its output, which all others round alike."""
         return next(filter(_passes_on, self.quantizers), next(iter(self.quantizers)))
 
 
@@ -77,7 +76,7 @@ def compare_layers(
     model: "PreTrainedModel",
     batches: Iterable[dict[str, Int64]],
 ) -> Parity:
-    """Compare a graph with the fake-quant model that it came from, layer by layer (teacher forcing).
+    """Compare a graph with its fake-quant model, layer by layer (teacher forcing).
 
     Args:
         onnx_model: graph with Q/DQ; not changed.
@@ -144,15 +143,14 @@ def _fed(boundary: Boundary, inputs: dict[str, Float32], made: dict[str, Float32
 
 
 def _turn(value: Array, other_way: bool) -> Array:
-    """Swap the first two axes of a value, where that is so."""
     return np.ascontiguousarray(np.swapaxes(value, 0, 1)) if other_way else value
 
 
 def _of_tokens(value: Array, valid: Array) -> Array:
     """Drop the padding of a tensor [batch, length, ...] or [batch, heads, length, ...], of no other.
 
-    Padding answers nothing. Where all of it has one position, as in RoBERTa and MPNet, it is one vector over
-    and over, and a value at a border of rounding would count as often.
+    Where all padding has one position, as in RoBERTa and MPNet, it is one vector over and over: a value at a
+    border of rounding would count as often.
     """
     if value.ndim == 4:
         value = np.swapaxes(value, 1, 2)
@@ -163,7 +161,7 @@ def force(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Boundary], dict
     """Cut a graph at the input of every activation quantizer.
 
     Each cut tensor becomes a graph output, and its readers get a new FP32 input instead: the Q as it is, the
-    others cast to the type that they had.
+    others cast to their type.
 
     Returns:
         The cut graph, the boundaries in graph order, and the output tensor of each quantized linear.
@@ -223,14 +221,14 @@ def _linear_outputs(index: GraphIndex, boundaries: dict[str, Boundary]) -> dict[
 
 
 def _place(quantizer: str) -> tuple[str, str]:
-    """Return the module, with the run where that is shared, and kind of a quantizer."""
+    """Return the module of a quantizer, with the run where that is shared, and its kind."""
     name, at, run = quantizer.partition("@")
     module, _, kind = name.rpartition(".")
     return f"{module}{at}{run}", kind
 
 
 def _passes_on(quantizer: str) -> bool:
-    """Return whether a quantizer's output goes on without a linear that adds many of its elements."""
+    """Return whether no linear adds many elements of a quantizer's output."""
     return _place(quantizer)[1] in PASSED_ON
 
 
@@ -238,7 +236,6 @@ def _passes_on(quantizer: str) -> bool:
 def _recorded(
     model: "PreTrainedModel", quantizers: list[str], others: list[str]
 ) -> Iterator[tuple[dict[str, Float32], dict[str, Float32]]]:
-    """Record inputs of quantizers, and outputs of linears and other modules, while a model runs once."""
     modules = dict(model.named_modules())
     inputs: dict[str, Float32] = {}
     outputs: dict[str, Float32] = {}
@@ -264,7 +261,7 @@ def _recorded(
 
 
 def _uses(names: list[str]) -> dict[str, list[str]]:
-    """Return names by module; those of a shared one are in the order of its calls."""
+    """Return names by module; those of a shared one in the order of its calls."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(name.partition("@")[0], []).append(name)
@@ -286,7 +283,6 @@ def _count(count: list[int], got: Array, reference: Float32, scale: float, epsil
 
 
 def _steps(values: Array, scale: float) -> Float64:
-    """Return values in steps; a NaN is as far away as a value can be."""
     steps: Float64 = values.astype(np.float64) / scale
     return np.nan_to_num(steps, nan=1e6, posinf=1e6, neginf=-1e6)
 

@@ -66,16 +66,12 @@ def predict(  # noqa: PLR0913
 
 
 def torch_runner(model: "PreTrainedModel") -> Predict:
-    """Return the runner of a PyTorch model, on the device that it is on."""
     return lambda batch: forward(model, batch).float().cpu().numpy()
 
 
 @contextmanager
 def evaluating(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
-    """Move the model to torch's GPU meanwhile, where there is one; it is made and exported on the CPU.
-
-    One with quantizers rounds its weights once, and its activations in the fewest steps.
-    """
+    """Move the model to torch's GPU for the block, where there is one; weights are rounded once."""
     placed(model)
     try:
         if any(name.endswith("weight_quantizer") for name, _ in model.named_modules()):
@@ -93,25 +89,19 @@ def evaluating(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
 
 
 def placed(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Move a model to torch's GPU, where there is one."""
     return model if (device := gpu()) is None else cast("Any", model).to(device)
 
 
 def gpu() -> "torch.device | None":
-    """Return torch's GPU, if it has one."""
     import torch
 
     return torch.device("cuda") if torch.cuda.is_available() else None
 
 
 def onnxruntime_runner(path: Path) -> Predict:
-    """Return the runner of an ONNX file on ONNX Runtime's CPU provider, without graph optimizations.
+    """Run an ONNX file on ONNX Runtime's CPU provider as exported.
 
-    Optimizations would replace Q/DQ by integer kernels with other roundings: what is evaluated is the graph
-    as it was exported.
-
-    Raises:
-        UserError: ONNX Runtime refuses the file.
+    Graph optimizations would replace Q/DQ by integer kernels with other roundings.
     """
     session = session_of(path.read_bytes(), str(path))
     return lambda batch: run_session(session, batch)

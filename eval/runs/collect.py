@@ -49,7 +49,7 @@ from qdqbench.quantize.utils.system.environment import describe_environment, now
 
 @dataclass(frozen=True)
 class ExportedRun:
-    """What is known of a run whose graph is exported."""
+    """Model and graph of a finished export."""
 
     recipe: Recipe
     plan: Plan
@@ -61,7 +61,6 @@ class ExportedRun:
 
     @classmethod
     def of(cls, session: Session, training: TrainingRun | None) -> "ExportedRun":
-        """Read the files of a run that quantizes."""
         config, graph = session.fp32_model.config, graph_path(session)
         on_cpu = backend_of(session.recipe) in CPU_BACKENDS
         return cls(
@@ -76,7 +75,7 @@ class ExportedRun:
 
 
 def model_changes(done: ExportedRun) -> list[ModelChange]:
-    """Return each change once, with how often it was made; none where nothing but Q/DQ was added."""
+    """Return the changes of a model besides Q/DQ, each with how often it was made."""
     return [
         ModelChange(what=what, count=count, description=sentence.format(count_of(count, noun)))
         for what, count, noun, sentence in (*_weights(done), *_moved(done), *_graph(done))
@@ -88,7 +87,7 @@ Row = tuple[str, int, str, str]  # what, how often, of which noun, and a sentenc
 
 
 def _weights(done: ExportedRun) -> Iterator[Row]:
-    """Yield what is not the model's own any more."""
+    """Yield changes of the weights and amax."""
     record, plan, training = done.record, done.plan, done.training
     steps = training.best_step if training else 0
     yield "training", steps, "step", "The weights are those after {} of quantization-aware training."
@@ -135,7 +134,6 @@ def _moved(done: ExportedRun) -> Iterator[Row]:
 
 
 def _graph(done: ExportedRun) -> Iterator[Row]:
-    """Yield the form of the graph."""
     plan, rewrites = done.plan, done.rewrites
     yield "INT8 attention", len(plan.attention), "attention", "q, k, v and the softmax of {} are in INT8."
     said = "{} read the INT8 tensor that the next linears read."
@@ -156,11 +154,11 @@ ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx", GPU_INT8)
 
 
 def collect(session: Session, timings: dict[str, Timing], until: str | None = None) -> Results:
-    """Gather the numbers of a run, from the files in its directory.
+    """Gather the numbers of a run from the files in its directory.
 
     Args:
-        timings: of its stages that ran or were reused, in their order.
-        until: the stage at which it stops, with results of the stages up to there; None: the whole run.
+        timings: of its stages that ran or were reused, in order.
+        until: the stage at which it stops; None: the whole run.
     """
     folder, config, whole = session.folder, session.config, until is None
     outcomes: dict[str, Any] = {}
@@ -234,11 +232,7 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
 
 
 def stage_results(session: Session, done: Collection[str] | None = None) -> dict[str, StageResult]:
-    """Accuracy of every stage of a session that was evaluated, in their order.
-
-    Args:
-        done: the stages of the run that are complete_record; None: all that it has.
-    """
+    """Return the accuracy of every evaluated stage in order; of `done` only, if given."""
     trained = "after QAT" if session.recipe.qat else ""
     version = importlib.metadata.version("onnxruntime")
     fake_quant = "PyTorch, ModelOpt fake-quant"
@@ -264,7 +258,7 @@ def stage_results(session: Session, done: Collection[str] | None = None) -> dict
 
 
 def scored(session: Session, stage: str, detail: str = "") -> StageResult:
-    """Metrics of a stage that was evaluated, paired with FP32's unless `--until` left that out."""
+    """Score a stage, paired with FP32 unless `--until` left that out."""
     folder = session.folder / "logits"
     reference = folder / "fp32.npz" if stage != "fp32" and (folder / "fp32.npz").is_file() else None
     task, seed = session.config.task, session.config.seed
@@ -272,7 +266,7 @@ def scored(session: Session, stage: str, detail: str = "") -> StageResult:
 
 
 def _parity(session: Session, stages: Collection[str]) -> Parity:
-    """Layer-local parity; where both were evaluated also ONNX Runtime against fake-quant on the split."""
+    """Return layer-local parity; with both evaluated, also ONNX Runtime against fake-quant end to end."""
     parity = Parity.model_validate(files.read_json(session.folder / "parity.json"))
     if not {"fake_quant", "onnxruntime"} <= {*stages}:
         return parity
@@ -280,7 +274,6 @@ def _parity(session: Session, stages: Collection[str]) -> Parity:
 
 
 def _compared(session: Session, reference: str, stage: str) -> Comparison:
-    """A stage against another one, on the same samples of the first evaluation split."""
     folder, task = session.folder / "logits", session.config.task
     before, after = (read_logits(folder / f"{name}.npz") for name in (reference, stage))
     first = next(iter(before))
@@ -297,7 +290,6 @@ def _training(folder: Path) -> TrainingRun:
 
 
 def _model(session: Session, whole: bool) -> dict[str, Any]:
-    """Name and hash of the model; of a whole run also what loading it says."""
     if not whole:
         return {"name": session.model_name, "sha256": session.model_sha256}
     model = session.fp32_model
@@ -309,7 +301,6 @@ def _model(session: Session, whole: bool) -> dict[str, Any]:
 
 
 def _file_rows(folder: Path, names: list[str]) -> list[FileRow]:
-    """Files of a run with their sizes, ONNX files compared with the FP32 one."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     fp32 = sizes.get(FP32)
     return [
@@ -319,7 +310,6 @@ def _file_rows(folder: Path, names: list[str]) -> list[FileRow]:
 
 
 def _warnings(session: Session, results: Results, record: CalibrationRecord | None) -> Iterator[str]:
-    """What a reader must know of a whole run."""
     config = session.config
     if config.limit is not None:
         yield f"--limit {config.limit}: accuracy is measured on a part of the evaluation data only"
@@ -338,7 +328,6 @@ def _warnings(session: Session, results: Results, record: CalibrationRecord | No
 
 
 def _add_effects(session: Session, results: Results) -> None:
-    """Fill in what quantization changed: answers, classes, layers, and the model besides Q/DQ."""
     last = last_measured(results)
     if last is not None and last[0] != "fp32":
         both = PairedAnswers.of(session, last[0])
@@ -354,7 +343,6 @@ def _add_effects(session: Session, results: Results) -> None:
 
 
 def _add_fp16(session: Session, results: Results, both: PairedAnswers) -> None:
-    """The FP16 graph against FP32, and the stage nearest to deployment against it."""
     task, seed, folder = session.config.task, session.config.seed, session.folder / "logits"
     path, reference = folder / f"{FP16_STAGE}.npz", folder / "fp32.npz"
     detail = "ONNX Runtime, CPU, FP16 graph as exported (no optimizations)"
@@ -364,7 +352,7 @@ def _add_fp16(session: Session, results: Results, both: PairedAnswers) -> None:
 
 
 def softmax_warnings(session: Session, record: CalibrationRecord) -> list[str]:
-    """What the INT8 softmax loses, where that is much, or not known at the lengths of the evaluation data."""
+    """Warn where the INT8 softmax loses much, or was not measured at the lengths of the evaluation data."""
     if not record.softmax:
         return []
     warnings = []

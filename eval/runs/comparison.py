@@ -199,7 +199,6 @@ class RunComparison(Tabular):
     """Parts that could not be compared, with the reason."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield one row for each run."""
         for run in self.runs:
             flat = run.model_dump(exclude={"metrics", "stderr", "fp32", "vs_fp32", "latency"})
             metric, versus = next(iter(run.metrics)), run.vs_fp32
@@ -219,8 +218,6 @@ class RunComparison(Tabular):
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run and what it answered."""
-
     name: str
     folder: Path
     config: RunConfig
@@ -233,21 +230,14 @@ class LoadedRun:
 
     @property
     def task(self) -> Task:
-        """Return its task."""
         return self.config.task
 
     @cached_property
     def session(self) -> Session:
-        """Return a session that loads its data and tokenizer again."""
         return Session(self.config, self.folder)
 
     @cached_property
     def gold(self) -> metrics.Gold:
-        """Return what its answers are scored against.
-
-        Raises:
-            UserError: the kind of task needs the data for it, and that is not there any more.
-        """
         kind = self.task.kind
         if not kind.labelled:
             return self.fp32
@@ -256,7 +246,7 @@ class LoadedRun:
 
     @cached_property
     def classes(self) -> list[str]:
-        """Return names of the model's classes; their numbers where the model is not there any more."""
+        """Return the model's class names, or their numbers if the model is not there any more."""
         if self.task.classes:
             return list(self.task.classes)
         try:
@@ -266,40 +256,31 @@ class LoadedRun:
 
     @cached_property
     def answered(self) -> Answered:
-        """Return what the deployed stage answered."""
         return answered(self.task, self.answers, self.gold, self.classes)
 
     @cached_property
     def answered_fp32(self) -> Answered:
-        """Return what FP32 answered."""
         return answered(self.task, self.fp32, self.gold, self.classes)
 
     @cached_property
     def bench(self) -> Bench | None:
-        """Return the bench in its folder."""
         path = self.folder / BENCH_FILE
         return read_bench(path) if path.is_file() else None
 
     @property
     def stale_bench(self) -> list[str]:
-        """Return files of the run that changed after its bench, whose latencies are not theirs."""
         return stale_files(self.bench, self.folder) if self.bench else []
 
     def texts(self, samples: list[int]) -> list[str]:
-        """Return the texts of some samples, in one line each.
-
-        Raises:
-            UserError: the data is not there any more.
-        """
         dataset = self.session.split(self.split, limit=self.config.limit).dataset
         return sample_texts(dataset, self.task, np.asarray(samples, dtype=np.int64))
 
 
 def load_runs(folders: list[Path]) -> list[LoadedRun]:
-    """Return complete_record runs, each under a name of its own.
+    """Load finished runs, each under a name of its own.
 
     Raises:
-        UserError: fewer than two, one of them twice, or any that is not complete_record; names all of them.
+        UserError: fewer than two, one of them twice, or any that is not finished; names all of them.
     """
     if len(folders) < 2:
         raise UserError("one run has nothing to be compared with; give two or more run directories")
@@ -346,11 +327,6 @@ def _load(folder: Path, name: str) -> LoadedRun:
 
 
 def _answers_file(folder: Path, stage: str) -> Path:
-    """Return the file of a stage's answers, which is as the stage left it.
-
-    Raises:
-        UserError: it changed since.
-    """
     name = f"logits/{stage}.npz"
     path = folder / name
     recorded = {done.outputs[name] for done in read_finished(folder).values() if name in done.outputs}
@@ -360,7 +336,6 @@ def _answers_file(folder: Path, stage: str) -> Path:
 
 
 def describe_run(run: LoadedRun) -> ComparedRun:
-    """Return the run's own numbers."""
     results, row = run.results, run.results.stages[run.stage]
     engine, file = results.engine, quantized_file(results)
     bench = None if run.stale_bench else run.bench
@@ -417,11 +392,6 @@ FP32 = "FP32"
 
 
 def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunComparison:
-    """Return everything that distinguishes two or more complete_record runs.
-
-    Raises:
-        UserError: as `load_runs`.
-    """
     runs = load_runs(folders)
     notes: list[str] = []
     pairs = [_pair(first, second) for first, second in combinations(runs, 2)]
@@ -443,7 +413,7 @@ def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunC
 
 
 def why_not_paired(first: LoadedRun, second: LoadedRun) -> str | None:
-    """Return why two runs did not answer the same samples; None where they did."""
+    """Explain why two runs did not answer the same samples; None where they did."""
     if (first.task.name, first.task.kind) != (second.task.name, second.task.kind):
         return f"{first.name} is of task {first.task.name}, {second.name} of {second.task.name}"
     if first.task.metrics != second.task.metrics:
@@ -469,7 +439,6 @@ def _pair(first: LoadedRun, second: LoadedRun) -> Pair:
 
 
 def _groups(runs: list[LoadedRun]) -> list[list[LoadedRun]]:
-    """Return groups of runs whose answers can be compared sample by sample."""
     groups: list[list[LoadedRun]] = []
     for run in runs:
         group = next((g for g in groups if why_not_paired(g[0], run) is None), None)
@@ -481,7 +450,7 @@ def _groups(runs: list[LoadedRun]) -> list[list[LoadedRun]]:
 
 
 def _samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[ComparedSample], int]:
-    """Return samples that any of the runs, or FP32, answers otherwise, the largest distance first."""
+    """Return samples that any of the runs, or FP32, predicts otherwise, the largest distance first."""
     first = runs[0]
     try:
         columns = _columns(runs)
@@ -516,7 +485,7 @@ def _samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[ComparedSamp
 
 
 def _columns(runs: list[LoadedRun]) -> dict[str, Answered]:
-    """Return answers by run, those of FP32 first: once where all runs have the same FP32 model."""
+    """Return predictions by run, those of FP32 first: once where all runs have the same FP32 model."""
     models: dict[str, LoadedRun] = {}
     for run in runs:
         models.setdefault(str(run.results.model.get("sha256")), run)
@@ -526,7 +495,7 @@ def _columns(runs: list[LoadedRun]) -> dict[str, Answered]:
 
 
 def _distance(runs: list[LoadedRun]) -> Float64:
-    """Return the kind's divergence of the two answers of a sample that differ most, [samples]."""
+    """Return the divergence of the two predictions of a sample that differ most, [samples]."""
     kind, gold = runs[0].task.kind, runs[0].gold
     everything = [runs[0].fp32.astype(np.float64), *(run.answers.astype(np.float64) for run in runs)]
     shapes = {each.shape for each in everything}
@@ -545,7 +514,6 @@ def _answer(found: Answered, sample: int) -> SamplePrediction:
 
 
 def _layers(runs: list[LoadedRun]) -> Iterator[ComparedLayer]:
-    """Yield amax of activations, output errors of linears and errors of blocks, in model order."""
     tables: dict[str, list[dict[str, float | None]]] = {"amax": [], "output error": [], "block error": []}
     for run in runs:
         parity, verified = run.results.parity, run.results.verification
@@ -562,7 +530,6 @@ def _layers(runs: list[LoadedRun]) -> Iterator[ComparedLayer]:
 
 
 def _not_comparable(runs: list[LoadedRun]) -> list[str]:
-    """Return what makes numbers of several runs not comparable."""
     notes = [
         f"the bench of {run.name} is of other files than {', '.join(run.stale_bench)}: no latency is shown"
         for run in runs
@@ -591,11 +558,7 @@ LAYERS = {
 
 
 def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
-    """Write `compare.html`, `compare.md`, `compare.json` and a CSV of runs, pairs, samples and layers each.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Write `compare.html`, `compare.md`, `compare.json`, and runs, pairs, samples and layers as CSV."""
     import pandas
 
     paths = write_report(comparison_report(comparison), folder, NAME)
@@ -615,7 +578,6 @@ def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
 
 
 def _flatten(values: dict[str, Any], field: str) -> dict[str, Any]:
-    """Return a row whose dictionary of that name becomes columns."""
     inner = values.pop(field)
     return values | {
         f"{name}.{key}" if key else name: value
@@ -625,7 +587,6 @@ def _flatten(values: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def comparison_report(comparison: RunComparison) -> Report:
-    """Return what a comparison shows: runs, paired differences, changed answers, layers."""
     comparison = cleaned(comparison)
     lines = [_pair_text(pair, pair.comparison) for pair in comparison.pairs if pair.comparison]
     apart = [
@@ -678,7 +639,6 @@ def _runs_table(comparison: RunComparison) -> Table:
 
 
 def _runs_screen(comparison: RunComparison) -> list[Block]:
-    """Return a block for each run, which 80 columns have room for."""
     blocks: list[Block] = []
     for run in comparison.runs:
         metric = next(iter(run.metrics))
@@ -737,7 +697,6 @@ def _latency_text(each: RunLatency) -> str:
 
 
 def _int8_text(run: ComparedRun) -> str:
-    """Return how much is in INT8, and whether an engine proves it."""
     if run.int8 is None:
         return f"{run.planned_int8} planned, no engine" if run.planned_int8 else "none asked"
     return f"{run.int8} of {run.expected_int8}"
@@ -748,7 +707,6 @@ def _engine_size(run: ComparedRun) -> str:
 
 
 def _pair_text(pair: Pair, versus: Comparison) -> str:
-    """Return the paired difference in words."""
     metric = next(iter(versus.delta))
     difference = f"{label(metric)} {_delta_text(versus, metric)}"
     parts = [f"{pair.second} against {pair.first}: {difference}", noise_text(versus)]
@@ -790,7 +748,6 @@ def _answer_cell(name: str, sample: ComparedSample) -> Cell:
 
 
 def _samples_text(comparison: RunComparison) -> str:
-    """Return how many samples differ, and how many of them are listed."""
     if not comparison.sample_count:
         return "No sample is answered otherwise by any of them."
     answers = [answer for sample in comparison.samples for answer in sample.predictions.values()]
@@ -802,7 +759,6 @@ def _samples_text(comparison: RunComparison) -> str:
 
 
 def _layer_section(comparison: RunComparison, what: str, number: int) -> Section | None:
-    """Return quantizers, linears or blocks of all runs side by side; None where no run has any."""
     layers = [layer for layer in comparison.layers if layer.what == what]
     if not layers:
         return None

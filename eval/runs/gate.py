@@ -27,7 +27,6 @@ from qdqbench.quantize.utils.speedup import Speedup
 
 
 def judge_gate(session: Session, results: Results) -> Gate:
-    """Compare the numbers of a run with the gate of its recipe; drops as `judge` does it."""
     asked = session.recipe.gate
     issues = [*_judge_parts(session, results), *_judge_drops(session, results)]
     issues += _judge_int8(session, results)
@@ -43,7 +42,7 @@ def judge_gate(session: Session, results: Results) -> Gate:
 def judge_stages(session: Session, results: Results) -> Gate:
     """Return the gate of a run without a report: its failures but for accuracy and speed.
 
-    INT8 layers are asked for by the recipe, or by the command that builds the engine.
+    INT8 layers are required by the recipe, or by the command that builds the engine.
     """
     gate = session.recipe.gate
     issues = [issue for issue in _judge_parts(session, results) if issue.state == "failed"]
@@ -54,7 +53,6 @@ def judge_stages(session: Session, results: Results) -> Gate:
 
 
 def _judge_parts(session: Session, results: Results) -> Iterator[GateIssue]:
-    """Yield what fails of check, parity and verification, and FP32 that is not above a constant answer."""
     for row in results.findings:
         if row.severity == "error":
             yield GateIssue(code="check", state="failed", names=[row.code, row.node], detail=row.why)
@@ -70,7 +68,7 @@ def _judge_parts(session: Session, results: Results) -> Iterator[GateIssue]:
 
 
 def judge_speed(gate: Gate, speed: list[Speedup]) -> Gate:
-    """Return the gate with its `min_speedup` judged by the run's bench: each cell must hold."""
+    """Return the gate with `min_speedup` judged by the run's bench: each config must hold."""
     issues = [issue for issue in gate.issues if issue.code != "min_speedup"]
     if (least := gate.min_speedup) is not None:
         issues += [
@@ -92,7 +90,6 @@ def judge_speed(gate: Gate, speed: list[Speedup]) -> Gate:
 
 
 def _judge_drops(session: Session, results: Results) -> Iterator[GateIssue]:
-    """Yield drops of the primary metric that exceed `max_drop`, by stage and split, and what is open."""
     primary, most = session.config.task.metrics[0], session.recipe.gate.max_drop
     last = next((name for name in reversed(results.stages) if results.stages[name].vs_fp32), None)
     for name, stage in results.stages.items():
@@ -124,7 +121,6 @@ def _judge_drops(session: Session, results: Results) -> Iterator[GateIssue]:
 
 
 def _judge_int8(session: Session, results: Results) -> Iterator[GateIssue]:
-    """Yield engines that do not run in INT8 what the recipe asks, or are not there to prove it."""
     recipe = session.recipe
     if not recipe.quantizes or recipe.gate.require_int8 is False:
         return
@@ -139,7 +135,6 @@ def _judge_int8(session: Session, results: Results) -> Iterator[GateIssue]:
 
 
 def _judge_engine(engine: EngineResult) -> Iterator[GateIssue]:
-    """Yield an engine that does not run in INT8 what the recipe puts there."""
     try:
         require_int8(engine)
     except CheckFailed as error:
@@ -148,7 +143,6 @@ def _judge_engine(engine: EngineResult) -> Iterator[GateIssue]:
 
 
 def issue_sentence(issue: GateIssue) -> str:
-    """Return what an issue of the gate says to people; an open one says what it takes."""
     text = _SENTENCES[issue.code](issue)
     if issue.state == "within_noise":
         return f"{text}; it holds within noise (two standard errors)"
@@ -199,7 +193,6 @@ _SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
 
 
 def _needs(issue: GateIssue) -> str:
-    """Return what an open issue takes."""
     if issue.code == "accuracy":
         return f"about {issue.needed or 0:,} samples, there are {issue.n}"
     return {
@@ -210,7 +203,7 @@ def _needs(issue: GateIssue) -> str:
 
 
 def cannot_hold(recipe: Recipe) -> str:
-    """Return why the gate of a run fails here whatever is found; empty where it may hold."""
+    """Explain why the gate of a run fails here in any case; empty where it may hold."""
     backend = backend_of(recipe)
     if recipe.gate.require_int8 is False or not recipe.int8_residual or backend in INT8_RESIDUALS:
         return ""
@@ -222,7 +215,7 @@ def cannot_hold(recipe: Recipe) -> str:
 
 
 def read_speed(folder: Path) -> list[Speedup]:
-    """Return the fastest INT8 engine over the fastest in FP16, cell by cell; empty without a bench."""
+    """Return the fastest INT8 engine over the fastest in FP16 by config; empty without a bench."""
     if (bench := _bench(folder)) is None:
         return []
     labels = {about.name: about.label for about in bench.systems}
@@ -235,11 +228,7 @@ def read_speed(folder: Path) -> list[Speedup]:
 
 
 def read_engine_sizes(folder: Path, backend: str | None) -> list[EngineSize]:
-    """Return sizes of the engines without INT8 that the bench built for the same profiles.
-
-    Args:
-        backend: of the run's own engine; None: it has none.
-    """
+    """Return sizes of the engines without INT8 that the bench built for the same profiles."""
     if backend is None or (bench := _bench(folder)) is None:
         return []
     found = []
@@ -253,7 +242,7 @@ def read_engine_sizes(folder: Path, backend: str | None) -> list[EngineSize]:
 
 
 def _bench(folder: Path) -> Bench | None:
-    """Return the bench of the files that a run has now."""
+    """Return the bench if the run's files did not change since."""
     if not (folder / BENCH_FILE).is_file():
         return None
     try:
@@ -265,20 +254,14 @@ def _bench(folder: Path) -> Bench | None:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The best that one answer to everything scores."""
-
     answer: int | None  # the class; None: any constant, which correlates with nothing
     value: float  # of the primary metric
 
 
 def judge_baseline(session: Session, row: StageResult) -> GateIssue | None:
-    """Compare FP32 with one answer for everything: what it does not know, INT8 cannot lose.
+    """Compare FP32 with a constant prediction: INT8 cannot lose what FP32 does not know.
 
-    Args:
-        row: of the FP32 model that this session evaluated.
-
-    Returns:
-        None where FP32 is above it, or the kind of task has no such answer.
+    Returns None where FP32 is above it, or the kind of task has no such prediction.
     """
     task, metric = session.config.task, session.config.task.metrics[0]
     if metric not in row.metrics:
@@ -310,9 +293,9 @@ def judge_baseline(session: Session, row: StageResult) -> GateIssue | None:
 def find_label_order(
     task: Task, answers: Floats, gold: metrics.Gold, baseline: Baseline, stderr: float
 ) -> str:
-    """Return which class of the model is which of the data, where that makes its answers right; else empty.
+    """Explain which class of the model is which of the data, where that makes its predictions right.
 
-    Arguments as of `find_baseline`; the order is the assignment with the most right answers (Kuhn 1955).
+    The order is the assignment with the most right predictions (Kuhn 1955); empty where it does not help.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -336,12 +319,7 @@ def find_label_order(
 
 
 def find_baseline(task: Task, answers: Floats, gold: metrics.Gold) -> Baseline | None:
-    """Return the best constant answer by the primary metric; None for kinds of tasks that have none.
-
-    Args:
-        answers: [answers, width] of any model, for their form.
-        gold: as `metrics.predict` takes it.
-    """
+    """Return the best constant prediction by the primary metric; None for kinds of tasks that have none."""
     kind, primary = task.kind, task.metrics[0]
     if primary in CORRELATIONS:
         return Baseline(None, 0.0)
@@ -357,7 +335,7 @@ def find_baseline(task: Task, answers: Floats, gold: metrics.Gold) -> Baseline |
 
 
 def reads_its_input(value: float, stderr: float, baseline: Baseline) -> bool | None:
-    """Return whether a metric is above the baseline beyond noise; None where the samples cannot tell."""
+    """Return whether a metric is above the baseline beyond noise; None if inconclusive."""
     if value > baseline.value + NOISE * stderr:
         return True
     return False if value < baseline.value - NOISE * stderr else None

@@ -102,18 +102,11 @@ class Study(Strict):
 
 
 def read_study(path: Path) -> Study:
-    """Read `study.json`.
-
-    Raises:
-        UserError: missing or of another version.
-    """
     return read(path, Study, "study", "run `qdqbench study` again")
 
 
 @dataclass
 class StudyPlan:
-    """What a study goes through."""
-
     request: FinetuneRequest  # of the FP32 models
     recipes: list[Recipe]
     folder: Path
@@ -123,11 +116,11 @@ class StudyPlan:
 def study(plan: StudyPlan, accelerator: "Accelerator") -> Study:
     """Fine-tune for every seed, then PTQ and QAT of every recipe on each of these models.
 
-    What an earlier call finished is kept.
+    Rows that an earlier call finished are kept.
 
     Raises:
         UserError: a recipe without QAT section, several processes, or as `finetune`.
-        CheckFailed: nothing came to its end.
+        CheckFailed: no row was finished.
     """
     if accelerator.num_processes > 1:
         raise UserError(
@@ -168,7 +161,7 @@ def _session(plan: StudyPlan, recipe: Recipe, seed: int) -> Session:
 
 
 def _row(plan: StudyPlan, recipe: Recipe, model: TrainingRun) -> StudyRow:
-    """PTQ and QAT of one recipe and seed; a failure is a result."""
+    """Measure PTQ and QAT of one recipe and seed; a failure is a result."""
     row = StudyRow(seed=model.seed, recipe=recipe.name, status="failed", reason=model.reason)
     if model.status == "failed":
         return row
@@ -224,7 +217,7 @@ def _study(plan: StudyPlan, models: Finetuning, rows: list[StudyRow]) -> Study:
 
 
 def summarize(rows: list[StudyRow], metric: str) -> StudySummary:
-    """Mean and standard deviation over seeds; differences are taken seed by seed."""
+    """Return mean and standard deviation over seeds; differences are paired by seed."""
 
     def over(values: list[float]) -> Spread:
         return spread([{metric: value} for value in values])[metric]
@@ -239,7 +232,6 @@ def summarize(rows: list[StudyRow], metric: str) -> StudySummary:
 
 
 def study_report(study: Study) -> Report:
-    """Return what a terminal shows of a study: a row for each recipe, and its conditions."""
     metric, (done, *_) = label(study.task["metrics"][0]), study.summary.values()
     base, task = model_label(str(study.base["name"])), label(str(study.task["name"]))
     head = (
@@ -265,7 +257,6 @@ def _percent(spread: Spread, sign: str = "") -> str:
 
 
 def conditions(environment: dict[str, Any], finetune: dict[str, Any], recipes: dict[str, Any]) -> str:
-    """Return hardware, versions and the settings of both trainings of a study, in one line."""
     hardware = environment["gpu"] if environment["gpu"] != "none" else environment["cpu"]
     trained = dict.fromkeys(_settings(recipe["qat"]) for recipe in recipes.values())
     return (
@@ -274,7 +265,6 @@ def conditions(environment: dict[str, Any], finetune: dict[str, Any], recipes: d
 
 
 def _settings(training: dict[str, Any]) -> str:
-    """Return length and size of the steps of a training."""
     most = f", at most {training['max_steps']} steps" if training["max_steps"] else ""
     return (
         f"{training['epochs']:g} epochs{most}, batch {training['batch_size']}, learning rate "

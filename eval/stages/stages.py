@@ -68,17 +68,14 @@ if TYPE_CHECKING:
 
 
 def build_stage(session: Session) -> list[Path]:
-    """Build the engine and prove its INT8 layers; or record why there is none."""
     return _build(session, backend_of(session.recipe), graph_path(session), session.folder)
 
 
 def gpu_build_stage(session: Session) -> list[Path]:
-    """Build an engine for GPUs ahead of time, a proof of what runs in INT8, or record why there is none."""
     return _build(session, gpu_backend(), session.folder / GPU_INT8, session.folder / GPU)
 
 
 def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> list[Path]:
-    """Build an engine of a graph into `out`; its files."""
     settings, folder = session.recipe.engine, out / "engine"
     gemms = expected_gemms(session)
     path, layers = folder / graph.with_suffix(".engine").name, out / "layers.json"
@@ -104,7 +101,6 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
 
 
 def verify_stage(session: Session) -> list[Path]:
-    """Verify what the engine computes where it runs, or record why not."""
     reason, found = cannot_run(session), None
     if reason is None:
         try:
@@ -115,7 +111,7 @@ def verify_stage(session: Session) -> list[Path]:
 
 
 def cannot_run(session: Session) -> str | None:
-    """Return why the engine of this run cannot run here, or None."""
+    """Explain why the engine of this run cannot run here; None where it can."""
     built, gpu = read_built(session.folder), find_gpu()
     if isinstance(built, Skipped):
         return f"no engine was built: {built.skipped}"
@@ -151,7 +147,6 @@ def engine_stage(session: Session) -> list[Path]:
 
 
 def _run_engine(session: Session) -> list[Path]:
-    """Evaluate the engine, and record its memory."""
     folder, gpu, built = session.folder / "engine", find_gpu(), read_built(session.folder)
     assert isinstance(built, EngineResult)  # `cannot_run` looked
     device = str(find_cpu()) if built.backend in CPU_BACKENDS else gpu.name if gpu else "an unknown GPU"
@@ -181,7 +176,6 @@ LAYER_SAMPLES = 8  # enough tokens for a relative norm; each goes through a mode
 
 
 def embedded(session: Session) -> list[Path]:
-    """Generate the default task and train its small BERT."""
     run = write_embedded(
         session.folder / "embedded",
         seed=session.config.seed,
@@ -191,7 +185,6 @@ def embedded(session: Session) -> list[Path]:
 
 
 def quantize_stage(session: Session) -> list[Path]:
-    """Calibrate and record every amax."""
     settings = session.recipe.calibration
     batches = session.calibration_batches()
     total, seen = len(batches.split.dataset), 0
@@ -238,7 +231,6 @@ def export_stage(session: Session) -> list[Path]:
 
 
 def check_stage(session: Session) -> list[Path]:
-    """Check the graph that will be built, or the one for GPUs beside it, against the recipe."""
     report = check_file(checked_path(session), expected_quantized=expected_modules(session))
     path = session.folder / "check.json"
     files.write_json(path, to_json(report))
@@ -266,8 +258,6 @@ def parity(session: Session) -> list[Path]:
 def torch_stage(
     name: str, needs: tuple[str, ...], model: "Callable[[Session], PreTrainedModel]", results_name: str = ""
 ) -> Stage:
-    """Return the stage that evaluates a PyTorch model; results may have it under another name."""
-
     def evaluate(session: Session) -> list[Path]:
         with evaluating(model(session)) as placed_model:
             return [evaluate_stage(session, results_name or name, torch_runner(placed_model))]
@@ -276,7 +266,6 @@ def torch_stage(
 
 
 def graph_stage(name: str, needs: tuple[str, ...], graph: Callable[[Session], Path]) -> Stage:
-    """Return the stage that evaluates a graph in ONNX Runtime."""
     return Stage(name, lambda s: [evaluate_stage(s, name, onnxruntime_runner(graph(s)))], needs, _evaluation)
 
 
@@ -340,7 +329,7 @@ def _verified(session: Session) -> Any:
 
 
 def stages(session: Session) -> dict[str, Stage]:
-    """Return the stages of this run, in order: the embedded default trains first, a twin is not quantized."""
+    """Return the stages of this run in order; a twin is not quantized."""
     first = () if session.config.model else ("embedded",)
     quantized = session.recipe.quantizes
     calibrated = (*first, "quantize") if quantized else first

@@ -46,9 +46,9 @@ _MATMUL = re.compile(r"/(MatMul|Gemm)(_\d+)?(@\d+)?$")
 
 
 def place(module: str) -> tuple[int | None, str]:
-    """Return the encoder layer and kind of a module: `bert.encoder.layer.3.output.dense` is (3, "output").
+    """Return layer and kind of a module; one outside the numbered layers has None and its own path.
 
-    A module outside the numbered layers has layer None and keeps its own path as kind.
+    Example: `bert.encoder.layer.3.output.dense` is (3, "output").
     """
     if (match := part_of(module)) is None:
         return None, module
@@ -58,8 +58,6 @@ def place(module: str) -> tuple[int | None, str]:
 
 @dataclass(frozen=True)
 class GridCell:
-    """The datatype that one module runs in, whether that is what the recipe asks for, and the kernel."""
-
     datatype: str
     as_asked: bool
     note: str
@@ -76,13 +74,12 @@ class Grid:
 
     @property
     def datatypes(self) -> dict[str, int]:
-        """Return number of modules in each datatype, for the svg.legend."""
         cells = [cell for _, row in self.rows for cell in row] + [cell for _, cell in self.outside]
         return dict(sorted(Counter(cell.datatype for cell in cells if cell).items()))
 
 
 def precision_grid(results: Results) -> Grid:
-    """Return which module runs in what: from the engine's kernels, or as planned when no engine was built."""
+    """Return the datatype of each module: from the engine's kernels, or planned if no engine was built."""
     cells = _plan(results) if results.engine is None else _measured(results)
     placed: dict[int, dict[str, GridCell]] = defaultdict(dict)
     outside = []
@@ -98,7 +95,7 @@ def precision_grid(results: Results) -> Grid:
 
 
 def _ordered(kinds: Iterable[str]) -> list[str]:
-    """Return each kind once, in the order of computation; unknown ones last, as they come."""
+    """Return each kind once, in the order of computation, unknown ones last."""
     unique = list(dict.fromkeys(kinds))
     return [kind for kind in PART_KINDS if kind in unique] + [
         kind for kind in unique if kind not in PART_KINDS
@@ -114,7 +111,6 @@ def _plan(results: Results) -> dict[str, GridCell]:
 
 
 def _measured(results: Results) -> dict[str, GridCell]:
-    """Return each linear and pair of attention products with the datatype of its kernels."""
     assert results.engine is not None
     asked = set(results.quantized_layers)
     linears = [*results.quantized_layers, *results.high_precision_layers]
@@ -147,7 +143,7 @@ def _runs_in(row: LayerRow) -> str:
 
 
 def accuracy_svg(results: Results, labels: dict[str, str]) -> str:
-    """Draw each metric by stage with one standard error, FP32's band and the gate's limit; may be empty."""
+    """Draw each metric by stage with one standard error, FP32's band and the gate's limit."""
     done = {stage: row for stage, row in results.stages.items() if row.status == "done" and row.metrics}
     if not done:
         return ""
@@ -196,14 +192,12 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
 
 
 def drop_fails(row: StageResult, metric: str, max_drop: float) -> bool:
-    """Return whether a metric is further below FP32 than the gate allows, beyond noise."""
     if (versus := row.vs_fp32) is None or metric not in versus.delta:
         return False
     return judge(-versus.delta[metric], versus.delta_stderr.get(metric, 0.0), max_drop) == "fails"
 
 
 def ranges_svg(results: Results, measure: str) -> str:
-    """Draw activation ranges by encoder layer; `measure` is `amax` or `amax_over_rms`; may be empty."""
     points: dict[str, dict[int, float]] = defaultdict(dict)
     for row in results.quantizers:
         value = getattr(row, measure)
@@ -256,7 +250,6 @@ def layer_chart(
 
 
 def lengths_svg(results: Results) -> str:
-    """Draw rows by their tokens, and the lengths that they are padded to; empty without `shapes: auto`."""
     if (found := results.lengths) is None:
         return ""
     figure = svg.figure_of(2.0)
@@ -273,18 +266,15 @@ def lengths_svg(results: Results) -> str:
 
 
 def _short(name: str) -> str:
-    """Return a label that leaves room for the chart."""
     return name if len(name) <= 32 else f"{name[:31]}…"
 
 
 def agreements(results: Results) -> dict[str, Agreement]:
-    """Return what is known of each stage of an embedding model; empty of other models."""
     compared = {name: row.vs_fp32 for name, row in results.stages.items()}
     return {name: row.agreement for name, row in compared.items() if row is not None and row.agreement}
 
 
 def agreement_svg(results: Results, labels: dict[str, str]) -> str:
-    """Draw texts by distance from FP32's embedding, and by how many of its neighbours stay; may be empty."""
     if not (stages := agreements(results)):
         return ""
     figure = svg.figure_of(4.6)
@@ -310,7 +300,7 @@ def agreement_svg(results: Results, labels: dict[str, str]) -> str:
 
 
 def parity_svg(results: Results) -> str:
-    """Draw by encoder layer the part of its own limit that each tensor uses, in percent; may be empty."""
+    """Draw by encoder layer the part of its own limit that each tensor uses, in percent."""
     if results.parity is None:
         return ""
     points: dict[str, dict[int, float]] = defaultdict(dict)

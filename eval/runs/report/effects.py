@@ -57,7 +57,6 @@ STYLES = {"int8": (svg.GREEN, "^"), "fp16": (svg.ORANGE, "s"), "fp32": (svg.BLUE
 
 
 def answer_sections(results: Results) -> list[Section]:
-    """Return the sections on what changed in answers; what a run has."""
     sections = []
     if (changed := results.changed_predictions) is not None:
         sections.append(Section("changed", "Answers that changed", _changed_blocks(results, changed)))
@@ -68,7 +67,6 @@ def answer_sections(results: Results) -> list[Section]:
 
 
 def layer_sections(results: Results) -> list[Section]:
-    """Return the sections on what changed in the model and its layers; what a run has."""
     sections = []
     if results.model_changes:
         pairs = Pairs(
@@ -122,7 +120,6 @@ def _changed_blocks(results: Results, changed: ChangedPredictions) -> list[Block
 
 
 def changed_text(results: Results, found: ChangedPredictions) -> str:
-    """Return how many answers changed, which way, and how many of them are listed."""
     stage = stage_label(results, found.stage)
     samples = f"Of {count_of(found.n, 'sample')} of {found.split}"
     if not found.count:
@@ -169,7 +166,7 @@ def _class_blocks(classes: Classes, stage: str) -> list[Block]:
 
 
 def _confusion_table(classes: Classes, title: str, counts: Sequence[Sequence[int]]) -> Table:
-    """Return counts [label][answer], each with its difference from FP32's."""
+    """Return counts [label][prediction], each with its difference from FP32's."""
     names = [each.name for each in classes.rows]
     rows = []
     for at, (line, base) in enumerate(zip(counts, classes.fp32, strict=True)):
@@ -226,14 +223,13 @@ def errors_svg(results: Results, what: str) -> str:
 
 
 def worst_linears(results: Results) -> list[tuple[str, str]]:
-    """Return the three linears with the largest error alone, and that in percent."""
     rows = results.layer_errors.rows if results.layer_errors else []
     linears = sorted((each for each in rows if each.what == "linear"), key=lambda each: -each.isolated)
     return [(each.name, f"{each.isolated:.1%}") for each in linears[:3]]
 
 
 def evaluate_fp16_blocks(results: Results) -> list[Block]:
-    """Return FP16 against FP32, and the stage nearest to deployment against both; or the command for it."""
+    """Show FP16 against FP32, and the stage nearest to deployment against both; or the command for it."""
     last, half, versus = last_measured(results), results.fp16, results.vs_fp16
     if last is None or half is None or versus is None or half.vs_fp32 is None:
         if not results.quantized_layers:
@@ -260,10 +256,7 @@ def evaluate_fp16_blocks(results: Results) -> list[Block]:
 
 
 def tradeoff_blocks(results: Results, bench: Bench | None) -> list[Block]:
-    """Return the fastest of each precision at the shape where INT8 gains least; nothing without both.
-
-    It is latency against accuracy, where both are known.
-    """
+    """Show latency against accuracy of the fastest of each precision, at the shape where INT8 gains least."""
     base, last = results.stages.get("fp32"), last_measured(results)
     if bench is None or not results.speed or base is None or last is None or not base.metrics:
         return []
@@ -299,7 +292,6 @@ def tradeoff_blocks(results: Results, bench: Bench | None) -> list[Block]:
 
 
 def _fastest(bench: Bench, cell: BenchConfig, precision: str) -> BenchRow | None:
-    """Return the fastest system of a precision; of INT8 of this run's own engines."""
     names = {about.name for about in bench.systems if about.precision == precision}
     if precision == "int8":
         names &= {"int8", "int8-exact"}

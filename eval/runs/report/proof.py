@@ -47,12 +47,10 @@ COLORED = {"INT8", "FP16", "FP32", "BF16"}
 
 
 def device_text(engine: EngineResult | None) -> str:
-    """Return what an engine runs on."""
     return "this CPU" if engine is not None and engine.on_cpu else "the GPU"
 
 
 def precision_section(results: Results) -> Section:
-    """Return which layer runs in what, from the engine or, without one, as planned."""
     grid, engine = charts.precision_grid(results), results.engine
 
     def datatype_cell(name: str, state: State = "", tip: str = "") -> Cell:
@@ -141,7 +139,6 @@ def _kernel_blocks(engine: EngineResult) -> list[Block]:
 
 
 def parity_section(results: Results) -> Section:
-    """Return ONNX Runtime against the fake-quant model, tensor by tensor."""
     if (parity := results.parity) is None:
         return Section("parity", "Layer parity", [Prose("Not measured.", "quiet")])
     steps = " or ".join(map(str, sorted({row.step_limit for row in parity.rows} or {parity.limit_step})))
@@ -194,7 +191,6 @@ def parity_section(results: Results) -> Section:
 
 
 def lengths_sections(results: Results) -> list[Section]:
-    """Return the lengths that the engine profiles follow, for `shapes: auto`."""
     if (lengths := results.lengths) is None:
         return []
     calibrated = results.data.get("calibration")
@@ -224,7 +220,6 @@ def lengths_sections(results: Results) -> list[Section]:
 
 
 def outputs_section(results: Results) -> Section:
-    """Return the engine's outputs against those of its reference."""
     if (verification := results.verification) is None:
         return Section("outputs", "Engine outputs", [Prose("Not verified.", "quiet")])
     share = formats.share_text
@@ -290,7 +285,6 @@ def _answer_blocks(verification: Verification) -> list[Block]:
 
 
 def ranges_section(results: Results) -> Section:
-    """Return what calibration saw at each quantizer, and what INT8 costs each softmax."""
     blocks: list[Block] = [_ranges_text(results)]
     if results.quantizers:
         draws = [partial(charts.ranges_svg, results, measure) for measure in ("amax", "amax_over_rms")]
@@ -348,7 +342,6 @@ def _quantizers_table(results: Results, *, weights: bool) -> Table:
 
 
 def findings_section(results: Results) -> Section:
-    """Return the findings of `check`."""
     title = "Findings of `check`"
     if not results.findings:
         return Section("findings", title, ["None."], "good")

@@ -95,19 +95,14 @@ TOGETHER = "Stages run one after the other. Peak memory is that of the whole pro
 
 
 def write_reports(results: Results, folder: Path) -> list[Path]:
-    """Write `report.md` and `report.html` (one file, no external request) to `folder`; return their paths.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Write `report.md` and `report.html` (one file, no external request); return their paths."""
     return write_report(run_report(results, bench_of(folder), folder), folder, "report")
 
 
 def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
-    """Judge a finished run's speed again by its bench, and write its reports; and why that could not be.
+    """Judge the speed of a finished run again by its bench, and write its reports.
 
-    Raises:
-        UserError: the folder cannot be written.
+    Returns the paths, and why they could not be written.
     """
     if not (folder / RESULTS_FILE).is_file():
         return [], None
@@ -126,7 +121,6 @@ def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
 
 
 def too_slow(folder: Path) -> list[str]:
-    """Return where a finished run is slower than its gate asks, by its last bench."""
     if not (folder / RESULTS_FILE).is_file():
         return []
     failures = read_results(folder).gate.failures
@@ -134,11 +128,7 @@ def too_slow(folder: Path) -> list[str]:
 
 
 def run_report(results: Results, bench: BenchView | None = None, folder: Path | None = None) -> Report:
-    """Return what a run shows; without a bench and a folder what a terminal shows of it.
-
-    Args:
-        folder: of the run, whose folder `deploy` the report leads to.
-    """
+    """Return the report of a run; without a bench and a folder, what a terminal shows of it."""
     results = cleaned(results)
     recipe, begin = results.recipe, where_to_begin(folder) if folder else None
     name = model_label(str(results.model.get("name", "model")))
@@ -230,7 +220,6 @@ def _speed_tile(results: Results) -> Tile:
 
 
 def _size_tiles(results: Results) -> list[Tile]:
-    """Return the size of what is deployed, with that of the same in FP16 and FP32; and the ONNX file's."""
     tiles = []
     if results.engine is not None:
         others = [f"{row.precision.upper()} {size(row.bytes)}" for row in results.unquantized_engines]
@@ -259,9 +248,9 @@ def _proof_tiles(results: Results) -> list[Tile]:
 
 
 def missing_engines(results: Results) -> str:
-    """Return which engines there are none of to compare with, and what builds them; empty where none lacks.
+    """Name the unquantized engines that a bench would still build.
 
-    A bench on a CPU compiles the others in memory, so there are no files of them to wait for.
+    A bench on a CPU compiles them in memory, so it leaves no files to wait for.
     """
     if results.engine is None or results.engine.on_cpu:
         return ""
@@ -311,8 +300,6 @@ def _agreement_text(metric: str, pair: tuple[str, Agreement]) -> str:
 
 
 def _stages_table(results: Results, metrics: list[str]) -> Table:
-    """Return what a page shows of each stage; nothing against FP32 for FP32 itself."""
-
     def head(name: str, stage: StageResult) -> Cell:
         return Cell(stage_label(results, name), note=stage.detail or "", look="stage")
 
@@ -349,7 +336,6 @@ def _deltas_cell(versus: Comparison) -> Cell:
 
 
 def _speed_section(results: Results, bench: BenchView | None) -> list[Section]:
-    """Return the run's bench: good where every shape is faster, bad where one is slower or too slow."""
     if bench is None:
         return []
     state: State = ""
@@ -390,7 +376,7 @@ def _cost_section(results: Results) -> Section:
 
 
 def size_rows(results: Results) -> list[tuple[str, int, str, float | None]]:
-    """Return file or engine, bytes, what it is, and its size by that of the same in FP32, where known."""
+    """Return name, bytes, kind and size relative to FP32 of each file and engine."""
     rows = [(file.name, file.bytes, "ONNX", file.fp32_ratio) for file in results.files]
     full = next((twin.bytes for twin in results.unquantized_engines if twin.precision == "fp32"), None)
     engines = [(twin.name, twin.bytes, "engine of the bench") for twin in results.unquantized_engines]
@@ -406,7 +392,7 @@ def size_rows(results: Results) -> list[tuple[str, int, str, float | None]]:
 
 
 def hand_off(session: Session, results: Results) -> list[str]:
-    """Write or refresh the folder of a finished run; return why that could not be, as warnings."""
+    """Write the deploy folder of a finished run; return why that failed, as warnings."""
     try:
         _write(session, results, None)
     except UserError as error:  # the run is done, whatever lies in this folder
@@ -415,14 +401,14 @@ def hand_off(session: Session, results: Results) -> list[str]:
 
 
 def refresh(folder: Path, results: Results) -> list[str]:
-    """Write the folder again after a bench changed its verdict; nothing where a run has none."""
+    """Write the deploy folder again after a bench changed the verdict, if the run has one."""
     if not (folder / DEPLOY / TOLD).is_file():
         return []
     return hand_off(Session(read_config(folder), folder), results)
 
 
 def deploy(folder: Path, out: Path | None = None) -> Path:
-    """Write the folder of a finished run again, or copies of its files elsewhere; return where it is.
+    """Write the deploy folder of a finished run again, or a copy elsewhere; return its path.
 
     Raises:
         UserError: no finished run, or as `write_deploy`.
@@ -445,7 +431,7 @@ def _write(session: Session, results: Results, out: Path | None) -> None:
 
 
 class Begin(NamedTuple):
-    """Where to begin with a folder of these."""
+    """Folder `deploy` and the command to try it."""
 
     folder: str
     mark: str  # what to know before; may be empty
@@ -456,17 +442,16 @@ class Begin(NamedTuple):
 
 
 def where_to_begin(folder: Path, called: Path = Path(DEPLOY)) -> Begin | None:
-    """Return the folder `deploy` of a run and the command to try it; None where there is none.
+    """Return where to begin with a run; None without a folder `deploy`.
 
     Args:
         folder: of the run.
-        called: path of the other as a reader has it; the report stands beside it.
+        called: path of `deploy` as a reader has it; the report stands beside it.
     """
     return begin_in(folder / DEPLOY, called) if (folder / DEPLOY / TOLD).is_file() else None
 
 
 def begin_in(place: Path, called: Path) -> Begin:
-    """Return where to begin with a folder that is there, wherever it is."""
     about = files.read_json(place / TOLD)
     mark = "" if about["ran"] else "the engine never ran; "
     mark = "NOT FOR USE, the run failed; " if about["failed"] else mark
@@ -477,7 +462,7 @@ MOST_FILES = 6
 
 
 def stages_report(results: Results, folder: Path) -> Report:
-    """Return what a terminal shows of stages: one row for each, the files in the run directory, failures."""
+    """Report a run without a page on a terminal: its stages, its files, and what does not hold."""
     table = table_of(
         results.timings.items(),
         ("stage", lambda pair: pair[0]),
@@ -525,7 +510,6 @@ def stage_text(results: Results, name: str) -> str:
 
 
 def _scored(stage: str) -> str:
-    """Return the key in `stages` of what a stage evaluates."""
     return "fp32" if stage == "baseline" else stage
 
 

@@ -39,16 +39,10 @@ NO_STEP = "No step was logged, so there is no curve."
 
 
 def write_finetuning(result: Finetuning, folder: Path) -> None:
-    """Write `finetune.md` and `finetune.html` (one file, no external request).
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
     write_report(finetuning_report(result), folder, "finetune")
 
 
 def finetuning_report(result: Finetuning) -> Report:
-    """Return what a fine-tuning shows: its seeds, their spread and their curves."""
     result = cleaned(result)
     runs, names = result.runs, _metrics(result)
     failed = [run for run in runs if run.status == "failed"]
@@ -102,7 +96,7 @@ def finetuning_report(result: Finetuning) -> Report:
 
 
 def training_blocks(run: TrainingRun | None) -> list[Block]:
-    """Return QAT as the report of its run shows it; empty where there was none."""
+    """Return QAT as the report of its run shows it."""
     if run is None:
         return []
     measure = labelled_measure(score_name([run]))
@@ -150,7 +144,6 @@ def _failed_row(run: TrainingRun) -> Row | None:
 
 
 def training_headline(result: Finetuning) -> str:
-    """Return the outcome in one sentence."""
     task, metric = label(str(result.task.get("name", "task"))), _metrics(result)[0]
     done = [run for run in result.runs if run.status == "done"]
     failed = [run for run in result.runs if run.status == "failed"]
@@ -187,7 +180,6 @@ def _tiles(result: Finetuning) -> list[Tile]:
 
 
 def _metrics(result: Finetuning) -> list[str]:
-    """Return every metric that was measured, the primary one first."""
     asked = [str(name) for name in result.task.get("metrics") or []]
     measured = [name for run in result.runs for name in run.metrics]
     return list(dict.fromkeys([*asked, *measured])) or ["metric"]
@@ -230,7 +222,6 @@ def _value(name: str, run: TrainingRun) -> str:
 
 
 def _held_out(run: TrainingRun, step: int) -> str:
-    """Return the measure that chooses the weights, of those at a step."""
     value = dict(points_of(run, score_name([run]))).get(step)
     if value is None:
         return ""
@@ -255,7 +246,6 @@ def _reason(run: TrainingRun) -> str:
 
 
 def curve_blocks(runs: list[TrainingRun]) -> list[Block]:
-    """Return training loss, the measure that chose the weights, then the other held-out ones, by step."""
     if not any(run.log for run in runs):
         return [Prose(NO_STEP, "quiet")]
     chosen = score_name(runs)
@@ -269,7 +259,6 @@ def curve_blocks(runs: list[TrainingRun]) -> list[Block]:
 
 
 def labelled_measure(name: str) -> str:
-    """Return what people call a held-out measure."""
     known = {
         "distance": "distance from FP32's answers",
         "hidden": "distance from FP32's hidden states",
@@ -289,7 +278,7 @@ def score_name(runs: list[TrainingRun]) -> str:
 
 
 def points_of(run: TrainingRun, name: str | None) -> list[tuple[int, float]]:
-    """Return step and value of a held-out measure, or of the training loss (None); only what is a number."""
+    """Return finite (step, value) pairs of a held-out measure, or of the training loss (None)."""
 
     def value(row: LogRow) -> float | None:
         if name is None:
@@ -301,7 +290,6 @@ def points_of(run: TrainingRun, name: str | None) -> list[tuple[int, float]]:
 
 
 def curves_svg(runs: list[TrainingRun], identity: str, title: str, name: str | None) -> str:
-    """Draw one measure over the steps, a line per seed, a star where the weights that were kept are."""
     drawn = [(number, run, points_of(run, name)) for number, run in enumerate(runs)]
     drawn = [line for line in drawn if line[2]]
     if not drawn:
