@@ -35,13 +35,18 @@ LONGEST_TEXT = 600  # characters of a sample that are kept
 
 
 @dataclass(frozen=True)
-class Answered:
+class Predictions:
     """Predictions of one model for the samples of a split."""
 
     predicted: Array  # [samples] or [samples, ...], as the kind of the task has it
-    margin: Float64 | None  # [samples]: see `answered`; None where no classes compete
+    margin: Float64 | None  # [samples]: see `predict_answers`; None where no classes compete
     right: Array | None  # bool [samples]; None where none is right or wrong
     names: Sequence[str]  # of the classes by number; empty where there are none
+
+    @property
+    def is_discrete(self) -> bool:
+        """Return whether predictions are the same or not, rather than nearer or farther."""
+        return not np.issubdtype(self.predicted.dtype, np.floating)
 
     def word(self, sample: int) -> str:
         """Return a prediction in words: a class, a score, a span, or the classes of its words."""
@@ -59,7 +64,7 @@ class Answered:
         return f"{value:.4g}"
 
 
-def answered(task: Task, answers: Floats, gold: metrics.Gold, names: Sequence[str]) -> Answered:
+def predict_answers(task: Task, answers: Floats, gold: metrics.Gold, names: Sequence[str]) -> Predictions:
     """Return the predictions of a split, and the margin of each.
 
     The margin of a classified sample is the probability of its class less that of the next; 0 is a tie.
@@ -76,7 +81,7 @@ def answered(task: Task, answers: Floats, gold: metrics.Gold, names: Sequence[st
     classified = np.issubdtype(predicted.dtype, np.integer) and predicted.ndim == 1
     right = kind.right(kind.table(predicted, gold)) if kind.right else None
     known = tuple(names) if classified or kind.names_classes else ()
-    return Answered(predicted, _margin(answers) if classified else None, right, known)
+    return Predictions(predicted, _margin(answers) if classified else None, right, known)
 
 
 def _margin(logits: Floats) -> Float64:
@@ -86,14 +91,9 @@ def _margin(logits: Floats) -> Float64:
     return np.asarray(ordered[:, -1] - ordered[:, -2])
 
 
-def has_answers_that_flip(found: Answered) -> bool:
-    """Return whether predictions are the same or not, rather than nearer or farther."""
-    return not np.issubdtype(found.predicted.dtype, np.floating)
-
-
-def differing(reference: Answered, other: Answered) -> Array:
+def find_changed(reference: Predictions, other: Predictions) -> Array:
     """Return samples with another prediction, ascending; none for scores."""
-    if not has_answers_that_flip(reference):
+    if not reference.is_discrete:
         return np.zeros(0, dtype=np.int64)
     return np.flatnonzero(reference.predicted != other.predicted)
 
@@ -141,12 +141,12 @@ class PairedAnswers:
         return cls(task, stage, split, before[split], after[split], gold, _names(session, split))
 
     @cached_property
-    def of_fp32(self) -> Answered:
-        return answered(self.task, self.fp32, self.gold, self.names)
+    def of_fp32(self) -> Predictions:
+        return predict_answers(self.task, self.fp32, self.gold, self.names)
 
     @cached_property
-    def of_stage(self) -> Answered:
-        return answered(self.task, self.made, self.gold, self.names)
+    def of_stage(self) -> Predictions:
+        return predict_answers(self.task, self.made, self.gold, self.names)
 
     @cached_property
     def distance(self) -> Float64:
@@ -191,8 +191,7 @@ def list_changed_answers(
 def _all(both: PairedAnswers, dataset: "datasets.Dataset") -> list[ChangedPrediction]:
     """Return changed predictions: regressed ones first, then fixed ones, the farthest first."""
     before, after = both.of_fp32, both.of_stage
-    flips = has_answers_that_flip(before)
-    samples: Int64 = differing(before, after) if flips else np.flatnonzero(both.distance > 0)
+    samples: Int64 = find_changed(before, after) if before.is_discrete else np.flatnonzero(both.distance > 0)
     changes = [_change(both, int(sample)) for sample in samples]
     rank = [ORDER.index(change) for change in changes]
     order = np.lexsort((-both.distance[samples], np.array(rank))).tolist()

@@ -1,6 +1,6 @@
 """Finished runs side by side: accuracy paired on the same samples, speed, size, and where they differ."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations
@@ -12,15 +12,14 @@ import numpy as np
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, config_label, headline_of, read_bench, row_of
 from qdqbench.eval.metrics.answers import (
-    Answered,
-    answered,
-    differing,
-    has_answers_that_flip,
+    Predictions,
+    find_changed,
+    predict_answers,
     sample_labels,
     sample_texts,
 )
-from qdqbench.eval.metrics.compare import compare as paired
-from qdqbench.eval.metrics.logits import read_answers
+from qdqbench.eval.metrics.compare import compare
+from qdqbench.eval.metrics.logits import Logits, read_answers
 from qdqbench.eval.reporting.document import (
     EVERYWHERE,
     PAGE,
@@ -34,30 +33,34 @@ from qdqbench.eval.reporting.document import (
     Prose,
     Report,
     Section,
-    State,
-    Table,
+    bad_unless,
     code,
     page_of,
     table_of,
 )
 from qdqbench.eval.reporting.formats import cleaned, count_of, in_points, known, label, model_label, size
 from qdqbench.eval.reporting.render import write_report
-from qdqbench.eval.runs.report.verdict import differing_text, last_measured, noise_text, quantized_file
+from qdqbench.eval.runs.report.verdict import (
+    GATE_STATES,
+    differing_text,
+    last_measured,
+    noise_text,
+    quantized_file,
+)
 from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.arrays import Array, Float64, Floats
+from qdqbench.quantize.utils.arrays import Array, Floats
 from qdqbench.quantize.utils.comparison import Comparison, GateCode, GateState
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.files import atomic_path, write_json
 from qdqbench.quantize.utils.frames import Tabular
 from qdqbench.quantize.utils.names import without_formula
 from qdqbench.quantize.utils.results import RESULTS_FILE, Results, read_results
 from qdqbench.quantize.utils.schema import Strict
-from qdqbench.quantize.utils.speedup import Speedup, SpeedVerdict
+from qdqbench.quantize.utils.speedup import Speedup
 from qdqbench.quantize.utils.system.environment import now
 
 
@@ -124,7 +127,7 @@ class ComparedRun(Strict):
     """Latency by config of its bench."""
 
 
-class Pair(Strict):
+class ComparedPair(Strict):
     """Two runs on the same samples: the second against the first."""
 
     first: str
@@ -187,7 +190,7 @@ class RunComparison(Tabular):
     """Command line."""
     runs: list[ComparedRun]
     """Runs, in the order given."""
-    pairs: list[Pair]
+    pairs: list[ComparedPair]
     """Each pair of runs."""
     samples: list[ComparedSample]
     """Samples with different predictions, or whose scores differ most."""
@@ -214,6 +217,17 @@ class RunComparison(Tabular):
                 }
                 | {f"ms at {each.config}": each.median_ms for each in run.latency}
             )
+
+
+MOST_SAMPLES = 500  # that are kept, of each task
+SCORES_KEPT = 50  # samples of a task without classes: all of them differ somehow
+FP32 = "FP32"
+NAME = "compare"  # of its files
+LAYERS = {
+    "amax": "amax of activations",
+    "output error": "Relative error of each linear's output, ONNX Runtime against fake-quant",
+    "block error": "Relative error of each block of the engine against the reference",
+}
 
 
 @dataclass(frozen=True)
@@ -255,12 +269,8 @@ class LoadedRun:
             return [str(number) for number in range(self.task.num_labels)]
 
     @cached_property
-    def answered(self) -> Answered:
-        return answered(self.task, self.answers, self.gold, self.classes)
-
-    @cached_property
-    def answered_fp32(self) -> Answered:
-        return answered(self.task, self.fp32, self.gold, self.classes)
+    def predictions(self) -> Predictions:
+        return predict_answers(self.task, self.answers, self.gold, self.classes)
 
     @cached_property
     def bench(self) -> Bench | None:
@@ -271,10 +281,6 @@ class LoadedRun:
     def stale_bench(self) -> list[str]:
         return stale_files(self.bench, self.folder) if self.bench else []
 
-    def texts(self, samples: list[int]) -> list[str]:
-        dataset = self.session.split(self.split, limit=self.config.limit).dataset
-        return sample_texts(dataset, self.task, np.asarray(samples, dtype=np.int64))
-
 
 def load_runs(folders: list[Path]) -> list[LoadedRun]:
     """Load finished runs, each under a name of its own.
@@ -284,12 +290,16 @@ def load_runs(folders: list[Path]) -> list[LoadedRun]:
     """
     if len(folders) < 2:
         raise UserError("one run has nothing to be compared with; give two or more run directories")
-    twice = sorted({str(f) for f in folders if [g.resolve() for g in folders].count(f.resolve()) > 1})
-    if twice:
+    paths = [folder.resolve() for folder in folders]
+    if twice := sorted({str(f) for f, path in zip(folders, paths, strict=True) if paths.count(path) > 1}):
         raise UserError(f"given more than once: {', '.join(twice)}; give each run once")
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-count:]) for path in paths]  # as few parts as make them distinct
+        if len(set(names)) == len(names):
+            break
     runs: list[LoadedRun] = []
     problems = []
-    for folder, name in zip(folders, _names(folders), strict=True):
+    for folder, name in zip(folders, names, strict=True):
         try:
             runs.append(_load(folder, name))
         except UserError as error:
@@ -297,16 +307,6 @@ def load_runs(folders: list[Path]) -> list[LoadedRun]:
     if problems:
         raise UserError("; ".join(problems))
     return runs
-
-
-def _names(folders: list[Path]) -> list[str]:
-    """Return as few last parts of the paths as make them distinct."""
-    whole = [folder.resolve().parts for folder in folders]
-    for count in range(1, max(map(len, whole)) + 1):
-        names = ["/".join(parts[-count:]) for parts in whole]
-        if len(set(names)) == len(names):
-            break
-    return names
 
 
 def _load(folder: Path, name: str) -> LoadedRun:
@@ -317,7 +317,7 @@ def _load(folder: Path, name: str) -> LoadedRun:
     last = last_measured(results)
     if last is None or last[0] == "fp32":
         raise UserError(f"{folder} has scored nothing but FP32; run it to its end first")
-    (fp32, labels), (answers, _) = (read_answers(_answers_file(folder, stage)) for stage in ("fp32", last[0]))
+    (fp32, labels), (answers, _) = (_read_unchanged(folder, stage) for stage in ("fp32", last[0]))
     split = next(iter(fp32))
     if split not in answers:
         raise UserError(f"{folder} has no answers of {last[0]} to {split}; run `qdqbench evaluate {folder}`")
@@ -326,19 +326,21 @@ def _load(folder: Path, name: str) -> LoadedRun:
     )
 
 
-def _answers_file(folder: Path, stage: str) -> Path:
+def _read_unchanged(folder: Path, stage: str) -> tuple[Logits, dict[str, Array]]:
+    """Read answers and labels of a stage, from a file that is as the stage left it."""
     name = f"logits/{stage}.npz"
     path = folder / name
     recorded = {done.outputs[name] for done in read_finished(folder).values() if name in done.outputs}
     if recorded and path.is_file() and files.sha256(path) not in recorded:
         raise UserError(f"{path} changed after its stage; run `qdqbench evaluate {folder}` again")
-    return path
+    return read_answers(path)
 
 
 def describe_run(run: LoadedRun) -> ComparedRun:
     results, row = run.results, run.results.stages[run.stage]
     engine, file = results.engine, quantized_file(results)
     bench = None if run.stale_bench else run.bench
+    device = str(bench.environment.get("gpu", "GPU")) if bench else None
     return ComparedRun(
         name=run.name,
         folder=str(run.folder),
@@ -360,51 +362,48 @@ def describe_run(run: LoadedRun) -> ComparedRun:
         gate=results.gate.state,
         failures=[issue.code for issue in results.gate.failures],
         warnings=results.warnings,
-        device=_device(bench) if bench else None,
+        device=bench.cpu.name if bench and bench.cpu else device,
         latency=[*_latencies(bench)] if bench else [],
     )
 
 
-def _device(bench: Bench) -> str:
-    return bench.cpu.name if bench.cpu else str(bench.environment.get("gpu", "GPU"))
-
-
-def _latencies(bench: Bench) -> list[RunLatency]:
-    latencies = []
+def _latencies(bench: Bench) -> Iterator[RunLatency]:
     for config in bench.configs:
         best = headline_of(bench.systems, config)
-        if (row := row_of(config, best.system if best else "int8")) is None or row.median_ms is None:
-            continue
-        latencies.append(
-            RunLatency(
-                config=config_label(config, bench.settings.dataset),
-                system=row.system,
-                median_ms=row.median_ms,
-                speedup=best,
-            )
-        )
-    return latencies
-
-
-MOST_SAMPLES = 500  # that are kept, of each task
-SCORES_KEPT = 50  # samples of a task without classes: all of them differ somehow
-FP32 = "FP32"
+        row = row_of(config, best.system if best else "int8")
+        if row is not None and row.median_ms is not None:
+            at = config_label(config, bench.settings.dataset)
+            yield RunLatency(config=at, system=row.system, median_ms=row.median_ms, speedup=best)
 
 
 def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunComparison:
+    """Compare two or more finished runs.
+
+    Raises:
+        UserError: as `load_runs`.
+    """
     runs = load_runs(folders)
     notes: list[str] = []
-    pairs = [_pair(first, second) for first, second in combinations(runs, 2)]
     samples, total = [], 0
-    for group in _groups(runs):
-        found, count = _samples(group, notes)
+    groups: list[list[LoadedRun]] = []  # whose answers can be compared sample by sample
+    for run in runs:
+        group = next((group for group in groups if why_not_paired(group[0], run) is None), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(run)
+    for group in groups:
+        try:
+            found, count = _changed_samples(group, notes)
+        except UserError as error:
+            notes.append(f"samples of {', '.join(run.name for run in group)} are not compared: {error}")
+            continue
         samples += found
         total += count
     return RunComparison(
         created=now(),
         command=command,
         runs=[describe_run(run) for run in runs],
-        pairs=pairs,
+        pairs=[_pair(first, second) for first, second in combinations(runs, 2)],
         samples=samples,
         sample_count=total,
         layers=[*_layers(runs)],
@@ -427,46 +426,45 @@ def why_not_paired(first: LoadedRun, second: LoadedRun) -> str | None:
     return None
 
 
-def _pair(first: LoadedRun, second: LoadedRun) -> Pair:
-    names = first.name, second.name
-    if why := why_not_paired(first, second):
-        return Pair(first=names[0], second=names[1], not_paired=why)
-    try:
-        comparison = paired(first.task, first.answers, second.answers, first.gold, seed=first.config.seed)
-    except UserError as error:
-        return Pair(first=names[0], second=names[1], not_paired=str(error))
-    return Pair(first=names[0], second=names[1], comparison=comparison)
+def _pair(first: LoadedRun, second: LoadedRun) -> ComparedPair:
+    pair = ComparedPair(first=first.name, second=second.name, not_paired=why_not_paired(first, second))
+    if pair.not_paired is None:
+        try:
+            pair.comparison = compare(
+                first.task, first.answers, second.answers, first.gold, seed=first.config.seed
+            )
+        except UserError as error:
+            pair.not_paired = str(error)
+    return pair
 
 
-def _groups(runs: list[LoadedRun]) -> list[list[LoadedRun]]:
-    groups: list[list[LoadedRun]] = []
-    for run in runs:
-        group = next((g for g in groups if why_not_paired(g[0], run) is None), None)
-        if group is None:
-            groups.append([run])
-        else:
-            group.append(run)
-    return groups
-
-
-def _samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[ComparedSample], int]:
+def _changed_samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[ComparedSample], int]:
     """Return samples that any of the runs, or FP32, predicts otherwise, the largest distance first."""
     first = runs[0]
-    try:
-        columns = _columns(runs)
-        distance = _distance(runs)
-    except UserError as error:
-        notes.append(f"samples of {', '.join(run.name for run in runs)} are not compared: {error}")
-        return [], 0
-    if has_answers_that_flip(first.answered):
-        changed = [differing(a, b) for a, b in combinations(columns.values(), 2)]
+    models: dict[str, LoadedRun] = {}
+    for run in runs:
+        models.setdefault(str(run.results.model.get("sha256")), run)
+    columns = {
+        FP32 if len(models) == 1 else f"{FP32} of {run.name}": predict_answers(
+            run.task, run.fp32, run.gold, run.classes
+        )
+        for run in models.values()
+    } | {run.name: run.predictions for run in runs}
+    everything = [first.fp32.astype(np.float64), *(run.answers.astype(np.float64) for run in runs)]
+    if len({answers.shape for answers in everything}) > 1:
+        raise UserError("their answers have other widths")
+    distances = [first.task.kind.divergence(a, b, first.gold) for a, b in combinations(everything, 2)]
+    distance = np.max(distances, axis=0)  # of the two that differ most, [samples]
+    if first.predictions.is_discrete:
+        changed = [find_changed(a, b) for a, b in combinations(columns.values(), 2)]
         chosen = np.unique(np.concatenate(changed))
     else:
         chosen = np.argsort(-distance, kind="stable")[:SCORES_KEPT]
     order = chosen[np.argsort(-distance[chosen], kind="stable")][:MOST_SAMPLES]
     texts: list[str | None] = [None] * len(order)
     try:
-        texts = [*first.texts(order.tolist())]
+        dataset = first.session.split(first.split, limit=first.config.limit).dataset
+        texts = [*sample_texts(dataset, first.task, order)]
     except UserError as error:
         notes.append(f"the texts of {first.name} are not shown: {error}")
     labels = sample_labels(first.task, first.gold, first.classes, order)
@@ -476,7 +474,14 @@ def _samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[ComparedSamp
             sample=int(sample),
             text=text,
             label=label,
-            predictions={name: _answer(column, int(sample)) for name, column in columns.items()},
+            predictions={
+                name: SamplePrediction(
+                    prediction=column.word(sample),
+                    margin=None if column.margin is None else float(column.margin[sample]),
+                    right=None if column.right is None else bool(column.right[sample]),
+                )
+                for name, column in columns.items()
+            },
             distance=float(distance[sample]),
         )
         for sample, text, label in zip(order, texts, labels, strict=True)
@@ -484,45 +489,16 @@ def _samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[ComparedSamp
     return rows, len(chosen)
 
 
-def _columns(runs: list[LoadedRun]) -> dict[str, Answered]:
-    """Return predictions by run, those of FP32 first: once where all runs have the same FP32 model."""
-    models: dict[str, LoadedRun] = {}
-    for run in runs:
-        models.setdefault(str(run.results.model.get("sha256")), run)
-    alone = len(models) == 1
-    references = {FP32 if alone else f"{FP32} of {run.name}": run.answered_fp32 for run in models.values()}
-    return references | {run.name: run.answered for run in runs}
-
-
-def _distance(runs: list[LoadedRun]) -> Float64:
-    """Return the divergence of the two predictions of a sample that differ most, [samples]."""
-    kind, gold = runs[0].task.kind, runs[0].gold
-    everything = [runs[0].fp32.astype(np.float64), *(run.answers.astype(np.float64) for run in runs)]
-    shapes = {each.shape for each in everything}
-    if len(shapes) > 1:
-        raise UserError("their answers have other widths")
-    found: list[Array] = [kind.divergence(a, b, gold) for a, b in combinations(everything, 2)]
-    return np.asarray(np.max(found, axis=0), dtype=np.float64)
-
-
-def _answer(found: Answered, sample: int) -> SamplePrediction:
-    return SamplePrediction(
-        prediction=found.word(sample),
-        margin=None if found.margin is None else float(found.margin[sample]),
-        right=None if found.right is None else bool(found.right[sample]),
-    )
-
-
 def _layers(runs: list[LoadedRun]) -> Iterator[ComparedLayer]:
-    tables: dict[str, list[dict[str, float | None]]] = {"amax": [], "output error": [], "block error": []}
-    for run in runs:
-        parity, verified = run.results.parity, run.results.verification
-        quantizers = [row for row in run.results.quantizers if row.kind != "weight"]
-        tables["amax"].append({row.name: row.amax for row in quantizers})
-        tables["output error"].append(
-            {row.name: row.output_rel_error for row in (parity.rows if parity else [])}
-        )
-        tables["block error"].append({row.name: row.error for row in (verified.blocks if verified else [])})
+    """Yield what is compared of activations, linears and blocks, in model order."""
+    tables: dict[str, list[dict[str, float | None]]] = {what: [] for what in LAYERS}
+    for results in (run.results for run in runs):
+        activations = [row for row in results.quantizers if row.kind != "weight"]
+        linears = results.parity.rows if results.parity else []
+        blocks = results.verification.blocks if results.verification else []
+        tables["amax"].append({row.name: row.amax for row in activations})
+        tables["output error"].append({row.name: row.output_rel_error for row in linears})
+        tables["block error"].append({row.name: row.error for row in blocks})
     for what, values in tables.items():
         for name in dict.fromkeys(name for by_name in values for name in by_name):
             row = {run.name: by_name.get(name) for run, by_name in zip(runs, values, strict=True)}
@@ -535,55 +511,35 @@ def _not_comparable(runs: list[LoadedRun]) -> list[str]:
         for run in runs
         if run.stale_bench
     ]
-    asked: list[tuple[str, Callable[[LoadedRun], object]]] = [
-        ("were made on other machines", lambda run: run.results.environment.get("cpu")),
-        ("have engines of other versions", lambda run: run.results.engine and run.results.engine.version),
-        ("were made by other versions of the code", lambda run: run.results.environment.get("git")),
-    ]
-    for said, of in asked:
-        values = dict.fromkeys(str(of(run)) for run in runs if of(run))
-        if len(values) > 1:
-            notes.append(f"the runs {said}: {', '.join(values)}")
+    conditions: dict[str, list[object]] = {
+        "were made on other machines": [run.results.environment.get("cpu") for run in runs],
+        "have engines of other versions": [run.results.engine and run.results.engine.version for run in runs],
+        "were made by other versions of the code": [run.results.environment.get("git") for run in runs],
+    }
+    for said, values in conditions.items():
+        distinct = dict.fromkeys(str(value) for value in values if value)
+        if len(distinct) > 1:
+            notes.append(f"the runs {said}: {', '.join(distinct)}")
     return notes
 
 
-NAME = "compare"  # of its files
-SPEED_STATES: dict[SpeedVerdict, State] = {"slower": "bad"}
-GATE_STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}
-LAYERS = {
-    "amax": "amax of activations",
-    "output error": "Relative error of each linear's output, ONNX Runtime against fake-quant",
-    "block error": "Relative error of each block of the engine against the reference",
-}
+# Report
 
 
 def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
     """Write `compare.html`, `compare.md`, `compare.json`, and runs, pairs, samples and layers as CSV."""
     import pandas
 
+    record = comparison.model_dump(mode="json")
     paths = write_report(comparison_report(comparison), folder, NAME)
-    write_json(folder / f"{NAME}.json", comparison.model_dump(mode="json"))
-    tables = {
-        "runs": [*comparison.rows()],
-        "pairs": [pair.model_dump() for pair in comparison.pairs],
-        "samples": [_flatten(sample.model_dump(), "predictions") for sample in comparison.samples],
-        "layers": [_flatten(layer.model_dump(), "values") for layer in comparison.layers],
-    }
-    for name, rows in tables.items():
-        path = folder / f"{name}.csv"
-        with atomic_path(path) as temporary:
-            pandas.json_normalize(rows).map(without_formula).to_csv(temporary, index=False)
-        paths.append(path)
+    files.write_json(folder / f"{NAME}.json", record)
+    for name in ("runs", "pairs", "samples", "layers"):
+        table = pandas.json_normalize([*comparison.rows()] if name == "runs" else record[name])
+        table = table.rename(columns=lambda key: key.removeprefix("predictions.").removeprefix("values."))
+        paths.append(folder / f"{name}.csv")
+        with files.atomic_path(paths[-1]) as temporary:
+            table.map(without_formula).to_csv(temporary, index=False)
     return [*paths, folder / f"{NAME}.json"]
-
-
-def _flatten(values: dict[str, Any], field: str) -> dict[str, Any]:
-    inner = values.pop(field)
-    return values | {
-        f"{name}.{key}" if key else name: value
-        for name, each in inner.items()
-        for key, value in (each.items() if isinstance(each, dict) else [("", each)])
-    }
 
 
 def comparison_report(comparison: RunComparison) -> Report:
@@ -596,51 +552,51 @@ def comparison_report(comparison: RunComparison) -> Report:
     if apart:
         pairs += [Fold(f"Not paired: {len(apart)}", [Bullets(apart)])]
         pairs += [Prose(f"{count_of(len(apart), 'pair')} not paired: {apart[0]}", "unclear", SCREEN)]
-    layers = [_layer_section(comparison, what, number) for number, what in enumerate(LAYERS, 1)]
     return Report(
         page_of(
             comparison,
             "runs side by side",
             " against ".join(run.name for run in comparison.runs),
             [],
-            "compare.json",
+            f"{NAME}.json",
         ),
         [
-            Section(
-                "overview",
-                "Runs",
-                [_runs_table(comparison), *_runs_screen(comparison), *_runs_remarks(comparison)],
-            ),
+            Section("overview", "Runs", _run_blocks(comparison.runs)),
             Section("differences", "Paired differences", pairs),
             Section("changed", "Answers that differ", _sample_blocks(comparison)),
-            *(section for section in layers if section is not None),
+            *_layer_sections(comparison),
         ],
         warnings=comparison.notes,
         warnings_title="Know before you compare",
     )
 
 
-def _runs_table(comparison: RunComparison) -> Table:
-    configs = [*dict.fromkeys(latency.config for run in comparison.runs for latency in run.latency)]
-    return table_of(
-        comparison.runs,
+def _run_blocks(runs: list[ComparedRun]) -> list[Block]:
+    configs = [*dict.fromkeys(latency.config for run in runs for latency in run.latency)]
+    table = table_of(
+        runs,
         ("run", lambda run: Cell(run.name, note=f"{run.recipe}, model {run.model}")),
         ("result", lambda run: _points_cell(run.metrics, run.stderr)),
-        ("against FP32", lambda run: _delta_cell(run.vs_fp32)),
+        (
+            "against FP32",
+            lambda run: (
+                _points_cell(run.vs_fp32.delta, run.vs_fp32.delta_stderr, "+") if run.vs_fp32 else None
+            ),
+        ),
         *((f"{config}, ms", partial(_latency_cell, config)) for config in configs),
         ("gate", lambda run: Cell(run.gate, GATE_STATES.get(run.gate, "unclear"))),
         ("INT8", _int8_text),
-        ("ONNX file", lambda run: _size_cell(run.onnx_bytes)),
+        (
+            "ONNX file",
+            lambda run: Cell(_onnx_size(run), sort=run.onnx_bytes or 0),
+        ),
         ("engine", lambda run: Cell(_engine_size(run), sort=run.engine_bytes or 0)),
         ("answers of", lambda run: f"{label(run.stage)}, n {run.n}"),
         look="full cards sortable names",
         anchor="runs",
     )
-
-
-def _runs_screen(comparison: RunComparison) -> list[Block]:
-    blocks: list[Block] = []
-    for run in comparison.runs:
+    blocks: list[Block] = [table]
+    for run in runs:  # a block for each on a terminal, as 80 columns have no room for the table
         metric = next(iter(run.metrics))
         drop = _delta_text(run.vs_fp32, metric) if run.vs_fp32 else "not known"
         score = f"{label(metric)} {in_points(run.metrics[metric], run.stderr.get(metric))}"
@@ -649,17 +605,13 @@ def _runs_screen(comparison: RunComparison) -> list[Block]:
             ("result", f"{score}, against FP32 {drop}"),
             ("INT8", f"{_int8_text(run)}{engine}"),
             ("gate", run.gate.replace("_", " ")),
-            *(("latency", _latency_text(each)) for each in run.latency),
+            *(("latency", _latency_text(latency)) for latency in run.latency),
         ]
         blocks.append(Pairs(pairs, run.name, on=SCREEN))
-    return blocks
-
-
-def _runs_remarks(comparison: RunComparison) -> list[Block]:
-    lines = [f"{run.name}: {_latency_text(each)}" for run in comparison.runs for each in run.latency]
+    lines = [f"{run.name}: {_latency_text(latency)}" for run in runs for latency in run.latency]
     bench = "" if lines else " No run has a bench: `qdqbench bench RUN` measures latency."
     text = f"Points of the metric ± one standard error; against FP32 is paired on the same samples.{bench}"
-    return [Bullets(lines, on=TEXT), Prose(text, "quiet")]
+    return [*blocks, Bullets(lines, on=TEXT), Prose(text, "quiet")]
 
 
 def _points_cell(values: dict[str, float], errors: dict[str, float], sign: str = "") -> Cell:
@@ -667,12 +619,8 @@ def _points_cell(values: dict[str, float], errors: dict[str, float], sign: str =
     return Cell("\n".join(lines), sort=next(iter(values.values()), None))
 
 
-def _size_cell(count: int | None) -> Cell:
-    return Cell("" if count is None else size(count), sort=count or 0)
-
-
-def _delta_cell(versus: Comparison | None) -> Cell:
-    return _points_cell(versus.delta, versus.delta_stderr, "+") if versus else Cell()
+def _delta_cell(run: ComparedRun) -> Cell:
+    return _points_cell(run.vs_fp32.delta, run.vs_fp32.delta_stderr, "+") if run.vs_fp32 else Cell()
 
 
 def _delta_text(versus: Comparison, metric: str) -> str:
@@ -685,15 +633,16 @@ def _latency_cell(config: str, run: ComparedRun) -> Cell:
         return Cell()
     if (ratio := latency.speedup) is None:
         return Cell(f"{latency.median_ms:.3g}")
-    state = SPEED_STATES.get(ratio.verdict, "")
+    state = bad_unless(ratio.verdict != "slower")
     return Cell(f"{latency.median_ms:.3g}", state, f"{ratio.value:.2f}x over {ratio.baseline}")
 
 
-def _latency_text(each: RunLatency) -> str:
-    if (ratio := each.speedup) is None:
-        return f"{each.config} {each.median_ms:.3g} ms"
+def _latency_text(latency: RunLatency) -> str:
+    text = f"{latency.config} {latency.median_ms:.3g} ms"
+    if (ratio := latency.speedup) is None:
+        return text
     interval = "" if ratio.ci95_low is None else f" [{ratio.ci95_low:.2f}, {ratio.ci95_high:.2f}]"
-    return f"{each.config} {each.median_ms:.3g} ms, {ratio.value:.2f}x over {ratio.baseline}{interval}"
+    return f"{text}, {ratio.value:.2f}x over {ratio.baseline}{interval}"
 
 
 def _int8_text(run: ComparedRun) -> str:
@@ -702,11 +651,15 @@ def _int8_text(run: ComparedRun) -> str:
     return f"{run.int8} of {run.expected_int8}"
 
 
+def _onnx_size(run: ComparedRun) -> str:
+    return "" if run.onnx_bytes is None else size(run.onnx_bytes)
+
+
 def _engine_size(run: ComparedRun) -> str:
     return "" if run.engine_bytes is None else f"{label(run.backend or '')} {size(run.engine_bytes)}"
 
 
-def _pair_text(pair: Pair, versus: Comparison) -> str:
+def _pair_text(pair: ComparedPair, versus: Comparison) -> str:
     metric = next(iter(versus.delta))
     difference = f"{label(metric)} {_delta_text(versus, metric)}"
     parts = [f"{pair.second} against {pair.first}: {difference}", noise_text(versus)]
@@ -721,12 +674,19 @@ def _sample_blocks(comparison: RunComparison) -> list[Block]:
     if not comparison.samples:
         return [Prose(_samples_text(comparison), on=EVERYWHERE)]
     names = [*dict.fromkeys(name for sample in comparison.samples for name in sample.predictions)]
+
+    def show(name: str, sample: ComparedSample) -> Cell:
+        if (answer := sample.predictions.get(name)) is None:
+            return Cell()
+        look = "" if answer.right is None else "right" if answer.right else "wrong-answer"
+        return Cell(answer.prediction, note=known(answer.margin, ".2f"), sort=answer.margin, look=look)
+
     table = table_of(
         comparison.samples,
         ("sample", lambda sample: sample.sample),
         ("text", lambda sample: Cell("not found" if sample.text is None else sample.text, look="text")),
         ("label", lambda sample: sample.label),
-        *((name, partial(_answer_cell, name)) for name in names),
+        *((name, partial(show, name)) for name in names),
         ("distance", lambda sample: f"{sample.distance:.3g}"),
         texts=range(len(names) + 4),
         look="full cards sortable",
@@ -740,13 +700,6 @@ def _sample_blocks(comparison: RunComparison) -> list[Block]:
     return [Prose(_samples_text(comparison), on=EVERYWHERE), table, Prose(about, "quiet", PAGE)]
 
 
-def _answer_cell(name: str, sample: ComparedSample) -> Cell:
-    if (answer := sample.predictions.get(name)) is None:
-        return Cell()
-    look = "" if answer.right is None else "right" if answer.right else "wrong-answer"
-    return Cell(answer.prediction, note=known(answer.margin, ".2f"), sort=answer.margin, look=look)
-
-
 def _samples_text(comparison: RunComparison) -> str:
     if not comparison.sample_count:
         return "No sample is answered otherwise by any of them."
@@ -758,21 +711,19 @@ def _samples_text(comparison: RunComparison) -> str:
     return f"{comparison.sample_count} samples are {what}{rest if kept < comparison.sample_count else ''}."
 
 
-def _layer_section(comparison: RunComparison, what: str, number: int) -> Section | None:
-    layers = [layer for layer in comparison.layers if layer.what == what]
-    if not layers:
-        return None
-    table = table_of(
-        layers,
-        ("name", lambda layer: code(layer.name)),
-        *((run.name, partial(_value_text, run.name)) for run in comparison.runs),
-        look="sortable",
-        filter="layers",
-        anchor=f"layers-{number}",
-        on=PAGE,
-    )
-    return Section(what.replace(" ", "-"), LAYERS[what], [table], on=PAGE)
-
-
-def _value_text(name: str, layer: ComparedLayer) -> str:
-    return known(layer.values.get(name), ".3g")
+def _layer_sections(comparison: RunComparison) -> Iterator[Section]:
+    for number, (what, title) in enumerate(LAYERS.items(), 1):
+        if layers := [layer for layer in comparison.layers if layer.what == what]:
+            table = table_of(
+                layers,
+                ("name", lambda layer: code(layer.name)),
+                *(
+                    (run.name, lambda layer, name=run.name: known(layer.values.get(name), ".3g"))
+                    for run in comparison.runs
+                ),
+                look="sortable",
+                filter="layers",
+                anchor=f"layers-{number}",
+                on=PAGE,
+            )
+            yield Section(what.replace(" ", "-"), title, [table], on=PAGE)

@@ -11,7 +11,7 @@ from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, Comparison, Gat
 from qdqbench.quantize.utils.results import Results, StageResult, TrainingRun
 from qdqbench.quantize.utils.speedup import Speedup
 
-STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear
+GATE_STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear
 MEASURES = {"codes": "codes that differ", "step": "largest step", "output": "error of the output"}
 
 
@@ -33,7 +33,7 @@ def run_verdict(results: Results) -> Verdict:
     sentence = "; ".join(clauses) + "."
     issues = [*gate.having("inconclusive", "not_evaluated"), *gate.having("within_noise")]
     return Verdict(
-        state="bad" if checks else STATES.get(gate.state, "unclear"),
+        state="bad" if checks else GATE_STATES.get(gate.state, "unclear"),
         title=_title(results, checks),
         sentence=sentence[0].upper() + sentence[1:],
         failures=[*map(issue_sentence, gate.failures), *checks]
