@@ -86,7 +86,7 @@ def print_results(results: "Results", folder: Path, *, json: bool) -> None:
 
     failures = "; ".join(map(issue_sentence, results.gate.failures))
     if results.until is None:
-        begin = where_to_begin(folder, folder / DEPLOY)
+        begin = where_to_begin(folder / DEPLOY, folder / DEPLOY)
         places = {"report": str(folder / "report.html"), **({"deploy": str(begin)} if begin else {})}
         show(
             results,

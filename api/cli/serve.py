@@ -53,13 +53,13 @@ def deploy(
 ) -> None:
     """Write what a finished run hands over: engine, graph, tokenizer, and scripts that need no qdqbench."""
     from qdqbench.cli.schemas import HandedOver, sizes
-    from qdqbench.eval.runs.report.report import begin_in
     from qdqbench.eval.runs.report.report import deploy as write
+    from qdqbench.eval.runs.report.report import where_to_begin
 
     with status() as say_now:
         say_now("writing")
         made = write(run, out)
-    begin = str(begin_in(made, made))
+    begin = str(where_to_begin(made, made))
     if json:
         show_json(HandedOver(folder=str(made), files=sizes(made), entry_point=begin))
         return

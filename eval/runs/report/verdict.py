@@ -24,7 +24,7 @@ def run_verdict(results: Results) -> Verdict:
         clauses.append(qat_clause(results))
     if (smaller := quantized_file(results)) is not None:
         clauses.append(f"ONNX file {smaller[1]:.2f} of FP32")
-    clauses.append(speed_clause(results))
+    clauses.append(_speed_clause(results.speed))
     clauses.append(
         {"passed": "gate passed", "failed": "gate FAILED"}.get(
             gate.state, f"gate: {gate.state.replace('_', ' ')}"
@@ -57,22 +57,21 @@ def _title(results: Results, checks: list[str]) -> str:
     return "Nothing fails, but not all was judged"
 
 
-def speed_clause(results: Results) -> str:
+def _speed_clause(speed: list[Speedup]) -> str:
     """Name the configs with the lowest and the highest speed-up."""
-    if not results.speed:
+    if not speed:
         return "speed unknown until `qdqbench bench RUN`"
-    ordered = sorted(results.speed, key=lambda row: row.value)
-    said = [_speed_text(row) for row in ([ordered[0], ordered[-1]] if len(ordered) > 1 else ordered)]
-    return "INT8 " + " and ".join(said)
+    ordered = sorted(speed, key=lambda row: row.value)
+    return "INT8 " + " and ".join(map(_speed_text, [ordered[0], ordered[-1]][: len(ordered)]))
 
 
 def _speed_text(row: Speedup) -> str:
-    if row.verdict == "inconclusive":
-        spread = f"{row.value:.2f}x, [{row.ci95_low:.2f}, {row.ci95_high:.2f}]"
-        return f"not told apart from {row.baseline} at {row.config} ({spread})"
     if row.verdict == "slower":
         return f"SLOWER than {row.baseline} at {row.config} ({row.value:.2f}x)"
-    return f"{row.value:.2f}x as fast as {row.baseline} at {row.config}"
+    text = f"{row.value:.2f}x as fast as {row.baseline} at {row.config}"
+    if row.verdict == "inconclusive":
+        text += f" (95% CI [{row.ci95_low:.2f}, {row.ci95_high:.2f}], inconclusive)"
+    return text
 
 
 def _int8(results: Results) -> list[str]:

@@ -33,9 +33,8 @@ from ..runs.report import test_report as runs
 
 MODULES = [
     "eval.runs.gate",
-    "eval.runs.report.effects",
-    "eval.runs.report.proof",
     "eval.runs.report.report",
+    "eval.runs.report.sections",
     "eval.runs.report.training",
     "eval.runs.report.verdict",
     "eval.runs.comparison",

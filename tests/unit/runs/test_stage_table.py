@@ -11,7 +11,7 @@ from rich.console import Console
 
 from qdqbench.eval.reporting.render import render_screen
 from qdqbench.eval.runs.gate import issue_sentence, judge_stages
-from qdqbench.eval.runs.report.report import stage_text, stages_report
+from qdqbench.eval.runs.report.report import stage_cell, stages_report
 from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity, ParityRow
 from qdqbench.quantize.utils.results import (
     EngineResult,
@@ -143,7 +143,7 @@ TRAINED = TrainingRun(
     ],
 )  # fmt: skip
 def test_a_stage_says_what_it_made(stage, fields, text):
-    assert stage_text(partial_results(stage, **fields), stage) == text
+    assert stage_cell(partial_results(stage, **fields), stage).text == text
 
 
 def test_every_stage_has_a_row_and_names_are_no_markup():

@@ -196,7 +196,7 @@ def test_both_files_are_whole_and_run_nothing(made: tuple[Finetuning, Path]) -> 
 
 def test_the_verdict_leads_and_every_seed_is_there(made: tuple[Finetuning, Path]) -> None:
     result, folder = made
-    said = training.training_headline(formats.cleaned(result))
+    said = training.finetuning_report(result).verdict.sentence
     text = one_line(Page((folder / "finetune.html").read_text(encoding="utf-8")).text)
     markdown = (folder / "finetune.md").read_text(encoding="utf-8")
     assert one_line(said) in text
@@ -220,7 +220,7 @@ def test_markdown_tables_are_whole(made: tuple[Finetuning, Path]) -> None:
 
 def test_the_headline_has_mean_spread_best_and_failures() -> None:
     runs = [run_of(0), run_of(1), failed_run(2, reason="the training loss became NaN.")]
-    assert training.training_headline(finetuning(runs)) == (
+    assert training.finetuning_report(finetuning(runs)).verdict.sentence == (
         "MRPC F1 0.8630 on average over 2 seeds, standard deviation 0.0028 (408 validation samples); best on "
         "its held-out rows: seed 1, 0.8650 ± 0.0155 on validation; 1 of 3 seeds FAILED: seed 2 (the training "
         "loss became NaN)."
