@@ -67,7 +67,7 @@ def study(
 ) -> None:
     """Measure FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
     from qdqbench.eval.reporting.render import render_screen
-    from qdqbench.eval.runs.study import STUDY_FILE, StudyPlan, study, study_report
+    from qdqbench.eval.runs.study import STUDY_FILE, study, study_report
     from qdqbench.quantize.pipeline.config import find_recipe
     from qdqbench.quantize.pipeline.ownership import default_folder
     from qdqbench.quantize.training.finetune import FinetuneRequest
@@ -95,7 +95,7 @@ def study(
             command=command_line(),
             revision=options.revision,
         )
-        found = study(StudyPlan(request, recipes, folder, say), accelerator)
+        found = study(request, recipes, accelerator, say)
     show(found, json, lambda each: render_screen(study_report(each)), f"results: {folder / STUDY_FILE}")
     failed = [f"seed {row.seed} with {row.recipe}" for row in found.rows if row.status == "failed"]
     require_all(failed, folder / STUDY_FILE)

@@ -477,8 +477,8 @@ def _changed_samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[Comp
             predictions={
                 name: SamplePrediction(
                     prediction=column.word(sample),
-                    margin=None if column.margin is None else float(column.margin[sample]),
-                    right=None if column.right is None else bool(column.right[sample]),
+                    margin=column.margin_of(sample),
+                    right=column.is_right(sample),
                 )
                 for name, column in columns.items()
             },

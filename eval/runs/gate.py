@@ -216,7 +216,7 @@ def cannot_hold(recipe: Recipe) -> str:
 
 def read_speed(folder: Path) -> list[Speedup]:
     """Return the fastest INT8 engine over the fastest in FP16 by config; empty without a bench."""
-    if (bench := _bench(folder)) is None:
+    if (bench := _read_fresh_bench(folder)) is None:
         return []
     labels = {about.name: about.label for about in bench.systems}
     best = (headline_of(bench.systems, config) for config in bench.configs)
@@ -227,21 +227,22 @@ def read_speed(folder: Path) -> list[Speedup]:
     ]
 
 
-def read_engine_sizes(folder: Path, backend: str | None) -> list[EngineSize]:
-    """Return sizes of the engines without INT8 that the bench built for the same profiles."""
-    if backend is None or (bench := _bench(folder)) is None:
+def read_engine_sizes(folder: Path, engine: EngineResult | None) -> list[EngineSize]:
+    """Return sizes of the engines without INT8 that the bench built for the backend of the run's engine."""
+    if engine is None or (bench := _read_fresh_bench(folder)) is None:
         return []
-    found = []
-    for about in bench.systems:
-        same = about.backend.partition(" ")[0] == backend and not about.name.endswith("-exact")
-        rows = (row_of(cell, about.name) for cell in bench.configs)
-        sizes = [row.engine_bytes for row in rows if row is not None and row.engine_bytes is not None]
-        if same and sizes and about.precision != "int8":
-            found.append(EngineSize(name=about.label, precision=about.precision, bytes=sizes[0]))
-    return found
+    sizes = []
+    for system in bench.systems:
+        same = system.backend.partition(" ")[0] == engine.backend and not system.name.endswith("-exact")
+        if same and system.precision != "int8":
+            rows = (row_of(config, system.name) for config in bench.configs)
+            count = next((row.engine_bytes for row in rows if row and row.engine_bytes is not None), None)
+            if count is not None:
+                sizes.append(EngineSize(name=system.label, precision=system.precision, bytes=count))
+    return sizes
 
 
-def _bench(folder: Path) -> Bench | None:
+def _read_fresh_bench(folder: Path) -> Bench | None:
     """Return the bench if the run's files did not change since."""
     if not (folder / BENCH_FILE).is_file():
         return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.metrics.answers import FILE
-from qdqbench.eval.runs.collect import collect, scored
+from qdqbench.eval.runs.collect import collect, score_stage
 from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_baseline
 from qdqbench.eval.runs.report.report import hand_off, write_reports
 from qdqbench.eval.stages.stages import FP16_STAGE, stages
@@ -171,5 +171,5 @@ def _tell_unreadable(session: Session) -> None:
 
 def unreadable(session: Session) -> str:
     """Explain why no stage of this run can be right, by its FP32 evaluation; empty where it can."""
-    issue = judge_baseline(session, scored(session, "fp32"))
+    issue = judge_baseline(session, score_stage(session, "fp32"))
     return issue_sentence(issue) if issue is not None and issue.state == "failed" else ""

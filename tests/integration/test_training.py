@@ -95,7 +95,7 @@ def test_a_study_names_the_seeds_that_failed(qdqbench, given, tmp_path, monkeypa
 
     rows = [SimpleNamespace(seed=seed, recipe="r", status=("done", "failed")[seed % 2]) for seed in range(4)]
     found = SimpleNamespace(rows=rows, model_dump_json=lambda indent: "{}")
-    monkeypatch.setattr(study, "study", lambda plan, accelerator: found)
+    monkeypatch.setattr(study, "study", lambda *_: found)
     options = [*given("sst2").options, "--out", str(tmp_path / "s"), "--json"]
     done = qdqbench("study", "--recipe", "bert-int8-attention-qat", *options)
     assert (done.code, done.out) == (2, "{}\n")
@@ -360,11 +360,11 @@ def test_processes_that_would_all_write_one_run_are_refused(trained, tmp_path, m
 
 
 def test_a_study_in_several_processes_is_refused(tmp_path):
-    from qdqbench.eval.runs.study import StudyPlan, study
+    from qdqbench.eval.runs.study import study
     from qdqbench.quantize.utils.errors import UserError
 
     with pytest.raises(UserError, match="in one process, not in 2"):
-        study(StudyPlan(None, [], tmp_path), SimpleNamespace(num_processes=2))
+        study(None, [], SimpleNamespace(num_processes=2))
 
 
 def test_a_training_that_diverges_says_so(sst2, qdqbench, tmp_path):

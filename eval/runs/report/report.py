@@ -96,7 +96,7 @@ def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
         why = f"{RESULTS_FILE} is not of this version"
         return [], f"{why}: run `qdqbench report` for a report with this bench"
     speed = read_speed(folder)
-    sizes = read_engine_sizes(folder, results.engine.backend if results.engine else None)
+    sizes = read_engine_sizes(folder, results.engine)
     judged = {"speed": speed, "unquantized_engines": sizes, "gate": judge_speed(results.gate, speed)}
     results = results.model_copy(update=judged)
     results.warnings[:0] = [line for line in refresh(folder, results) if line not in results.warnings]

@@ -115,7 +115,7 @@ def test_the_error_of_a_class_is_that_of_paired_samples(lost, won, same):
 
 
 def test_a_class_without_samples_has_no_recall(sentences):
-    both = beside(SST2, sentences.fp32, sentences.made, np.zeros(4, dtype=np.int64), sentences.names)
+    both = beside(SST2, sentences.fp32, sentences.answers, np.zeros(4, dtype=np.int64), sentences.names)
     row = compare_classes(both).rows[1]
     assert (row.n, row.fp32, row.recall, row.delta) == (0, None, None, None)
 
