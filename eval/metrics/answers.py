@@ -75,17 +75,9 @@ class Predictions:
 
 
 def predict_answers(task: Task, answers: Floats, gold: metrics.Gold, names: Sequence[str]) -> Predictions:
-    """Return the predictions of a split, and the margin of each.
+    """Return the predictions of a split from answers [answers, width], and the margin of each.
 
     The margin of a classified sample is the probability of its class less that of the next; 0 is a tie.
-
-    Args:
-        answers: float32 [answers, width].
-        gold: as `metrics.predict` takes it.
-        names: of the classes.
-
-    Raises:
-        CheckFailed: wrong shape, NaN or infinite answers.
     """
     from scipy.special import softmax
 

@@ -12,18 +12,10 @@ from qdqbench.quantize.utils.comparison import COSINE_EDGES, Agreement, Comparis
 
 
 def divergence(task: Task, reference: Floats, answers: Floats, gold: Gold) -> Float64:
-    """Return the divergence of answers from FP32's by sample, float64 [samples].
+    """Return the divergence of answers [answers, width] from FP32's by sample, float64 [samples].
 
     Classes: KL(FP32 || candidate) of the probabilities, in nat; of a sample with several answers their mean.
-    Regression: squared difference over the variance of FP32's outputs.
-
-    Args:
-        reference: float32 [answers, width] of FP32.
-        answers: the same of the candidate.
-        gold: as `metrics.predict` takes it.
-
-    Raises:
-        CheckFailed: all FP32 outputs of a regression are equal.
+    Regression: squared difference over the variance of FP32's outputs, which must not be zero.
     """
     return task.kind.divergence(reference.astype(np.float64), answers.astype(np.float64), gold)
 
@@ -32,9 +24,6 @@ def agreement_of(reference: Floats, answers: Floats, *, seed: int) -> Agreement:
     """Return cosine and neighbors of embeddings [texts, width] of FP32 and a stage.
 
     Errors are those of a bootstrap over texts with fixed neighbors.
-
-    Raises:
-        CheckFailed: NaN or infinite embeddings.
     """
     table = metrics.predict(EMBED, answers, reference)
     drawn = metrics.bootstrap(EMBED, reference, [table], seed=seed, resamples=metrics.RESAMPLES)
@@ -58,17 +47,12 @@ def compare(
     *,
     seed: int,
 ) -> Comparison:
-    """Compare a stage with FP32, paired by sample.
+    """Compare answers [answers, width] of a stage with FP32's, paired by sample.
 
     Paired errors are far smaller than those of either metric; unpaired tests would call real drops noise
     (Dror et al. 2018, "The Hitchhiker's Guide to Testing Statistical Significance in NLP"). Samples that are
     right or wrong: exact McNemar test (McNemar 1947). Every metric: paired bootstrap (Efron and Tibshirani
     1993), both stages scored on the same resamples.
-
-    Args:
-        reference_answers: float32 [answers, width] of FP32.
-        answers: the same of the stage.
-        gold: as `metrics.predict` takes it.
 
     Raises:
         CheckFailed: wrong shape, NaN or infinite answers.
@@ -100,11 +84,7 @@ def compare(
 def compare_with_divergence(
     task: Task, reference_answers: Floats, answers: Floats, gold: metrics.Gold, *, seed: int
 ) -> tuple[Comparison, Float64]:
-    """Compare as `compare` does; return the divergence of each sample too, float64 [samples].
-
-    Raises:
-        CheckFailed: as `compare`, or all FP32 outputs of a regression are equal.
-    """
+    """Compare as `compare` does; return the divergence of each sample too, float64 [samples]."""
     comparison = compare(task, reference_answers, answers, gold, seed=seed)
     each = divergence(task, reference_answers, answers, gold)
     error = float(each.std(ddof=1) / np.sqrt(len(each))) if len(each) > 1 else 0.0

@@ -21,29 +21,18 @@ def limit(stderr: float, max_drop: float) -> float:
 
 
 def judge(drop: float, stderr: float, max_drop: float) -> Judgement:
-    """Judge a drop of the primary metric by `max_drop`: only what exceeds it beyond noise fails.
-
-    Args:
-        drop: the reference's metric minus the model's, on the same samples.
-        stderr: paired standard error of the drop.
-        max_drop: of the recipe's gate.
-    """
+    """Judge a drop, the reference's metric minus the model's: above `max_drop` beyond noise it fails."""
     if drop <= max_drop:
         return "holds"
     return "holds within noise" if drop <= limit(stderr, max_drop) else "fails"
 
 
 def samples_to_tell(drop: float, stderr: float, max_drop: float, n: int, *, counted: bool) -> int | None:
-    """Return how many samples can tell whether a drop is within `max_drop`; None where these do.
+    """Return how many of paired samples can tell whether a drop is within `max_drop`; None where n do.
 
     They do where two standard errors are at most `max_drop`, and the drop is not between that and noise.
-    A standard error shrinks with the root of n.
-
-    Args:
-        drop, stderr, max_drop: as `judge`.
-        n: paired samples.
-        counted: samples are right or wrong. Where none of n differed, as many as three in n may
-            (Hanley and Lippman-Hand 1983), so a standard error is never below the root of three over n.
+    A standard error shrinks with the root of n. Where samples are counted right or wrong and none of n
+    differed, as many as three in n may (Hanley and Lippman-Hand 1983): it is at least the root of 3 over n.
     """
     room = drop - max_drop if max_drop < drop <= limit(stderr, max_drop) else max_drop
     if room <= 0:  # no drop is allowed, so that noise judges alone

@@ -37,7 +37,6 @@ def predict(  # noqa: PLR0913
 
     Args:
         run: one batch (int64 [B, L] arrays) to float32 answers [B, width] or [B, L or more, width].
-        batch_size: rows per batch, sorted by length so that padding is small.
         progress: called with the number of rows of each batch.
         edges: of length buckets that the runner pads to; no batch has rows of two.
 

@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, headline_of, read_bench, row_of
-from qdqbench.eval.metrics.gate import NOISE, judge, samples_to_tell
+from qdqbench.eval.metrics.gate import NOISE, drop_issue, judge, samples_to_tell, slow_issue
 from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, read_built
@@ -29,12 +29,13 @@ from qdqbench.quantize.utils.speedup import Speedup
 def judge_gate(session: Session, results: Results) -> Gate:
     asked = session.recipe.gate
     issues = [*_judge_parts(session, results), *_judge_drops(session, results)]
-    issues += _judge_int8(session, results)
+    if session.recipe.quantizes and asked.require_int8 is not False:
+        for built in filter(None, (results.engine or read_built(session.folder), results.gpu_engine)):
+            issues += _judge_engine(built)
     row = results.stages.get("engine")
     if results.engine is not None and row is not None and row.status != "done":
-        issues.append(
-            GateIssue(code="engine", state="not_evaluated", stage="engine", detail=row.reason or "")
-        )
+        why = row.reason or ""
+        issues.append(GateIssue(code="engine", state="not_evaluated", stage="engine", detail=why))
     gate = Gate(passed=True, max_drop=asked.max_drop, min_speedup=asked.min_speedup, issues=issues)
     return judge_speed(gate, results.speed)
 
@@ -71,18 +72,7 @@ def judge_speed(gate: Gate, speed: list[Speedup]) -> Gate:
     """Return the gate with `min_speedup` judged by the run's bench: each config must hold."""
     issues = [issue for issue in gate.issues if issue.code != "min_speedup"]
     if (least := gate.min_speedup) is not None:
-        issues += [
-            GateIssue(
-                code="min_speedup",
-                state="failed",
-                value=row.value,
-                limit=least,
-                config=row.config,
-                baseline=row.baseline,
-            )
-            for row in speed
-            if row.value < least
-        ]
+        issues += [slow_issue(row, least) for row in speed if row.value < least]
         if not speed:
             issues.append(GateIssue(code="min_speedup", state="not_evaluated", limit=least))
     passed = not any(issue.state == "failed" for issue in issues)
@@ -106,35 +96,16 @@ def _judge_drops(session: Session, results: Results) -> Iterator[GateIssue]:
                 states.append("failed" if judged == "fails" else "within_noise")
             if judged != "fails" and needed is not None and name == last:
                 states.append("inconclusive")  # of what is deployed; others answered the same samples
-            for state in states:
-                yield GateIssue(
-                    code="accuracy",
-                    state=state,
-                    stage=name,
-                    metric=metric,
-                    value=-delta,
-                    stderr=error,
-                    limit=most,
-                    n=versus.n,
-                    needed=needed,
-                )
+            where = {"stage": name, "metric": metric, "value": -delta, "stderr": error, "needed": needed}
+            yield from (drop_issue(versus, most, state=state, **where) for state in states)
 
 
-def _judge_int8(session: Session, results: Results) -> Iterator[GateIssue]:
-    recipe = session.recipe
-    if not recipe.quantizes or recipe.gate.require_int8 is False:
+def _judge_engine(engine: EngineResult | Skipped) -> Iterator[GateIssue]:
+    """Yield an engine that does not run in INT8 what the recipe asks, or is not there to prove it."""
+    if isinstance(engine, Skipped):
+        detail = f"INT8 is not proven, no engine was built: {engine.skipped}"
+        yield GateIssue(code="require_int8", state="failed", detail=detail)
         return
-    for built in (results.engine or read_built(session.folder), results.gpu_engine):
-        if built is None:
-            continue
-        if isinstance(built, Skipped):
-            detail = f"INT8 is not proven, no engine was built: {built.skipped}"
-            yield GateIssue(code="require_int8", state="failed", detail=detail)
-            continue
-        yield from _judge_engine(built)
-
-
-def _judge_engine(engine: EngineResult) -> Iterator[GateIssue]:
     try:
         require_int8(engine)
     except CheckFailed as error:
@@ -143,12 +114,13 @@ def _judge_engine(engine: EngineResult) -> Iterator[GateIssue]:
 
 
 def issue_sentence(issue: GateIssue) -> str:
-    text = _SENTENCES[issue.code](issue)
+    text = SENTENCES[issue.code](issue)
     if issue.state == "within_noise":
         return f"{text}; it holds within noise (two standard errors)"
     if issue.state == "failed":
         return text
-    return f"{issue.state.capitalize().replace('_', ' ')}: {text}; it takes {_needs(issue)}."
+    needs = NEEDS.get(issue.code) or f"about {issue.needed or 0:,} samples, there are {issue.n}"
+    return f"{issue.state.capitalize().replace('_', ' ')}: {text}; it takes {needs}."
 
 
 def _accuracy_sentence(issue: GateIssue) -> str:
@@ -179,7 +151,7 @@ def _speed_sentence(issue: GateIssue) -> str:
     return f"{text} is asked, INT8 is {issue.value:.2f}x as fast as {issue.baseline or 'its baseline'}{where}"
 
 
-_SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
+SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
     "accuracy": _accuracy_sentence,
     "baseline": _baseline_sentence,
     "check": lambda issue: f"check: {' at '.join(issue.names)}: {issue.detail}",
@@ -190,16 +162,11 @@ _SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
     "recipe": lambda issue: f"the chosen recipe failed: {issue.detail}",
     "verification": lambda issue: issue.detail,
 }
-
-
-def _needs(issue: GateIssue) -> str:
-    if issue.code == "accuracy":
-        return f"about {issue.needed or 0:,} samples, there are {issue.n}"
-    return {
-        "baseline": "more samples, or a model that was trained on this task",
-        "engine": "copy the run to where its engine can run, and `qdqbench report RUN` there",
-        "min_speedup": "`qdqbench bench RUN` where the engine will run",
-    }[issue.code]
+NEEDS: dict[GateCode, str] = {  # of what is open
+    "baseline": "more samples, or a model that was trained on this task",
+    "engine": "copy the run to where its engine can run, and `qdqbench report RUN` there",
+    "min_speedup": "`qdqbench bench RUN` where the engine will run",
+}
 
 
 def cannot_hold(recipe: Recipe) -> str:
@@ -253,8 +220,9 @@ def _read_fresh_bench(folder: Path) -> Bench | None:
     return None if stale_files(bench, folder) else bench
 
 
-@dataclass(frozen=True)
-class Baseline:
+class Baseline(NamedTuple):
+    """The best score of a constant prediction."""
+
     answer: int | None  # the class; None: any constant, which correlates with nothing
     value: float  # of the primary metric
 

@@ -38,6 +38,8 @@ REPORTED = (None, "report")
 
 @dataclass(frozen=True)
 class StageProgress:
+    """Progress of a run, as callbacks get it."""
+
     stage: str
     done: float = 0
     total: float = 0  # 0: the stage starts; 1: `done` is a part of it, no number of steps
@@ -89,11 +91,10 @@ def planned(session: Session, until: str | None) -> list[Stage]:
 def run_until(
     session: Session, until: str | None = None, show: Callable[[str, bool], None] = lambda name, reused: None
 ) -> Results:
-    """Run up to a stage; with `until` None or "report", everything and the report.
+    """Run up to a stage, "evaluate" for all evaluations; with None or "report" everything and the report.
 
     Args:
         session: in a folder that this process holds.
-        until: a stage, "evaluate" for the evaluations, or "report".
         show: called as a stage starts, with its name and whether it is reused.
 
     Raises:
@@ -123,7 +124,29 @@ def run_to(
         session.say(said)
     if said := cannot_hold(session.recipe):
         session.alarm(said)
-    return _run(session, needed, show)
+
+    def announce(name: str, reused: bool) -> None:
+        show(name, reused)
+        if not reused:  # an interrupted run must not leave the report of another one beside its files
+            for file in REPORT:
+                (session.folder / file).unlink(missing_ok=True)
+            remove(session.folder / DEPLOY)
+
+    first = [stage for stage in needed if stage.name == "embedded"]  # the data, where it is not given
+    timings = run_stages(session, first, announce)
+    _require_room(session, {stage.name for stage in needed})
+    rest = (
+        replace(stage, recorded=_warn_unreadable) if stage.name == BASELINE else stage
+        for stage in needed[len(first) :]
+    )
+    return timings | run_stages(session, rest, announce)
+
+
+def _warn_unreadable(session: Session) -> None:
+    """Raise an alarm where no stage of this run can be right, by its FP32 evaluation."""
+    issue = judge_baseline(session, score_stage(session, "fp32"))
+    if issue is not None and issue.state == "failed":
+        session.alarm(issue_sentence(issue))
 
 
 def require_inputs(session: Session, until: str | None = None) -> None:
@@ -144,32 +167,3 @@ def _require_room(session: Session, names: set[str]) -> None:
     if {"verify", "engine"} & names:
         for _, encoded in session.eval_splits.values():
             require_room(engine_profiles(session), encoded.lengths, session.config.batch_size)
-
-
-def _run(session: Session, needed: list[Stage], show: Callable[[str, bool], None]) -> dict[str, Timing]:
-    def announce(name: str, reused: bool) -> None:
-        show(name, reused)
-        if not reused:  # an interrupted run must not leave the report of another one beside its files
-            for file in REPORT:
-                (session.folder / file).unlink(missing_ok=True)
-            remove(session.folder / DEPLOY)
-
-    made = [stage for stage in needed if stage.name == "embedded"]  # the data, where it is not given
-    timings = run_stages(session, made, announce)
-    _require_room(session, {stage.name for stage in needed})
-    rest = (
-        replace(stage, recorded=_tell_unreadable) if stage.name == BASELINE else stage
-        for stage in needed[len(made) :]
-    )
-    return timings | run_stages(session, rest, announce)
-
-
-def _tell_unreadable(session: Session) -> None:
-    if said := unreadable(session):
-        session.alarm(said)
-
-
-def unreadable(session: Session) -> str:
-    """Explain why no stage of this run can be right, by its FP32 evaluation; empty where it can."""
-    issue = judge_baseline(session, score_stage(session, "fp32"))
-    return issue_sentence(issue) if issue is not None and issue.state == "failed" else ""

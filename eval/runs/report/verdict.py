@@ -25,19 +25,18 @@ def run_verdict(results: Results) -> Verdict:
     if (smaller := quantized_file(results)) is not None:
         clauses.append(f"ONNX file {smaller[1]:.2f} of FP32")
     clauses.append(_speed_clause(results.speed))
-    clauses.append(
-        {"passed": "gate passed", "failed": "gate FAILED"}.get(
-            gate.state, f"gate: {gate.state.replace('_', ' ')}"
-        )
-    )
+    states = {"passed": "gate passed", "failed": "gate FAILED"}
+    clauses.append(states.get(gate.state) or f"gate: {gate.state.replace('_', ' ')}")
     sentence = "; ".join(clauses) + "."
+    failures = [*map(issue_sentence, gate.failures), *checks]
+    if not failures and not gate.passed:
+        failures = ["the gate gives no reason"]
     issues = [*gate.having("inconclusive", "not_evaluated"), *gate.having("within_noise")]
     return Verdict(
         state="bad" if checks else GATE_STATES.get(gate.state, "unclear"),
         title=_title(results, checks),
         sentence=sentence[0].upper() + sentence[1:],
-        failures=[*map(issue_sentence, gate.failures), *checks]
-        or ([] if gate.passed else ["the gate gives no reason"]),
+        failures=failures,
         notes=[*map(issue_sentence, issues), *_not_done(results)],
     )
 
@@ -96,9 +95,8 @@ def _int8(results: Results) -> list[str]:
         built = f"{label(gpu.backend)} engine for GPUs, built ahead of time"
         clauses.append(f"INT8 in {gpu.int8_gemms} of {gpu.expected_int8_gemms} in the {built}")
     if engine.expected_attention_int8:
-        clauses.append(
-            f"INT8 attention in {engine.attention_int8} of {engine.expected_attention_int8} layers"
-        )
+        attentions = f"{engine.attention_int8} of {engine.expected_attention_int8}"
+        clauses.append(f"INT8 attention in {attentions} layers")
     if engine.expected_int8_residuals:
         clauses.append(f"INT8 residuals in {engine.int8_residuals} of {engine.expected_int8_residuals}")
     return clauses
