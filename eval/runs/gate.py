@@ -30,8 +30,8 @@ def judge_gate(session: Session, results: Results) -> Gate:
     asked = session.recipe.gate
     issues = [*_judge_parts(session, results), *_judge_drops(session, results)]
     if session.recipe.quantizes and asked.require_int8 is not False:
-        for built in filter(None, (results.engine or read_built(session.folder), results.gpu_engine)):
-            issues += _judge_engine(built)
+        issues += _judge_engine(results.engine or read_built(session.folder))
+        issues += _judge_engine(results.gpu_engine) if results.gpu_engine else []
     row = results.stages.get("engine")
     if results.engine is not None and row is not None and row.status != "done":
         why = row.reason or ""

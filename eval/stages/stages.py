@@ -118,8 +118,8 @@ def engine_stage(session: Session) -> list[Path]:
     if reason is None:
         verified = artifacts.read_verified(session.folder)
         if not isinstance(verified, Skipped):
-            parts = [*verified.shapes, verified.padding, verified.predictions]
-            if any(part.nonfinite for part in parts):
+            counts = [verified.padding.nonfinite, verified.predictions.nonfinite]
+            if any(counts) or any(shape.nonfinite for shape in verified.shapes):
                 reason = "its logits are NaN or infinite, see the verification"
     if reason is None:
         try:
