@@ -61,13 +61,12 @@ def print_results(results: "Results", folder: Path, *, json: bool) -> None:
     """Print the results of a run; what does not hold is a `CheckFailed`."""
     from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.runs.gate import issue_sentence
-    from qdqbench.eval.runs.report.report import run_report, where_to_begin
-    from qdqbench.eval.runs.stage_table import stages_report
+    from qdqbench.eval.runs.report.report import run_report, stages_report, where_to_begin
     from qdqbench.quantize.deployment.write import DEPLOY
 
     failures = "; ".join(map(issue_sentence, results.gate.failures))
     if results.until is None:
-        begin = where_to_begin(folder, folder / DEPLOY)
+        begin = where_to_begin(folder / DEPLOY, folder / DEPLOY)
         places = {"report": str(folder / "report.html"), **({"deploy": str(begin)} if begin else {})}
         show_report(results, json, run_report, *(f"{name}: {path}" for name, path in places.items()))
         failures = f"the gate does not hold: {failures}"
@@ -149,8 +148,7 @@ def compare(
     json: Json = False,
 ) -> None:
     """Runs side by side: accuracy paired on the same samples, speed, size, answers that flipped, layers."""
-    from qdqbench.eval.runs.compare.compare import compare_runs
-    from qdqbench.eval.runs.compare.report import NAME, comparison_report, write_comparison
+    from qdqbench.eval.runs.comparison import NAME, compare_runs, comparison_report, write_comparison
     from qdqbench.quantize.pipeline.ownership import RunIdentity, owned_folder
 
     out = options.out or Path("runs/compare")

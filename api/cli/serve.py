@@ -48,13 +48,13 @@ def deploy(
 ) -> None:
     """Write what a finished run hands over: engine, graph, tokenizer, and scripts that need no qdqbench."""
     from qdqbench.cli.schemas import HandedOver
-    from qdqbench.eval.runs.report.report import begin_in
     from qdqbench.eval.runs.report.report import deploy as write
+    from qdqbench.eval.runs.report.report import where_to_begin
 
     with status() as announce:
         announce("writing")
         made = write(run, out)
-    begin = str(begin_in(made, made))
+    begin = str(where_to_begin(made, made))
     if json:
         paths = (path for path in sorted(made.rglob("*")) if path.is_file())
         sizes = {str(path.relative_to(made)): path.stat().st_size for path in paths}

@@ -52,7 +52,7 @@ def study(
     json: Json = False,
 ) -> None:
     """Measure FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
-    from qdqbench.eval.runs.study import STUDY_FILE, StudyPlan, study, study_report
+    from qdqbench.eval.runs.study import STUDY_FILE, study, study_report
     from qdqbench.quantize.pipeline.ownership import default_folder
     from qdqbench.quantize.recipe.schema import find_recipe
     from qdqbench.quantize.training.finetune import require_all
@@ -67,7 +67,7 @@ def study(
     ):
         longest = max(each.export.max_length for each in recipes)
         request = _request(options, task, folder, accelerator, longest)
-        found = study(StudyPlan(request, recipes, folder, say), accelerator)
+        found = study(request, recipes, accelerator, say)
     show_report(found, json, study_report, f"results: {folder / STUDY_FILE}")
     failed = [f"seed {row.seed} with {row.recipe}" for row in found.rows if row.status == "failed"]
     require_all(failed, folder / STUDY_FILE)

@@ -32,19 +32,34 @@ if TYPE_CHECKING:
     import datasets
 
 LONGEST_TEXT = 600  # characters of a sample that are kept
+FILE = "changed.csv"  # in the run directory: all of them
+KEPT = 200  # of them in results.json and on the page
+MOST = 40  # classes whose confusion is kept as a matrix
+ORDER: tuple[Change, ...] = get_args(Change)
 
 
 @dataclass(frozen=True)
-class Answered:
-    """The answers of one model to the samples of a split."""
+class Predictions:
+    """Predictions of one model for the samples of a split."""
 
     predicted: Array  # [samples] or [samples, ...], as the kind of the task has it
-    margin: Float64 | None  # [samples]: see `answered`; None where no classes compete
+    margin: Float64 | None  # [samples]: see `predict_answers`; None where no classes compete
     right: Array | None  # bool [samples]; None where none is right or wrong
     names: Sequence[str]  # of the classes by number; empty where there are none
 
+    @property
+    def is_discrete(self) -> bool:
+        """Return whether predictions are the same or not, rather than nearer or farther."""
+        return not np.issubdtype(self.predicted.dtype, np.floating)
+
+    def margin_of(self, sample: int) -> float | None:
+        return None if self.margin is None else float(self.margin[sample])
+
+    def is_right(self, sample: int) -> bool | None:
+        return None if self.right is None else bool(self.right[sample])
+
     def word(self, sample: int) -> str:
-        """Return the answer to a sample: a class, a score, a span, or the classes of its words."""
+        """Return a prediction in words: a class, a score, a span, or the classes of its words."""
         value = self.predicted[sample]
         if isinstance(value, str):
             if not value:
@@ -59,48 +74,32 @@ class Answered:
         return f"{value:.4g}"
 
 
-def answered(task: Task, answers: Floats, gold: metrics.Gold, names: Sequence[str]) -> Answered:
-    """Return the answers of a split, and how near each is to being another one.
+def predict_answers(task: Task, answers: Floats, gold: metrics.Gold, names: Sequence[str]) -> Predictions:
+    """Return the predictions of a split from answers [answers, width], and the margin of each.
 
-    The margin of a sample that is classified is the probability of its class less that of the next: 0 is a
-    tie, 1 is certain.
-
-    Args:
-        answers: float32 [answers, width].
-        gold: as `metrics.predict` takes it.
-        names: of the classes.
-
-    Raises:
-        CheckFailed: wrong shape, NaN or infinite answers.
+    The margin of a classified sample is the probability of its class less that of the next; 0 is a tie.
     """
+    from scipy.special import softmax
+
     kind, predicted = task.kind, metrics.predict(task, answers, gold)
     classified = np.issubdtype(predicted.dtype, np.integer) and predicted.ndim == 1
     right = kind.right(kind.table(predicted, gold))
-    known = tuple(names) if classified or kind.names_classes else ()
-    return Answered(predicted, _margin(answers) if classified else None, right, known)
+    margin = None
+    if classified:
+        ordered = np.sort(softmax(answers.astype(np.float64), axis=1), axis=1)
+        margin = np.asarray(ordered[:, -1] - ordered[:, -2])
+    return Predictions(predicted, margin, right, names if classified or kind.names_classes else ())
 
 
-def _margin(logits: Floats) -> Float64:
-    from scipy.special import softmax
-
-    ordered = np.sort(softmax(logits.astype(np.float64), axis=1), axis=1)
-    return np.asarray(ordered[:, -1] - ordered[:, -2])
-
-
-def has_answers_that_flip(found: Answered) -> bool:
-    """Return whether answers are the same or not, rather than nearer or farther."""
-    return not np.issubdtype(found.predicted.dtype, np.floating)
-
-
-def differing(reference: Answered, other: Answered) -> Array:
-    """Return samples with another answer, ascending; scores are never counted as another answer."""
-    if not has_answers_that_flip(reference):
+def find_changed(reference: Predictions, other: Predictions) -> Array:
+    """Return samples with another prediction, ascending; none for scores."""
+    if not reference.is_discrete:
         return np.zeros(0, dtype=np.int64)
     return np.flatnonzero(reference.predicted != other.predicted)
 
 
 def sample_texts(dataset: "datasets.Dataset", task: Task, samples: Int64) -> list[str]:
-    """Return the texts of samples of a split, a line each; of one with several rows those of its first."""
+    """Return the texts of samples in a line each; of one with several rows those of its first."""
     rows = np.flatnonzero(np.diff(task.kind.groups(dataset, task), prepend=-1))[samples]
     chosen = dataset.select(rows.tolist())
     columns = [chosen[column] for column in task.text_columns]
@@ -115,136 +114,107 @@ def _line(values: tuple[Any, ...]) -> str:
 
 @dataclass(frozen=True)
 class PairedAnswers:
-    """Both on the first evaluation split."""
+    """Predictions of FP32 and of a stage on the first evaluation split."""
 
     task: Task
     stage: str
     split: str
     fp32: Floats  # answers [answers, width]
-    made: Floats  # the same of `stage`
+    answers: Floats  # the same of `stage`
     gold: metrics.Gold
     names: list[str]  # of the classes
 
     @classmethod
     def of(cls, session: Session, stage: str) -> "PairedAnswers":
-        """Read what a run left; its stage was evaluated."""
         task, folder = session.config.task, session.folder / "logits"
         before, after = (read_logits(folder / f"{name}.npz") for name in ("fp32", stage))
         split = next(iter(before))
         gold = metrics.select_reference(task, session.gold[split], before[split])
-        return cls(task, stage, split, before[split], after[split], gold, _names(session, split))
+        # names of the model's classes, or those of the labels where it only numbers them
+        names = list(task.classes) or read_class_names(session.model_name, session.config.revision, task.kind)
+        feature = session.eval_splits[split][0].dataset.features.get(task.label_column)
+        labels = [*task.values] or list(getattr(feature, "names", None) or ())
+        names = labels if len(labels) == len(names) and not is_named(tuple(names)) else names
+        return cls(task, stage, split, before[split], after[split], gold, names)
 
     @cached_property
-    def of_fp32(self) -> Answered:
-        """Return FP32's answers."""
-        return answered(self.task, self.fp32, self.gold, self.names)
+    def of_fp32(self) -> Predictions:
+        return predict_answers(self.task, self.fp32, self.gold, self.names)
 
     @cached_property
-    def of_stage(self) -> Answered:
-        """Return the stage's answers."""
-        return answered(self.task, self.made, self.gold, self.names)
+    def of_stage(self) -> Predictions:
+        return predict_answers(self.task, self.answers, self.gold, self.names)
 
     @cached_property
     def distance(self) -> Float64:
-        """Return the kind's divergence of both answers to each sample, [samples]."""
-        both = self.fp32.astype(np.float64), self.made.astype(np.float64)
+        """Return the divergence of both predictions by sample, [samples]."""
+        both = self.fp32.astype(np.float64), self.answers.astype(np.float64)
         return np.asarray(self.task.kind.divergence(*both, self.gold), dtype=np.float64)
-
-
-def _names(session: Session, split: str) -> list[str]:
-    """Return names of the classes: the model's, or those of the labels where it only numbers them."""
-    task, dataset = session.config.task, session.eval_splits[split][0].dataset
-    names = list(task.classes) or read_class_names(session.model_name, session.config.revision, task.kind)
-    feature = dataset.features.get(task.label_column)
-    known = [*task.values] or list(getattr(feature, "names", None) or ())
-    return known if len(known) == len(names) and not is_named(tuple(names)) else names
-
-
-FILE = "changed.csv"  # in the run directory: all of them
-KEPT = 200  # of them in results.json and on the page
-ORDER: tuple[Change, ...] = get_args(Change)
 
 
 def list_changed_answers(
     both: PairedAnswers, dataset: "datasets.Dataset", folder: Path, kept: int = KEPT
 ) -> ChangedPredictions:
-    """Return the samples whose answers changed, of scores all that are not the same; write `changed.csv`.
+    """Return samples with changed predictions, of scores all that moved; write `changed.csv`.
 
-    Raises:
-        UserError: the file cannot be written.
+    Regressed ones come first, then fixed ones, the farthest first.
     """
-    found = _all(both, dataset)
-    _write(found, folder / FILE)
-    counts = Counter(row.change for row in found)
+    before, after = both.of_fp32, both.of_stage
+    samples: Int64 = find_changed(before, after) if before.is_discrete else np.flatnonzero(both.distance > 0)
+    changes = np.array([ORDER.index(_change(before, after, sample)) for sample in samples], dtype=np.int64)
+    order = np.lexsort((-both.distance[samples], changes))
+    samples, changes = samples[order], changes[order]
+    texts: Sequence[str] = sample_texts(dataset, both.task, samples) if len(samples) else []
+    labels = both.task.kind.label_texts(both.gold[samples], both.names)
+    rows = [
+        ChangedPrediction(
+            sample=int(sample),
+            text=text,
+            label=label,
+            fp32=before.word(sample),
+            prediction=after.word(sample),
+            fp32_margin=before.margin_of(sample),
+            margin=after.margin_of(sample),
+            change=ORDER[change],
+            distance=float(both.distance[sample]),
+        )
+        for sample, change, text, label in zip(samples, changes, texts, labels, strict=True)
+    ]
+    with atomic_path(folder / FILE) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
+        table = csv.DictWriter(stream, [*ChangedPrediction.model_fields])
+        table.writeheader()
+        for row in rows:
+            table.writerow({key: without_formula(value) for key, value in row.model_dump().items()})
+    counts = Counter(row.change for row in rows)
     return ChangedPredictions(
         stage=both.stage,
         split=both.split,
         prediction_type=both.task.kind.answer,
         n=len(both.gold),
-        count=len(found),
+        count=len(rows),
         counts={change: counts[change] for change in ORDER if counts[change]},
-        rows=found[:kept],
+        rows=rows[:kept],
         file=FILE,
     )
 
 
-def _all(both: PairedAnswers, dataset: "datasets.Dataset") -> list[ChangedPrediction]:
-    """Return changed answers: lost ones first, then won ones, the farthest first."""
-    before, after = both.of_fp32, both.of_stage
-    flips = has_answers_that_flip(before)
-    samples: Int64 = differing(before, after) if flips else np.flatnonzero(both.distance > 0)
-    changes = [_change(both, int(sample)) for sample in samples]
-    rank = [ORDER.index(change) for change in changes]
-    order = np.lexsort((-both.distance[samples], np.array(rank))).tolist()
-    chosen = samples[order]
-    texts: Sequence[str] = sample_texts(dataset, both.task, chosen) if len(chosen) else []
-    labels = both.task.kind.label_texts(both.gold[chosen], both.names)
-    margins = before.margin, after.margin
-    return [
-        ChangedPrediction(
-            sample=int(sample),
-            text=text,
-            label=label,
-            fp32=before.word(int(sample)),
-            prediction=after.word(int(sample)),
-            fp32_margin=None if margins[0] is None else float(margins[0][sample]),
-            margin=None if margins[1] is None else float(margins[1][sample]),
-            change=changes[place],
-            distance=float(both.distance[sample]),
-        )
-        for place, sample, text, label in zip(order, chosen, texts, labels, strict=True)
-    ]
-
-
-def _change(both: PairedAnswers, sample: int) -> Change:
-    if both.of_fp32.right is None or both.of_stage.right is None:
+def _change(reference: Predictions, other: Predictions, sample: int) -> Change:
+    before, after = reference.is_right(sample), other.is_right(sample)
+    if before is None or after is None:
         return "moved"
-    before, after = bool(both.of_fp32.right[sample]), bool(both.of_stage.right[sample])
     if before != after:
         return "regressed" if before else "fixed"
     return "still_right" if before else "still_wrong"
 
 
-def _write(rows: list[ChangedPrediction], path: Path) -> None:
-    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
-        table = csv.DictWriter(stream, [*ChangedPrediction.model_fields])
-        table.writeheader()
-        for row in rows:
-            table.writerow({key: without_formula(value) for key, value in row.model_dump().items()})
-
-
-MOST = 40  # classes whose confusion is kept as a matrix
-
-
 def compare_classes(both: PairedAnswers) -> Classes | None:
-    """Compare both answers class by class; None where answers are no classes."""
     kind = both.task.kind
     of_fp32 = kind.by_class(both.of_fp32.predicted, both.gold)
     of_stage = kind.by_class(both.of_stage.predicted, both.gold)
     if of_fp32 is None or of_stage is None:
         return None
     (labels, before, samples), after = of_fp32, of_stage[1]
-    seen = (int(each.max()) for each in (labels, before, after) if len(each))
+    seen = (int(numbers.max()) for numbers in (labels, before, after) if len(numbers))
     count = max(both.task.num_labels - 1, *seen) + 1
     few = count <= MOST
     return Classes(
@@ -265,27 +235,26 @@ def _confusion(labels: Int64, answers: Int64, count: int) -> list[list[int]]:
 
 
 def _row(name: str, labelled: Int64, before: Int64, after: Int64, samples: Int64) -> ClassRow:
-    """Return the row of a class, from what is labelled so and answered so by both, bool [units].
+    """Return the row of a class, from bool [units] of its labels and of both predictions.
 
     The error is that of a ratio of sums over samples (Cochran 1977, "Sampling Techniques", section 2.9), as
     words of one sentence go together.
     """
-    n = int(labelled.sum())
-    if not n:
-        return ClassRow(
-            name=name, n=0, fp32=None, recall=None, delta=None, delta_stderr=None, regressed=0, fixed=0
-        )
-    right = [(labelled & each).sum() for each in (before, after)]
-    step = after[labelled].astype(np.int64) - before[labelled]
-    delta = float(step.mean())
-    of_sample = np.bincount(samples[labelled], weights=step - delta)
+    n, step = int(labelled.sum()), after[labelled].astype(np.int64) - before[labelled]
+    recall: list[float | None] = [None, None]
+    delta = error = None
+    if n:
+        recall = [float((labelled & answers).sum() / n) for answers in (before, after)]
+        delta = float(step.mean())
+        of_sample = np.bincount(samples[labelled], weights=step - delta)
+        error = float(np.sqrt(np.square(of_sample).sum()) / n)
     return ClassRow(
         name=name,
         n=n,
-        fp32=float(right[0] / n),
-        recall=float(right[1] / n),
+        fp32=recall[0],
+        recall=recall[1],
         delta=delta,
-        delta_stderr=float(np.sqrt(np.square(of_sample).sum()) / n),
+        delta_stderr=error,
         regressed=int((step < 0).sum()),
         fixed=int((step > 0).sum()),
     )

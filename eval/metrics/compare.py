@@ -12,29 +12,18 @@ from qdqbench.quantize.utils.comparison import COSINE_EDGES, Agreement, Comparis
 
 
 def divergence(task: Task, reference: Floats, answers: Floats, gold: Gold) -> Float64:
-    """Return how far answers are from FP32's, by sample, float64 [samples]; 0 where they say the same.
+    """Return the divergence of answers [answers, width] from FP32's by sample, float64 [samples].
 
-    Classes: KL(FP32 || candidate) of the probabilities, in nat, of a sample with several answers their mean.
-    Regression: squared difference over the variance of FP32's outputs.
-
-    Args:
-        reference: float32 [answers, width] of FP32.
-        answers: the same of the candidate.
-        gold: as `metrics.predict` takes it.
-
-    Raises:
-        CheckFailed: all FP32 outputs of a regression are equal.
+    Classes: KL(FP32 || candidate) of the probabilities, in nat; of a sample with several answers their mean.
+    Regression: squared difference over the variance of FP32's outputs, which must not be zero.
     """
     return task.kind.divergence(reference.astype(np.float64), answers.astype(np.float64), gold)
 
 
 def agreement_of(reference: Floats, answers: Floats, *, seed: int) -> Agreement:
-    """Return cosine and neighbors of embeddings [texts, width] of FP32 and a stage, with standard errors.
+    """Return cosine and neighbors of embeddings [texts, width] of FP32 and a stage.
 
-    The errors are those of a bootstrap over texts, whose neighbours stay as they are.
-
-    Raises:
-        CheckFailed: NaN or infinite embeddings.
+    Errors are those of a bootstrap over texts with fixed neighbors.
     """
     table = metrics.predict(EMBED, answers, reference)
     drawn = metrics.bootstrap(EMBED, reference, [table], seed=seed, resamples=metrics.RESAMPLES)
@@ -58,19 +47,12 @@ def compare(
     *,
     seed: int,
 ) -> Comparison:
-    """Compare a stage with FP32, paired by sample.
+    """Compare answers [answers, width] of a stage with FP32's, paired by sample.
 
-    Both stages answer the same samples, so their errors go together and the difference is known far better
-    than either metric; unpaired tests would call real drops noise (Dror et al. 2018, "The Hitchhiker's Guide
-    to Testing Statistical Significance in NLP"). Where samples
-    are right or wrong: exact McNemar test (McNemar 1947), the two-sided binomial test on the samples that one
-    stage alone gets right. Every metric: paired bootstrap (Efron and
-    Tibshirani 1993), both stages scored on the same resamples.
-
-    Args:
-        reference_answers: float32 [answers, width] of FP32.
-        answers: The same of the stage.
-        gold: as `metrics.predict` takes it.
+    Paired errors are far smaller than those of either metric; unpaired tests would call real drops noise
+    (Dror et al. 2018, "The Hitchhiker's Guide to Testing Statistical Significance in NLP"). Samples that are
+    right or wrong: exact McNemar test (McNemar 1947). Every metric: paired bootstrap (Efron and Tibshirani
+    1993), both stages scored on the same resamples.
 
     Raises:
         CheckFailed: wrong shape, NaN or infinite answers.
@@ -102,14 +84,7 @@ def compare(
 def compare_with_divergence(
     task: Task, reference_answers: Floats, answers: Floats, gold: metrics.Gold, *, seed: int
 ) -> tuple[Comparison, Float64]:
-    """Compare as `compare` does, with the divergence that a choice of recipe goes by.
-
-    Returns:
-        The comparison, and the divergence of each sample, float64 [samples].
-
-    Raises:
-        CheckFailed: as `compare`, or all FP32 outputs of a regression are equal.
-    """
+    """Compare as `compare` does; return the divergence of each sample too, float64 [samples]."""
     comparison = compare(task, reference_answers, answers, gold, seed=seed)
     each = divergence(task, reference_answers, answers, gold)
     error = float(each.std(ddof=1) / np.sqrt(len(each))) if len(each) > 1 else 0.0
@@ -118,7 +93,7 @@ def compare_with_divergence(
 
 
 def _mcnemar(before: Array, after: Array) -> float:
-    """Return the two-sided p of the samples that one stage alone gets right; 1 when there is none."""
+    """Return the two-sided p-value of the samples that one stage alone gets right."""
     from scipy import stats
 
     lost, won = int((before & ~after).sum()), int((~before & after).sum())
@@ -126,6 +101,5 @@ def _mcnemar(before: Array, after: Array) -> float:
 
 
 def _sqnr_db(reference: Array, difference: Array) -> float | None:
-    """Return the signal to noise ratio in dB; None when there is no noise, or no signal."""
     signal, noise = float((reference**2).sum()), float((difference**2).sum())
     return float(10 * (np.log10(signal) - np.log10(noise))) if signal and noise else None

@@ -16,37 +16,23 @@ Judgement = Literal["holds", "holds within noise", "fails"]
 
 
 def limit(stderr: float, max_drop: float) -> float:
-    """Return the largest drop that does not fail: `max_drop` and two of the drop's paired standard errors."""
+    """Return the largest drop that does not fail: `max_drop` and two of its paired standard errors."""
     return max_drop + NOISE * stderr
 
 
 def judge(drop: float, stderr: float, max_drop: float) -> Judgement:
-    """Hold a drop of the primary metric to `max_drop`.
-
-    A drop of real samples is known no better than its standard error, so only what exceeds `max_drop` beyond
-    noise fails, whichever command measured it. What holds within noise alone is said wherever it decides.
-
-    Args:
-        drop: the reference's metric minus the model's, on the same samples.
-        stderr: paired standard error of the drop.
-        max_drop: of the recipe's gate.
-    """
+    """Judge a drop, the reference's metric minus the model's: above `max_drop` beyond noise it fails."""
     if drop <= max_drop:
         return "holds"
     return "holds within noise" if drop <= limit(stderr, max_drop) else "fails"
 
 
 def samples_to_tell(drop: float, stderr: float, max_drop: float, n: int, *, counted: bool) -> int | None:
-    """Return how many samples can tell whether a drop is within `max_drop`; None where these do.
+    """Return how many of paired samples can tell whether a drop is within `max_drop`; None where n do.
 
-    They do where two standard errors are at most `max_drop`, so that such a drop would have been seen, and
-    the drop itself is not between `max_drop` and what is noise. A standard error shrinks with the root of n.
-
-    Args:
-        drop: as `judge`; so are stderr and max_drop.
-        n: samples, paired.
-        counted: samples are right or wrong. Where none of n differed, as many as three in n may
-            (Hanley and Lippman-Hand 1983), so a standard error is never below the root of three over n.
+    They do where two standard errors are at most `max_drop`, and the drop is not between that and noise.
+    A standard error shrinks with the root of n. Where samples are counted right or wrong and none of n
+    differed, as many as three in n may (Hanley and Lippman-Hand 1983): it is at least the root of 3 over n.
     """
     room = drop - max_drop if max_drop < drop <= limit(stderr, max_drop) else max_drop
     if room <= 0:  # no drop is allowed, so that noise judges alone
@@ -59,19 +45,13 @@ def samples_to_tell(drop: float, stderr: float, max_drop: float, n: int, *, coun
 
 
 def drop_issue(comparison: Comparison, max_drop: float, **where: Any) -> GateIssue:
-    """Return a drop that is above `max_drop`, beyond noise unless `where` has another state.
-
-    Args:
-        comparison: against FP32.
-        max_drop: a fraction.
-        where: its state, stage, split and metric.
-    """
+    """Return a drop above `max_drop` as an issue, failed unless `where` has another state."""
     score = {"value": comparison.drop, "stderr": comparison.drop_stderr, "n": comparison.n}
     return GateIssue(**{"code": "accuracy", "state": "failed", "limit": max_drop, **score, **where})
 
 
 def slow_issue(speedup: Speedup | None, min_speedup: float) -> GateIssue:
-    """Return a speed-up below `min_speedup`; None: it could not be measured."""
+    """Return a speed-up below `min_speedup` as an issue; None: it could not be measured."""
     issue = GateIssue(code="min_speedup", state="failed", limit=min_speedup)
     if speedup is not None:
         issue.value, issue.config, issue.baseline = speedup.value, speedup.config, speedup.baseline

@@ -53,16 +53,12 @@ def evaluate_stage(
 
 
 def read_logits(path: Path) -> Logits:
-    """Read the logits that `evaluate_stage` wrote, float [answers, width] by split.
-
-    Raises:
-        UserError: as `read_answers`.
-    """
+    """Read the logits that `evaluate_stage` wrote, float [answers, width] by split."""
     return read_answers(path)[0]
 
 
 def read_answers(path: Path) -> tuple[Logits, dict[str, Array]]:
-    """Read the logits and the labels that `evaluate_stage` wrote, by split.
+    """Read the logits and labels that `evaluate_stage` wrote, by split.
 
     Raises:
         UserError: the file is missing, damaged or too large, or lacks logits and labels that are numbers.
@@ -83,8 +79,6 @@ def score(  # noqa: PLR0913, PLR0917
     task: Task, path: Path, reference: Path | None, gold: dict[str, metrics.Gold], seed: int, detail: str
 ) -> StageResult:
     """Score one stage, paired with a reference stage.
-
-    `gold` is what each evaluation split is scored against.
 
     A task with two evaluation splits (MNLI) has metrics and differences of the second under a suffix:
     accuracy_mm. Everything else, the number of samples too, is of the first.

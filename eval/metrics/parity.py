@@ -1,21 +1,4 @@
-"""ONNX Runtime against the fake-quant model, layer by layer with the same inputs fed to both.
-
-End to end the two drift apart by rounding alone, as no two runtimes add in the same order, so a correct graph
-cannot be told from a wrong one there. With teacher forcing it can: each quantizer's input is replaced by the
-reference's, so that every layer is judged on its own. A correct layer then differs by at most one step, in
-well under one percent of its codes.
-
-A residual goes into the next LayerNorm as it is, and a probability near 1 gives a value on as it is. Where
-ModelOpt (which multiplies by 1 / scale) and ONNX (which divides) round a border value to two codes, one
-element is then off by that whole step, and its code behind the LayerNorm or the attention by more than one.
-So these tensors are replaced by the values behind their quantizers. Not so q and k: DeBERTa's position terms
-read them as they were before. Values of all other tensors that the two round to different codes are moved
-off the border, by less than a thousandth of a step.
-
-A tensor may hold one value in every token, from a bias or a shift. On a border, it makes many codes differ
-in a correct graph. So a code that differs by one counts as a fault only where the values themselves are
-farther apart than the arithmetic of the graph explains.
-"""
+"""ONNX Runtime against the fake-quant model, layer by layer with the same inputs (docs/graph.md)."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -46,6 +29,9 @@ SOFTMAX_STEP = 2
 FP16_EPSILON = 2.0**-11  # relative rounding of one FP16 operation
 FP16_ROUNDINGS = 4  # from one quantizer to the next: product, factor, bias, and the cast
 BORDER = 2.0**-10  # steps between a border and a value that FP32 may put on either side of it
+# No sum smooths what these hand on: where ModelOpt (times 1 / scale) and ONNX (divides) round a border value
+# to two codes, codes behind the next LayerNorm or attention move by more than a step. So the values after
+# these quantizers are fed. Not so q and k: DeBERTa's position terms read them unrounded.
 PASSED_ON = ("residual_quantizer", "v_bmm_quantizer", "p_bmm_quantizer")
 _OTHERS = {f"{name[0]}_bmm_quantizer": name for name in ("query", "key", "value")} | {
     "p_bmm_quantizer": "softmax",
@@ -63,12 +49,11 @@ class Boundary:
 
     @property
     def reference(self) -> str:
-        """Return the graph input that takes the reference's value."""
         return f"{self.tensor}/reference"
 
     @property
     def fed(self) -> str:
-        """Return the quantizer whose value it takes, or what that makes, which all others round alike."""
+        """Return the quantizer whose value it takes, or its output, which all others round alike."""
         return next(filter(_passes_on, self.quantizers), next(iter(self.quantizers)))
 
 
@@ -77,30 +62,23 @@ def compare_layers(
     model: "PreTrainedModel",
     batches: Iterable[dict[str, Int64]],
 ) -> Parity:
-    """Compare a graph with the fake-quant model that it came from, layer by layer (teacher forcing).
+    """Compare a graph with Q/DQ with its fake-quant model, layer by layer (teacher forcing).
 
-    Args:
-        onnx_model: graph with Q/DQ; not changed.
-        model: the calibrated fake-quant model.
-        batches: int64 [B, L] arrays; padded ones make the mask count.
-
-    Returns:
-        One row per quantized layer; attention tensors and residuals have rows of their own.
+    The batches are int64 [B, L] arrays; padded ones make the mask count. Attention tensors and residuals have
+    rows of their own.
     """
     forced, boundaries, outputs = force(onnx_model)
-    other_way = list_sequence_first(
-        onnx_model
-    )  # [length, batch, ...] there, and [batch, length, ...] in the reference
+    other_way = list_sequence_first(onnx_model)  # [length, batch, ...]; else [batch, length, ...]
     outputs_of_model = [output.name for output in onnx_model.graph.output]
     session = session_of(forced.SerializeToString(), "the teacher-forced graph")
-    counts: dict[str, list[int]] = {name: [0, 0, 0, 0] for b in boundaries for name in b.quantizers}
     half = any(i.data_type == TensorProto.FLOAT16 for i in onnx_model.graph.initializer)
     epsilon = FP16_EPSILON if half else 0.0
+    rows = {name: _new_row(name, half) for b in boundaries for name in b.quantizers}
     errors: dict[str, list[float]] = {module: [0.0, 0.0] for module in outputs}
     samples, padded, logits_diff = 0, False, 0.0
     for batch in batches:
         valid = batch["attention_mask"] != 0
-        with _recorded(model, list(counts), [*outputs, *counts]) as (inputs, made):
+        with _recorded(model, list(rows), [*outputs, *rows]) as (inputs, made):
             expected = forward(model, batch).float().cpu().numpy()
         feeds = {b.reference: _turn(_fed(b, inputs, made), b.tensor in other_way) for b in boundaries}
         names = [b.tensor for b in boundaries] + list(outputs.values()) + outputs_of_model
@@ -109,7 +87,7 @@ def compare_layers(
         for boundary in boundaries:
             for name, scale in boundary.quantizers.items():
                 own, reference = _of_tokens(got[boundary.tensor], valid), _of_tokens(inputs[name], valid)
-                _count(counts[name], own, reference, scale, epsilon)
+                _count(rows[name], own, reference, scale, epsilon)
         for module, tensor in outputs.items():
             difference = np.nan_to_num(got[tensor].astype(np.float64) - made[module], nan=1e6)
             errors[module][0] += float(np.square(difference).sum())
@@ -118,15 +96,18 @@ def compare_layers(
         logits_diff = max(logits_diff, float(np.nan_to_num(np.abs(answers - expected), nan=1e6).max()))
         samples += len(expected)
         padded |= not valid.all()
-    rows = [_row(name, count, errors, half) for name, count in counts.items()]
+    for name, row in rows.items():
+        module, kind = _place(name)
+        squared, power = errors.get(module, (0.0, 0.0)) if kind == "input_quantizer" else (0.0, 0.0)
+        row.output_rel_error = float(np.sqrt(squared / power)) if power else None
     return Parity(
         n=samples,
         padded=padded,
-        rows=rows,
+        rows=[*rows.values()],
         logits_max_abs_diff=logits_diff,
         limit_fraction=LIMIT_FRACTION,
         limit_step=LIMIT_STEP,
-        passed=all(row.holds for row in rows),
+        passed=all(row.holds for row in rows.values()),
     )
 
 
@@ -144,15 +125,14 @@ def _fed(boundary: Boundary, inputs: dict[str, Float32], made: dict[str, Float32
 
 
 def _turn(value: Array, other_way: bool) -> Array:
-    """Swap the first two axes of a value, where that is so."""
     return np.ascontiguousarray(np.swapaxes(value, 0, 1)) if other_way else value
 
 
 def _of_tokens(value: Array, valid: Array) -> Array:
     """Drop the padding of a tensor [batch, length, ...] or [batch, heads, length, ...], of no other.
 
-    Padding answers nothing. Where all of it has one position, as in RoBERTa and MPNet, it is one vector over
-    and over, and a value at a border of rounding would count as often.
+    Where all padding has one position, as in RoBERTa and MPNet, it is one vector over and over: a value at a
+    border of rounding would count as often.
     """
     if value.ndim == 4:
         value = np.swapaxes(value, 1, 2)
@@ -163,7 +143,7 @@ def force(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Boundary], dict
     """Cut a graph at the input of every activation quantizer.
 
     Each cut tensor becomes a graph output, and its readers get a new FP32 input instead: the Q as it is, the
-    others cast to the type that they had.
+    others cast to their type.
 
     Returns:
         The cut graph, the boundaries in graph order, and the output tensor of each quantized linear.
@@ -223,14 +203,14 @@ def _linear_outputs(index: GraphIndex, boundaries: dict[str, Boundary]) -> dict[
 
 
 def _place(quantizer: str) -> tuple[str, str]:
-    """Return the module, with the run where that is shared, and kind of a quantizer."""
+    """Return the module of a quantizer, with the run where that is shared, and its kind."""
     name, at, run = quantizer.partition("@")
     module, _, kind = name.rpartition(".")
     return f"{module}{at}{run}", kind
 
 
 def _passes_on(quantizer: str) -> bool:
-    """Return whether a quantizer's output goes on without a linear that adds many of its elements."""
+    """Return whether no linear adds many elements of a quantizer's output."""
     return _place(quantizer)[1] in PASSED_ON
 
 
@@ -238,7 +218,6 @@ def _passes_on(quantizer: str) -> bool:
 def _recorded(
     model: "PreTrainedModel", quantizers: list[str], others: list[str]
 ) -> Iterator[tuple[dict[str, Float32], dict[str, Float32]]]:
-    """Record inputs of quantizers, and outputs of linears and other modules, while a model runs once."""
     modules = dict(model.named_modules())
     inputs: dict[str, Float32] = {}
     outputs: dict[str, Float32] = {}
@@ -264,14 +243,14 @@ def _recorded(
 
 
 def _uses(names: list[str]) -> dict[str, list[str]]:
-    """Return names by module; those of a shared one are in the order of its calls."""
+    """Return names by module; those of a shared one in the order of its calls."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(name.partition("@")[0], []).append(name)
     return found
 
 
-def _count(count: list[int], got: Array, reference: Float32, scale: float, epsilon: float) -> None:
+def _count(row: ParityRow, got: Array, reference: Float32, scale: float, epsilon: float) -> None:
     """Add the codes of one tensor: compared, differing, largest step, and those at a border."""
     codes = _codes(reference, scale)
     step = np.abs(_codes(got, scale) - codes)
@@ -279,14 +258,13 @@ def _count(count: list[int], got: Array, reference: Float32, scale: float, epsil
     # the terms of a sum may be larger than the sum, and as large as other sums of the tensor
     magnitude = np.abs(codes) + np.abs(codes).mean()
     explained = apart <= BORDER + FP16_ROUNDINGS * epsilon * magnitude
-    count[0] += step.size
-    count[1] += int(np.count_nonzero(step))
-    count[2] = max(count[2], int(step.max()))
-    count[3] += int(np.count_nonzero((step == 1) & explained))
+    row.int8_values += step.size
+    row.differing += int(np.count_nonzero(step))
+    row.max_step = max(row.max_step, int(step.max()))
+    row.at_border += int(np.count_nonzero((step == 1) & explained))
 
 
 def _steps(values: Array, scale: float) -> Float64:
-    """Return values in steps; a NaN is as far away as a value can be."""
     steps: Float64 = values.astype(np.float64) / scale
     return np.nan_to_num(steps, nan=1e6, posinf=1e6, neginf=-1e6)
 
@@ -297,17 +275,15 @@ def _codes(values: Array, scale: float) -> Int32:
     return codes
 
 
-def _row(quantizer: str, count: list[int], errors: dict[str, list[float]], half: bool) -> ParityRow:
+def _new_row(quantizer: str, half: bool) -> ParityRow:
     module, kind = _place(quantizer)
     base, at, run = module.partition("@")
-    squared, power = errors.get(module, (0.0, 0.0)) if kind == "input_quantizer" else (0.0, 0.0)
     return ParityRow(
         name=f"{base}.{_OTHERS[kind]}{at}{run}" if kind in _OTHERS else module,
-        int8_values=count[0],
-        differing=count[1],
-        at_border=count[3],
-        max_step=count[2],
-        output_rel_error=float(np.sqrt(squared / power)) if power else None,
+        int8_values=0,
+        differing=0,
+        max_step=0,
+        output_rel_error=None,
         limit=LIMIT_FRACTION,
         step_limit=SOFTMAX_STEP if half and kind == "p_bmm_quantizer" else LIMIT_STEP,
     )

@@ -37,7 +37,6 @@ def predict(  # noqa: PLR0913
 
     Args:
         run: one batch (int64 [B, L] arrays) to float32 answers [B, width] or [B, L or more, width].
-        batch_size: rows per batch, sorted by length so that padding is small.
         progress: called with the number of rows of each batch.
         edges: of length buckets that the runner pads to; no batch has rows of two.
 
@@ -66,16 +65,12 @@ def predict(  # noqa: PLR0913
 
 
 def torch_runner(model: "PreTrainedModel") -> Predict:
-    """Return the runner of a PyTorch model, on the device that it is on."""
     return lambda batch: forward(model, batch).float().cpu().numpy()
 
 
 @contextmanager
 def evaluating(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
-    """Move the model to torch's GPU meanwhile, where there is one; it is made and exported on the CPU.
-
-    One with quantizers rounds its weights once, and its activations in the fewest steps.
-    """
+    """Move the model to torch's GPU for the block, where there is one; weights are rounded once."""
     placed(model)
     try:
         if any(name.endswith("weight_quantizer") for name, _ in model.named_modules()):
@@ -93,25 +88,19 @@ def evaluating(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
 
 
 def placed(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Move a model to torch's GPU, where there is one."""
     return model if (device := gpu()) is None else cast("Any", model).to(device)
 
 
 def gpu() -> "torch.device | None":
-    """Return torch's GPU, if it has one."""
     import torch
 
     return torch.device("cuda") if torch.cuda.is_available() else None
 
 
 def onnxruntime_runner(path: Path) -> Predict:
-    """Return the runner of an ONNX file on ONNX Runtime's CPU provider, without graph optimizations.
+    """Run an ONNX file on ONNX Runtime's CPU provider as exported.
 
-    Optimizations would replace Q/DQ by integer kernels with other roundings: what is evaluated is the graph
-    as it was exported.
-
-    Raises:
-        UserError: ONNX Runtime refuses the file.
+    Graph optimizations would replace Q/DQ by integer kernels with other roundings.
     """
     session = session_of(path.read_bytes(), str(path))
     return lambda batch: run_session(session, batch)

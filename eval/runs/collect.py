@@ -1,8 +1,8 @@
 """Gather the files of a run into one `Results`, and judge them by the recipe's gate."""
 
 import importlib.metadata
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from qdqbench.eval.metrics.answers import PairedAnswers, compare_classes, list_changed_answers
 from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.logits import read_logits, score
-from qdqbench.eval.metrics.model_changes import ExportedRun, model_changes
+from qdqbench.eval.reporting.formats import count_of
 from qdqbench.eval.runs.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
 from qdqbench.eval.runs.report.verdict import last_measured
 from qdqbench.eval.stages.stages import FP16_STAGE
@@ -22,22 +22,136 @@ from qdqbench.quantize.pipeline.artifacts import (
     GPU,
     GPU_INT8,
     LAYER_ERRORS,
+    REWRITES,
     Skipped,
+    backend_of,
     describe_lengths,
+    graph_path,
     read_built,
     read_engine_run,
     read_verified,
 )
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import QAT, Session
+from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
+from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.sources import source_commit
 from qdqbench.quantize.training.loop import RECORD
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.comparison import Comparison, Gate, LayerErrors, Parity
+from qdqbench.quantize.utils.comparison import Comparison, Gate, LayerErrors, ModelChange, Parity
+from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import FileRow, Results, StageResult, Timing, TrainingRun
 from qdqbench.quantize.utils.system.environment import describe_environment, now
+
+
+@dataclass(frozen=True)
+class ExportedRun:
+    """Model and graph of a finished export."""
+
+    recipe: Recipe
+    plan: Plan
+    record: CalibrationRecord
+    rewrites: dict[str, int]  # of the graph that the run is about
+    exact_gelu: bool  # of the FP32 model
+    half: bool  # what is not INT8 computes in FP16
+    training: TrainingRun | None = None
+
+    @classmethod
+    def of(cls, session: Session, training: TrainingRun | None) -> "ExportedRun":
+        config, graph = session.fp32_model.config, graph_path(session)
+        on_cpu = backend_of(session.recipe) in CPU_BACKENDS
+        return cls(
+            recipe=session.recipe,
+            plan=session.plan,
+            record=read_record(session.record_path),
+            rewrites=files.read_json(session.folder / REWRITES).get(graph.name, {}),
+            exact_gelu=getattr(config, session.plan.family.activation) == "gelu",
+            half=session.recipe.precision.compute == "fp16" and not on_cpu,
+            training=training,
+        )
+
+
+# a noun, and a sentence that takes its count; in the order in which a report lists them
+CHANGES = {
+    "training": ("step", "The weights are those after {} of quantization-aware training."),
+    "bias correction": (
+        "linear",
+        "The biases of {} of {tried} make up for the mean error of rounding; the others gained nothing.",
+    ),
+    "tanh GELU": ("feed-forward", "GELU has its tanh form in {}, off by 5e-4 at most."),
+    "given ranges": ("activation", "The amax of {} is the recipe's and not calibration's."),
+    "smoothing": (
+        "linear",
+        "The input channels of {} are multiplied by powers of two, which their weights undo (SmoothQuant).",
+    ),
+    "scaled rows": (
+        "linear",
+        "The rows of {} (q, k, v) are scaled by powers of two, undone in scores or behind the attention.",
+    ),
+    "split channels": (
+        "outlier channel",
+        "{} of {split} are split into copies, for which each feed-forward is {extra} channels wider.",
+    ),
+    "moved biases": (
+        "linear",
+        "The biases of {} of q, k and v are gone; k's changes no softmax, v's is behind the attention.",
+    ),
+    "shifted inputs": (
+        "INT8 attention",
+        "What q, k and v of {} read is shifted where it is made, which does what the bias of q did; what "
+        "else that does is taken out behind the attention.",
+    ),
+    "centred values": (
+        "INT8 attention",
+        "The values of {} are centred, so that a softmax that rounds to zero loses little; their mean is in "
+        "the attention's output.",
+    ),
+    "INT8 attention": ("attention", "q, k, v and the softmax of {} are in INT8."),
+    "INT8 residuals": ("residual sum", "{} read the INT8 tensor that the next linears read."),
+    "FP16": ("linear", "What is not INT8 computes in FP16, {} among it."),
+    "joined heads": ("attention", "q, k and v of {} go to their heads in one step."),
+    "tokens first": (
+        "attention",
+        "Hidden states are [length, batch, hidden] through {}, which saves copies.",
+    ),
+    "short GELU": ("tanh GELU", "{} written as x sigmoid(x (a + b x²)), the same function."),
+}
+
+
+def model_changes(done: ExportedRun) -> list[ModelChange]:
+    """Return the changes of a model besides Q/DQ, each with how often it was made."""
+    record, plan, rewrites = done.record, done.plan, done.rewrites
+    bias_free, splits = list_bias_free_linears(plan), record.splits.values()
+    to_tanh = done.exact_gelu and done.recipe.export.gelu == "tanh"
+    counts = {
+        "training": done.training.best_step if done.training else 0,
+        "bias correction": len(record.biases),
+        "tanh GELU": rewrites.get("tanh GELU", 0) if to_tanh else 0,
+        "given ranges": len(record.replaced),
+        "smoothing": len(record.smoothing.inputs),
+        "scaled rows": len(record.smoothing.rows),
+        "split channels": sum(len(split.outliers) for split in splits),
+        "moved biases": sum(name in bias_free for name in record.centers),
+        "shifted inputs": len(record.shifts),
+        "centred values": len({row.module for row in record.softmax if row.centered}),
+        "INT8 attention": len(plan.attention),
+        "INT8 residuals": len(plan.residual),
+        "FP16": len(plan.high) if done.half else 0,
+        **{name: rewrites.get(name, 0) for name in ("joined heads", "tokens first", "short GELU")},
+    }
+    facts = {
+        "tried": count_of(sum(name not in bias_free for name in plan.int8), "INT8 linear"),
+        "split": count_of(len(splits), "feed-forward"),
+        "extra": max((split.extra for split in splits), default=0),
+    }
+    return [
+        ModelChange(what=what, count=count, description=sentence.format(count_of(count, noun), **facts))
+        for what, (noun, sentence) in CHANGES.items()
+        if (count := counts[what])
+    ]
+
 
 # of the output of an INT8 attention: up to 128 tokens with scale 1/127 MiniLM is below it
 MOST_SOFTMAX_ERROR = 0.2
@@ -45,32 +159,34 @@ ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx", GPU_INT8)
 
 
 def collect(session: Session, timings: dict[str, Timing], until: str | None = None) -> Results:
-    """Gather the numbers of a run, from the files in its directory.
+    """Gather the numbers of a run from the files in its directory.
 
     Args:
-        timings: of its stages that ran or were reused, in their order.
-        until: the stage at which it stops, with results of the stages up to there; None: the whole run.
+        timings: of its stages that ran or were reused, in order.
+        until: the stage at which it stops; None: the whole run.
     """
     folder, config, whole = session.folder, session.config, until is None
-    outcomes: dict[str, Any] = {}
-    if "build" in timings:
-        outcomes["build"] = read_built(folder)
-    if "gpu_build" in timings:
-        outcomes["gpu_build"] = read_built(folder / GPU)
-    if "verify" in timings:
-        outcomes["verify"] = read_verified(folder)
-    skipped = {name: each.skipped for name, each in outcomes.items() if isinstance(each, Skipped)}
-    outcomes = {name: each for name, each in outcomes.items() if name not in skipped}
+    readers: dict[str, Callable[[], Any]] = {
+        "build": lambda: read_built(folder),
+        "gpu_build": lambda: read_built(folder / GPU),
+        "verify": lambda: read_verified(folder),
+    }
+    outcomes = {name: read() for name, read in readers.items() if name in timings}
+    skipped = {name: done.skipped for name, done in outcomes.items() if isinstance(done, Skipped)}
+    outcomes = {name: done for name, done in outcomes.items() if name not in skipped}
     report_phase("scoring")
     stages = stage_results(session, None if whole else timings)
     planned = whole or "quantize" in timings  # else the model need not be loaded
-    calibrated = None
-    if "qat" in timings or "quantize" in timings:
-        calibrated = read_record(session.record_path) if "qat" in timings else session.ptq_record
+    ptq = session.ptq_record if "qat" in timings or "quantize" in timings else None
+    calibrated = read_record(session.record_path) if "qat" in timings else ptq
     if whole:
         names = [name for name in ONNX_FILES if (folder / name).is_file()]
     else:
         names = [name for stage in timings for name in read_finished(folder)[stage].outputs]
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    onnx = [name for name in names if name.endswith(".onnx") and FP32 in sizes]
+    ratios = {name: sizes[name] / sizes[FP32] for name in onnx}
+    qat_scored = "qat" in timings and "fake_quant" in timings
     results = Results(
         until=until,
         created=now(),
@@ -83,7 +199,7 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
             "revision": source_commit(config.task, session.data_source),
             "evaluation": {name: len(gold) for name, gold in session.gold.items()} if stages else {},
             "limit": config.limit,
-            "calibration": _calibration(folder) if calibrated else None,
+            "calibration": {"method": ptq.method, "seed": ptq.seed, **ptq.data} if ptq else None,
         },
         seed=config.seed,
         quantized_layers=list(session.plan.int8) if planned else [],
@@ -92,13 +208,13 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
         high_precision_layers=list(session.plan.high) if planned else [],
         quantizers=list(calibrated.rows()) if calibrated else [],
         softmax=calibrated.softmax if calibrated else [],
-        files=_file_rows(folder, names),
+        files=[FileRow(name=name, bytes=count, fp32_ratio=ratios.get(name)) for name, count in sizes.items()],
         findings=files.read_json(folder / "check.json")["findings"] if "check" in timings else [],
         parity=_parity(session, timings) if "parity" in timings else None,
         stages=stages,
         skipped=skipped | {name: row.reason for name, row in stages.items() if row.reason},
-        training=_training(folder) if "qat" in timings else None,
-        qat_vs_ptq=_compared(session, "ptq", "fake_quant") if {"qat", "fake_quant"} <= {*timings} else None,
+        training=files.read_json(folder / QAT / RECORD) if "qat" in timings else None,
+        qat_vs_ptq=_compare_stages(session, "ptq", "fake_quant") if qat_scored else None,
         engine=outcomes.get("build"),
         gpu_engine=outcomes.get("gpu_build"),
         lengths=describe_lengths(session) if whole else None,
@@ -109,25 +225,19 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
         notes=list(dict.fromkeys(session.notes)),
         environment=describe_environment(),
     )
-    if whole:
-        results.speed = read_speed(folder)
-        results.unquantized_engines = read_engine_sizes(
-            folder, results.engine.backend if results.engine else None
-        )
-        results.warnings = list(dict.fromkeys(_warnings(session, results, calibrated)))
-        results.gate = judge_gate(session, results)
-        _add_effects(session, results)
-    else:
+    if not whole:
         results.gate = judge_stages(session, results)
+        return results
+    results.speed = read_speed(folder)
+    results.unquantized_engines = read_engine_sizes(folder, results.engine)
+    results.warnings = list(dict.fromkeys(_warnings(session, results, calibrated)))
+    results.gate = judge_gate(session, results)
+    _add_effects(session, results)
     return results
 
 
 def stage_results(session: Session, done: Collection[str] | None = None) -> dict[str, StageResult]:
-    """Accuracy of every stage of a session that was evaluated, in their order.
-
-    Args:
-        done: the stages of the run that are complete_record; None: all that it has.
-    """
+    """Return the accuracy of every evaluated stage in order; of `done` only, if given."""
     trained = "after QAT" if session.recipe.qat else ""
     version = importlib.metadata.version("onnxruntime")
     fake_quant = "PyTorch, ModelOpt fake-quant"
@@ -147,13 +257,13 @@ def stage_results(session: Session, done: Collection[str] | None = None) -> dict
             ran = read_engine_run(session.folder)
             reason, detail = (ran.skipped, "") if isinstance(ran, Skipped) else (None, ran.detail)
         result[name] = (
-            StageResult(status="skipped", reason=reason) if reason else scored(session, name, detail)
+            StageResult(status="skipped", reason=reason) if reason else score_stage(session, name, detail)
         )
     return result
 
 
-def scored(session: Session, stage: str, detail: str = "") -> StageResult:
-    """Metrics of a stage that was evaluated, paired with FP32's unless `--until` left that out."""
+def score_stage(session: Session, stage: str, detail: str = "") -> StageResult:
+    """Score a stage, paired with FP32 unless `--until` left that out."""
     folder = session.folder / "logits"
     reference = folder / "fp32.npz" if stage != "fp32" and (folder / "fp32.npz").is_file() else None
     task, seed = session.config.task, session.config.seed
@@ -161,32 +271,21 @@ def scored(session: Session, stage: str, detail: str = "") -> StageResult:
 
 
 def _parity(session: Session, stages: Collection[str]) -> Parity:
-    """Layer-local parity; where both were evaluated also ONNX Runtime against fake-quant on the split."""
+    """Return layer-local parity; with both evaluated, also ONNX Runtime against fake-quant end to end."""
     parity = Parity.model_validate(files.read_json(session.folder / "parity.json"))
     if not {"fake_quant", "onnxruntime"} <= {*stages}:
         return parity
-    return parity.model_copy(update={"end_to_end": _compared(session, "fake_quant", "onnxruntime")})
+    return parity.model_copy(update={"end_to_end": _compare_stages(session, "fake_quant", "onnxruntime")})
 
 
-def _compared(session: Session, reference: str, stage: str) -> Comparison:
-    """A stage against another one, on the same samples of the first evaluation split."""
+def _compare_stages(session: Session, reference: str, stage: str) -> Comparison:
     folder, task = session.folder / "logits", session.config.task
     before, after = (read_logits(folder / f"{name}.npz") for name in (reference, stage))
     first = next(iter(before))
     return compare(task, before[first], after[first], session.gold[first], seed=session.config.seed)
 
 
-def _calibration(folder: Path) -> dict[str, Any]:
-    record = files.read_json(folder / "calibration.json")
-    return {"method": record["method"], "seed": record["seed"], **record["data"]}
-
-
-def _training(folder: Path) -> TrainingRun:
-    return TrainingRun.model_validate(files.read_json(folder / QAT / RECORD))
-
-
 def _model(session: Session, whole: bool) -> dict[str, Any]:
-    """Name and hash of the model; of a whole run also what loading it says."""
     if not whole:
         return {"name": session.model_name, "sha256": session.model_sha256}
     model = session.fp32_model
@@ -197,18 +296,7 @@ def _model(session: Session, whole: bool) -> dict[str, Any]:
     }
 
 
-def _file_rows(folder: Path, names: list[str]) -> list[FileRow]:
-    """Files of a run with their sizes, ONNX files compared with the FP32 one."""
-    sizes = {name: (folder / name).stat().st_size for name in names}
-    fp32 = sizes.get(FP32)
-    return [
-        FileRow(name=name, bytes=size, fp32_ratio=size / fp32 if fp32 and name.endswith(".onnx") else None)
-        for name, size in sizes.items()
-    ]
-
-
 def _warnings(session: Session, results: Results, record: CalibrationRecord | None) -> Iterator[str]:
-    """What a reader must know of a whole run."""
     config = session.config
     if config.limit is not None:
         yield f"--limit {config.limit}: accuracy is measured on a part of the evaluation data only"
@@ -227,7 +315,6 @@ def _warnings(session: Session, results: Results, record: CalibrationRecord | No
 
 
 def _add_effects(session: Session, results: Results) -> None:
-    """Fill in what quantization changed: answers, classes, layers, and the model besides Q/DQ."""
     last = last_measured(results)
     if last is not None and last[0] != "fp32":
         both = PairedAnswers.of(session, last[0])
@@ -235,35 +322,27 @@ def _add_effects(session: Session, results: Results) -> None:
         results.changed_predictions = list_changed_answers(both, dataset, session.folder)
         results.classes = compare_classes(both)
         if FP16_STAGE in results.timings:
-            _add_fp16(session, results, both)
+            task, seed, folder = session.config.task, session.config.seed, session.folder / "logits"
+            path, reference = folder / f"{FP16_STAGE}.npz", folder / "fp32.npz"
+            detail = "ONNX Runtime, CPU, FP16 graph as exported (no optimizations)"
+            results.fp16 = score(task, path, reference, session.gold, seed, detail)
+            half = read_logits(path)[both.split]
+            results.vs_fp16 = compare(task, half, both.answers, both.gold, seed=seed)
     if session.recipe.quantizes:
         errors = files.read_json(session.folder / LAYER_ERRORS)
         results.layer_errors = LayerErrors.model_validate(errors)
         results.model_changes = model_changes(ExportedRun.of(session, results.training))
 
 
-def _add_fp16(session: Session, results: Results, both: PairedAnswers) -> None:
-    """The FP16 graph against FP32, and the stage nearest to deployment against it."""
-    task, seed, folder = session.config.task, session.config.seed, session.folder / "logits"
-    path, reference = folder / f"{FP16_STAGE}.npz", folder / "fp32.npz"
-    detail = "ONNX Runtime, CPU, FP16 graph as exported (no optimizations)"
-    results.fp16 = score(task, path, reference, session.gold, seed, detail)
-    half = read_logits(path)[both.split]
-    results.vs_fp16 = compare(task, half, both.made, both.gold, seed=seed)
-
-
 def softmax_warnings(session: Session, record: CalibrationRecord) -> list[str]:
-    """What the INT8 softmax loses, where that is much, or not known at the lengths of the evaluation data."""
+    """Warn where the INT8 softmax loses much, or was not measured at the lengths of the evaluation data."""
     if not record.softmax:
         return []
     warnings = []
     if bad := [row for row in record.softmax if row.error > MOST_SOFTMAX_ERROR]:
         worst = max(bad, key=lambda row: row.error)
-        cure = (
-            ""
-            if any(row.centered for row in record.softmax)
-            else "set calibration.softmax_scale: min-error, or "
-        )
+        centered = any(row.centered for row in record.softmax)
+        cure = "" if centered else "set calibration.softmax_scale: min-error, or "
         warnings.append(
             f"the INT8 softmax puts the output of {name_list(dict.fromkeys(row.module for row in bad))} off "
             f"by up to {worst.error:.0%} (at {worst.length} tokens, {worst.zeroed:.0%} of the attention "

@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, headline_of, read_bench, row_of
-from qdqbench.eval.metrics.gate import NOISE, judge, samples_to_tell
+from qdqbench.eval.metrics.gate import NOISE, drop_issue, judge, samples_to_tell, slow_issue
 from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, read_built
@@ -27,15 +27,15 @@ from qdqbench.quantize.utils.speedup import Speedup
 
 
 def judge_gate(session: Session, results: Results) -> Gate:
-    """Compare the numbers of a run with the gate of its recipe; drops as `judge` does it."""
     asked = session.recipe.gate
     issues = [*_judge_parts(session, results), *_judge_drops(session, results)]
-    issues += _judge_int8(session, results)
+    if session.recipe.quantizes and asked.require_int8 is not False:
+        issues += _judge_engine(results.engine or read_built(session.folder))
+        issues += _judge_engine(results.gpu_engine) if results.gpu_engine else []
     row = results.stages.get("engine")
     if results.engine is not None and row is not None and row.status != "done":
-        issues.append(
-            GateIssue(code="engine", state="not_evaluated", stage="engine", detail=row.reason or "")
-        )
+        why = row.reason or ""
+        issues.append(GateIssue(code="engine", state="not_evaluated", stage="engine", detail=why))
     gate = Gate(passed=True, max_drop=asked.max_drop, min_speedup=asked.min_speedup, issues=issues)
     return judge_speed(gate, results.speed)
 
@@ -43,7 +43,7 @@ def judge_gate(session: Session, results: Results) -> Gate:
 def judge_stages(session: Session, results: Results) -> Gate:
     """Return the gate of a run without a report: its failures but for accuracy and speed.
 
-    INT8 layers are asked for by the recipe, or by the command that builds the engine.
+    INT8 layers are required by the recipe, or by the command that builds the engine.
     """
     gate = session.recipe.gate
     issues = [issue for issue in _judge_parts(session, results) if issue.state == "failed"]
@@ -54,7 +54,6 @@ def judge_stages(session: Session, results: Results) -> Gate:
 
 
 def _judge_parts(session: Session, results: Results) -> Iterator[GateIssue]:
-    """Yield what fails of check, parity and verification, and FP32 that is not above a constant answer."""
     for row in results.findings:
         if row.severity == "error":
             yield GateIssue(code="check", state="failed", names=[row.code, row.node], detail=row.why)
@@ -70,21 +69,10 @@ def _judge_parts(session: Session, results: Results) -> Iterator[GateIssue]:
 
 
 def judge_speed(gate: Gate, speed: list[Speedup]) -> Gate:
-    """Return the gate with its `min_speedup` judged by the run's bench: each cell must hold."""
+    """Return the gate with `min_speedup` judged by the run's bench: each config must hold."""
     issues = [issue for issue in gate.issues if issue.code != "min_speedup"]
     if (least := gate.min_speedup) is not None:
-        issues += [
-            GateIssue(
-                code="min_speedup",
-                state="failed",
-                value=row.value,
-                limit=least,
-                config=row.config,
-                baseline=row.baseline,
-            )
-            for row in speed
-            if row.value < least
-        ]
+        issues += [slow_issue(row, least) for row in speed if row.value < least]
         if not speed:
             issues.append(GateIssue(code="min_speedup", state="not_evaluated", limit=least))
     passed = not any(issue.state == "failed" for issue in issues)
@@ -92,7 +80,6 @@ def judge_speed(gate: Gate, speed: list[Speedup]) -> Gate:
 
 
 def _judge_drops(session: Session, results: Results) -> Iterator[GateIssue]:
-    """Yield drops of the primary metric that exceed `max_drop`, by stage and split, and what is open."""
     primary, most = session.config.task.metrics[0], session.recipe.gate.max_drop
     last = next((name for name in reversed(results.stages) if results.stages[name].vs_fp32), None)
     for name, stage in results.stages.items():
@@ -109,37 +96,16 @@ def _judge_drops(session: Session, results: Results) -> Iterator[GateIssue]:
                 states.append("failed" if judged == "fails" else "within_noise")
             if judged != "fails" and needed is not None and name == last:
                 states.append("inconclusive")  # of what is deployed; others answered the same samples
-            for state in states:
-                yield GateIssue(
-                    code="accuracy",
-                    state=state,
-                    stage=name,
-                    metric=metric,
-                    value=-delta,
-                    stderr=error,
-                    limit=most,
-                    n=versus.n,
-                    needed=needed,
-                )
+            where = {"stage": name, "metric": metric, "value": -delta, "stderr": error, "needed": needed}
+            yield from (drop_issue(versus, most, state=state, **where) for state in states)
 
 
-def _judge_int8(session: Session, results: Results) -> Iterator[GateIssue]:
-    """Yield engines that do not run in INT8 what the recipe asks, or are not there to prove it."""
-    recipe = session.recipe
-    if not recipe.quantizes or recipe.gate.require_int8 is False:
+def _judge_engine(engine: EngineResult | Skipped) -> Iterator[GateIssue]:
+    """Yield an engine that does not run in INT8 what the recipe asks, or is not there to prove it."""
+    if isinstance(engine, Skipped):
+        detail = f"INT8 is not proven, no engine was built: {engine.skipped}"
+        yield GateIssue(code="require_int8", state="failed", detail=detail)
         return
-    for built in (results.engine or read_built(session.folder), results.gpu_engine):
-        if built is None:
-            continue
-        if isinstance(built, Skipped):
-            detail = f"INT8 is not proven, no engine was built: {built.skipped}"
-            yield GateIssue(code="require_int8", state="failed", detail=detail)
-            continue
-        yield from _judge_engine(built)
-
-
-def _judge_engine(engine: EngineResult) -> Iterator[GateIssue]:
-    """Yield an engine that does not run in INT8 what the recipe puts there."""
     try:
         require_int8(engine)
     except CheckFailed as error:
@@ -148,13 +114,13 @@ def _judge_engine(engine: EngineResult) -> Iterator[GateIssue]:
 
 
 def issue_sentence(issue: GateIssue) -> str:
-    """Return what an issue of the gate says to people; an open one says what it takes."""
-    text = _SENTENCES[issue.code](issue)
+    text = SENTENCES[issue.code](issue)
     if issue.state == "within_noise":
         return f"{text}; it holds within noise (two standard errors)"
     if issue.state == "failed":
         return text
-    return f"{issue.state.capitalize().replace('_', ' ')}: {text}; it takes {_needs(issue)}."
+    needs = NEEDS.get(issue.code) or f"about {issue.needed or 0:,} samples, there are {issue.n}"
+    return f"{issue.state.capitalize().replace('_', ' ')}: {text}; it takes {needs}."
 
 
 def _accuracy_sentence(issue: GateIssue) -> str:
@@ -185,7 +151,7 @@ def _speed_sentence(issue: GateIssue) -> str:
     return f"{text} is asked, INT8 is {issue.value:.2f}x as fast as {issue.baseline or 'its baseline'}{where}"
 
 
-_SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
+SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
     "accuracy": _accuracy_sentence,
     "baseline": _baseline_sentence,
     "check": lambda issue: f"check: {' at '.join(issue.names)}: {issue.detail}",
@@ -196,21 +162,15 @@ _SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
     "recipe": lambda issue: f"the chosen recipe failed: {issue.detail}",
     "verification": lambda issue: issue.detail,
 }
-
-
-def _needs(issue: GateIssue) -> str:
-    """Return what an open issue takes."""
-    if issue.code == "accuracy":
-        return f"about {issue.needed or 0:,} samples, there are {issue.n}"
-    return {
-        "baseline": "more samples, or a model that was trained on this task",
-        "engine": "copy the run to where its engine can run, and `qdqbench report RUN` there",
-        "min_speedup": "`qdqbench bench RUN` where the engine will run",
-    }[issue.code]
+NEEDS: dict[GateCode, str] = {  # of what is open
+    "baseline": "more samples, or a model that was trained on this task",
+    "engine": "copy the run to where its engine can run, and `qdqbench report RUN` there",
+    "min_speedup": "`qdqbench bench RUN` where the engine will run",
+}
 
 
 def cannot_hold(recipe: Recipe) -> str:
-    """Return why the gate of a run fails here whatever is found; empty where it may hold."""
+    """Explain why the gate of a run fails here in any case; empty where it may hold."""
     backend = backend_of(recipe)
     if recipe.gate.require_int8 is False or not recipe.int8_residual or backend in INT8_RESIDUALS:
         return ""
@@ -222,8 +182,8 @@ def cannot_hold(recipe: Recipe) -> str:
 
 
 def read_speed(folder: Path) -> list[Speedup]:
-    """Return the fastest INT8 engine over the fastest in FP16, cell by cell; empty without a bench."""
-    if (bench := _bench(folder)) is None:
+    """Return the fastest INT8 engine over the fastest in FP16 by config; empty without a bench."""
+    if (bench := _read_fresh_bench(folder)) is None:
         return []
     labels = {about.name: about.label for about in bench.systems}
     best = (headline_of(bench.systems, config) for config in bench.configs)
@@ -234,26 +194,23 @@ def read_speed(folder: Path) -> list[Speedup]:
     ]
 
 
-def read_engine_sizes(folder: Path, backend: str | None) -> list[EngineSize]:
-    """Return sizes of the engines without INT8 that the bench built for the same profiles.
-
-    Args:
-        backend: of the run's own engine; None: it has none.
-    """
-    if backend is None or (bench := _bench(folder)) is None:
+def read_engine_sizes(folder: Path, engine: EngineResult | None) -> list[EngineSize]:
+    """Return sizes of the engines without INT8 that the bench built for the backend of the run's engine."""
+    if engine is None or (bench := _read_fresh_bench(folder)) is None:
         return []
-    found = []
-    for about in bench.systems:
-        same = about.backend.partition(" ")[0] == backend and not about.name.endswith("-exact")
-        rows = (row_of(cell, about.name) for cell in bench.configs)
-        sizes = [row.engine_bytes for row in rows if row is not None and row.engine_bytes is not None]
-        if same and sizes and about.precision != "int8":
-            found.append(EngineSize(name=about.label, precision=about.precision, bytes=sizes[0]))
-    return found
+    sizes = []
+    for system in bench.systems:
+        same = system.backend.partition(" ")[0] == engine.backend and not system.name.endswith("-exact")
+        if same and system.precision != "int8":
+            rows = (row_of(config, system.name) for config in bench.configs)
+            count = next((row.engine_bytes for row in rows if row and row.engine_bytes is not None), None)
+            if count is not None:
+                sizes.append(EngineSize(name=system.label, precision=system.precision, bytes=count))
+    return sizes
 
 
-def _bench(folder: Path) -> Bench | None:
-    """Return the bench of the files that a run has now."""
+def _read_fresh_bench(folder: Path) -> Bench | None:
+    """Return the bench if the run's files did not change since."""
     if not (folder / BENCH_FILE).is_file():
         return None
     try:
@@ -263,22 +220,17 @@ def _bench(folder: Path) -> Bench | None:
     return None if stale_files(bench, folder) else bench
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """The best that one answer to everything scores."""
+class Baseline(NamedTuple):
+    """The best score of a constant prediction."""
 
     answer: int | None  # the class; None: any constant, which correlates with nothing
     value: float  # of the primary metric
 
 
 def judge_baseline(session: Session, row: StageResult) -> GateIssue | None:
-    """Compare FP32 with one answer for everything: what it does not know, INT8 cannot lose.
+    """Compare FP32 with a constant prediction: INT8 cannot lose what FP32 does not know.
 
-    Args:
-        row: of the FP32 model that this session evaluated.
-
-    Returns:
-        None where FP32 is above it, or the kind of task has no such answer.
+    Returns None where FP32 is above it, or the kind of task has no such prediction.
     """
     task, metric = session.config.task, session.config.task.metrics[0]
     if metric not in row.metrics:
@@ -310,9 +262,9 @@ def judge_baseline(session: Session, row: StageResult) -> GateIssue | None:
 def find_label_order(
     task: Task, answers: Floats, gold: metrics.Gold, baseline: Baseline, stderr: float
 ) -> str:
-    """Return which class of the model is which of the data, where that makes its answers right; else empty.
+    """Explain which class of the model is which of the data, where that makes its predictions right.
 
-    Arguments as of `find_baseline`; the order is the assignment with the most right answers (Kuhn 1955).
+    The order is the assignment with the most right predictions (Kuhn 1955); empty where it does not help.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -336,12 +288,7 @@ def find_label_order(
 
 
 def find_baseline(task: Task, answers: Floats, gold: metrics.Gold) -> Baseline | None:
-    """Return the best constant answer by the primary metric; None for kinds of tasks that have none.
-
-    Args:
-        answers: [answers, width] of any model, for their form.
-        gold: as `metrics.predict` takes it.
-    """
+    """Return the best constant prediction by the primary metric; None for kinds of tasks that have none."""
     kind, primary = task.kind, task.metrics[0]
     if primary in CORRELATIONS:
         return Baseline(None, 0.0)
@@ -357,7 +304,7 @@ def find_baseline(task: Task, answers: Floats, gold: metrics.Gold) -> Baseline |
 
 
 def reads_its_input(value: float, stderr: float, baseline: Baseline) -> bool | None:
-    """Return whether a metric is above the baseline beyond noise; None where the samples cannot tell."""
+    """Return whether a metric is above the baseline beyond noise; None if inconclusive."""
     if value > baseline.value + NOISE * stderr:
         return True
     return False if value < baseline.value - NOISE * stderr else None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.metrics.answers import FILE
-from qdqbench.eval.runs.collect import collect, scored
+from qdqbench.eval.runs.collect import collect, score_stage
 from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_baseline
 from qdqbench.eval.runs.report.report import hand_off, write_reports
 from qdqbench.eval.stages.stages import FP16_STAGE, stages
@@ -37,7 +37,7 @@ REPORTED = (None, "report")
 
 @dataclass(frozen=True)
 class StageProgress:
-    """How far a run is."""
+    """Progress of a run, as callbacks get it."""
 
     stage: str
     done: float = 0
@@ -53,7 +53,7 @@ class StageProgress:
 def follow(
     session: Session, progress: Callable[[StageProgress], None], until: str | None = None
 ) -> Callable[[str, bool], None]:
-    """Tell `progress` what the session does on its way to a stage; the result is told which stage starts."""
+    """Report to `progress` what the session does up to a stage; the result is called as each stage starts."""
     names = [stage.name for stage in planned(session, until)]
     names += ["report"] if until in REPORTED else []
 
@@ -70,10 +70,7 @@ def follow(
 
 
 def planned(session: Session, until: str | None) -> list[Stage]:
-    """The stages up to one, in their order.
-
-    Args:
-        until: a stage, "evaluate" for all evaluations; None or "report": all, "fp16" if it was run before.
+    """Return the stages up to one, in order; "fp16" is among all of them once it was run.
 
     Raises:
         UserError: no stage of that name in this run.
@@ -93,18 +90,14 @@ def planned(session: Session, until: str | None) -> list[Stage]:
 def run_until(
     session: Session, until: str | None = None, show: Callable[[str, bool], None] = lambda name, reused: None
 ) -> Results:
-    """Run up to a stage; with `until` None or "report", everything and the report.
+    """Run up to a stage, "evaluate" for all evaluations; with None or "report" everything and the report.
 
     Args:
         session: in a folder that this process holds.
-        until: a stage, "evaluate" for the four evaluations, or "report".
-        show: called with a stage's name as it starts, and whether what is there is used again.
-
-    Returns:
-        The results, those of a report with `until` None.
+        show: called as a stage starts, with its name and whether it is reused.
 
     Raises:
-        UserError: no stage of that name in this run, or data that the recipe's engine would not take.
+        UserError: no such stage in this run, or data that the recipe's engine would not take.
     """
     timings = run_to(session, until, show)
     if until not in REPORTED:
@@ -120,7 +113,7 @@ def run_until(
 def run_to(
     session: Session, until: str | None, show: Callable[[str, bool], None] = lambda name, reused: None
 ) -> dict[str, Timing]:
-    """Run up to a stage as `run_until` does, without results; return what its stages cost."""
+    """Run up to a stage as `run_until` does, without results; return the cost of its stages."""
     needed = planned(session, until)
     # another run may have been here since this one was opened
     files.write_json(session.folder / CONFIG, session.config.model_dump(mode="json"))
@@ -130,11 +123,33 @@ def run_to(
         session.say(said)
     if said := cannot_hold(session.recipe):
         session.alarm(said)
-    return _run(session, needed, show)
+
+    def announce(name: str, reused: bool) -> None:
+        show(name, reused)
+        if not reused:  # an interrupted run must not leave the report of another one beside its files
+            for file in REPORT:
+                (session.folder / file).unlink(missing_ok=True)
+            remove(session.folder / DEPLOY)
+
+    first = [stage for stage in needed if stage.name == "embedded"]  # the data, where it is not given
+    timings = run_stages(session, first, announce)
+    _require_room(session, {stage.name for stage in needed})
+    rest = (
+        replace(stage, recorded=_warn_unreadable) if stage.name == BASELINE else stage
+        for stage in needed[len(first) :]
+    )
+    return timings | run_stages(session, rest, announce)
+
+
+def _warn_unreadable(session: Session) -> None:
+    """Raise an alarm where no stage of this run can be right, by its FP32 evaluation."""
+    issue = judge_baseline(session, score_stage(session, "fp32"))
+    if issue is not None and issue.state == "failed":
+        session.alarm(issue_sentence(issue))
 
 
 def require_inputs(session: Session, until: str | None = None) -> None:
-    """Find out what is wrong with the inputs of a run up to a stage, before anything is written.
+    """Check the inputs of a run up to a stage before anything is written.
 
     Raises:
         UserError: they cannot be loaded, or do not fit each other.
@@ -147,38 +162,7 @@ def require_inputs(session: Session, until: str | None = None) -> None:
 
 
 def _require_room(session: Session, names: set[str]) -> None:
-    """Data that engine.shapes does not take is told before anything is calibrated, not by the last stage."""
+    """Reject data outside engine.shapes before anything is calibrated."""
     if {"verify", "engine"} & names:
         for _, encoded in session.eval_splits.values():
             require_room(engine_profiles(session), encoded.lengths, session.config.batch_size)
-
-
-def _run(session: Session, needed: list[Stage], show: Callable[[str, bool], None]) -> dict[str, Timing]:
-    """Cost of the stages, in their order."""
-
-    def announce(name: str, reused: bool) -> None:
-        show(name, reused)
-        if not reused:  # an interrupted run must not leave the report of another one beside its files
-            for file in REPORT:
-                (session.folder / file).unlink(missing_ok=True)
-            remove(session.folder / DEPLOY)
-
-    made = [stage for stage in needed if stage.name == "embedded"]  # the data, where it is not given
-    timings = run_stages(session, made, announce)
-    _require_room(session, {stage.name for stage in needed})
-    rest = (
-        replace(stage, recorded=_tell_unreadable) if stage.name == BASELINE else stage
-        for stage in needed[len(made) :]
-    )
-    return timings | run_stages(session, rest, announce)
-
-
-def _tell_unreadable(session: Session) -> None:
-    if said := unreadable(session):
-        session.alarm(said)
-
-
-def unreadable(session: Session) -> str:
-    """Why no stage of this run can be right, by its FP32 evaluation; empty where it can."""
-    issue = judge_baseline(session, scored(session, "fp32"))
-    return issue_sentence(issue) if issue is not None and issue.state == "failed" else ""

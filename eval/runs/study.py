@@ -1,13 +1,13 @@
 """FP32, PTQ and QAT of one task over seeds: what changes by seed, and what by quantization (docs/qat.md)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.eval.reporting.document import SCREEN, Block, Prose, Report, Section, page_of, table_of
 from qdqbench.eval.reporting.formats import in_points, label, model_label, versions_text
-from qdqbench.eval.runs.collect import scored
+from qdqbench.eval.runs.collect import score_stage
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.pipeline.pipeline import open_run, run_stages, select_stages
 from qdqbench.quantize.pipeline.session import QAT, RunConfig, Session
@@ -17,7 +17,7 @@ from qdqbench.quantize.training.loop import RECORD
 from qdqbench.quantize.training.qat import get_settings
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.results import Finetuning, Spread, TrainingRun, training_line
+from qdqbench.quantize.utils.results import Spread, TrainingRun, training_line
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.environment import now
 
@@ -102,59 +102,65 @@ class Study(Strict):
 
 
 def read_study(path: Path) -> Study:
-    """Read `study.json`.
-
-    Raises:
-        UserError: missing or of another version.
-    """
     return read(path, Study, "study", "run `qdqbench study` again")
 
 
-@dataclass
-class StudyPlan:
-    """What a study goes through."""
-
-    request: FinetuneRequest  # of the FP32 models
-    recipes: list[Recipe]
-    folder: Path
-    say: Callable[[str], None] = lambda text: None
-
-
-def study(plan: StudyPlan, accelerator: "Accelerator") -> Study:
+def study(
+    request: FinetuneRequest,
+    recipes: list[Recipe],
+    accelerator: "Accelerator",
+    say: Callable[[str], None] = lambda text: None,
+) -> Study:
     """Fine-tune for every seed, then PTQ and QAT of every recipe on each of these models.
 
-    What an earlier call finished is kept.
+    Rows that an earlier call finished are kept.
 
     Raises:
         UserError: a recipe without QAT section, several processes, or as `finetune`.
-        CheckFailed: nothing came to its end.
+        CheckFailed: no row was finished.
     """
     if accelerator.num_processes > 1:
         raise UserError(
             f"a study runs in one process, not in {accelerator.num_processes}; start it without a launcher"
         )
-    for recipe in plan.recipes:
-        get_settings(_session(plan, recipe, 0))
-    plan.say("fine-tuning")
-    told = replace(
-        plan.request,
-        report=lambda seed, row, steps: plan.say(f"fine-tuning, seed {seed}: {training_line(row, steps)}"),
+    for recipe in recipes:
+        get_settings(_session(request, recipe, 0))
+    say("fine-tuning")
+    models = finetune(
+        replace(
+            request,
+            report=lambda seed, row, steps: say(f"fine-tuning, seed {seed}: {training_line(row, steps)}"),
+        ),
+        accelerator,
     )
-    models = finetune(told, accelerator)
-    rows = []
-    for run in models.runs:
-        for recipe in plan.recipes:
-            plan.say(f"seed {run.seed}: {recipe.name}")
-            rows.append(_row(plan, recipe, run))
-    found = _study(plan, models, rows)
-    files.write_text(plan.folder / STUDY_FILE, found.model_dump_json(indent=2) + "\n")
-    if not found.summary:
+    rows = [_measure(request, recipe, run, say) for run in models.runs for recipe in recipes]
+    summary = {}
+    for recipe in recipes:
+        if done := [row for row in rows if row.recipe == recipe.name and row.status == "done"]:
+            summary[recipe.name] = summarize(done, request.task.metrics[0])
+    failed = [f"seed {r.seed}, {r.recipe} failed: {r.reason}" for r in rows if r.status == "failed"]
+    result = Study(
+        created=now(),
+        command=request.command,
+        base=models.base,
+        task=models.task,
+        data=models.data,
+        n=next((run.n for run in models.runs if run.n), 0),
+        finetune=request.settings.model_dump(mode="json"),
+        recipes={recipe.name: recipe.model_dump(mode="json") for recipe in recipes},
+        seeds=[run.seed for run in models.runs],
+        rows=rows,
+        summary=summary,
+        warnings=list(dict.fromkeys([*models.warnings, *failed])),
+        environment=models.environment,
+    )
+    files.write_text(request.folder / STUDY_FILE, result.model_dump_json(indent=2) + "\n")
+    if not summary:
         raise CheckFailed(f"nothing came to its end: {rows[0].reason}")
-    return found
+    return result
 
 
-def _session(plan: StudyPlan, recipe: Recipe, seed: int) -> Session:
-    request = plan.request
+def _session(request: FinetuneRequest, recipe: Recipe, seed: int) -> Session:
     seeded = recipe.qat and recipe.qat.model_copy(update={"seed": seed})
     config = RunConfig(
         recipe=recipe.model_copy(update={"qat": seeded}),
@@ -164,82 +170,47 @@ def _session(plan: StudyPlan, recipe: Recipe, seed: int) -> Session:
         seed=0,  # of the bootstrap
         command=request.command,
     )
-    return Session(config, plan.folder / f"seed-{seed}" / recipe.name)
+    return Session(config, request.folder / f"seed-{seed}" / recipe.name)
 
 
-def _row(plan: StudyPlan, recipe: Recipe, model: TrainingRun) -> StudyRow:
-    """PTQ and QAT of one recipe and seed; a failure is a result."""
+def _measure(
+    request: FinetuneRequest, recipe: Recipe, model: TrainingRun, say: Callable[[str], None]
+) -> StudyRow:
+    """Measure PTQ and QAT of one recipe and seed; a failure is a result."""
+    name = f"seed {model.seed}: {recipe.name}"
+    say(name)
     row = StudyRow(seed=model.seed, recipe=recipe.name, status="failed", reason=model.reason)
     if model.status == "failed":
         return row
-    wanted = _session(plan, recipe, model.seed)
-    session = open_run(wanted.config, wanted.folder)
-    name = f"seed {model.seed}: {recipe.name}"
-    session.report = lambda row, steps: plan.say(f"{name}, qat, {training_line(row, steps)}")
+    planned = _session(request, recipe, model.seed)
+    session = open_run(planned.config, planned.folder)
+    session.report = lambda row, steps: say(f"{name}, qat, {training_line(row, steps)}")
+    needed = select_stages(stages(session), STUDY_STAGES)
     try:
-        run_stages(
-            session,
-            select_stages(stages(session), STUDY_STAGES),
-            lambda stage, reused: plan.say(f"{name}, {stage}"),
-        )
+        run_stages(session, needed, lambda stage, reused: say(f"{name}, {stage}"))
     except CheckFailed as error:
-        return row.model_copy(update={"reason": str(error)})
+        row.reason = str(error)
+        return row
     training = TrainingRun.model_validate_json((session.folder / QAT / RECORD).read_text(encoding="utf-8"))
-    fp32, ptq, qat = (scored(session, name) for name in ("fp32", "ptq", "fake_quant"))
-    return StudyRow(
-        seed=model.seed,
-        recipe=recipe.name,
-        status="done",
-        fp32=fp32.metrics,
-        ptq=ptq.metrics,
-        qat=qat.metrics,
-        steps=training.steps,
-        best_step=training.best_step,
-        samples_per_s=training.samples_per_s,
+    row.status, row.reason = "done", None
+    row.fp32, row.ptq, row.qat = (
+        score_stage(session, stage).metrics for stage in ("fp32", "ptq", "fake_quant")
     )
-
-
-def _study(plan: StudyPlan, models: Finetuning, rows: list[StudyRow]) -> Study:
-    summary = {}
-    for recipe in plan.recipes:
-        done = [row for row in rows if row.recipe == recipe.name and row.status == "done"]
-        if done:
-            summary[recipe.name] = summarize(done, plan.request.task.metrics[0])
-    failed = [f"seed {r.seed}, {r.recipe} failed: {r.reason}" for r in rows if r.status == "failed"]
-    return Study(
-        created=now(),
-        command=plan.request.command,
-        base=models.base,
-        task=models.task,
-        data=models.data,
-        n=next((run.n for run in models.runs if run.n), 0),
-        finetune=plan.request.settings.model_dump(mode="json"),
-        recipes={recipe.name: recipe.model_dump(mode="json") for recipe in plan.recipes},
-        seeds=[run.seed for run in models.runs],
-        rows=rows,
-        summary=summary,
-        warnings=list(dict.fromkeys([*models.warnings, *failed])),
-        environment=models.environment,
-    )
+    row.steps, row.best_step, row.samples_per_s = training.steps, training.best_step, training.samples_per_s
+    return row
 
 
 def summarize(rows: list[StudyRow], metric: str) -> StudySummary:
-    """Mean and standard deviation over seeds; differences are taken seed by seed."""
-
-    def over(values: list[float]) -> Spread:
-        return spread([{metric: value} for value in values])[metric]
-
-    return StudySummary(
-        fp32=over([row.fp32[metric] for row in rows]),
-        ptq=over([row.ptq[metric] for row in rows]),
-        qat=over([row.qat[metric] for row in rows]),
-        ptq_minus_fp32=over([row.ptq[metric] - row.fp32[metric] for row in rows]),
-        qat_minus_fp32=over([row.qat[metric] - row.fp32[metric] for row in rows]),
-    )
+    """Return mean and standard deviation over seeds; differences are paired by seed."""
+    by_seed = []
+    for row in rows:
+        fp32, ptq, qat = row.fp32[metric], row.ptq[metric], row.qat[metric]
+        differences = {"ptq_minus_fp32": ptq - fp32, "qat_minus_fp32": qat - fp32}
+        by_seed.append({"fp32": fp32, "ptq": ptq, "qat": qat} | differences)
+    return StudySummary(**spread(by_seed))
 
 
 def study_report(study: Study) -> Report:
-    """Return what a terminal shows of a study: a row for each recipe, and its conditions."""
     metric, (done, *_) = label(study.task["metrics"][0]), study.summary.values()
     base, task = model_label(str(study.base["name"])), label(str(study.task["name"]))
     head = (
@@ -265,7 +236,6 @@ def _percent(spread: Spread, sign: str = "") -> str:
 
 
 def conditions(environment: dict[str, Any], finetune: dict[str, Any], recipes: dict[str, Any]) -> str:
-    """Return hardware, versions and the settings of both trainings of a study, in one line."""
     hardware = environment["gpu"] if environment["gpu"] != "none" else environment["cpu"]
     trained = dict.fromkeys(_settings(recipe["qat"]) for recipe in recipes.values())
     return (
@@ -274,7 +244,6 @@ def conditions(environment: dict[str, Any], finetune: dict[str, Any], recipes: d
 
 
 def _settings(training: dict[str, Any]) -> str:
-    """Return length and size of the steps of a training."""
     most = f", at most {training['max_steps']} steps" if training["max_steps"] else ""
     return (
         f"{training['epochs']:g} epochs{most}, batch {training['batch_size']}, learning rate "

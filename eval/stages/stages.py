@@ -23,33 +23,8 @@ from qdqbench.quantize.engine.runtime.runners import open_runner
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.check.check import check_file, to_json
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
-from qdqbench.quantize.pipeline.artifacts import (
-    BUILD,
-    ENGINE,
-    FP16,
-    FP32,
-    GPU,
-    GPU_INT8,
-    INT8,
-    LAYER_ERRORS,
-    REWRITES,
-    VERIFY,
-    EngineRun,
-    Skipped,
-    backend_of,
-    checked_path,
-    cpu_compute,
-    engine_profiles,
-    expected_gemms,
-    expected_modules,
-    graph_bytes,
-    graph_path,
-    length_edges,
-    proves_for_gpu,
-    read_built,
-    read_verified,
-    write_outcome,
-)
+from qdqbench.quantize.pipeline import artifacts
+from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, engine_profiles, write_outcome
 from qdqbench.quantize.pipeline.pipeline import Stage
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks.embedded import write_embedded
@@ -59,28 +34,29 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.progress import report_phase, track
-from qdqbench.quantize.utils.results import EngineResult, Verification
+from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+FP16_STAGE = "fp16"  # is run only where it is asked for
+PARITY_SAMPLES, PARITY_BATCH = 64, 16
+LAYER_SAMPLES = 8  # enough tokens for a relative norm; each goes through a model some five times
+
 
 def build_stage(session: Session) -> list[Path]:
-    """Build the engine and prove its INT8 layers; or record why there is none."""
-    return _build(session, backend_of(session.recipe), graph_path(session), session.folder)
+    return _build(session, backend_of(session.recipe), artifacts.graph_path(session), session.folder)
 
 
 def gpu_build_stage(session: Session) -> list[Path]:
-    """Build an engine for GPUs ahead of time, a proof of what runs in INT8, or record why there is none."""
-    return _build(session, gpu_backend(), session.folder / GPU_INT8, session.folder / GPU)
+    return _build(session, gpu_backend(), session.folder / artifacts.GPU_INT8, session.folder / artifacts.GPU)
 
 
 def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> list[Path]:
-    """Build an engine of a graph into `out`; its files."""
     settings, folder = session.recipe.engine, out / "engine"
-    gemms = expected_gemms(session)
+    gemms = artifacts.expected_gemms(session)
     path, layers = folder / graph.with_suffix(".engine").name, out / "layers.json"
     files.require_room(folder, graph.stat().st_size, path.name)  # an engine holds the graph's weights
     try:
@@ -94,29 +70,28 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
             compute_capability=settings.compute_capability,
             layers_path=layers,
             timing_cache=folder / "timing.cache",  # no output of the stage: it changes and may go
-            compute=cpu_compute(session.recipe),
+            compute=artifacts.cpu_compute(session.recipe),
             note=session.warnings.append,
             progress=lambda phase, fraction: report_phase(phase, fraction, 1),
         )
     except MissingDevice as error:
-        return [write_outcome(out / BUILD, Skipped(skipped=str(error)))]
-    return [write_outcome(out / BUILD, result), path, sidecar_path(path), layers]
+        return [write_outcome(out / artifacts.BUILD, Skipped(skipped=str(error)))]
+    return [write_outcome(out / artifacts.BUILD, result), path, sidecar_path(path), layers]
 
 
 def verify_stage(session: Session) -> list[Path]:
-    """Verify what the engine computes where it runs, or record why not."""
     reason, found = cannot_run(session), None
     if reason is None:
         try:
             found = verify_engine(session)
         except MissingDevice as error:
             reason = str(error)
-    return [write_outcome(session.folder / VERIFY, found or Skipped(skipped=str(reason)))]
+    return [write_outcome(session.folder / artifacts.VERIFY, found or Skipped(skipped=str(reason)))]
 
 
 def cannot_run(session: Session) -> str | None:
-    """Return why the engine of this run cannot run here, or None."""
-    built, gpu = read_built(session.folder), find_gpu()
+    """Explain why the engine of this run cannot run here; None where it can."""
+    built, gpu = artifacts.read_built(session.folder), find_gpu()
     if isinstance(built, Skipped):
         return f"no engine was built: {built.skipped}"
     if built.backend in CPU_BACKENDS:
@@ -140,48 +115,39 @@ def engine_stage(session: Session) -> list[Path]:
         doubts = note_distant_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
         session.warnings += [line for line in doubts if line not in session.warnings]
     reason = cannot_run(session)
-    if reason is None and not _finite(read_verified(session.folder)):
-        reason = "its logits are NaN or infinite, see the verification"
+    if reason is None:
+        verified = artifacts.read_verified(session.folder)
+        if not isinstance(verified, Skipped):
+            counts = [verified.padding.nonfinite, verified.predictions.nonfinite]
+            if any(counts) or any(shape.nonfinite for shape in verified.shapes):
+                reason = "its logits are NaN or infinite, see the verification"
     if reason is None:
         try:
             return _run_engine(session)
         except MissingDevice as error:
             reason = str(error)
-    return [write_outcome(session.folder / ENGINE, Skipped(skipped=str(reason)))]
+    return [write_outcome(session.folder / artifacts.ENGINE, Skipped(skipped=str(reason)))]
 
 
 def _run_engine(session: Session) -> list[Path]:
-    """Evaluate the engine, and record its memory."""
-    folder, gpu, built = session.folder / "engine", find_gpu(), read_built(session.folder)
+    folder, gpu, built = session.folder / "engine", find_gpu(), artifacts.read_built(session.folder)
     assert isinstance(built, EngineResult)  # `cannot_run` looked
     device = str(find_cpu()) if built.backend in CPU_BACKENDS else gpu.name if gpu else "an unknown GPU"
     detail = f"{built.backend} {built.version} on {device}"
     cache = folder / "runtime.cache"  # no output of the stage: it changes and may go
-    graph, path, outputs = graph_path(session), folder / built.file, session.config.task.kind.outputs
+    graph, outputs = artifacts.graph_path(session), session.config.task.kind.outputs
+    path, pad_id, edges = folder / built.file, session.pad_id, artifacts.length_edges(session)
     report_phase("loading the engine")
-    with open_runner(path, graph, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs) as runner:
+    with open_runner(path, graph, pad_id=pad_id, runtime_cache=cache, outputs=outputs) as runner:
         size = min(session.config.batch_size, runner.max_batch)
-        logits = evaluate_stage(session, "engine", runner, batch_size=size, edges=length_edges(session))
+        logits = evaluate_stage(session, "engine", runner, batch_size=size, edges=edges)
         memory = runner.engine.memory
     session.warnings += [line for line in runner.engine.notes if line not in session.warnings]
-    done = EngineRun(detail=f"{detail}; {memory}", memory=asdict(memory))
-    return [write_outcome(session.folder / ENGINE, done), logits]
-
-
-def _finite(found: Verification | Skipped) -> bool:
-    if isinstance(found, Skipped):
-        return True
-    shapes = any(shape.nonfinite for shape in found.shapes)
-    return not (shapes or found.padding.nonfinite or found.predictions.nonfinite)
-
-
-FP16_STAGE = "fp16"  # is run only where it is asked for
-PARITY_SAMPLES, PARITY_BATCH = 64, 16
-LAYER_SAMPLES = 8  # enough tokens for a relative norm; each goes through a model some five times
+    done = artifacts.EngineRun(detail=f"{detail}; {memory}", memory=asdict(memory))
+    return [write_outcome(session.folder / artifacts.ENGINE, done), logits]
 
 
 def embedded(session: Session) -> list[Path]:
-    """Generate the default task and train its small BERT."""
     run = write_embedded(
         session.folder / "embedded",
         seed=session.config.seed,
@@ -191,7 +157,6 @@ def embedded(session: Session) -> list[Path]:
 
 
 def quantize_stage(session: Session) -> list[Path]:
-    """Calibrate and record every amax."""
     settings = session.recipe.calibration
     batches = session.calibration_batches()
     total, seen = len(batches.split.dataset), 0
@@ -216,40 +181,39 @@ def export_stage(session: Session) -> list[Path]:
     recipe = session.recipe
     backend, folder = backend_of(recipe), session.folder
     outputs = session.config.task.kind.outputs
-    files.require_room(folder, graph_bytes(session), "model.*.onnx")
+    files.require_room(folder, artifacts.graph_bytes(session), "model.*.onnx")
     report_phase("tracing")
     twin = trace(session.fp32_model, recipe.export.opset, outputs)
     jobs = [
-        (twin, ExportSettings.of(recipe, backend, "fp32"), folder / FP32),
-        (twin, ExportSettings.of(recipe, backend, "fp16"), folder / FP16),
+        (twin, ExportSettings.of(recipe, backend, "fp32"), folder / artifacts.FP32),
+        (twin, ExportSettings.of(recipe, backend, "fp16"), folder / artifacts.FP16),
     ]
     if recipe.quantizes:
         traced = trace(session.fake_quant_model, recipe.export.opset, outputs)
-        jobs.append((traced, ExportSettings.of(recipe, backend), folder / INT8))
-        if proves_for_gpu(recipe):
-            jobs.append((traced, ExportSettings.of(recipe, gpu_backend()), folder / GPU_INT8))
+        jobs.append((traced, ExportSettings.of(recipe, backend), folder / artifacts.INT8))
+        if artifacts.proves_for_gpu(recipe):
+            jobs.append((traced, ExportSettings.of(recipe, gpu_backend()), folder / artifacts.GPU_INT8))
     done = {}
     for model, settings, path in track("writing graphs", jobs):
         done[str(path.relative_to(folder))] = write_graph(
             model, session.plan, settings, path, session.warnings
         )
-    files.write_json(session.folder / REWRITES, done)
-    return [*(path for _, _, path in jobs), session.folder / REWRITES]
+    files.write_json(session.folder / artifacts.REWRITES, done)
+    return [*(path for _, _, path in jobs), session.folder / artifacts.REWRITES]
 
 
 def check_stage(session: Session) -> list[Path]:
-    """Check the graph that will be built, or the one for GPUs beside it, against the recipe."""
-    report = check_file(checked_path(session), expected_quantized=expected_modules(session))
-    path = session.folder / "check.json"
-    files.write_json(path, to_json(report))
-    return [path]
+    expected = artifacts.expected_modules(session)
+    report = check_file(artifacts.checked_path(session), expected_quantized=expected)
+    files.write_json(session.folder / "check.json", to_json(report))
+    return [session.folder / "check.json"]
 
 
 def parity(session: Session) -> list[Path]:
     """Compare ONNX Runtime with the fake-quant model, and that with FP32, layer by layer, padded batches."""
     from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
 
-    graph, model = onnx.load(graph_path(session)), session.fake_quant_model
+    graph, model = onnx.load(artifacts.graph_path(session)), session.fake_quant_model
     biases, plan = read_record(session.record_path).biases, session.plan
     with use_frozen_weights(model):
         found = compare_layers(graph, model, _parity_batches(session))
@@ -259,15 +223,13 @@ def parity(session: Session) -> list[Path]:
             errors = layer_errors(model, fp32, list(plan.int8), [few], biases, moved)
     return [
         write_outcome(session.folder / "parity.json", found),
-        write_outcome(session.folder / LAYER_ERRORS, errors),
+        write_outcome(session.folder / artifacts.LAYER_ERRORS, errors),
     ]
 
 
 def torch_stage(
     name: str, needs: tuple[str, ...], model: "Callable[[Session], PreTrainedModel]", results_name: str = ""
 ) -> Stage:
-    """Return the stage that evaluates a PyTorch model; results may have it under another name."""
-
     def evaluate(session: Session) -> list[Path]:
         with evaluating(model(session)) as placed_model:
             return [evaluate_stage(session, results_name or name, torch_runner(placed_model))]
@@ -276,7 +238,6 @@ def torch_stage(
 
 
 def graph_stage(name: str, needs: tuple[str, ...], graph: Callable[[Session], Path]) -> Stage:
-    """Return the stage that evaluates a graph in ONNX Runtime."""
     return Stage(name, lambda s: [evaluate_stage(s, name, onnxruntime_runner(graph(s)))], needs, _evaluation)
 
 
@@ -322,7 +283,7 @@ def _trained(session: Session) -> Any:
 def _exported(session: Session) -> Any:
     recipe = session.recipe
     settings = [recipe.export.model_dump(), recipe.precision.model_dump()]
-    return [_placement(session), *settings, backend_of(recipe), proves_for_gpu(recipe), recipe.name]
+    return [_placement(session), *settings, backend_of(recipe), artifacts.proves_for_gpu(recipe), recipe.name]
 
 
 def _built(session: Session) -> Any:
@@ -340,7 +301,7 @@ def _verified(session: Session) -> Any:
 
 
 def stages(session: Session) -> dict[str, Stage]:
-    """Return the stages of this run, in order: the embedded default trains first, a twin is not quantized."""
+    """Return the stages of this run in order; a twin is not quantized."""
     first = () if session.config.model else ("embedded",)
     quantized = session.recipe.quantizes
     calibrated = (*first, "quantize") if quantized else first
@@ -359,12 +320,12 @@ def stages(session: Session) -> dict[str, Stage]:
         torch_stage("fake_quant", calibrated, lambda s: s.fake_quant_model): quantized,
         Stage("export", export_stage, calibrated, _exported): True,
         Stage("check", check_stage, ("export",), _placement): True,
-        graph_stage("onnxruntime", (*first, "export"), graph_path): True,
+        graph_stage("onnxruntime", (*first, "export"), artifacts.graph_path): True,
         Stage(
             "parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed]
         ): quantized,
-        graph_stage(FP16_STAGE, (*first, "export"), lambda s: s.folder / FP16): quantized,
-        Stage("gpu_build", gpu_build_stage, ("export",), _built): proves_for_gpu(session.recipe),
+        graph_stage(FP16_STAGE, (*first, "export"), lambda s: s.folder / artifacts.FP16): quantized,
+        Stage("gpu_build", gpu_build_stage, ("export",), _built): artifacts.proves_for_gpu(session.recipe),
         Stage("build", build_stage, ("export",), _built): True,
         Stage("verify", verify_stage, (*evaluated, "export", "build"), _verified): True,
         Stage("engine", engine_stage, (*first, "export", "build", "verify"), _measured): True,

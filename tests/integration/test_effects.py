@@ -6,7 +6,7 @@ import json
 import pandas
 import pytest
 
-from qdqbench.eval.runs.report.effects import EVALUATE_FP16
+from qdqbench.eval.runs.report.sections import EVALUATE_FP16
 
 from .tiny import results
 

@@ -97,12 +97,12 @@ def test_a_study_names_the_seeds_that_failed(qdqbench, given, tmp_path, monkeypa
 
     rows = [SimpleNamespace(seed=seed, recipe="r", status=("done", "failed")[seed % 2]) for seed in range(4)]
     found = SimpleNamespace(rows=rows, model_dump_json=lambda indent: "{}")
-    plans = []
-    monkeypatch.setattr(study, "study", lambda plan, accelerator: plans.append(plan) or found)
+    asked = []
+    monkeypatch.setattr(study, "study", lambda _, recipes, *__: asked.extend(recipes) or found)
     options = [*given("sst2").options, "--out", str(tmp_path / "s"), "--json", "--set", "qat.epochs=2"]
     done = qdqbench("study", "bert-int8-attention-qat", *options)
     assert (done.code, done.out) == (2, "{}\n")
-    assert [recipe.qat.epochs for recipe in plans[0].recipes] == [2]
+    assert [recipe.qat.epochs for recipe in asked] == [2]
     assert "not trained to the end: seed 1 with r, seed 3 with r; " in done.err
 
 
@@ -360,11 +360,11 @@ def test_processes_that_would_all_write_one_run_are_refused(trained, tmp_path, m
 
 
 def test_a_study_in_several_processes_is_refused(tmp_path):
-    from qdqbench.eval.runs.study import StudyPlan, study
+    from qdqbench.eval.runs.study import study
     from qdqbench.quantize.utils.errors import UserError
 
     with pytest.raises(UserError, match="in one process, not in 2"):
-        study(StudyPlan(None, [], tmp_path), SimpleNamespace(num_processes=2))
+        study(None, [], SimpleNamespace(num_processes=2))
 
 
 def test_a_training_that_diverges_says_so(sst2, qdqbench, tmp_path):

@@ -1,10 +1,10 @@
 """Two runs side by side; every number is invented."""
 
-from qdqbench.eval.runs.compare.results import (
+from qdqbench.eval.runs.comparison import (
     ComparedLayer,
+    ComparedPair,
     ComparedRun,
     ComparedSample,
-    Pair,
     RunComparison,
     RunLatency,
     SamplePrediction,
@@ -77,7 +77,7 @@ def sample_comparison() -> RunComparison:
         command="qdqbench compare runs/int8-linears runs/int8-attention",
         runs=runs,
         pairs=[
-            Pair(
+            ComparedPair(
                 first=names[0],
                 second=names[1],
                 comparison=comparison({"accuracy": -0.004}, 0.002, n=872, disagreements=3, mcnemar_p=0.25),

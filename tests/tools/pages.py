@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from qdqbench.cli import schemas
 from qdqbench.eval.bench.results import Bench
-from qdqbench.eval.runs.compare.results import RunComparison
+from qdqbench.eval.runs.comparison import RunComparison
 from qdqbench.eval.runs.study import Study
 from qdqbench.eval.selection.auto.results import Auto
 from qdqbench.eval.selection.methods.results import Methods

@@ -1,4 +1,4 @@
-"""Charts of a run: which layer runs in what, accuracy by stage, ranges, parity, lengths, embeddings."""
+"""Charts of a run's report, drawn by `svg`: accuracy, ranges, parity, lengths, embeddings; and its grid."""
 
 import re
 from collections import Counter, defaultdict
@@ -26,29 +26,25 @@ KIND_STYLES = {  # a kind looks the same in every chart; color is never the only
     "intermediate": (svg.SKY, "v"),
     "output": (svg.INK, "P"),
 }
-OTHERS = (
-    (svg.MUTED, "X"),
-    (svg.BLUE, "<"),
-    (svg.ORANGE, ">"),
-    (svg.GREEN, "*"),
-    (svg.PURPLE, "p"),
-    (svg.SKY, "h"),
-)
+OTHERS = [*zip((svg.MUTED, svg.BLUE, svg.ORANGE, svg.GREEN, svg.PURPLE, svg.SKY), "X<>*ph", strict=True)]
 AGREEMENT_STYLES = {
     "ptq": (svg.PURPLE, "D"),
     "fake_quant": (svg.BLUE, "o"),
     "onnxruntime": (svg.ORANGE, "s"),
     "engine": (svg.GREEN, "^"),
 }
+RANGE_TITLES = {"amax": "amax (largest magnitude seen)", "amax_over_rms": "amax / rms (outlier measure)"}
 _NAMED = {"output": "attention output", "ffn-in": "intermediate", "ffn-out": "output"}
 PART_KINDS = tuple(_NAMED.get(part, part) for part in PARTS)
 _MATMUL = re.compile(r"/(MatMul|Gemm)(_\d+)?(@\d+)?$")
 
+Points = dict[str, dict[int, float]]  # values by encoder layer, by kind
+
 
 def place(module: str) -> tuple[int | None, str]:
-    """Return the encoder layer and kind of a module: `bert.encoder.layer.3.output.dense` is (3, "output").
+    """Return layer and kind of a module; one outside the numbered layers has None and its own path.
 
-    A module outside the numbered layers has layer None and keeps its own path as kind.
+    Example: `bert.encoder.layer.3.output.dense` is (3, "output").
     """
     if (match := part_of(module)) is None:
         return None, module
@@ -58,51 +54,41 @@ def place(module: str) -> tuple[int | None, str]:
 
 @dataclass(frozen=True)
 class GridCell:
-    """The datatype that one module runs in, whether that is what the recipe asks for, and the kernel."""
-
     datatype: str
-    as_asked: bool
-    note: str
+    as_asked: bool  # by the recipe
+    note: str  # the kernel
 
 
 @dataclass(frozen=True)
 class Grid:
     """Encoder layers (rows) by kind of module (columns)."""
 
-    proven: bool  # read from the engine's layer table; else the plan
     kinds: list[str]
     rows: list[tuple[int, list[GridCell | None]]]
     outside: list[tuple[str, GridCell]]  # modules outside the numbered layers
-
-    @property
-    def datatypes(self) -> dict[str, int]:
-        """Return number of modules in each datatype, for the svg.legend."""
-        cells = [cell for _, row in self.rows for cell in row] + [cell for _, cell in self.outside]
-        return dict(sorted(Counter(cell.datatype for cell in cells if cell).items()))
+    datatypes: dict[str, int]  # modules by datatype
 
 
 def precision_grid(results: Results) -> Grid:
-    """Return which module runs in what: from the engine's kernels, or as planned when no engine was built."""
+    """Return the datatype of each module: from the engine's kernels, or planned if no engine was built."""
     cells = _plan(results) if results.engine is None else _measured(results)
-    placed: dict[int, dict[str, GridCell]] = defaultdict(dict)
+    layers: dict[int, dict[str, GridCell]] = defaultdict(dict)
     outside = []
     for module, cell in cells.items():
         layer, kind = place(module)
         if layer is None:
             outside.append((module, cell))
         else:
-            placed[layer][kind] = cell
-    kinds = _ordered(kind for row in placed.values() for kind in row)
-    rows = [(layer, [row.get(kind) for kind in kinds]) for layer, row in sorted(placed.items())]
-    return Grid(results.engine is not None, kinds, rows, outside)
+            layers[layer][kind] = cell
+    kinds = _ordered(kind for row in layers.values() for kind in row)
+    rows = [(layer, [row.get(kind) for kind in kinds]) for layer, row in sorted(layers.items())]
+    return Grid(kinds, rows, outside, dict(sorted(Counter(cell.datatype for cell in cells.values()).items())))
 
 
 def _ordered(kinds: Iterable[str]) -> list[str]:
-    """Return each kind once, in the order of computation; unknown ones last, as they come."""
-    unique = list(dict.fromkeys(kinds))
-    return [kind for kind in PART_KINDS if kind in unique] + [
-        kind for kind in unique if kind not in PART_KINDS
-    ]
+    """Return each kind once, in the order of computation, unknown ones last."""
+    unique = dict.fromkeys(kinds)
+    return sorted(unique, key=lambda kind: PART_KINDS.index(kind) if kind in PART_KINDS else len(PART_KINDS))
 
 
 def _plan(results: Results) -> dict[str, GridCell]:
@@ -114,7 +100,6 @@ def _plan(results: Results) -> dict[str, GridCell]:
 
 
 def _measured(results: Results) -> dict[str, GridCell]:
-    """Return each linear and pair of attention products with the datatype of its kernels."""
     assert results.engine is not None
     asked = set(results.quantized_layers)
     linears = [*results.quantized_layers, *results.high_precision_layers]
@@ -147,48 +132,44 @@ def _runs_in(row: LayerRow) -> str:
 
 
 def accuracy_svg(results: Results, labels: dict[str, str]) -> str:
-    """Draw each metric by stage with one standard error, FP32's band and the gate's limit; may be empty."""
-    done = {stage: row for stage, row in results.stages.items() if row.status == "done" and row.metrics}
-    if not done:
+    """Draw each metric by stage with one standard error, FP32's band and the gate's limit."""
+    stages = results.stages
+    measured = [row for row in stages.values() if row.status == "done" and row.metrics]
+    if not measured:
         return ""
-    first = results.stages.get("fp32", next(iter(done.values())))
-    metrics = list((first if first.metrics else next(iter(done.values()))).metrics)
-    figure = svg.figure_of(0.55 + len(metrics) * (0.5 + 0.27 * len(results.stages)))
+    base = stages.get("fp32")
+    metrics = base.metrics if base and base.metrics else measured[0].metrics
+    figure = svg.figure_of(0.55 + len(metrics) * (0.5 + 0.27 * len(stages)))
     for index, metric in enumerate(metrics):
         axes = figure.add_subplot(len(metrics), 1, index + 1)
         _metric_axes(axes, results, metric, primary=index == 0)
-        axes.set_yticks(
-            range(len(results.stages)), [_short(labels.get(stage, stage)) for stage in results.stages]
-        )
+        axes.set_yticks(range(len(stages)), [_short(labels.get(stage, stage)) for stage in stages])
         svg.dress(axes, _short(labels.get(metric, metric)), grid=None)
     return svg.svg_of(figure, "accuracy", "Accuracy by stage with one standard error")
 
 
 def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> None:
-    base = results.stages.get("fp32")
+    base, limited = results.stages.get("fp32"), False
     if base is not None and metric in base.metrics:
         value, error = base.metrics[metric], base.stderr.get(metric, 0.0)
         axes.axvspan(value - error, value + error, color=svg.SKY, alpha=0.22, linewidth=0)
         axes.axvline(value, color=svg.BLUE, linewidth=0.8)
-    lowest = (
-        base.metrics[metric] - results.gate.max_drop if base and primary and metric in base.metrics else None
-    )
-    if lowest is not None:
-        axes.axvline(lowest, **svg.LIMIT_LINE)
+        if limited := primary:
+            axes.axvline(value - results.gate.max_drop, **svg.LIMIT_LINE)
+    beside = {"transform": axes.get_yaxis_transform(), "va": "center"}
     for position, (stage, row) in enumerate(results.stages.items()):
         if metric not in row.metrics:
             text = "skipped" if row.status == "skipped" else "not measured"
-            axes.text(
-                1.02, position, text, transform=axes.get_yaxis_transform(), color=svg.MUTED, va="center"
-            )
+            axes.text(1.02, position, text, color=svg.MUTED, **beside)
             continue
         value, error = row.metrics[metric], row.stderr.get(metric, 0.0)
-        low = lowest is not None and drop_fails(row, metric, results.gate.max_drop)
-        color, marker = (svg.BLUE, "o") if row is base else (svg.VERMILLION, "v") if low else (svg.GREEN, "^")
-        if stage == "ptq" and not low:
-            color, marker = (svg.ORANGE, "s")  # what QAT began with
+        color, marker = (svg.BLUE, "o") if row is base else (svg.GREEN, "^")
+        if limited and drop_fails(row, metric, results.gate.max_drop):
+            color, marker = svg.VERMILLION, "v"
+        elif stage == "ptq":
+            color, marker = svg.ORANGE, "s"  # what QAT began with
         axes.errorbar(value, position, xerr=error, color=color, marker=marker, markersize=5, capsize=3)
-        axes.text(1.02, position, f"{value:.4f}", transform=axes.get_yaxis_transform(), va="center")
+        axes.text(1.02, position, f"{value:.4f}", **beside)
     axes.set_ylim(len(results.stages) - 0.4, -0.6)  # FP32 on top
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.08)
@@ -196,15 +177,13 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
 
 
 def drop_fails(row: StageResult, metric: str, max_drop: float) -> bool:
-    """Return whether a metric is further below FP32 than the gate allows, beyond noise."""
     if (versus := row.vs_fp32) is None or metric not in versus.delta:
         return False
     return judge(-versus.delta[metric], versus.delta_stderr.get(metric, 0.0), max_drop) == "fails"
 
 
 def ranges_svg(results: Results, measure: str) -> str:
-    """Draw activation ranges by encoder layer; `measure` is `amax` or `amax_over_rms`; may be empty."""
-    points: dict[str, dict[int, float]] = defaultdict(dict)
+    points: Points = defaultdict(dict)
     for row in results.quantizers:
         value = getattr(row, measure)
         layer, kind = place(row.module)
@@ -214,19 +193,10 @@ def ranges_svg(results: Results, measure: str) -> str:
             elif row.kind != "input":
                 kind = f"attention: {row.kind}"
             points[kind][layer] = value
-    title = {"amax": "amax (largest magnitude seen)", "amax_over_rms": "amax / rms (outlier measure)"}[
-        measure
-    ]
-    return layer_chart(points, title, measure)
+    return layer_chart(points, RANGE_TITLES[measure], measure)
 
 
-def layer_chart(
-    points: dict[str, dict[int, float]],
-    title: str,
-    name: str,
-    limit: float | None = None,
-    limit_name: str = "limit",
-) -> str:
+def layer_chart(points: Points, title: str, name: str, limit: float | None = None) -> str:
     """Draw one line per kind over the encoder layers; kinds with the same values share a line."""
     if not points:
         return ""
@@ -242,7 +212,7 @@ def layer_chart(
         axes.plot(layers, heights, color=color, marker=marker, markersize=4.5, label=_short(", ".join(kinds)))
     values = [value for line in shared for _, value in line]
     if limit is not None:
-        axes.axhline(limit, **svg.LIMIT_LINE, label=f"{limit_name}, {limit:g}%")
+        axes.axhline(limit, **svg.LIMIT_LINE, label=f"own limit, {limit:g}%")
     elif min(values) > 0 and max(values) > 50 * min(values):
         svg.log_scale(axes)
     if axes.get_yscale() == "linear":
@@ -256,16 +226,14 @@ def layer_chart(
 
 
 def lengths_svg(results: Results) -> str:
-    """Draw rows by their tokens, and the lengths that they are padded to; empty without `shapes: auto`."""
-    if (found := results.lengths) is None:
+    if (lengths := results.lengths) is None:
         return ""
     figure = svg.figure_of(2.0)
     axes = figure.add_subplot()
-    tokens, rows = zip(*found.histogram, strict=True)
+    tokens, rows = zip(*lengths.histogram, strict=True)
     axes.bar(tokens, rows, width=0.9, color=svg.BLUE)
-    for bucket in found.buckets:
-        label = "padded to" if bucket is found.buckets[0] else "_"
-        axes.axvline(bucket.length + 0.5, **svg.LIMIT_LINE, label=label)
+    for number, bucket in enumerate(lengths.buckets):
+        axes.axvline(bucket.length + 0.5, **svg.LIMIT_LINE, label="_" if number else "padded to")
     axes.set_xlabel("tokens of a row")
     svg.dress(axes, "rows by length")
     svg.legend(figure, 3)
@@ -273,31 +241,28 @@ def lengths_svg(results: Results) -> str:
 
 
 def _short(name: str) -> str:
-    """Return a label that leaves room for the chart."""
     return name if len(name) <= 32 else f"{name[:31]}…"
 
 
 def agreements(results: Results) -> dict[str, Agreement]:
-    """Return what is known of each stage of an embedding model; empty of other models."""
     compared = {name: row.vs_fp32 for name, row in results.stages.items()}
     return {name: row.agreement for name, row in compared.items() if row is not None and row.agreement}
 
 
 def agreement_svg(results: Results, labels: dict[str, str]) -> str:
-    """Draw texts by distance from FP32's embedding, and by how many of its neighbours stay; may be empty."""
     if not (stages := agreements(results)):
         return ""
     figure = svg.figure_of(4.6)
     near, kept = figure.subplots(2, 1)
     edges = np.array([COSINE_EDGES[0] / 2, *COSINE_EDGES, 2])
-    centres = np.sqrt(edges[1:] * edges[:-1])
+    centers = np.sqrt(edges[1:] * edges[:-1])
     for name, row in stages.items():
         color, marker = AGREEMENT_STYLES[name]
         look = {"color": color, "marker": marker, "markersize": 4, "label": labels.get(name, name)}
         shares = 100 * np.array(row.cosine_counts) / row.n
         seen = np.flatnonzero(shares)
         shown = slice(max(seen[0] - 1, 0), seen[-1] + 2)
-        near.plot(centres[shown], shares[shown], **look)
+        near.plot(centers[shown], shares[shown], **look)
         kept.plot(range(len(row.neighbor_counts)), 100 * np.array(row.neighbor_counts) / row.n, **look)
     svg.log_scale(near, "x")
     near.set_xlabel("1 - cosine to the embedding of FP32")
@@ -310,12 +275,10 @@ def agreement_svg(results: Results, labels: dict[str, str]) -> str:
 
 
 def parity_svg(results: Results) -> str:
-    """Draw by encoder layer the part of its own limit that each tensor uses, in percent; may be empty."""
-    if results.parity is None:
-        return ""
-    points: dict[str, dict[int, float]] = defaultdict(dict)
-    for row in results.parity.rows:
+    """Draw by encoder layer the part of its own limit that each tensor uses, in percent."""
+    points: Points = defaultdict(dict)
+    for row in results.parity.rows if results.parity else ():
         layer, kind = place(row.name)
         if layer is not None:
             points[kind][layer] = 100 * min(row.nearest[0], 100.0)
-    return layer_chart(points, "part of its own limit that each tensor uses, %", "parity", 100, "own limit")
+    return layer_chart(points, "part of its own limit that each tensor uses, %", "parity", 100)

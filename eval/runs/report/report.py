@@ -1,6 +1,7 @@
 """The report of a run, from its `Results` and the bench beside it, and the folder `deploy`."""
 
 import shlex
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from qdqbench.eval.bench.report import BenchView, bench_blocks, bench_of
 from qdqbench.eval.reporting.document import (
     SCREEN,
     Block,
+    Bullets,
     Cell,
     Chart,
     Columns,
@@ -30,6 +32,8 @@ from qdqbench.eval.reporting.document import (
 from qdqbench.eval.reporting.formats import (
     LABELS,
     cleaned,
+    count_of,
+    first,
     flat,
     known,
     label,
@@ -40,33 +44,23 @@ from qdqbench.eval.reporting.formats import (
 )
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
-from qdqbench.eval.runs.report import charts, effects, proof
+from qdqbench.eval.runs.report import charts, sections, verdict
 from qdqbench.eval.runs.report.training import training_blocks
-from qdqbench.eval.runs.report.verdict import (
-    delta_of,
-    delta_text,
-    differing_text,
-    headline,
-    last_measured,
-    metric_text,
-    noise_text,
-    part_text,
-    qat_clause,
-    quantized_file,
-    remark_of,
-    run_verdict,
-    stage_label,
-    stage_name,
-    worst_first,
-)
 from qdqbench.quantize.deployment.write import DEPLOY, TOLD, RunVerdict, write_deploy
 from qdqbench.quantize.pipeline.ownership import locked_folder, locked_for_reading
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.comparison import Agreement, Comparison
+from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.results import RESULTS_FILE, Results, StageResult, read_results, write_results
+from qdqbench.quantize.utils.results import (
+    RESULTS_FILE,
+    EngineResult,
+    Results,
+    StageResult,
+    read_results,
+    write_results,
+)
 
 ACCURACY = (
     "± and error bars are one standard error over the evaluation samples. The blue band is FP32 with its "
@@ -81,22 +75,18 @@ EMBEDDINGS = (
     "label is needed."
 )
 TOGETHER = "Stages run one after the other. Peak memory is that of the whole process while the stage ran."
+MOST_FILES = 6  # that a terminal lists
 
 
 def write_reports(results: Results, folder: Path) -> list[Path]:
-    """Write `report.md` and `report.html` (one file, no external request) to `folder`; return their paths.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Write `report.md` and `report.html` (one file, no external request); return their paths."""
     return write_report(run_report(results, bench_of(folder), folder), folder, "report")
 
 
 def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
-    """Judge a finished run's speed again by its bench, and write its reports; and why that could not be.
+    """Judge the speed of a finished run again by its bench, and write its reports.
 
-    Raises:
-        UserError: the folder cannot be written.
+    Returns the paths, and why they could not be written.
     """
     if not (folder / RESULTS_FILE).is_file():
         return [], None
@@ -106,7 +96,7 @@ def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
         why = f"{RESULTS_FILE} is not of this version"
         return [], f"{why}: run `qdqbench report` for a report with this bench"
     speed = read_speed(folder)
-    sizes = read_engine_sizes(folder, results.engine.backend if results.engine else None)
+    sizes = read_engine_sizes(folder, results.engine)
     judged = {"speed": speed, "unquantized_engines": sizes, "gate": judge_speed(results.gate, speed)}
     results = results.model_copy(update=judged)
     results.warnings[:0] = [line for line in refresh(folder, results) if line not in results.warnings]
@@ -115,7 +105,6 @@ def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
 
 
 def too_slow(folder: Path) -> list[str]:
-    """Return where a finished run is slower than its gate asks, by its last bench."""
     if not (folder / RESULTS_FILE).is_file():
         return []
     failures = read_results(folder).gate.failures
@@ -123,13 +112,9 @@ def too_slow(folder: Path) -> list[str]:
 
 
 def run_report(results: Results, bench: BenchView | None = None, folder: Path | None = None) -> Report:
-    """Return what a run shows; without a bench and a folder what a terminal shows of it.
-
-    Args:
-        folder: of the run, whose folder `deploy` the report leads to.
-    """
+    """Return the report of a run; without a bench and a folder, what a terminal shows of it."""
     results = cleaned(results)
-    recipe, begin = results.recipe, where_to_begin(folder) if folder else None
+    recipe, begin = results.recipe, where_to_begin(folder / DEPLOY, Path(DEPLOY)) if folder else None
     name = model_label(str(results.model.get("name", "model")))
     inputs = [
         *flat(results.model, "model"),
@@ -137,8 +122,8 @@ def run_report(results: Results, bench: BenchView | None = None, folder: Path | 
         *flat(results.data, "data"),
         ("seed", str(results.seed)),
     ]
-    deploy = f"To deploy it: `{begin.folder}`; {begin.mark}try it with `{begin.command}`" if begin else ""
-    qat: list[Block] = [f"{qat_clause(results)}.", *training_blocks(results.training)]
+    deploy = f"To deploy it: `{begin.folder}`; {begin.warning}try it with `{begin.command}`" if begin else ""
+    qat: list[Block] = [f"{verdict.qat_clause(results)}.", *training_blocks(results.training)]
     return Report(
         page_of(
             results,
@@ -151,19 +136,19 @@ def run_report(results: Results, bench: BenchView | None = None, folder: Path | 
         ),
         [
             _accuracy_section(results),
-            *effects.answer_sections(results),
+            *sections.answer_sections(results),
             *([Section("training", "Quantization-aware training", qat)] if results.training else []),
-            proof.precision_section(results),
-            *effects.layer_sections(results),
-            proof.parity_section(results),
-            *proof.lengths_sections(results),
-            proof.outputs_section(results),
-            proof.ranges_section(results),
-            proof.findings_section(results),
+            sections.precision_section(results),
+            *sections.layer_sections(results),
+            sections.parity_section(results),
+            *sections.lengths_sections(results),
+            sections.outputs_section(results),
+            sections.ranges_section(results),
+            sections.findings_section(results),
             *_speed_section(results, bench),
             _cost_section(results),
         ],
-        verdict=run_verdict(results),
+        verdict=verdict.run_verdict(results),
         lead=[Prose(deploy, "quiet")] if deploy else [],
         tiles=_tiles(results),
         warnings=results.warnings,
@@ -183,7 +168,7 @@ def _tiles(results: Results) -> list[Tile]:
         tiles.append(Tile("INT8 linears", f"{count} / {asked}", "in the engine", bad_unless(holds)))
     elif engine is None and planned:
         tiles.append(Tile("INT8 linears", str(planned), "planned, not proven"))
-    last, gain = last_measured(results), results.qat_vs_ptq
+    last, gain = verdict.last_measured(results), results.qat_vs_ptq
     if last is not None and (versus := last[1].vs_fp32) is not None:
         metric = next(iter(last[1].metrics))
         holds = not charts.drop_fails(last[1], metric, results.gate.max_drop)
@@ -192,7 +177,15 @@ def _tiles(results: Results) -> list[Tile]:
         metric, delta = next(iter(gain.delta.items()))
         title = f"{label(metric)}, QAT against PTQ"
         tiles.append(_delta_tile(title, gain, metric, gain.within_noise or delta > 0))
-    tiles += [_speed_tile(results), *_size_tiles(results), *_proof_tiles(results)]
+    tiles.append(_speed_tile(results))
+    if engine is not None:
+        others = [f"{row.precision.upper()} {size(row.bytes)}" for row in results.unquantized_engines]
+        remark = ", ".join(filter(None, [*others, missing_engines(results)]))
+        tiles.append(Tile("engine", size(engine.bytes), remark))
+    if (smaller := verdict.quantized_file(results)) is not None:
+        name, ratio, count = smaller
+        tiles.append(Tile("ONNX file against FP32", f"{ratio:.2f}", f"{size(count)}, {name}"))
+    tiles += _proof_tiles(results)
     if results.timings:
         peak = max(timing.peak_rss_bytes for timing in results.timings.values())
         total = seconds(sum(timing.wall_s for timing in results.timings.values()))
@@ -202,7 +195,7 @@ def _tiles(results: Results) -> list[Tile]:
 
 def _delta_tile(title: str, versus: Comparison, metric: str, holds: bool) -> Tile:
     error = f"± {versus.delta_stderr[metric]:.4f}, " if metric in versus.delta_stderr else ""
-    return Tile(title, f"{versus.delta[metric]:+.4f}", error + noise_text(versus), bad_unless(holds))
+    return Tile(title, f"{versus.delta[metric]:+.4f}", error + verdict.noise_text(versus), bad_unless(holds))
 
 
 def _speed_tile(results: Results) -> Tile:
@@ -210,36 +203,24 @@ def _speed_tile(results: Results) -> Tile:
         return Tile("speed", "unknown", "`qdqbench bench RUN` measures it")
     least = min(results.speed, key=lambda speed: speed.value)
     asked = results.gate.min_speedup
-    holds = least.verdict != "slower" and (asked is None or least.value >= asked)
-    unclear = least.verdict == "inconclusive"
-    where = f"{least.config}, the least of {len(results.speed)}" if len(results.speed) > 1 else least.config
-    than = "not told apart from" if unclear else "over"
-    state: State = "bad" if not holds else "unclear" if unclear else ""
-    return Tile("speed", f"{least.value:.2f}x", f"{than} {least.baseline} at {where}", state)
-
-
-def _size_tiles(results: Results) -> list[Tile]:
-    """Return the size of what is deployed, with that of the same in FP16 and FP32; and the ONNX file's."""
-    tiles = []
-    if results.engine is not None:
-        others = [f"{row.precision.upper()} {size(row.bytes)}" for row in results.unquantized_engines]
-        remark = ", ".join(filter(None, [*others, missing_engines(results)]))
-        tiles.append(Tile("engine", size(results.engine.bytes), remark))
-    if (smaller := quantized_file(results)) is not None:
-        name, ratio, count = smaller
-        tiles.append(Tile("ONNX file against FP32", f"{ratio:.2f}", f"{size(count)}, {name}"))
-    return tiles
+    state = bad_unless(least.verdict != "slower" and (asked is None or least.value >= asked))
+    remark = f"over {least.baseline} at {least.config}"
+    if len(results.speed) > 1:
+        remark += f", the least of {len(results.speed)}"
+    if least.verdict == "inconclusive":
+        remark, state = f"{remark}; inconclusive: the 95% CI contains 1", state or "unclear"
+    return Tile("speed", f"{least.value:.2f}x", remark, state)
 
 
 def _proof_tiles(results: Results) -> list[Tile]:
     tiles = []
     if (parity := results.parity) is not None and parity.rows:
-        worst = worst_first(parity)[0]
-        remark = f"of its own limit: {remark_of(worst)}"
-        tiles.append(Tile("layer parity", part_text(worst), remark, bad_unless(parity.passed)))
+        worst = verdict.worst_first(parity)[0]
+        remark = f"of its own limit: {verdict.remark_of(worst)}"
+        tiles.append(Tile("layer parity", verdict.part_text(worst), remark, bad_unless(parity.passed)))
     if (verified := results.verification) is not None:
         held = f"{sum(row.holds for row in verified.blocks)} / {len(verified.blocks)}"
-        remark = f"follow {label(verified.reference)} on {proof.device_text(results.engine)}"
+        remark = f"follow {label(verified.reference)} on {sections.device_text(results.engine)}"
         if verified.blocks_not_checked:
             held, remark = "not checked", verified.blocks_not_checked
         state = bad_unless(all(row.holds for row in verified.blocks))
@@ -248,14 +229,14 @@ def _proof_tiles(results: Results) -> list[Tile]:
 
 
 def missing_engines(results: Results) -> str:
-    """Return which engines there are none of to compare with, and what builds them; empty where none lacks.
+    """Name the unquantized engines that a bench would still build.
 
-    A bench on a CPU compiles the others in memory, so there are no files of them to wait for.
+    A bench on a CPU compiles them in memory, so it leaves no files to wait for.
     """
     if results.engine is None or results.engine.on_cpu:
         return ""
-    known = {row.precision for row in results.unquantized_engines}
-    lacking = [precision.upper() for precision in ("fp16", "fp32") if precision not in known]
+    built = {row.precision for row in results.unquantized_engines}
+    lacking = [precision.upper() for precision in ("fp16", "fp32") if precision not in built]
     return f"{' and '.join(lacking)} not built: `qdqbench bench RUN` builds them" if lacking else ""
 
 
@@ -266,26 +247,29 @@ def _accuracy_section(results: Results) -> Section:
     stages = results.stages
     metrics = [*dict.fromkeys(metric for stage in stages.values() for metric in stage.metrics)]
     names = LABELS | {metric: label(metric) for metric in metrics}
-    names |= {name: stage_name(results, name) for name in stages}
+    names |= {name: verdict.stage_name(results, name) for name in stages}
     legend = Prose(ACCURACY.format(results.gate.max_drop), "quiet")
     blocks: list[Block] = [
         _stages_table(results, metrics),
         table_of(
             stages.items(),
-            ("stage", lambda pair: stage_name(results, pair[0])),
-            ("result", lambda pair: headline(pair[1]) or pair[1].status),
-            ("against FP32", lambda pair: delta_text(pair[1].vs_fp32) if pair[1].vs_fp32 else None),
-            ("differ", lambda pair: differing_text(pair[1].vs_fp32) if pair[1].vs_fp32 else None),
+            ("stage", lambda pair: verdict.stage_name(results, pair[0])),
+            ("result", lambda pair: verdict.headline(pair[1]) or pair[1].status),
+            ("against FP32", _against(verdict.delta_text)),
+            ("differ", _against(verdict.differing_text)),
             on=SCREEN,
         ),
         Columns([[Chart(partial(charts.accuracy_svg, results, names))], [legend]]),
-        *effects.evaluate_fp16_blocks(results),
+        *sections.evaluate_fp16_blocks(results),
     ]
     if compared := charts.agreements(results):
         near = table_of(
             compared.items(),
-            ("stage", lambda pair: stage_label(results, pair[0])),
-            *((label(metric), partial(_agreement_text, metric)) for metric in AGREEMENT),
+            ("stage", lambda pair: verdict.stage_label(results, pair[0])),
+            *(
+                (label(name), lambda pair, name=name: with_error(pair[1].values[name], pair[1].stderr[name]))
+                for name in AGREEMENT
+            ),
             ("texts", lambda pair: pair[1].n),
             title="Embeddings against those of FP32",
             look="",
@@ -295,59 +279,54 @@ def _accuracy_section(results: Results) -> Section:
     return Section("accuracy", "Accuracy by stage", blocks)
 
 
-def _agreement_text(metric: str, pair: tuple[str, Agreement]) -> str:
-    return with_error(pair[1].values[metric], pair[1].stderr[metric])
+def _against(show: Callable[[Comparison], Value]) -> Callable[[tuple[str, StageResult]], Value]:
+    """Return the column that shows a stage's comparison with FP32, empty for FP32 itself."""
+    return lambda pair: show(pair[1].vs_fp32) if pair[1].vs_fp32 else None
 
 
 def _stages_table(results: Results, metrics: list[str]) -> Table:
-    """Return what a page shows of each stage; nothing against FP32 for FP32 itself."""
-
-    def head(name: str, stage: StageResult) -> Cell:
-        return Cell(stage_label(results, name), note=stage.detail or "", look="stage")
+    def head(pair: tuple[str, StageResult]) -> Cell:
+        return Cell(verdict.stage_label(results, pair[0]), note=pair[1].detail or "", look="stage")
 
     def skipped(pair: tuple[str, StageResult]) -> Row | None:
         if pair[1].status != "skipped":
             return None
-        return row(head(*pair), Cell(f"skipped: {pair[1].reason or 'no reason recorded'}", "quiet"))
+        return row(head(pair), Cell(f"skipped: {pair[1].reason or 'no reason recorded'}", "quiet"))
 
-    def against(show: Callable[[Comparison], Value]) -> Callable[[tuple[str, StageResult]], Value]:
-        return lambda pair: show(pair[1].vs_fp32) if pair[1].vs_fp32 else None
+    def deltas(versus: Comparison) -> Cell:
+        lines = "\n".join(verdict.delta_of(versus, metric) for metric in versus.delta)
+        return Cell(lines, sort=next(iter(versus.delta.values()), None))
 
     return table_of(
         results.stages.items(),
-        ("stage", lambda pair: head(*pair)),
-        *((label(metric), lambda pair, metric=metric: metric_text(pair[1], metric)) for metric in metrics),
-        ("against FP32", against(_deltas_cell)),
-        ("", against(noise_text)),
-        ("differing answers", against(lambda versus: versus.disagreements)),
-        ("McNemar p", against(lambda versus: known(versus.mcnemar_p, ".2g"))),
-        ("mean logit difference", against(lambda versus: f"{versus.mean_abs_logit_diff:.3g}")),
-        ("SQNR", against(lambda versus: "equal" if versus.sqnr_db is None else f"{versus.sqnr_db:.1f} dB")),
+        ("stage", head),
+        *(
+            (label(metric), lambda pair, metric=metric: verdict.metric_text(pair[1], metric))
+            for metric in metrics
+        ),
+        ("against FP32", _against(deltas)),
+        ("", _against(verdict.noise_text)),
+        ("differing answers", _against(lambda versus: versus.disagreements)),
+        ("McNemar p", _against(lambda versus: known(versus.mcnemar_p, ".2g"))),
+        ("mean logit difference", _against(lambda versus: f"{versus.mean_abs_logit_diff:.3g}")),
+        ("SQNR", _against(lambda versus: "equal" if versus.sqnr_db is None else f"{versus.sqnr_db:.1f} dB")),
         ("samples", lambda pair: pair[1].n),
         instead=skipped,
         look="full cards",
     )
 
 
-def _deltas_cell(versus: Comparison) -> Cell:
-    deltas = "\n".join(delta_of(versus, metric) for metric in versus.delta)
-    return Cell(deltas, sort=next(iter(versus.delta.values()), None))
-
-
 # Speed and cost
 
 
 def _speed_section(results: Results, bench: BenchView | None) -> list[Section]:
-    """Return the run's bench: good where every shape is faster, bad where one is slower or too slow."""
     if bench is None:
         return []
-    state: State = ""
-    failed = any(issue.code == "min_speedup" for issue in results.gate.failures)
-    if bench.errors or failed or any(speed.verdict == "slower" for speed in results.speed):
+    verdicts = {speed.verdict for speed in results.speed}
+    state: State = "good" if verdicts == {"faster"} else ""
+    if bench.errors or "slower" in verdicts or any(i.code == "min_speedup" for i in results.gate.failures):
         state = "bad"
-    elif results.speed and all(speed.verdict == "faster" for speed in results.speed):
-        state = "good"
-    blocks = [*bench_blocks(bench), *effects.tradeoff_blocks(results, bench.measured)]
+    blocks = [*bench_blocks(bench), *sections.tradeoff_blocks(results, bench.measured)]
     return [Section("speed", "Speed", blocks, state)]
 
 
@@ -355,8 +334,16 @@ def _cost_section(results: Results) -> Section:
     against = "Against FP32: ONNX files by the FP32 file, engines by the FP32 engine of the same backend."
     if missing := missing_engines(results):
         against += f" Engines in {missing}."
+    files = [(file.name, file.bytes, "ONNX", file.fp32_ratio) for file in results.files]
+    full = next((twin.bytes for twin in results.unquantized_engines if twin.precision == "fp32"), None)
+    engines = [(twin.name, twin.bytes, "engine of the bench") for twin in results.unquantized_engines]
+    if (engine := results.engine) is not None:
+        engines.insert(0, (engine.file, engine.bytes, "engine of this run"))
+    files += [(name, count, what, count / full if full else None) for name, count, what in engines]
+    if (gpu := results.gpu_engine) is not None:
+        files.append((f"gpu/engine/{gpu.file}", gpu.bytes, "engine for GPUs, built ahead of time", None))
     sizes = table_of(
-        size_rows(results),
+        files,
         ("file or engine", lambda file: code(file[0])),
         ("size", lambda file: size(file[1])),
         ("against FP32", lambda file: known(file[3], ".2f")),
@@ -378,40 +365,27 @@ def _cost_section(results: Results) -> Section:
     return Section("cost", "Cost", [parts])
 
 
-def size_rows(results: Results) -> list[tuple[str, int, str, float | None]]:
-    """Return file or engine, bytes, what it is, and its size by that of the same in FP32, where known."""
-    rows = [(file.name, file.bytes, "ONNX", file.fp32_ratio) for file in results.files]
-    full = next((twin.bytes for twin in results.unquantized_engines if twin.precision == "fp32"), None)
-    engines = [(twin.name, twin.bytes, "engine of the bench") for twin in results.unquantized_engines]
-    if (engine := results.engine) is not None:
-        engines.insert(0, (engine.file, engine.bytes, "engine of this run"))
-    rows += [(name, count, what, count / full if full else None) for name, count, what in engines]
-    if (gpu := results.gpu_engine) is not None:
-        rows.append((f"gpu/engine/{gpu.file}", gpu.bytes, "engine for GPUs, built ahead of time", None))
-    return rows
-
-
 # The folder `deploy`
 
 
 def hand_off(session: Session, results: Results) -> list[str]:
-    """Write or refresh the folder of a finished run; return why that could not be, as warnings."""
+    """Write the deploy folder of a finished run; return why that failed, as warnings."""
     try:
-        _write(session, results, None)
+        _write_deploy(session, results, None)
     except UserError as error:  # the run is done, whatever lies in this folder
         return [str(error)]
     return []
 
 
 def refresh(folder: Path, results: Results) -> list[str]:
-    """Write the folder again after a bench changed its verdict; nothing where a run has none."""
+    """Write the deploy folder again after a bench changed the verdict, if the run has one."""
     if not (folder / DEPLOY / TOLD).is_file():
         return []
     return hand_off(Session(read_config(folder), folder), results)
 
 
 def deploy(folder: Path, out: Path | None = None) -> Path:
-    """Write the folder of a finished run again, or copies of its files elsewhere; return where it is.
+    """Write the deploy folder of a finished run again, or a copy elsewhere; return its path.
 
     Raises:
         UserError: no finished run, or as `write_deploy`.
@@ -421,42 +395,162 @@ def deploy(folder: Path, out: Path | None = None) -> Path:
         raise UserError(f"{folder} is not finished; run `qdqbench report {folder}`, which makes it")
     results = read_results(folder)
     with locked_folder(folder) if out is None else locked_for_reading(folder):
-        _write(session, results, out)
+        _write_deploy(session, results, out)
     return out or folder / DEPLOY
 
 
-def _write(session: Session, results: Results, out: Path | None) -> None:
+def _write_deploy(session: Session, results: Results, out: Path | None) -> None:
     results = cleaned(results)
-    verdict = run_verdict(results)
-    failed = "; ".join(verdict.failures) if verdict.state == "bad" else ""
-    lines = [*verdict.notes] if failed else [*verdict.failures, *verdict.notes]
-    write_deploy(session, results, RunVerdict(verdict.title, verdict.sentence, failed, lines), out)
+    said = verdict.run_verdict(results)
+    failed = "; ".join(said.failures) if said.state == "bad" else ""
+    lines = [*said.notes] if failed else [*said.failures, *said.notes]
+    write_deploy(session, results, RunVerdict(said.title, said.sentence, failed, lines), out)
 
 
-class Begin(NamedTuple):
-    """Where to begin with a folder of these."""
+class EntryPoint(NamedTuple):
+    """Folder `deploy`, what to know before its use, and the command to try it."""
 
     folder: str
-    mark: str  # what to know before; may be empty
+    warning: str
     command: str
 
     def __str__(self) -> str:
-        return f"{self.folder}; {self.mark}try it: {self.command}"
+        return f"{self.folder}; {self.warning}try it: {self.command}"
 
 
-def where_to_begin(folder: Path, called: Path = Path(DEPLOY)) -> Begin | None:
-    """Return the folder `deploy` of a run and the command to try it; None where there is none.
-
-    Args:
-        folder: of the run.
-        called: path of the other as a reader has it; the report stands beside it.
-    """
-    return begin_in(folder / DEPLOY, called) if (folder / DEPLOY / TOLD).is_file() else None
-
-
-def begin_in(place: Path, called: Path) -> Begin:
-    """Return where to begin with a folder that is there, wherever it is."""
+def where_to_begin(place: Path, called: Path) -> EntryPoint | None:
+    """Return how to begin with a folder `deploy`, called so for its reader; None where there is none."""
+    if not (place / TOLD).is_file():
+        return None
     about = files.read_json(place / TOLD)
-    mark = "" if about["ran"] else "the engine never ran; "
-    mark = "NOT FOR USE, the run failed; " if about["failed"] else mark
-    return Begin(str(called), mark, f"python {shlex.quote(str(called / about['script']))} {about['example']}")
+    warning = "" if about["ran"] else "the engine never ran; "
+    warning = "NOT FOR USE, the run failed; " if about["failed"] else warning
+    command = f"python {shlex.quote(str(called / about['script']))} {about['example']}"
+    return EntryPoint(str(called), warning, command)
+
+
+# A run up to a stage
+
+
+def stages_report(results: Results, folder: Path) -> Report:
+    """Report a run without a page on a terminal: its stages, its files, and what does not hold."""
+    table = table_of(
+        results.timings.items(),
+        ("stage", lambda pair: pair[0]),
+        ("result", lambda pair: stage_cell(results, pair[0])),
+        ("time", lambda pair: "unchanged" if pair[1].reused else seconds(pair[1].wall_s)),
+        on=SCREEN,
+    )
+    largest = sorted(results.files, key=lambda file: -file.bytes)
+    names = first([f"{file.name} {size(file.bytes)}" for file in largest], MOST_FILES, "there")
+    listed = f"{count_of(len(largest), 'file')} in {folder}: {', '.join(names)}"
+    failures = first([*map(issue_sentence, results.gate.failures)], 5, "the report")
+    blocks: list[Block] = [table, Prose(listed, on=SCREEN), Bullets(failures, "bad", SCREEN)]
+    title = model_label(str(results.model.get("name", "model")))
+    return Report(
+        page_of(results, "stages", title, [], RESULTS_FILE),
+        [Section("stages", "Stages", blocks, on=SCREEN)],
+        warnings=results.warnings,
+        notes=results.notes,
+    )
+
+
+def stage_cell(results: Results, name: str) -> Cell:
+    """Return the result of a stage in one line; empty where its files say it."""
+    scored = "fp32" if name == "baseline" else name
+    if reason := results.skipped.get(scored):
+        return Cell(f"skipped: {reason}", "unclear")
+    if scored in results.stages:
+        return Cell(_score_text(results.stages[scored]))
+    return Cell(STAGE_TEXTS[name](results) if name in STAGE_TEXTS else "")
+
+
+def _score_text(row: StageResult) -> str:
+    text = f"{verdict.headline(row)}, n = {row.n:,}"
+    if (versus := row.vs_fp32) is not None:
+        text += f"; against FP32 {verdict.delta_text(versus)}"
+        if versus.disagreements is not None:
+            text += f"; {versus.disagreements} of {versus.n:,} answers differ"
+    return text
+
+
+def _calibration_text(results: Results) -> str:
+    int8, calibration = len(results.quantized_layers), results.data["calibration"]
+    text = f"{int8} of {count_of(int8 + len(results.high_precision_layers), 'linear')} in INT8"
+    for modules, what in (
+        (results.quantized_attention, "attention"),
+        (results.quantized_residual, "residual"),
+    ):
+        text += f", {count_of(len(modules), what)}" if modules else ""
+    source = f"{count_of(calibration['samples'], 'sample')} of {calibration['split']}"
+    return f"{text}; scales by {calibration['method']} of {source}"
+
+
+def _training_text(results: Results) -> str:
+    training = results.training
+    assert training is not None
+    text = f"{training.steps} of {training.planned_steps} steps in {seconds(training.seconds)}"
+    if training.best_step == 0:
+        return f"{text}; the weights before training are the best"
+    return f"{text}; step {training.best_step} is the best"
+
+
+def _export_text(results: Results) -> str:
+    graphs = [row for row in results.files if row.fp32_ratio is not None]
+    sizes = ", ".join(f"{row.name} {row.fp32_ratio:.2f}" for row in graphs if row.fp32_ratio != 1)
+    return f"{count_of(len(graphs), 'ONNX file')}; of the size of FP32: {sizes}"
+
+
+def _check_text(results: Results) -> str:
+    counts = Counter((row.severity, row.code) for row in results.findings)
+    listed = ", ".join(f"{n} of {code} ({severity})" for (severity, code), n in counts.items())
+    return f"{count_of(len(results.findings), 'finding')}{': ' if listed else ''}{listed}"
+
+
+def _parity_text(results: Results) -> str:
+    parity = results.parity
+    assert parity is not None
+    if not parity.rows:
+        return "no tensor is quantized"
+    worst = verdict.worst_first(parity)[0]
+    agreeing = f"{sum(row.holds for row in parity.rows)} of {count_of(len(parity.rows), 'tensor')}"
+    return (
+        f"{agreeing} agree with ONNX Runtime; nearest to its limit, at {verdict.part_text(worst)}: "
+        f"{verdict.remark_of(worst)}; n = {parity.n}"
+    )
+
+
+def _engine_text(engine: EngineResult | None) -> str:
+    assert engine is not None
+    text = f"{engine.file} {size(engine.bytes)}, {label(engine.backend)} {engine.version}"
+    for count, expected, what in (
+        (engine.int8_gemms, engine.expected_int8_gemms, "GEMMs"),
+        (engine.attention_int8, engine.expected_attention_int8, "attentions"),
+        (engine.int8_residuals, engine.expected_int8_residuals, "residuals"),
+    ):
+        text += f"; {count} of {expected} {what} in INT8" if expected else ""
+    return f"{text}; ahead of time, not run" if engine.ahead_of_time else text
+
+
+def _verification_text(results: Results) -> str:
+    verified = results.verification
+    assert verified is not None
+    passing = f"{sum(row.holds for row in verified.blocks)} of {count_of(len(verified.blocks), 'block')}"
+    blocks = verified.blocks_not_checked or f"{passing} follow {label(verified.reference)}"
+    parts = (("padding", verified.padding), ("answers", verified.predictions))
+    bad = [name for name, part in parts if not part.holds]
+    rest = f"{' and '.join(bad)} do not hold" if bad else "padding and answers hold"
+    return f"{blocks}; {rest}; {count_of(len(verified.shapes), 'shape')}, n = {verified.predictions.n}"
+
+
+STAGE_TEXTS: dict[str, Callable[[Results], str]] = {
+    "embedded": lambda results: "a small BERT and its data",
+    "quantize": _calibration_text,
+    "qat": _training_text,
+    "export": _export_text,
+    "check": _check_text,
+    "parity": _parity_text,
+    "build": lambda results: _engine_text(results.engine),
+    "gpu_build": lambda results: _engine_text(results.gpu_engine),
+    "verify": _verification_text,
+}

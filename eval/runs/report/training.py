@@ -1,9 +1,8 @@
-"""What a training says: the report of a fine-tuning, the section on QAT of a run, and their curves."""
+"""The report of a fine-tuning, the section on QAT of a run, and their curves."""
 
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from qdqbench.eval.reporting import svg
 from qdqbench.eval.reporting.document import (
@@ -19,6 +18,7 @@ from qdqbench.eval.reporting.document import (
     Row,
     Section,
     State,
+    Table,
     Tile,
     Verdict,
     page_of,
@@ -28,7 +28,7 @@ from qdqbench.eval.reporting.document import (
 from qdqbench.eval.reporting.formats import cleaned, count_of, flat, label, model_label, seconds
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.report.verdict import metric_text
-from qdqbench.quantize.utils.results import Finetuning, LogRow, TrainingRun
+from qdqbench.quantize.utils.results import Finetuning, Spread, TrainingRun
 
 COLORS = (svg.BLUE, svg.ORANGE, svg.GREEN, svg.PURPLE, svg.SKY, svg.INK)
 # after six seeds: color alone is not enough
@@ -36,41 +36,85 @@ SEED_DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)))
 LEGEND_COLUMNS = 4  # a page's font may be wider than the one that matplotlib measures with
 MANY = 25  # points of a curve, above which they are not marked one by one
 NO_STEP = "No step was logged, so there is no curve."
+MEASURES = {
+    "distance": "distance from FP32's answers",
+    "hidden": "distance from FP32's hidden states",
+    "objective": "sum of the distances",
+}
 
 
 def write_finetuning(result: Finetuning, folder: Path) -> None:
-    """Write `finetune.md` and `finetune.html` (one file, no external request).
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
     write_report(finetuning_report(result), folder, "finetune")
 
 
 def finetuning_report(result: Finetuning) -> Report:
-    """Return what a fine-tuning shows: its seeds, their spread and their curves."""
     result = cleaned(result)
-    runs, names = result.runs, _metrics(result)
+    runs = result.runs
+    names = [*map(str, result.task.get("metrics") or []), *(name for run in runs for name in run.metrics)]
+    names = list(dict.fromkeys(names)) or ["metric"]  # the primary one first
+    done = [run for run in runs if run.status == "done"]
     failed = [run for run in runs if run.status == "failed"]
-    told = {f"seed {run.seed} failed: {run.reason}" for run in failed}
+    task = label(str(result.task.get("name", "task")))
     settings = [("seeds", ", ".join(str(run.seed) for run in runs))]
-    settings += [pair for pair in flat(runs[0].settings) if pair[0] != "seed"] if runs else []
-    inputs = [*flat(result.base, "base"), *flat(result.task, "task"), ("data", result.data), *_sizes(runs)]
+    inputs = [*flat(result.base, "base"), *flat(result.task, "task"), ("data", result.data)]
+    if runs:
+        settings += [pair for pair in flat(runs[0].settings) if pair[0] != "seed"]
+        inputs += [("training rows", f"{runs[0].rows:,}"), ("held-out rows", f"{runs[0].held_out:,}")]
+        if parameters := max(run.parameters for run in runs):
+            inputs.append(("parameters", f"{parameters:,}"))
     page = page_of(
         result,
         "fine-tuning",
         model_label(str(result.base.get("name", "encoder"))),
-        [label(str(result.task.get("name", "task")))],
+        [task],
         "finetune.json",
         facts={"Settings": settings, "Base, task and data": inputs},
     )
-    state: State = "good" if not failed else "unclear" if len(failed) < len(runs) else "bad"
+    state: State = "good" if not failed else "unclear" if done else "bad"
     title = {"good": "Trained", "unclear": "Some seeds failed"}.get(state, "Nothing was trained to its end")
-    spread = [row("mean", *(_spread(result, name) for name in names), "")]
+    tiles = [
+        Tile(label(name), f"{at.mean:.4f}", "one seed" if at.sd is None else f"mean, sd {at.sd:.4f}")
+        for name, at in result.spread.items()
+    ]
+    total = seconds(sum(run.seconds for run in done))
+    tiles.append(Tile("time in steps", total, f"of {len(done)} of {count_of(len(runs), 'seed')}"))
+    notes = [*result.notes, *(f"Seed {run.seed}: {line}" for run in runs for line in run.notes)]
+    quiet = [Prose(line, "quiet") for line in [*_explanation(result), *notes]]
+    told = {f"seed {run.seed} failed: {run.reason}" for run in failed}
+    return Report(
+        page,
+        [
+            Section("seeds", "Seeds", [_seeds_table(result, names), *quiet]),
+            Section("curves", "Curves", [*curve_blocks(runs)]),
+        ],
+        verdict=Verdict(state, title, _headline(result, names[0])),
+        tiles=tiles,
+        warnings=[line for line in result.warnings if line not in told],
+    )
+
+
+def _seeds_table(result: Finetuning, names: list[str]) -> Table:
+    runs = result.runs
+
+    def seed_cell(run: TrainingRun) -> Cell:
+        best = run.seed == result.best_seed
+        return Cell(str(run.seed), note="best" if best else "", short=f"{run.seed} *" if best else None)
+
+    def failed_row(run: TrainingRun) -> Row | None:
+        if run.status != "failed":
+            return None
+        return row(run.seed, Cell(f"failed: {_reason(run)}", "bad", short="failed"))  # the verdict says why
+
+    def spread_text(spread: Spread | None) -> str:
+        if spread is None:
+            return ""
+        return f"{spread.mean:.4f}" + ("" if spread.sd is None else f" sd {spread.sd:.4f}")
+
+    spread = [row("mean", *(spread_text(result.spread.get(name)) for name in names), "")]
     at = 1 + len(names)  # of the column of samples
-    table = table_of(
+    return table_of(
         runs,
-        ("seed", partial(_seed_cell, result)),
+        ("seed", seed_cell),
         *((label(name), partial(_value, name)) for name in names),
         ("samples", lambda run: f"{run.n:,}"),
         (f"held-out {labelled_measure(score_name(runs))}", lambda run: _held_out(run, run.best_step)),
@@ -81,28 +125,57 @@ def finetuning_report(result: Finetuning) -> Report:
         ("trained on", _place),
         ("stopped", lambda run: run.stopped or "at the end"),
         chosen=lambda run: run.seed == result.best_seed,
-        instead=_failed_row,
+        instead=failed_row,
         look="full cards",
         foot=spread if len(runs) > 1 and result.spread else [],
         screen=[*range(at), *(at + column for column in (2, 3, 4, 5))],  # what fits with two metrics
         on=EVERYWHERE,
     )
-    notes = [*result.notes, *(f"Seed {run.seed}: {line}" for run in runs for line in run.notes)]
-    quiet = [*_explanation(result), *notes]
-    return Report(
-        page,
-        [
-            Section("seeds", "Seeds", [table, *(Prose(line, "quiet") for line in quiet)]),
-            Section("curves", "Curves", [*curve_blocks(runs)]),
-        ],
-        verdict=Verdict(state, title, training_headline(result)),
-        tiles=_tiles(result),
-        warnings=[line for line in result.warnings if line not in told],
-    )
+
+
+def _headline(result: Finetuning, metric: str) -> str:
+    task = label(str(result.task.get("name", "task")))
+    done = [run for run in result.runs if run.status == "done"]
+    failed = [run for run in result.runs if run.status == "failed"]
+    reasons = ", ".join(f"seed {run.seed} ({_reason(run)})" for run in failed)
+    if not done:
+        return f"No seed of {len(failed)} was trained to its end: {reasons}."
+    spread = result.spread.get(metric)
+    if spread is None:
+        clauses = [f"{task}: {count_of(len(done), 'seed')} trained, {label(metric)} was not measured"]
+    elif spread.sd is None:
+        where = f"(one seed, so no spread; {done[0].n} validation samples)"
+        clauses = [f"{task} {label(metric)} {_value(metric, done[0])} {where}"]
+    else:
+        clauses = [
+            f"{task} {label(metric)} {spread.mean:.4f} on average over {spread.n} seeds, standard deviation "
+            f"{spread.sd:.4f} ({done[0].n} validation samples)"
+        ]
+    best = next((run for run in done if run.seed == result.best_seed), None)
+    if best is not None and len(result.runs) > 1:
+        clauses.append(f"best on its held-out rows: seed {best.seed}, {_value(metric, best)} on validation")
+    if failed:
+        clauses.append(f"{len(failed)} of {len(result.runs)} seeds FAILED: {reasons}")
+    return "; ".join(clauses) + "."
+
+
+def _explanation(result: Finetuning) -> list[str]:
+    chosen = labelled_measure(score_name(result.runs))
+    where = next((run.folder for run in result.runs if run.seed == result.best_seed), None)
+    return [
+        "Metrics are of the validation split, which no training saw; ± is one standard error over its "
+        "samples, the standard deviation is over seeds.",
+        f"Held-out rows are a draw from the train split, another one for each seed. Their {chosen} chooses "
+        "the step whose weights are kept (best step), and the best seed: never the validation split. It "
+        "flatters the model, being the best of several looks.",
+        "Time and samples/s are of the optimizer steps alone, of all processes together, without evaluations "
+        "and checkpoints.",
+        *([f"The model of the best seed is in {where}."] if where else []),
+    ]
 
 
 def training_blocks(run: TrainingRun | None) -> list[Block]:
-    """Return QAT as the report of its run shows it; empty where there was none."""
+    """Return QAT as the report of its run shows it."""
     if run is None:
         return []
     measure = labelled_measure(score_name([run]))
@@ -138,99 +211,11 @@ def training_blocks(run: TrainingRun | None) -> list[Block]:
     ]
 
 
-def _seed_cell(result: Finetuning, run: TrainingRun) -> Cell:
-    best = run.seed == result.best_seed
-    return Cell(str(run.seed), note="best" if best else "", short=f"{run.seed} *" if best else None)
-
-
-def _failed_row(run: TrainingRun) -> Row | None:
-    if run.status != "failed":
-        return None
-    return row(run.seed, Cell(f"failed: {_reason(run)}", "bad", short="failed"))  # the verdict says why
-
-
-def training_headline(result: Finetuning) -> str:
-    """Return the outcome in one sentence."""
-    task, metric = label(str(result.task.get("name", "task"))), _metrics(result)[0]
-    done = [run for run in result.runs if run.status == "done"]
-    failed = [run for run in result.runs if run.status == "failed"]
-    reasons = ", ".join(f"seed {run.seed} ({_reason(run)})" for run in failed)
-    if not done:
-        return f"No seed of {len(failed)} was trained to its end: {reasons}."
-    spread = result.spread.get(metric)
-    if spread is None:
-        clauses = [f"{task}: {count_of(len(done), 'seed')} trained, {label(metric)} was not measured"]
-    elif spread.sd is None:
-        where = f"(one seed, so no spread; {done[0].n} validation samples)"
-        clauses = [f"{task} {label(metric)} {_value(metric, done[0])} {where}"]
-    else:
-        clauses = [
-            f"{task} {label(metric)} {spread.mean:.4f} on average over {spread.n} seeds, standard deviation "
-            f"{spread.sd:.4f} ({done[0].n} validation samples)"
-        ]
-    best = next((run for run in done if run.seed == result.best_seed), None)
-    if best is not None and len(result.runs) > 1:
-        clauses.append(f"best on its held-out rows: seed {best.seed}, {_value(metric, best)} on validation")
-    if failed:
-        clauses.append(f"{len(failed)} of {len(result.runs)} seeds FAILED: {reasons}")
-    return "; ".join(clauses) + "."
-
-
-def _tiles(result: Finetuning) -> list[Tile]:
-    done = [run for run in result.runs if run.status == "done"]
-    tiles = [
-        Tile(label(name), f"{at.mean:.4f}", "one seed" if at.sd is None else f"mean, sd {at.sd:.4f}")
-        for name, at in result.spread.items()
-    ]
-    total = seconds(sum(run.seconds for run in done))
-    return [*tiles, Tile("time in steps", total, f"of {len(done)} of {count_of(len(result.runs), 'seed')}")]
-
-
-def _metrics(result: Finetuning) -> list[str]:
-    """Return every metric that was measured, the primary one first."""
-    asked = [str(name) for name in result.task.get("metrics") or []]
-    measured = [name for run in result.runs for name in run.metrics]
-    return list(dict.fromkeys([*asked, *measured])) or ["metric"]
-
-
-def _explanation(result: Finetuning) -> list[str]:
-    chosen = labelled_measure(score_name(result.runs))
-    where = next((run.folder for run in result.runs if run.seed == result.best_seed), None)
-    lines = [
-        "Metrics are of the validation split, which no training saw; ± is one standard error over its "
-        "samples, the standard deviation is over seeds.",
-        f"Held-out rows are a draw from the train split, another one for each seed. Their {chosen} chooses "
-        "the step whose weights are kept (best step), and the best seed: never the validation split. It "
-        "flatters the model, being the best of several looks.",
-        "Time and samples/s are of the optimizer steps alone, of all processes together, without evaluations "
-        "and checkpoints.",
-    ]
-    if where:
-        lines.append(f"The model of the best seed is in {where}.")
-    return lines
-
-
-def _sizes(runs: list[TrainingRun]) -> list[tuple[str, str]]:
-    if not runs:
-        return []
-    run = runs[0]
-    rows = [("training rows", f"{run.rows:,}"), ("held-out rows", f"{run.held_out:,}")]
-    known = max(run.parameters for run in runs)
-    return [*rows, ("parameters", f"{known:,}")] if known else rows
-
-
-def _spread(result: Finetuning, name: str) -> str:
-    if (spread := result.spread.get(name)) is None:
-        return ""
-    return f"{spread.mean:.4f}" + ("" if spread.sd is None else f" sd {spread.sd:.4f}")
-
-
 def _value(name: str, run: TrainingRun) -> str:
     return metric_text(run, name) or "not measured"
 
 
 def _held_out(run: TrainingRun, step: int) -> str:
-    """Return the measure that chooses the weights, of those at a step."""
     value = dict(points_of(run, score_name([run]))).get(step)
     if value is None:
         return ""
@@ -259,7 +244,7 @@ def curve_blocks(runs: list[TrainingRun]) -> list[Block]:
     if not any(run.log for run in runs):
         return [Prose(NO_STEP, "quiet")]
     chosen = score_name(runs)
-    others = dict.fromkeys(name for run in runs for each in run.log for name in each.values)
+    others = dict.fromkeys(name for run in runs for line in run.log for name in line.values)
     draws = [partial(curves_svg, runs, "training-loss", "training loss", None)]
     for number, name in enumerate([chosen, *(name for name in others if name != chosen)]):
         remark = " (chooses the weights)" if name == chosen else ""
@@ -269,91 +254,64 @@ def curve_blocks(runs: list[TrainingRun]) -> list[Block]:
 
 
 def labelled_measure(name: str) -> str:
-    """Return what people call a held-out measure."""
-    known = {
-        "distance": "distance from FP32's answers",
-        "hidden": "distance from FP32's hidden states",
-        "objective": "sum of the distances",
-    }
-    return known.get(name, label(name))
+    return MEASURES.get(name, label(name))
 
 
 def score_name(runs: list[TrainingRun]) -> str:
     """Return the held-out measure that the score is, with either sign; "score" when it is none."""
-    rows = [row for run in runs for row in run.log if row.score is not None]
-    for name in rows[0].values if rows else ():
-        found = [(row.values.get(name, math.nan), row.score or 0.0) for row in rows]
-        if all(value == score for value, score in found) or all(value == -score for value, score in found):
+    lines = [line for run in runs for line in run.log if line.score is not None]
+    for name in lines[0].values if lines else ():
+        pairs = [(line.values.get(name, math.nan), line.score or 0.0) for line in lines]
+        if any(all(value == sign * score for value, score in pairs) for sign in (1, -1)):
             return name
     return "score"
 
 
 def points_of(run: TrainingRun, name: str | None) -> list[tuple[int, float]]:
-    """Return step and value of a held-out measure, or of the training loss (None); only what is a number."""
-
-    def value(row: LogRow) -> float | None:
-        if name is None:
-            return row.loss
-        return row.score if name == "score" else row.values.get(name)
-
-    found = [(row.step, value(row)) for row in run.log]
-    return [(step, number) for step, number in found if number is not None and math.isfinite(number)]
+    """Return finite (step, value) pairs of a held-out measure, or of the training loss (None)."""
+    if name is None:
+        values = [line.loss for line in run.log]
+    else:
+        values = [line.score if name == "score" else line.values.get(name) for line in run.log]
+    points = zip((line.step for line in run.log), values, strict=True)
+    return [(step, value) for step, value in points if value is not None and math.isfinite(value)]
 
 
 def curves_svg(runs: list[TrainingRun], identity: str, title: str, name: str | None) -> str:
     """Draw one measure over the steps, a line per seed, a star where the weights that were kept are."""
-    drawn = [(number, run, points_of(run, name)) for number, run in enumerate(runs)]
-    drawn = [line for line in drawn if line[2]]
-    if not drawn:
+    curves = [(number, run, points_of(run, name)) for number, run in enumerate(runs)]
+    curves = [curve for curve in curves if curve[2]]
+    if not curves:
         return ""
     several = len(runs) > 1
-    rows = -(-(len(drawn) + 1) // LEGEND_COLUMNS) if several else 1
+    rows = -(-(len(curves) + 1) // LEGEND_COLUMNS) if several else 1
     figure = svg.figure_of(2.3 + 0.17 * rows)
     axes = figure.add_subplot()
-    for number, run, points in drawn:
-        _line(axes, number, run, points, several=several)
-    best = [(run, dict(points).get(run.best_step)) for _, run, points in drawn]
+    for number, run, points in curves:
+        failed = ", failed" if run.status == "failed" else ""
+        axes.plot(
+            *zip(*points, strict=True),
+            color=COLORS[number % len(COLORS)],
+            linestyle=SEED_DASHES[number // len(COLORS) % len(SEED_DASHES)],
+            linewidth=1.2,
+            marker="o" if len(points) <= MANY else None,
+            markersize=2.6,
+            label=f"seed {run.seed}{failed}" if several else None,
+        )
+    best = [(run, dict(points).get(run.best_step)) for _, run, points in curves]
     stars = [(run.best_step, height) for run, height in best if run.status == "done" and height is not None]
     if stars:
-        axes.scatter(
-            *zip(*stars, strict=True),
-            marker="*",
-            s=95,
-            color=svg.VERMILLION,
-            edgecolors="white",
-            linewidths=0.5,
-            zorder=4,
-            label="weights kept",
-        )
-    if name is not None and not several and drawn[0][2][0][0] == 0:
-        start = drawn[0][2][0][1]
-        axes.axhline(
-            start, color=svg.MUTED, linestyle=(0, (4, 2)), linewidth=1, label="before training (PTQ)"
-        )
-    _axes(axes, [value for *_, points in drawn for _, value in points], loss=name is None)
-    svg.dress(axes, title)
-    svg.legend(figure, LEGEND_COLUMNS if several else 3)
-    return svg.svg_of(figure, identity, f"{title} by step")
-
-
-def _line(
-    axes: Any, number: int, run: TrainingRun, points: list[tuple[int, float]], *, several: bool
-) -> None:
-    failed = ", failed" if run.status == "failed" else ""
-    axes.plot(
-        *zip(*points, strict=True),
-        color=COLORS[number % len(COLORS)],
-        linestyle=SEED_DASHES[number // len(COLORS) % len(SEED_DASHES)],
-        linewidth=1.2,
-        marker="o" if len(points) <= MANY else None,
-        markersize=2.6,
-        label=f"seed {run.seed}{failed}" if several else None,
-    )
-
-
-def _axes(axes: Any, values: list[float], *, loss: bool) -> None:
-    if loss and min(values) > 0 and max(values) > 50 * min(values):
+        star = {"marker": "*", "s": 95, "color": svg.VERMILLION, "edgecolors": "white", "linewidths": 0.5}
+        axes.scatter(*zip(*stars, strict=True), **star, zorder=4, label="weights kept")
+    if name is not None and not several and curves[0][2][0][0] == 0:
+        start = {"color": svg.MUTED, "linestyle": (0, (4, 2)), "linewidth": 1}
+        axes.axhline(curves[0][2][0][1], **start, label="before training (PTQ)")
+    values = [value for *_, points in curves for _, value in points]
+    if name is None and min(values) > 0 and max(values) > 50 * min(values):
         svg.log_scale(axes)
     axes.margins(x=0.02, y=0.1)
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=8)
     axes.set_xlabel("optimizer step")
+    svg.dress(axes, title)
+    svg.legend(figure, LEGEND_COLUMNS if several else 3)
+    return svg.svg_of(figure, identity, f"{title} by step")

@@ -11,16 +11,12 @@ from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, Comparison, Gat
 from qdqbench.quantize.utils.results import Results, StageResult, TrainingRun
 from qdqbench.quantize.utils.speedup import Speedup
 
-STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear
+GATE_STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear
 MEASURES = {"codes": "codes that differ", "step": "largest step", "output": "error of the output"}
 
 
 def run_verdict(results: Results) -> Verdict:
-    """Return what a reader must know first, made from the numbers alone.
-
-    It is good only where everything that the gate asks was judged and holds. It is bad where the gate or
-    another check fails. Its notes are what is open, what holds within noise, and what was not done.
-    """
+    """Return the verdict: good where all that the gate asks was judged and holds, bad where a check fails."""
     gate = results.gate
     checks = _failed_checks(results)
     clauses = [*_int8(results), accuracy_clause(results)]
@@ -28,20 +24,19 @@ def run_verdict(results: Results) -> Verdict:
         clauses.append(qat_clause(results))
     if (smaller := quantized_file(results)) is not None:
         clauses.append(f"ONNX file {smaller[1]:.2f} of FP32")
-    clauses.append(speed_clause(results))
-    clauses.append(
-        {"passed": "gate passed", "failed": "gate FAILED"}.get(
-            gate.state, f"gate: {gate.state.replace('_', ' ')}"
-        )
-    )
+    clauses.append(_speed_clause(results.speed))
+    states = {"passed": "gate passed", "failed": "gate FAILED"}
+    clauses.append(states.get(gate.state) or f"gate: {gate.state.replace('_', ' ')}")
     sentence = "; ".join(clauses) + "."
+    failures = [*map(issue_sentence, gate.failures), *checks]
+    if not failures and not gate.passed:
+        failures = ["the gate gives no reason"]
     issues = [*gate.having("inconclusive", "not_evaluated"), *gate.having("within_noise")]
     return Verdict(
-        state="bad" if checks else STATES.get(gate.state, "unclear"),
+        state="bad" if checks else GATE_STATES.get(gate.state, "unclear"),
         title=_title(results, checks),
         sentence=sentence[0].upper() + sentence[1:],
-        failures=[*map(issue_sentence, gate.failures), *checks]
-        or ([] if gate.passed else ["the gate gives no reason"]),
+        failures=failures,
         notes=[*map(issue_sentence, issues), *_not_done(results)],
     )
 
@@ -61,22 +56,21 @@ def _title(results: Results, checks: list[str]) -> str:
     return "Nothing fails, but not all was judged"
 
 
-def speed_clause(results: Results) -> str:
-    """Return the cell with the least speed-up and the one with the largest, as the run's bench has them."""
-    if not results.speed:
+def _speed_clause(speed: list[Speedup]) -> str:
+    """Name the configs with the lowest and the highest speed-up."""
+    if not speed:
         return "speed unknown until `qdqbench bench RUN`"
-    ordered = sorted(results.speed, key=lambda row: row.value)
-    said = [_speed_text(row) for row in ([ordered[0], ordered[-1]] if len(ordered) > 1 else ordered)]
-    return "INT8 " + " and ".join(said)
+    ordered = sorted(speed, key=lambda row: row.value)
+    return "INT8 " + " and ".join(map(_speed_text, [ordered[0], ordered[-1]][: len(ordered)]))
 
 
 def _speed_text(row: Speedup) -> str:
-    if row.verdict == "inconclusive":
-        spread = f"{row.value:.2f}x, [{row.ci95_low:.2f}, {row.ci95_high:.2f}]"
-        return f"not told apart from {row.baseline} at {row.config} ({spread})"
     if row.verdict == "slower":
         return f"SLOWER than {row.baseline} at {row.config} ({row.value:.2f}x)"
-    return f"{row.value:.2f}x as fast as {row.baseline} at {row.config}"
+    text = f"{row.value:.2f}x as fast as {row.baseline} at {row.config}"
+    if row.verdict == "inconclusive":
+        text += f" (95% CI [{row.ci95_low:.2f}, {row.ci95_high:.2f}], inconclusive)"
+    return text
 
 
 def _int8(results: Results) -> list[str]:
@@ -101,9 +95,8 @@ def _int8(results: Results) -> list[str]:
         built = f"{label(gpu.backend)} engine for GPUs, built ahead of time"
         clauses.append(f"INT8 in {gpu.int8_gemms} of {gpu.expected_int8_gemms} in the {built}")
     if engine.expected_attention_int8:
-        clauses.append(
-            f"INT8 attention in {engine.attention_int8} of {engine.expected_attention_int8} layers"
-        )
+        attentions = f"{engine.attention_int8} of {engine.expected_attention_int8}"
+        clauses.append(f"INT8 attention in {attentions} layers")
     if engine.expected_int8_residuals:
         clauses.append(f"INT8 residuals in {engine.int8_residuals} of {engine.expected_int8_residuals}")
     return clauses
@@ -116,7 +109,6 @@ def last_measured(results: Results) -> tuple[str, StageResult] | None:
 
 
 def accuracy_clause(results: Results) -> str:
-    """Return accuracy of the last scored stage against FP32."""
     task = label(str(results.task.get("name", "task")))
     if (last := last_measured(results)) is None:
         return f"{task} was not scored in any stage"
@@ -132,7 +124,6 @@ def accuracy_clause(results: Results) -> str:
 
 
 def qat_clause(results: Results) -> str:
-    """Return what training won back of what PTQ lost, or lost itself."""
     stages, gain = results.stages, results.qat_vs_ptq
     ptq, qat = stages.get("ptq"), stages.get("fake_quant")
     if ptq is None or qat is None or ptq.vs_fp32 is None or qat.vs_fp32 is None:
@@ -187,66 +178,56 @@ def _failed_checks(results: Results) -> list[str]:
 
 
 def quantized_file(results: Results) -> tuple[str, float, int] | None:
-    """Return name, size ratio and bytes of the run's INT8 file, or of its FP16 twin where it has none."""
+    """Return name, size ratio and bytes of the INT8 file, or of its FP16 twin where there is none."""
     ratios = [(row.name, row.fp32_ratio, row.bytes) for row in results.files if row.fp32_ratio is not None]
     others = [row for row in ratios if "int8" in row[0]] or [row for row in ratios if "fp32" not in row[0]]
     return next(iter(others), None)
 
 
 def metric_text(row: StageResult | TrainingRun, metric: str) -> str:
-    """Return a metric with its standard error; empty where it was not measured."""
     return with_error(row.metrics[metric], row.stderr.get(metric)) if metric in row.metrics else ""
 
 
 def headline(row: StageResult) -> str:
-    """Return every metric of a stage."""
     return ", ".join(f"{label(metric)} {metric_text(row, metric)}" for metric in row.metrics)
 
 
 def delta_of(versus: Comparison, metric: str) -> str:
-    """Return the difference of a metric with its paired error."""
     return with_error(versus.delta[metric], versus.delta_stderr.get(metric), "+.4f")
 
 
 def delta_text(versus: Comparison) -> str:
-    """Return the difference of the primary metric, and whether it is within noise."""
     return f"{delta_of(versus, next(iter(versus.delta)))}, {noise_text(versus)}"
 
 
 def differing_text(versus: Comparison) -> str:
-    """Return how many answers differ; empty for answers that only move."""
     return "" if versus.disagreements is None else f"{versus.disagreements} of {versus.n}"
 
 
 def noise_text(versus: Comparison) -> str:
-    """Return whether the difference is within noise."""
     return "within noise" if versus.within_noise else "beyond noise"
 
 
 def stage_name(results: Results, name: str) -> str:
-    """Return the name of a stage; where QAT ran, fake-quant is its model."""
     return "QAT fake-quant" if name == "fake_quant" and results.trained else label(name)
 
 
 def stage_label(results: Results, name: str) -> str:
-    """Return the name of a stage, with the backend of the engine."""
     backend = f" ({label(results.engine.backend)})" if name == "engine" and results.engine else ""
     return stage_name(results, name) + backend
 
 
 def worst_first(parity: Parity | None) -> list[ParityRow]:
-    """Return tensors by how much of their nearest limit they use."""
     rows = parity.rows if parity else []
     return sorted(rows, key=lambda row: -row.nearest[0])
 
 
 def part_text(row: ParityRow) -> str:
-    """Return the part of its nearest limit that a tensor uses."""
     return f"{row.nearest[0]:.0%}"
 
 
 def nearest_text(row: ParityRow) -> str:
-    """Return what a tensor is nearest to, its figure and its limit: `codes that differ: 0.229% of 0.500%`."""
+    """Return the figure and the limit that a tensor is nearest to: `codes that differ: 0.229% of 0.500%`."""
     measure = row.nearest[1]
     values = {
         "codes": f"{row.share:.3%} of {row.limit:.3%}",
@@ -257,6 +238,5 @@ def nearest_text(row: ParityRow) -> str:
 
 
 def remark_of(row: ParityRow) -> str:
-    """Return the same with its place: `layer 3 output, codes that differ: 0.229% of 0.500%`."""
     layer, kind = place(row.name)
     return f"{kind if layer is None else f'layer {layer} {kind}'}, {nearest_text(row)}"

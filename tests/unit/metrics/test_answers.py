@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from qdqbench.eval.metrics.answers import (
     FILE,
     PairedAnswers,
-    answered,
     compare_classes,
-    differing,
+    find_changed,
     list_changed_answers,
+    predict_answers,
 )
 from qdqbench.quantize.tasks.task import EMBED, TOKEN_TASK, get_task, with_classes
 from qdqbench.quantize.tasks.types.tokens import Tagged
@@ -115,7 +115,7 @@ def test_the_error_of_a_class_is_that_of_paired_samples(lost, won, same):
 
 
 def test_a_class_without_samples_has_no_recall(sentences):
-    both = beside(SST2, sentences.fp32, sentences.made, np.zeros(4, dtype=np.int64), sentences.names)
+    both = beside(SST2, sentences.fp32, sentences.answers, np.zeros(4, dtype=np.int64), sentences.names)
     row = compare_classes(both).rows[1]
     assert (row.n, row.fp32, row.recall, row.delta) == (0, None, None, None)
 
@@ -140,22 +140,24 @@ def test_words_of_one_sentence_go_together(tmp_path):
 @given(st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30)), min_size=1, max_size=20))
 def test_margin_is_the_distance_of_the_two_probabilities(rows):
     logits = np.array(rows, dtype=np.float32)
-    found = answered(get_task("sst2"), logits, np.zeros(len(rows), dtype=np.int64), ["no", "yes"])
+    found = predict_answers(get_task("sst2"), logits, np.zeros(len(rows), dtype=np.int64), ["no", "yes"])
     assert found.margin == pytest.approx(np.tanh(np.abs(np.diff(logits.astype(np.float64))[:, 0]) / 2))
     assert [found.word(n) for n in range(len(rows))] == ["yes" if b > a else "no" for a, b in logits]
 
 
 def test_answers_that_flipped():
     task, labels = get_task("sst2"), np.array([0, 1, 1])
-    before = answered(task, np.array([[2, 1], [0, 1], [5, 1]], dtype=np.float32), labels, ["no", "yes"])
-    after = answered(task, np.array([[1, 2], [0, 9], [5, 1]], dtype=np.float32), labels, ["no", "yes"])
-    assert differing(before, after).tolist() == [0]
+    before = predict_answers(
+        task, np.array([[2, 1], [0, 1], [5, 1]], dtype=np.float32), labels, ["no", "yes"]
+    )
+    after = predict_answers(task, np.array([[1, 2], [0, 9], [5, 1]], dtype=np.float32), labels, ["no", "yes"])
+    assert find_changed(before, after).tolist() == [0]
     assert before.right.tolist() == [True, True, False]
 
 
 def test_scores_are_words_and_never_flip():
     task, labels = get_task("stsb"), np.array([1.0, 2.0], dtype=np.float32)
-    before = answered(task, np.array([[1.25], [2]], dtype=np.float32), labels, ["LABEL_0"])
-    after = answered(task, np.array([[3], [4]], dtype=np.float32), labels, ["LABEL_0"])
+    before = predict_answers(task, np.array([[1.25], [2]], dtype=np.float32), labels, ["LABEL_0"])
+    after = predict_answers(task, np.array([[3], [4]], dtype=np.float32), labels, ["LABEL_0"])
     assert (before.word(0), before.margin, before.right) == ("1.25", None, None)
-    assert not len(differing(before, after))
+    assert not len(find_changed(before, after))

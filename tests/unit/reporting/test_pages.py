@@ -11,7 +11,7 @@ import pytest
 from qdqbench.eval.bench.report import write_bench_reports
 from qdqbench.eval.bench.results import write_bench
 from qdqbench.eval.reporting.render import write_report
-from qdqbench.eval.runs.compare.report import write_comparison
+from qdqbench.eval.runs.comparison import write_comparison
 from qdqbench.eval.runs.report.report import write_reports
 from qdqbench.eval.runs.report.training import write_finetuning
 from qdqbench.eval.selection.auto.report import write_auto

@@ -18,7 +18,7 @@ from qdqbench.cli.run import print_results
 from qdqbench.eval.bench.report import bench_of, bench_report
 from qdqbench.eval.bench.results import Bench, BenchRow, write_bench
 from qdqbench.eval.reporting.document import Block, Cell, Columns, Fold, Report, Table
-from qdqbench.eval.runs.compare.report import comparison_report
+from qdqbench.eval.runs.comparison import comparison_report
 from qdqbench.eval.runs.gate import judge_speed
 from qdqbench.eval.runs.report.report import refresh_reports, run_report, too_slow
 from qdqbench.eval.selection.search.report import search_report
@@ -37,12 +37,11 @@ from ..runs.report import test_report as runs
 
 MODULES = [
     "eval.runs.gate",
-    "eval.runs.report.effects",
-    "eval.runs.report.proof",
     "eval.runs.report.report",
+    "eval.runs.report.sections",
     "eval.runs.report.training",
     "eval.runs.report.verdict",
-    "eval.runs.compare.report",
+    "eval.runs.comparison",
     "eval.bench.report",
     "eval.selection.search.report",
     "eval.verification.checks",

@@ -14,7 +14,7 @@ from rich.console import Console
 from qdqbench.eval.bench.report import bench_report
 from qdqbench.eval.bench.results import Bench, read_bench
 from qdqbench.eval.reporting.render import render_screen
-from qdqbench.eval.runs.compare.report import comparison_report
+from qdqbench.eval.runs.comparison import comparison_report
 from qdqbench.eval.runs.report.report import run_report
 from qdqbench.eval.runs.report.training import finetuning_report
 from qdqbench.eval.runs.study import Study, study_report

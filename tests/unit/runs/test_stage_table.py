@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from qdqbench.eval.reporting.render import render_screen
 from qdqbench.eval.runs.gate import issue_sentence, judge_stages
-from qdqbench.eval.runs.stage_table import stage_text, stages_report
-from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity, ParityRow
+from qdqbench.eval.runs.report.report import stage_cell, stages_report
+from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity
 from qdqbench.quantize.utils.results import (
     EngineResult,
     FileRow,
@@ -20,10 +21,11 @@ from qdqbench.quantize.utils.results import (
     Results,
     StageResult,
     Timing,
-    TrainingRun,
 )
 
 from ...support.records import comparison, engine_result
+from .report.test_report import parity_of, parity_row
+from .report.test_training_report import run_of as training_run
 
 
 def partial_results(*stages: str, failures: Sequence[str] = (), **fields) -> Results:
@@ -32,15 +34,8 @@ def partial_results(*stages: str, failures: Sequence[str] = (), **fields) -> Res
         name: Timing(wall_s=12.3, cpu_s=20.5, peak_rss_bytes=1, reused=number == 0)
         for number, name in enumerate(stages)
     }
-    about = {
-        "created": "",
-        "command": "",
-        "recipe": {},
-        "model": {},
-        "task": {},
-        "seed": 0,
-        "environment": {},
-    }
+    about: dict[str, Any] = dict.fromkeys(("created", "command"), "") | {"seed": 0}
+    about |= {name: {} for name in ("recipe", "model", "task", "environment")}
     issues = [GateIssue(code="verification", state="failed", detail=text) for text in failures]
     gate = Gate(passed=not issues, max_drop=0.01, issues=issues)
     given = {"data": {}, "warnings": [], "gate": gate, "timings": timings, "until": stages[-1]}
@@ -55,20 +50,7 @@ def engine(**changes) -> EngineResult:
 
 
 def parity(differing: int) -> Parity:
-    rows = [
-        ParityRow(name="a", int8_values=1000, differing=0, max_step=0, output_rel_error=0.001),
-        ParityRow(name="b", int8_values=1000, differing=differing, max_step=1, output_rel_error=0.001),
-    ]
-    passed = all(row.holds for row in rows)
-    return Parity(
-        n=64,
-        padded=True,
-        rows=rows,
-        logits_max_abs_diff=0.1,
-        limit_fraction=0.005,
-        limit_step=1,
-        passed=passed,
-    )
+    return parity_of([parity_row("a", 1000, 0, 0, 0.001), parity_row("b", 1000, differing, 1, 0.001)])
 
 
 CALIBRATED = {
@@ -84,19 +66,8 @@ SCORED = StageResult(
     n=1200,
     vs_fp32=comparison({"accuracy": -0.01}, 0.002, n=1200, disagreements=31),
 )
-TRAINED = TrainingRun(
-    seed=0,
-    status="done",
-    settings={},
-    precision="fp32",
-    device="CPU",
-    processes=1,
-    rows=100,
-    held_out=10,
-    steps=90,
-    planned_steps=100,
-    best_step=50,
-    seconds=61.0,
+TRAINED = training_run(0).model_copy(
+    update={"steps": 90, "planned_steps": 100, "best_step": 50, "seconds": 61.0}
 )
 
 
@@ -143,7 +114,7 @@ TRAINED = TrainingRun(
     ],
 )  # fmt: skip
 def test_a_stage_says_what_it_made(stage, fields, text):
-    assert stage_text(partial_results(stage, **fields), stage) == text
+    assert stage_cell(partial_results(stage, **fields), stage).text == text
 
 
 def test_every_stage_has_a_row_and_names_are_no_markup():

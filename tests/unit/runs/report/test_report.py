@@ -34,6 +34,7 @@ from qdqbench.quantize.utils.results import (
     Timing,
     Verification,
 )
+from qdqbench.quantize.utils.speedup import Speedup
 
 from ....support.pages import HOSTILE, Page, offline, plain
 from ....support.records import comparison, engine_result, speedup
@@ -77,18 +78,44 @@ def kernels(layer: int, prefix: str) -> list[LayerRow]:
 
 def engine(layers: int, prefix: str) -> EngineResult:
     table = [row for layer in range(layers) for row in kernels(layer, prefix)]
+    half: dict[str, Any] = {name: ["Half"] for name in ("inputs", "constants", "outputs")}
     for node in ("/bert/pooler/dense/Gemm", "/classifier/Gemm"):
-        table.append(
-            LayerRow(
-                name="__myl_FcAddTanh_myl0_6",
-                kind="runtime_fusion",
-                onnx=[node],
-                inputs=["Half"],
-                constants=["Half"],
-                outputs=["Half"],
-            )
-        )
+        table.append(LayerRow(name="__myl_FcAddTanh_myl0_6", kind="runtime_fusion", onnx=[node], **half))
     return engine_result(6 * layers, attention_fused=layers, layers=table)
+
+
+def built(**changes: Any) -> EngineResult:
+    return engine(6, "bert.encoder").model_copy(update=changes)
+
+
+def finding(**changes: Any) -> FindingRow:
+    fields = {
+        "severity": "warning",
+        "effect": "note",
+        "code": "fp16-near-limit",
+        "node": "/bert/embeddings/Add",
+    }
+    fields |= {"why": "a constant uses more than half of the FP16 range", "fix": "keep the node in FP32"}
+    return FindingRow.model_validate(fields | changes)
+
+
+def parity_row(
+    name: str, values: int, differing: int, step: int = 1, error: float | None = None
+) -> ParityRow:
+    counts = {"int8_values": values, "differing": differing, "max_step": step}
+    return ParityRow(name=name, output_rel_error=error, **counts)
+
+
+def parity_of(rows: list[ParityRow]) -> Parity:
+    return Parity(
+        n=64,
+        padded=True,
+        rows=rows,
+        logits_max_abs_diff=0.0031,
+        limit_fraction=0.005,
+        limit_step=1,
+        passed=all(row.holds for row in rows),
+    )
 
 
 def measured(metrics: dict[str, float], delta: float | None, within_noise: bool = True) -> StageResult:
@@ -96,13 +123,10 @@ def measured(metrics: dict[str, float], delta: float | None, within_noise: bool 
     versus = delta is not None and comparison(
         dict.fromkeys(metrics, delta), 0.0021, within_noise=within_noise
     )
+    errors = dict.fromkeys(metrics, 0.0103)
+    detail = "torch 2.13, CPU"
     return StageResult(
-        status="done",
-        metrics=metrics,
-        stderr=dict.fromkeys(metrics, 0.0103),
-        n=872,
-        vs_fp32=versus or None,
-        detail="torch 2.13, CPU",
+        status="done", metrics=metrics, stderr=errors, n=872, vs_fp32=versus or None, detail=detail
     )
 
 
@@ -113,30 +137,15 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
     for index, module in enumerate(modules):
         layer, name = divmod(index, 6)
         shared = 0 if name < 3 else name  # query, key and value read the same tensor
-        for kind in ("input", "weight"):
-            quantizers.append(
-                QuantizerRow(
-                    name=f"{module}.{kind}_quantizer",
-                    module=module,
-                    kind=kind,
-                    axis=0 if kind == "weight" else None,
-                    amax=0.4 + 0.01 * index
-                    if kind == "weight"
-                    else 3.2 + 1.7 * shared + 0.6 * ((layer * 5) % 4),
-                    amax_min=0.05 if kind == "weight" else 3.2,
-                    amax_over_rms=None
-                    if kind == "weight"
-                    else 14 + (60 / (1 + layer) if name == 4 else 3 * shared),
-                )
-            )
+        weight = {"axis": 0, "amax": 0.4 + 0.01 * index, "amax_min": 0.05, "amax_over_rms": None}
+        outliers = 14 + (60 / (1 + layer) if name == 4 else 3 * shared)
+        amax = 3.2 + 1.7 * shared + 0.6 * ((layer * 5) % 4)
+        read = {"axis": None, "amax": amax, "amax_min": 3.2, "amax_over_rms": outliers}
+        for kind, values in (("input", read), ("weight", weight)):
+            path = f"{module}.{kind}_quantizer"
+            quantizers.append(QuantizerRow(name=path, module=module, kind=kind, **values))
     rows = [
-        ParityRow(
-            name=module,
-            int8_values=1_048_576,
-            differing=(index * 997) % 2400,
-            max_step=1,
-            output_rel_error=0.0004 + 0.00001 * index,
-        )
+        parity_row(module, 1_048_576, (index * 997) % 2400, error=0.0004 + 0.00001 * index)
         for index, module in enumerate(modules)
     ]
     skipped = "no GPU on this machine; copy the engine to one and run qdqbench evaluate there"
@@ -162,25 +171,8 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
             FileRow(name="model.fp16.onnx", bytes=45_500_000, fp32_ratio=0.5006),
             FileRow(name="model.int8.onnx", bytes=35_200_000, fp32_ratio=0.3872),
         ],
-        "findings": [
-            FindingRow(
-                severity="warning",
-                effect="note",
-                code="fp16-near-limit",
-                node="/bert/embeddings/Add",
-                why="a constant uses more than half of the FP16 range",
-                fix="keep the node in FP32",
-            )
-        ],
-        "parity": Parity(
-            n=64,
-            padded=True,
-            rows=rows,
-            logits_max_abs_diff=0.0031,
-            limit_fraction=0.005,
-            limit_step=1,
-            passed=True,
-        ),
+        "findings": [finding()],
+        "parity": parity_of(rows),
         "stages": {
             "fp32": measured({"accuracy": 0.8968}, None),
             "fake_quant": measured({"accuracy": 0.8979}, 0.0011),
@@ -190,11 +182,14 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
         "engine": engine(layers, prefix),
         "gate": Gate(passed=True, max_drop=0.01),
         "timings": {
-            "baseline": Timing(wall_s=13.2, cpu_s=20.5, peak_rss_bytes=1_310_000_000, reused=False),
-            "calibrate": Timing(wall_s=8.4, cpu_s=20.5, peak_rss_bytes=1_720_000_000, reused=False),
-            "export": Timing(wall_s=9.6, cpu_s=20.5, peak_rss_bytes=2_050_000_000, reused=False),
-            "build": Timing(wall_s=3.1, cpu_s=20.5, peak_rss_bytes=2_110_000_000, reused=True),
-            "evaluate": Timing(wall_s=25.7, cpu_s=20.5, peak_rss_bytes=2_310_000_000, reused=False),
+            name: Timing(wall_s=wall, cpu_s=20.5, peak_rss_bytes=peak, reused=name == "build")
+            for name, wall, peak in (
+                ("baseline", 13.2, 1_310_000_000),
+                ("calibrate", 8.4, 1_720_000_000),
+                ("export", 9.6, 2_050_000_000),
+                ("build", 3.1, 2_110_000_000),
+                ("evaluate", 25.7, 2_310_000_000),
+            )
         },
         "warnings": ["the engine was built ahead of time and not run: its outputs are not verified"],
         "environment": {
@@ -225,24 +220,17 @@ def regression() -> Results:
 
 
 def failed() -> Results:
-    built = engine(6, "bert.encoder")
+    wrong = built()
     node = "/bert/encoder/layer.2/intermediate/dense/MatMul"
-    for row in built.layers:
+    for row in wrong.layers:
         if node in row.onnx and row.kind == "gemm":
             row.kind, row.name, row.outputs = "runtime_fusion", "__myl_CastMulFcMul_myl0_3", ["Half"]
-    built.int8_gemms, built.not_int8 = 35, [node]
-    drop = GateIssue(
-        code="accuracy",
-        state="failed",
-        stage="onnxruntime",
-        metric="accuracy",
-        value=0.031,
-        stderr=0.01,
-        limit=0.01,
-    )
+    wrong.int8_gemms, wrong.not_int8 = 35, [node]
+    numbers = {"value": 0.031, "stderr": 0.01, "limit": 0.01}
+    drop = GateIssue(code="accuracy", state="failed", stage="onnxruntime", metric="accuracy", **numbers)
     lost = GateIssue(code="require_int8", state="failed", names=[node], detail=f"not in INT8: {node}")
     stages = sample().stages | {"onnxruntime": measured({"accuracy": 0.8658}, -0.031, within_noise=False)}
-    return sample(stages=stages, engine=built, gate=Gate(passed=False, max_drop=0.01, issues=[drop, lost]))
+    return sample(stages=stages, engine=wrong, gate=Gate(passed=False, max_drop=0.01, issues=[drop, lost]))
 
 
 def without_engine() -> Results:
@@ -431,9 +419,15 @@ def test_a_stage_that_is_not_listed_is_not_passed_over() -> None:
     ]
 
 
-def test_int8_attention_is_part_of_the_verdict() -> None:
-    built = engine(6, "bert.encoder").model_copy(update={"attention_int8": 5, "expected_attention_int8": 6})
-    assert "INT8 attention in 5 of 6 layers" in wording.run_verdict(sample(engine=built)).sentence
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"attention_int8": 5, "expected_attention_int8": 6}, "; INT8 attention in 5 of 6 layers;"),
+        ({"int8_residuals": 11, "expected_int8_residuals": 12}, "; INT8 residuals in 11 of 12;"),
+    ],
+)
+def test_attentions_and_residuals_are_part_of_the_verdict(changes: dict[str, Any], part: str) -> None:
+    assert part in wording.run_verdict(sample(engine=built(**changes))).sentence
 
 
 def test_the_loss_of_an_int8_softmax_stands_in_both_reports(tmp_path: Path) -> None:
@@ -450,14 +444,9 @@ def test_the_loss_of_an_int8_softmax_stands_in_both_reports(tmp_path: Path) -> N
     assert "INT8 softmax" not in markdown + page
 
 
-def test_int8_residuals_are_part_of_the_verdict() -> None:
-    built = engine(6, "bert.encoder").model_copy(update={"int8_residuals": 11, "expected_int8_residuals": 12})
-    assert "; INT8 residuals in 11 of 12;" in wording.run_verdict(sample(engine=built)).sentence
-
-
 def test_a_recipe_without_int8_is_not_called_unproven() -> None:
-    built = engine(6, "bert.encoder").model_copy(update={"int8_gemms": 0, "expected_int8_gemms": 0})
-    said = wording.run_verdict(sample(engine=built, quantized_layers=[]))
+    none = built(int8_gemms=0, expected_int8_gemms=0)
+    said = wording.run_verdict(sample(engine=none, quantized_layers=[]))
     assert said.sentence.startswith("Nothing runs in INT8, as the recipe asks; SST-2")
 
 
@@ -476,17 +465,8 @@ def test_a_gate_that_holds_within_noise_says_so_everywhere(tmp_path: Path) -> No
     note = (
         "engine: accuracy is 0.0115 below FP32 (paired standard error 0.0113), the gate allows 0.01; it holds"
     )
-    drop = GateIssue(
-        code="accuracy",
-        state="within_noise",
-        stage="engine",
-        metric="accuracy",
-        value=0.0115,
-        stderr=0.0113,
-        limit=0.01,
-        n=872,
-        needed=9000,
-    )
+    numbers = {"value": 0.0115, "stderr": 0.0113, "limit": 0.01, "n": 872, "needed": 9000}
+    drop = GateIssue(code="accuracy", state="within_noise", stage="engine", metric="accuracy", **numbers)
     unclear = drop.model_copy(update={"state": "inconclusive"})
     results = sample(gate=Gate(passed=True, max_drop=0.01, issues=[drop, unclear]))
     said = wording.run_verdict(results)
@@ -508,27 +488,26 @@ def test_an_engine_that_never_ran_is_not_a_passed_gate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "clause", "tile"),
+    ("row", "clause", "doubt", "state"),
     [
-        (1.31, "INT8 1.31x as fast as FP16 engine at b32 s128", True),
-        (0.74, "INT8 SLOWER than FP16 engine at b32 s128 (0.74x)", False),
+        (speedup(1.31), "1.31x as fast as FP16 engine at b32 s128;", "", ""),
+        (speedup(0.74), "SLOWER than FP16 engine at b32 s128 (0.74x)", "", "bad"),
+        (
+            speedup(1.31, 0.7, 1.4),
+            "1.31x as fast as FP16 engine at b32 s128 (95% CI [0.70, 1.40], inconclusive)",
+            "; inconclusive: the 95% CI contains 1",
+            "unclear",
+        ),
     ],
 )
-def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause: str, tile: bool) -> None:
-    row = speedup(value)
+def test_speed_is_said_once_measured_and_slower_is_no_tick(
+    row: Speedup, clause: str, doubt: str, state: Any
+) -> None:
     results = sample(speed=[row])
-    assert clause in wording.run_verdict(results).sentence
-    state = "" if tile else "bad"
-    assert report._speed_tile(results) == Tile(
-        "speed", f"{value:.2f}x", "over FP16 engine at b32 s128", state
-    )
+    assert f"INT8 {clause}" in wording.run_verdict(results).sentence
+    remark = f"over FP16 engine at b32 s128{doubt}"
+    assert report._speed_tile(results) == Tile("speed", f"{row.value:.2f}x", remark, state)
     assert "speed unknown" in wording.run_verdict(sample()).sentence
-    unclear = row.model_copy(update={"ci95_low": 0.7, "ci95_high": 1.4})
-    said = f"INT8 not told apart from FP16 engine at b32 s128 ({value:.2f}x, [0.70, 1.40])"
-    results = sample(speed=[unclear])
-    assert said in wording.run_verdict(results).sentence
-    remark = "not told apart from FP16 engine at b32 s128"
-    assert report._speed_tile(results) == Tile("speed", f"{value:.2f}x", remark, "unclear")
 
 
 @pytest.mark.parametrize(
@@ -536,45 +515,29 @@ def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause:
     [
         (
             {
-                "findings": [
+                "findings": 2
+                * [
                     FindingRow(
                         severity="error", effect="refused", code="uint8", node="/a/b", why="w", fix="f"
                     )
                 ]
-                * 2
             },
             "check of the ONNX file: 2 errors: uint8 (2)",
         ),
         (
             {
-                "parity": Parity(
-                    n=4,
-                    padded=False,
-                    rows=[
-                        ParityRow(
-                            name="a.0.b", int8_values=100, differing=1, max_step=1, output_rel_error=None
-                        ),
-                        ParityRow(
-                            name="a.1.b", int8_values=1000, differing=1, max_step=2, output_rel_error=None
-                        ),
-                        ParityRow(
-                            name="a.2.b", int8_values=1000, differing=5, max_step=1, output_rel_error=None
-                        ),
-                    ],
-                    logits_max_abs_diff=0.5,
-                    limit_fraction=0.005,
-                    limit_step=1,
-                    passed=False,
+                "parity": parity_of(
+                    [
+                        parity_row("a.0.b", 100, 1),
+                        parity_row("a.1.b", 1000, 1, 2),
+                        parity_row("a.2.b", 1000, 5),
+                    ]
                 )
             },
             "layer parity: 2 of 3 tensors are over their own limit",
         ),
         (
-            {
-                "engine": engine(6, "bert.encoder").model_copy(
-                    update={"not_int8": ["/x/MatMul"], "int8_gemms": 35}
-                )
-            },
+            {"engine": built(not_int8=["/x/MatMul"], int8_gemms=35)},
             "not in INT8 in the engine: /x/MatMul",
         ),
     ],
@@ -583,17 +546,12 @@ def test_a_failed_check_beside_a_passed_gate_is_red(
     change: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     said = wording.run_verdict(sample(**change))
-    assert (said.state, said.title, said.failures) == (
-        "bad",
-        "A check does not hold",
-        [reason],
-    )
+    assert (said.state, said.title, said.failures) == ("bad", "A check does not hold", [reason])
     assert 'class="verdict is-bad"' in written(sample(**change), tmp_path)[1]
 
 
 def test_the_grid_reads_the_kernel_that_multiplies() -> None:
     grid = charts.precision_grid(failed())
-    assert grid.proven
     assert grid.kinds == ["query", "key", "value", "attention", "attention output", "intermediate", "output"]
     assert [layer for layer, _ in grid.rows] == list(range(6))
     for layer, cells in grid.rows:
@@ -642,7 +600,6 @@ def test_the_grid_admits_a_layer_that_the_engine_does_not_list() -> None:
 
 def test_without_an_engine_the_grid_is_a_plan(rendered: Rendered) -> None:
     grid = charts.precision_grid(without_engine())
-    assert not grid.proven
     assert grid.datatypes == {"FP16": 2, "INT8": 36}
     markdown, html = rendered("without_engine")
     assert "Planned, not proven" in html
@@ -692,19 +649,9 @@ def test_the_accuracy_chart_holds_every_stage_and_metric() -> None:
 
 
 def test_blocks_that_hold_are_not_marked_for_what_else_failed() -> None:
-    block = BlockCheck(
-        name="layer.0",
-        n=1,
-        error=0.1,
-        quantization_error=0.2,
-        limit=0.2,
-        position_error=0.1,
-        position_limit=0.2,
-        systematic_error=0.0,
-        systematic_limit=0.1,
-        nonfinite=0,
-        nonfinite_shapes=[],
-    )
+    limits = {"quantization_error": 0.2, "limit": 0.2, "position_error": 0.1, "position_limit": 0.2}
+    limits |= {"systematic_error": 0.0, "systematic_limit": 0.1}
+    block = BlockCheck(name="layer.0", n=1, error=0.1, nonfinite=0, nonfinite_shapes=[], **limits)
     results = sample()
     for error, shown in ((0.1, ("1 / 1", "")), (0.3, ("0 / 1", "bad"))):
         blocks = [block.model_copy(update={"error": error})]

@@ -130,15 +130,15 @@ def qat_run(gain: float = 0.0147, within: bool = False, ptq: float = -0.017, **c
         "onnxruntime": measured({"accuracy": 0.8956}, -0.0012),
         "engine": measured({"accuracy": 0.8945}, -0.0023),
     }
-    settings = {
-        "epochs": 3,
-        "learning_rate": 2e-5,
-        "amax": "learned",
-        "distill": {"logits": 1.0, "hidden": 0.0},
-    }
+    settings = {"epochs": 3, "learning_rate": 2e-5, "amax": "learned"}
+    settings |= {"distill": {"logits": 1.0, "hidden": 0.0}}
     training = run_of(0, log=log_of(3, first=True), metrics={}, stderr={}, n=0, settings=settings)
     fields = {"stages": stages, "training": training, "qat_vs_ptq": comparison(gain, 0.0042, within)}
     return sample_run(**(fields | changes))
+
+
+def row_of(**values: float) -> LogRow:
+    return LogRow(step=10, epoch=0.1, **values)
 
 
 def hostile() -> Finetuning:
@@ -161,12 +161,7 @@ CASES = {
     "twenty seeds": lambda: finetuning([run_of(seed, log=log_of(seed, 20, 1)) for seed in range(20)]),
     "nothing": lambda: finetuning([]),
     "not numbers": lambda: finetuning(
-        [
-            failed_run(
-                0, log=[LogRow(step=10, epoch=0.1, loss=math.nan), LogRow(step=10, epoch=0.1, score=math.inf)]
-            ),
-            run_of(1),
-        ]
+        [failed_run(0, log=[row_of(loss=math.nan), row_of(score=math.inf)]), run_of(1)]
     ),
     "hostile": hostile,
 }
@@ -191,12 +186,18 @@ def test_both_files_are_whole_and_run_nothing(made: tuple[Finetuning, Path]) -> 
     _, folder = made
     assert sorted(path.name for path in folder.iterdir()) == ["finetune.html", "finetune.md"]
     offline((folder / "finetune.html").read_text(encoding="utf-8"))
-    plain((folder / "finetune.md").read_text(encoding="utf-8"))
+    markdown = (folder / "finetune.md").read_text(encoding="utf-8")
+    plain(markdown)
+    tables = re.findall(r"(?m)(?:^\|.*\n)+", markdown)
+    assert len(tables) >= 4
+    for table in tables:
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+        assert len(widths) == 1, table[:300]
 
 
 def test_the_verdict_leads_and_every_seed_is_there(made: tuple[Finetuning, Path]) -> None:
     result, folder = made
-    said = training.training_headline(formats.cleaned(result))
+    said = training.finetuning_report(result).verdict.sentence
     text = one_line(Page((folder / "finetune.html").read_text(encoding="utf-8")).text)
     markdown = (folder / "finetune.md").read_text(encoding="utf-8")
     assert one_line(said) in text
@@ -210,17 +211,9 @@ def test_the_verdict_leads_and_every_seed_is_there(made: tuple[Finetuning, Path]
     assert "\x1b" not in markdown + shown(result)
 
 
-def test_markdown_tables_are_whole(made: tuple[Finetuning, Path]) -> None:
-    tables = re.findall(r"(?m)(?:^\|.*\n)+", (made[1] / "finetune.md").read_text(encoding="utf-8"))
-    assert len(tables) >= 4
-    for table in tables:
-        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
-        assert len(widths) == 1, table[:300]
-
-
 def test_the_headline_has_mean_spread_best_and_failures() -> None:
     runs = [run_of(0), run_of(1), failed_run(2, reason="the training loss became NaN.")]
-    assert training.training_headline(finetuning(runs)) == (
+    assert training.finetuning_report(finetuning(runs)).verdict.sentence == (
         "MRPC F1 0.8630 on average over 2 seeds, standard deviation 0.0028 (408 validation samples); best on "
         "its held-out rows: seed 1, 0.8650 ± 0.0155 on validation; 1 of 3 seeds FAILED: seed 2 (the training "
         "loss became NaN)."
@@ -444,8 +437,7 @@ def test_what_the_section_says_of_a_training() -> None:
 
 
 def test_training_that_gained_nothing_says_so() -> None:
-    run = run_of(0, log=log_of(0, first=True)).model_copy(update={"best_step": 0, "stopped": "no gain"})
-    facts = facts_of(run)
+    facts = facts_of(run_of(0, log=log_of(0, first=True), best_step=0, stopped="no gain"))
     assert facts["weights kept"] == "of step 0: the weights before training, so it gained nothing"
     assert "before training" not in facts[DISTANCE]
 
@@ -454,10 +446,8 @@ def test_hostile_strings_of_a_qat_stay_text(tmp_path: Path) -> None:
     results = qat_run()
     assert results.training is not None
     fields = results.model_dump()
-    fields["training"] = poisoned(fields["training"]) | {
-        "notes": [GARBLED],
-        "settings": {GARBLED: GARBLED},
-    }
+    noted = {"notes": [GARBLED], "settings": {GARBLED: GARBLED}}
+    fields["training"] = poisoned(fields["training"]) | noted
     for row in fields["training"]["log"]:
         row["values"] = {GARBLED: 0.5} if row["score"] is not None else {}
     markdown, html = written(Results.model_validate(fields), tmp_path)

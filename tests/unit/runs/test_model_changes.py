@@ -2,7 +2,7 @@
 
 import pytest
 
-from qdqbench.eval.metrics.model_changes import ExportedRun, model_changes
+from qdqbench.eval.runs.collect import ExportedRun, model_changes
 from qdqbench.quantize.calibration.record import CalibrationRecord, ChannelSplit, Smoothing
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import load_recipe

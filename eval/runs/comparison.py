@@ -1,0 +1,726 @@
+"""Finished runs side by side: accuracy paired on the same samples, speed, size, and where they differ."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from qdqbench.eval.bench.report import stale_files
+from qdqbench.eval.bench.results import BENCH_FILE, Bench, config_label, headline_of, read_bench, row_of
+from qdqbench.eval.metrics.answers import (
+    Predictions,
+    find_changed,
+    predict_answers,
+    sample_texts,
+)
+from qdqbench.eval.metrics.compare import compare
+from qdqbench.eval.metrics.logits import Logits, read_answers
+from qdqbench.eval.reporting.document import (
+    EVERYWHERE,
+    PAGE,
+    SCREEN,
+    TEXT,
+    Block,
+    Bullets,
+    Cell,
+    Fold,
+    Pairs,
+    Prose,
+    Report,
+    Section,
+    bad_unless,
+    code,
+    page_of,
+    table_of,
+)
+from qdqbench.eval.reporting.formats import cleaned, count_of, in_points, known, label, model_label, size
+from qdqbench.eval.reporting.render import write_report
+from qdqbench.eval.runs.report.verdict import (
+    GATE_STATES,
+    differing_text,
+    last_measured,
+    noise_text,
+    quantized_file,
+)
+from qdqbench.quantize.models.load import read_class_names
+from qdqbench.quantize.pipeline.pipeline import read_finished
+from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.arrays import Array, Floats
+from qdqbench.quantize.utils.comparison import Comparison, GateCode, GateState
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import without_formula
+from qdqbench.quantize.utils.results import RESULTS_FILE, Results, read_results
+from qdqbench.quantize.utils.schema import Strict, Tabular
+from qdqbench.quantize.utils.speedup import Speedup
+from qdqbench.quantize.utils.system.environment import now
+
+
+class RunLatency(Strict):
+    """The INT8 of a run in one config of its bench."""
+
+    config: str
+    """Config of the bench, such as `b32 s128`."""
+    system: str
+    """Name of the fastest INT8 engine."""
+    median_ms: float
+    """Latency in ms: median over rounds of the rounds' medians."""
+    speedup: Speedup | None
+    """Speed-up over the fastest system without INT8; null if none was measured."""
+
+
+class ComparedRun(Strict):
+    """One run, as its own results have it."""
+
+    name: str
+    """Last parts of its path that make the name unique."""
+    folder: str
+    """Path of the run directory as given."""
+    model: str
+    """Name of the model."""
+    recipe: str
+    """Name of the recipe."""
+    task: str
+    """Name of the task."""
+    stage: str
+    """Stage nearest to deployment that was scored, whose predictions are compared."""
+    n: int
+    """Number of samples that it scored."""
+    metrics: dict[str, float]
+    """Metrics of that stage, the primary one first."""
+    stderr: dict[str, float]
+    """Standard errors of the metrics, where known."""
+    fp32: dict[str, float]
+    """Metrics of the run's own FP32."""
+    vs_fp32: Comparison | None
+    """Comparison with the run's own FP32; null if they were not compared."""
+    backend: str | None
+    """Backend of the engine; null if none was built."""
+    int8: int | None
+    """Matrix products that the engine runs in INT8; null without one."""
+    expected_int8: int | None
+    """Matrix products that the recipe puts in INT8; null without an engine."""
+    planned_int8: int
+    """Linear layers that the recipe puts in INT8."""
+    onnx_bytes: int | None
+    """Size in bytes of the quantized ONNX file, or of the FP16 graph if nothing is quantized; null without
+    a file."""
+    engine_bytes: int | None
+    """Size of the engine in bytes; null without one."""
+    gate: GateState
+    """State of the gate."""
+    failures: list[GateCode]
+    """Codes of the gate's failed checks."""
+    warnings: list[str]
+    """Warnings of its `results.json`."""
+    device: str | None
+    """Device of its bench; null without one, or if its files changed since."""
+    latency: list[RunLatency]
+    """Latency by config of its bench."""
+
+
+class ComparedPair(Strict):
+    """Two runs on the same samples: the second against the first."""
+
+    first: str
+    """Name of the run that is the baseline."""
+    second: str
+    """Name of the run that is compared with it."""
+    not_paired: str | None = None
+    """Reason why they cannot be paired: another task, other samples; null if they are."""
+    comparison: Comparison | None = None
+    """Second run minus the first on the same samples; null if they are not paired."""
+
+
+class SamplePrediction(Strict):
+    """What one model answered to a sample."""
+
+    prediction: str
+    """Class, score or text."""
+    margin: float | None
+    """Probability of the class minus that of the next; null without competing classes."""
+    right: bool | None
+    """True if it agrees with the label; null if predictions are neither right nor wrong."""
+
+
+class ComparedSample(Strict):
+    """A sample with different answers, or scores that differ most."""
+
+    task: str
+    """Name of the task."""
+    sample: int
+    """Row of the evaluation split, or number of the sample if it has several rows."""
+    text: str | None
+    """Text of the sample; null if the data were not found."""
+    label: str | None
+    """Label in words; null for a task without labels."""
+    predictions: dict[str, SamplePrediction]
+    """Predictions by run; those of FP32 as `FP32`, or `FP32 of NAME` if the runs have different models."""
+    distance: float
+    """Divergence of the two predictions that differ most."""
+
+
+class ComparedLayer(Strict):
+    """A quantizer, linear or block beside itself in other runs."""
+
+    what: Literal["amax", "output error", "block error"]
+    """Quantity: amax of a quantizer, output error of a linear layer, output error of a block."""
+    name: str
+    """Name of the quantizer, linear layer or block."""
+    values: dict[str, float | None]
+    """Values by run; null if the run has none, or if it is not a number."""
+
+
+class RunComparison(Tabular):
+    """A whole comparison."""
+
+    schema_version: Literal[2] = 2
+    """Version of this schema."""
+    created: str
+    """Time of the end, ISO 8601, UTC."""
+    command: str
+    """Command line."""
+    runs: list[ComparedRun]
+    """Runs, in the order given."""
+    pairs: list[ComparedPair]
+    """Each pair of runs."""
+    samples: list[ComparedSample]
+    """Samples with different predictions, or whose scores differ most."""
+    sample_count: int
+    """Number of such samples before the list was cut."""
+    layers: list[ComparedLayer]
+    """Quantizers, linear layers and blocks of several runs."""
+    notes: list[str]
+    """Parts that could not be compared, with the reason."""
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        for run in self.runs:
+            flat = run.model_dump(exclude={"metrics", "stderr", "fp32", "vs_fp32", "latency"})
+            metric, versus = next(iter(run.metrics)), run.vs_fp32
+            yield (
+                flat
+                | {
+                    "metric": metric,
+                    "value": run.metrics[metric],
+                    "stderr": run.stderr.get(metric),
+                    "fp32": run.fp32.get(metric),
+                    "delta": versus.delta.get(metric) if versus else None,
+                    "delta_stderr": versus.delta_stderr.get(metric) if versus else None,
+                }
+                | {f"ms at {each.config}": each.median_ms for each in run.latency}
+            )
+
+
+MOST_SAMPLES = 500  # that are kept, of each task
+SCORES_KEPT = 50  # samples of a task without classes: all of them differ somehow
+FP32 = "FP32"
+NAME = "compare"  # of its files
+LAYERS = {
+    "amax": "amax of activations",
+    "output error": "Relative error of each linear's output, ONNX Runtime against fake-quant",
+    "block error": "Relative error of each block of the engine against the reference",
+}
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    name: str
+    folder: Path
+    config: RunConfig
+    results: Results
+    stage: str
+    fp32: Floats  # answers [answers, width] of the first evaluation split
+    answers: Floats  # the same of `stage`
+    labels: Array  # [answers, ...] of that split
+    split: str
+
+    @property
+    def task(self) -> Task:
+        return self.config.task
+
+    @cached_property
+    def session(self) -> Session:
+        return Session(self.config, self.folder)
+
+    @cached_property
+    def gold(self) -> metrics.Gold:
+        kind = self.task.kind
+        if not kind.labelled:
+            return self.fp32
+        return self.labels if kind.gold_is_labels else self.session.gold[self.split]
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """Return the model's class names, or their numbers if the model is not there any more."""
+        if self.task.classes:
+            return list(self.task.classes)
+        try:
+            return read_class_names(self.session.model_name, self.config.revision, self.task.kind)
+        except UserError:
+            return [str(number) for number in range(self.task.num_labels)]
+
+    @cached_property
+    def predictions(self) -> Predictions:
+        return predict_answers(self.task, self.answers, self.gold, self.classes)
+
+    @cached_property
+    def bench(self) -> Bench | None:
+        path = self.folder / BENCH_FILE
+        return read_bench(path) if path.is_file() else None
+
+    @property
+    def stale_bench(self) -> list[str]:
+        return stale_files(self.bench, self.folder) if self.bench else []
+
+
+def load_runs(folders: list[Path]) -> list[LoadedRun]:
+    """Load finished runs, each under a name of its own.
+
+    Raises:
+        UserError: fewer than two, one of them twice, or any that is not finished; names all of them.
+    """
+    if len(folders) < 2:
+        raise UserError("one run has nothing to be compared with; give two or more run directories")
+    paths = [folder.resolve() for folder in folders]
+    if twice := sorted({str(f) for f, path in zip(folders, paths, strict=True) if paths.count(path) > 1}):
+        raise UserError(f"given more than once: {', '.join(twice)}; give each run once")
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-count:]) for path in paths]  # as few parts as make them distinct
+        if len(set(names)) == len(names):
+            break
+    runs: list[LoadedRun] = []
+    problems = []
+    for folder, name in zip(folders, names, strict=True):
+        try:
+            runs.append(_load(folder, name))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("; ".join(problems))
+    return runs
+
+
+def _load(folder: Path, name: str) -> LoadedRun:
+    config = read_config(folder)
+    if not (folder / RESULTS_FILE).is_file():
+        raise UserError(f"{folder} has no {RESULTS_FILE}; run `qdqbench report {folder}` first")
+    results = read_results(folder)
+    last = last_measured(results)
+    if last is None or last[0] == "fp32":
+        raise UserError(f"{folder} has scored nothing but FP32; run it to its end first")
+    (fp32, labels), (answers, _) = (_read_unchanged(folder, stage) for stage in ("fp32", last[0]))
+    split = next(iter(fp32))
+    if split not in answers:
+        raise UserError(f"{folder} has no answers of {last[0]} to {split}; run `qdqbench evaluate {folder}`")
+    return LoadedRun(
+        name, folder, config, results, last[0], fp32[split], answers[split], labels[split], split
+    )
+
+
+def _read_unchanged(folder: Path, stage: str) -> tuple[Logits, dict[str, Array]]:
+    """Read answers and labels of a stage, from a file that is as the stage left it."""
+    name = f"logits/{stage}.npz"
+    path = folder / name
+    recorded = {done.outputs[name] for done in read_finished(folder).values() if name in done.outputs}
+    if recorded and path.is_file() and files.sha256(path) not in recorded:
+        raise UserError(f"{path} changed after its stage; run `qdqbench evaluate {folder}` again")
+    return read_answers(path)
+
+
+def describe_run(run: LoadedRun) -> ComparedRun:
+    results, row = run.results, run.results.stages[run.stage]
+    engine, file = results.engine, quantized_file(results)
+    bench = None if run.stale_bench else run.bench
+    device = str(bench.environment.get("gpu", "GPU")) if bench else None
+    return ComparedRun(
+        name=run.name,
+        folder=str(run.folder),
+        model=model_label(str(results.model.get("name", "model"))),
+        recipe=str(results.recipe.get("name", "unnamed recipe")),
+        task=run.task.name,
+        stage=run.stage,
+        n=row.n,
+        metrics=row.metrics,
+        stderr=row.stderr,
+        fp32=results.stages["fp32"].metrics,
+        vs_fp32=row.vs_fp32,
+        backend=engine.backend if engine else None,
+        int8=engine.int8_gemms if engine else None,
+        expected_int8=engine.expected_int8_gemms if engine else None,
+        planned_int8=len(results.quantized_layers),
+        onnx_bytes=file[2] if file else None,
+        engine_bytes=engine.bytes if engine else None,
+        gate=results.gate.state,
+        failures=[issue.code for issue in results.gate.failures],
+        warnings=results.warnings,
+        device=bench.cpu.name if bench and bench.cpu else device,
+        latency=[*_latencies(bench)] if bench else [],
+    )
+
+
+def _latencies(bench: Bench) -> Iterator[RunLatency]:
+    for config in bench.configs:
+        best = headline_of(bench.systems, config)
+        row = row_of(config, best.system if best else "int8")
+        if row is not None and row.median_ms is not None:
+            at = config_label(config, bench.settings.dataset)
+            yield RunLatency(config=at, system=row.system, median_ms=row.median_ms, speedup=best)
+
+
+def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunComparison:
+    """Compare two or more finished runs.
+
+    Raises:
+        UserError: as `load_runs`.
+    """
+    runs = load_runs(folders)
+    notes: list[str] = []
+    samples, total = [], 0
+    groups: list[list[LoadedRun]] = []  # whose answers can be compared sample by sample
+    for run in runs:
+        group = next((group for group in groups if why_not_paired(group[0], run) is None), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(run)
+    for group in groups:
+        try:
+            found, count = _changed_samples(group, notes)
+        except UserError as error:
+            notes.append(f"samples of {', '.join(run.name for run in group)} are not compared: {error}")
+            continue
+        samples += found
+        total += count
+    return RunComparison(
+        created=now(),
+        command=command,
+        runs=[describe_run(run) for run in runs],
+        pairs=[_pair(first, second) for first, second in combinations(runs, 2)],
+        samples=samples,
+        sample_count=total,
+        layers=[*_layers(runs)],
+        notes=list(dict.fromkeys([*notes, *_not_comparable(runs)])),
+    )
+
+
+def why_not_paired(first: LoadedRun, second: LoadedRun) -> str | None:
+    """Explain why two runs did not answer the same samples; None where they did."""
+    if (first.task.name, first.task.kind) != (second.task.name, second.task.kind):
+        return f"{first.name} is of task {first.task.name}, {second.name} of {second.task.name}"
+    if first.task.metrics != second.task.metrics:
+        return f"{first.name} and {second.name} are scored by other metrics"
+    if len(first.labels) != len(second.labels):
+        return f"{first.name} has {len(first.labels)} answers, {second.name} {len(second.labels)}"
+    if not np.array_equal(first.labels, second.labels, equal_nan=first.labels.dtype.kind == "f"):
+        return f"{first.name} and {second.name} have other labels, so other samples"
+    if not first.task.kind.labelled:
+        return "without labels each run is scored against its own FP32"
+    return None
+
+
+def _pair(first: LoadedRun, second: LoadedRun) -> ComparedPair:
+    pair = ComparedPair(first=first.name, second=second.name, not_paired=why_not_paired(first, second))
+    if pair.not_paired is None:
+        try:
+            pair.comparison = compare(
+                first.task, first.answers, second.answers, first.gold, seed=first.config.seed
+            )
+        except UserError as error:
+            pair.not_paired = str(error)
+    return pair
+
+
+def _changed_samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[ComparedSample], int]:
+    """Return samples that any of the runs, or FP32, predicts otherwise, the largest distance first."""
+    first = runs[0]
+    models: dict[str, LoadedRun] = {}
+    for run in runs:
+        models.setdefault(str(run.results.model.get("sha256")), run)
+    columns = {
+        FP32 if len(models) == 1 else f"{FP32} of {run.name}": predict_answers(
+            run.task, run.fp32, run.gold, run.classes
+        )
+        for run in models.values()
+    } | {run.name: run.predictions for run in runs}
+    everything = [first.fp32.astype(np.float64), *(run.answers.astype(np.float64) for run in runs)]
+    if len({answers.shape for answers in everything}) > 1:
+        raise UserError("their answers have other widths")
+    distances = [first.task.kind.divergence(a, b, first.gold) for a, b in combinations(everything, 2)]
+    distance = np.max(distances, axis=0)  # of the two that differ most, [samples]
+    if first.predictions.is_discrete:
+        changed = [find_changed(a, b) for a, b in combinations(columns.values(), 2)]
+        chosen = np.unique(np.concatenate(changed))
+    else:
+        chosen = np.argsort(-distance, kind="stable")[:SCORES_KEPT]
+    order = chosen[np.argsort(-distance[chosen], kind="stable")][:MOST_SAMPLES]
+    texts: list[str | None] = [None] * len(order)
+    try:
+        dataset = first.session.split(first.split, limit=first.config.limit).dataset
+        texts = [*sample_texts(dataset, first.task, order)]
+    except UserError as error:
+        notes.append(f"the texts of {first.name} are not shown: {error}")
+    labels = first.task.kind.label_texts(first.gold[order], first.classes)
+    rows = [
+        ComparedSample(
+            task=first.task.name,
+            sample=int(sample),
+            text=text,
+            label=label,
+            predictions={
+                name: SamplePrediction(
+                    prediction=column.word(sample),
+                    margin=column.margin_of(sample),
+                    right=column.is_right(sample),
+                )
+                for name, column in columns.items()
+            },
+            distance=float(distance[sample]),
+        )
+        for sample, text, label in zip(order, texts, labels, strict=True)
+    ]
+    return rows, len(chosen)
+
+
+def _layers(runs: list[LoadedRun]) -> Iterator[ComparedLayer]:
+    """Yield what is compared of activations, linears and blocks, in model order."""
+    tables: dict[str, list[dict[str, float | None]]] = {what: [] for what in LAYERS}
+    for results in (run.results for run in runs):
+        activations = [row for row in results.quantizers if row.kind != "weight"]
+        linears = results.parity.rows if results.parity else []
+        blocks = results.verification.blocks if results.verification else []
+        tables["amax"].append({row.name: row.amax for row in activations})
+        tables["output error"].append({row.name: row.output_rel_error for row in linears})
+        tables["block error"].append({row.name: row.error for row in blocks})
+    for what, values in tables.items():
+        for name in dict.fromkeys(name for by_name in values for name in by_name):
+            row = {run.name: by_name.get(name) for run, by_name in zip(runs, values, strict=True)}
+            yield ComparedLayer.model_validate({"what": what, "name": name, "values": row})
+
+
+def _not_comparable(runs: list[LoadedRun]) -> list[str]:
+    notes = [
+        f"the bench of {run.name} is of other files than {', '.join(run.stale_bench)}: no latency is shown"
+        for run in runs
+        if run.stale_bench
+    ]
+    conditions: dict[str, list[object]] = {
+        "were made on other machines": [run.results.environment.get("cpu") for run in runs],
+        "have engines of other versions": [run.results.engine and run.results.engine.version for run in runs],
+        "were made by other versions of the code": [run.results.environment.get("git") for run in runs],
+    }
+    for said, values in conditions.items():
+        distinct = dict.fromkeys(str(value) for value in values if value)
+        if len(distinct) > 1:
+            notes.append(f"the runs {said}: {', '.join(distinct)}")
+    return notes
+
+
+# Report
+
+
+def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
+    """Write `compare.html`, `compare.md`, `compare.json`, and runs, pairs, samples and layers as CSV."""
+    import pandas
+
+    record = comparison.model_dump(mode="json")
+    paths = write_report(comparison_report(comparison), folder, NAME)
+    files.write_json(folder / f"{NAME}.json", record)
+    for name in ("runs", "pairs", "samples", "layers"):
+        table = pandas.json_normalize([*comparison.rows()] if name == "runs" else record[name])
+        table = table.rename(columns=lambda key: key.removeprefix("predictions.").removeprefix("values."))
+        paths.append(folder / f"{name}.csv")
+        with files.atomic_path(paths[-1]) as temporary:
+            table.map(without_formula).to_csv(temporary, index=False)
+    return [*paths, folder / f"{NAME}.json"]
+
+
+def comparison_report(comparison: RunComparison) -> Report:
+    comparison = cleaned(comparison)
+    lines = [_pair_text(pair, pair.comparison) for pair in comparison.pairs if pair.comparison]
+    apart = [
+        f"{pair.second} and {pair.first}: {pair.not_paired}" for pair in comparison.pairs if pair.not_paired
+    ]
+    pairs: list[Block] = [Bullets(lines, on=EVERYWHERE)]
+    if apart:
+        pairs += [Fold(f"Not paired: {len(apart)}", [Bullets(apart)])]
+        pairs += [Prose(f"{count_of(len(apart), 'pair')} not paired: {apart[0]}", "unclear", SCREEN)]
+    return Report(
+        page_of(
+            comparison,
+            "runs side by side",
+            " against ".join(run.name for run in comparison.runs),
+            [],
+            f"{NAME}.json",
+        ),
+        [
+            Section("overview", "Runs", _run_blocks(comparison.runs)),
+            Section("differences", "Paired differences", pairs),
+            Section("changed", "Answers that differ", _sample_blocks(comparison)),
+            *_layer_sections(comparison),
+        ],
+        warnings=comparison.notes,
+        warnings_title="Know before you compare",
+    )
+
+
+def _run_blocks(runs: list[ComparedRun]) -> list[Block]:
+    configs = [*dict.fromkeys(latency.config for run in runs for latency in run.latency)]
+    table = table_of(
+        runs,
+        ("run", lambda run: Cell(run.name, note=f"{run.recipe}, model {run.model}")),
+        ("result", lambda run: _points_cell(run.metrics, run.stderr)),
+        (
+            "against FP32",
+            lambda run: (
+                _points_cell(run.vs_fp32.delta, run.vs_fp32.delta_stderr, "+") if run.vs_fp32 else None
+            ),
+        ),
+        *((f"{config}, ms", partial(_latency_cell, config)) for config in configs),
+        ("gate", lambda run: Cell(run.gate, GATE_STATES.get(run.gate, "unclear"))),
+        ("INT8", _int8_text),
+        (
+            "ONNX file",
+            lambda run: Cell(_onnx_size(run), sort=run.onnx_bytes or 0),
+        ),
+        ("engine", lambda run: Cell(_engine_size(run), sort=run.engine_bytes or 0)),
+        ("answers of", lambda run: f"{label(run.stage)}, n {run.n}"),
+        look="full cards sortable names",
+        anchor="runs",
+    )
+    blocks: list[Block] = [table]
+    for run in runs:  # a block for each on a terminal, as 80 columns have no room for the table
+        metric = next(iter(run.metrics))
+        drop = _delta_text(run.vs_fp32, metric) if run.vs_fp32 else "not known"
+        score = f"{label(metric)} {in_points(run.metrics[metric], run.stderr.get(metric))}"
+        engine = f", engine {_engine_size(run)}" if run.engine_bytes else ""
+        pairs = [
+            ("result", f"{score}, against FP32 {drop}"),
+            ("INT8", f"{_int8_text(run)}{engine}"),
+            ("gate", run.gate.replace("_", " ")),
+            *(("latency", _latency_text(latency)) for latency in run.latency),
+        ]
+        blocks.append(Pairs(pairs, run.name, on=SCREEN))
+    lines = [f"{run.name}: {_latency_text(latency)}" for run in runs for latency in run.latency]
+    bench = "" if lines else " No run has a bench: `qdqbench bench RUN` measures latency."
+    text = f"Points of the metric ± one standard error; against FP32 is paired on the same samples.{bench}"
+    return [*blocks, Bullets(lines, on=TEXT), Prose(text, "quiet")]
+
+
+def _points_cell(values: dict[str, float], errors: dict[str, float], sign: str = "") -> Cell:
+    lines = [f"{label(name)} {in_points(value, errors.get(name), sign)}" for name, value in values.items()]
+    return Cell("\n".join(lines), sort=next(iter(values.values()), None))
+
+
+def _delta_cell(run: ComparedRun) -> Cell:
+    return _points_cell(run.vs_fp32.delta, run.vs_fp32.delta_stderr, "+") if run.vs_fp32 else Cell()
+
+
+def _delta_text(versus: Comparison, metric: str) -> str:
+    return in_points(versus.delta[metric], versus.delta_stderr.get(metric), "+")
+
+
+def _latency_cell(config: str, run: ComparedRun) -> Cell:
+    latency = next((latency for latency in run.latency if latency.config == config), None)
+    if latency is None:
+        return Cell()
+    if (ratio := latency.speedup) is None:
+        return Cell(f"{latency.median_ms:.3g}")
+    state = bad_unless(ratio.verdict != "slower")
+    return Cell(f"{latency.median_ms:.3g}", state, f"{ratio.value:.2f}x over {ratio.baseline}")
+
+
+def _latency_text(latency: RunLatency) -> str:
+    text = f"{latency.config} {latency.median_ms:.3g} ms"
+    if (ratio := latency.speedup) is None:
+        return text
+    interval = "" if ratio.ci95_low is None else f" [{ratio.ci95_low:.2f}, {ratio.ci95_high:.2f}]"
+    return f"{text}, {ratio.value:.2f}x over {ratio.baseline}{interval}"
+
+
+def _int8_text(run: ComparedRun) -> str:
+    if run.int8 is None:
+        return f"{run.planned_int8} planned, no engine" if run.planned_int8 else "none asked"
+    return f"{run.int8} of {run.expected_int8}"
+
+
+def _onnx_size(run: ComparedRun) -> str:
+    return "" if run.onnx_bytes is None else size(run.onnx_bytes)
+
+
+def _engine_size(run: ComparedRun) -> str:
+    return "" if run.engine_bytes is None else f"{label(run.backend or '')} {size(run.engine_bytes)}"
+
+
+def _pair_text(pair: ComparedPair, versus: Comparison) -> str:
+    metric = next(iter(versus.delta))
+    difference = f"{label(metric)} {_delta_text(versus, metric)}"
+    parts = [f"{pair.second} against {pair.first}: {difference}", noise_text(versus)]
+    if versus.disagreements is not None:
+        parts.append(f"{differing_text(versus)} answers differ")
+    if versus.mcnemar_p is not None:
+        parts.append(f"McNemar p {versus.mcnemar_p:.2g}")
+    return ", ".join(parts)
+
+
+def _sample_blocks(comparison: RunComparison) -> list[Block]:
+    if not comparison.samples:
+        return [Prose(_samples_text(comparison), on=EVERYWHERE)]
+    names = [*dict.fromkeys(name for sample in comparison.samples for name in sample.predictions)]
+
+    def show(name: str, sample: ComparedSample) -> Cell:
+        if (answer := sample.predictions.get(name)) is None:
+            return Cell()
+        look = "" if answer.right is None else "right" if answer.right else "wrong-answer"
+        return Cell(answer.prediction, note=known(answer.margin, ".2f"), sort=answer.margin, look=look)
+
+    table = table_of(
+        comparison.samples,
+        ("sample", lambda sample: sample.sample),
+        ("text", lambda sample: Cell("not found" if sample.text is None else sample.text, look="text")),
+        ("label", lambda sample: sample.label),
+        *((name, partial(show, name)) for name in names),
+        ("distance", lambda sample: f"{sample.distance:.3g}"),
+        texts=range(len(names) + 4),
+        look="full cards sortable",
+        filter="texts, labels, answers",
+        anchor="samples",
+    )
+    about = (
+        "With an answer: its margin, the probability of that class less that of the next; near 0 the answer "
+        "was near the threshold."
+    )
+    return [Prose(_samples_text(comparison), on=EVERYWHERE), table, Prose(about, "quiet", PAGE)]
+
+
+def _samples_text(comparison: RunComparison) -> str:
+    if not comparison.sample_count:
+        return "No sample is answered otherwise by any of them."
+    answers = [answer for sample in comparison.samples for answer in sample.predictions.values()]
+    scores = all(answer.margin is None and answer.right is None for answer in answers)
+    what = "scored most differently" if scores else "answered otherwise by at least one of them"
+    kept = len(comparison.samples)
+    rest = f"; the {kept} whose answers are farthest apart are listed"
+    return f"{comparison.sample_count} samples are {what}{rest if kept < comparison.sample_count else ''}."
+
+
+def _layer_sections(comparison: RunComparison) -> Iterator[Section]:
+    for number, (what, title) in enumerate(LAYERS.items(), 1):
+        if layers := [layer for layer in comparison.layers if layer.what == what]:
+            table = table_of(
+                layers,
+                ("name", lambda layer: code(layer.name)),
+                *(
+                    (run.name, lambda layer, name=run.name: known(layer.values.get(name), ".3g"))
+                    for run in comparison.runs
+                ),
+                look="sortable",
+                filter="layers",
+                anchor=f"layers-{number}",
+                on=PAGE,
+            )
+            yield Section(what.replace(" ", "-"), title, [table], on=PAGE)
