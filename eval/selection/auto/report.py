@@ -50,16 +50,10 @@ REMEDIES: dict[StepKind, str] = {"methods": "scales", "islands": "less INT8", "q
 
 
 def write_auto(auto: Auto, folder: Path) -> list[Path]:
-    """Write `auto.md` and `auto.html`.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
     return write_report(auto_report(auto), folder, "auto")
 
 
 def auto_report(auto: Auto) -> Report:
-    """Return what a run of `auto` shows: the choice, and what each step bought."""
     auto = cleaned(auto)
     passed = auto.choice.passed
     deploy = [
@@ -104,7 +98,6 @@ def auto_report(auto: Auto) -> Report:
 
 
 def headline(auto: Auto) -> str:
-    """Return the answer in one sentence."""
     step = auto.chosen
     if step is None or step.recipe is None:
         return "No recipe."
@@ -174,7 +167,6 @@ def explain_step(auto: Auto, step: AutoStep) -> str:
 
 
 def _proposal_text(step: AutoStep) -> str:
-    """Return how the recipe of a step was found."""
     proposal = step.proposal
     if proposal is None or step.recipe is None:
         return ""
@@ -198,7 +190,6 @@ def _proposal_text(step: AutoStep) -> str:
 
 
 def _describe_step(auto: Auto, step: AutoStep) -> list[str]:
-    """Return how a recipe was found, what is unmet, and why a step was skipped."""
     lines = [_proposal_text(step)]
     if reason := explain_step(auto, step):
         lines.append(f"{'Skipped' if step.status == 'skipped' else 'Failed'}: {reason}")
@@ -298,7 +289,6 @@ def _change_cell(scores: dict[str, Comparison]) -> Cell:
 
 
 def _difference(scores: dict[str, Comparison]) -> str:
-    """Return the same in a sentence."""
     return " and ".join(
         f"{delta_points(-each.drop, each.drop_stderr)} points{' (within noise)' if each.within_noise else ''}"
         for each in scores.values()

@@ -115,23 +115,19 @@ class AutoStep(Trial):
 
     @property
     def unmet(self) -> list[GateIssue]:
-        """Return everything that keeps it from holding."""
         if self.run is None:
             return []
         return [*self.run.issues, *(self.run.nested.unmet if self.run.nested else [])]
 
     @property
     def holds(self) -> bool:
-        """Return whether its recipe holds the gate."""
         return self.run is not None and not self.unmet
 
     @property
     def drop(self) -> float:
-        """Return the largest drop of the primary metric over evaluation splits."""
         return max(comparison.drop for comparison in self.scores.values())
 
     def lacks(self, code: GateCode) -> bool:
-        """Return whether an issue of this code keeps it from holding."""
         return any(issue.code == code for issue in self.unmet)
 
 
@@ -195,12 +191,10 @@ class Auto(Tabular):
 
     @property
     def chosen(self) -> AutoStep | None:
-        """Return the step that is deployed."""
         return next((step for step in self.steps if step.name == self.choice.step), None)
 
     @property
     def source(self) -> Source | None:
-        """Return what speed-ups were measured with."""
         return next((step.run.source for step in self.steps if step.run and step.run.source), None)
 
     def value(self, step: AutoStep) -> float:

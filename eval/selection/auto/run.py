@@ -100,23 +100,18 @@ def list_unmet(
 
 @dataclass(frozen=True)
 class StepAnswers:
-    """What one step answered in its last measured stage."""
-
     logits: Logits
     fails_anyway: bool  # it lacks something that other samples would not change
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Compares answers on the evaluation splits of a task."""
-
     task: Task
     encoded: Mapping[str, Encoded]  # by split
     max_drop: float
     seed: int
 
     def compare(self, reference: Logits, answers: Logits) -> dict[str, Comparison]:
-        """Return answers against others, by split."""
         return {
             name: compare(self.task, reference[name], each, self.encoded[name].gold, seed=self.seed)
             for name, each in answers.items()
@@ -220,16 +215,11 @@ class AutoRun:
         return Session(self.config, self.folder)
 
     def open_session(self, recipe: Recipe, folder: Path) -> Session:
-        """Return a session of another recipe in a folder of its own."""
         folder.mkdir(parents=True, exist_ok=True)
         return Session(self.config.model_copy(update={"recipe": recipe}), folder)
 
     def run(self, step: AutoStep, before: Sequence[AutoStep]) -> None:
-        """Take the recipe of a step through a whole run, time its engine, and check it.
-
-        Raises:
-            UserError, CheckFailed: the run cannot be done.
-        """
+        """Take the recipe of a step through a whole run, time its engine, and check it."""
         assert step.recipe is not None
         name, folder = step.name, self.folder / step.name / RUN
         files.write_text(self.folder / name / RECIPE, dump_recipe(step.recipe))
@@ -285,7 +275,6 @@ class AutoRun:
 
     @cached_property
     def evaluation(self) -> Evaluation:
-        """Return the evaluation data."""
         encoded = {split: each for split, (_, each) in self.session.eval_splits.items()}
         return Evaluation(self.config.task, encoded, self.criteria.max_drop, self.config.seed)
 
@@ -346,11 +335,6 @@ class AutoRun:
             yield
 
     def open_store(self, recipes: Sequence[Recipe]) -> Store[AutoStep]:
-        """Open the file of finished steps.
-
-        Args:
-            recipes: that the steps start with.
-        """
         session, config, options = self.session, self.config, self.options
         task = config.task
         splits = {*(recipe.calibration.split for recipe in recipes), task.train_split, *task.eval_splits}

@@ -37,13 +37,10 @@ DEFAULT_QAT = Qat(epochs=3, max_steps=1000, learning_rate=1e-5, distill=Distill(
 
 @dataclass(frozen=True)
 class Steps:
-    """Proposers for one model and task."""
-
     auto: AutoRun
     recipes: Sequence[Recipe]  # to start with, with the gate of the criteria
 
     def proposers(self) -> list[Proposer]:
-        """Return them in their order."""
         return [
             *(self._propose_shipped(recipe) for recipe in self.recipes),
             Proposer("methods", "methods", self._propose_methods),
@@ -74,7 +71,6 @@ class Steps:
         return ([recipe for fast, recipe in known if fast] or [recipe for _, recipe in known])[-1]
 
     def _propose_methods(self, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
-        """Propose the calibration section that is nearest to FP32."""
         auto, folder, base = self.auto, self.auto.folder / "methods", self._base(before)
         methods = MethodComparison(
             auto.open_session(base, folder),
@@ -92,7 +88,6 @@ class Steps:
         return load_recipe(str(folder / RECIPE_FILE)), proposal
 
     def _propose_islands(self, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
-        """Propose to keep the linears that cost the most out of INT8."""
         auto = self.auto
         session = auto.open_session(self._base(before, moved=True), auto.folder / "islands")
         measurement = Measurement(
@@ -156,11 +151,7 @@ class Steps:
 
 
 def find_islands(curve: Sequence[CurvePoint]) -> CurvePoint:
-    """Return the fewest linears out of INT8 that leave at most `ISLANDS` of the divergence.
-
-    Raises:
-        CheckFailed: no number of them does.
-    """
+    """Return the fewest linears out of INT8 that leave at most `ISLANDS` of the divergence."""
     full = next(point.comparison.distance for point in curve if not point.kept)
     for point in sorted(curve, key=lambda point: point.kept):
         if point.kept and point.comparison.distance <= ISLANDS * full:

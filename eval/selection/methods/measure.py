@@ -90,11 +90,6 @@ def _change(own: Calibration, changes: dict[str, Any]) -> Calibration:
 
 
 def require_quantized(recipe: Recipe) -> None:
-    """Require a recipe that has something to calibrate.
-
-    Raises:
-        UserError: it has not.
-    """
     if not recipe.quantizes:
         raise UserError(
             f"recipe {recipe.name} puts nothing into INT8, so there is nothing to calibrate; take another"
@@ -103,19 +98,15 @@ def require_quantized(recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class MethodCase:
-    """A calibration section with its plan."""
-
     recipe: Recipe
     plan: Plan
 
     @property
     def section(self) -> Calibration:
-        """Return the section."""
         return self.recipe.calibration
 
     @property
     def key(self) -> str:
-        """Return its name in the store."""
         return self.section.model_dump_json()
 
     @property
@@ -171,8 +162,6 @@ def group_cases(cases: Iterable[MethodCase]) -> list[list[MethodCase]]:
 
 @dataclass
 class MethodComparison:
-    """Calibration methods compared in the folder of a session."""
-
     session: Session
     samples: int
     methods: Sequence[str] = ()
@@ -184,7 +173,6 @@ class MethodComparison:
 
     @cached_property
     def trials(self) -> Trials:
-        """Return the store, with what is scored."""
         path = self.session.folder / f"methods.{TRIALS}"
         return Trials(self.session, self.samples, path, evaluates=self.evaluates, advance=self._advance)
 

@@ -31,17 +31,11 @@ from qdqbench.quantize.utils import files
 
 
 def write_methods(methods: Methods, folder: Path) -> list[Path]:
-    """Write `methods.json`, `methods.md` and `methods.html`.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
     files.write_text(folder / METHODS_FILE, methods.model_dump_json(indent=2) + "\n")
     return [folder / METHODS_FILE, *write_report(methods_report(methods), folder, "methods")]
 
 
 def methods_report(methods: Methods) -> Report:
-    """Return what a comparison of calibration methods shows."""
     methods = cleaned(methods)
     settings = [
         ("batch size", str(methods.batch_size)),
@@ -84,7 +78,6 @@ def methods_report(methods: Methods) -> Report:
 
 
 def methods_headline(methods: Methods) -> str:
-    """Return the best row, and what it gains over the recipe as it is, in words."""
     best, given = methods.best, methods.given
     text = f"Best: {best.name}, with a divergence of {best.trial.divergence:.2e}"
     if best is given:
@@ -136,13 +129,11 @@ def _tiles(methods: Methods) -> list[Tile]:
 
 
 def _metric(methods: Methods, split: str) -> str:
-    """Return the primary metric, with the split where there are several."""
     of = f" ({split.removeprefix('validation_')})" if len(methods.fp32) > 1 else ""
     return f"{label(methods.metric)}{of}"
 
 
 def _share(methods: Methods, trial: Trial) -> str:
-    """Return the divergence over that of the recipe as it is."""
     given = methods.given.trial
     return "" if given.failure or not given.divergence else f"{trial.divergence / given.divergence:.0%}"
 
@@ -185,14 +176,12 @@ def _row(methods: Methods, method: MethodRow) -> Row:
 
 
 def divergence_svg(methods: Methods) -> str:
-    """Return the chart of every row's divergence with one standard error."""
     done = [(each, each.trial.scores[DRAW]) for each in methods.rows if not each.trial.failure]
     points = [(each, versus.distance, versus.divergence_stderr or 0.0) for each, versus in done]
     return _chart(points, "divergence from FP32, train rows", "methods-divergence", None)
 
 
 def delta_svg(methods: Methods) -> str:
-    """Return the chart of the primary metric against FP32 on the first evaluation split."""
     split = next(iter(methods.fp32))
     done = [(each, each.trial.scores[split]) for each in methods.rows if not each.trial.failure]
     points = [(each, -versus.drop, versus.drop_stderr) for each, versus in done]

@@ -25,18 +25,15 @@ class MethodRow(Strict):
 
     @property
     def section(self) -> Calibration:
-        """Return the calibration section."""
         assert self.trial.recipe is not None
         return self.trial.recipe.calibration
 
     @property
     def is_given(self) -> bool:
-        """Return whether this is the recipe as it is."""
         return self.trial.origin == "given"
 
     @property
     def name(self) -> str:
-        """Return the section in words."""
         section = self.section
         parts = [section.method]
         parts += [f"smooth {section.smoothing}"] if section.smoothing != "none" else []
@@ -64,14 +61,11 @@ class Methods(DrawRecord):
 
     @property
     def best(self) -> MethodRow:
-        """Return the row with the least divergence on the draw."""
         return next(row for row in self.rows if row.best)
 
     @property
     def given(self) -> MethodRow:
-        """Return the recipe as it is."""
         return self.rows[0]
 
     def value(self, row: MethodRow, split: str) -> float:
-        """Return the primary metric of a row on an evaluation split."""
         return self.fp32[split].metrics[self.metric] + row.trial.scores[split].delta[self.metric]

@@ -39,11 +39,7 @@ from qdqbench.quantize.utils.system.environment import describe_environment, now
 def finish_search(
     worker: Worker, folder: Path, progress: Callable[[str], None] = lambda text: None
 ) -> Search:
-    """Choose and confirm; write `search.json`, the reports and the recipe into `folder`.
-
-    Raises:
-        UserError: a file cannot be written.
-    """
+    """Choose and confirm; write `search.json`, the reports and the recipe into `folder`."""
     trials = list_trials(worker)
     outcome = choose_trial(trials, worker.gate)
     chosen = next((trial for trial in trials if trial.number == outcome.chosen), None)

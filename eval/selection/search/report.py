@@ -48,7 +48,6 @@ SETTINGS = {"method": "activations", "smoothing": "smoothing", "weights_method":
 
 
 def search_report(found: Search) -> Report:
-    """Return what a search shows: the answer, the front, the confirmation, the recipe, all trials."""
     found = cleaned(found)
     source, outcome = found.source, found.outcome
     speed = f"over {source.baseline_precision}" if source.mode == "latency" else "INT8 share of multiply-adds"
@@ -86,12 +85,10 @@ def search_report(found: Search) -> Report:
 
 
 def describe_gate(found: Search) -> str:
-    """Return whether the gate holds."""
     return "The gate holds" if found.outcome.passed else "The gate does not hold"
 
 
 def headline(found: Search) -> str:
-    """Return the answer in one sentence."""
     chosen, outcome = found.chosen, found.outcome
     if chosen is None:
         return f"No recipe holds the gate: {describe_choice(found)}."
@@ -104,7 +101,6 @@ def headline(found: Search) -> str:
 
 
 def describe_rule(found: Search) -> str:
-    """Return the question in words."""
     gate = GateSettings.model_validate(found.recipe["gate"])
     if gate.min_speedup is not None:
         baseline = found.source.baseline_precision
@@ -114,7 +110,6 @@ def describe_rule(found: Search) -> str:
 
 
 def describe_choice(found: Search) -> str:
-    """Return why a trial was chosen, or why none."""
     gate, outcome = GateSettings.model_validate(found.recipe["gate"]), found.outcome
     asked = f"{gate.min_speedup:g}x as fast" if gate.min_speedup is not None else ""
     lost = f"at most {points(gate.max_drop)}"
@@ -259,12 +254,10 @@ def _trial_row(found: Search, each: SearchTrial) -> Row:
 
 
 def describe_origin(trial: SearchTrial) -> str:
-    """Return where a trial's recipe comes from."""
     return f"shipped {trial.shipped}" if trial.origin == "shipped" else ORIGINS[trial.origin]
 
 
 def describe_ranking(ranking: Ranking) -> str:
-    """Return where a ranking comes from."""
     return f"file {ranking.file}" if ranking.file else f"sensitivity on {ranking.samples} train rows"
 
 
@@ -289,7 +282,6 @@ def _describe_agreement(found: Search) -> str:
 
 
 def draw_front(found: Search) -> str:
-    """Return the SVG of accuracy against latency of all trials; empty when none has values."""
     done = [trial for trial in found.trials if trial.is_scored]
     if not done:
         return ""

@@ -52,7 +52,6 @@ class SearchTrial(PlacedTrial):
         return self.failure is None and DRAW in self.scores and self.duplicate_of is None
 
     def loss(self, objective: Objective) -> float:
-        """Return the first objective."""
         return self.divergence if objective == "divergence" else self.scores[DRAW].drop
 
     def violation(self, gate: GateSettings) -> float:
@@ -120,7 +119,6 @@ class Source(Strict):
 
     @property
     def label(self) -> str:
-        """Return a clause for reports."""
         if self.mode == "int8-share":
             return "not measured: the INT8 share of multiply-adds is compared"
         return f"measured on {self.gpu or self.cpu}, {self.backend} {self.version}"
@@ -202,16 +200,10 @@ class Search(Strict):
 
     @property
     def chosen(self) -> SearchTrial | None:
-        """Return the chosen trial."""
         return next((trial for trial in self.trials if trial.number == self.outcome.chosen), None)
 
 
 def read_search(path: Path) -> Search:
-    """Read `search.json`.
-
-    Raises:
-        UserError: missing, or of another version.
-    """
     return read(path, Search, "search", "search again")
 
 

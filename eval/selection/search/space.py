@@ -44,11 +44,9 @@ class Space:
 
     @property
     def family(self) -> Family:
-        """Return the family that the recipe is for."""
         return family_named(self.base.model.family)
 
     def ranked(self, units: Sequence[Unit], layers: Sequence[int]) -> "Space":
-        """Return the same space with its units, and the layers of its attentions, in another order."""
         return replace(
             self,
             units={unit: self.units[unit] for unit in units},
@@ -56,7 +54,6 @@ class Space:
         )
 
     def suggest(self, trial: Any) -> Params:
-        """Return the parameters of a new trial."""
         count = len(self.units)
         params: Params = {
             "frame": trial.suggest_categorical("frame", FRAMES),
@@ -85,11 +82,6 @@ class Space:
         return {layer for layer in list(self.attention)[keep:] if (layer, "output") in units}
 
     def recipe(self, params: Params, description: str = "") -> Recipe:
-        """Return the recipe of a trial.
-
-        Raises:
-            UserError: the model does not take it.
-        """
         units = self.int8_units(params)
         return self.assemble(units, self.int8_attention(params, units), params, description)
 
@@ -169,7 +161,6 @@ class Space:
         return [Rule(match=name, type="Attention", precision="int8") for name in names]
 
     def _place(self, name: str) -> Place:
-        """Return where in the encoder a searched module is, without the model's prefix."""
         place = self.family.place(self._short(name))
         assert place is not None, name
         return place
@@ -247,7 +238,6 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
 
 
 def _linear_units(family: Family, modules: Mapping[str, ModuleInfo]) -> dict[Unit, list[str]]:
-    """Return the linears of the encoder by unit, in model order."""
     units: dict[Unit, list[str]] = {}
     for name, info in modules.items():
         layer = family.layer_of(name)

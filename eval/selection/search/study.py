@@ -70,7 +70,6 @@ class Worker:
 
     @property
     def gate(self) -> GateSettings:
-        """Return the recipe's gate."""
         return self.work.session.recipe.gate
 
 
@@ -235,11 +234,7 @@ def first_trials(work: Workspace, space: Space) -> list[tuple[Params, dict[str, 
 
 
 def rank_units(work: Workspace, file: Path | None) -> tuple[Space, Ranking]:
-    """Return the space in order of a sensitivity: of a file, or measured now on a few rows.
-
-    Raises:
-        UserError: the file is not a sensitivity of this model.
-    """
+    """Return the space in order of a sensitivity: of a file, or measured now on a few rows."""
     from qdqbench.eval.selection.sensitivity.measure import Measurement
 
     samples = None
@@ -282,11 +277,7 @@ def read_ranking(session: Session, file: Path) -> Sensitivity:
 
 
 def rank_by_rows(space: Space, rows: list[CandidateRow], source: str) -> Space:
-    """Rank units and attentions by the divergence of "only this in INT8".
-
-    Raises:
-        UserError: no row is of this model.
-    """
+    """Rank units and attentions by the divergence of "only this in INT8"."""
     linears = {name: row.only.distance for row in rows if row.group == "linear" for name in row.modules}
     heads = {
         row.layer: row.only.distance for row in rows if row.group == "attention" and row.layer is not None
@@ -358,7 +349,6 @@ def list_finished(study: "optuna.Study") -> "list[FrozenTrial]":
 
 
 def _run_one(worker: Worker) -> None:
-    """Run one trial, queued or new; its failure is recorded in the study."""
     study, numbers = worker.study, list[int]()
 
     def objective(trial: "optuna.Trial") -> tuple[float, float]:
@@ -452,7 +442,6 @@ def list_trials(worker: Worker) -> list[SearchTrial]:
 
 
 def _describe_best(worker: Worker) -> str:
-    """Return one clause on the best trial so far."""
     trials = list_trials(worker)
     number = choose_trial(trials, worker.gate).chosen
     chosen = next((trial for trial in trials if trial.number == number), None)

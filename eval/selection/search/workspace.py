@@ -74,7 +74,6 @@ class DeviceTrials(Trials):
     """Trials whose models are on the GPU while they are scored, as they are exported on the CPU."""
 
     def answer(self, model: "PreTrainedModel", text: str) -> dict[str, Float32]:
-        """Return a model's answers, as `Trials.answer`."""
         with evaluating(model):
             return super().answer(model, text)
 
@@ -93,25 +92,17 @@ class Workspace:
 
     @cached_property
     def trials(self) -> Trials:
-        """Return the store of recipes that are scored on the draw."""
         path = self.session.folder / TRIALS
         return DeviceTrials(self.session, self.samples, path, evaluates=False, least=LEAST_SAMPLES)
 
     @cached_property
     def confirmations(self) -> Trials:
-        """Return the store of recipes that are scored on evaluation data."""
         return DeviceTrials(self.session, 0, self.session.folder / "confirmed.jsonl")
 
     def plan(self, recipe: Recipe) -> Plan:
-        """Return a recipe resolved for this model.
-
-        Raises:
-            UserError: it does not fit.
-        """
         return resolve(recipe, self.space.modules, self.space.prefix)
 
     def int8_share(self, plan: Plan, length: int) -> float:
-        """Return the share of the encoder's multiply-adds in INT8, for sequences of this length."""
         return int8_share(plan, count_multiply_adds(self.session.fp32_model, self.space.modules, length))
 
     def score(self, trials: Trials, recipe: Recipe, origin: Origin, *, in_full: bool) -> Trial:
@@ -147,11 +138,7 @@ class Workspace:
             return trial
 
     def model(self, recipe: Recipe, plan: Plan, *, in_full: bool = False) -> "PreTrainedModel":
-        """Return a calibrated fake-quant model; FP32 where nothing is INT8.
-
-        Raises:
-            UserError, CheckFailed: calibration fails.
-        """
+        """Return a calibrated fake-quant model; FP32 where nothing is INT8."""
         if not plan.int8:
             return self.session.fp32_model
         if self._last is not None and self._last[0] == (plan_key(recipe, plan), in_full):
@@ -251,16 +238,11 @@ def open_source(
 
 
 def runs_here(recipe: Recipe) -> bool:
-    """Return whether the recipe's engine runs on this machine."""
     return bool(find_gpu()) or backend_of(recipe) in CPU_BACKENDS
 
 
 def measured_source(session: Session, options: SearchOptions) -> Source:
-    """Return the device and the backend that engines are timed with.
-
-    Raises:
-        MissingDevice: the engine does not run here.
-    """
+    """Return the device and the backend that engines are timed with."""
     gpu, recipe = find_gpu(), session.recipe
     on_cpu = backend_of(recipe) in CPU_BACKENDS
     if gpu is None and not on_cpu:

@@ -40,8 +40,6 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choices:
-    """What of a model can be switched."""
-
     base: Plan  # of the recipe as it is
     plan: Plan  # every linear and every attention that can be fused
     everything: frozenset[str]  # linears and attention modules of "everything in INT8"
@@ -212,11 +210,7 @@ def attention_of(linears: list[str], found: Choices) -> list[str]:
 def make_recipe(
     recipe: Recipe, point: CurvePoint, found: Choices, modules: Mapping[str, ModuleInfo], prefix: str
 ) -> Recipe:
-    """Return the recipe of a point of the curve, which was resolved against the model.
-
-    Raises:
-        UserError: it does not resolve, which would be a fault of this function.
-    """
+    """Return the recipe of a point of the curve, which was resolved against the model."""
     kept = {*point.linears, *point.attention}
     int8 = found.everything - kept
     rules = [each for rule in recipe.rules if (each := _not_idle(rule, int8, modules, prefix))]

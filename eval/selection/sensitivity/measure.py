@@ -103,7 +103,6 @@ class Suffixes:
         return self._gather(logits())
 
     def advance(self, states: list[Held], layer: int) -> list[Held]:
-        """Return the states after `layer`."""
         found = []
         for state in states:
             with resume_from(self.model, layer, state.hidden, layer + 1) as made:
@@ -170,8 +169,6 @@ class _Bench:
 
 @dataclass
 class Measurement:
-    """One sensitivity run in the folder of its session."""
-
     session: Session
     samples: int
     progress: Progress = lambda done, total, text: None
@@ -197,7 +194,6 @@ class Measurement:
 
     @functools.cached_property
     def found(self) -> Choices:
-        """Return the candidates."""
         model = self.session.fp32_model
         return choices(self.session.recipe, module_table(model), model.base_model_prefix)
 
@@ -235,7 +231,6 @@ class Measurement:
         return {DRAW: self.bench.reference}
 
     def _spanning(self) -> None:
-        """Compare candidates of the whole depth."""
         for candidate in self.found.candidates:
             if candidate.start is None:
                 self._both(candidate, self._whole, self._whole)

@@ -45,11 +45,6 @@ COLUMNS = (
 
 
 def write_sensitivity(sensitivity: Sensitivity, folder: Path) -> list[Path]:
-    """Write `sensitivity.json`, `sensitivity.md` and `sensitivity.html`.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
     files.write_text(folder / SENSITIVITY_FILE, sensitivity.model_dump_json(indent=2) + "\n")
     return [
         folder / SENSITIVITY_FILE,
@@ -58,7 +53,6 @@ def write_sensitivity(sensitivity: Sensitivity, folder: Path) -> list[Path]:
 
 
 def sensitivity_report(sensitivity: Sensitivity) -> Report:
-    """Return what a sensitivity shows: the worst tensors, and how many linears leave INT8."""
     sensitivity = cleaned(sensitivity)
     reached, full = sensitivity.choice.reached, sensitivity.full
     worst = ranking(sensitivity.rows)
@@ -133,7 +127,6 @@ def sensitivity_report(sensitivity: Sensitivity) -> Report:
 
 
 def sensitivity_headline(sensitivity: Sensitivity) -> str:
-    """Return what everything in INT8 costs, and which linear most, in words."""
     metric, full, fp32 = label(sensitivity.metric), sensitivity.full, sensitivity.fp32
     value = fp32.metrics[sensitivity.metric]
     text = (
@@ -148,7 +141,6 @@ def sensitivity_headline(sensitivity: Sensitivity) -> str:
 
 
 def choice_text(sensitivity: Sensitivity) -> str:
-    """Return what the written recipe keeps out of INT8, and why, in words."""
     choice, own, limit = sensitivity.choice, sensitivity.chosen.comparison, sensitivity.max_drop
     drop = f"{own.drop:+.4f} ± {own.drop_stderr:.4f}"
     if not choice.reached:
@@ -198,7 +190,6 @@ def _count(disagreements: int | None) -> str:
 
 
 def _screen_table(title: str, rows: list[CandidateRow]) -> Table:
-    """Return the table of a terminal 80 characters wide: divergence, drop, divergence."""
     lines = []
     for each in rows:
         only, rest = each.only, each.all_but
@@ -229,7 +220,6 @@ DARKEST = 0.75  # opacity: text in the page's color stays readable on it
 
 
 def only_svg(sensitivity: Sensitivity) -> str:
-    """Return the chart of the divergence with one linear, or one attention, in INT8."""
     return _heat_map(
         sensitivity,
         "only",
@@ -312,7 +302,6 @@ def _shade(amount: float, largest: float, linear: bool) -> float:
 
 
 def curve_svg(sensitivity: Sensitivity) -> str:
-    """Return the chart of divergence and drop over the number of linears kept out of INT8."""
     if len(sensitivity.curve) < 2:
         return ""
     figure = svg.figure_of(4.2)

@@ -84,26 +84,19 @@ class Sensitivity(DrawRecord):
 
     @property
     def chosen(self) -> CurvePoint:
-        """Return the point of the curve that the written recipe has."""
         return next(point for point in self.curve if point.kept == self.choice.kept)
 
     @property
     def max_drop(self) -> float:
-        """Return the gate of the recipe."""
         return float(self.recipe["gate"]["max_drop"])
 
 
 def sensitivity_file(path: Path) -> Path:
-    """Return the file itself, or the one in a folder."""
     return path / SENSITIVITY_FILE if path.is_dir() else path
 
 
 def read_sensitivity(path: Path) -> Sensitivity:
-    """Read `sensitivity.json`, or the one in a folder.
-
-    Raises:
-        UserError: missing, or not of this version.
-    """
+    """Read `sensitivity.json`, or the one in a folder."""
     file = sensitivity_file(path)
     return read(file, Sensitivity, "sensitivity report", "run `qdqbench sensitivity` again")
 

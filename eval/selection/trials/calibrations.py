@@ -152,7 +152,6 @@ class Switches:
             _use_in_place(quantizer for group in self._activations.values() for quantizer in group)
 
     def set(self, on: Collection[str]) -> None:
-        """Put exactly these units into INT8."""
         wanted = frozenset(on)
         for unit in wanted ^ self.on:
             for parameter, plain, rounded in self._weights.get(unit, ()):

@@ -5,11 +5,7 @@ from qdqbench.quantize.utils.comparison import Comparison
 
 
 def change_cell(value: float, comparison: Comparison) -> Cell:
-    """Return a change of the primary metric with its paired standard error, and whether it is noise.
-
-    Args:
-        value: the drop of the comparison, or minus that.
-    """
+    """Return a change of the primary metric with its paired standard error, and whether it is noise."""
     text = f"{value + 0.0:+.4f} ± {comparison.drop_stderr:.4f}"
     noise = comparison.within_noise
     return Cell(f"{text} (noise)" if noise else text, short=f"{text} ~" if noise else None, sort=value)
@@ -23,10 +19,8 @@ def divergence_cell(comparison: Comparison) -> Cell:
 
 
 def sqnr_text(comparison: Comparison) -> str:
-    """Return the signal to noise ratio of the logits."""
     return "equal" if comparison.sqnr_db is None else f"{comparison.sqnr_db:.1f} dB"
 
 
 def noise_text(comparison: Comparison) -> str:
-    """Return whether a change can be noise."""
     return "within noise" if comparison.within_noise else "beyond noise"

@@ -33,7 +33,6 @@ class Failure(Strict):
 
     @property
     def is_retryable(self) -> bool:
-        """Return whether the user can remove the cause."""
         return self.code in {"input", "device"}
 
 

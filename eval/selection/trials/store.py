@@ -112,7 +112,6 @@ RECIPE_FILE = "recipe.yaml"  # the recipe that a command chose
 
 
 def hash_of(value: Any) -> str:
-    """Return the SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -140,11 +139,6 @@ class Store(Generic[Record]):
     """
 
     def __init__(self, path: Path, schema: type[Record], settings: Mapping[str, Any]) -> None:
-        """Read what is there.
-
-        Raises:
-            UserError: the folder cannot be written.
-        """
         self.path, self.schema = path, schema
         header = {"settings": json.loads(json.dumps(settings))}
         first, self.trials = self._read()
@@ -156,11 +150,7 @@ class Store(Generic[Record]):
         files.write_text(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
 
     def add(self, key: str, trial: Record) -> Record:
-        """Append a trial; it is on the disk when this returns.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
+        """Append a trial; it is on the disk when this returns."""
         try:
             with self.path.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(self._line(key, trial), allow_nan=False) + "\n")
@@ -224,12 +214,10 @@ class Trials:
 
     @cached_property
     def drawn(self) -> tuple[Split, Encoded]:
-        """Return the train rows that do not calibrate."""
         return draw_samples(self.session, self.samples, least=self.least)
 
     @property
     def draw(self) -> Encoded:
-        """Return the tokens of the draw."""
         return self.drawn[1]
 
     @cached_property
@@ -241,7 +229,6 @@ class Trials:
 
     @property
     def rows(self) -> int:
-        """Return the rows that one trial answers."""
         return sum(encoded.rows for encoded in self.encoded.values())
 
     @cached_property
@@ -266,7 +253,6 @@ class Trials:
 
     @cached_property
     def store(self) -> Store[Trial]:
-        """Open the file of finished trials."""
         return Store(self.path, Trial, self.settings)
 
     @cached_property
@@ -294,11 +280,9 @@ class Trials:
         return answers
 
     def answer_fp32(self) -> dict[str, Float32]:
-        """Return the answers of the session's FP32 model by split."""
         return self.answer(placed(self.session.fp32_model), "FP32")
 
     def fp32_scores(self, split: str) -> Scores:
-        """Return FP32's metrics on a split."""
         task, answers = self.session.config.task, self.fp32[split]
         gold = metrics.select_reference(task, self.encoded[split].gold, answers)
         return Scores(
