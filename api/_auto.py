@@ -9,7 +9,6 @@ from qdqbench._options import AutoOptions, TaskOptions
 from qdqbench._runs import silent
 from qdqbench.eval.selection.auto.results import BEST_RECIPE, Auto, Criteria
 from qdqbench.eval.selection.auto.run import AutoRun, run_auto
-from qdqbench.eval.selection.auto.steps import Steps
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.pipeline.config import find_recipe
@@ -71,6 +70,7 @@ def auto(
         longest = min(recipe.export.max_length for recipe in recipes)
         state = AutoRun(
             config=config.model_copy(update={"recipe": recipes[0]}),
+            recipes=recipes,
             folder=folder,
             criteria=criteria,
             options=SearchOptions(
@@ -83,7 +83,7 @@ def auto(
         )
         state.session.notes += notes
         words = ["qdqbench", "run", str(folder / BEST_RECIPE), *_option_words(options)]
-        return run_auto(state, Steps(state, recipes).proposers(), recipes, options.budget, shlex.join(words))
+        return run_auto(state, options.budget, shlex.join(words))
 
 
 def _first_recipes(

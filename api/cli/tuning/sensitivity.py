@@ -25,7 +25,8 @@ def sensitivity(
     """Measure which layer costs the accuracy: each alone in INT8, and everything but it; write a recipe."""
     from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.selection.sensitivity.measure import Measurement
-    from qdqbench.eval.selection.sensitivity.report import choice_text, sensitivity_report, write_sensitivity
+    from qdqbench.eval.selection.sensitivity.report import choice_text, sensitivity_report
+    from qdqbench.eval.selection.trials.report import write_result
     from qdqbench.quantize.pipeline.ownership import run_folder
     from qdqbench.quantize.utils.errors import CheckFailed
 
@@ -35,7 +36,7 @@ def sensitivity(
         measurement = Measurement(session, options.samples, show_progress)
         _note_resume(measurement.trials.store)
         found = measurement.run()
-        write_sensitivity(found, folder)
+        write_result(found, sensitivity_report(found), folder)
     written = f"recipe: {folder / found.choice.file}", f"report: {folder / 'sensitivity.html'}"
     show(found, json, lambda result: render_screen(sensitivity_report(result)), *written)
     if not found.choice.reached:
@@ -75,8 +76,13 @@ def compare_calibration(
 ) -> None:
     """Compare calibration methods in one table; write the recipe with the best one."""
     from qdqbench.eval.reporting.render import render_screen
-    from qdqbench.eval.selection.methods.measure import MethodComparison, list_sections, require_quantized
-    from qdqbench.eval.selection.methods.report import methods_report, write_methods
+    from qdqbench.eval.selection.methods import (
+        MethodComparison,
+        list_sections,
+        methods_report,
+        require_quantized,
+    )
+    from qdqbench.eval.selection.trials.report import write_result
     from qdqbench.eval.selection.trials.store import RECIPE_FILE
     from qdqbench.quantize.pipeline.ownership import run_folder
 
@@ -90,6 +96,6 @@ def compare_calibration(
         comparison = MethodComparison(session, options.samples, methods, smoothing, show_progress)
         _note_resume(comparison.trials.store)
         found = comparison.run()
-        write_methods(found, folder)
+        write_result(found, methods_report(found), folder)
     written = f"recipe: {folder / RECIPE_FILE}", f"report: {folder / 'methods.html'}"
     show(found, json, lambda table: render_screen(methods_report(table)), *written)

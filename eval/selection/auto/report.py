@@ -1,7 +1,6 @@
 """The report of `auto`: a page, Markdown and a screen."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from qdqbench.eval.reporting import svg
@@ -33,10 +32,9 @@ from qdqbench.eval.reporting.formats import (
     seconds,
     sentence,
 )
-from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.auto.results import AUTO_FILE, Auto, AutoStep, SkipReason, StepKind
-from qdqbench.eval.selection.trials.cells import noise_text
+from qdqbench.eval.selection.trials.report import noise_text
 from qdqbench.quantize.utils.comparison import Comparison
 
 TITLES: dict[StepKind, str] = {
@@ -47,10 +45,6 @@ TITLES: dict[StepKind, str] = {
     "qat": "training (QAT)",
 }
 REMEDIES: dict[StepKind, str] = {"methods": "scales", "islands": "less INT8", "qat": "weights"}
-
-
-def write_auto(auto: Auto, folder: Path) -> list[Path]:
-    return write_report(auto_report(auto), folder, "auto")
 
 
 def auto_report(auto: Auto) -> Report:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from qdqbench.eval.selection.search.results import Source
-from qdqbench.eval.selection.trials.results import Failure, Trial
+from qdqbench.eval.selection.trials.results import ChoiceRecord, Failure, Trial
 from qdqbench.quantize.utils.comparison import Comparison, GateCode, GateIssue
 from qdqbench.quantize.utils.frames import Tabular
 from qdqbench.quantize.utils.schema import Strict
@@ -148,15 +148,9 @@ class AutoChoice(Strict):
     """Command that repeats its run; null with `step`."""
 
 
-class Auto(Tabular):
+class Auto(ChoiceRecord, Tabular):
     """Everything that `qdqbench auto` tried."""
 
-    schema_version: Literal[3] = 3
-    """Version of this schema."""
-    created: str
-    """Time of the end, ISO 8601, UTC."""
-    command: str
-    """Command line."""
     folder: str
     """Folder that the paths of the steps are relative to."""
     model: dict[str, Any]
@@ -170,8 +164,6 @@ class Auto(Tabular):
     """Seed of bootstrap, search and folds."""
     gate: Criteria
     """Criteria."""
-    metric: str
-    """Primary metric of the task."""
     fp32: dict[str, float]
     """Metrics of FP32."""
     budget_s: float
@@ -182,12 +174,6 @@ class Auto(Tabular):
     """Steps, in their order."""
     choice: AutoChoice
     """Recipe to deploy."""
-    warnings: list[str]
-    """Caveats of the figures."""
-    notes: list[str]
-    """Notes on how the data were read and calibrated."""
-    environment: dict[str, Any]
-    """Versions, hardware, git hash."""
 
     @property
     def chosen(self) -> AutoStep | None:

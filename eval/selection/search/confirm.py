@@ -8,10 +8,8 @@ from pathlib import Path
 from qdqbench.eval.bench.measure import build_and_prove, write_engine_graph
 from qdqbench.eval.metrics.gate import NOISE, drop_issue, judge, slow_issue
 from qdqbench.eval.metrics.runners import predict
-from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.search.results import (
-    SEARCH_FILE,
     ConfirmedRecipe,
     DropAgreement,
     Search,
@@ -21,19 +19,19 @@ from qdqbench.eval.selection.search.results import (
 )
 from qdqbench.eval.selection.search.study import Worker, list_trials
 from qdqbench.eval.selection.search.workspace import Workspace
+from qdqbench.eval.selection.trials.report import write_result
 from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_of
-from qdqbench.eval.selection.trials.store import RECIPE_FILE, named_by, write_recipe
+from qdqbench.eval.selection.trials.store import RECIPE_FILE, describe_session, named_by, write_recipe
 from qdqbench.quantize.engine.runtime.runners import open_runner
 from qdqbench.quantize.pipeline.artifacts import backend_of
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import GateSettings
-from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.limits import INT8_RESIDUALS
 from qdqbench.quantize.utils.speedup import Speedup
-from qdqbench.quantize.utils.system.environment import describe_environment, now, versions
+from qdqbench.quantize.utils.system.environment import versions
 
 
 def finish_search(
@@ -44,13 +42,13 @@ def finish_search(
     outcome = choose_trial(trials, worker.gate)
     chosen = next((trial for trial in trials if trial.number == outcome.chosen), None)
     session, evaluated = worker.work.session, worker.work.confirmations
+    about = describe_session(session)
+    about["environment"] |= {"optuna": metadata.version("optuna"), **versions()}
     found = Search(
-        created=now(),
-        command=session.config.command,
+        **about,
         recipe=session.recipe.model_dump(mode="json"),
         model=session.model_name,
         task=session.config.task.name,
-        metric=session.config.task.metrics[0],
         settings=worker.study.user_attrs["settings"],
         study=worker.study.study_name,
         objective=worker.options.objective,
@@ -61,9 +59,6 @@ def finish_search(
         outcome=outcome,
         confirmed=[],
         agreement=None,
-        warnings=[],
-        notes=[],
-        environment=describe_environment() | {"optuna": metadata.version("optuna"), **versions()},
     )
     (folder / RECIPE_FILE).unlink(missing_ok=True)
     if chosen is not None and chosen.recipe is not None:
@@ -78,8 +73,7 @@ def finish_search(
         write_recipe(chosen.recipe.model_copy(update={"name": name, "qat": None}), folder)
     found.warnings = [*dict.fromkeys([*session.warnings, *_warn(worker, found)])]
     found.notes = session.notes
-    files.write_text(folder / SEARCH_FILE, found.model_dump_json(indent=2) + "\n")
-    write_report(search_report(found), folder, "search")
+    write_result(found, search_report(found), folder)
     return found
 
 

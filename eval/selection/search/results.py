@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from qdqbench.eval.metrics.gate import limit
 from qdqbench.eval.selection.search.options import Objective
-from qdqbench.eval.selection.trials.results import DRAW, Scores, Trial
+from qdqbench.eval.selection.trials.results import DRAW, ChoiceRecord, Scores, Trial
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.utils.comparison import Comparison, GateIssue
 from qdqbench.quantize.utils.schema import Strict, read
@@ -154,23 +154,15 @@ class SearchOutcome(Strict):
     """Issues of the gate on evaluation data."""
 
 
-class Search(Strict):
+class Search(ChoiceRecord):
     """Every number of one search."""
 
-    schema_version: Literal[3] = 3
-    """Version of this schema."""
-    created: str
-    """Time of the end, ISO 8601, UTC."""
-    command: str
-    """Command line."""
     recipe: dict[str, Any]
     """Base recipe with every default filled in."""
     model: str
     """Folder or hub id."""
     task: str
     """Name of the task."""
-    metric: str
-    """Primary metric of the task."""
     settings: dict[str, Any]
     """Settings that all workers of the study share."""
     study: str
@@ -191,12 +183,6 @@ class Search(Strict):
     """Recipes on evaluation data: the chosen one first, then the given and the shipped ones."""
     agreement: DropAgreement | None
     """Drop in search and confirmation; null without a chosen recipe."""
-    warnings: list[str]
-    """Caveats of the figures."""
-    notes: list[str]
-    """Notes on how the data were read."""
-    environment: dict[str, Any]
-    """Versions, hardware, git hash."""
 
     @property
     def chosen(self) -> SearchTrial | None:

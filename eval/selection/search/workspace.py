@@ -21,7 +21,7 @@ from qdqbench.eval.metrics.runners import evaluating, placed
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.search.space import Space, count_multiply_adds, int8_share
-from qdqbench.eval.selection.trials.calibrations import widest_activation
+from qdqbench.eval.selection.trials.calibrations import describe_cost
 from qdqbench.eval.selection.trials.results import CalibrationCost, Origin, Trial, failure_of
 from qdqbench.eval.selection.trials.store import TRIALS, Trials, hash_of
 from qdqbench.quantize.calibration import ptq
@@ -119,13 +119,9 @@ class Workspace:
         def calibrate() -> "tuple[PreTrainedModel, CalibrationCost]":
             start = time.perf_counter()
             if not plan.int8:
-                return self.session.fp32_model, CalibrationCost(
-                    seconds=0.0, amax_over_rms=None, amax_over_rms_at=None
-                )
+                return self.session.fp32_model, describe_cost(0.0, {})
             model, record = self._calibrate(recipe, plan, in_full=in_full)
-            name, ratio = widest_activation(record.quantizers) or (None, None)
-            seconds = time.perf_counter() - start
-            return model, CalibrationCost(seconds=seconds, amax_over_rms=ratio, amax_over_rms_at=name)
+            return model, describe_cost(time.perf_counter() - start, record.quantizers)
 
         self.progress(f"scoring {recipe.name}")
         trial = Trial(recipe=recipe, origin=origin)

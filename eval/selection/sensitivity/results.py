@@ -1,7 +1,7 @@
 """Schema of `sensitivity.json`: what INT8 costs, tensor by tensor (documented in docs/sensitivity.md)."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from qdqbench.eval.selection.trials.results import DrawRecord, Scores
 from qdqbench.quantize.utils.comparison import Comparison
@@ -72,15 +72,9 @@ class Sensitivity(DrawRecord):
     """Points by rising number of linear layers kept out of INT8."""
     choice: SensitivityChoice
     """Recipe that was written."""
-    warnings: list[str]
-    """Caveats of the figures."""
-    notes: list[str]
-    """Notes on how the data were read and calibrated."""
     timings: dict[str, float]
     """Times in seconds: `candidates_s` of all measurements, those of interrupted runs included;
     `this_run_s`."""
-    environment: dict[str, Any]
-    """Versions, hardware, git hash."""
 
     @property
     def chosen(self) -> CurvePoint:

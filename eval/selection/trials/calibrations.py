@@ -1,12 +1,14 @@
 """One calibration pass shared by recipes that differ in the method of activations only."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qdqbench.eval.selection.trials.results import CalibrationCost
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, get_quantizer_kind, list_quantizers
@@ -95,14 +97,17 @@ def _amax_by(seen: Any, method: str) -> "torch.Tensor":
     return amax
 
 
-def widest_activation(states: dict[str, QuantizerState]) -> tuple[str, float] | None:
-    """Return the activation quantizer with the largest amax / rms, and that ratio."""
-    ratios = {
-        name: state.amax / state.rms
+def describe_cost(
+    seconds: float, states: dict[str, QuantizerState], notes: Sequence[str] = ()
+) -> CalibrationCost:
+    """Return what a calibration took, with its largest amax / rms of an activation."""
+    ratios = [
+        (state.amax / state.rms, name)
         for name, state in states.items()
         if state.kind not in ("weight", "softmax") and state.rms and isinstance(state.amax, float)
-    }
-    return max(ratios.items(), key=lambda item: item[1]) if ratios else None
+    ]
+    ratio, name = max(ratios, key=itemgetter(0), default=(None, None))
+    return CalibrationCost(seconds=seconds, amax_over_rms=ratio, amax_over_rms_at=name, notes=[*notes])
 
 
 LAYERNORMS, EMBEDDINGS = "LayerNorm input", "embeddings"  # units that no recipe can put into INT8

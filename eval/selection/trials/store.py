@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[Split, Encoded]:
+def draw_samples(session: Session, samples: int, *, least: int = 2) -> tuple[Split, Encoded]:
     """Draw the rows of the calibration split after those that calibrate, in the same seeded order.
-
-    Notes of the split, and that it has fewer rows, go to the session.
 
     Args:
         samples: rows to draw.
@@ -61,8 +59,7 @@ def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[S
     if left < min(samples, least):
         raise UserError(
             f"split {settings.split!r} of {split.source} has {split.rows} rows and calibration takes "
-            f"{taken}, so {max(left, 0)} are left to measure on; lower calibration.samples in the "
-            "recipe"
+            f"{taken}, so {max(left, 0)} are left to measure on; lower calibration.samples in the recipe"
         )
     if left < samples:
         session.notes.append(
@@ -76,37 +73,20 @@ def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[S
     return split, encoded
 
 
-def described(session: "Session", split: Split, samples: int) -> dict[str, Any]:
-    """Return fields that results on a draw share: what was measured, on what, where and when.
-
-    Args:
-        split: that `samples` were drawn from.
-    """
-    config, settings = session.config, session.recipe.calibration
+def describe_session(session: Session) -> dict[str, Any]:
+    """Return the fields of a `ChoiceRecord` as of now."""
     return {
         "created": now(),
-        "command": config.command,
-        "recipe": config.recipe.model_dump(mode="json"),
-        "model": {"name": session.model_name, "sha256": session.model_sha256},
-        "task": config.task.model_dump(mode="json"),
-        "data": {
-            "source": split.source,
-            "fingerprint": split.fingerprint,
-            "split": settings.split,
-            "rows": split.rows,
-            "calibration": settings.samples,
-            "samples": samples,
-            "seed": settings.seed,
-        },
-        "seed": config.seed,
-        "batch_size": config.batch_size,
-        "metric": config.task.metrics[0],
-        "divergence": config.task.kind.divergence_name,
+        "command": session.config.command,
+        "metric": session.config.task.metrics[0],
+        "warnings": session.warnings,
+        "notes": session.notes,
         "environment": describe_environment(),
     }
 
 
 Record = TypeVar("Record", bound=Trial)
+Calibrate = Callable[[], tuple["PreTrainedModel", CalibrationCost]]  # a fake-quant model
 TRIALS = "trials.jsonl"
 RECIPE_FILE = "recipe.yaml"  # the recipe that a command chose
 
@@ -163,7 +143,6 @@ class Store(Generic[Record]):
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of all trials, those of earlier calls included."""
         return float(sum(trial.seconds for trial in self.trials.values()))
 
     @property
@@ -181,9 +160,8 @@ class Store(Generic[Record]):
         """Return the header and the trials up to the first line that is not one."""
         header: dict[str, Any] = {}
         trials: dict[str, Record] = {}
-        if not self.path.is_file():
-            return header, trials
-        for text in self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        known = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
+        for text in known.splitlines(keepends=True):
             try:
                 line = json.loads(text)
                 if not text.endswith("\n"):
@@ -199,10 +177,7 @@ class Store(Generic[Record]):
 
 @dataclass
 class Trials:
-    """Recipes that are tried on one model and task: what they are scored on, and those that are finished.
-
-    Every trial is compared with FP32 on the draw, and on the evaluation splits where `evaluates` is set.
-    """
+    """Recipes that are tried on one model and task, compared with FP32 on the draw and evaluation data."""
 
     session: Session
     samples: int  # of the draw, at most; 0: no draw
@@ -219,6 +194,28 @@ class Trials:
     @property
     def draw(self) -> Encoded:
         return self.drawn[1]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields of a `DrawRecord`: what was measured, on what, where and when."""
+        session, config, settings = self.session, self.session.config, self.session.recipe.calibration
+        split = self.drawn[0]
+        return describe_session(session) | {
+            "recipe": config.recipe.model_dump(mode="json"),
+            "model": {"name": session.model_name, "sha256": session.model_sha256},
+            "task": config.task.model_dump(mode="json"),
+            "data": {
+                "source": split.source,
+                "fingerprint": split.fingerprint,
+                "split": settings.split,
+                "rows": split.rows,
+                "calibration": settings.samples,
+                "samples": len(self.draw.gold),
+                "seed": settings.seed,
+            },
+            "seed": config.seed,
+            "batch_size": config.batch_size,
+            "divergence": config.task.kind.divergence_name,
+        }
 
     @cached_property
     def encoded(self) -> dict[str, Encoded]:
@@ -257,11 +254,7 @@ class Trials:
 
     @cached_property
     def fp32(self) -> dict[str, Float32]:
-        """Return FP32's answers [answers, width] by split; kept in a file alongside the store.
-
-        Raises:
-            UserError: NaN or infinite logits, or the file cannot be written.
-        """
+        """Return FP32's answers [answers, width] by split; kept in a file alongside the store."""
         path, identity = self.path.with_suffix(".fp32.npz"), hash_of(self.settings)
         damaged = contextlib.suppress(OSError, ValueError, KeyError, BadZipFile)  # or missing
         with damaged, np.load(path, allow_pickle=False) as arrays:
@@ -292,11 +285,7 @@ class Trials:
         )
 
     def answer(self, model: "PreTrainedModel", text: str) -> dict[str, Float32]:
-        """Return a model's answers [answers, width] by split.
-
-        Raises:
-            CheckFailed: NaN or infinite logits.
-        """
+        """Return a model's answers [answers, width] by split."""
         session = self.session
         return {
             split: predict(
@@ -311,14 +300,7 @@ class Trials:
         }
 
     def compare(self, answers: Mapping[str, Float32]) -> tuple[dict[str, Comparison], list[float]]:
-        """Compare answers with FP32's.
-
-        Args:
-            answers: [answers, width] by split.
-
-        Returns:
-            The comparisons by split, and the divergence of each sample of the draw.
-        """
+        """Compare answers [answers, width] by split with FP32's, those of the draw by sample too."""
         task, seed = self.session.config.task, self.session.config.seed
         scores: dict[str, Comparison] = {}
         divergences: list[float] = []
@@ -331,20 +313,10 @@ class Trials:
                 scores[split] = compare(task, reference, each, gold, seed=seed)
         return scores, divergences
 
-    def measure(
-        self,
-        key: str,
-        draft: Trial,
-        calibrate: Callable[[], tuple["PreTrainedModel", CalibrationCost]],
-    ) -> Trial:
+    def measure(self, key: str, draft: Trial, calibrate: Calibrate) -> Trial:
         """Return a finished trial, or calibrate and score it now.
 
         Failures become part of the trial; one that the user can fix is tried again by the next call.
-
-        Args:
-            key: names the trial in the store.
-            draft: the recipe and its origin.
-            calibrate: returns the fake-quant model.
         """
         if key in self.store.trials:
             return self.store.trials[key]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from qdqbench.eval.reporting.render import render_screen
-from qdqbench.eval.selection.auto.report import auto_report, explain_step, unmet_lines, write_auto
+from qdqbench.eval.reporting.render import render_screen, write_report
+from qdqbench.eval.selection.auto.report import auto_report, explain_step, unmet_lines
 from qdqbench.eval.selection.auto.results import (
     Auto,
     AutoChoice,
@@ -130,7 +130,7 @@ def sample(name="a-model", *, passed=True):
 
 
 def pages(folder, **how):
-    write_auto(sample(**how), folder)
+    write_report(auto_report(sample(**how)), folder, "auto")
     return [(folder / f"auto.{kind}").read_text() for kind in ("html", "md")]
 
 

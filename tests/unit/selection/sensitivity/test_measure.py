@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from scipy import special
 
 from qdqbench.eval.metrics.compare import compare_with_divergence, divergence
-from qdqbench.eval.selection.sensitivity.candidates import (
+from qdqbench.eval.selection.sensitivity.measure import (
     Choices,
     attention_of,
     choices,
@@ -210,7 +210,7 @@ def test_written_recipe_resolves_to_what_was_measured(name: str, kept: list[str]
     recipe = tiny_bert.recipe_with(name)
     found = found_for(recipe)
     at = kept_point(kept, found)
-    written = make_recipe(recipe, at, found, modules(), "bert")
+    written = make_recipe(at, found)
     plan = resolve(written, modules(), "bert")
     assert {*plan.int8, *plan.attention} == found.everything - {*at.linears, *at.attention}
     assert written.name == f"{name}-sensitivity"
@@ -220,7 +220,7 @@ def test_written_recipe_resolves_to_what_was_measured(name: str, kept: list[str]
     assert len(names) == len(at.linears) + len(at.attention)
     assert not [each for each in names if each.startswith("bert.")]
     # again: the name does not grow
-    again = make_recipe(written, kept_point(kept, found_for(written)), found_for(written), modules(), "bert")
+    again = make_recipe(kept_point(kept, found_for(written)), found_for(written))
     assert again.name == written.name
 
 
@@ -228,10 +228,10 @@ def test_a_recipe_without_anything_to_split_does_not_ask_for_it() -> None:
     recipe = tiny_bert.recipe_with(calibration={"outlier_channel_splitting": 32})
     found = found_for(recipe)
     point = kept_point(FFN, found)
-    written = make_recipe(recipe, point, found, modules(), "bert")
+    written = make_recipe(point, found)
     assert written.calibration.outlier_channel_splitting == 0
     point = kept_point(FFN[:1], found)
-    assert make_recipe(recipe, point, found, modules(), "bert").calibration.outlier_channel_splitting == 32
+    assert make_recipe(point, found).calibration.outlier_channel_splitting == 32
 
 
 def test_attention_leaves_int8_with_its_output() -> None:
@@ -250,7 +250,7 @@ def test_calibration_of_kept_linears_is_dropped() -> None:
     ]
     recipe = tiny_bert.recipe_with(rules=rules)
     found = found_for(recipe)
-    written = make_recipe(recipe, kept_point(FFN[:2], found), found, modules(), "bert")
+    written = make_recipe(kept_point(FFN[:2], found), found)
     assert [rule.method for rule in written.rules].count("mse") == 0
     assert [rule.smoothing for rule in written.rules].count(0.5) == 0
     assert [rule.weights_method for rule in written.rules].count("mse") == 1

@@ -13,9 +13,9 @@ from qdqbench.eval.selection.sensitivity.report import (
     choice_text,
     sensitivity_headline,
     sensitivity_report,
-    write_sensitivity,
 )
 from qdqbench.eval.selection.sensitivity.results import CandidateRow, Sensitivity, ranking, read_sensitivity
+from qdqbench.eval.selection.trials.report import write_result
 from qdqbench.eval.selection.trials.results import Scores
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.comparison import Comparison
@@ -102,7 +102,7 @@ def test_ranking_is_by_divergence_of_what_a_recipe_can_keep() -> None:
 
 
 def test_file_is_read_back(tmp_path: Path) -> None:
-    write_sensitivity(sample(), tmp_path)
+    write_result(sample(), sensitivity_report(sample()), tmp_path)
     assert read_sensitivity(tmp_path) == read_sensitivity(tmp_path / "sensitivity.json") == sample()
 
 
@@ -115,7 +115,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 
 def test_reports_hold_every_candidate(tmp_path: Path) -> None:
     found = sample()
-    write_sensitivity(found, tmp_path)
+    write_result(found, sensitivity_report(found), tmp_path)
     for kind in ("md", "html"):
         text = (tmp_path / f"sensitivity.{kind}").read_text()
         for each in found.rows:
@@ -139,7 +139,7 @@ def test_names_of_others_are_only_text(tmp_path: Path, capsys: pytest.CaptureFix
     found = sample(HOSTILE)
     found.notes.append(HOSTILE)
     found.warnings.append(HOSTILE)
-    write_sensitivity(found, tmp_path)
+    write_result(found, sensitivity_report(found), tmp_path)
     offline((tmp_path / "sensitivity.html").read_text())
     assert len(plain((tmp_path / "sensitivity.md").read_text())) >= 4
     Console(width=80).print(render_screen(sensitivity_report(found)))

@@ -1,6 +1,11 @@
-"""Cells that reports of trials share."""
+"""Cells that reports of trials share, and their files."""
 
-from qdqbench.eval.reporting.document import Cell
+from pathlib import Path
+
+from qdqbench.eval.reporting.document import Cell, Report
+from qdqbench.eval.reporting.render import write_report
+from qdqbench.eval.selection.trials.results import ChoiceRecord
+from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Comparison
 
 
@@ -24,3 +29,14 @@ def sqnr_text(comparison: Comparison) -> str:
 
 def noise_text(comparison: Comparison) -> str:
     return "within noise" if comparison.within_noise else "beyond noise"
+
+
+def write_result(result: ChoiceRecord, report: Report, folder: Path) -> list[Path]:
+    """Write the JSON file that a report names, its Markdown and its page.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    record = folder / report.page.record
+    files.write_text(record, result.model_dump_json(indent=2) + "\n")
+    return [record, *write_report(report, folder, record.stem)]

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from qdqbench.eval.reporting.document import Table
-from qdqbench.eval.selection.methods.measure import (
+from qdqbench.eval.selection.methods import (
     METHODS,
+    MethodRow,
+    Methods,
     list_cases,
     list_sections,
+    methods_report,
 )
-from qdqbench.eval.selection.methods.report import methods_report, write_methods
-from qdqbench.eval.selection.methods.results import MethodRow, Methods
+from qdqbench.eval.selection.trials.report import write_result
 from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Failure, Scores, Trial
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -22,9 +24,9 @@ from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import UserError
 
-from ....support import records
-from ....support.pages import HOSTILE, offline, plain
-from ....support.tiny_bert import recipe_with
+from ...support import records
+from ...support.pages import HOSTILE, offline, plain
+from ...support.tiny_bert import recipe_with
 
 OWN = Calibration()
 
@@ -187,7 +189,7 @@ def test_each_validation_split_has_its_columns() -> None:
 
 def test_files_hold_hostile_names(tmp_path: Path) -> None:
     found = table(name=HOSTILE)
-    paths = write_methods(found, tmp_path)
+    paths = write_result(found, methods_report(found), tmp_path)
     assert [path.name for path in paths] == ["methods.json", "methods.md", "methods.html"]
     assert Methods.model_validate_json(paths[0].read_text()) == found
     assert offline(paths[2].read_text()).tags.count("svg") == 2
