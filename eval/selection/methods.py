@@ -16,6 +16,7 @@ from qdqbench.eval.reporting.document import (
     EVERYWHERE,
     PAGE,
     SCREEN,
+    Block,
     Bullets,
     Cell,
     Chart,
@@ -382,7 +383,7 @@ def methods_report(methods: Methods) -> Report:
         "differences of at most two of them. amax / rms is the largest of an activation. Time is that of the "
         "passes over the calibration data, also where rows share them, and of what the row adds.",
     )
-    blocks = [
+    blocks: list[Block] = [
         _table(methods),
         Prose(f"{caption} ~ marks differences within noise.", on=SCREEN),
         Bullets(failures, "bad", SCREEN),

@@ -53,7 +53,7 @@ def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions
             stages.embedded(session)
         worker = open_worker(session, options, stack, shown.say)
         run_trials(worker, shown.trial)
-        found = finish_search(worker, folder, shown.say)
+        found = finish_search(worker, folder)
     show(found, json, lambda each: render_screen(search_report(each)), f"report: {folder / 'search.html'}")
     if not found.outcome.passed:
         failed = [issue_sentence(issue) for issue in found.outcome.issues if issue.state == "failed"]

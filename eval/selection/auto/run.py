@@ -363,22 +363,23 @@ class AutoRun:
 
 def list_proposers(auto: AutoRun) -> list[Proposer]:
     """Return the steps in their order."""
-    shipped = [
-        Proposer(
-            recipe.name,
-            "shipped",
-            lambda before, left, recipe=recipe: (recipe, Proposal(base=recipe.name)),
-            lambda recipe=recipe: auto.open_session(recipe, auto.folder / recipe.name).plan,
-        )
-        for recipe in auto.recipes
-    ]
     return [
-        *shipped,
+        *(_propose_shipped(auto, recipe) for recipe in auto.recipes),
         Proposer("methods", "methods", partial(propose_methods, auto)),
         Proposer("islands", "islands", partial(propose_islands, auto)),
         Proposer("search", "search", partial(propose_search, auto)),
         Proposer("qat", "qat", propose_qat),
     ]
+
+
+def _propose_shipped(auto: AutoRun, recipe: Recipe) -> Proposer:
+    folder, proposal = auto.folder / recipe.name, Proposal(base=recipe.name)
+    return Proposer(
+        recipe.name,
+        "shipped",
+        lambda before, left: (recipe, proposal),
+        lambda: auto.open_session(recipe, folder).plan,
+    )
 
 
 def choose_base(before: Sequence[AutoStep], *, moved: bool = False) -> Recipe:

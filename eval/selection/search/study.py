@@ -17,14 +17,10 @@ from qdqbench.eval.selection.search.results import (
     choose_trial,
     mark_trials,
 )
-from qdqbench.eval.selection.search.space import PLAIN, Params, Space, make_space, rank_by_cost
+from qdqbench.eval.selection.search.space import PLAIN, Params, make_space, rank_by_rows
 from qdqbench.eval.selection.search.workspace import Measure, Workspace, open_source, plan_key
-from qdqbench.eval.selection.sensitivity.results import (
-    CandidateRow,
-    Sensitivity,
-    read_sensitivity,
-    sensitivity_file,
-)
+from qdqbench.eval.selection.sensitivity.measure import Measurement
+from qdqbench.eval.selection.sensitivity.results import Sensitivity, read_sensitivity, sensitivity_file
 from qdqbench.eval.selection.trials.results import DRAW, Failure, failure_of
 from qdqbench.eval.selection.trials.store import hash_of
 from qdqbench.quantize.calibration.record import disable_bias_correction
@@ -104,7 +100,7 @@ def open_worker(
     with quiet("optuna"):
         study = _open_study(url, name, session.config.seed, settings, work, options)
     ranking = Ranking.model_validate(study.user_attrs["ranking"])
-    work.space = space.ranked(ranking.units, ranking.attention)
+    work.space = space.ranked(ranking)
     return Worker(work, options, source, measure, study, ranking)
 
 
@@ -192,9 +188,9 @@ def _open_study(  # noqa: PLR0913, PLR0917
     while not is_new and "ranking" not in study.user_attrs and time.monotonic() < deadline:
         time.sleep(POLL_S / 10)
     if "ranking" not in study.user_attrs:  # of a new study, or its creator died within that time
-        ranked, ranking = setup or rank_units(work, options.sensitivity)
+        ranking = setup or rank_units(work, options.sensitivity)
         study.set_user_attr("settings", settings)
-        for params, attributes in first_trials(work, ranked):
+        for params, attributes in first_trials(work, ranking):
             study.enqueue_trial(params, user_attrs=attributes, skip_if_exists=True)
         study.set_user_attr("ranking", ranking.model_dump(mode="json"))
     made = study.user_attrs["settings"]
@@ -206,12 +202,12 @@ def _open_study(  # noqa: PLR0913, PLR0917
     return study
 
 
-def first_trials(work: Workspace, space: Space) -> list[tuple[Params, dict[str, str]]]:
+def first_trials(work: Workspace, ranking: Ranking) -> list[tuple[Params, dict[str, str]]]:
     """Return parameters and origins of the trials that every search starts with.
 
     These are the given recipe, the shipped ones in this space, nothing in INT8, and prefixes of the ranking.
     """
-    base = work.session.recipe
+    base, space = work.session.recipe, work.space.ranked(ranking)
     given = space.project(work.plan(base), base)
     trials = [(given, {"origin": "given"})]
     for name in shipped_recipes():
@@ -233,31 +229,22 @@ def first_trials(work: Workspace, space: Space) -> list[tuple[Params, dict[str, 
     return trials
 
 
-def rank_units(work: Workspace, file: Path | None) -> tuple[Space, Ranking]:
-    """Return the space in order of a sensitivity: of a file, or measured now on a few rows."""
-    from qdqbench.eval.selection.sensitivity.measure import Measurement
-
-    samples = None
+def rank_units(work: Workspace, file: Path | None) -> Ranking:
+    """Return the order of units by a sensitivity: of a file, or measured now on a few rows."""
+    session = work.session
     if file is not None:
-        rows = read_ranking(work.session, file).rows
-    else:
-        session = work.session
-        whole = work.space.assemble(set(work.space.units), set(work.space.attention), PLAIN)
-        config = session.config.model_copy(update={"recipe": disable_bias_correction(whole)})
-        work.progress("measuring sensitivity")
-        measured = Measurement(
-            Session(config, session.folder),
-            min(RANKED_SAMPLES, work.samples),
-            lambda done, total, text: work.progress(f"measuring sensitivity, {done / total:.0%}"),
-        )
-        rows, samples = measured.run().rows, measured.samples
-    space = rank_by_rows(work.space, rows, "the sensitivity" if file is None else str(file))
-    return space, Ranking(
-        units=[*space.units],
-        attention=[*space.attention],
-        file=file.name if file else None,
-        samples=samples,
+        units, attention = rank_by_rows(work.space, read_ranking(session, file).rows, str(file))
+        return Ranking(units=units, attention=attention, file=file.name)
+    whole = work.space.assemble(set(work.space.units), set(work.space.attention), PLAIN)
+    config = session.config.model_copy(update={"recipe": disable_bias_correction(whole)})
+    work.progress("measuring sensitivity")
+    measured = Measurement(
+        Session(config, session.folder),
+        min(RANKED_SAMPLES, work.samples),
+        lambda done, total, text: work.progress(f"measuring sensitivity, {done / total:.0%}"),
     )
+    units, attention = rank_by_rows(work.space, measured.run().rows, "the sensitivity")
+    return Ranking(units=units, attention=attention, samples=measured.samples)
 
 
 def read_ranking(session: Session, file: Path) -> Sensitivity:
@@ -274,17 +261,6 @@ def read_ranking(session: Session, file: Path) -> Sensitivity:
             "--sensitivity out"
         )
     return measured
-
-
-def rank_by_rows(space: Space, rows: list[CandidateRow], source: str) -> Space:
-    """Rank units and attentions by the divergence of "only this in INT8"."""
-    linears = {name: row.only.distance for row in rows if row.group == "linear" for name in row.modules}
-    heads = {
-        row.layer: row.only.distance for row in rows if row.group == "attention" and row.layer is not None
-    }
-    if not {name for names in space.units.values() for name in names} & set(linears):
-        raise UserError(f"{source} ranks no linear of this model; run `qdqbench sensitivity` on it first")
-    return rank_by_cost(space, linears, heads)
 
 
 def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambda *_: None) -> None:

@@ -8,14 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qdqbench.eval.selection.search import study
+from qdqbench.eval.selection.search.results import Ranking
 from qdqbench.eval.selection.search.space import (
     FLIPS,
     FRAMES,
-    SEARCHED_METHODS,
-    SMOOTH,
-    WEIGHT_METHODS,
+    SECTION,
     make_space,
-    rank_by_cost,
+    rank_by_rows,
 )
 from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.models.modules import ModuleInfo
@@ -67,9 +66,7 @@ PARAMS = st.fixed_dictionaries(
         "keep": st.integers(0, len(SPACE.units)),
         **{name: st.integers(0, len(SPACE.units)) for name in FLIPS},
         "attention_keep": st.integers(0, LAYERS),
-        "method": st.sampled_from(SEARCHED_METHODS),
-        "smoothing": st.sampled_from(SMOOTH),
-        "weights_method": st.sampled_from(WEIGHT_METHODS),
+        **{name: st.sampled_from(values) for name, values in SECTION.items()},
     }
 )
 PLAIN = {"method": "max", "smoothing": "none", "weights_method": "max"} | dict.fromkeys(FLIPS, 0)
@@ -80,7 +77,7 @@ PLAIN = {"method": "max", "smoothing": "none", "weights_method": "max"} | dict.f
 def test_every_point_is_a_recipe_with_exactly_its_units(params, random):
     order = list(SPACE.units)
     random.shuffle(order)
-    space = SPACE.ranked(order, random.sample(range(LAYERS), LAYERS))
+    space = SPACE.ranked(Ranking(units=order, attention=random.sample(range(LAYERS), LAYERS)))
     recipe = space.recipe(params)
     assert parse_recipe(dump_short_recipe(recipe), "again") == recipe
     plan = resolve(recipe, modules(), "bert")
@@ -181,12 +178,22 @@ def test_the_ranking_weighs_cost_by_work():
         "bert.encoder.layer.7.intermediate.dense": 4.0,
         **{f"bert.encoder.layer.9.attention.self.{x}": 1.5 for x in ("query", "key", "value")},
     }
-    ranked = rank_by_cost(SPACE, costs, {4: 0.5, 6: 0.7})
-    assert list(ranked.units)[:3] == [(2, "output"), (9, "qkv"), (7, "ffn-in")]
-    assert list(ranked.attention)[:2] == [6, 4]
-    assert set(ranked.units) == set(SPACE.units)
-    again = SPACE.ranked([*ranked.units], [*ranked.attention])
-    assert (list(again.units), list(again.attention)) == (list(ranked.units), list(ranked.attention))
+    rows = [candidate(cost, group="linear", modules=[name]) for name, cost in costs.items()]
+    rows += [
+        candidate(cost, group="attention", modules=[], layer=at) for at, cost in {4: 0.5, 6: 0.7}.items()
+    ]
+    units, attention = rank_by_rows(SPACE, rows, "a file")
+    assert units[:3] == [(2, "output"), (9, "qkv"), (7, "ffn-in")]
+    assert attention[:2] == [6, 4]
+    assert set(units) == set(SPACE.units)
+    again = SPACE.ranked(Ranking(units=units, attention=attention))
+    assert (list(again.units), list(again.attention)) == (units, attention)
+    with pytest.raises(UserError, match="a file ranks no linear of this model"):
+        rank_by_rows(SPACE, rows[-2:], "a file")
+
+
+def candidate(cost, **fields):
+    return SimpleNamespace(only=SimpleNamespace(distance=cost), **fields)
 
 
 def test_suggestions_cover_the_space():
@@ -202,7 +209,7 @@ def test_suggestions_cover_the_space():
 
     found = [SPACE.suggest(Trial(seed)) for seed in range(60)]
     assert all(set(params) == set(found[0]) for params in found)
-    assert {params["method"] for params in found} == set(SEARCHED_METHODS)
+    assert {params["method"] for params in found} == set(SECTION["method"])
     for params in found:
         SPACE.recipe(params)
 
@@ -213,4 +220,4 @@ def test_a_sensitivity_of_another_model_or_task_is_refused(other, monkeypatch, t
     monkeypatch.setattr(study, "read_sensitivity", lambda file: SimpleNamespace(**measured))
     session = SimpleNamespace(model_sha256="a", config=SimpleNamespace(task=TASK))
     with pytest.raises(UserError, match="another model or task"):
-        study.rank_units(SimpleNamespace(session=session), tmp_path / "sensitivity.json")
+        study.read_ranking(session, tmp_path / "sensitivity.json")

@@ -60,8 +60,8 @@ def open_study(url, monkeypatch):
     """Open the study of a search without a model; a point is a number."""
     ranking = Ranking(units=[(0, "qkv")], attention=[], samples=8)
     first = [({"keep": 3}, {"origin": "given"}), ({"keep": 3}, {"origin": "ranking"})]
-    monkeypatch.setattr(study_module, "rank_units", lambda work, file: (None, ranking))
-    monkeypatch.setattr(study_module, "first_trials", lambda work, space: first)
+    monkeypatch.setattr(study_module, "rank_units", lambda work, file: ranking)
+    monkeypatch.setattr(study_module, "first_trials", lambda work, ranking: first)
 
     def make(settings=SETTINGS, name="x", seed=0):
         return study_module._open_study(url, name, seed, settings, None, SearchOptions())
@@ -248,8 +248,8 @@ def point(worker, trial):
 
 ranking = Ranking(units=[(0, "qkv")], attention=[], samples=8)
 study.HEARTBEAT_S, study.GRACE_S, study.POLL_S = 1, 2, 0.2
-study.rank_units = lambda work, file: (None, ranking)
-study.first_trials = lambda work, space: [({"keep": 3}, {"origin": "given"})]
+study.rank_units = lambda work, file: ranking
+study.first_trials = lambda work, ranking: [({"keep": 3}, {"origin": "given"})]
 study._try_point, study._describe_best = point, lambda worker: ""
 with quiet("optuna"):
     opened = study._open_study(sys.argv[1], "x", 0, {}, None, SearchOptions())
