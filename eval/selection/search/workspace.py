@@ -220,10 +220,8 @@ def open_source(
         raise UserError(
             f"--batch {options.batch} --length {options.length}: {error}; the recipe's engine is timed"
         ) from error
-    wanted = options.speed
-    if wanted == "auto":
-        wanted = "latency" if runs_here(session.recipe) else "int8-share"
-    if wanted == "latency":
+    runs_here = bool(find_gpu()) or backend_of(session.recipe) in CPU_BACKENDS
+    if options.speed == "latency" or (options.speed == "auto" and runs_here):
         return _open_timer(session, options, work, stack)
     if session.recipe.gate.min_speedup is not None:
         raise MissingDevice(
@@ -231,10 +229,6 @@ def open_source(
             "--speed latency where its engine runs, or with --backend openvino on this CPU"
         )
     return Source(mode="int8-share", batch=options.batch, length=options.length), lambda recipe, plan: None
-
-
-def runs_here(recipe: Recipe) -> bool:
-    return bool(find_gpu()) or backend_of(recipe) in CPU_BACKENDS
 
 
 def measured_source(session: Session, options: SearchOptions) -> Source:
