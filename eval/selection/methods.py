@@ -124,13 +124,7 @@ class Methods(DrawRecord):
 def list_sections(own: Calibration, methods: Sequence[str], smooths: Sequence[str]) -> list[Calibration]:
     """Return the calibration sections to compare, the recipe's own first, none twice.
 
-    Args:
-        methods: of activations; none: `METHODS` and the recipe's own.
-        smooths: "none", "gain" or an alpha; none: "none" and the recipe's own, or else 0.65.
-
-    Returns:
-        The recipe's own, every method with every smoothing, and, where nothing was named, the recipe's own
-        with one thing changed: weights_method, bias_correction, outlier_channel_splitting, smooth (gain).
+    Without names they are all `METHODS`, smoothed and not, and the recipe's own with one thing changed.
 
     Raises:
         UserError: not a method, or not a way to smooth.
@@ -210,11 +204,7 @@ class MethodCase:
 
 
 def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[MethodCase]:
-    """Return sections with their plans; of those that resolve to the same for this recipe, the first.
-
-    Raises:
-        UserError: a wrong name, or a recipe that puts nothing into INT8.
-    """
+    """Return sections with their plans; of those that resolve to the same for this recipe, the first."""
     recipe = session.recipe
     sections = list_sections(recipe.calibration, methods, smooths)
     require_quantized(recipe)
@@ -254,11 +244,7 @@ class MethodComparison:
         return Trials(self.session, self.samples, path, evaluates=self.evaluates, advance=self._advance)
 
     def run(self) -> Methods:
-        """Measure every case that the store lacks, and write the recipe of the best one.
-
-        Raises:
-            UserError: bad input, too little data, or no case that works.
-        """
+        """Measure every case that the store lacks, and write the recipe of the best one."""
         start, trials = time.perf_counter(), self.trials
         cases, earlier = list_cases(self.session, self.methods, self.smooths), trials.store.seconds
         groups: dict[str, list[MethodCase]] = {}  # that share their passes over the calibration data

@@ -87,14 +87,7 @@ def list_drops(
 ) -> list[GateIssue]:
     """Return the drops of the primary metric that are above `max_drop`, and no noise either.
 
-    That is stricter than `gate.judge`, which lets a drop pass that is above `max_drop` within noise: `auto`
-    can try another recipe, where a run cannot.
-
-    Args:
-        scores: against FP32, by evaluation split.
-        metric: names the primary metric.
-        max_drop: a fraction.
-        stage: of the run that the scores are of.
+    That is stricter than `gate.judge`: `auto` can try another recipe, where a run cannot.
     """
     return [
         drop_issue(row, max_drop, stage=stage or None, split=split, metric=metric)
@@ -106,14 +99,7 @@ def list_drops(
 def list_unmet(
     gate: Gate, drops: list[GateIssue], speedup: Speedup | None, min_speedup: float | None
 ) -> list[GateIssue]:
-    """Return what keeps the recipe of a run from holding.
-
-    Args:
-        gate: of the whole run, with the `max_drop` of the criteria.
-        drops: of its last measured stage, from `list_drops`.
-        speedup: of its engine; None where there is none.
-        min_speedup: least speed-up over the same backend's engine without INT8, the only baseline here.
-    """
+    """Return what keeps a run's recipe from holding; `drops` are those of its last measured stage."""
     # a drop of a stage before the last one counts where the last one has none
     issues = drops + [each for each in gate.failures if each.code != "accuracy" or not drops]
     if min_speedup is not None and (speedup is None or speedup.value < min_speedup):
@@ -148,18 +134,13 @@ class Evaluation:
         return scores
 
     def nest_folds(self, fp32: Logits, tried: Sequence[StepAnswers], chosen: int) -> NestedFolds:
-        """Return what a step is worth on samples that had no say in its choice.
+        """Return what step number `chosen` is worth on samples that had no say in its choice.
 
         Which step is the first that holds is decided by evaluation data, so its own figure on them is a
         little too good. Here the samples of each of five folds get the answers of the step that the other
         four would have chosen; together they are one paired comparison of all samples (nested
         cross-validation: Varma and Simon 2006, "Bias in error estimation when using cross-validation for
         model selection").
-
-        Args:
-            fp32: answers of FP32 by split.
-            tried: in the order of the steps.
-            chosen: number of the step among them.
         """
         mixed = {name: np.array(tried[chosen].logits[name]) for name in self.encoded}
         folds = {
@@ -383,11 +364,9 @@ def _propose_shipped(auto: AutoRun, recipe: Recipe) -> Proposer:
 
 
 def choose_base(before: Sequence[AutoStep], *, moved: bool = False) -> Recipe:
-    """Return the recipe to start from: the nearest calibration, else the most careful shipped recipe.
+    """Return the nearest calibration, else the most careful shipped recipe.
 
-    Args:
-        before: steps, of which one was measured.
-        moved: single linears leave INT8, which recipes with INT8 residuals do not allow.
+    Where single linears are moved out of INT8, recipes with INT8 residuals are the last choice.
     """
     done = [step for step in before if step.run and step.kind in {"shipped", "methods"}]
     known = [(not step.lacks("min_speedup"), step.recipe) for step in done if step.recipe]
@@ -488,15 +467,8 @@ def find_islands(curve: Sequence[CurvePoint]) -> CurvePoint:
 def choose_trial(trials: Sequence[SearchTrial], min_speedup: float | None) -> SearchTrial:
     """Return the fastest trial with at most `SEARCHED` of the given recipe's divergence; else the nearest.
 
-    Train rows say too little of a drop, since the model has learned them, and the given recipe has failed on
-    others: so what is asked for is a distance.
-
-    Args:
-        trials: of the search.
-        min_speedup: where it is asked for, the nearest to FP32 of those that are so fast.
-
-    Raises:
-        CheckFailed: none with INT8 finished, or none is so fast.
+    Train rows say too little of a drop, since the model has learned them: so a distance is asked for. Where
+    `min_speedup` is set, it is the nearest to FP32 of those that are so fast.
     """
     done = [trial for trial in trials if trial.is_scored and trial.int8_linears]
     new = [trial for trial in done if trial.origin != "given"]
@@ -533,13 +505,6 @@ def take_steps(
 
     A step is skipped, with its reason, where it is not needed, cannot help, or where the last one took longer
     than what is left of the budget. The first one that can be taken is always taken.
-
-    Args:
-        auto: runs a proposed recipe.
-        proposers: in the order of their cost.
-        budget_s: seconds of all steps, those of interrupted calls included.
-        store: of finished steps.
-        clock: returns seconds.
     """
     steps: list[AutoStep] = []
     for each in proposers:
@@ -596,10 +561,6 @@ def run_auto(auto: AutoRun, budget_s: float, command: str) -> Auto:
     Args:
         budget_s: seconds of all steps, those of interrupted calls included.
         command: what repeats the recipe that is chosen, as a shell takes it.
-
-    Raises:
-        UserError: bad input.
-        MissingDevice: nothing here can build what the recipes ask for.
     """
     session, config, folder = auto.session, auto.config, auto.folder
     with locked_folder(folder):

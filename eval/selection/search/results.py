@@ -55,10 +55,7 @@ class SearchTrial(PlacedTrial):
         return self.divergence if objective == "divergence" else self.scores[DRAW].drop
 
     def violation(self, gate: GateSettings) -> float:
-        """Return how far it is from satisfying the gate; 0 where it does.
-
-        `min_speedup` decides where it is set, else `max_drop`.
-        """
+        """Return how far it is from `min_speedup`, or else from `max_drop`; 0 where it satisfies the gate."""
         if gate.min_speedup is not None:
             return max(0.0, gate.min_speedup - (self.speedup.value if self.speedup else 0.0))
         score = self.scores[DRAW]

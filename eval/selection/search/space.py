@@ -193,9 +193,6 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
     """Return the space around a recipe, in model order.
 
     What the recipe computes in FP32 stays there, and linears outside of the encoder stay as they are.
-
-    Raises:
-        UserError: the recipe does not fit the model, or nothing is left to search.
     """
     plan = resolve(base, modules, prefix)
     if plan.residual:
@@ -248,12 +245,7 @@ def _int8_formats(granularity: str) -> dict[str, Any]:
 def rank_by_rows(space: Space, rows: list[CandidateRow], source: str) -> tuple[list[Unit], list[int]]:
     """Return units and attentions by what INT8 costs for each multiply-add that it saves, worst first.
 
-    Args:
-        rows: a sensitivity's; the cost is the divergence of "only this in INT8".
-        source: of the rows, for the message.
-
-    Raises:
-        UserError: no row is of this model.
+    The cost is the divergence of "only this in INT8"; `source` names the rows in a message.
     """
     costs = {name: row.only.distance for row in rows if row.group == "linear" for name in row.modules}
     heads = {row.layer: row.only.distance for row in rows if row.group == "attention"}
@@ -270,14 +262,10 @@ def rank_by_rows(space: Space, rows: list[CandidateRow], source: str) -> tuple[l
 
 
 def count_multiply_adds(model: Any, modules: Mapping[str, ModuleInfo], length: int) -> dict[str, int]:
-    """Return the multiply-adds of one sequence in each linear layer and attention of the encoder.
+    """Return the multiply-adds of a sequence of so many tokens in each linear and attention of the encoder.
 
     Layers that share weights count once for every run. An attention has two products, q k and the
     probabilities with v.
-
-    Args:
-        model: of transformers.
-        length: tokens of the sequence.
     """
     family, config = family_of(model.config), model.config
     layer_of = {name: family.layer_of(name) for name in modules}

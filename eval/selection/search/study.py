@@ -120,11 +120,7 @@ def _settings(session: Session, options: SearchOptions, source: Source) -> dict[
 
 
 def open_storage(url: str) -> optuna.storages.RDBStorage:
-    """Open a database whose silent trials fail and are queued again.
-
-    Raises:
-        UserError: it cannot be used.
-    """
+    """Open a database whose silent trials fail and are queued again."""
     lock = {"connect_args": {"timeout": LOCK_S}} if url.startswith("sqlite") else {}
     for opening in range(1, OPENINGS + 1):
         try:
@@ -234,11 +230,7 @@ def rank_units(work: Workspace, file: Path | None) -> Ranking:
 
 
 def read_ranking(session: Session, file: Path) -> Sensitivity:
-    """Read a sensitivity file of the session's model and task.
-
-    Raises:
-        UserError: missing, unreadable, or of another model or task.
-    """
+    """Read a sensitivity file of the session's model and task."""
     measured = read_sensitivity(file)
     task = session.config.task.model_dump(mode="json")
     if measured.model["sha256"] != session.model_sha256 or measured.task != task:
@@ -253,9 +245,6 @@ def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambd
     """Run trials until the study has as many as asked for, or the budget of time is spent.
 
     Trials of other workers are waited for: where a worker dies, Optuna queues its trial again.
-
-    Args:
-        progress: called with the trials that are done, their number, and what is best so far.
 
     Raises:
         CheckFailed, MissingDevice: the device cannot be used any more; finished trials are kept.

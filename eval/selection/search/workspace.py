@@ -108,8 +108,7 @@ class Workspace:
     def score(self, trials: Trials, recipe: Recipe, origin: Origin, *, in_full: bool) -> Trial:
         """Return the scores of a recipe in one of the two stores; those that are known are not measured.
 
-        Args:
-            in_full: calibrate it alone, with its corrections of biases, as `qdqbench run` does.
+        Calibrated `in_full` it has its corrections of biases, as in `qdqbench run`.
         """
         plan = self.plan(recipe)
         key = (

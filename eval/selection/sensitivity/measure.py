@@ -3,8 +3,8 @@
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,9 +87,6 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
 
     Everything in INT8 is every linear of the encoder, per channel where the recipe has no INT8 rule for it,
     and the attention and other linears that the recipe has in INT8.
-
-    Raises:
-        UserError: as `plan.resolve`, or the recipe has INT8 residuals.
     """
     base = resolve(recipe, modules, prefix)
     if base.residual:
@@ -334,37 +331,29 @@ class Suffixes:
 
 @contextmanager
 def watch_norms(model: "PreTrainedModel", settings: Calibration) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Watch the input of every LayerNorm of the encoder while the model is calibrated around it.
-
-    Yields:
-        Function that gives the amax of each by the method of the calibration section, float32 scalars.
-    """
+    """Watch the input of every LayerNorm of the encoder; yield a function that gives the amax of each."""
     quantizers.import_modelopt()  # first, for it keeps ModelOpt's warnings from the user
     from modelopt.torch.quantization.calib import MaxCalibrator
 
     from qdqbench.quantize.calibration.histograms import ActivationCalibrator
 
     family = family_of(model.config)
-    norms = {
-        name: module
+    seen: dict[str, Any] = {
+        name: MaxCalibrator(8, axis=None)
+        if settings.method == "max"
+        else ActivationCalibrator(settings.method)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.LayerNorm) and family.layer_of(name) is not None
     }
-    by_max = settings.method == "max"
-    seen: dict[str, Any] = {
-        name: MaxCalibrator(num_bits=8, axis=None) if by_max else ActivationCalibrator(settings.method)
-        for name in norms
-    }
 
-    def hook(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
-        return lambda _, inputs: seen[name].collect(inputs[0].detach())
+    def collect(calibrator: Any, module: Any, inputs: tuple[Any, ...]) -> None:
+        calibrator.collect(inputs[0].detach())
 
-    hooks = [module.register_forward_pre_hook(hook(name)) for name, module in norms.items()]
-    try:
+    with ExitStack() as stack:
+        for name, calibrator in seen.items():
+            module = model.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(functools.partial(collect, calibrator)).remove)
         yield lambda: {name: calibrator.compute_amax() for name, calibrator in seen.items()}
-    finally:
-        for handle in hooks:
-            handle.remove()
 
 
 FEW = 64  # samples; below it the standard error of a metric means little
@@ -389,29 +378,23 @@ class Measurement:
     _done: int = field(default=0, init=False)  # measurements
 
     def run(self) -> Sensitivity:
-        """Measure what the store lacks, choose a recipe and write it.
-
-        Raises:
-            UserError: bad input, too little data, or a folder that cannot be written.
-            CheckFailed: weights, scales or logits that are not finite.
-        """
+        """Measure what the store lacks, choose a recipe and write it."""
         start = time.perf_counter()
         fp32 = self.trials.fp32_scores(DRAW)
-        full = self._compare(EVERYTHING, lambda: self._whole(self.found.everything))
+        full = self._compare(EVERYTHING, self.found.everything)
         for candidate in self.found.candidates:
-            if candidate.start is None:
-                self._both(candidate, self._whole, self._whole)
+            for key, on in self._units(candidate).items() if candidate.start is None else ():
+                self._compare(key, on)
         self._layers()
         rows = [self._row(candidate) for candidate in self.found.candidates]
         order = [row.modules[0] for row in ranking(rows)]
         limit = self.session.recipe.gate.max_drop
-        curve = measure_curve(len(order), lambda kept: self._kept(order[:kept]), limit)
+        curve = measure_curve(len(order), lambda kept: self._keep_out(order[:kept]), limit)
         point, reached = choose_point(curve, limit)
         write_recipe(make_recipe(point, self.found), self.session.folder)
         about, plan = self.trials.describe(), self.found.plan
-        about["notes"] = [
-            *about["notes"], *self.found.notes, *list_limits(self.session.recipe, about["data"]["samples"])
-        ]  # fmt: skip
+        limits = list_limits(self.session.recipe, about["data"]["samples"])
+        about["notes"] = [*about["notes"], *self.found.notes, *limits]
         return Sensitivity(
             **about,
             fp32=fp32,
@@ -420,10 +403,7 @@ class Measurement:
             rows=rows,
             curve=curve,
             choice=SensitivityChoice(kept=point.kept, reached=reached, file=RECIPE_FILE),
-            timings={
-                "candidates_s": self.trials.store.seconds,
-                "this_run_s": time.perf_counter() - start,
-            },
+            timings={"candidates_s": self.trials.store.seconds, "this_run_s": time.perf_counter() - start},
         )
 
     @functools.cached_property
@@ -468,59 +448,44 @@ class Measurement:
         """Compare candidates layer by layer, from two states that advance: all FP32, and everything INT8."""
         ordered = [c for c in self.found.candidates if c.start is not None]
         ordered.sort(key=lambda c: c.start or 0)
-        if all(key in self.trials.store.trials for c in ordered for key in self._keys(c)):
+        if all(key in self.trials.store.trials for c in ordered for key in self._units(c)):
             return
         bench, layers = self.bench, len(self.bench.suffixes.layers)
         plain, int8, bench.states = bench.states, bench.states, []
         for layer in range(layers + 1):
-            only, all_but = (functools.partial(self._suffix, states, layer) for states in (plain, int8))
             for candidate in (c for c in ordered if bench.suffixes.starts[c.start or 0] == layer):
-                self._both(candidate, only, all_but)
+                for (key, on), states in zip(self._units(candidate).items(), (plain, int8), strict=False):
+                    self._compare(key, on, states, layer)
             if layer < layers:
                 bench.switches.set(())
                 plain = bench.suffixes.advance(plain, layer)
                 bench.switches.set(self.found.everything)
                 int8 = bench.suffixes.advance(int8, layer)
 
-    def _keys(self, candidate: Candidate) -> list[str]:
-        keys = [f"only {candidate.key}"]
-        return [*keys, f"all but {candidate.key}"] if candidate.units & self.found.everything else keys
+    def _units(self, candidate: Candidate) -> dict[str, frozenset[str]]:
+        """Return what is in INT8, by key: only the candidate, and everything but it if it is part of that."""
+        units, everything = candidate.units, self.found.everything
+        all_but = {f"all but {candidate.key}": everything - units} if units & everything else {}
+        return {f"only {candidate.key}": units} | all_but
 
-    def _both(
-        self,
-        candidate: Candidate,
-        plain: Callable[[frozenset[str]], Float32],
-        int8: Callable[[frozenset[str]], Float32],
-    ) -> None:
-        """Compare only this in INT8, and everything but this, each from the states of its own reference."""
-        keys = self._keys(candidate)
-        self._compare(keys[0], lambda: plain(candidate.units))
-        if len(keys) > 1:
-            self._compare(keys[1], lambda: int8(self.found.everything - candidate.units))
-
-    def _whole(self, on: frozenset[str]) -> Float32:
-        self.bench.switches.set(on)
-        return self.bench.suffixes.full()
-
-    def _suffix(self, states: list[Held], layer: int, on: frozenset[str]) -> Float32:
-        self.bench.switches.set(on)
-        return self.bench.suffixes.suffix(states, layer)
-
-    def _kept(self, linears: list[str]) -> CurvePoint:
+    def _keep_out(self, linears: list[str]) -> CurvePoint:
         attention = attention_of(linears, self.found)
-        on = self.found.everything - {*linears, *attention}
         key = f"curve {len(linears)}" if linears else EVERYTHING
-        comparison = self._compare(key, lambda: self._whole(on))
+        comparison = self._compare(key, self.found.everything - {*linears, *attention})
         return CurvePoint(kept=len(linears), linears=linears, attention=attention, comparison=comparison)
 
-    def _compare(self, key: str, answer: Callable[[], Float32]) -> Comparison:
-        """Return a finished candidate, or else measure it now and keep it at once."""
+    def _compare(
+        self, key: str, on: frozenset[str], states: list[Held] | None = None, layer: int = 0
+    ) -> Comparison:
+        """Return a comparison with these units in INT8; one that lacks is measured from states at a layer."""
         self._say(key)
         trials = self.trials
         if key not in trials.store.trials:
             trials.fp32, self.bench  # noqa: B018  (calibration is not the time of a candidate)
-            start = time.perf_counter()
-            scores, _ = trials.compare({DRAW: answer()})
+            start, suffixes = time.perf_counter(), self.bench.suffixes
+            self.bench.switches.set(on)
+            answers = suffixes.full() if states is None else suffixes.suffix(states, layer)
+            scores, _ = trials.compare({DRAW: answers})
             spent = time.perf_counter() - start
             trials.store.add(key, Trial(recipe=None, origin="candidate", scores=scores, seconds=spent))
         self._done += 1
@@ -532,22 +497,14 @@ class Measurement:
     @functools.cached_property
     def _total(self) -> int:
         """Return the number of measurements without the bisection of the curve."""
-        keys = {key for candidate in self.found.candidates for key in self._keys(candidate)}
+        keys = {key for candidate in self.found.candidates for key in self._units(candidate)}
         linears = len({*self.found.plan.int8} & self.found.everything)
         return len(keys) + 1 + len(kept_counts(linears))
 
     def _row(self, candidate: Candidate) -> CandidateRow:
-        values = [self.trials.store.trials[key].scores[DRAW] for key in self._keys(candidate)]
-        return CandidateRow(
-            name=candidate.name,
-            group=candidate.group,
-            kind=candidate.kind,
-            layer=candidate.layer,
-            modules=list(candidate.modules),
-            diagnostic=candidate.diagnostic,
-            only=values[0],
-            all_but=values[1] if len(values) > 1 else None,
-        )
+        values = [self.trials.store.trials[key].scores[DRAW] for key in self._units(candidate)]
+        known = {name: value for name, value in asdict(candidate).items() if name != "start"}
+        return CandidateRow(**known, only=values[0], all_but=values[1] if len(values) > 1 else None)
 
 
 def list_limits(recipe: Recipe, samples: int) -> list[str]:

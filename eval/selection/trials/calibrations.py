@@ -42,10 +42,7 @@ def collect_ranges(
     settings: Calibration,
     progress: Callable[[int], None] = lambda _: None,
 ) -> SharedCalibration:
-    """Calibrate `model`, in place, for all plans that differ from `plan` in the methods of activations only.
-
-    Arguments and errors as of `ptq.calibrate`; biases are not corrected.
-    """
+    """Calibrate `model`, in place, for all plans that differ from `plan` in methods of activations only."""
     scaling = {name: replace(each, method=SHARED_METHOD) for name, each in plan.scaling.items()}
     unbiased = settings.model_copy(update={"bias_correction": False})
     record = ptq.calibrate(model, replace(plan, scaling=scaling), batches, unbiased, progress)
@@ -58,9 +55,6 @@ def apply_methods(
     """Return a copy of the model with every amax by the methods of `plan`, and its quantizers.
 
     Scales are those of `ptq.calibrate` with that plan, bit for bit.
-
-    Raises:
-        CheckFailed: an amax that is not plausible.
     """
     from qdqbench.quantize.calibration.fakequant.modelopt import get_calibrator
 
@@ -124,10 +118,7 @@ class Switches:
     def __init__(self, model: "PreTrainedModel", plan: Plan, norms: dict[str, torch.Tensor]) -> None:
         """Take over a model that `ptq.calibrate` has calibrated with `plan`; everything starts in FP32.
 
-        Args:
-            model: changed in place.
-            plan: what can be switched.
-            norms: amax of the input of each LayerNorm, from `watch_norms`.
+        `norms` holds the amax of the input of each LayerNorm, from `watch_norms`.
         """
         self.on: frozenset[str] = frozenset()
         self._weights: dict[str, list[tuple[Any, torch.Tensor, torch.Tensor]]] = {}

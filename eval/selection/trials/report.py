@@ -32,11 +32,7 @@ def noise_text(comparison: Comparison) -> str:
 
 
 def write_result(result: ChoiceRecord, report: Report, folder: Path) -> list[Path]:
-    """Write the JSON file that a report names, its Markdown and its page.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Write the JSON file that a report names, its Markdown and its page."""
     record = folder / report.page.record
     files.write_text(record, result.model_dump_json(indent=2) + "\n")
     return [record, *write_report(report, folder, record.stem)]

@@ -37,11 +37,7 @@ def draw_samples(session: Session, samples: int, *, least: int = 2) -> tuple[Spl
     """Draw the rows of the calibration split after those that calibrate, in the same seeded order.
 
     Args:
-        samples: rows to draw.
         least: rows without which nothing can be said, unless fewer were asked for.
-
-    Raises:
-        UserError: the calibration split is one that judges, or too few of its rows are left.
     """
     settings, task = session.recipe.calibration, session.config.task
     if settings.split in task.eval_splits:
@@ -101,11 +97,7 @@ def named_by(name: str, command: str) -> str:
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
-    """Write a chosen recipe as short YAML, which parses back to it.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Write a chosen recipe as short YAML, which parses back to it."""
     text = dump_short_recipe(recipe)
     assert parse_recipe(text, RECIPE_FILE) == recipe, text
     files.write_text(folder / RECIPE_FILE, text)
