@@ -204,7 +204,6 @@ class MethodCase:
 
 
 def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[MethodCase]:
-    """Return sections with their plans; of those that resolve to the same for this recipe, the first."""
     recipe = session.recipe
     sections = list_sections(recipe.calibration, methods, smooths)
     require_quantized(recipe)
@@ -244,7 +243,6 @@ class MethodComparison:
         return Trials(self.session, self.samples, path, evaluates=self.evaluates, advance=self._advance)
 
     def run(self) -> Methods:
-        """Measure every case that the store lacks, and write the recipe of the best one."""
         start, trials = time.perf_counter(), self.trials
         cases, earlier = list_cases(self.session, self.methods, self.smooths), trials.store.seconds
         groups: dict[str, list[MethodCase]] = {}  # that share their passes over the calibration data
@@ -328,7 +326,6 @@ class MethodComparison:
 
 
 def compare_trials(tried: list[Trial]) -> list[MethodRow]:
-    """Return rows that are compared with the best one, paired by sample."""
     done = [trial for trial in tried if not trial.failure]
     if not done:
         failure = tried[0].failure

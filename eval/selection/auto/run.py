@@ -343,7 +343,6 @@ class AutoRun:
 
 
 def list_proposers(auto: AutoRun) -> list[Proposer]:
-    """Return the steps in their order."""
     return [
         *(_propose_shipped(auto, recipe) for recipe in auto.recipes),
         Proposer("methods", "methods", partial(propose_methods, auto)),
@@ -375,7 +374,6 @@ def choose_base(before: Sequence[AutoStep], *, moved: bool = False) -> Recipe:
 
 
 def propose_methods(auto: AutoRun, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
-    """Propose the calibration section that is nearest to FP32."""
     folder, base = auto.folder / "methods", choose_base(before)
     methods = MethodComparison(
         auto.open_session(base, folder),
@@ -394,7 +392,6 @@ def propose_methods(auto: AutoRun, before: Sequence[AutoStep], left: float) -> t
 
 
 def propose_islands(auto: AutoRun, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
-    """Propose to keep the linears that cost the most out of INT8."""
     session = auto.open_session(choose_base(before, moved=True), auto.folder / "islands")
     measurement = Measurement(
         session,
@@ -453,7 +450,6 @@ def propose_qat(before: Sequence[AutoStep], left: float) -> tuple[Recipe, Propos
 
 
 def find_islands(curve: Sequence[CurvePoint]) -> CurvePoint:
-    """Return the fewest linears out of INT8 that leave at most `ISLANDS` of the divergence."""
     full = next(point.comparison.distance for point in curve if not point.kept)
     for point in sorted(curve, key=lambda point: point.kept):
         if point.kept and point.comparison.distance <= ISLANDS * full:
@@ -540,7 +536,6 @@ def take_steps(
 
 
 def find_skip_reason(kind: StepKind, before: Sequence[AutoStep]) -> SkipReason | None:
-    """Return why a step is not worth taking; None where it is."""
     if any(step.holds for step in before):
         return "holds"
     done = [step for step in before if step.run]

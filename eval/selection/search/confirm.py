@@ -169,7 +169,6 @@ def judge_confirmed(row: ConfirmedRecipe, gate: GateSettings, metric: str) -> li
 
 
 def _warn(worker: Worker, found: Search) -> Iterable[str]:
-    """Yield what a reader must know before trusting a number."""
     if worker.source.mode == "int8-share":
         yield f"latency is {worker.source.label}"
     if worker.work.session.recipe.calibration.bias_correction:
@@ -195,7 +194,6 @@ def _warn(worker: Worker, found: Search) -> Iterable[str]:
 
 
 def explain_no_int8(found: Search) -> str:
-    """Return why nothing in INT8 was chosen, as far as trials and confirmation know."""
     text = "the chosen recipe has nothing in INT8: "
     tried = [trial for trial in found.trials if trial.int8_linears and trial.is_scored]
     speeds = [row.speedup.value for row in (*tried, *found.confirmed) if row.speedup]

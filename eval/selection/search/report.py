@@ -35,7 +35,7 @@ from qdqbench.eval.selection.search.results import (
     Search,
     SearchTrial,
 )
-from qdqbench.eval.selection.trials.report import noise_text
+from qdqbench.eval.selection.trials.report import latency_text, noise_text, speed_text
 from qdqbench.eval.selection.trials.results import DRAW, Origin
 from qdqbench.quantize.recipe.schema import dump_short_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
@@ -169,7 +169,7 @@ def _confirmation(found: Search, speed: str) -> Section:
         ("drop, points", drop),
         ("noise", lambda each: _noise(each.score)),
         ("engine drop", lambda each: _drop(next(iter(each.engine.values()), None))),
-        ("ms", _milliseconds),
+        ("ms", lambda each: latency_text(each.speedup)),
         (speed, _speed),
         ("remark", lambda each: Cell(_remark(each), bad_unless(not each.dominates))),
         chosen=lambda each: each is chosen,
@@ -209,7 +209,7 @@ def _trials(found: Search, speed: str) -> Section:
         ("noise", lambda each: _noise(each.scores.get(DRAW))),
         ("front", lambda each: "yes" if each.on_front else ""),
         ("holds", lambda each: "yes" if each.holds else ""),
-        ("ms", _milliseconds),
+        ("ms", lambda each: latency_text(each.speedup)),
         ("divergence", lambda each: f"{each.divergence:.3g}" if each.scores else ""),
         ("from", lambda each: Cell(describe_origin(each), look="nowrap")),
         ("INT8", lambda each: Cell(_int8_text(each), look="nowrap")),
@@ -268,12 +268,8 @@ def _noise(score: Comparison | None) -> str:
     return "within noise" if score and score.within_noise else ""
 
 
-def _milliseconds(each: PlacedTrial) -> str:
-    return f"{each.speedup.system_ms:.3g}" if each.speedup else ""
-
-
 def _speed(each: PlacedTrial) -> str:
-    return f"{each.speedup.value:.2f}x" if each.speedup else f"{each.int8_share:.0%}"
+    return speed_text(each.speedup) or f"{each.int8_share:.0%}"
 
 
 def _describe_agreement(found: Search) -> str:

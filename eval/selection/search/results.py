@@ -191,7 +191,6 @@ def read_search(path: Path) -> Search:
 
 
 def mark_trials(trials: list[SearchTrial], gate: GateSettings, objective: Objective) -> None:
-    """Set `holds` and `on_front` of every trial with values."""
     points = {trial.number: (trial.loss(objective), -trial.gain) for trial in trials if trial.is_scored}
     for trial in trials:
         trial.holds = trial.failure is None and DRAW in trial.scores and not trial.violation(gate)

@@ -284,5 +284,4 @@ def count_multiply_adds(model: Any, modules: Mapping[str, ModuleInfo], length: i
 
 
 def int8_share(plan: Plan, counts: Mapping[str, int]) -> float:
-    """Return the share of the encoder's multiply-adds that a plan has in INT8, from 0 to 1."""
     return sum(counts.get(name, 0) for name in (*plan.int8, *plan.attention)) / sum(counts.values())

@@ -230,7 +230,6 @@ def rank_units(work: Workspace, file: Path | None) -> Ranking:
 
 
 def read_ranking(session: Session, file: Path) -> Sensitivity:
-    """Read a sensitivity file of the session's model and task."""
     measured = read_sensitivity(file)
     task = session.config.task.model_dump(mode="json")
     if measured.model["sha256"] != session.model_sha256 or measured.task != task:
@@ -370,7 +369,6 @@ def _try_recipe(worker: Worker, point: optuna.Trial, trial: SearchTrial) -> Sear
 
 
 def list_trials(worker: Worker) -> list[SearchTrial]:
-    """Return all trials that came to an end, with the front and the gate marked."""
     died = Failure(code="error", text="its process died")
     trials = []
     for frozen in list_finished(worker.study):

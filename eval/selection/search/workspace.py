@@ -133,7 +133,6 @@ class Workspace:
             return trial
 
     def model(self, recipe: Recipe, plan: Plan, *, in_full: bool = False) -> "PreTrainedModel":
-        """Return a calibrated fake-quant model; FP32 where nothing is INT8."""
         if not plan.int8:
             return self.session.fp32_model
         if self._last is not None and self._last[0] == (plan_key(recipe, plan), in_full):
@@ -199,7 +198,6 @@ class Workspace:
         return record
 
     def _session_of(self, recipe: Recipe) -> Session:
-        """Return the session as if it had been opened with this recipe."""
         config = self.session.config.model_copy(update={"recipe": recipe})
         return Session(config, self.session.folder, notes=self.session.notes, warnings=self.session.warnings)
 
@@ -231,7 +229,6 @@ def open_source(
 
 
 def measured_source(session: Session, options: SearchOptions) -> Source:
-    """Return the device and the backend that engines are timed with."""
     gpu, recipe = find_gpu(), session.recipe
     on_cpu = backend_of(recipe) in CPU_BACKENDS
     if gpu is None and not on_cpu:

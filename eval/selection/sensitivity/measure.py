@@ -378,7 +378,6 @@ class Measurement:
     _done: int = field(default=0, init=False)  # measurements
 
     def run(self) -> Sensitivity:
-        """Measure what the store lacks, choose a recipe and write it."""
         start = time.perf_counter()
         fp32 = self.trials.fp32_scores(DRAW)
         full = self._compare(EVERYTHING, self.found.everything)
@@ -413,7 +412,6 @@ class Measurement:
 
     @functools.cached_property
     def trials(self) -> Trials:
-        """Return the store of finished candidates, with the draw that they are measured on."""
         path = self.session.folder / f"sensitivity.{TRIALS}"
         return Trials(self.session, self.samples, path, evaluates=False, reference=self._reference)
 
@@ -508,7 +506,6 @@ class Measurement:
 
 
 def list_limits(recipe: Recipe, samples: int) -> list[str]:
-    """Return notes on what the figures of a recipe on so many samples cannot tell."""
     notes = []
     if samples < FEW:
         notes.append(

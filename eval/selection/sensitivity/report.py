@@ -195,7 +195,6 @@ def only_svg(sensitivity: Sensitivity) -> str:
 
 
 def all_but_svg(sensitivity: Sensitivity) -> str:
-    """Return the chart of the part of everything's divergence that goes when one is taken out."""
     whole = sensitivity.full.distance
     amounts = [(row, 1 - row.all_but.distance / whole) for row in sensitivity.rows if row.all_but and whole]
     title = "part of the divergence that goes with this out of INT8, %"
@@ -252,7 +251,6 @@ def _heat_map(  # noqa: PLR0913
 
 
 def _shade(amount: float, largest: float, linear: bool) -> float:
-    """Return 0 to 1: the logarithm over some decades, or the value itself."""
     if largest <= 0 or amount <= 0:
         return 0.0
     if linear:

@@ -97,7 +97,6 @@ def named_by(name: str, command: str) -> str:
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
-    """Write a chosen recipe as short YAML, which parses back to it."""
     text = dump_short_recipe(recipe)
     assert parse_recipe(text, RECIPE_FILE) == recipe, text
     files.write_text(folder / RECIPE_FILE, text)
@@ -139,7 +138,6 @@ class Store(Generic[Record]):
 
     @property
     def resume_note(self) -> str | None:
-        """Return what a user must know before a command starts on this file."""
         if self.is_stale:
             return f"{self.path}: from other settings, data or code; starting from scratch"
         return f"{self.path}: resuming after {self.resumed} finished trials" if self.resumed else None
@@ -211,7 +209,6 @@ class Trials:
 
     @cached_property
     def encoded(self) -> dict[str, Encoded]:
-        """Return the tokens of all that is scored, by split, the draw first."""
         splits = self.session.eval_splits if self.evaluates else {}
         draw = {DRAW: self.draw} if self.samples else {}
         return draw | {name: encoded for name, (_, encoded) in splits.items()}
