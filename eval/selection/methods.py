@@ -190,18 +190,6 @@ class MethodCase:
     def key(self) -> str:
         return self.section.model_dump_json()
 
-    @property
-    def passes(self) -> str:
-        """Return what cases that share their passes over the data have in common."""
-        each = [(name, scaling.weights, scaling.smoothing) for name, scaling in self.plan.scaling.items()]
-        return repr((self.section.outlier_channel_splitting, each))
-
-    @property
-    def prepares(self) -> bool:
-        """Return whether calibration goes through the data once before."""
-        smooths = any(each.smoothing != "none" for each in self.plan.scaling.values())
-        return smooths or self.section.outlier_channel_splitting > 0
-
 
 def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[MethodCase]:
     recipe = session.recipe
@@ -246,10 +234,15 @@ class MethodComparison:
         start, trials = time.perf_counter(), self.trials
         cases, earlier = list_cases(self.session, self.methods, self.smooths), trials.store.seconds
         groups: dict[str, list[MethodCase]] = {}  # that share their passes over the calibration data
+        passes = 0
         for case in cases:
-            groups.setdefault(case.passes, []).append(case)
-        firsts = [group[0] for group in groups.values()]
-        passes = sum(1 + case.prepares + bool(case.plan.attention) for case in firsts)  # and of the softmax
+            splitting = case.section.outlier_channel_splitting
+            scaling = [(name, each.weights, each.smoothing) for name, each in case.plan.scaling.items()]
+            group = groups.setdefault(repr((splitting, scaling)), [])
+            if not group:  # a pass of its own to smooth and split, one for scales, one for the softmax
+                prepares = splitting > 0 or any(smoothing != "none" for *_, smoothing in scaling)
+                passes += 1 + prepares + bool(case.plan.attention)
+            group.append(case)
         drawn = self.session.recipe.calibration.samples
         self._total = trials.rows * (1 + len(cases)) + drawn * passes
         trials.fp32  # noqa: B018  (before anything is calibrated)

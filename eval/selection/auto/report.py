@@ -7,6 +7,7 @@ from qdqbench.eval.reporting import svg
 from qdqbench.eval.reporting.document import (
     EVERYWHERE,
     SCREEN,
+    Block,
     Bullets,
     Cell,
     Chart,
@@ -60,7 +61,7 @@ def auto_report(auto: Auto) -> Report:
     known = [(name, value) for name, value in deploy.items() if value]
     title = "What to deploy" if passed else "The best that was found"
     story = [(_title(step), " ".join(map(sentence, _describe_step(auto, step)))) for step in auto.steps]
-    blocks = [
+    blocks: list[Block] = [
         Prose(criteria, on=SCREEN),
         _table(auto),
         Bullets(_group_remarks(auto), "quiet", SCREEN),

@@ -220,7 +220,7 @@ def _trials(found: Search, speed: str) -> Section:
         look="full sortable",
         filter="trials",
     )
-    blocks = [
+    blocks: list[Block] = [
         Prose(
             f"Scored on {found.settings['samples']} train rows at most, none of which calibrates. ± is one "
             "paired standard error.",

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from qdqbench.eval.selection.auto.results import AutoStep, NestedFolds, Proposal, StepRun, choose_step
+from qdqbench.eval.selection.auto.results import AutoStep, NestedFolds, Proposal, choose_step
 from qdqbench.eval.selection.auto.run import (
     Evaluation,
     Proposer,
@@ -21,7 +21,7 @@ from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.comparison import Gate, GateIssue
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
-from ....support.records import comparison, speedup
+from ....support.records import comparison, speedup, step_run
 
 KINDS = ("shipped", "shipped", "methods", "islands", "search", "qat")
 NAMES = ("attention", "linears", "methods", "islands", "search", "qat")
@@ -34,19 +34,7 @@ def issue(code):
 
 def run_of(*codes, drop=0.0, nested=None):
     """What a run leaves of a recipe that loses so much, a fraction, and has these issues."""
-    run = StepRun(
-        folder="run",
-        engine=None,
-        int8_linears=1,
-        int8_attention=0,
-        stage="engine",
-        previous=None,
-        vs_previous={},
-        source=None,
-        not_timed=None,
-        issues=[issue(code) for code in codes],
-        nested=nested,
-    )
+    run = step_run(issues=[issue(code) for code in codes], nested=nested)
     return run, {"validation": comparison({"accuracy": -drop}, 0.001, within_noise=False)}
 
 
