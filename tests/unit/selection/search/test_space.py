@@ -17,7 +17,6 @@ from qdqbench.eval.selection.search.space import (
     rank_by_rows,
 )
 from qdqbench.quantize.models.families.known import BERT
-from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import (
     Recipe,
@@ -29,27 +28,14 @@ from qdqbench.quantize.recipe.schema import (
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils.errors import UserError
 
+from ....support.tiny_bert import INT8, fake_modules
+
 TASK = Task(name="x", text_columns=("sentence",), num_labels=2, metrics=("accuracy",))
 LAYERS = 12  # numbers of two digits are where patterns go wrong
 
 
-def modules(head_size=32, layers=LAYERS):
-    found = {"": ModuleInfo("other"), "bert.embeddings.word_embeddings": ModuleInfo("Embedding")}
-    for n in range(layers):
-        at = f"bert.encoder.layer.{n}"
-        found[f"{at}.attention.self"] = ModuleInfo("Attention", head_size)
-        found[f"{at}.attention.self.softmax"] = ModuleInfo("Softmax")
-        for name in ("query", "key", "value"):
-            found[f"{at}.attention.self.{name}"] = ModuleInfo("Linear")
-        found |= {f"{at}.attention.output": ModuleInfo("Residual"), f"{at}.output": ModuleInfo("Residual")}
-        found[f"{at}.attention.output.dense"] = ModuleInfo("Linear")
-        found[f"{at}.attention.output.LayerNorm"] = ModuleInfo("LayerNorm")
-        found[f"{at}.intermediate.dense"] = ModuleInfo("Linear")
-        found[f"{at}.output.dense"] = ModuleInfo("Linear")
-        found[f"{at}.output.LayerNorm"] = ModuleInfo("LayerNorm")
-    found["bert.pooler.dense"] = ModuleInfo("Linear")
-    found["classifier"] = ModuleInfo("Linear")
-    return found
+def modules(head_size=32):
+    return fake_modules(LAYERS, head_size)
 
 
 def space_of(recipe="bert-int8-linears", **changes):
@@ -130,13 +116,8 @@ def test_a_projection_takes_up_exceptions_from_the_ranking():
 
 def test_fp32_islands_and_other_linears_stay():
     rules = [
-        {
-            "match": "encoder.layer.*",
-            "type": "Linear",
-            "weights": "int8/per-tensor",
-            "input": "int8/per-tensor",
-        },
-        {"match": "pooler.dense", "weights": "int8/per-channel", "input": "int8/per-tensor"},
+        {"match": "encoder.layer.*", "type": "Linear", **INT8, "weights": "int8/per-tensor"},
+        {"match": "pooler.dense", **INT8},
         {"match": "encoder.layer.3.output.dense", "precision": "fp32"},
         {"match": "encoder.layer.*", "type": "LayerNorm", "precision": "fp32"},
     ]
@@ -159,12 +140,7 @@ def test_attention_that_cannot_be_fused_is_not_searched():
 
 def test_nothing_left_to_search_is_an_error():
     rules = [
-        {
-            "match": "encoder.layer.*",
-            "type": "Linear",
-            "weights": "int8/per-channel",
-            "input": "int8/per-tensor",
-        },
+        {"match": "encoder.layer.*", "type": "Linear", **INT8},
         {"match": "encoder.layer.*", "type": "Linear", "precision": "fp32"},
     ]
     with pytest.raises(UserError, match="nothing to search"):

@@ -1,16 +1,13 @@
 """Divergence, candidates, the choice of a recipe and its YAML, and the file that a killed run leaves."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
-from scipy import special
 
-from qdqbench.eval.metrics.compare import compare_with_divergence, divergence
+from qdqbench.eval.metrics.compare import compare_with_divergence
 from qdqbench.eval.selection.sensitivity.measure import (
     Choices,
     attention_of,
@@ -27,7 +24,6 @@ from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.utils.comparison import Comparison
-from qdqbench.quantize.utils.errors import CheckFailed
 
 from ....support import records, tiny_bert
 
@@ -37,15 +33,7 @@ FFN = [f"bert.encoder.layer.{layer}.output.dense" for layer in range(LAYERS)]
 
 
 def modules(head_size: int = 16) -> dict[str, ModuleInfo]:
-    """What `module_table` gives for a BERT classifier."""
-    found = {"bert.embeddings.word_embeddings": ModuleInfo("Embedding")}
-    for layer in range(LAYERS):
-        here = f"bert.encoder.layer.{layer}"
-        found[f"{here}.attention.self"] = ModuleInfo("Attention", head_size)
-        found |= {f"{here}.{name}": ModuleInfo("Linear") for name in tiny_bert.OF_A_LAYER}
-        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
-            found[f"{here}.{name}"] = ModuleInfo("LayerNorm")
-    return found | {"bert.pooler.dense": ModuleInfo("Linear"), "classifier": ModuleInfo("Linear")}
+    return tiny_bert.fake_modules(LAYERS, head_size)
 
 
 def found_for(recipe: Recipe, head_size: int = 16) -> Choices:
@@ -59,30 +47,6 @@ def compared(amount: float = 0.0, drop: float = 0.0, error: float = 0.001) -> Co
 def point(kept: int, amount: float, drop: float) -> CurvePoint:
     linears = [f"linear {n}" for n in range(kept)]
     return CurvePoint(kept=kept, linears=linears, attention=[], comparison=compared(amount, drop))
-
-
-logits = arrays(np.float32, (5, 3), elements=st.floats(-50, 50, width=32))
-
-
-@given(before=logits, after=logits)
-def test_divergence_of_classes_is_kl(before: Any, after: Any) -> None:
-    found = divergence(GLUE["mnli"], before, after, None)
-    p, q = (special.softmax(x.astype(np.float64), axis=1) for x in (before, after))
-    np.testing.assert_allclose(found, special.kl_div(p, q).sum(axis=1), rtol=1e-6, atol=1e-9)
-    assert (divergence(GLUE["mnli"], before, before, None) == 0).all()
-    assert (found >= 0).all()
-
-
-def test_divergence_of_regression_is_relative() -> None:
-    before = np.array([[1.0], [3.0], [5.0]], np.float32)
-    found = divergence(GLUE["stsb"], before, before + 2, None)
-    np.testing.assert_allclose(found, [1.5, 1.5, 1.5])  # 4 over a variance of 8/3
-    np.testing.assert_allclose(divergence(GLUE["stsb"], 10 * before, 10 * (before + 2), None), found)
-
-
-def test_regression_needs_outputs_that_differ() -> None:
-    with pytest.raises(CheckFailed, match="same output"):
-        divergence(GLUE["stsb"], np.ones((3, 1), np.float32), np.zeros((3, 1), np.float32), None)
 
 
 def test_judge_says_what_was_lost() -> None:
