@@ -14,13 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
 from qdqbench.eval.selection.search.options import SearchOptions
-from qdqbench.eval.selection.search.results import (
-    Ranking,
-    SearchTrial,
-    Source,
-    choose_trial,
-    mark_trials,
-)
+from qdqbench.eval.selection.search.results import Ranking, SearchTrial, Source, choose_trial, mark_trials
 from qdqbench.eval.selection.search.space import PLAIN, Params, make_space, rank_by_rows
 from qdqbench.eval.selection.search.workspace import Measure, Workspace, open_source, plan_key
 from qdqbench.eval.selection.sensitivity.measure import Measurement

@@ -72,10 +72,7 @@ def sensitivity_report(sensitivity: Sensitivity) -> Report:
         ("differing answers", lambda point: point.comparison.disagreements),
         texts=(),
     )
-    screens = [
-        _screen_table(f"the {WORST} worst linears", worst[:WORST]),
-        _screen_table("kinds", kinds),
-    ]
+    screens = [_screen_table(f"the {WORST} worst linears", worst[:WORST]), _screen_table("kinds", kinds)]
     drop, kept = f"{full.drop:+.4f}", count_of(sensitivity.choice.kept, "linear")
     tiles = [
         Tile(f"drop of {label(sensitivity.metric)}", drop, f"everything in INT8, {noise_text(full)}"),

@@ -113,8 +113,7 @@ def row(
     recipe = load_recipe("bert-int8-linears")
     section = recipe.calibration.model_copy(update={"method": method, "smoothing": smoothing})
     trial = Trial(
-        recipe=recipe.model_copy(update={"calibration": section}),
-        origin="given" if given else "calibration",
+        recipe=recipe.model_copy(update={"calibration": section}), origin="given" if given else "calibration"
     )
     if failed:
         trial.failure = Failure(code="check", text=HOSTILE)
