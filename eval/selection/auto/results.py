@@ -12,14 +12,7 @@ from qdqbench.quantize.utils.schema import Strict
 AUTO_FILE = "auto.json"
 BEST_RECIPE = "best.yaml"
 StepKind = Literal["shipped", "methods", "islands", "search", "qat"]
-SkipReason = Literal[
-    "holds",  # an earlier step holds the gate
-    "no_base",  # no shipped recipe finished that it could start from
-    "no_remedy",  # it changes nothing about what is unmet
-    "only_speed",  # speed alone is unmet, and it cannot give that
-    "budget",  # its estimate exceeds what is left
-    "misfit",  # its recipe does not fit the model; `failure` says why
-]
+SkipReason = Literal["holds", "no_base", "no_remedy", "only_speed", "budget", "misfit"]
 
 
 class Criteria(Strict):

@@ -52,9 +52,8 @@ class Space:
 
     def ranked(self, ranking: Ranking) -> "Space":
         units = {unit: self.units[unit] for unit in ranking.units}
-        return replace(
-            self, units=units, attention={each: self.attention[each] for each in ranking.attention}
-        )
+        attention = {layer: self.attention[layer] for layer in ranking.attention}
+        return replace(self, units=units, attention=attention)
 
     def suggest(self, trial: Any) -> Params:
         count = len(self.units)
@@ -88,18 +87,14 @@ class Space:
         """Return a recipe with these units and attentions in INT8, calibrated by `how`."""
         smoothing = how["smoothing"] if how["smoothing"] in ("none", "gain") else float(how["smoothing"])
         fused = bool(attention) and attention == self._all_layers()
-        named = (
-            [] if fused else [short_name(self.attention[layer], self.prefix) for layer in sorted(attention)]
-        )
-        rules = [
-            *self._linear_rules(units),
-            *(Rule(match=name, type="Attention", precision="int8") for name in named),
-            *self.fixed,
-        ]
+        rules = self._linear_rules(units)
+        for layer in () if fused else sorted(attention):
+            name = short_name(self.attention[layer], self.prefix)
+            rules.append(Rule(match=name, type="Attention", precision="int8"))
         data = self.base.model_dump(mode="json") | {
             "name": named_by(self.base.name, "searched"),
             "description": description,
-            "rules": [rule.model_dump(mode="json", exclude_none=True) for rule in rules],
+            "rules": [rule.model_dump(mode="json", exclude_none=True) for rule in (*rules, *self.fixed)],
             "attention": "int8" if fused else "fp16",
             "qat": None,
         }
@@ -127,10 +122,8 @@ class Space:
         chosen, kept = self._patterns(units), self._patterns(set(self.units) - units)
         if set(self.units) == set(_linear_units(self.family, self.modules)) and 1 + len(kept) <= len(chosen):
             encoder = self._place(next(iter(self.units.values()))[0]).layers
-            return [
-                Rule(match=f"{encoder}.*", **int8),
-                *(Rule(match=m, type="Linear", precision="fp16") for m in kept),
-            ]
+            exceptions = [Rule(match=match, type="Linear", precision="fp16") for match in kept]
+            return [Rule(match=f"{encoder}.*", **int8), *exceptions]
         return [Rule(match=match, **int8) for match in chosen]
 
     def _patterns(self, units: set[Unit]) -> list[str]:
@@ -168,21 +161,18 @@ class Space:
         target = {unit for unit, names in self.units.items() if all(name in plan.int8 for name in names)}
         inside = {self.family.layer_of(name) for name in plan.attention}
         order = list(self.units)
-        best: tuple[int, Params] | None = None
-        for frame in FRAMES:
-            for keep in range(len(order) + 1):
-                params: Params = {"frame": frame, "keep": keep} | dict.fromkeys(FLIPS, 0)
-                wrong = sorted(order.index(unit) + 1 for unit in self.int8_units(params) ^ target)
-                params |= dict(zip(FLIPS, wrong, strict=False))
-                if best is None or len(wrong) < best[0]:
-                    best = len(wrong), params
-        assert best is not None
-        params = best[1]
-        if self.attention:
-            layers = list(self.attention)
-            params["attention_keep"] = min(
-                range(len(layers) + 1), key=lambda keep: len(set(layers[keep:]) ^ (inside & set(layers)))
-            )
+
+        def list_wrong(params: Params) -> list[int]:
+            return sorted(order.index(unit) + 1 for unit in self.int8_units(params) ^ target)
+
+        unflipped = dict.fromkeys(FLIPS, 0)
+        counts, layers = range(len(order) + 1), list(self.attention)
+        points = [{"frame": frame, "keep": keep} | unflipped for frame in FRAMES for keep in counts]
+        params: Params = min(points, key=lambda params: len(list_wrong(params)))
+        params |= dict(zip(FLIPS, list_wrong(params), strict=False))
+        if layers:
+            left = [len(set(layers[keep:]) ^ (inside & set(layers))) for keep in range(len(layers) + 1)]
+            params["attention_keep"] = left.index(min(left))
         for name, values in SECTION.items():
             own = str(getattr(recipe.calibration, name))
             params[name] = own if own in values else values[0]
@@ -208,12 +198,8 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
     sizes = limits.int8_head_sizes if base.export.max_length <= limits.int8_attention_length else ()
     for name, info in modules.items():
         layer = plan.family.layer_of(name)
-        if (
-            info.kind == "Attention"
-            and layer is not None
-            and name not in plan.fp32
-            and info.head_size in sizes
-        ):
+        fits = info.kind == "Attention" and info.head_size in sizes and name not in plan.fp32
+        if fits and layer is not None:
             attention[layer] = name
     searched = {name for names in units.values() for name in names}
     outside = [

@@ -10,16 +10,7 @@ from qdqbench.quantize.utils.schema import Strict
 from qdqbench.quantize.utils.speedup import Speedup
 
 DRAW = "draw"  # in `Trial.scores`: train rows that do not calibrate
-Origin = Literal[
-    "given",  # by the user
-    "shipped",
-    "unquantized",  # nothing in INT8
-    "calibration",  # another calibration section, of `methods`
-    "candidate",  # one group of tensors in INT8, or all but it, of `sensitivity`: no recipe
-    "ranking",  # by what each tensor costs
-    "tpe",  # proposed by the sampler of a search
-    "qat",
-]
+Origin = Literal["given", "shipped", "unquantized", "calibration", "candidate", "ranking", "tpe", "qat"]
 FailureCode = Literal["input", "check", "device", "error"]
 
 

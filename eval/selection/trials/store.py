@@ -250,7 +250,10 @@ class Trials:
             if str(arrays["identity"]) == identity:
                 return {split: arrays[f"answers {split}"] for split in self.encoded}
         try:
-            answers = self.reference() if self.reference else self.answer_fp32()
+            if self.reference is not None:
+                answers = self.reference()
+            else:
+                answers = self.answer(placed(self.session.fp32_model), "FP32")
         except CheckFailed as error:
             raise UserError(
                 f"model {self.session.model_name} gives NaN or infinite logits in FP32, so there is nothing "
@@ -260,9 +263,6 @@ class Trials:
         with files.atomic_path(path) as temporary, temporary.open("wb") as stream:
             np.savez(stream, identity=np.array(identity), **arrays)
         return answers
-
-    def answer_fp32(self) -> dict[str, Float32]:
-        return self.answer(placed(self.session.fp32_model), "FP32")
 
     def fp32_scores(self, split: str) -> Scores:
         task, answers = self.session.config.task, self.fp32[split]
