@@ -61,26 +61,14 @@ def skipped(name):
 
 def sample(name="a-model", *, passed=True):
     nested = NestedFolds(folds=5, scores=versus(-0.004, 0.007), others=0.2, unmet=[])
-    second = (
-        done("methods", "methods", -0.002, "bert-int8-linears", nested=nested)
-        if passed
-        else done("methods", "methods", -0.02, "bert-int8-linears", issues=[drop(0.02)])
-    )
-    failed = AutoStep(
-        recipe=None,
-        origin="tpe",
-        name="search",
-        kind="search",
-        status="failed",
-        failure=Failure(code="check", text=name),
-        estimate_s=20.0,
-        seconds=3.0,
-    )
+    second = {"nested": nested} if passed else {"issues": [drop(0.02)]}
+    spent = {"estimate_s": 20.0, "seconds": 3.0, "failure": Failure(code="check", text=name)}
+    search = {"origin": "tpe", "name": "search", "kind": "search", "status": "failed"}
     steps = [
         done("bert-int8-linears", "shipped", -0.029, issues=[drop(0.029)]),
-        second,
+        done("methods", "methods", -0.002 if passed else -0.02, "bert-int8-linears", **second),
         skipped("islands"),
-        failed,
+        AutoStep(recipe=None, **search, **spent),
         skipped("qat"),
     ]
     about = draw_record(name, metric="matthews", task={"name": "cola", "metrics": ["matthews"]})

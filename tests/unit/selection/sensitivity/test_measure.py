@@ -1,13 +1,9 @@
 """Divergence, candidates, the choice of a recipe and its YAML, and the file that a killed run leaves."""
 
-import math
-
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.metrics.compare import compare_with_divergence
 from qdqbench.eval.selection.sensitivity.measure import (
     Choices,
     attention_of,
@@ -22,7 +18,6 @@ from qdqbench.quantize.models.families.family import KINDS
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.utils.comparison import Comparison
 
 from ....support import records, tiny_bert
@@ -47,21 +42,6 @@ def compared(amount: float = 0.0, drop: float = 0.0, error: float = 0.001) -> Co
 def point(kept: int, amount: float, drop: float) -> CurvePoint:
     linears = [f"linear {n}" for n in range(kept)]
     return CurvePoint(kept=kept, linears=linears, attention=[], comparison=compared(amount, drop))
-
-
-def test_judge_says_what_was_lost() -> None:
-    """Eight samples, one answer lost: an accuracy of 7/8."""
-    labels = np.array([0, 1] * 4)
-    before = np.where(labels[:, None] == [0, 1], 1.0, -1.0).astype(np.float32)
-    after = before.copy()
-    after[0] = after[0][::-1]
-    found, _ = compare_with_divergence(GLUE["sst2"], before, after, labels, seed=0)
-    assert (found.drop, found.disagreements) == (0.125, 1)
-    kl = 2 / (1 + math.exp(-2)) - 2 / (1 + math.exp(2))  # (p - q) times the difference of the logits
-    assert found.divergence == pytest.approx(kl / 8)
-    assert found.divergence_stderr == pytest.approx(kl / 8)  # one of eight
-    same, _ = compare_with_divergence(GLUE["sst2"], before, before, labels, seed=0)
-    assert (same.divergence, same.drop, same.sqnr_db, same.within_noise) == (0, 0, None, True)
 
 
 def test_candidates_of_the_default_recipe() -> None:

@@ -32,37 +32,22 @@ def compared(amount: float, drop: float = 0.001) -> Comparison:
     return records.comparison({"accuracy": -drop}, 0.002, **spread)
 
 
-def row(
-    name: str, group: Any, kind: str, layer: int | None, amounts: tuple[float, float | None]
-) -> CandidateRow:
-    only, rest = amounts
-    return CandidateRow(
-        name=name,
-        group=group,
-        kind=kind,
-        layer=layer,
-        modules=[f"bert.{name}"],
-        diagnostic=kind == "embeddings",
-        only=compared(only),
-        all_but=None if rest is None else compared(rest, 0.05),
-    )
+def row(name: str, group: Any, kind: str, layer: int | None, only: float, rest: float | None) -> CandidateRow:
+    compared_rest = None if rest is None else compared(rest, 0.05)
+    fields: dict[str, Any] = {"modules": [f"bert.{name}"], "diagnostic": kind == "embeddings"}
+    fields |= {"only": compared(only), "all_but": compared_rest}
+    return CandidateRow(name=name, group=group, kind=kind, layer=layer, **fields)
 
 
 def sample(name: str = "a-model") -> Sensitivity:
     rows = [
-        row(
-            f"encoder.layer.{layer}.{part}",
-            "linear",
-            kind,
-            layer,
-            (0.001 * (layer + place), 0.01 + place / 100),
-        )
-        for layer in range(3)
+        row(f"encoder.layer.{n}.{part}", "linear", kind, n, 0.001 * (n + place), 0.01 + place / 100)
+        for n in range(3)
         for place, (part, kind) in enumerate(KINDS.items())
     ]
-    rows += [row("classifier", "linear", "classifier", None, (0.5, None))]
-    rows += [row("encoder.layer.1", "block", "block", 1, (0.01, 0.01))]
-    rows += [row("embeddings", "kind", "embeddings", None, (0.02, None))]
+    rows += [row("classifier", "linear", "classifier", None, 0.5, None)]
+    rows += [row("encoder.layer.1", "block", "block", 1, 0.01, 0.01)]
+    rows += [row("embeddings", "kind", "embeddings", None, 0.02, None)]
     order = [row.modules[0] for row in ranking(rows)]
     points = [(0, 0.05), (1, 0.04), (2, 0.02), (4, 0.01)]
     return Sensitivity(
