@@ -1,4 +1,4 @@
-"""Divergence, candidates, the choice of a recipe and its YAML, and the file that a killed run leaves."""
+"""Candidates, the curve, the choice of a recipe and its YAML."""
 
 import pytest
 from hypothesis import given

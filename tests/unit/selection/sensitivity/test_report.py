@@ -32,10 +32,11 @@ def compared(amount: float, drop: float = 0.001) -> Comparison:
     return records.comparison({"accuracy": -drop}, 0.002, **spread)
 
 
-def row(name: str, group: Any, kind: str, layer: int | None, only: float, rest: float | None) -> CandidateRow:
-    compared_rest = None if rest is None else compared(rest, 0.05)
+def row(name: str, group: Any, kind: str, layer: int | None, *values: float) -> CandidateRow:
+    """Return a row with one divergence, of only this, or two, of all but this too."""
+    only, *rest = values
     fields: dict[str, Any] = {"modules": [f"bert.{name}"], "diagnostic": kind == "embeddings"}
-    fields |= {"only": compared(only), "all_but": compared_rest}
+    fields |= {"only": compared(only), "all_but": compared(rest[0], 0.05) if rest else None}
     return CandidateRow(name=name, group=group, kind=kind, layer=layer, **fields)
 
 
@@ -45,9 +46,9 @@ def sample(name: str = "a-model") -> Sensitivity:
         for n in range(3)
         for place, (part, kind) in enumerate(KINDS.items())
     ]
-    rows += [row("classifier", "linear", "classifier", None, 0.5, None)]
+    rows += [row("classifier", "linear", "classifier", None, 0.5)]
     rows += [row("encoder.layer.1", "block", "block", 1, 0.01, 0.01)]
-    rows += [row("embeddings", "kind", "embeddings", None, 0.02, None)]
+    rows += [row("embeddings", "kind", "embeddings", None, 0.02)]
     order = [row.modules[0] for row in ranking(rows)]
     points = [(0, 0.05), (1, 0.04), (2, 0.02), (4, 0.01)]
     return Sensitivity(
