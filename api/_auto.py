@@ -9,7 +9,6 @@ from qdqbench._options import AutoOptions, PoolingOptions, TaskOptions
 from qdqbench._runs import silent
 from qdqbench.eval.selection.auto.results import BEST_RECIPE, Auto, Criteria
 from qdqbench.eval.selection.auto.run import AutoRun, run_auto
-from qdqbench.eval.selection.auto.steps import Steps
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.pipeline.ownership import default_folder, identity_of, owned_folder
@@ -68,12 +67,17 @@ def auto(
         recipes, notes = _limit_calibration(config, folder, recipes)
         longest = min(recipe.export.max_length for recipe in recipes)
         values = options.model_dump(include={"trials", "samples", "batch"})
-        searched = SearchOptions(**values, length=options.length or min(LENGTH, longest))
-        config = config.model_copy(update={"recipe": recipes[0]})
-        state = AutoRun(config=config, folder=folder, criteria=criteria, options=searched, say=progress)
+        state = AutoRun(
+            config=config.model_copy(update={"recipe": recipes[0]}),
+            recipes=recipes,
+            folder=folder,
+            criteria=criteria,
+            options=SearchOptions(**values, length=options.length or min(LENGTH, longest)),
+            say=progress,
+        )
         state.session.notes += notes
         words = ["qdqbench", "run", str(folder / BEST_RECIPE), *_option_words(options)]
-        return run_auto(state, Steps(state, recipes).proposers(), recipes, options.budget, shlex.join(words))
+        return run_auto(state, options.budget, shlex.join(words))
 
 
 def _first_recipes(

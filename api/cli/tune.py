@@ -81,7 +81,7 @@ def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions
             stages.embedded(session)
         worker = open_worker(session, options, stack, shown.say)
         run_trials(worker, shown.trial)
-        found = finish_search(worker, folder, shown.say)
+        found = finish_search(worker, folder)
     show_report(found, json, search_report, f"report: {folder / 'search.html'}")
     if not found.outcome.passed:
         failed = [issue_sentence(issue) for issue in found.outcome.issues if issue.state == "failed"]
@@ -94,7 +94,8 @@ def sensitivity(
 ) -> None:
     """Measure which layer costs the accuracy: each alone in INT8, and everything but it; write a recipe."""
     from qdqbench.eval.selection.sensitivity.measure import Measurement
-    from qdqbench.eval.selection.sensitivity.report import choice_text, sensitivity_report, write_sensitivity
+    from qdqbench.eval.selection.sensitivity.report import choice_text, sensitivity_report
+    from qdqbench.eval.selection.trials.report import write_result
     from qdqbench.quantize.pipeline.ownership import run_folder
 
     config = options.config(options.find_recipe(recipe).ptq, command_line())
@@ -104,7 +105,7 @@ def sensitivity(
         if measurement.trials.store.resume_note:
             note(measurement.trials.store.resume_note)
         found = measurement.run()
-        write_sensitivity(found, folder)
+        write_result(found, sensitivity_report(found), folder)
     written = f"recipe: {folder / found.choice.file}", f"report: {folder / 'sensitivity.html'}"
     show_report(found, json, sensitivity_report, *written)
     if not found.choice.reached:
@@ -116,8 +117,13 @@ def compare_calibration(
     recipe: RecipeName = DEFAULT_RECIPE, *, options: CalibrationOptions, json: Json = False
 ) -> None:
     """Compare calibration methods in one table; write the recipe with the best one."""
-    from qdqbench.eval.selection.methods.measure import MethodComparison, list_sections, require_quantized
-    from qdqbench.eval.selection.methods.report import methods_report, write_methods
+    from qdqbench.eval.selection.methods import (
+        MethodComparison,
+        list_sections,
+        methods_report,
+        require_quantized,
+    )
+    from qdqbench.eval.selection.trials.report import write_result
     from qdqbench.eval.selection.trials.store import RECIPE_FILE
     from qdqbench.quantize.pipeline.ownership import run_folder
 
@@ -132,7 +138,7 @@ def compare_calibration(
         if comparison.trials.store.resume_note:
             note(comparison.trials.store.resume_note)
         found = comparison.run()
-        write_methods(found, folder)
+        write_result(found, methods_report(found), folder)
     written = f"recipe: {folder / RECIPE_FILE}", f"report: {folder / 'methods.html'}"
     show_report(found, json, methods_report, *written)
 

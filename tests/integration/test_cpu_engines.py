@@ -78,7 +78,7 @@ def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeyp
     monkeypatch.setattr(measure, "ON_CPU", measure.Effort(4, 0.1, streams=()))
 
     def rank(work, file):
-        return work.space, Ranking(units=[*work.space.units], attention=[*work.space.attention], samples=0)
+        return Ranking(units=[*work.space.units], attention=[*work.space.attention], samples=0)
 
     monkeypatch.setattr(study, "rank_units", rank)
     recipe = load_recipe("bert-int8-linears")

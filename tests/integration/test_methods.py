@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from qdqbench.eval.selection.methods.results import Methods
+from qdqbench.eval.selection.methods import Methods
 from qdqbench.eval.selection.trials.results import DRAW
 from qdqbench.eval.selection.trials.store import Trials
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -192,7 +192,7 @@ def test_both_splits_of_mnli(qdqbench, given, recipe, tmp_path):
 
 
 def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_path, monkeypatch):
-    from qdqbench.eval.selection.methods import measure as methods
+    from qdqbench.eval.selection import methods
     from qdqbench.quantize.utils.errors import CheckFailed
 
     honest = methods.apply_methods

@@ -52,7 +52,7 @@ def test_everything_is_measured_and_written(qdqbench, sst2, recipe, tmp_path):
 
 def test_written_recipe_runs(qdqbench, sst2, recipe, tmp_path, monkeypatch):
     """With linears kept out."""
-    from qdqbench.eval.selection.sensitivity import candidates as sensitivity_choice
+    from qdqbench.eval.selection.sensitivity import measure as sensitivity_choice
 
     monkeypatch.setattr(sensitivity_choice, "point_holds", lambda point, full, limit: point.kept >= 3)
     out = tmp_path / "out"
@@ -184,7 +184,7 @@ def test_bias_correction_is_left_out_and_said(qdqbench, sst2, recipe, tmp_path):
 
 
 def test_gate_that_cannot_hold_is_status_2(qdqbench, sst2, recipe, tmp_path, monkeypatch):
-    from qdqbench.eval.selection.sensitivity import candidates as sensitivity_choice
+    from qdqbench.eval.selection.sensitivity import measure as sensitivity_choice
 
     monkeypatch.setattr(sensitivity_choice, "point_holds", lambda point, full, limit: False)
     out = tmp_path / "out"

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from qdqbench.eval.selection.auto.results import StepRun
 from qdqbench.eval.selection.search.results import SearchTrial
+from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.speedup import Speedup
@@ -24,6 +26,42 @@ def comparison(delta: Mapping[str, float], error: float | Mapping[str, float], *
         "sqnr_db": 21.4,
     }
     return Comparison.model_validate(fields | changes)
+
+
+def draw_record(name: str, **changes: Any) -> dict[str, Any]:
+    """What results on a draw of train rows share, with this name of a model in every text."""
+    return {
+        "created": "2026-01-01T00:00:00+00:00",
+        "command": f"qdqbench x --model {name}",
+        "metric": "accuracy",
+        "warnings": [f"a warning {name}"],
+        "notes": [f"a note {name}"],
+        "environment": {"python": "3.11"},
+        "recipe": load_recipe("bert-int8-linears").model_dump(mode="json"),
+        "model": {"name": name, "sha256": "0" * 64},
+        "task": {"name": "sst2"},
+        "data": {"samples": 512, "split": "train"},
+        "seed": 0,
+        "batch_size": 32,
+        "divergence": "kl",
+    } | changes
+
+
+def step_run(**changes: Any) -> StepRun:
+    """What a run of `auto` leaves of a recipe that is the first and holds."""
+    fields = {
+        "folder": "run",
+        "engine": None,
+        "int8_linears": 1,
+        "int8_attention": 0,
+        "stage": "engine",
+        "previous": None,
+        "vs_previous": {},
+        "source": None,
+        "not_timed": None,
+        "issues": [],
+    }
+    return StepRun.model_validate(fields | changes)
 
 
 def engine_result(gemms: int, **changes: Any) -> EngineResult:

@@ -14,7 +14,7 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration import record as calibration
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.models.load import load_model
-from qdqbench.quantize.models.modules import module_table
+from qdqbench.quantize.models.modules import ModuleInfo, module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -35,6 +35,20 @@ LINEARS = [f"bert.encoder.layer.{layer}.{name}" for layer in range(LAYERS) for n
 ATTENTIONS = [f"bert.encoder.layer.{layer}.attention.self" for layer in range(LAYERS)]
 INT8 = {"weights": "int8/per-channel", "input": "int8/per-tensor"}
 Batch = dict[str, npt.NDArray[np.int64]]
+
+
+def fake_modules(layers: int, head_size: int) -> dict[str, ModuleInfo]:
+    """What `module_table` gives for a BERT classifier."""
+    found = {"": ModuleInfo("other"), "bert.embeddings.word_embeddings": ModuleInfo("Embedding")}
+    for layer in range(layers):
+        here = f"bert.encoder.layer.{layer}"
+        found[f"{here}.attention.self"] = ModuleInfo("Attention", head_size)
+        found[f"{here}.attention.self.softmax"] = ModuleInfo("Softmax")
+        found |= {f"{here}.{name}": ModuleInfo("Linear") for name in OF_A_LAYER}
+        for name in ("attention.output", "output"):
+            found[f"{here}.{name}"] = ModuleInfo("Residual")
+            found[f"{here}.{name}.LayerNorm"] = ModuleInfo("LayerNorm")
+    return found | {"bert.pooler.dense": ModuleInfo("Linear"), "classifier": ModuleInfo("Linear")}
 
 
 class Quantized(NamedTuple):

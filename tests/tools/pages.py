@@ -23,7 +23,7 @@ from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.runs.comparison import RunComparison
 from qdqbench.eval.runs.study import Study
 from qdqbench.eval.selection.auto.results import Auto
-from qdqbench.eval.selection.methods.results import Methods
+from qdqbench.eval.selection.methods import Methods
 from qdqbench.eval.selection.search.results import Search
 from qdqbench.eval.selection.sensitivity.results import Sensitivity
 from qdqbench.quantize.models.families.known import FAMILIES

@@ -1,13 +1,13 @@
 """The report of `auto`: a page, Markdown and a screen."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from qdqbench.eval.reporting import svg
 from qdqbench.eval.reporting.document import (
     EVERYWHERE,
     SCREEN,
+    Block,
     Bullets,
     Cell,
     Chart,
@@ -16,12 +16,13 @@ from qdqbench.eval.reporting.document import (
     Report,
     Row,
     Section,
-    State,
     Table,
     Tile,
     Verdict,
+    bad_unless,
     page_of_choice,
     row,
+    table_of,
 )
 from qdqbench.eval.reporting.formats import (
     cleaned,
@@ -33,10 +34,9 @@ from qdqbench.eval.reporting.formats import (
     seconds,
     sentence,
 )
-from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.auto.results import AUTO_FILE, Auto, AutoStep, SkipReason, StepKind
-from qdqbench.eval.selection.trials.cells import noise_text
+from qdqbench.eval.selection.trials.report import latency_text, noise_text, speed_text
 from qdqbench.quantize.utils.comparison import Comparison
 
 TITLES: dict[StepKind, str] = {
@@ -49,45 +49,43 @@ TITLES: dict[StepKind, str] = {
 REMEDIES: dict[StepKind, str] = {"methods": "scales", "islands": "less INT8", "qat": "weights"}
 
 
-def write_auto(auto: Auto, folder: Path) -> list[Path]:
-    """Write `auto.md` and `auto.html`.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    return write_report(auto_report(auto), folder, "auto")
-
-
 def auto_report(auto: Auto) -> Report:
-    """Return what a run of `auto` shows: the choice, and what each step bought."""
     auto = cleaned(auto)
-    passed = auto.choice.passed
-    deploy = [
-        ("recipe", auto.choice.recipe),
-        ("engine", auto.choice.engine),
-        ("run", auto.choice.run),
-        ("repeats it", auto.choice.command),
-    ]
-    known = [(name, value) for name, value in deploy if value]
+    choice, passed, criteria = auto.choice, auto.choice.passed, _criteria_text(auto)
+    deploy = {
+        "recipe": choice.recipe,
+        "engine": choice.engine,
+        "run": choice.run,
+        "repeats it": choice.command,
+    }
+    known = [(name, value) for name, value in deploy.items() if value]
     title = "What to deploy" if passed else "The best that was found"
     story = [(_title(step), " ".join(map(sentence, _describe_step(auto, step)))) for step in auto.steps]
-    remarks = [f"{names}: {text}" for names, text in _group_remarks(auto)]
+    blocks: list[Block] = [
+        Prose(criteria, on=SCREEN),
+        _table(auto),
+        Bullets(_group_remarks(auto), "quiet", SCREEN),
+        Pairs(known, on=SCREEN),
+        Chart(partial(steps_svg, auto), broad=True),
+        *(Prose(text, "quiet") for text in _explanation(auto)),
+    ]
+    tiles, step = [], auto.chosen
+    if step is not None:
+        versus = next(iter(step.scores.values()))
+        holds = versus.within_noise or versus.drop <= auto.gate.max_drop
+        change = delta_points(-versus.drop, versus.drop_stderr)
+        against = f"{label(auto.metric)} against FP32"
+        tiles.append(Tile(against, change, f"points, {noise_text(versus)}", bad_unless(holds)))
+        if step.speedup:
+            over = f"over {auto.source.baseline_precision}" if auto.source else ""
+            tiles.append(Tile("speed", speed_text(step.speedup), over, bad_unless(step.speedup.value >= 1)))
+    done = sum(each.status == "done" for each in auto.steps)
+    tiles.append(Tile("steps taken", f"{done} of {len(auto.steps)}", seconds(auto.elapsed_s)))
     return Report(
         page_of_choice(auto, "recipe that holds", AUTO_FILE, *flat(auto.gate.model_dump(), "gate")),
         [
             *([Section("deploy", title, [Pairs(known)])] if known else []),
-            Section(
-                "steps",
-                "What each step bought",
-                [
-                    Prose(_criteria_text(auto), on=SCREEN),
-                    _table(auto),
-                    Bullets(remarks, "quiet", SCREEN),
-                    Pairs(known, on=SCREEN),
-                    Chart(partial(steps_svg, auto), broad=True),
-                    *(Prose(text, "quiet") for text in _explanation(auto)),
-                ],
-            ),
+            Section("steps", "What each step bought", blocks),
             Section("story", "The story", [Pairs(story, definitions=True)]),
         ],
         Verdict(
@@ -96,19 +94,18 @@ def auto_report(auto: Auto) -> Report:
             " ".join([headline(auto), *map(sentence, reason_lines(auto))]),
             unmet_lines(auto),
         ),
-        lead=[_criteria_text(auto)],
-        tiles=_tiles(auto),
+        lead=[criteria],
+        tiles=tiles,
         warnings=auto.warnings,
         notes=[sentence(note) for note in auto.notes],
     )
 
 
 def headline(auto: Auto) -> str:
-    """Return the answer in one sentence."""
     step = auto.chosen
     if step is None or step.recipe is None:
         return "No recipe."
-    speed = f", {step.speedup.value:.2f}x" if step.speedup else ""
+    speed = f", {speed_text(step.speedup)}" if step.speedup else ""
     figures = f"{label(auto.metric)} {_difference(step.scores)} against FP32{speed}"
     if auto.choice.passed:
         return f"Deploy {step.recipe.name}: {figures}."
@@ -119,16 +116,11 @@ def unmet_lines(auto: Auto) -> list[str]:
     """Return what keeps the chosen recipe from holding, or why no step finished, in sentences."""
     if auto.chosen is not None:
         return [issue_sentence(issue) for issue in auto.chosen.unmet]
-    reasons: dict[str, list[str]] = {}
-    for step in auto.steps:
-        if text := explain_step(auto, step):
-            reasons.setdefault(text, []).append(step.name)
-    told = "; ".join(f"{', '.join(names)}: {text}" for text, names in reasons.items())
-    return [f"no step finished: {told}"]
+    reasons = _group_names({step.name: explain_step(auto, step) for step in auto.steps})
+    return [f"no step finished: {'; '.join(reasons)}"]
 
 
 def reason_lines(auto: Auto) -> list[str]:
-    """Return what the choice rests on, in sentences."""
     step, done = auto.chosen, [each for each in auto.steps if each.run]
     if step is None or step.run is None:
         return []
@@ -174,7 +166,6 @@ def explain_step(auto: Auto, step: AutoStep) -> str:
 
 
 def _proposal_text(step: AutoStep) -> str:
-    """Return how the recipe of a step was found."""
     proposal = step.proposal
     if proposal is None or step.recipe is None:
         return ""
@@ -198,10 +189,7 @@ def _proposal_text(step: AutoStep) -> str:
 
 
 def _describe_step(auto: Auto, step: AutoStep) -> list[str]:
-    """Return how a recipe was found, what is unmet, and why a step was skipped."""
-    lines = [_proposal_text(step)]
-    if reason := explain_step(auto, step):
-        lines.append(f"{'Skipped' if step.status == 'skipped' else 'Failed'}: {reason}")
+    lines = [_proposal_text(step), _reason(auto, step)]
     lines += [f"Unmet: {issue_sentence(issue)}" for issue in step.unmet]
     if step.run is not None:
         if step.run.not_timed:
@@ -210,17 +198,27 @@ def _describe_step(auto: Auto, step: AutoStep) -> list[str]:
     return [line for line in lines if line]
 
 
-def _group_remarks(auto: Auto) -> list[tuple[str, str]]:
+def _group_remarks(auto: Auto) -> list[str]:
     """Return what is unmet or why a step was skipped, once for all steps that it is true of."""
-    groups: dict[str, list[str]] = {}
+    texts = {}
     for step in auto.steps:
-        reason = explain_step(auto, step)
-        text = f"Skipped: {reason}" if step.status == "skipped" else f"Failed: {reason}"
-        if step.run:
-            text = f"Unmet: {issue_sentence(step.unmet[-1])}" if step.unmet else ""
-        if text and step is not auto.chosen:
-            groups.setdefault(text, []).append(step.name)
-    return [(", ".join(names), text) for text, names in groups.items()]
+        if step is not auto.chosen:
+            texts[step.name] = _reason(auto, step)
+            if step.run:
+                texts[step.name] = f"Unmet: {issue_sentence(step.unmet[-1])}" if step.unmet else ""
+    return _group_names(texts)
+
+
+def _group_names(texts: dict[str, str]) -> list[str]:
+    names: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        names.setdefault(text, []).append(name)
+    return [f"{', '.join(of)}: {text}" for text, of in names.items() if text]
+
+
+def _reason(auto: Auto, step: AutoStep) -> str:
+    reason = explain_step(auto, step)
+    return reason and f"{'Skipped' if step.status == 'skipped' else 'Failed'}: {reason}"
 
 
 def _criteria_text(auto: Auto) -> str:
@@ -234,54 +232,38 @@ def _criteria_text(auto: Auto) -> str:
     )
 
 
-def _tiles(auto: Auto) -> list[Tile]:
-    step, tiles = auto.chosen, []
-    if step is not None:
-        versus = next(iter(step.scores.values()))
-        holds = versus.within_noise or versus.drop <= auto.gate.max_drop
-        change = delta_points(-versus.drop, versus.drop_stderr)
-        title = f"{label(auto.metric)} against FP32"
-        tiles.append(Tile(title, change, f"points, {noise_text(versus)}", "" if holds else "bad"))
-        if step.speedup:
-            over = f"over {auto.source.baseline_precision}" if auto.source else ""
-            state: State = "" if step.speedup.value >= 1 else "bad"
-            tiles.append(Tile("speed", f"{step.speedup.value:.2f}x", over, state))
-    done = sum(each.status == "done" for each in auto.steps)
-    return [*tiles, Tile("steps taken", f"{done} of {len(auto.steps)}", seconds(auto.elapsed_s))]
-
-
 def _table(auto: Auto) -> Table:
-    over = f"over {auto.source.baseline_precision}" if auto.source else "speed-up"
-    columns = ["step", label(auto.metric), "against FP32", "against the step before", "ms", over, "time"]
-    return Table(
-        columns,
-        [_row(auto, step) for step in auto.steps],
+    def not_run(step: AutoStep) -> Row | None:
+        if step.run is not None:
+            return None
+        status = Cell(step.status, "quiet" if step.status == "skipped" else "bad")
+        return row(Cell(_title(step), short=step.name), status, "", "", "", "", _time_cell(step))
+
+    return table_of(
+        auto.steps,
+        ("step", lambda step: Cell(_title(step), "good" if step.holds else "bad", short=step.name)),
+        (label(auto.metric), lambda step: f"{100 * auto.value(step):.2f}"),
+        ("against FP32", lambda step: _change_cell(step.scores)),
+        ("against the step before", lambda step: _change_cell(step.run.vs_previous if step.run else {})),
+        ("ms", lambda step: latency_text(step.speedup)),
+        (
+            f"over {auto.source.baseline_precision}" if auto.source else "speed-up",
+            lambda step: speed_text(step.speedup),
+        ),
+        ("time", _time_cell),
+        chosen=lambda step: auto.choice.passed and step is auto.chosen,
+        instead=not_run,
         look="full cards",
         screen=(0, 1, 2, 5, 6),
         on=EVERYWHERE,
     )
 
 
-def _row(auto: Auto, step: AutoStep) -> Row:
-    spent = f"{seconds(step.seconds)} taken" if step.status != "skipped" else ""
-    estimate = "" if step.estimate_s is None else f"{seconds(step.estimate_s)} estimated"
-    time = Cell(
-        ", ".join(text for text in (estimate, spent) if text), short=seconds(step.seconds) if spent else ""
-    )
-    if step.run is None:
-        state: State = "quiet" if step.status == "skipped" else "bad"
-        return row(Cell(_title(step), short=step.name), Cell(step.status, state), "", "", "", "", time)
-    speedup = step.speedup
-    return row(
-        Cell(_title(step), "good" if step.holds else "bad", short=step.name),
-        f"{100 * auto.value(step):.2f}",
-        _change_cell(step.scores),
-        _change_cell(step.run.vs_previous),
-        f"{speedup.system_ms:.3g}" if speedup else "",
-        f"{speedup.value:.2f}x" if speedup else "",
-        time,
-        chosen=auto.choice.passed and step is auto.chosen,
-    )
+def _time_cell(step: AutoStep) -> Cell:
+    texts = [] if step.estimate_s is None else [f"{seconds(step.estimate_s)} estimated"]
+    if step.status == "skipped":
+        return Cell(", ".join(texts), short="")
+    return Cell(", ".join([*texts, f"{seconds(step.seconds)} taken"]), short=seconds(step.seconds))
 
 
 def _title(step: AutoStep) -> str:
@@ -298,7 +280,6 @@ def _change_cell(scores: dict[str, Comparison]) -> Cell:
 
 
 def _difference(scores: dict[str, Comparison]) -> str:
-    """Return the same in a sentence."""
     return " and ".join(
         f"{delta_points(-each.drop, each.drop_stderr)} points{' (within noise)' if each.within_noise else ''}"
         for each in scores.values()
@@ -323,7 +304,6 @@ def _explanation(auto: Auto) -> list[str]:
 
 
 def steps_svg(auto: Auto) -> str:
-    """Return the chart of every measured step's difference from FP32, and the drop that is allowed."""
     done = [step for step in auto.steps if step.run]
     if not done:
         return ""

@@ -4,21 +4,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from qdqbench.eval.selection.search.results import Source
-from qdqbench.eval.selection.trials.results import Failure, Trial
+from qdqbench.eval.selection.trials.results import ChoiceRecord, Failure, Trial
 from qdqbench.quantize.utils.comparison import Comparison, GateCode, GateIssue
 from qdqbench.quantize.utils.schema import Strict, Tabular
 
 AUTO_FILE = "auto.json"
 BEST_RECIPE = "best.yaml"
 StepKind = Literal["shipped", "methods", "islands", "search", "qat"]
-SkipReason = Literal[
-    "holds",  # an earlier step holds the gate
-    "no_base",  # no shipped recipe finished that it could start from
-    "no_remedy",  # it changes nothing about what is unmet
-    "only_speed",  # speed alone is unmet, and it cannot give that
-    "budget",  # its estimate exceeds what is left
-    "misfit",  # its recipe does not fit the model; `failure` says why
-]
+SkipReason = Literal["holds", "no_base", "no_remedy", "only_speed", "budget", "misfit"]
 
 
 class Criteria(Strict):
@@ -114,23 +107,19 @@ class AutoStep(Trial):
 
     @property
     def unmet(self) -> list[GateIssue]:
-        """Return everything that keeps it from holding."""
         if self.run is None:
             return []
         return [*self.run.issues, *(self.run.nested.unmet if self.run.nested else [])]
 
     @property
     def holds(self) -> bool:
-        """Return whether its recipe holds the gate."""
         return self.run is not None and not self.unmet
 
     @property
     def drop(self) -> float:
-        """Return the largest drop of the primary metric over evaluation splits."""
         return max(comparison.drop for comparison in self.scores.values())
 
     def lacks(self, code: GateCode) -> bool:
-        """Return whether an issue of this code keeps it from holding."""
         return any(issue.code == code for issue in self.unmet)
 
 
@@ -151,15 +140,9 @@ class AutoChoice(Strict):
     """Command that repeats its run; null with `step`."""
 
 
-class Auto(Tabular):
+class Auto(ChoiceRecord, Tabular):
     """Everything that `qdqbench auto` tried."""
 
-    schema_version: Literal[3] = 3
-    """Version of this schema."""
-    created: str
-    """Time of the end, ISO 8601, UTC."""
-    command: str
-    """Command line."""
     folder: str
     """Folder that the paths of the steps are relative to."""
     model: dict[str, Any]
@@ -173,8 +156,6 @@ class Auto(Tabular):
     """Seed of bootstrap, search and folds."""
     gate: Criteria
     """Criteria."""
-    metric: str
-    """Primary metric of the task."""
     fp32: dict[str, float]
     """Metrics of FP32."""
     budget_s: float
@@ -185,21 +166,13 @@ class Auto(Tabular):
     """Steps, in their order."""
     choice: AutoChoice
     """Recipe to deploy."""
-    warnings: list[str]
-    """Caveats of the figures."""
-    notes: list[str]
-    """Notes on how the data were read and calibrated."""
-    environment: dict[str, Any]
-    """Versions, hardware, git hash."""
 
     @property
     def chosen(self) -> AutoStep | None:
-        """Return the step that is deployed."""
         return next((step for step in self.steps if step.name == self.choice.step), None)
 
     @property
     def source(self) -> Source | None:
-        """Return what speed-ups were measured with."""
         return next((step.run.source for step in self.steps if step.run and step.run.source), None)
 
     def value(self, step: AutoStep) -> float:

@@ -1,11 +1,15 @@
-"""Steps until a recipe holds: each is proposed, taken through a whole run, timed, and checked."""
+"""Steps from the cheapest to the dearest until a recipe holds: each is proposed, run, timed and checked.
+
+A proposal is chosen on train rows that do not calibrate, as in `methods`, `sensitivity` and `search`, and
+never on evaluation data; these only say whether to take the next step.
+"""
 
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,9 +21,8 @@ from qdqbench.eval.metrics.gate import NOISE, drop_issue, slow_issue
 from qdqbench.eval.metrics.logits import Logits, read_logits
 from qdqbench.eval.runs.report.verdict import last_measured
 from qdqbench.eval.runs.run import StageProgress, follow, run_until
-from qdqbench.eval.selection.auto.report import write_auto
+from qdqbench.eval.selection.auto.report import auto_report
 from qdqbench.eval.selection.auto.results import (
-    AUTO_FILE,
     BEST_RECIPE,
     Auto,
     AutoChoice,
@@ -32,17 +35,25 @@ from qdqbench.eval.selection.auto.results import (
     StepRun,
     choose_step,
 )
+from qdqbench.eval.selection.methods import MethodComparison, methods_report
 from qdqbench.eval.selection.search.options import SearchOptions
-from qdqbench.eval.selection.search.results import Source
+from qdqbench.eval.selection.search.results import SearchTrial, Source
+from qdqbench.eval.selection.search.study import list_trials, open_worker, run_trials
 from qdqbench.eval.selection.search.workspace import measured_source
+from qdqbench.eval.selection.sensitivity.measure import Measurement, make_recipe
+from qdqbench.eval.selection.sensitivity.report import sensitivity_report
+from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CurvePoint
+from qdqbench.eval.selection.trials.report import write_result
 from qdqbench.eval.selection.trials.results import Failure, Origin, failure_of
-from qdqbench.eval.selection.trials.store import TRIALS, Store
+from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Store, describe_session, hash_of
 from qdqbench.quantize.engine.build import count_attentions, require_int8
+from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.pipeline.artifacts import FP16, FP32, backend_of, expected_gemms, graph_path
 from qdqbench.quantize.pipeline.ownership import locked_folder
 from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, open_run, read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session
-from qdqbench.quantize.recipe.schema import Recipe, dump_recipe
+from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe, shipped_recipes
+from qdqbench.quantize.recipe.training import Distill, Qat
 from qdqbench.quantize.tasks.sources import source_fingerprint
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded
@@ -54,9 +65,21 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import read_results
 from qdqbench.quantize.utils.speedup import Speedup
-from qdqbench.quantize.utils.system.environment import describe_environment, get_code_identity, now
+from qdqbench.quantize.utils.system.environment import get_code_identity
 
+RUN, RECIPE = "run", "run.yaml"  # in the folder of a step
 FOLDS = 5
+WAITS, WAIT_S = 12, 5.0
+# of the divergence of the recipe before: half and a quarter of the distance
+ISLANDS, SEARCHED = 1 / 4, 1 / 16
+DEFAULT_QAT = Qat(epochs=3, max_steps=1000, learning_rate=1e-5, distill=Distill(logits=1.0, hidden=1.0))
+ORIGINS: dict[StepKind, Origin] = {
+    "shipped": "shipped",
+    "methods": "calibration",
+    "islands": "ranking",
+    "search": "tpe",
+    "qat": "qat",
+}
 
 
 def list_drops(
@@ -64,14 +87,7 @@ def list_drops(
 ) -> list[GateIssue]:
     """Return the drops of the primary metric that are above `max_drop`, and no noise either.
 
-    That is stricter than `gate.judge`, which lets a drop pass that is above `max_drop` within noise: `auto`
-    can try another recipe, where a run cannot.
-
-    Args:
-        scores: against FP32, by evaluation split.
-        metric: names the primary metric.
-        max_drop: a fraction.
-        stage: of the run that the scores are of.
+    That is stricter than `gate.judge`: `auto` can try another recipe, where a run cannot.
     """
     return [
         drop_issue(row, max_drop, stage=stage or None, split=split, metric=metric)
@@ -83,14 +99,7 @@ def list_drops(
 def list_unmet(
     gate: Gate, drops: list[GateIssue], speedup: Speedup | None, min_speedup: float | None
 ) -> list[GateIssue]:
-    """Return what keeps the recipe of a run from holding.
-
-    Args:
-        gate: of the whole run, with the `max_drop` of the criteria.
-        drops: of its last measured stage, from `list_drops`.
-        speedup: of its engine; None where there is none.
-        min_speedup: least speed-up over the same backend's engine without INT8, the only baseline here.
-    """
+    """Return what keeps a run's recipe from holding; `drops` are those of its last measured stage."""
     # a drop of a stage before the last one counts where the last one has none
     issues = drops + [each for each in gate.failures if each.code != "accuracy" or not drops]
     if min_speedup is not None and (speedup is None or speedup.value < min_speedup):
@@ -100,41 +109,38 @@ def list_unmet(
 
 @dataclass(frozen=True)
 class StepAnswers:
-    """What one step answered in its last measured stage."""
-
     logits: Logits
     fails_anyway: bool  # it lacks something that other samples would not change
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Compares answers on the evaluation splits of a task."""
-
     task: Task
     encoded: Mapping[str, Encoded]  # by split
     max_drop: float
     seed: int
 
-    def compare(self, reference: Logits, answers: Logits) -> dict[str, Comparison]:
-        """Return answers against others, by split."""
-        return {
-            name: compare(self.task, reference[name], each, self.encoded[name].gold, seed=self.seed)
-            for name, each in answers.items()
-        }
+    def compare(
+        self, reference: Logits, answers: Logits, samples: Mapping[str, Int64] | None = None
+    ) -> dict[str, Comparison]:
+        """Compare answers with others by split, of these samples alone where they are given."""
+        scores = {}
+        for name in answers:
+            encoded, both = self.encoded[name], (reference[name], answers[name])
+            if samples is not None:
+                places = encoded.answers_of(encoded.rows_of(samples[name]))
+                encoded, both = encoded.part(samples[name]), (both[0][places], both[1][places])
+            scores[name] = compare(self.task, *both, encoded.gold, seed=self.seed)
+        return scores
 
     def nest_folds(self, fp32: Logits, tried: Sequence[StepAnswers], chosen: int) -> NestedFolds:
-        """Return what a step is worth on samples that had no say in its choice.
+        """Return what step number `chosen` is worth on samples that had no say in its choice.
 
         Which step is the first that holds is decided by evaluation data, so its own figure on them is a
         little too good. Here the samples of each of five folds get the answers of the step that the other
         four would have chosen; together they are one paired comparison of all samples (nested
         cross-validation: Varma and Simon 2006, "Bias in error estimation when using cross-validation for
         model selection").
-
-        Args:
-            fp32: answers of FP32 by split.
-            tried: in the order of the steps.
-            chosen: number of the step among them.
         """
         mixed = {name: np.array(tried[chosen].logits[name]) for name in self.encoded}
         folds = {
@@ -164,30 +170,11 @@ class Evaluation:
         """Return the number of the step that these samples choose, as `choose_step` does."""
         drops = []
         for at, each in enumerate(tried):
-            scores = {
-                name: self._compare_part(name, fp32, each.logits, kept) for name, kept in samples.items()
-            }
+            scores = self.compare(fp32, each.logits, samples)
             if not each.fails_anyway and not list_drops(scores, self.task.metrics[0], self.max_drop):
                 return at
             drops.append(max(row.drop for row in scores.values()))
         return int(np.argmin(drops))
-
-    def _compare_part(self, name: str, reference: Logits, answers: Logits, samples: Int64) -> Comparison:
-        encoded = self.encoded[name]
-        places = encoded.answers_of(encoded.rows_of(samples))
-        gold = encoded.part(samples).gold
-        return compare(self.task, reference[name][places], answers[name][places], gold, seed=self.seed)
-
-
-RUN, RECIPE = "run", "run.yaml"  # in the folder of a step
-WAITS, WAIT_S = 12, 5.0
-ORIGINS: dict[StepKind, Origin] = {
-    "shipped": "shipped",
-    "methods": "calibration",
-    "islands": "ranking",
-    "search": "tpe",
-    "qat": "qat",
-}
 
 
 @dataclass(frozen=True)
@@ -209,6 +196,7 @@ class AutoRun:
     """What all steps share: model, data, gate, and the folder with one of its own for each step."""
 
     config: RunConfig  # with the first recipe
+    recipes: Sequence[Recipe]  # to start with, with the gate of the criteria
     folder: Path
     criteria: Criteria
     options: SearchOptions  # rows that proposals are chosen on, trials, shape of speed-ups
@@ -220,16 +208,11 @@ class AutoRun:
         return Session(self.config, self.folder)
 
     def open_session(self, recipe: Recipe, folder: Path) -> Session:
-        """Return a session of another recipe in a folder of its own."""
         folder.mkdir(parents=True, exist_ok=True)
         return Session(self.config.model_copy(update={"recipe": recipe}), folder)
 
     def run(self, step: AutoStep, before: Sequence[AutoStep]) -> None:
-        """Take the recipe of a step through a whole run, time its engine, and check it.
-
-        Raises:
-            UserError, CheckFailed: the run cannot be done.
-        """
+        """Take the recipe of a step through a whole run, time its engine, and check it."""
         assert step.recipe is not None
         name, folder = step.name, self.folder / step.name / RUN
         files.write_text(self.folder / name / RECIPE, dump_recipe(step.recipe))
@@ -285,7 +268,6 @@ class AutoRun:
 
     @cached_property
     def evaluation(self) -> Evaluation:
-        """Return the evaluation data."""
         encoded = {split: each for split, (_, each) in self.session.eval_splits.items()}
         return Evaluation(self.config.task, encoded, self.criteria.max_drop, self.config.seed)
 
@@ -345,30 +327,167 @@ class AutoRun:
                     time.sleep(WAIT_S)
             yield
 
-    def open_store(self, recipes: Sequence[Recipe]) -> Store[AutoStep]:
-        """Open the file of finished steps.
+    def open_store(self) -> Store[AutoStep]:
+        task, source, options = self.config.task, self.session.data_source, self.options
+        splits = {*(recipe.calibration.split for recipe in self.recipes), task.train_split, *task.eval_splits}
+        settings = {
+            **get_code_identity(),
+            "model": self.session.model_sha256,
+            "data": {split: source_fingerprint(task, source, split) for split in sorted(splits)},
+            "recipes": [recipe.model_dump(mode="json") for recipe in self.recipes],
+            "config": self.config.model_dump(mode="json", exclude={"command", "recipe", "model"}),
+            "criteria": self.criteria.model_dump(mode="json"),
+            "options": [options.samples, options.trials, options.batch, options.length],
+        }
+        return Store(self.folder / TRIALS, AutoStep, settings)
 
-        Args:
-            recipes: that the steps start with.
-        """
-        session, config, options = self.session, self.config, self.options
-        task = config.task
-        splits = {*(recipe.calibration.split for recipe in recipes), task.train_split, *task.eval_splits}
-        return Store(
-            self.folder / TRIALS,
-            AutoStep,
-            {
-                **get_code_identity(),
-                "model": session.model_sha256,
-                "data": {
-                    split: source_fingerprint(task, session.data_source, split) for split in sorted(splits)
-                },
-                "recipes": [recipe.model_dump(mode="json") for recipe in recipes],
-                "config": config.model_dump(mode="json", exclude={"command", "recipe", "model"}),
-                "criteria": self.criteria.model_dump(mode="json"),
-                "options": [options.samples, options.trials, options.batch, options.length],
-            },
+
+def list_proposers(auto: AutoRun) -> list[Proposer]:
+    return [
+        *(_propose_shipped(auto, recipe) for recipe in auto.recipes),
+        Proposer("methods", "methods", partial(propose_methods, auto)),
+        Proposer("islands", "islands", partial(propose_islands, auto)),
+        Proposer("search", "search", partial(propose_search, auto)),
+        Proposer("qat", "qat", propose_qat),
+    ]
+
+
+def _propose_shipped(auto: AutoRun, recipe: Recipe) -> Proposer:
+    folder, proposal = auto.folder / recipe.name, Proposal(base=recipe.name)
+    return Proposer(
+        recipe.name,
+        "shipped",
+        lambda before, left: (recipe, proposal),
+        lambda: auto.open_session(recipe, folder).plan,
+    )
+
+
+def choose_base(before: Sequence[AutoStep], *, moved: bool = False) -> Recipe:
+    """Return the nearest calibration, else the most careful shipped recipe.
+
+    Where single linears are moved out of INT8, recipes with INT8 residuals are the last choice.
+    """
+    done = [step for step in before if step.run and step.kind in {"shipped", "methods"}]
+    known = [(not step.lacks("min_speedup"), step.recipe) for step in done if step.recipe]
+    known = [each for each in known if not (moved and each[1].int8_residual)] or known
+    return ([recipe for fast, recipe in known if fast] or [recipe for _, recipe in known])[-1]
+
+
+def propose_methods(auto: AutoRun, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
+    folder, base = auto.folder / "methods", choose_base(before)
+    methods = MethodComparison(
+        auto.open_session(base, folder),
+        auto.options.samples,
+        evaluates=False,
+        progress=lambda done, total, text: auto.say(f"methods: {text}, {done / total:.0%}"),
+    ).run()
+    write_result(methods, methods_report(methods), folder)
+    best, given = methods.best, methods.given
+    if best is given:
+        raise CheckFailed(f"no other calibration is nearer to FP32 than that of {base.name}")
+    known = not given.trial.failure and given.trial.divergence
+    share = best.trial.divergence / given.trial.divergence if known else None
+    proposal = Proposal(base=base.name, samples=methods.data["samples"], share=share, method=best.name)
+    return load_recipe(str(folder / RECIPE_FILE)), proposal
+
+
+def propose_islands(auto: AutoRun, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
+    session = auto.open_session(choose_base(before, moved=True), auto.folder / "islands")
+    measurement = Measurement(
+        session,
+        auto.options.samples,
+        lambda done, total, text: auto.say(f"islands: {text}, {done / total:.0%}"),
+    )
+    sensitivity = measurement.run()
+    write_result(sensitivity, sensitivity_report(sensitivity), session.folder)
+    point = find_islands(sensitivity.curve)
+    return make_recipe(point, measurement.found), Proposal(
+        base=session.recipe.name,
+        samples=sensitivity.data["samples"],
+        share=point.comparison.distance / sensitivity.full.distance,
+        linears=point.linears,
+    )
+
+
+def propose_search(auto: AutoRun, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
+    """Propose the fastest recipe that is a good deal nearer to FP32, else the nearest."""
+    base, ranking = choose_base(before, moved=True), auto.folder / "islands" / SENSITIVITY_FILE
+    known = files.sha256(ranking) if ranking.is_file() else None
+    run_s = before[-1].seconds if before else 0.0
+    options = auto.options.model_copy(
+        update={
+            "budget": max(left - run_s, 1.0),  # the recipe that it finds is run too
+            "sensitivity": ranking if known else None,
+            "study_name": hash_of([auto.session.model_sha256, base.model_dump(mode="json"), known])[:16],
+        }
+    )
+    with ExitStack() as stack:
+        session = auto.open_session(base, auto.folder / "search" / "work")
+        try:
+            worker = open_worker(session, options, stack, lambda text: auto.say(f"search: {text}"))
+        except MissingDevice as error:  # a speed-up is asked for, and no engine runs here
+            raise UserError(str(error)) from error
+        run_trials(worker, lambda done, total, best: auto.say(f"search: {done} of {total} trials; {best}"))
+        trials = list_trials(worker)
+    trial = choose_trial(trials, auto.criteria.min_speedup)
+    assert trial.recipe is not None
+    given = next(each.divergence for each in trials if each.is_scored and each.origin == "given")
+    return trial.recipe, Proposal(
+        base=base.name,
+        samples=worker.work.trials.draw.rows,
+        share=trial.divergence / given if given else None,
+        trial=trial.number,
+        trials=len(trials),
+        speedup=trial.speedup.value if trial.speedup else None,
+    )
+
+
+def propose_qat(before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
+    """Propose to train the nearest calibration with everything in INT8, FP32 as its teacher."""
+    base = choose_base(before)
+    recipe = base.model_copy(update={"name": f"{base.name}-qat", "qat": find_qat_settings(base)})
+    return recipe, Proposal(base=base.name)
+
+
+def find_islands(curve: Sequence[CurvePoint]) -> CurvePoint:
+    full = next(point.comparison.distance for point in curve if not point.kept)
+    for point in sorted(curve, key=lambda point: point.kept):
+        if point.kept and point.comparison.distance <= ISLANDS * full:
+            return point
+    most = max(point.kept for point in curve)
+    raise CheckFailed(
+        f"no {most} linears out of INT8 leave at most {ISLANDS:.0%} of the divergence: it is spread over all"
+    )
+
+
+def choose_trial(trials: Sequence[SearchTrial], min_speedup: float | None) -> SearchTrial:
+    """Return the fastest trial with at most `SEARCHED` of the given recipe's divergence; else the nearest.
+
+    Train rows say too little of a drop, since the model has learned them: so a distance is asked for. Where
+    `min_speedup` is set, it is the nearest to FP32 of those that are so fast.
+    """
+    done = [trial for trial in trials if trial.is_scored and trial.int8_linears]
+    new = [trial for trial in done if trial.origin != "given"]
+    fast = [trial for trial in new if trial.speedup is None or trial.speedup.value >= (min_speedup or 1.0)]
+    if min_speedup is None:  # where INT8 is slower anyway, accuracy is all that can be won
+        fast = fast or new
+    if not new:
+        raise CheckFailed("no other recipe with INT8 finished")
+    if not fast:
+        raise CheckFailed(
+            f"none of the {len(new)} recipes that were tried is {min_speedup:g}x as fast as its baseline"
         )
+    given = next((trial.divergence for trial in done if trial.origin == "given"), None)
+    near = [trial for trial in fast if given and trial.divergence <= SEARCHED * given]
+    if near and min_speedup is None:
+        return max(near, key=lambda trial: trial.gain)
+    return min(fast, key=lambda trial: trial.divergence)
+
+
+def find_qat_settings(base: Recipe) -> Qat:
+    """Return the training of a shipped recipe of the family, else the default."""
+    name = f"{family_named(base.model.family).name}-int8-attention-qat"
+    return (load_recipe(name).qat if name in shipped_recipes() else None) or DEFAULT_QAT
 
 
 def take_steps(
@@ -382,13 +501,6 @@ def take_steps(
 
     A step is skipped, with its reason, where it is not needed, cannot help, or where the last one took longer
     than what is left of the budget. The first one that can be taken is always taken.
-
-    Args:
-        auto: runs a proposed recipe.
-        proposers: in the order of their cost.
-        budget_s: seconds of all steps, those of interrupted calls included.
-        store: of finished steps.
-        clock: returns seconds.
     """
     steps: list[AutoStep] = []
     for each in proposers:
@@ -424,7 +536,6 @@ def take_steps(
 
 
 def find_skip_reason(kind: StepKind, before: Sequence[AutoStep]) -> SkipReason | None:
-    """Return why a step is not worth taking; None where it is."""
     if any(step.holds for step in before):
         return "holds"
     done = [step for step in before if step.run]
@@ -439,75 +550,52 @@ def find_skip_reason(kind: StepKind, before: Sequence[AutoStep]) -> SkipReason |
     return None
 
 
-def run_auto(
-    auto: AutoRun,
-    proposers: Sequence[Proposer],
-    recipes: Sequence[Recipe],
-    budget_s: float,
-    command: str,
-) -> Auto:
+def run_auto(auto: AutoRun, budget_s: float, command: str) -> Auto:
     """Take steps until a recipe holds, and write `auto.json`, the reports and `best.yaml`.
 
     Args:
-        auto: its folder is made.
-        proposers: steps.
-        recipes: that they start with, with the gate of the criteria.
         budget_s: seconds of all steps, those of interrupted calls included.
         command: what repeats the recipe that is chosen, as a shell takes it.
-
-    Raises:
-        UserError: bad input.
-        MissingDevice: nothing here can build what the recipes ask for.
     """
-    with locked_folder(auto.folder):
-        store = auto.open_store(recipes)
+    session, config, folder = auto.session, auto.config, auto.folder
+    with locked_folder(folder):
+        store = auto.open_store()
         if store.resume_note:
             auto.say(store.resume_note)
-        steps = take_steps(auto, proposers, budget_s, store)
-        result = _make_result(auto, steps, budget_s, command)
-        files.write_text(auto.folder / AUTO_FILE, result.model_dump_json(indent=2) + "\n")
-        write_auto(result, auto.folder)
-    return result
-
-
-def _make_result(auto: AutoRun, steps: list[AutoStep], budget_s: float, command: str) -> Auto:
-    session, config, folder = auto.session, auto.config, auto.folder
-    best, fp32 = choose_step(steps), dict[str, float]()
-    choice = AutoChoice(passed=False, step=None)
-    if best is None or best.run is None or best.recipe is None:
-        (folder / BEST_RECIPE).unlink(missing_ok=True)
-    else:
-        fp32 = read_results(folder / best.run.folder).stages["fp32"].metrics
-        files.write_text(folder / BEST_RECIPE, dump_recipe(best.recipe))
-        choice = AutoChoice(
-            passed=best.holds,
-            step=best.name,
-            recipe=str(folder / BEST_RECIPE),
-            engine=str(folder / best.run.engine) if best.run.engine else None,
-            run=str(folder / best.run.folder),
-            command=command,
+        steps = take_steps(auto, list_proposers(auto), budget_s, store)
+        best, fp32 = choose_step(steps), dict[str, float]()
+        choice = AutoChoice(passed=False, step=None)
+        if best is None or best.run is None or best.recipe is None:
+            (folder / BEST_RECIPE).unlink(missing_ok=True)
+        else:
+            fp32 = read_results(folder / best.run.folder).stages["fp32"].metrics
+            files.write_text(folder / BEST_RECIPE, dump_recipe(best.recipe))
+            choice = AutoChoice(
+                passed=best.holds,
+                step=best.name,
+                recipe=str(folder / BEST_RECIPE),
+                engine=str(folder / best.run.engine) if best.run.engine else None,
+                run=str(folder / best.run.folder),
+                command=command,
+            )
+        result = Auto(
+            **describe_session(session),
+            folder=str(folder),
+            model={"name": session.model_name, "sha256": session.model_sha256},
+            task=config.task.model_dump(mode="json"),
+            data={
+                "source": session.data_source,
+                "evaluation": {name: len(gold) for name, gold in session.gold.items()},
+                "proposals": auto.options.samples,
+                "limit": config.limit,
+            },
+            seed=config.seed,
+            gate=auto.criteria,
+            fp32=fp32,
+            budget_s=budget_s,
+            elapsed_s=sum(step.seconds for step in steps),
+            steps=steps,
+            choice=choice,
         )
-    return Auto(
-        created=now(),
-        command=config.command,
-        folder=str(folder),
-        model={"name": session.model_name, "sha256": session.model_sha256},
-        task=config.task.model_dump(mode="json"),
-        data={
-            "source": session.data_source,
-            "evaluation": {name: len(gold) for name, gold in session.gold.items()},
-            "proposals": auto.options.samples,
-            "limit": config.limit,
-        },
-        seed=config.seed,
-        gate=auto.criteria,
-        metric=config.task.metrics[0],
-        fp32=fp32,
-        budget_s=budget_s,
-        elapsed_s=sum(step.seconds for step in steps),
-        steps=steps,
-        choice=choice,
-        warnings=session.warnings,
-        notes=session.notes,
-        environment=describe_environment(),
-    )
+        write_result(result, auto_report(result), folder)
+    return result

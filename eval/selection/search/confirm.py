@@ -1,17 +1,15 @@
 """The end of a search: choose a trial, confirm it on evaluation data, write every file."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
 from qdqbench.eval.bench.measure import build_and_prove, write_engine_graph
 from qdqbench.eval.metrics.gate import NOISE, drop_issue, judge, slow_issue
 from qdqbench.eval.metrics.runners import predict
-from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.search.results import (
-    SEARCH_FILE,
     ConfirmedRecipe,
     DropAgreement,
     Search,
@@ -21,40 +19,34 @@ from qdqbench.eval.selection.search.results import (
 )
 from qdqbench.eval.selection.search.study import Worker, list_trials
 from qdqbench.eval.selection.search.workspace import Workspace
+from qdqbench.eval.selection.trials.report import write_result
 from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_of
-from qdqbench.eval.selection.trials.store import RECIPE_FILE, named_by, write_recipe
+from qdqbench.eval.selection.trials.store import RECIPE_FILE, describe_session, named_by, write_recipe
 from qdqbench.quantize.engine.runtime.runners import open_runner
 from qdqbench.quantize.pipeline.artifacts import backend_of
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import GateSettings
-from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.limits import INT8_RESIDUALS
 from qdqbench.quantize.utils.speedup import Speedup
-from qdqbench.quantize.utils.system.environment import describe_environment, now, versions
+from qdqbench.quantize.utils.system.environment import versions
 
 
-def finish_search(
-    worker: Worker, folder: Path, progress: Callable[[str], None] = lambda text: None
-) -> Search:
-    """Choose and confirm; write `search.json`, the reports and the recipe into `folder`.
-
-    Raises:
-        UserError: a file cannot be written.
-    """
+def finish_search(worker: Worker, folder: Path) -> Search:
+    """Choose and confirm; write `search.json`, the reports and the recipe into `folder`."""
     trials = list_trials(worker)
     outcome = choose_trial(trials, worker.gate)
     chosen = next((trial for trial in trials if trial.number == outcome.chosen), None)
     session, evaluated = worker.work.session, worker.work.confirmations
+    about = describe_session(session)
+    about["environment"] |= {"optuna": metadata.version("optuna"), **versions()}
     found = Search(
-        created=now(),
-        command=session.config.command,
+        **about,
         recipe=session.recipe.model_dump(mode="json"),
         model=session.model_name,
         task=session.config.task.name,
-        metric=session.config.task.metrics[0],
         settings=worker.study.user_attrs["settings"],
         study=worker.study.study_name,
         objective=worker.options.objective,
@@ -65,15 +57,12 @@ def finish_search(
         outcome=outcome,
         confirmed=[],
         agreement=None,
-        warnings=[],
-        notes=[],
-        environment=describe_environment() | {"optuna": metadata.version("optuna"), **versions()},
     )
     (folder / RECIPE_FILE).unlink(missing_ok=True)
     if chosen is not None and chosen.recipe is not None:
-        progress("validating FP32")
+        worker.work.progress("validating FP32")
         found.fp32 = {split: evaluated.fp32_scores(split) for split in evaluated.encoded}
-        found.confirmed = confirm_recipes(worker, chosen, chosen.recipe, progress)
+        found.confirmed = confirm_recipes(worker, chosen, chosen.recipe)
         searched = worker.work.score(worker.work.trials, chosen.recipe, chosen.origin, in_full=True)
         found.agreement = compare_drops(searched, found.confirmed[0])
         outcome.issues = judge_confirmed(found.confirmed[0], worker.gate, found.metric)
@@ -82,39 +71,31 @@ def finish_search(
         write_recipe(chosen.recipe.model_copy(update={"name": name, "qat": None}), folder)
     found.warnings = [*dict.fromkeys([*session.warnings, *_warn(worker, found)])]
     found.notes = session.notes
-    files.write_text(folder / SEARCH_FILE, found.model_dump_json(indent=2) + "\n")
-    write_report(search_report(found), folder, "search")
+    write_result(found, search_report(found), folder)
     return found
 
 
-def confirm_recipes(
-    worker: Worker,
-    chosen: SearchTrial,
-    best: Recipe,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[ConfirmedRecipe]:
-    """Score the chosen recipe and all that it competes with on the whole evaluation splits.
+def confirm_recipes(worker: Worker, chosen: SearchTrial, best: Recipe) -> list[ConfirmedRecipe]:
+    """Score the chosen recipe, then the given one and the shipped ones, on the whole evaluation splits.
 
     Every recipe is calibrated alone, as `qdqbench run` does it. Shipped recipes take the lengths and the
-    engine shapes of the given one, so that all are compared on the same tokens. One that fails, even the
-    chosen one, is a row with its failure.
-
-    Returns:
-        The chosen recipe first, then the given one and the shipped ones.
+    engine shapes of the given one, so that all are compared on the same tokens.
     """
     base = worker.work.session.recipe
     rivals = rivals_of(base)
     listed: list[tuple[Recipe, Origin]] = [(best, chosen.origin)]
     if base not in (*rivals, best):
         listed.append((base, "given"))
-    listed += [(_adapt(rival, base), "shipped") for rival in rivals]
+    for rival in rivals:
+        export = rival.export.model_copy(update={"max_length": base.export.max_length})
+        listed.append((rival.model_copy(update={"export": export, "engine": base.engine}), "shipped"))
     rows: list[ConfirmedRecipe] = []
     known: dict[str, Speedup | None] = {}
     for recipe, origin in listed:
-        progress(f"validating {recipe.name}")
+        worker.work.progress(f"validating {recipe.name}")
         row = ConfirmedRecipe(name=recipe.name, recipe=recipe, origin=origin)
         try:
-            _confirm(worker, row, recipe, known, is_chosen=not rows, progress=progress)
+            _confirm(worker, row, recipe, known, is_chosen=not rows)
         except Exception as error:  # hours of trials must not end without their report
             row.failure = failure_of(error)
         rows.append(row)
@@ -123,14 +104,8 @@ def confirm_recipes(
     return rows
 
 
-def _confirm(  # noqa: PLR0913
-    worker: Worker,
-    row: ConfirmedRecipe,
-    recipe: Recipe,
-    known: dict[str, Speedup | None],
-    *,
-    is_chosen: bool,
-    progress: Callable[[str], None],
+def _confirm(
+    worker: Worker, row: ConfirmedRecipe, recipe: Recipe, known: dict[str, Speedup | None], *, is_chosen: bool
 ) -> None:
     work = worker.work
     plan = work.plan(recipe)
@@ -144,7 +119,7 @@ def _confirm(  # noqa: PLR0913
         known[key] = worker.measure(recipe, plan)
     row.scores, row.speedup = scored.scores, known[key]
     if is_chosen and worker.source.mode == "latency":
-        progress("validating the engine")
+        work.progress("validating the engine")
         row.engine = work.confirmations.compare(_answer_with_engine(work, recipe, plan))[0]
 
 
@@ -162,12 +137,7 @@ def rivals_of(base: Recipe) -> list[Recipe]:
 
 
 def compare_drops(searched: Trial, row: ConfirmedRecipe) -> DropAgreement | None:
-    """Return whether the drop on the search rows and the confirmed one differ by more than noise.
-
-    Args:
-        searched: the chosen recipe, calibrated in full, on the search rows.
-        row: the same on evaluation data.
-    """
+    """Compare the chosen recipe's drop on the search rows with its drop on evaluation data."""
     if searched.failure is not None or row.score is None:
         return None
     before, after = searched.scores[DRAW], row.score
@@ -199,7 +169,6 @@ def judge_confirmed(row: ConfirmedRecipe, gate: GateSettings, metric: str) -> li
 
 
 def _warn(worker: Worker, found: Search) -> Iterable[str]:
-    """Yield what a reader must know before trusting a number."""
     if worker.source.mode == "int8-share":
         yield f"latency is {worker.source.label}"
     if worker.work.session.recipe.calibration.bias_correction:
@@ -225,7 +194,6 @@ def _warn(worker: Worker, found: Search) -> Iterable[str]:
 
 
 def explain_no_int8(found: Search) -> str:
-    """Return why nothing in INT8 was chosen, as far as trials and confirmation know."""
     text = "the chosen recipe has nothing in INT8: "
     tried = [trial for trial in found.trials if trial.int8_linears and trial.is_scored]
     speeds = [row.speedup.value for row in (*tried, *found.confirmed) if row.speedup]
@@ -235,11 +203,6 @@ def explain_no_int8(found: Search) -> str:
         return f"{text}here no recipe with INT8 is faster than {found.source.baseline_precision}"
     faster = ", though some are faster" if speeds else ""
     return f"{text}none of the {len(tried)} tried with INT8 satisfies the gate better{faster}"
-
-
-def _adapt(recipe: Recipe, base: Recipe) -> Recipe:
-    export = recipe.export.model_copy(update={"max_length": base.export.max_length})
-    return recipe.model_copy(update={"export": export, "engine": base.engine})
 
 
 def _engine_key(recipe: Recipe, plan: Plan) -> str:

@@ -1,5 +1,6 @@
 """The report of a search: a page, Markdown and a screen."""
 
+import math
 import statistics
 from functools import partial
 
@@ -17,15 +18,24 @@ from qdqbench.eval.reporting.document import (
     Report,
     Row,
     Section,
-    Table,
     Tile,
     Verdict,
+    bad_unless,
     page_of,
     row,
+    table_of,
 )
 from qdqbench.eval.reporting.formats import cleaned, count_of, delta_points, flat, label, model_label, points
 from qdqbench.eval.runs.gate import issue_sentence
-from qdqbench.eval.selection.search.results import SEARCH_FILE, ConfirmedRecipe, Ranking, Search, SearchTrial
+from qdqbench.eval.selection.search.results import (
+    SEARCH_FILE,
+    ConfirmedRecipe,
+    PlacedTrial,
+    Ranking,
+    Search,
+    SearchTrial,
+)
+from qdqbench.eval.selection.trials.report import latency_text, noise_text, speed_text
 from qdqbench.eval.selection.trials.results import DRAW, Origin
 from qdqbench.quantize.recipe.schema import dump_short_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
@@ -48,50 +58,49 @@ SETTINGS = {"method": "activations", "smoothing": "smoothing", "weights_method":
 
 
 def search_report(found: Search) -> Report:
-    """Return what a search shows: the answer, the front, the confirmation, the recipe, all trials."""
     found = cleaned(found)
     source, outcome = found.source, found.outcome
     speed = f"over {source.baseline_precision}" if source.mode == "latency" else "INT8 share of multiply-adds"
     tried = [trial for trial in found.trials if trial.is_scored]
-    failed, repeated = (
-        sum(trial.failure is not None for trial in found.trials),
-        sum(trial.duplicate_of is not None for trial in found.trials),
-    )
+    failed = sum(trial.failure is not None for trial in found.trials)
+    repeated = sum(trial.duplicate_of is not None for trial in found.trials)
     counts = f"{len(tried)} recipes tried, {repeated} repeated, {failed} failed"
     shape = f"batch {source.batch}, {source.length} tokens"
     about = [label(found.task), str(found.recipe["name"])]
     facts = {"Settings": flat(found.settings), "Latency": flat(source.model_dump())}
-    recipe = dump_short_recipe(found.chosen.recipe) if found.chosen and found.chosen.recipe else ""
-    sections = [
-        Section(
-            "front", "Accuracy against latency", [Chart(partial(draw_front, found), broad=True)], on=PAGE
-        ),
-        *([_confirmation(found, speed)] if found.confirmed else []),
-        *([Section("recipe", "The recipe", [Code(recipe, "yaml", on=PAGES)])] if recipe else []),
-        _trials(found, speed),
-    ]
+    chart = Chart(partial(draw_front, found), broad=True)
+    sections = [Section("front", "Accuracy against latency", [chart], on=PAGE)]
+    if found.confirmed:
+        sections.append(_confirmation(found, speed))
+    if found.chosen and found.chosen.recipe:
+        recipe = Code(dump_short_recipe(found.chosen.recipe), "yaml", on=PAGES)
+        sections.append(Section("recipe", "The recipe", [recipe]))
+    tiles, best = [], next(iter(found.confirmed), None)
+    if best is not None and best.score is not None:
+        title = "speed of the chosen" if best.speedup else "INT8 share of the chosen"
+        tiles.append(Tile(title, _speed(best), speed if best.speedup else "of multiply-adds"))
+        tiles.append(Tile("drop, points", _drop(best.score), f"on validation, {noise_text(best.score)}"))
+    front = sum(trial.on_front for trial in tried)
     return Report(
         page_of(found, "search", model_label(found.model), about, SEARCH_FILE, facts=facts),
-        sections,
+        [*sections, _trials(found, speed)],
         Verdict(
             "good" if outcome.passed else "bad",
             describe_gate(found),
             headline(found),
             notes=[f"Asked: {describe_rule(found)}. {counts}. Latency {source.label}; {shape}."],
         ),
-        tiles=_tiles(found, speed, tried),
+        tiles=[*tiles, Tile("recipes tried", str(len(tried)), f"{front} on the front")],
         warnings=found.warnings,
         notes=found.notes,
     )
 
 
 def describe_gate(found: Search) -> str:
-    """Return whether the gate holds."""
     return "The gate holds" if found.outcome.passed else "The gate does not hold"
 
 
 def headline(found: Search) -> str:
-    """Return the answer in one sentence."""
     chosen, outcome = found.chosen, found.outcome
     if chosen is None:
         return f"No recipe holds the gate: {describe_choice(found)}."
@@ -104,7 +113,6 @@ def headline(found: Search) -> str:
 
 
 def describe_rule(found: Search) -> str:
-    """Return the question in words."""
     gate = GateSettings.model_validate(found.recipe["gate"])
     if gate.min_speedup is not None:
         baseline = found.source.baseline_precision
@@ -114,7 +122,6 @@ def describe_rule(found: Search) -> str:
 
 
 def describe_choice(found: Search) -> str:
-    """Return why a trial was chosen, or why none."""
     gate, outcome = GateSettings.model_validate(found.recipe["gate"]), found.outcome
     asked = f"{gate.min_speedup:g}x as fast" if gate.min_speedup is not None else ""
     lost = f"at most {points(gate.max_drop)}"
@@ -143,54 +150,39 @@ def describe_choice(found: Search) -> str:
     return text
 
 
-def _tiles(found: Search, speed: str, tried: list[SearchTrial]) -> list[Tile]:
-    tiles, best = [], next(iter(found.confirmed), None)
-    if best is not None and best.score is not None:
-        title = "speed of the chosen" if best.speedup else "INT8 share of the chosen"
-        tiles.append(Tile(title, _speed(best), speed if best.speedup else "of multiply-adds"))
-        noise = "within noise" if best.score.within_noise else "beyond noise"
-        tiles.append(Tile("drop, points", _drop(best.score), f"on validation, {noise}"))
-    front = sum(trial.on_front for trial in tried)
-    return [*tiles, Tile("recipes tried", str(len(tried)), f"{front} on the front")]
-
-
 def _confirmation(found: Search, speed: str) -> Section:
-    rows = [_confirmed_row(found, each) for each in found.confirmed]
-    columns = ["recipe", label(found.metric), "drop, points", "noise", "engine drop", "ms", speed, "remark"]
-    blocks: list[Block] = [
-        Prose(_describe_agreement(found), on=EVERYWHERE),
-        Table(
-            columns,
-            rows,
-            texts=(0, -1),
-            look="full cards sortable",
-            screen=(0, 1, 2, 5, 6),
-            on=EVERYWHERE,
-        ),
-    ]
-    remarks = [f"{each.name}: {text}" for each in found.confirmed if (text := _remark(each))]
-    blocks += [Prose(text, "quiet", on=SCREEN) for text in remarks]
-    return Section("confirmed", "On validation, which no trial has seen", blocks)
+    fp32 = next(iter(found.fp32.values())).metrics[found.metric] if found.fp32 else math.nan
+    chosen = found.confirmed[0]
 
+    def failed(each: ConfirmedRecipe) -> Row | None:
+        if each.score is not None:
+            return None
+        return row(each.name, *[""] * 6, Cell(_remark(each), "bad"), chosen=each is chosen)
 
-def _confirmed_row(found: Search, each: ConfirmedRecipe) -> Row:
-    is_chosen = each is found.confirmed[0]
-    if each.score is None:
-        return row(each.name, "", "", "", "", "", "", Cell(_remark(each), "bad"), chosen=is_chosen)
-    engine = next(iter(each.engine.values()), None)
-    value = next(iter(found.fp32.values())).metrics[found.metric] - each.score.drop
-    noise = " ~" if each.score.within_noise else ""
-    return row(
-        each.name,
-        f"{value:.4f}",
-        Cell(_drop(each.score), short=f"{_drop(each.score)}{noise}"),
-        "within noise" if each.score.within_noise else "",
-        _drop(engine) if engine else "",
-        f"{each.speedup.system_ms:.3g}" if each.speedup else "",
-        _speed(each),
-        Cell(_remark(each), "bad" if each.dominates else ""),
-        chosen=is_chosen,
+    def drop(each: ConfirmedRecipe) -> Cell:
+        return Cell(_drop(each.score), short=f"{_drop(each.score)}{' ~' if _noise(each.score) else ''}")
+
+    table = table_of(
+        found.confirmed,
+        ("recipe", lambda each: each.name),
+        (label(found.metric), lambda each: f"{fp32 - next(iter(each.scores.values())).drop:.4f}"),
+        ("drop, points", drop),
+        ("noise", lambda each: _noise(each.score)),
+        ("engine drop", lambda each: _drop(next(iter(each.engine.values()), None))),
+        ("ms", lambda each: latency_text(each.speedup)),
+        (speed, _speed),
+        ("remark", lambda each: Cell(_remark(each), bad_unless(not each.dominates))),
+        chosen=lambda each: each is chosen,
+        instead=failed,
+        texts=(0, -1),
+        look="full cards sortable",
+        screen=(0, 1, 2, 5, 6),
+        on=EVERYWHERE,
     )
+    remarks = [f"{each.name}: {text}" for each in found.confirmed if (text := _remark(each))]
+    agreement = Prose(_describe_agreement(found), on=EVERYWHERE)
+    blocks: list[Block] = [agreement, table, *(Prose(text, "quiet", on=SCREEN) for text in remarks)]
+    return Section("confirmed", "On validation, which no trial has seen", blocks)
 
 
 def _remark(each: ConfirmedRecipe) -> str:
@@ -208,72 +200,76 @@ def _trials(found: Search, speed: str) -> Section:
     order = sorted(
         found.trials, key=lambda each: (not each.on_front, -each.gain if each.is_scored else 0, each.number)
     )
-    columns = [
-        "trial", speed, "drop, points", "noise", "front", "holds", "ms", "divergence", "from", "INT8",
-        "calibration", "remark",
-    ]  # fmt: skip
     units = ", ".join(f"{kind} of layer {layer}" for layer, kind in found.ranking.units)
-    quiet = (
-        f"Scored on {found.settings['samples']} train rows at most, none of which calibrates. ± is one "
-        "paired standard error."
+    table = table_of(
+        order,
+        ("trial", lambda each: each.number),
+        (speed, lambda each: _speed(each) if each.scores else ""),
+        ("drop, points", lambda each: _drop(each.scores.get(DRAW))),
+        ("noise", lambda each: _noise(each.scores.get(DRAW))),
+        ("front", lambda each: "yes" if each.on_front else ""),
+        ("holds", lambda each: "yes" if each.holds else ""),
+        ("ms", lambda each: latency_text(each.speedup)),
+        ("divergence", lambda each: f"{each.divergence:.3g}" if each.scores else ""),
+        ("from", lambda each: Cell(describe_origin(each), look="nowrap")),
+        ("INT8", lambda each: Cell(_int8_text(each), look="nowrap")),
+        ("calibration", lambda each: Cell(_calibration_text(each), look="text")),
+        ("remark", _trial_remark),
+        chosen=lambda each: each.number == found.outcome.chosen,
+        texts=(8, 9, 10, 11),
+        look="full sortable",
+        filter="trials",
     )
-    order_text = (
-        f"Units in order of the ranking ({describe_ranking(found.ranking)}), the worst in INT8 first: "
-    )
-    return Section(
-        "trials",
-        f"All {count_of(len(order), 'trial')}, the Pareto front first",
-        [
-            Prose(quiet, "quiet"),
-            Table(
-                columns,
-                [_trial_row(found, each) for each in order],
-                texts=(8, 9, 10, 11),
-                look="full sortable",
-                filter="trials",
-            ),
-            Prose(f"{order_text}{units}.", "quiet"),
-        ],
-    )
+    blocks: list[Block] = [
+        Prose(
+            f"Scored on {found.settings['samples']} train rows at most, none of which calibrates. ± is one "
+            "paired standard error.",
+            "quiet",
+        ),
+        table,
+        Prose(
+            f"Units in order of the ranking ({describe_ranking(found.ranking)}), the worst in INT8 first: "
+            f"{units}.",
+            "quiet",
+        ),
+    ]
+    return Section("trials", f"All {count_of(len(order), 'trial')}, the Pareto front first", blocks)
 
 
-def _trial_row(found: Search, each: SearchTrial) -> Row:
-    settings = [f"{name} {each.params[key]}" for key, name in SETTINGS.items() if key in each.params]
-    score = each.scores.get(DRAW)
-    remark = f"same recipe as {each.duplicate_of}" if each.duplicate_of is not None else ""
-    return row(
-        str(each.number),
-        _speed(each) if score else "",
-        _drop(score) if score else "",
-        "within noise" if score and score.within_noise else "",
-        "yes" if each.on_front else "",
-        "yes" if each.holds else "",
-        f"{each.speedup.system_ms:.3g}" if each.speedup else "",
-        f"{each.divergence:.3g}" if score else "",
-        Cell(describe_origin(each), look="nowrap"),
-        Cell(f"{each.int8_linears} linears, {each.int8_attention} attentions", look="nowrap"),
-        Cell(", ".join(settings) if each.int8_linears else "nothing to calibrate", look="text"),
-        each.failure.text if each.failure else remark,
-        chosen=each.number == found.outcome.chosen,
-    )
+def _int8_text(trial: SearchTrial) -> str:
+    return f"{trial.int8_linears} linears, {trial.int8_attention} attentions"
+
+
+def _calibration_text(trial: SearchTrial) -> str:
+    if not trial.int8_linears:
+        return "nothing to calibrate"
+    return ", ".join(f"{name} {trial.params[key]}" for key, name in SETTINGS.items() if key in trial.params)
+
+
+def _trial_remark(trial: SearchTrial) -> str:
+    if trial.failure:
+        return trial.failure.text
+    return f"same recipe as {trial.duplicate_of}" if trial.duplicate_of is not None else ""
 
 
 def describe_origin(trial: SearchTrial) -> str:
-    """Return where a trial's recipe comes from."""
     return f"shipped {trial.shipped}" if trial.origin == "shipped" else ORIGINS[trial.origin]
 
 
 def describe_ranking(ranking: Ranking) -> str:
-    """Return where a ranking comes from."""
     return f"file {ranking.file}" if ranking.file else f"sensitivity on {ranking.samples} train rows"
 
 
-def _drop(score: Comparison) -> str:
-    return delta_points(score.drop, score.drop_stderr)
+def _drop(score: Comparison | None) -> str:
+    return delta_points(score.drop, score.drop_stderr) if score else ""
 
 
-def _speed(each: SearchTrial | ConfirmedRecipe) -> str:
-    return f"{each.speedup.value:.2f}x" if each.speedup else f"{each.int8_share:.0%}"
+def _noise(score: Comparison | None) -> str:
+    return "within noise" if score and score.within_noise else ""
+
+
+def _speed(each: PlacedTrial) -> str:
+    return speed_text(each.speedup) or f"{each.int8_share:.0%}"
 
 
 def _describe_agreement(found: Search) -> str:
@@ -289,7 +285,6 @@ def _describe_agreement(found: Search) -> str:
 
 
 def draw_front(found: Search) -> str:
-    """Return the SVG of accuracy against latency of all trials; empty when none has values."""
     done = [trial for trial in found.trials if trial.is_scored]
     if not done:
         return ""

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from qdqbench.eval.metrics.gate import limit
 from qdqbench.eval.selection.search.options import Objective
-from qdqbench.eval.selection.trials.results import DRAW, Scores, Trial
+from qdqbench.eval.selection.trials.results import DRAW, ChoiceRecord, Scores, Trial
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.utils.comparison import Comparison, GateIssue
 from qdqbench.quantize.utils.schema import Strict, read
@@ -52,14 +52,10 @@ class SearchTrial(PlacedTrial):
         return self.failure is None and DRAW in self.scores and self.duplicate_of is None
 
     def loss(self, objective: Objective) -> float:
-        """Return the first objective."""
         return self.divergence if objective == "divergence" else self.scores[DRAW].drop
 
     def violation(self, gate: GateSettings) -> float:
-        """Return how far it is from satisfying the gate; 0 where it does.
-
-        `min_speedup` decides where it is set, else `max_drop`.
-        """
+        """Return how far it is from `min_speedup`, or else from `max_drop`; 0 where it satisfies the gate."""
         if gate.min_speedup is not None:
             return max(0.0, gate.min_speedup - (self.speedup.value if self.speedup else 0.0))
         score = self.scores[DRAW]
@@ -120,7 +116,6 @@ class Source(Strict):
 
     @property
     def label(self) -> str:
-        """Return a clause for reports."""
         if self.mode == "int8-share":
             return "not measured: the INT8 share of multiply-adds is compared"
         return f"measured on {self.gpu or self.cpu}, {self.backend} {self.version}"
@@ -156,23 +151,15 @@ class SearchOutcome(Strict):
     """Issues of the gate on evaluation data."""
 
 
-class Search(Strict):
+class Search(ChoiceRecord):
     """Every number of one search."""
 
-    schema_version: Literal[3] = 3
-    """Version of this schema."""
-    created: str
-    """Time of the end, ISO 8601, UTC."""
-    command: str
-    """Command line."""
     recipe: dict[str, Any]
     """Base recipe with every default filled in."""
     model: str
     """Folder or hub id."""
     task: str
     """Name of the task."""
-    metric: str
-    """Primary metric of the task."""
     settings: dict[str, Any]
     """Settings that all workers of the study share."""
     study: str
@@ -193,30 +180,17 @@ class Search(Strict):
     """Recipes on evaluation data: the chosen one first, then the given and the shipped ones."""
     agreement: DropAgreement | None
     """Drop in search and confirmation; null without a chosen recipe."""
-    warnings: list[str]
-    """Caveats of the figures."""
-    notes: list[str]
-    """Notes on how the data were read."""
-    environment: dict[str, Any]
-    """Versions, hardware, git hash."""
 
     @property
     def chosen(self) -> SearchTrial | None:
-        """Return the chosen trial."""
         return next((trial for trial in self.trials if trial.number == self.outcome.chosen), None)
 
 
 def read_search(path: Path) -> Search:
-    """Read `search.json`.
-
-    Raises:
-        UserError: missing, or of another version.
-    """
     return read(path, Search, "search", "search again")
 
 
 def mark_trials(trials: list[SearchTrial], gate: GateSettings, objective: Objective) -> None:
-    """Set `holds` and `on_front` of every trial with values."""
     points = {trial.number: (trial.loss(objective), -trial.gain) for trial in trials if trial.is_scored}
     for trial in trials:
         trial.holds = trial.failure is None and DRAW in trial.scores and not trial.violation(gate)

@@ -6,15 +6,17 @@ many of the worst stay out of INT8, and one or two exceptions.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qdqbench.eval.selection.search.results import Ranking
+from qdqbench.eval.selection.sensitivity.results import CandidateRow
 from qdqbench.eval.selection.trials.store import named_by
 from qdqbench.quantize.models.families.family import ENCODER_KINDS, Family, Place
 from qdqbench.quantize.models.families.known import family_named, family_of
 from qdqbench.quantize.models.modules import ModuleInfo
-from qdqbench.quantize.recipe.plan import Plan, match_modules, resolve
+from qdqbench.quantize.recipe.plan import Plan, match_modules, resolve, short_name
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
@@ -23,9 +25,11 @@ from qdqbench.quantize.utils.limits import limits_of
 Unit = tuple[int, str]  # layer and kind
 Params = dict[str, Any]
 FRAMES = ("all", "ffn")  # kinds that may be INT8; ffn: the feed-forward alone
-SEARCHED_METHODS = ("max", "percentile/99.99", "percentile/99.999", "mse", "entropy")
-SMOOTH = ("none", "gain", "0.3", "0.5", "0.65", "0.8")  # of LayerNorm outputs
-WEIGHT_METHODS = ("max", "mse")
+SECTION = {  # of the calibration; the first is taken where a recipe has none of them
+    "method": ("max", "percentile/99.99", "percentile/99.999", "mse", "entropy"),
+    "smoothing": ("none", "gain", "0.3", "0.5", "0.65", "0.8"),  # of LayerNorm outputs
+    "weights_method": ("max", "mse"),
+}
 PLAIN = {"method": "max", "smoothing": "none", "weights_method": "max"}
 FLIPS = ("flip_1", "flip_2")
 
@@ -44,31 +48,20 @@ class Space:
 
     @property
     def family(self) -> Family:
-        """Return the family that the recipe is for."""
         return family_named(self.base.model.family)
 
-    def ranked(self, units: Sequence[Unit], layers: Sequence[int]) -> "Space":
-        """Return the same space with its units, and the layers of its attentions, in another order."""
-        return replace(
-            self,
-            units={unit: self.units[unit] for unit in units},
-            attention={layer: self.attention[layer] for layer in layers},
-        )
+    def ranked(self, ranking: Ranking) -> "Space":
+        units = {unit: self.units[unit] for unit in ranking.units}
+        attention = {layer: self.attention[layer] for layer in ranking.attention}
+        return replace(self, units=units, attention=attention)
 
     def suggest(self, trial: Any) -> Params:
-        """Return the parameters of a new trial."""
         count = len(self.units)
-        params: Params = {
-            "frame": trial.suggest_categorical("frame", FRAMES),
-            "keep": trial.suggest_int("keep", 0, count),
-        }
-        params |= {name: trial.suggest_int(name, 0, count) for name in FLIPS}
+        params: Params = {"frame": trial.suggest_categorical("frame", FRAMES)}
+        params |= {name: trial.suggest_int(name, 0, count) for name in ("keep", *FLIPS)}
         if self.attention:
             params["attention_keep"] = trial.suggest_int("attention_keep", 0, len(self.attention))
-        params["method"] = trial.suggest_categorical("method", SEARCHED_METHODS)
-        params["smoothing"] = trial.suggest_categorical("smoothing", SMOOTH)
-        params["weights_method"] = trial.suggest_categorical("weights_method", WEIGHT_METHODS)
-        return params
+        return params | {name: trial.suggest_categorical(name, values) for name, values in SECTION.items()}
 
     def int8_units(self, params: Params) -> set[Unit]:
         """Return units in INT8: all after the first `keep` of the ranking, then flips (1: worst, 0: none)."""
@@ -85,11 +78,6 @@ class Space:
         return {layer for layer in list(self.attention)[keep:] if (layer, "output") in units}
 
     def recipe(self, params: Params, description: str = "") -> Recipe:
-        """Return the recipe of a trial.
-
-        Raises:
-            UserError: the model does not take it.
-        """
         units = self.int8_units(params)
         return self.assemble(units, self.int8_attention(params, units), params, description)
 
@@ -98,16 +86,19 @@ class Space:
     ) -> Recipe:
         """Return a recipe with these units and attentions in INT8, calibrated by `how`."""
         smoothing = how["smoothing"] if how["smoothing"] in ("none", "gain") else float(how["smoothing"])
-        rules = [*self._linear_rules(units), *self._attention_rules(attention), *self.fixed]
-        keep = [name for name in ("layernorm", "softmax") if name == "layernorm" or not attention]
+        fused = bool(attention) and attention == self._all_layers()
+        rules = self._linear_rules(units)
+        for layer in () if fused else sorted(attention):
+            name = short_name(self.attention[layer], self.prefix)
+            rules.append(Rule(match=name, type="Attention", precision="int8"))
         data = self.base.model_dump(mode="json") | {
             "name": named_by(self.base.name, "searched"),
             "description": description,
-            "rules": [rule.model_dump(mode="json", exclude_none=True) for rule in rules],
-            "attention": "int8" if attention and attention == self._all_layers() else "fp16",
+            "rules": [rule.model_dump(mode="json", exclude_none=True) for rule in (*rules, *self.fixed)],
+            "attention": "int8" if fused else "fp16",
             "qat": None,
         }
-        data["precision"]["never_quantize"] = keep
+        data["precision"]["never_quantize"] = ["layernorm"] if attention else ["layernorm", "softmax"]
         data["calibration"] |= {name: how[name] for name in ("method", "weights_method")}
         data["calibration"]["smoothing"] = smoothing
         if not any(kind == "ffn-out" for _, kind in units):
@@ -131,10 +122,8 @@ class Space:
         chosen, kept = self._patterns(units), self._patterns(set(self.units) - units)
         if set(self.units) == set(_linear_units(self.family, self.modules)) and 1 + len(kept) <= len(chosen):
             encoder = self._place(next(iter(self.units.values()))[0]).layers
-            return [
-                Rule(match=f"{encoder}.*", **int8),
-                *(Rule(match=m, type="Linear", precision="fp16") for m in kept),
-            ]
+            exceptions = [Rule(match=match, type="Linear", precision="fp16") for match in kept]
+            return [Rule(match=f"{encoder}.*", **int8), *exceptions]
         return [Rule(match=match, **int8) for match in chosen]
 
     def _patterns(self, units: set[Unit]) -> list[str]:
@@ -159,49 +148,34 @@ class Space:
         around = self.units[unit][0].rpartition(".")[0]
         inside = {n for n, i in self.modules.items() if i.kind == "Linear" and n.startswith(f"{around}.")}
         if len(inside) > 1 and inside == set(self.units[unit]):
-            return [f"{self._short(around)}.*"]
-        return [self._short(name) for name in self.units[unit]]
-
-    def _attention_rules(self, layers: set[int]) -> list[Rule]:
-        if not layers or layers == self._all_layers():
-            return []
-        names = [self._short(self.attention[layer]) for layer in sorted(layers)]
-        return [Rule(match=name, type="Attention", precision="int8") for name in names]
+            return [f"{short_name(around, self.prefix)}.*"]
+        return [short_name(name, self.prefix) for name in self.units[unit]]
 
     def _place(self, name: str) -> Place:
-        """Return where in the encoder a searched module is, without the model's prefix."""
-        place = self.family.place(self._short(name))
+        place = self.family.place(short_name(name, self.prefix))
         assert place is not None, name
         return place
-
-    def _short(self, name: str) -> str:
-        return name.removeprefix(f"{self.prefix}.") if self.prefix else name
 
     def project(self, plan: Plan, recipe: Recipe) -> Params:
         """Return the parameters whose recipe is nearest to a plan."""
         target = {unit for unit, names in self.units.items() if all(name in plan.int8 for name in names)}
         inside = {self.family.layer_of(name) for name in plan.attention}
         order = list(self.units)
-        best: tuple[int, Params] | None = None
-        for frame in FRAMES:
-            for keep in range(len(order) + 1):
-                params: Params = {"frame": frame, "keep": keep} | dict.fromkeys(FLIPS, 0)
-                wrong = sorted(order.index(unit) + 1 for unit in self.int8_units(params) ^ target)
-                params |= dict(zip(FLIPS, wrong, strict=False))
-                if best is None or len(wrong) < best[0]:
-                    best = len(wrong), params
-        assert best is not None
-        params = best[1]
-        if self.attention:
-            layers = list(self.attention)
-            params["attention_keep"] = min(
-                range(len(layers) + 1), key=lambda keep: len(set(layers[keep:]) ^ (inside & set(layers)))
-            )
-        section = recipe.calibration
-        params["method"] = section.method if section.method in SEARCHED_METHODS else SEARCHED_METHODS[0]
-        smoothing = str(section.smoothing)
-        params["smoothing"] = smoothing if smoothing in SMOOTH else SMOOTH[0]
-        params["weights_method"] = section.weights_method
+
+        def list_wrong(params: Params) -> list[int]:
+            return sorted(order.index(unit) + 1 for unit in self.int8_units(params) ^ target)
+
+        unflipped = dict.fromkeys(FLIPS, 0)
+        counts, layers = range(len(order) + 1), list(self.attention)
+        points = [{"frame": frame, "keep": keep} | unflipped for frame in FRAMES for keep in counts]
+        params: Params = min(points, key=lambda params: len(list_wrong(params)))
+        params |= dict(zip(FLIPS, list_wrong(params), strict=False))
+        if layers:
+            left = [len(set(layers[keep:]) ^ (inside & set(layers))) for keep in range(len(layers) + 1)]
+            params["attention_keep"] = left.index(min(left))
+        for name, values in SECTION.items():
+            own = str(getattr(recipe.calibration, name))
+            params[name] = own if own in values else values[0]
         return params
 
 
@@ -209,9 +183,6 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
     """Return the space around a recipe, in model order.
 
     What the recipe computes in FP32 stays there, and linears outside of the encoder stay as they are.
-
-    Raises:
-        UserError: the recipe does not fit the model, or nothing is left to search.
     """
     plan = resolve(base, modules, prefix)
     if plan.residual:
@@ -224,13 +195,11 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
     if not free:
         raise UserError(f"recipe {base.name} leaves nothing to search: every encoder linear is in FP32")
     attention, limits = {}, limits_of(base.engine.backend)
+    sizes = limits.int8_head_sizes if base.export.max_length <= limits.int8_attention_length else ()
     for name, info in modules.items():
         layer = plan.family.layer_of(name)
-        fits = (
-            info.head_size in limits.int8_head_sizes
-            and base.export.max_length <= limits.int8_attention_length
-        )
-        if info.kind == "Attention" and layer is not None and name not in plan.fp32 and fits:
+        fits = info.kind == "Attention" and info.head_size in sizes and name not in plan.fp32
+        if fits and layer is not None:
             attention[layer] = name
     searched = {name for names in units.values() for name in names}
     outside = [
@@ -247,7 +216,6 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
 
 
 def _linear_units(family: Family, modules: Mapping[str, ModuleInfo]) -> dict[Unit, list[str]]:
-    """Return the linears of the encoder by unit, in model order."""
     units: dict[Unit, list[str]] = {}
     for name, info in modules.items():
         layer = family.layer_of(name)
@@ -260,33 +228,30 @@ def _int8_formats(granularity: str) -> dict[str, Any]:
     return {"weights": f"int8/per-{granularity}", "input": "int8/per-tensor"}
 
 
-def rank_by_cost(space: Space, cost_of: Mapping[str, float], attention_cost: Mapping[int, float]) -> Space:
-    """Order units by what INT8 costs in them for each multiply-add that it saves, worst first.
+def rank_by_rows(space: Space, rows: list[CandidateRow], source: str) -> tuple[list[Unit], list[int]]:
+    """Return units and attentions by what INT8 costs for each multiply-add that it saves, worst first.
 
-    Args:
-        cost_of: linear -> divergence with only this linear in INT8.
-        attention_cost: layer -> divergence with only its attention in INT8.
+    The cost is the divergence of "only this in INT8"; `source` names the rows in a message.
     """
+    costs = {name: row.only.distance for row in rows if row.group == "linear" for name in row.modules}
+    heads = {row.layer: row.only.distance for row in rows if row.group == "attention"}
+    if not any(name in costs for names in space.units.values() for name in names):
+        raise UserError(f"{source} ranks no linear of this model; run `qdqbench sensitivity` on it first")
     # a feed-forward linear has four times the work of an attention output, q, k and v together three times
     work = {"qkv": 3.0, "output": 1.0, "ffn-in": 4.0, "ffn-out": 4.0}
-    costs = {
-        unit: sum(cost_of.get(name, 0.0) for name in names) / work[unit[1]]
-        for unit, names in space.units.items()
-    }
-    units = sorted(space.units, key=lambda unit: -costs[unit])
-    layers = sorted(space.attention, key=lambda layer: -attention_cost.get(layer, 0.0))
-    return space.ranked(units, layers)
+
+    def cost(unit: Unit) -> float:
+        return sum(costs.get(name, 0.0) for name in space.units[unit]) / work[unit[1]]
+
+    units = sorted(space.units, key=lambda unit: -cost(unit))
+    return units, sorted(space.attention, key=lambda layer: -heads.get(layer, 0.0))
 
 
 def count_multiply_adds(model: Any, modules: Mapping[str, ModuleInfo], length: int) -> dict[str, int]:
-    """Return the multiply-adds of one sequence in each linear layer and attention of the encoder.
+    """Return the multiply-adds of a sequence of so many tokens in each linear and attention of the encoder.
 
     Layers that share weights count once for every run. An attention has two products, q k and the
     probabilities with v.
-
-    Args:
-        model: of transformers.
-        length: tokens of the sequence.
     """
     family, config = family_of(model.config), model.config
     layer_of = {name: family.layer_of(name) for name in modules}
@@ -305,5 +270,4 @@ def count_multiply_adds(model: Any, modules: Mapping[str, ModuleInfo], length: i
 
 
 def int8_share(plan: Plan, counts: Mapping[str, int]) -> float:
-    """Return the share of the encoder's multiply-adds that a plan has in INT8, from 0 to 1."""
     return sum(counts.get(name, 0) for name in (*plan.int8, *plan.attention)) / sum(counts.values())

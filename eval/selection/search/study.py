@@ -1,30 +1,24 @@
 """The Optuna study of a search, and its trials; workers on any machine share it through its database."""
 
 import gc
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import optuna
+import torch
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
 from qdqbench.eval.selection.search.options import SearchOptions
-from qdqbench.eval.selection.search.results import (
-    Ranking,
-    SearchTrial,
-    Source,
-    choose_trial,
-    mark_trials,
-)
-from qdqbench.eval.selection.search.space import PLAIN, Params, Space, make_space, rank_by_cost
+from qdqbench.eval.selection.search.results import Ranking, SearchTrial, Source, choose_trial, mark_trials
+from qdqbench.eval.selection.search.space import PLAIN, Params, make_space, rank_by_rows
 from qdqbench.eval.selection.search.workspace import Measure, Workspace, open_source, plan_key
-from qdqbench.eval.selection.sensitivity.results import (
-    CandidateRow,
-    Sensitivity,
-    read_sensitivity,
-    sensitivity_file,
-)
+from qdqbench.eval.selection.sensitivity.measure import Measurement
+from qdqbench.eval.selection.sensitivity.results import Sensitivity, read_sensitivity, sensitivity_file
 from qdqbench.eval.selection.trials.results import DRAW, Failure, failure_of
 from qdqbench.eval.selection.trials.store import hash_of
 from qdqbench.quantize.calibration.record import disable_bias_correction
@@ -38,10 +32,6 @@ from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.names import hide_credentials
 from qdqbench.quantize.utils.system.environment import get_code_identity
 from qdqbench.quantize.utils.system.quiet import quiet
-
-if TYPE_CHECKING:
-    import optuna
-    from optuna.trial import FrozenTrial
 
 HEARTBEAT_S, GRACE_S = 10, 60  # a worker that is silent for so long is dead
 MOST_RETRIES = 1  # of a trial whose worker died: the second death is a result, such as out of memory
@@ -65,12 +55,11 @@ class Worker:
     options: SearchOptions
     source: Source
     measure: Measure
-    study: "optuna.Study"
+    study: optuna.Study
     ranking: Ranking
 
     @property
     def gate(self) -> GateSettings:
-        """Return the recipe's gate."""
         return self.work.session.recipe.gate
 
 
@@ -94,24 +83,19 @@ def open_worker(
     work.trials.drawn  # noqa: B018  (too few rows, too)
     source, measure = open_source(session, options, work, stack)
     settings = _settings(session, options, source)
-    shared = {
-        name: each
-        for name, each in settings.items()
-        if name in {"model", "data", "task", *get_code_identity()}
-    }
-    work.identity = hash_of(shared)
-    url = options.storage or f"sqlite:///{session.folder.parent.resolve() / 'study.db'}"
-    name = options.study_name or f"{session.recipe.name}-{session.config.task.name}"
+    work.identity = hash_of(
+        {name: settings[name] for name in ("model", "data", "task", *get_code_identity())}
+    )
     with quiet("optuna"):
-        study = _open_study(url, name, session.config.seed, settings, work, options)
+        study = _open_study(work, options, settings)
     ranking = Ranking.model_validate(study.user_attrs["ranking"])
-    work.space = space.ranked(ranking.units, ranking.attention)
+    work.space = space.ranked(ranking)
     return Worker(work, options, source, measure, study, ranking)
 
 
 def _settings(session: Session, options: SearchOptions, source: Source) -> dict[str, Any]:
     """Return what the trials of one study have in common; the gate may change, it only chooses."""
-    recipe, task = session.recipe, session.config.task
+    recipe, task, file = session.recipe, session.config.task, options.sensitivity
     return {
         **get_code_identity(),
         "model": session.model_sha256,
@@ -125,21 +109,12 @@ def _settings(session: Session, options: SearchOptions, source: Source) -> dict[
         "speed": source.mode,
         "device": [source.gpu or source.cpu, source.backend, source.version, source.baseline_precision],
         "batch and length": [options.batch, options.length],
-        "sensitivity file": files.sha256(sensitivity_file(options.sensitivity))
-        if options.sensitivity
-        else None,
+        "sensitivity file": files.sha256(sensitivity_file(file)) if file else None,
     }
 
 
-def open_storage(url: str) -> "optuna.storages.RDBStorage":
-    """Open a database whose silent trials fail and are queued again.
-
-    Raises:
-        UserError: it cannot be used.
-    """
-    import optuna
-    from sqlalchemy.exc import DatabaseError, SQLAlchemyError
-
+def open_storage(url: str) -> optuna.storages.RDBStorage:
+    """Open a database whose silent trials fail and are queued again."""
     lock = {"connect_args": {"timeout": LOCK_S}} if url.startswith("sqlite") else {}
     for opening in range(1, OPENINGS + 1):
         try:
@@ -162,40 +137,36 @@ def open_storage(url: str) -> "optuna.storages.RDBStorage":
     raise AssertionError("unreachable")
 
 
-def _queue_again() -> "optuna.storages.RetryHeartbeatStaleTrialCallback":
-    import optuna
-
+def _queue_again() -> optuna.storages.RetryHeartbeatStaleTrialCallback:
     return optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=MOST_RETRIES)
 
 
-def _open_study(  # noqa: PLR0913, PLR0917
-    url: str, name: str, seed: int, settings: dict[str, Any], work: Workspace, options: SearchOptions
-) -> "optuna.Study":
+def _open_study(work: Workspace, options: SearchOptions, settings: dict[str, Any]) -> optuna.Study:
     """Create a study and set it up, or join one.
 
     Units are ranked before the study exists, so that whoever creates it sets it up at once. Workers that
     start at the same moment each rank; one of these rankings is used.
     """
-    import optuna
-
-    storage = open_storage(url)
+    session = work.session
+    storage = open_storage(options.storage or f"sqlite:///{session.folder.parent.resolve() / 'study.db'}")
+    name = options.study_name or f"{session.recipe.name}-{session.config.task.name}"
     known = name in optuna.get_all_study_names(storage)
-    setup = None if known else rank_units(work, options.sensitivity)
-    is_new = False
+    setup, is_new = None if known else rank_units(work, options.sensitivity), False
     if setup is not None:
         with suppress(optuna.exceptions.DuplicatedStudyError):
             optuna.create_study(study_name=name, storage=storage, directions=["minimize"] * 2)
             is_new = True
     # a resumed worker must not propose again what it did, nor two workers the same
-    sampler = optuna.samplers.TPESampler(seed=seed if is_new else None, multivariate=True, n_startup_trials=8)
+    seed = session.config.seed if is_new else None
+    sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=8)
     study = optuna.load_study(study_name=name, storage=storage, sampler=sampler)
     deadline = time.monotonic() + SETUP_S
     while not is_new and "ranking" not in study.user_attrs and time.monotonic() < deadline:
         time.sleep(POLL_S / 10)
     if "ranking" not in study.user_attrs:  # of a new study, or its creator died within that time
-        ranked, ranking = setup or rank_units(work, options.sensitivity)
+        ranking = setup or rank_units(work, options.sensitivity)
         study.set_user_attr("settings", settings)
-        for params, attributes in first_trials(work, ranked):
+        for params, attributes in first_trials(work, ranking):
             study.enqueue_trial(params, user_attrs=attributes, skip_if_exists=True)
         study.set_user_attr("ranking", ranking.model_dump(mode="json"))
     made = study.user_attrs["settings"]
@@ -207,12 +178,12 @@ def _open_study(  # noqa: PLR0913, PLR0917
     return study
 
 
-def first_trials(work: Workspace, space: Space) -> list[tuple[Params, dict[str, str]]]:
+def first_trials(work: Workspace, ranking: Ranking) -> list[tuple[Params, dict[str, str]]]:
     """Return parameters and origins of the trials that every search starts with.
 
     These are the given recipe, the shipped ones in this space, nothing in INT8, and prefixes of the ranking.
     """
-    base = work.session.recipe
+    base, space = work.session.recipe, work.space.ranked(ranking)
     given = space.project(work.plan(base), base)
     trials = [(given, {"origin": "given"})]
     for name in shipped_recipes():
@@ -222,55 +193,37 @@ def first_trials(work: Workspace, space: Space) -> list[tuple[Params, dict[str, 
         with suppress(UserError):  # it may ask for an attention that this model cannot have
             shipped = {"origin": "shipped", "shipped": name}
             trials.append((space.project(work.plan(recipe), recipe), shipped))
-    count = len(space.units)
+    units = len(space.units)
     everything = given | {"frame": "all", "keep": 0, "flip_1": 0, "flip_2": 0}
     high = {"attention_keep": len(space.attention)} if space.attention else {}
-    trials.append((everything | high | {"keep": count}, {"origin": "unquantized"}))
+    trials.append((everything | high | {"keep": units}, {"origin": "unquantized"}))
     for part in PREFIXES:
-        trials.append((everything | {"keep": max(1, round(count / part))} | high, {"origin": "ranking"}))
+        trials.append((everything | {"keep": max(1, round(units / part))} | high, {"origin": "ranking"}))
     if space.attention:
-        half = {"keep": max(1, round(count / 4)), "attention_keep": len(space.attention) // 2}
+        half = {"keep": max(1, round(units / 4)), "attention_keep": len(space.attention) // 2}
         trials.append((everything | half, {"origin": "ranking"}))
     return trials
 
 
-def rank_units(work: Workspace, file: Path | None) -> tuple[Space, Ranking]:
-    """Return the space in order of a sensitivity: of a file, or measured now on a few rows.
-
-    Raises:
-        UserError: the file is not a sensitivity of this model.
-    """
-    from qdqbench.eval.selection.sensitivity.measure import Measurement
-
-    samples = None
+def rank_units(work: Workspace, file: Path | None) -> Ranking:
+    """Return the order of units by a sensitivity: of a file, or measured now on a few rows."""
+    session = work.session
     if file is not None:
-        rows = read_ranking(work.session, file).rows
-    else:
-        session = work.session
-        whole = work.space.assemble(set(work.space.units), set(work.space.attention), PLAIN)
-        config = session.config.model_copy(update={"recipe": disable_bias_correction(whole)})
-        work.progress("measuring sensitivity")
-        measured = Measurement(
-            Session(config, session.folder),
-            min(RANKED_SAMPLES, work.samples),
-            lambda done, total, text: work.progress(f"measuring sensitivity, {done / total:.0%}"),
-        )
-        rows, samples = measured.run().rows, measured.samples
-    space = rank_by_rows(work.space, rows, "the sensitivity" if file is None else str(file))
-    return space, Ranking(
-        units=[*space.units],
-        attention=[*space.attention],
-        file=file.name if file else None,
-        samples=samples,
+        units, attention = rank_by_rows(work.space, read_ranking(session, file).rows, str(file))
+        return Ranking(units=units, attention=attention, file=file.name)
+    whole = work.space.assemble(set(work.space.units), set(work.space.attention), PLAIN)
+    config = session.config.model_copy(update={"recipe": disable_bias_correction(whole)})
+    work.progress("measuring sensitivity")
+    measured = Measurement(
+        Session(config, session.folder),
+        min(RANKED_SAMPLES, work.samples),
+        lambda done, total, text: work.progress(f"measuring sensitivity, {done / total:.0%}"),
     )
+    units, attention = rank_by_rows(work.space, measured.run().rows, "the sensitivity")
+    return Ranking(units=units, attention=attention, samples=measured.samples)
 
 
 def read_ranking(session: Session, file: Path) -> Sensitivity:
-    """Read a sensitivity file of the session's model and task.
-
-    Raises:
-        UserError: missing, unreadable, or of another model or task.
-    """
     measured = read_sensitivity(file)
     task = session.config.task.model_dump(mode="json")
     if measured.model["sha256"] != session.model_sha256 or measured.task != task:
@@ -281,34 +234,14 @@ def read_ranking(session: Session, file: Path) -> Sensitivity:
     return measured
 
 
-def rank_by_rows(space: Space, rows: list[CandidateRow], source: str) -> Space:
-    """Rank units and attentions by the divergence of "only this in INT8".
-
-    Raises:
-        UserError: no row is of this model.
-    """
-    linears = {name: row.only.distance for row in rows if row.group == "linear" for name in row.modules}
-    heads = {
-        row.layer: row.only.distance for row in rows if row.group == "attention" and row.layer is not None
-    }
-    if not {name for names in space.units.values() for name in names} & set(linears):
-        raise UserError(f"{source} ranks no linear of this model; run `qdqbench sensitivity` on it first")
-    return rank_by_cost(space, linears, heads)
-
-
 def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambda *_: None) -> None:
     """Run trials until the study has as many as asked for, or the budget of time is spent.
 
     Trials of other workers are waited for: where a worker dies, Optuna queues its trial again.
 
-    Args:
-        progress: called with the trials that are done, their number, and what is best so far.
-
     Raises:
         CheckFailed, MissingDevice: the device cannot be used any more; finished trials are kept.
     """
-    import optuna
-
     study, wanted, budget = worker.study, worker.options.trials, worker.options.budget
     start = time.monotonic()
     with quiet("optuna"):
@@ -326,42 +259,35 @@ def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambd
                 return
 
 
-def count_trials(study: "optuna.Study") -> tuple[int, int, int]:
+def count_trials(study: optuna.Study) -> tuple[int, int, int]:
     """Return how many trials are done, in progress, and queued again after their worker died.
 
     Trials that repeat the recipe of another one cost nothing and do not count.
     """
-    import optuna
-
     finished = list_finished(study)
     new = sum("duplicate_of" not in trial.user_attrs for trial in finished)
-    states = [(trial.state, trial.system_attrs) for trial in study.get_trials(deepcopy=False)]
-    active = sum(state == optuna.trial.TrialState.RUNNING for state, _ in states)
-    again = sum(
-        state == optuna.trial.TrialState.WAITING and "failed_trial" in known for state, known in states
-    )
+    active = len(study.get_trials(deepcopy=False, states=[TrialState.RUNNING]))
+    waiting = study.get_trials(deepcopy=False, states=[TrialState.WAITING])
+    again = sum("failed_trial" in trial.system_attrs for trial in waiting)
     return max(new, len(finished) // MOST_REPEATS), active, again
 
 
-def list_finished(study: "optuna.Study") -> "list[FrozenTrial]":
+def list_finished(study: optuna.Study) -> list[FrozenTrial]:
     """Return trials that came to an end: complete, or failed and not queued again."""
-    import optuna
-
     trials = study.get_trials(deepcopy=False)
     again = {number for trial in trials for number in trial.system_attrs.get("retry_history", [])}
     return [
         trial
         for trial in trials
-        if trial.state == optuna.trial.TrialState.COMPLETE
-        or (trial.state == optuna.trial.TrialState.FAIL and trial.number not in again)
+        if trial.state == TrialState.COMPLETE
+        or (trial.state == TrialState.FAIL and trial.number not in again)
     ]
 
 
 def _run_one(worker: Worker) -> None:
-    """Run one trial, queued or new; its failure is recorded in the study."""
     study, numbers = worker.study, list[int]()
 
-    def objective(trial: "optuna.Trial") -> tuple[float, float]:
+    def objective(trial: optuna.Trial) -> tuple[float, float]:
         numbers.append(trial.number)
         return _try_point(worker, trial)
 
@@ -377,7 +303,7 @@ def _run_one(worker: Worker) -> None:
         raise
 
 
-def _try_point(worker: Worker, point: "optuna.Trial") -> tuple[float, float]:
+def _try_point(worker: Worker, point: optuna.Trial) -> tuple[float, float]:
     """Return both objectives of a point; everything that is known of it goes into an attribute."""
     work, attributes = worker.work, point.user_attrs
     start = time.monotonic()
@@ -397,7 +323,8 @@ def _try_point(worker: Worker, point: "optuna.Trial") -> tuple[float, float]:
     trial.seconds = time.monotonic() - start
     point.set_user_attr("trial", trial.model_dump(mode="json"))
     if trial.failure is not None:
-        _free_memory()
+        gc.collect()
+        torch.cuda.empty_cache()
         if "CUDA error" in trial.failure.text and "out of memory" not in trial.failure.text:
             raise CheckFailed(
                 "the GPU failed and this process cannot use it any more "
@@ -410,7 +337,7 @@ def _try_point(worker: Worker, point: "optuna.Trial") -> tuple[float, float]:
     return trial.loss(worker.options.objective), speed
 
 
-def _try_recipe(worker: Worker, point: "optuna.Trial", trial: SearchTrial) -> SearchTrial:
+def _try_recipe(worker: Worker, point: optuna.Trial, trial: SearchTrial) -> SearchTrial:
     """Return a trial with its scores and its speed, those of an earlier one with the same recipe."""
     work = worker.work
     text = f"Found by `qdqbench search`, trial {trial.number}."
@@ -436,7 +363,6 @@ def _try_recipe(worker: Worker, point: "optuna.Trial", trial: SearchTrial) -> Se
 
 
 def list_trials(worker: Worker) -> list[SearchTrial]:
-    """Return all trials that came to an end, with the front and the gate marked."""
     died = Failure(code="error", text="its process died")
     trials = []
     for frozen in list_finished(worker.study):
@@ -452,7 +378,6 @@ def list_trials(worker: Worker) -> list[SearchTrial]:
 
 
 def _describe_best(worker: Worker) -> str:
-    """Return one clause on the best trial so far."""
     trials = list_trials(worker)
     number = choose_trial(trials, worker.gate).chosen
     chosen = next((trial for trial in trials if trial.number == number), None)
@@ -460,10 +385,3 @@ def _describe_best(worker: Worker) -> str:
         return "none holds the gate yet"
     speed = f"{chosen.gain:.2f}x" if chosen.speedup else f"{chosen.gain:.0%} in INT8"
     return f"best so far: trial {chosen.number}, drop {100 * chosen.scores[DRAW].drop:.2f} points, {speed}"
-
-
-def _free_memory() -> None:
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -21,7 +21,7 @@ from qdqbench.eval.metrics.runners import evaluating, placed
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.search.space import Space, count_multiply_adds, int8_share
-from qdqbench.eval.selection.trials.calibrations import widest_activation
+from qdqbench.eval.selection.trials.calibrations import describe_cost
 from qdqbench.eval.selection.trials.results import CalibrationCost, Origin, Trial, failure_of
 from qdqbench.eval.selection.trials.store import TRIALS, Trials, hash_of
 from qdqbench.quantize.calibration import ptq
@@ -74,7 +74,6 @@ class DeviceTrials(Trials):
     """Trials whose models are on the GPU while they are scored, as they are exported on the CPU."""
 
     def answer(self, model: "PreTrainedModel", text: str) -> dict[str, Float32]:
-        """Return a model's answers, as `Trials.answer`."""
         with evaluating(model):
             return super().answer(model, text)
 
@@ -93,32 +92,23 @@ class Workspace:
 
     @cached_property
     def trials(self) -> Trials:
-        """Return the store of recipes that are scored on the draw."""
         path = self.session.folder / TRIALS
         return DeviceTrials(self.session, self.samples, path, evaluates=False, least=LEAST_SAMPLES)
 
     @cached_property
     def confirmations(self) -> Trials:
-        """Return the store of recipes that are scored on evaluation data."""
         return DeviceTrials(self.session, 0, self.session.folder / "confirmed.jsonl")
 
     def plan(self, recipe: Recipe) -> Plan:
-        """Return a recipe resolved for this model.
-
-        Raises:
-            UserError: it does not fit.
-        """
         return resolve(recipe, self.space.modules, self.space.prefix)
 
     def int8_share(self, plan: Plan, length: int) -> float:
-        """Return the share of the encoder's multiply-adds in INT8, for sequences of this length."""
         return int8_share(plan, count_multiply_adds(self.session.fp32_model, self.space.modules, length))
 
     def score(self, trials: Trials, recipe: Recipe, origin: Origin, *, in_full: bool) -> Trial:
         """Return the scores of a recipe in one of the two stores; those that are known are not measured.
 
-        Args:
-            in_full: calibrate it alone, with its corrections of biases, as `qdqbench run` does.
+        Calibrated `in_full` it has its corrections of biases, as in `qdqbench run`.
         """
         plan = self.plan(recipe)
         key = (
@@ -128,13 +118,9 @@ class Workspace:
         def calibrate() -> "tuple[PreTrainedModel, CalibrationCost]":
             start = time.perf_counter()
             if not plan.int8:
-                return self.session.fp32_model, CalibrationCost(
-                    seconds=0.0, amax_over_rms=None, amax_over_rms_at=None
-                )
+                return self.session.fp32_model, describe_cost(0.0, {})
             model, record = self._calibrate(recipe, plan, in_full=in_full)
-            name, ratio = widest_activation(record.quantizers) or (None, None)
-            seconds = time.perf_counter() - start
-            return model, CalibrationCost(seconds=seconds, amax_over_rms=ratio, amax_over_rms_at=name)
+            return model, describe_cost(time.perf_counter() - start, record.quantizers)
 
         self.progress(f"scoring {recipe.name}")
         trial = Trial(recipe=recipe, origin=origin)
@@ -147,11 +133,6 @@ class Workspace:
             return trial
 
     def model(self, recipe: Recipe, plan: Plan, *, in_full: bool = False) -> "PreTrainedModel":
-        """Return a calibrated fake-quant model; FP32 where nothing is INT8.
-
-        Raises:
-            UserError, CheckFailed: calibration fails.
-        """
         if not plan.int8:
             return self.session.fp32_model
         if self._last is not None and self._last[0] == (plan_key(recipe, plan), in_full):
@@ -217,7 +198,6 @@ class Workspace:
         return record
 
     def _session_of(self, recipe: Recipe) -> Session:
-        """Return the session as if it had been opened with this recipe."""
         config = self.session.config.model_copy(update={"recipe": recipe})
         return Session(config, self.session.folder, notes=self.session.notes, warnings=self.session.warnings)
 
@@ -237,10 +217,8 @@ def open_source(
         raise UserError(
             f"--batch {options.batch} --length {options.length}: {error}; the recipe's engine is timed"
         ) from error
-    wanted = options.speed
-    if wanted == "auto":
-        wanted = "latency" if runs_here(session.recipe) else "int8-share"
-    if wanted == "latency":
+    runs_here = bool(find_gpu()) or backend_of(session.recipe) in CPU_BACKENDS
+    if options.speed == "latency" or (options.speed == "auto" and runs_here):
         return _open_timer(session, options, work, stack)
     if session.recipe.gate.min_speedup is not None:
         raise MissingDevice(
@@ -250,17 +228,7 @@ def open_source(
     return Source(mode="int8-share", batch=options.batch, length=options.length), lambda recipe, plan: None
 
 
-def runs_here(recipe: Recipe) -> bool:
-    """Return whether the recipe's engine runs on this machine."""
-    return bool(find_gpu()) or backend_of(recipe) in CPU_BACKENDS
-
-
 def measured_source(session: Session, options: SearchOptions) -> Source:
-    """Return the device and the backend that engines are timed with.
-
-    Raises:
-        MissingDevice: the engine does not run here.
-    """
     gpu, recipe = find_gpu(), session.recipe
     on_cpu = backend_of(recipe) in CPU_BACKENDS
     if gpu is None and not on_cpu:

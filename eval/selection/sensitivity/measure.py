@@ -2,53 +2,264 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from qdqbench.eval.metrics import gate
 from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.reporting.formats import count_of
-from qdqbench.eval.selection.sensitivity.candidates import (
-    Candidate,
-    Choices,
-    attention_of,
-    choices,
-    choose_point,
-    kept_counts,
-    make_recipe,
-    measure_curve,
-)
 from qdqbench.eval.selection.sensitivity.results import (
     CandidateRow,
     CurvePoint,
+    Group,
     Sensitivity,
     SensitivityChoice,
     ranking,
 )
-from qdqbench.eval.selection.trials.calibrations import Switches
-from qdqbench.eval.selection.trials.results import DRAW, Scores, Trial
-from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Trials, described, write_recipe
+from qdqbench.eval.selection.trials.calibrations import EMBEDDINGS, LAYERNORMS, Switches
+from qdqbench.eval.selection.trials.results import DRAW, Trial
+from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Trials, named_by, write_recipe
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
+from qdqbench.quantize.models.families.family import ENCODER_KINDS, KINDS, SMOOTHED
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.modules import module_table
+from qdqbench.quantize.models.modules import ModuleInfo, module_table
 from qdqbench.quantize.models.runs import record_first_inputs, resume_from
 from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.recipe.plan import Plan, Scaling, match_modules, resolve, short_name
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.recipe.sections import Calibration
+from qdqbench.quantize.recipe.sections import Calibration, Rule
 from qdqbench.quantize.tasks.rows import sorted_batches
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
 from qdqbench.quantize.utils.comparison import Comparison
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import Limits, limits_of
 from qdqbench.quantize.utils.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Units that go into INT8, or out of it, together."""
+
+    name: str
+    group: Group
+    kind: str
+    layer: int | None
+    modules: tuple[str, ...]  # full names
+    start: int | None  # encoder layer whose input they do not touch; None: only the tokens are such
+    diagnostic: bool = False
+
+    @property
+    def units(self) -> frozenset[str]:
+        """Return what `Switches` switches."""
+        return frozenset([self.name] if self.diagnostic else self.modules)
+
+    @property
+    def key(self) -> str:
+        """Return a name that candidates share which switch the same: a classifier and its kind."""
+        return next(iter(self.units)) if len(self.units) == 1 else f"{self.group} {self.name}"
+
+
+@dataclass(frozen=True)
+class Choices:
+    recipe: Recipe
+    modules: Mapping[str, ModuleInfo]  # by full name, in model order
+    prefix: str  # name of the base model inside the model
+    base: Plan  # of the recipe as it is
+    plan: Plan  # every linear and every attention that can be fused
+    everything: frozenset[str]  # linears and attention modules of "everything in INT8"
+    candidates: list[Candidate]
+    notes: list[str]
+
+
+def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> Choices:
+    """Return the candidates of a model, and the plan that calibrates all of them.
+
+    Everything in INT8 is every linear of the encoder, per channel where the recipe has no INT8 rule for it,
+    and the attention and other linears that the recipe has in INT8.
+    """
+    base = resolve(recipe, modules, prefix)
+    if base.residual:
+        raise UserError(
+            f"sensitivity moves linears between FP16 and INT8, and the INT8 residuals of recipe "
+            f"{recipe.name} need INT8 linears around them; set residual: fp16 in a copy of the recipe and "
+            "measure that"
+        )
+    section, family = recipe.calibration, base.family
+    linears = [name for name, info in modules.items() if info.kind == "Linear"]
+    limits = limits_of(recipe.engine.backend)
+    attention = [
+        name
+        for name, info in modules.items()
+        if info.kind == "Attention" and info.head_size in limits.int8_head_sizes
+    ]
+    added = Scaling(section.method, section.weights_method)  # of what the recipe has not in INT8
+    smoothed = replace(added, smoothing=section.smoothing)
+    kinds = {name: family.kind(name) for name in linears}
+    scaling = {name: smoothed if kinds[name] in SMOOTHED else added for name in linears}
+    plan = Plan(
+        int8={name: base.int8.get(name, "channel") for name in linears},
+        attention=tuple(attention),
+        scaling={n: base.scaling.get(n) or scaling.get(n, added) for n in (*linears, *attention)},
+        family=family,
+    )
+    encoder = [name for name in linears if family.layer_of(name) is not None]
+    everything = frozenset([*encoder, *base.int8, *base.attention])
+    candidates = _candidates(plan, everything, modules, prefix)
+    notes = _notes(plan, base, modules, limits)
+    return Choices(recipe, modules, prefix, base, plan, everything, candidates, notes)
+
+
+def _candidates(
+    plan: Plan, everything: frozenset[str], modules: Mapping[str, ModuleInfo], prefix: str
+) -> list[Candidate]:
+    family, found = plan.family, list[Candidate]()
+    layers = sorted({layer for name in plan.int8 if (layer := family.layer_of(name)) is not None})
+    for name in (*plan.int8, *plan.attention):
+        group: Group = "attention" if name in plan.attention else "linear"
+        kind = family.kind(name) if group == "linear" else group
+        layer = family.layer_of(name)
+        start = layer if layer is not None else None if kind == "embeddings" else len(layers)
+        found.append(Candidate(short_name(name, prefix), group, kind, layer, (name,), start))
+    for layer in layers:
+        inside = tuple(n for n in modules if n in everything and family.layer_of(n) == layer)
+        place = family.place(short_name(inside[0], prefix))
+        assert place is not None, inside
+        found.append(Candidate(f"{place.layers}.{layer}", "block", "block", layer, inside, layer))
+    kinds = {kind: tuple(name for name in plan.int8 if family.kind(name) == kind) for kind in KINDS}
+    for kind, names in (kinds | {"attention": plan.attention}).items():
+        start = None if kind in (*ENCODER_KINDS, "attention") else len(layers)
+        if names:
+            found.append(Candidate(kind, "kind", kind, None, names, start))
+    for unit, of in ((LAYERNORMS, "LayerNorm"), (EMBEDDINGS, "Embedding")):
+        names = tuple(
+            name
+            for name, info in modules.items()
+            if info.kind == of and (unit == EMBEDDINGS or family.layer_of(name) is not None)
+        )
+        found.append(Candidate(unit, "kind", unit, None, names, None, diagnostic=True))
+    return found
+
+
+def _notes(plan: Plan, base: Plan, modules: Mapping[str, ModuleInfo], limits: Limits) -> list[str]:
+    notes = [
+        "LayerNorm input and embeddings are diagnostic: no recipe can put them into INT8 today (LayerNorm "
+        "paths are protected, embeddings are looked up and not multiplied)"
+    ]
+    layer_of = plan.family.layer_of
+    added = [name for name in plan.int8 if layer_of(name) is not None and name not in base.int8]
+    if added:
+        notes.append(
+            f"{len(added)} linears of the encoder are not INT8 in the recipe; here they are, per channel, "
+            "and so in the written recipe unless it keeps them out"
+        )
+    if any(i.kind == "Attention" and name not in plan.attention for name, i in modules.items()):
+        sizes = limits.head_sizes_text
+        notes.append(f"attention is not measured: INT8 attention is fused for head sizes {sizes} only")
+    outside = [name for name in plan.int8 if layer_of(name) is None and name not in base.int8]
+    if outside or not base.attention:
+        names = [plan.family.kind(name) for name in outside]
+        names += [] if base.attention else ["attention"]
+        notes.append(
+            f"{', '.join(dict.fromkeys(names))}: not INT8 in the recipe, so not part of everything, and "
+            "measured alone only"
+        )
+    return notes
+
+
+SHARE = 0.5  # of the divergence of everything in INT8 that may be left
+
+
+def kept_counts(linears: int) -> list[int]:
+    """Return 0, 1, 2, 4, 8, ... linears, one at least left in INT8."""
+    return [0, *(1 << power for power in range(linears.bit_length()) if 1 << power < linears)]
+
+
+def measure_curve(linears: int, measure: Callable[[int], CurvePoint], max_drop: float) -> list[CurvePoint]:
+    """Return points of the curve: powers of two, then a bisection to the first one that holds."""
+    points = {kept: measure(kept) for kept in kept_counts(linears)}
+    while True:
+        full = points[0].comparison
+        good = min((k for k, point in points.items() if point_holds(point, full, max_drop)), default=0)
+        below = max((k for k in points if k < good), default=good)
+        if good - below < 2:
+            return [points[kept] for kept in sorted(points)]
+        middle = (good + below) // 2
+        points[middle] = measure(middle)
+
+
+def point_holds(point: CurvePoint, full: Comparison, max_drop: float) -> bool:
+    """Return whether a point is good enough; without a kept linear, a drop that may be noise is."""
+    own = point.comparison
+    if point.kept == 0:
+        return gate.judge(own.drop, own.drop_stderr, 0.0) != "fails"
+    holds = gate.judge(own.drop, own.drop_stderr, max_drop) != "fails"
+    return holds and own.distance <= SHARE * full.distance
+
+
+def choose_point(curve: list[CurvePoint], max_drop: float) -> tuple[CurvePoint, bool]:
+    """Return the first point that holds, else the one with the least divergence; and whether it holds."""
+    full = curve[0].comparison
+    good = next((point for point in curve if point_holds(point, full, max_drop)), None)
+    return good or min(curve, key=lambda point: point.comparison.distance), good is not None
+
+
+def attention_of(linears: list[str], found: Choices) -> list[str]:
+    """Return attention modules that leave INT8 with these linears: they would lose their fusion."""
+    family = found.base.family
+    return [name for name in found.base.attention if family.require_beside(name, "output") in linears]
+
+
+def make_recipe(point: CurvePoint, found: Choices) -> Recipe:
+    """Return the recipe of a point of the curve, which was resolved against the model."""
+    recipe, calibration = found.recipe, found.recipe.calibration
+    int8 = found.everything - {*point.linears, *point.attention}
+    rules = [each for rule in recipe.rules if (each := _not_idle(rule, int8, found))]
+    for name in found.plan.int8:
+        if name in int8 and name not in found.base.int8:
+            own = found.plan.scaling_of(name).smoothing
+            smoothing = own if own != calibration.smoothing else None
+            fields: Any = {"weights": "int8/per-channel", "input": "int8/per-tensor", "smoothing": smoothing}
+            rules.append(Rule(match=short_name(name, found.prefix), **fields))
+    for name in point.linears:
+        precision = "fp32" if name in found.base.fp32 else recipe.precision.compute
+        rules.append(Rule(match=short_name(name, found.prefix), type="Linear", precision=precision))
+    for name in point.attention:
+        rules.append(Rule(match=short_name(name, found.prefix), type="Attention", precision="fp16"))
+    if not found.base.family.splittable(name for name in int8 if name in found.plan.int8):
+        calibration = calibration.model_copy(update={"outlier_channel_splitting": 0})
+    count = count_of(len(point.linears), "linear")
+    chosen = Recipe.model_validate(
+        recipe.model_dump(mode="json")
+        | {
+            "name": named_by(recipe.name, "sensitivity"),
+            "description": f"{recipe.name}, {count} kept out of INT8 by sensitivity.",
+            "rules": [rule.model_dump(mode="json") for rule in rules],
+            "calibration": calibration.model_dump(mode="json"),
+        }
+    )
+    plan = resolve(chosen, found.modules, found.prefix)
+    assert {*plan.int8, *plan.attention} == int8, "not the modules that were measured"
+    return chosen
+
+
+def _not_idle(rule: Rule, int8: frozenset[str], found: Choices) -> Rule | None:
+    """Return the rule without what it says on the calibration of linears that are no longer in INT8."""
+    if not rule.refines or any(name in int8 for name in match_modules(rule, found.modules, found.prefix)):
+        return rule
+    if rule.weights is None and rule.precision is None:
+        return None
+    return rule.model_copy(update={"method": None, "weights_method": None, "smoothing": None})
 
 
 @dataclass(frozen=True)
@@ -103,7 +314,6 @@ class Suffixes:
         return self._gather(logits())
 
     def advance(self, states: list[Held], layer: int) -> list[Held]:
-        """Return the states after `layer`."""
         found = []
         for state in states:
             with resume_from(self.model, layer, state.hidden, layer + 1) as made:
@@ -121,37 +331,29 @@ class Suffixes:
 
 @contextmanager
 def watch_norms(model: "PreTrainedModel", settings: Calibration) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Watch the input of every LayerNorm of the encoder while the model is calibrated around it.
-
-    Yields:
-        Function that gives the amax of each by the method of the calibration section, float32 scalars.
-    """
+    """Watch the input of every LayerNorm of the encoder; yield a function that gives the amax of each."""
     quantizers.import_modelopt()  # first, for it keeps ModelOpt's warnings from the user
     from modelopt.torch.quantization.calib import MaxCalibrator
 
     from qdqbench.quantize.calibration.histograms import ActivationCalibrator
 
     family = family_of(model.config)
-    norms = {
-        name: module
+    seen: dict[str, Any] = {
+        name: MaxCalibrator(8, axis=None)
+        if settings.method == "max"
+        else ActivationCalibrator(settings.method)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.LayerNorm) and family.layer_of(name) is not None
     }
-    by_max = settings.method == "max"
-    seen: dict[str, Any] = {
-        name: MaxCalibrator(num_bits=8, axis=None) if by_max else ActivationCalibrator(settings.method)
-        for name in norms
-    }
 
-    def hook(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
-        return lambda _, inputs: seen[name].collect(inputs[0].detach())
+    def collect(calibrator: Any, module: Any, inputs: tuple[Any, ...]) -> None:
+        calibrator.collect(inputs[0].detach())
 
-    hooks = [module.register_forward_pre_hook(hook(name)) for name, module in norms.items()]
-    try:
+    with ExitStack() as stack:
+        for name, calibrator in seen.items():
+            module = model.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(functools.partial(collect, calibrator)).remove)
         yield lambda: {name: calibrator.compute_amax() for name, calibrator in seen.items()}
-    finally:
-        for handle in hooks:
-            handle.remove()
 
 
 FEW = 64  # samples; below it the standard error of a metric means little
@@ -170,40 +372,46 @@ class _Bench:
 
 @dataclass
 class Measurement:
-    """One sensitivity run in the folder of its session."""
-
     session: Session
     samples: int
     progress: Progress = lambda done, total, text: None
     _done: int = field(default=0, init=False)  # measurements
 
     def run(self) -> Sensitivity:
-        """Measure what the store lacks, choose a recipe and write it.
-
-        Raises:
-            UserError: bad input, too little data, or a folder that cannot be written.
-            CheckFailed: weights, scales or logits that are not finite.
-        """
         start = time.perf_counter()
         fp32 = self.trials.fp32_scores(DRAW)
-        full = self._compare(EVERYTHING, lambda: self._whole(self.found.everything))
-        self._spanning()
+        full = self._compare(EVERYTHING, self.found.everything)
+        for candidate in self.found.candidates:
+            for key, on in self._units(candidate).items() if candidate.start is None else ():
+                self._compare(key, on)
         self._layers()
         rows = [self._row(candidate) for candidate in self.found.candidates]
         order = [row.modules[0] for row in ranking(rows)]
         limit = self.session.recipe.gate.max_drop
-        curve = measure_curve(len(order), lambda kept: self._kept(order[:kept]), limit)
-        return self._report(fp32, full, rows, curve, time.perf_counter() - start)
+        curve = measure_curve(len(order), lambda kept: self._keep_out(order[:kept]), limit)
+        point, reached = choose_point(curve, limit)
+        write_recipe(make_recipe(point, self.found), self.session.folder)
+        about, plan = self.trials.describe(), self.found.plan
+        limits = list_limits(self.session.recipe, about["data"]["samples"])
+        about["notes"] = [*about["notes"], *self.found.notes, *limits]
+        return Sensitivity(
+            **about,
+            fp32=fp32,
+            full=full,
+            int8=[name for name in (*plan.int8, *plan.attention) if name in self.found.everything],
+            rows=rows,
+            curve=curve,
+            choice=SensitivityChoice(kept=point.kept, reached=reached, file=RECIPE_FILE),
+            timings={"candidates_s": self.trials.store.seconds, "this_run_s": time.perf_counter() - start},
+        )
 
     @functools.cached_property
     def found(self) -> Choices:
-        """Return the candidates."""
         model = self.session.fp32_model
         return choices(self.session.recipe, module_table(model), model.base_model_prefix)
 
     @functools.cached_property
     def trials(self) -> Trials:
-        """Return the store of finished candidates, with the draw that they are measured on."""
         path = self.session.folder / f"sensitivity.{TRIALS}"
         return Trials(self.session, self.samples, path, evaluates=False, reference=self._reference)
 
@@ -234,69 +442,48 @@ class Measurement:
     def _reference(self) -> dict[str, Float32]:
         return {DRAW: self.bench.reference}
 
-    def _spanning(self) -> None:
-        """Compare candidates of the whole depth."""
-        for candidate in self.found.candidates:
-            if candidate.start is None:
-                self._both(candidate, self._whole, self._whole)
-
     def _layers(self) -> None:
         """Compare candidates layer by layer, from two states that advance: all FP32, and everything INT8."""
         ordered = [c for c in self.found.candidates if c.start is not None]
         ordered.sort(key=lambda c: c.start or 0)
-        if all(key in self.trials.store.trials for c in ordered for key in self._keys(c)):
+        if all(key in self.trials.store.trials for c in ordered for key in self._units(c)):
             return
         bench, layers = self.bench, len(self.bench.suffixes.layers)
         plain, int8, bench.states = bench.states, bench.states, []
         for layer in range(layers + 1):
-            only, all_but = (functools.partial(self._suffix, states, layer) for states in (plain, int8))
             for candidate in (c for c in ordered if bench.suffixes.starts[c.start or 0] == layer):
-                self._both(candidate, only, all_but)
+                for (key, on), states in zip(self._units(candidate).items(), (plain, int8), strict=False):
+                    self._compare(key, on, states, layer)
             if layer < layers:
                 bench.switches.set(())
                 plain = bench.suffixes.advance(plain, layer)
                 bench.switches.set(self.found.everything)
                 int8 = bench.suffixes.advance(int8, layer)
 
-    def _keys(self, candidate: Candidate) -> list[str]:
-        keys = [f"only {candidate.key}"]
-        return [*keys, f"all but {candidate.key}"] if candidate.units & self.found.everything else keys
+    def _units(self, candidate: Candidate) -> dict[str, frozenset[str]]:
+        """Return what is in INT8, by key: only the candidate, and everything but it if it is part of that."""
+        units, everything = candidate.units, self.found.everything
+        all_but = {f"all but {candidate.key}": everything - units} if units & everything else {}
+        return {f"only {candidate.key}": units} | all_but
 
-    def _both(
-        self,
-        candidate: Candidate,
-        plain: Callable[[frozenset[str]], Float32],
-        int8: Callable[[frozenset[str]], Float32],
-    ) -> None:
-        """Compare only this in INT8, and everything but this, each from the states of its own reference."""
-        keys = self._keys(candidate)
-        self._compare(keys[0], lambda: plain(candidate.units))
-        if len(keys) > 1:
-            self._compare(keys[1], lambda: int8(self.found.everything - candidate.units))
-
-    def _whole(self, on: frozenset[str]) -> Float32:
-        self.bench.switches.set(on)
-        return self.bench.suffixes.full()
-
-    def _suffix(self, states: list[Held], layer: int, on: frozenset[str]) -> Float32:
-        self.bench.switches.set(on)
-        return self.bench.suffixes.suffix(states, layer)
-
-    def _kept(self, linears: list[str]) -> CurvePoint:
+    def _keep_out(self, linears: list[str]) -> CurvePoint:
         attention = attention_of(linears, self.found)
-        on = self.found.everything - {*linears, *attention}
         key = f"curve {len(linears)}" if linears else EVERYTHING
-        comparison = self._compare(key, lambda: self._whole(on))
+        comparison = self._compare(key, self.found.everything - {*linears, *attention})
         return CurvePoint(kept=len(linears), linears=linears, attention=attention, comparison=comparison)
 
-    def _compare(self, key: str, answer: Callable[[], Float32]) -> Comparison:
-        """Return a finished candidate, or else measure it now and keep it at once."""
+    def _compare(
+        self, key: str, on: frozenset[str], states: list[Held] | None = None, layer: int = 0
+    ) -> Comparison:
+        """Return a comparison with these units in INT8; one that lacks is measured from states at a layer."""
         self._say(key)
         trials = self.trials
         if key not in trials.store.trials:
             trials.fp32, self.bench  # noqa: B018  (calibration is not the time of a candidate)
-            start = time.perf_counter()
-            scores, _ = trials.compare({DRAW: answer()})
+            start, suffixes = time.perf_counter(), self.bench.suffixes
+            self.bench.switches.set(on)
+            answers = suffixes.full() if states is None else suffixes.suffix(states, layer)
+            scores, _ = trials.compare({DRAW: answers})
             spent = time.perf_counter() - start
             trials.store.add(key, Trial(recipe=None, origin="candidate", scores=scores, seconds=spent))
         self._done += 1
@@ -308,53 +495,17 @@ class Measurement:
     @functools.cached_property
     def _total(self) -> int:
         """Return the number of measurements without the bisection of the curve."""
-        keys = {key for candidate in self.found.candidates for key in self._keys(candidate)}
+        keys = {key for candidate in self.found.candidates for key in self._units(candidate)}
         linears = len({*self.found.plan.int8} & self.found.everything)
         return len(keys) + 1 + len(kept_counts(linears))
 
     def _row(self, candidate: Candidate) -> CandidateRow:
-        values = [self.trials.store.trials[key].scores[DRAW] for key in self._keys(candidate)]
-        return CandidateRow(
-            name=candidate.name,
-            group=candidate.group,
-            kind=candidate.kind,
-            layer=candidate.layer,
-            modules=list(candidate.modules),
-            diagnostic=candidate.diagnostic,
-            only=values[0],
-            all_but=values[1] if len(values) > 1 else None,
-        )
-
-    def _report(
-        self, fp32: Scores, full: Comparison, rows: list[CandidateRow], curve: list[CurvePoint], wall_s: float
-    ) -> Sensitivity:
-        session, config = self.session, self.session.config
-        point, reached = choose_point(curve, config.recipe.gate.max_drop)
-        model = session.fp32_model
-        modules, prefix = module_table(model), model.base_model_prefix
-        chosen = make_recipe(config.recipe, point, self.found, modules, prefix)
-        write_recipe(chosen, session.folder)
-        (split, encoded), plan = self.trials.drawn, self.found.plan
-        return Sensitivity(
-            **described(session, split, len(encoded.gold)),
-            fp32=fp32,
-            full=full,
-            int8=[name for name in (*plan.int8, *plan.attention) if name in self.found.everything],
-            rows=rows,
-            curve=curve,
-            choice=SensitivityChoice(
-                kept=point.kept,
-                reached=reached,
-                file=RECIPE_FILE,
-            ),
-            warnings=session.warnings,
-            notes=[*session.notes, *self.found.notes, *list_limits(config.recipe, len(encoded.gold))],
-            timings={"candidates_s": self.trials.store.seconds, "this_run_s": wall_s},
-        )
+        values = [self.trials.store.trials[key].scores[DRAW] for key in self._units(candidate)]
+        known = {name: value for name, value in asdict(candidate).items() if name != "start"}
+        return CandidateRow(**known, only=values[0], all_but=values[1] if len(values) > 1 else None)
 
 
 def list_limits(recipe: Recipe, samples: int) -> list[str]:
-    """Return notes on what the figures of a recipe on so many samples cannot tell."""
     notes = []
     if samples < FEW:
         notes.append(

@@ -1,9 +1,7 @@
 """The report of `sensitivity`: a page with charts, Markdown and a screen."""
 
 import math
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from qdqbench.eval.reporting import svg
 from qdqbench.eval.reporting.document import (
@@ -19,17 +17,17 @@ from qdqbench.eval.reporting.document import (
     Table,
     Tile,
     Verdict,
+    bad_unless,
     code,
     page_of_choice,
     row,
+    table_of,
 )
 from qdqbench.eval.reporting.formats import DIVERGENCES, cleaned, count_of, label, seconds, sentence
-from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CandidateRow, Sensitivity, ranking
-from qdqbench.eval.selection.trials.cells import change_cell, divergence_cell, noise_text, sqnr_text
+from qdqbench.eval.selection.trials.report import change_cell, divergence_cell, noise_text, sqnr_text
 from qdqbench.quantize.models.families.family import QKV
 from qdqbench.quantize.models.families.known import part_of
-from qdqbench.quantize.utils import files
 
 WORST = 10
 WIDEST = 36  # characters of a name in a terminal
@@ -44,88 +42,71 @@ COLUMNS = (
 )
 
 
-def write_sensitivity(sensitivity: Sensitivity, folder: Path) -> list[Path]:
-    """Write `sensitivity.json`, `sensitivity.md` and `sensitivity.html`.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    files.write_text(folder / SENSITIVITY_FILE, sensitivity.model_dump_json(indent=2) + "\n")
-    return [
-        folder / SENSITIVITY_FILE,
-        *write_report(sensitivity_report(sensitivity), folder, "sensitivity"),
-    ]
-
-
 def sensitivity_report(sensitivity: Sensitivity) -> Report:
-    """Return what a sensitivity shows: the worst tensors, and how many linears leave INT8."""
     sensitivity = cleaned(sensitivity)
-    reached, full = sensitivity.choice.reached, sensitivity.full
-    worst = ranking(sensitivity.rows)
-    by_group = {
-        group: [each for each in sensitivity.rows if each.group == group]
+    reached, full, worst = sensitivity.choice.reached, sensitivity.full, ranking(sensitivity.rows)
+    linears, attention, blocks, kinds = (
+        [each for each in sensitivity.rows if each.group == group]
         for group in ("linear", "attention", "block", "kind")
-    }
-    ranked = {
-        ("linears", "Linears, the worst first"): [
-            *worst,
-            *(each for each in by_group["linear"] if not each.all_but),
-        ],
-        ("attention", "Attention of a layer: q, k, v and softmax"): by_group["attention"],
-        ("layers", "Layers"): by_group["block"],
-        ("kinds", "Kinds"): by_group["kind"],
-    }
+    )
+    sections = [
+        Section(anchor, title, [_table(sensitivity, rows)])
+        for anchor, title, rows in (
+            (
+                "linears",
+                "Linears, the worst first",
+                [*worst, *(each for each in linears if not each.all_but)],
+            ),
+            ("attention", "Attention of a layer: q, k, v and softmax", attention),
+            ("layers", "Layers", blocks),
+            ("kinds", "Kinds", kinds),
+        )
+        if rows
+    ]
     charts = [Chart(partial(draw, sensitivity)) for draw in (only_svg, all_but_svg, curve_svg)]
-    curve = Table(
-        ["kept", "divergence", "drop", "differing answers"],
-        [
-            row(str(point.kept), divergence_cell(own), change_cell(own.drop, own), _count(own.disagreements))
-            for point in sensitivity.curve
-            for own in [point.comparison]
-        ],
+    curve = table_of(
+        sensitivity.curve,
+        ("kept", lambda point: point.kept),
+        ("divergence", lambda point: divergence_cell(point.comparison)),
+        ("drop", lambda point: change_cell(point.comparison.drop, point.comparison)),
+        ("differing answers", lambda point: point.comparison.disagreements),
         texts=(),
     )
-    screens = [
-        _screen_table(f"the {WORST} worst linears", worst[:WORST]),
-        _screen_table("kinds", by_group["kind"]),
-    ]
-    title = "The gate holds" if reached else "The gate does not hold"
+    screens = [_screen_table(f"the {WORST} worst linears", worst[:WORST]), _screen_table("kinds", kinds)]
+    drop, kept = f"{full.drop:+.4f}", count_of(sensitivity.choice.kept, "linear")
     tiles = [
-        Tile(
-            f"drop of {label(sensitivity.metric)}",
-            f"{full.drop:+.4f}",
-            f"everything in INT8, {noise_text(full)}",
-        ),
+        Tile(f"drop of {label(sensitivity.metric)}", drop, f"everything in INT8, {noise_text(full)}"),
         Tile("divergence", f"{full.divergence:.2g}", "everything in INT8"),
     ]
     if worst and full.divergence:
         tiles.append(Tile("the worst linear", f"{worst[0].only.distance / full.distance:.0%}", worst[0].name))
-    kept = count_of(sensitivity.choice.kept, "linear")
-    tiles.append(Tile("kept out of INT8", kept, f"by {sensitivity.choice.file}", "" if reached else "bad"))
+    tiles.append(Tile("kept out of INT8", kept, f"by {sensitivity.choice.file}", bad_unless(reached)))
+    data = sensitivity.data
+    explanation = (
+        f"Divergence is {DIVERGENCES[sensitivity.divergence]}. The ranking goes by it and not by the metric: "
+        f"on {data['samples']} samples most drops are noise. ± is one standard error, and (noise) marks "
+        "drops of at most two, paired with FP32.",
+        f"Measured on split {data['split']!r}, on other rows than those that calibrate; no evaluation "
+        f"split was read. Everything in INT8 means {count_of(len(sensitivity.int8), 'module')}.",
+    )
+    settings = [
+        ("batch size", str(sensitivity.batch_size)),
+        ("time of all candidates", seconds(sensitivity.timings["candidates_s"])),
+    ]
     return Report(
-        page_of_choice(
-            sensitivity,
-            "sensitivity",
-            SENSITIVITY_FILE,
-            ("batch size", str(sensitivity.batch_size)),
-            ("time of all candidates", seconds(sensitivity.timings["candidates_s"])),
-        ),
+        page_of_choice(sensitivity, "sensitivity", SENSITIVITY_FILE, *settings),
         [
             Section("charts", "Charts", [Columns([[each] for each in charts])], on=PAGE),
-            *(
-                Section(anchor, name, [_table(sensitivity, rows)])
-                for (anchor, name), rows in ranked.items()
-                if rows
-            ),
+            *sections,
             Section("kept", "Linears kept out of INT8, the worst first", [curve]),
         ],
         Verdict(
             "good" if reached else "bad",
-            title,
+            "The gate holds" if reached else "The gate does not hold",
             sensitivity_headline(sensitivity),
             notes=[sentence(choice_text(sensitivity))],
         ),
-        lead=[*screens, *(Prose(text, "quiet") for text in _explanation(sensitivity))],
+        lead=[*screens, *(Prose(text, "quiet") for text in explanation)],
         tiles=tiles,
         warnings=sensitivity.warnings,
         notes=[sentence(note) for note in sensitivity.notes],
@@ -133,7 +114,6 @@ def sensitivity_report(sensitivity: Sensitivity) -> Report:
 
 
 def sensitivity_headline(sensitivity: Sensitivity) -> str:
-    """Return what everything in INT8 costs, and which linear most, in words."""
     metric, full, fp32 = label(sensitivity.metric), sensitivity.full, sensitivity.fp32
     value = fp32.metrics[sensitivity.metric]
     text = (
@@ -148,7 +128,6 @@ def sensitivity_headline(sensitivity: Sensitivity) -> str:
 
 
 def choice_text(sensitivity: Sensitivity) -> str:
-    """Return what the written recipe keeps out of INT8, and why, in words."""
     choice, own, limit = sensitivity.choice, sensitivity.chosen.comparison, sensitivity.max_drop
     drop = f"{own.drop:+.4f} ± {own.drop_stderr:.4f}"
     if not choice.reached:
@@ -167,17 +146,6 @@ def choice_text(sensitivity: Sensitivity) -> str:
     return f"{choice.file} keeps {count_of(choice.kept, 'linear')} out of INT8: {reason}"
 
 
-def _explanation(sensitivity: Sensitivity) -> list[str]:
-    data = sensitivity.data
-    return [
-        f"Divergence is {DIVERGENCES[sensitivity.divergence]}. The ranking goes by it and not by the metric: "
-        f"on {data['samples']} samples most drops are noise. ± is one standard error, and (noise) marks "
-        "drops of at most two, paired with FP32.",
-        f"Measured on split {data['split']!r}, on other rows than those that calibrate; no evaluation "
-        f"split was read. Everything in INT8 means {count_of(len(sensitivity.int8), 'module')}.",
-    ]
-
-
 def _table(sensitivity: Sensitivity, rows: list[CandidateRow]) -> Table:
     return Table(["name", *COLUMNS], [_row(sensitivity, each) for each in rows], look="full sortable names")
 
@@ -185,33 +153,23 @@ def _table(sensitivity: Sensitivity, rows: list[CandidateRow]) -> Table:
 def _row(sensitivity: Sensitivity, candidate: CandidateRow) -> Row:
     only, rest, full = candidate.only, candidate.all_but, sensitivity.full
     name = code(f"{candidate.name}{' (diagnostic)' if candidate.diagnostic else ''}")
-    changed = Cell(_count(only.disagreements))
-    cells = [divergence_cell(only), change_cell(only.drop, only), changed, Cell(sqnr_text(only))]
+    cells = [divergence_cell(only), change_cell(only.drop, only), only.disagreements, sqnr_text(only)]
     if rest is None:
         return row(name, *cells, Cell("not part of everything", "quiet"))
     share = f"{rest.distance / full.distance:.0%}" if full.divergence else ""
     return row(name, *cells, divergence_cell(rest), share, change_cell(rest.drop, rest))
 
 
-def _count(disagreements: int | None) -> str:
-    return "" if disagreements is None else str(disagreements)
-
-
 def _screen_table(title: str, rows: list[CandidateRow]) -> Table:
-    """Return the table of a terminal 80 characters wide: divergence, drop, divergence."""
-    lines = []
-    for each in rows:
-        only, rest = each.only, each.all_but
-        lines.append(
-            row(
-                _shorten(each.name.removeprefix("encoder.")),
-                f"{only.divergence:.1e}",
-                f"{only.drop:+.4f} ± {only.drop_stderr:.4f}",
-                "noise" if only.within_noise else "",
-                "" if rest is None else f"{rest.divergence:.1e}",
-            )
-        )
-    return Table([f"{title}, by divergence", "only this", "drop", "", "all but"], lines, on=SCREEN)
+    return table_of(
+        rows,
+        (f"{title}, by divergence", lambda each: _shorten(each.name.removeprefix("encoder."))),
+        ("only this", lambda each: f"{each.only.divergence:.1e}"),
+        ("drop", lambda each: f"{each.only.drop:+.4f} ± {each.only.drop_stderr:.4f}"),
+        ("", lambda each: "noise" if each.only.within_noise else ""),
+        ("all but", lambda each: f"{each.all_but.divergence:.1e}" if each.all_but else ""),
+        on=SCREEN,
+    )
 
 
 def _shorten(name: str) -> str:
@@ -229,31 +187,15 @@ DARKEST = 0.75  # opacity: text in the page's color stays readable on it
 
 
 def only_svg(sensitivity: Sensitivity) -> str:
-    """Return the chart of the divergence with one linear, or one attention, in INT8."""
-    return _heat_map(
-        sensitivity,
-        "only",
-        "divergence with only this in INT8, times 1,000",
-        lambda row: row.only.distance,
-        lambda value: f"{1000 * value:.3g}",
-    )
+    amounts = [(row, row.only.distance) for row in sensitivity.rows]
+    return _heat_map(amounts, "only", "divergence with only this in INT8, times 1,000", 1000, ".3g")
 
 
 def all_but_svg(sensitivity: Sensitivity) -> str:
-    """Return the chart of the part of everything's divergence that goes when one is taken out."""
     whole = sensitivity.full.distance
-
-    def saved(row: CandidateRow) -> float | None:
-        return 1 - row.all_but.distance / whole if row.all_but and whole else None
-
-    return _heat_map(
-        sensitivity,
-        "all-but",
-        "part of the divergence that goes with this out of INT8, %",
-        saved,
-        lambda value: f"{100 * value:.0f}",
-        linear=True,
-    )
+    amounts = [(row, 1 - row.all_but.distance / whole) for row in sensitivity.rows if row.all_but and whole]
+    title = "part of the divergence that goes with this out of INT8, %"
+    return _heat_map(amounts, "all-but", title, 100, ".0f", linear=True)
 
 
 def column(row: CandidateRow) -> str:
@@ -263,33 +205,36 @@ def column(row: CandidateRow) -> str:
 
 
 def _heat_map(  # noqa: PLR0913
-    sensitivity: Sensitivity,
+    amounts: list[tuple[CandidateRow, float]],
     name: str,
     title: str,
-    value: Callable[[CandidateRow], float | None],
-    text: Callable[[float], str],
+    times: int,
+    form: str,
     *,
     linear: bool = False,
 ) -> str:
     from matplotlib.patches import Rectangle
 
-    rows = [row for row in sensitivity.rows if row.group in ("linear", "attention") and row.layer is not None]
-    cells = {(row.layer, column(row)): amount for row in rows if (amount := value(row)) is not None}
+    cells = {
+        (row.layer, column(row)): amount
+        for row, amount in amounts
+        if row.group in ("linear", "attention") and row.layer is not None
+    }
     if not cells:
         return ""
-    layers = sorted({layer for layer, _ in cells if layer is not None})
+    layers = sorted({layer for layer, _ in cells})
     columns = [each for each in CHART_COLUMNS if any(each == of for _, of in cells)]
     largest = max(cells.values())
     figure = svg.figure_of(0.9 + 0.24 * len(layers))
     axes = figure.add_subplot()
     for (layer, kind), amount in cells.items():
-        if layer is None or kind not in columns:
+        if kind not in columns:
             continue
         x, y = columns.index(kind), layers.index(layer)
         shade = DARKEST * _shade(amount, largest, linear)
         corner, color = (x - 0.48, y - 0.46), svg.VERMILLION
         axes.add_patch(Rectangle(corner, 0.96, 0.92, facecolor=color, alpha=shade, edgecolor="none"))
-        axes.text(x, y, text(amount), ha="center", va="center")
+        axes.text(x, y, f"{times * amount:{form}}", ha="center", va="center")
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     axes.set_xticks(range(len(columns)), columns)
@@ -303,7 +248,6 @@ def _heat_map(  # noqa: PLR0913
 
 
 def _shade(amount: float, largest: float, linear: bool) -> float:
-    """Return 0 to 1: the logarithm over some decades, or the value itself."""
     if largest <= 0 or amount <= 0:
         return 0.0
     if linear:
@@ -312,7 +256,6 @@ def _shade(amount: float, largest: float, linear: bool) -> float:
 
 
 def curve_svg(sensitivity: Sensitivity) -> str:
-    """Return the chart of divergence and drop over the number of linears kept out of INT8."""
     if len(sensitivity.curve) < 2:
         return ""
     figure = svg.figure_of(4.2)
@@ -327,14 +270,8 @@ def curve_svg(sensitivity: Sensitivity) -> str:
     lower.errorbar(places, [each.drop for each in curve], [each.drop_stderr for each in curve], **line)
     lower.axhline(sensitivity.max_drop, **svg.LIMIT_LINE)
     for axes, value in ((upper, chosen.distance), (lower, chosen.drop)):
-        axes.plot(
-            sensitivity.choice.kept,
-            value,
-            marker="o",
-            markersize=11,
-            markerfacecolor="none",
-            color=svg.ORANGE,
-        )
+        circle = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "color": svg.ORANGE}
+        axes.plot(sensitivity.choice.kept, value, **circle)
         axes.set_xscale("symlog", base=2, linthresh=1)
         axes.set_xticks(places, [str(place) for place in places])
         axes.minorticks_off()

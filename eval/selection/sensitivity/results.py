@@ -1,7 +1,7 @@
 """Schema of `sensitivity.json`: what INT8 costs, tensor by tensor (documented in docs/sensitivity.md)."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from qdqbench.eval.selection.trials.results import DrawRecord, Scores
 from qdqbench.quantize.utils.comparison import Comparison
@@ -72,38 +72,25 @@ class Sensitivity(DrawRecord):
     """Points by rising number of linear layers kept out of INT8."""
     choice: SensitivityChoice
     """Recipe that was written."""
-    warnings: list[str]
-    """Caveats of the figures."""
-    notes: list[str]
-    """Notes on how the data were read and calibrated."""
     timings: dict[str, float]
     """Times in seconds: `candidates_s` of all measurements, those of interrupted runs included;
     `this_run_s`."""
-    environment: dict[str, Any]
-    """Versions, hardware, git hash."""
 
     @property
     def chosen(self) -> CurvePoint:
-        """Return the point of the curve that the written recipe has."""
         return next(point for point in self.curve if point.kept == self.choice.kept)
 
     @property
     def max_drop(self) -> float:
-        """Return the gate of the recipe."""
         return float(self.recipe["gate"]["max_drop"])
 
 
 def sensitivity_file(path: Path) -> Path:
-    """Return the file itself, or the one in a folder."""
     return path / SENSITIVITY_FILE if path.is_dir() else path
 
 
 def read_sensitivity(path: Path) -> Sensitivity:
-    """Read `sensitivity.json`, or the one in a folder.
-
-    Raises:
-        UserError: missing, or not of this version.
-    """
+    """Read `sensitivity.json`, or the one in a folder."""
     file = sensitivity_file(path)
     return read(file, Sensitivity, "sensitivity report", "run `qdqbench sensitivity` again")
 

@@ -1,12 +1,14 @@
 """One calibration pass shared by recipes that differ in the method of activations only."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qdqbench.eval.selection.trials.results import CalibrationCost
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, get_quantizer_kind, list_quantizers
@@ -40,10 +42,7 @@ def collect_ranges(
     settings: Calibration,
     progress: Callable[[int], None] = lambda _: None,
 ) -> SharedCalibration:
-    """Calibrate `model`, in place, for all plans that differ from `plan` in the methods of activations only.
-
-    Arguments and errors as of `ptq.calibrate`; biases are not corrected.
-    """
+    """Calibrate `model`, in place, for all plans that differ from `plan` in methods of activations only."""
     scaling = {name: replace(each, method=SHARED_METHOD) for name, each in plan.scaling.items()}
     unbiased = settings.model_copy(update={"bias_correction": False})
     record = ptq.calibrate(model, replace(plan, scaling=scaling), batches, unbiased, progress)
@@ -56,9 +55,6 @@ def apply_methods(
     """Return a copy of the model with every amax by the methods of `plan`, and its quantizers.
 
     Scales are those of `ptq.calibrate` with that plan, bit for bit.
-
-    Raises:
-        CheckFailed: an amax that is not plausible.
     """
     from qdqbench.quantize.calibration.fakequant.modelopt import get_calibrator
 
@@ -95,14 +91,17 @@ def _amax_by(seen: Any, method: str) -> "torch.Tensor":
     return amax
 
 
-def widest_activation(states: dict[str, QuantizerState]) -> tuple[str, float] | None:
-    """Return the activation quantizer with the largest amax / rms, and that ratio."""
-    ratios = {
-        name: state.amax / state.rms
+def describe_cost(
+    seconds: float, states: dict[str, QuantizerState], notes: Sequence[str] = ()
+) -> CalibrationCost:
+    """Return what a calibration took, with its largest amax / rms of an activation."""
+    ratios = [
+        (state.amax / state.rms, name)
         for name, state in states.items()
         if state.kind not in ("weight", "softmax") and state.rms and isinstance(state.amax, float)
-    }
-    return max(ratios.items(), key=lambda item: item[1]) if ratios else None
+    ]
+    ratio, name = max(ratios, key=itemgetter(0), default=(None, None))
+    return CalibrationCost(seconds=seconds, amax_over_rms=ratio, amax_over_rms_at=name, notes=[*notes])
 
 
 LAYERNORMS, EMBEDDINGS = "LayerNorm input", "embeddings"  # units that no recipe can put into INT8
@@ -119,10 +118,7 @@ class Switches:
     def __init__(self, model: "PreTrainedModel", plan: Plan, norms: dict[str, torch.Tensor]) -> None:
         """Take over a model that `ptq.calibrate` has calibrated with `plan`; everything starts in FP32.
 
-        Args:
-            model: changed in place.
-            plan: what can be switched.
-            norms: amax of the input of each LayerNorm, from `watch_norms`.
+        `norms` holds the amax of the input of each LayerNorm, from `watch_norms`.
         """
         self.on: frozenset[str] = frozenset()
         self._weights: dict[str, list[tuple[Any, torch.Tensor, torch.Tensor]]] = {}
@@ -152,7 +148,6 @@ class Switches:
             _use_in_place(quantizer for group in self._activations.values() for quantizer in group)
 
     def set(self, on: Collection[str]) -> None:
-        """Put exactly these units into INT8."""
         wanted = frozenset(on)
         for unit in wanted ^ self.on:
             for parameter, plain, rounded in self._weights.get(unit, ()):

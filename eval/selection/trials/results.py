@@ -10,16 +10,7 @@ from qdqbench.quantize.utils.schema import Strict
 from qdqbench.quantize.utils.speedup import Speedup
 
 DRAW = "draw"  # in `Trial.scores`: train rows that do not calibrate
-Origin = Literal[
-    "given",  # by the user
-    "shipped",
-    "unquantized",  # nothing in INT8
-    "calibration",  # another calibration section, of `methods`
-    "candidate",  # one group of tensors in INT8, or all but it, of `sensitivity`: no recipe
-    "ranking",  # by what each tensor costs
-    "tpe",  # proposed by the sampler of a search
-    "qat",
-]
+Origin = Literal["given", "shipped", "unquantized", "calibration", "candidate", "ranking", "tpe", "qat"]
 FailureCode = Literal["input", "check", "device", "error"]
 
 
@@ -33,17 +24,13 @@ class Failure(Strict):
 
     @property
     def is_retryable(self) -> bool:
-        """Return whether the user can remove the cause."""
         return self.code in {"input", "device"}
 
 
 def failure_of(error: Exception) -> Failure:
     """Return an exception as data; its text is one line of at most 500 characters."""
-    codes: dict[type[Exception], FailureCode] = {
-        UserError: "input",
-        CheckFailed: "check",
-        MissingDevice: "device",
-    }
+    codes: dict[type[Exception], FailureCode]
+    codes = {UserError: "input", CheckFailed: "check", MissingDevice: "device"}
     code = codes.get(type(error), "error")
     text = " ".join(str(error).split())[:500]
     return Failure(code=code, text=text if code != "error" else f"{type(error).__name__}: {text}")
@@ -102,8 +89,8 @@ class Trial(Strict):
         return self.scores[DRAW].distance
 
 
-class DrawRecord(Strict):
-    """What results on a draw of train rows share; `trials.store.described` fills it."""
+class ChoiceRecord(Strict):
+    """What results of all four commands share; `trials.store.describe_session` fills it."""
 
     schema_version: Literal[3] = 3
     """Version of this schema."""
@@ -111,6 +98,19 @@ class DrawRecord(Strict):
     """Time of the end, ISO 8601, UTC."""
     command: str
     """Command line."""
+    metric: str
+    """Primary metric of the task."""
+    warnings: list[str]
+    """Caveats of the figures."""
+    notes: list[str]
+    """Notes on how the data were read and calibrated."""
+    environment: dict[str, Any]
+    """Versions, hardware, git hash."""
+
+
+class DrawRecord(ChoiceRecord):
+    """What results on a draw of train rows share; `Trials.describe` fills it."""
+
     recipe: dict[str, Any]
     """Recipe with every default filled in."""
     model: dict[str, Any]
@@ -124,8 +124,6 @@ class DrawRecord(Strict):
     """Seed of the bootstrap; the draws use the recipe's `calibration.seed`."""
     batch_size: int
     """Batch size of the evaluation in samples."""
-    metric: str
-    """Primary metric of the task."""
     divergence: Divergence
     """`kl`: KL(FP32 || INT8) per sample in nat; `squared`: squared error over the variance of FP32 logits;
     `cosine`: 1 - cosine to FP32 embeddings."""

@@ -33,17 +33,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[Split, Encoded]:
+def draw_samples(session: Session, samples: int, *, least: int = 2) -> tuple[Split, Encoded]:
     """Draw the rows of the calibration split after those that calibrate, in the same seeded order.
 
-    Notes of the split, and that it has fewer rows, go to the session.
-
     Args:
-        samples: rows to draw.
         least: rows without which nothing can be said, unless fewer were asked for.
-
-    Raises:
-        UserError: the calibration split is one that judges, or too few of its rows are left.
     """
     settings, task = session.recipe.calibration, session.config.task
     if settings.split in task.eval_splits:
@@ -61,8 +55,7 @@ def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[S
     if left < min(samples, least):
         raise UserError(
             f"split {settings.split!r} of {split.source} has {split.rows} rows and calibration takes "
-            f"{taken}, so {max(left, 0)} are left to measure on; lower calibration.samples in the "
-            "recipe"
+            f"{taken}, so {max(left, 0)} are left to measure on; lower calibration.samples in the recipe"
         )
     if left < samples:
         session.notes.append(
@@ -76,43 +69,25 @@ def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[S
     return split, encoded
 
 
-def described(session: "Session", split: Split, samples: int) -> dict[str, Any]:
-    """Return fields that results on a draw share: what was measured, on what, where and when.
-
-    Args:
-        split: that `samples` were drawn from.
-    """
-    config, settings = session.config, session.recipe.calibration
+def describe_session(session: Session) -> dict[str, Any]:
+    """Return the fields of a `ChoiceRecord` as of now."""
     return {
         "created": now(),
-        "command": config.command,
-        "recipe": config.recipe.model_dump(mode="json"),
-        "model": {"name": session.model_name, "sha256": session.model_sha256},
-        "task": config.task.model_dump(mode="json"),
-        "data": {
-            "source": split.source,
-            "fingerprint": split.fingerprint,
-            "split": settings.split,
-            "rows": split.rows,
-            "calibration": settings.samples,
-            "samples": samples,
-            "seed": settings.seed,
-        },
-        "seed": config.seed,
-        "batch_size": config.batch_size,
-        "metric": config.task.metrics[0],
-        "divergence": config.task.kind.divergence_name,
+        "command": session.config.command,
+        "metric": session.config.task.metrics[0],
+        "warnings": session.warnings,
+        "notes": session.notes,
         "environment": describe_environment(),
     }
 
 
 Record = TypeVar("Record", bound=Trial)
+Calibrate = Callable[[], tuple["PreTrainedModel", CalibrationCost]]  # a fake-quant model
 TRIALS = "trials.jsonl"
 RECIPE_FILE = "recipe.yaml"  # the recipe that a command chose
 
 
 def hash_of(value: Any) -> str:
-    """Return the SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -122,11 +97,6 @@ def named_by(name: str, command: str) -> str:
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
-    """Write a chosen recipe as short YAML, which parses back to it.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
     text = dump_short_recipe(recipe)
     assert parse_recipe(text, RECIPE_FILE) == recipe, text
     files.write_text(folder / RECIPE_FILE, text)
@@ -140,11 +110,6 @@ class Store(Generic[Record]):
     """
 
     def __init__(self, path: Path, schema: type[Record], settings: Mapping[str, Any]) -> None:
-        """Read what is there.
-
-        Raises:
-            UserError: the folder cannot be written.
-        """
         self.path, self.schema = path, schema
         header = {"settings": json.loads(json.dumps(settings))}
         first, self.trials = self._read()
@@ -156,11 +121,7 @@ class Store(Generic[Record]):
         files.write_text(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
 
     def add(self, key: str, trial: Record) -> Record:
-        """Append a trial; it is on the disk when this returns.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
+        """Append a trial; it is on the disk when this returns."""
         try:
             with self.path.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(self._line(key, trial), allow_nan=False) + "\n")
@@ -173,12 +134,10 @@ class Store(Generic[Record]):
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of all trials, those of earlier calls included."""
         return float(sum(trial.seconds for trial in self.trials.values()))
 
     @property
     def resume_note(self) -> str | None:
-        """Return what a user must know before a command starts on this file."""
         if self.is_stale:
             return f"{self.path}: from other settings, data or code; starting from scratch"
         return f"{self.path}: resuming after {self.resumed} finished trials" if self.resumed else None
@@ -191,9 +150,8 @@ class Store(Generic[Record]):
         """Return the header and the trials up to the first line that is not one."""
         header: dict[str, Any] = {}
         trials: dict[str, Record] = {}
-        if not self.path.is_file():
-            return header, trials
-        for text in self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        known = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
+        for text in known.splitlines(keepends=True):
             try:
                 line = json.loads(text)
                 if not text.endswith("\n"):
@@ -209,10 +167,7 @@ class Store(Generic[Record]):
 
 @dataclass
 class Trials:
-    """Recipes that are tried on one model and task: what they are scored on, and those that are finished.
-
-    Every trial is compared with FP32 on the draw, and on the evaluation splits where `evaluates` is set.
-    """
+    """Recipes that are tried on one model and task, compared with FP32 on the draw and evaluation data."""
 
     session: Session
     samples: int  # of the draw, at most; 0: no draw
@@ -224,24 +179,42 @@ class Trials:
 
     @cached_property
     def drawn(self) -> tuple[Split, Encoded]:
-        """Return the train rows that do not calibrate."""
         return draw_samples(self.session, self.samples, least=self.least)
 
     @property
     def draw(self) -> Encoded:
-        """Return the tokens of the draw."""
         return self.drawn[1]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields of a `DrawRecord`: what was measured, on what, where and when."""
+        session, config, settings = self.session, self.session.config, self.session.recipe.calibration
+        split = self.drawn[0]
+        return describe_session(session) | {
+            "recipe": config.recipe.model_dump(mode="json"),
+            "model": {"name": session.model_name, "sha256": session.model_sha256},
+            "task": config.task.model_dump(mode="json"),
+            "data": {
+                "source": split.source,
+                "fingerprint": split.fingerprint,
+                "split": settings.split,
+                "rows": split.rows,
+                "calibration": settings.samples,
+                "samples": len(self.draw.gold),
+                "seed": settings.seed,
+            },
+            "seed": config.seed,
+            "batch_size": config.batch_size,
+            "divergence": config.task.kind.divergence_name,
+        }
 
     @cached_property
     def encoded(self) -> dict[str, Encoded]:
-        """Return the tokens of all that is scored, by split, the draw first."""
         splits = self.session.eval_splits if self.evaluates else {}
         draw = {DRAW: self.draw} if self.samples else {}
         return draw | {name: encoded for name, (_, encoded) in splits.items()}
 
     @property
     def rows(self) -> int:
-        """Return the rows that one trial answers."""
         return sum(encoded.rows for encoded in self.encoded.values())
 
     @cached_property
@@ -266,23 +239,21 @@ class Trials:
 
     @cached_property
     def store(self) -> Store[Trial]:
-        """Open the file of finished trials."""
         return Store(self.path, Trial, self.settings)
 
     @cached_property
     def fp32(self) -> dict[str, Float32]:
-        """Return FP32's answers [answers, width] by split; kept in a file alongside the store.
-
-        Raises:
-            UserError: NaN or infinite logits, or the file cannot be written.
-        """
+        """Return FP32's answers [answers, width] by split; kept in a file alongside the store."""
         path, identity = self.path.with_suffix(".fp32.npz"), hash_of(self.settings)
         damaged = contextlib.suppress(OSError, ValueError, KeyError, BadZipFile)  # or missing
         with damaged, np.load(path, allow_pickle=False) as arrays:
             if str(arrays["identity"]) == identity:
                 return {split: arrays[f"answers {split}"] for split in self.encoded}
         try:
-            answers = self.reference() if self.reference else self.answer_fp32()
+            if self.reference is not None:
+                answers = self.reference()
+            else:
+                answers = self.answer(placed(self.session.fp32_model), "FP32")
         except CheckFailed as error:
             raise UserError(
                 f"model {self.session.model_name} gives NaN or infinite logits in FP32, so there is nothing "
@@ -293,12 +264,7 @@ class Trials:
             np.savez(stream, identity=np.array(identity), **arrays)
         return answers
 
-    def answer_fp32(self) -> dict[str, Float32]:
-        """Return the answers of the session's FP32 model by split."""
-        return self.answer(placed(self.session.fp32_model), "FP32")
-
     def fp32_scores(self, split: str) -> Scores:
-        """Return FP32's metrics on a split."""
         task, answers = self.session.config.task, self.fp32[split]
         gold = metrics.select_reference(task, self.encoded[split].gold, answers)
         return Scores(
@@ -308,11 +274,7 @@ class Trials:
         )
 
     def answer(self, model: "PreTrainedModel", text: str) -> dict[str, Float32]:
-        """Return a model's answers [answers, width] by split.
-
-        Raises:
-            CheckFailed: NaN or infinite logits.
-        """
+        """Return a model's answers [answers, width] by split."""
         session = self.session
         return {
             split: predict(
@@ -327,14 +289,7 @@ class Trials:
         }
 
     def compare(self, answers: Mapping[str, Float32]) -> tuple[dict[str, Comparison], list[float]]:
-        """Compare answers with FP32's.
-
-        Args:
-            answers: [answers, width] by split.
-
-        Returns:
-            The comparisons by split, and the divergence of each sample of the draw.
-        """
+        """Compare answers [answers, width] by split with FP32's, those of the draw by sample too."""
         task, seed = self.session.config.task, self.session.config.seed
         scores: dict[str, Comparison] = {}
         divergences: list[float] = []
@@ -347,20 +302,10 @@ class Trials:
                 scores[split] = compare(task, reference, each, gold, seed=seed)
         return scores, divergences
 
-    def measure(
-        self,
-        key: str,
-        draft: Trial,
-        calibrate: Callable[[], tuple["PreTrainedModel", CalibrationCost]],
-    ) -> Trial:
+    def measure(self, key: str, draft: Trial, calibrate: Calibrate) -> Trial:
         """Return a finished trial, or calibrate and score it now.
 
         Failures become part of the trial; one that the user can fix is tried again by the next call.
-
-        Args:
-            key: names the trial in the store.
-            draft: the recipe and its origin.
-            calibrate: returns the fake-quant model.
         """
         if key in self.store.trials:
             return self.store.trials[key]

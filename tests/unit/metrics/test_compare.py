@@ -154,5 +154,6 @@ def test_a_choice_takes_the_mean_and_refuses_constant_scores():
     found, each = compare_with_divergence(STSB, scores, other, labels, seed=0)
     assert (each == divergence(STSB, scores, other, labels)).all()
     assert found.divergence == each.mean()
+    assert found.divergence_stderr == pytest.approx(each.std(ddof=1) / 30**0.5)
     with pytest.raises(CheckFailed, match="the same output for every sample"):
         compare_with_divergence(STSB, np.ones_like(scores), other, labels, seed=0)

@@ -14,19 +14,19 @@ from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.comparison import write_comparison
 from qdqbench.eval.runs.report.report import write_reports
 from qdqbench.eval.runs.report.training import write_finetuning
-from qdqbench.eval.selection.auto.report import write_auto
-from qdqbench.eval.selection.methods.report import write_methods
+from qdqbench.eval.selection.auto.report import auto_report
+from qdqbench.eval.selection.methods import methods_report
 from qdqbench.eval.selection.search.report import search_report
-from qdqbench.eval.selection.sensitivity.report import write_sensitivity
+from qdqbench.eval.selection.sensitivity.report import sensitivity_report
 
 from ...support.compared import sample_comparison
 from ...unit.bench.test_results import sample_bench
 from ...unit.runs.report.test_report import sample as sample_run
 from ...unit.runs.report.test_training_report import failed_run, finetuning, run_of
 from ...unit.selection.auto.test_report import sample as sample_auto
-from ...unit.selection.methods.test_measure import table
 from ...unit.selection.search.test_results import sample_search
 from ...unit.selection.sensitivity.test_report import sample as sample_sensitivity
+from ...unit.selection.test_methods import table
 
 
 def _run(folder: Path) -> None:
@@ -37,11 +37,13 @@ def _run(folder: Path) -> None:
 KINDS: dict[str, Callable[[Path], Any]] = {
     "report": _run,
     "search": lambda folder: write_report(search_report(sample_search()), folder, "search"),
-    "methods": lambda folder: write_methods(table(), folder),
-    "sensitivity": lambda folder: write_sensitivity(sample_sensitivity(), folder),
+    "methods": lambda folder: write_report(methods_report(table()), folder, "methods"),
+    "sensitivity": lambda folder: write_report(
+        sensitivity_report(sample_sensitivity()), folder, "sensitivity"
+    ),
     "bench": lambda folder: write_bench_reports(sample_bench(), folder),
     "finetune": lambda folder: write_finetuning(finetuning([run_of(0), run_of(1), failed_run(2)]), folder),
-    "auto": lambda folder: write_auto(sample_auto(), folder),
+    "auto": lambda folder: write_report(auto_report(sample_auto()), folder, "auto"),
     "compare": lambda folder: write_comparison(sample_comparison(), folder),
 }
 

@@ -13,15 +13,16 @@ from rich.console import Console
 
 from qdqbench.eval.bench.report import bench_report
 from qdqbench.eval.bench.results import Bench, read_bench
-from qdqbench.eval.reporting.render import render_screen
+from qdqbench.eval.reporting.document import Report
+from qdqbench.eval.reporting.render import render_screen, write_report
 from qdqbench.eval.runs.comparison import comparison_report
 from qdqbench.eval.runs.report.report import run_report
 from qdqbench.eval.runs.report.training import finetuning_report
 from qdqbench.eval.runs.study import Study, study_report
-from qdqbench.eval.selection.auto.report import auto_report, write_auto
-from qdqbench.eval.selection.methods.report import methods_report, write_methods
+from qdqbench.eval.selection.auto.report import auto_report
+from qdqbench.eval.selection.methods import methods_report
 from qdqbench.eval.selection.search.report import search_report
-from qdqbench.eval.selection.sensitivity.report import sensitivity_report, write_sensitivity
+from qdqbench.eval.selection.sensitivity.report import sensitivity_report
 
 from ...support.compared import sample_comparison
 from ...unit.bench.test_results import sample_bench
@@ -29,9 +30,9 @@ from ...unit.runs.report.test_report import mnli
 from ...unit.runs.report.test_report import sample as sample_run
 from ...unit.runs.report.test_training_report import failed_run, finetuning, run_of
 from ...unit.selection.auto.test_report import sample as sample_auto
-from ...unit.selection.methods.test_measure import table
 from ...unit.selection.search.test_results import sample_search
 from ...unit.selection.sensitivity.test_report import sample as sample_sensitivity
+from ...unit.selection.test_methods import table
 
 MEASURED = Path(__file__).parents[3] / "docs" / "measured"
 FRAME = re.compile(r"[─-╿]")  # of panels
@@ -92,22 +93,14 @@ def test_80_columns_hold_every_word_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "summary", "write"),
-    [
-        (sample_auto(), lambda each: render_screen(auto_report(each)), write_auto),
-        (table(), lambda each: render_screen(methods_report(each)), write_methods),
-        (sample_sensitivity(), lambda each: render_screen(sensitivity_report(each)), write_sensitivity),
-    ],
-    ids=["auto", "methods", "sensitivity"],
+    "report",
+    [auto_report(sample_auto()), methods_report(table()), sensitivity_report(sample_sensitivity())],
+    ids=lambda report: report.page.kind,
 )
-def test_what_is_only_to_know_is_no_warning(
-    found: Any, summary: Callable[[Any], Any], write: Callable[[Any, Path], Any], tmp_path: Path
-) -> None:
-    with (stream := StringIO()):
-        Console(file=stream, width=80).print(summary(found))
-        shown = stream.getvalue()
+def test_what_is_only_to_know_is_no_warning(report: Report, tmp_path: Path) -> None:
+    shown = printed(render_screen(report), 80)
     assert 0 < shown.index("\nwarning: a warning") < shown.index("\nnote: a note")
-    pages = {path.suffix: path.read_text() for path in write(found, tmp_path)}
+    pages = {path.suffix: path.read_text() for path in write_report(report, tmp_path, "report")}
     warned = pages[".html"].partition('id="warnings"')[2].partition("</section>")[0]
     assert "a warning" in warned
     assert "a note" not in warned

@@ -11,7 +11,7 @@ from qdqbench.eval.metrics.gate import MOST_SAMPLES, judge, limit, samples_to_te
 from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_gate, judge_speed
 from qdqbench.eval.selection.search.confirm import judge_confirmed
 from qdqbench.eval.selection.search.results import ConfirmedRecipe
-from qdqbench.eval.selection.sensitivity.candidates import choose_point
+from qdqbench.eval.selection.sensitivity.measure import choose_point
 from qdqbench.eval.selection.sensitivity.results import CurvePoint
 from qdqbench.quantize.recipe.schema import GateSettings as Asked
 from qdqbench.quantize.recipe.schema import load_recipe

@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper
 
 from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.eval.selection.search.space import make_space
-from qdqbench.eval.selection.sensitivity.candidates import choices
+from qdqbench.eval.selection.sensitivity.measure import choices
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.engine.build import build, require_int8

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from qdqbench.eval.selection.auto.results import AutoStep, NestedFolds, Proposal, StepRun, choose_step
+from qdqbench.eval.selection.auto.results import AutoStep, NestedFolds, Proposal, choose_step
 from qdqbench.eval.selection.auto.run import (
     Evaluation,
     Proposer,
@@ -21,7 +21,7 @@ from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.comparison import Gate, GateIssue
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
-from ....support.records import comparison, speedup
+from ....support.records import comparison, speedup, step_run
 
 KINDS = ("shipped", "shipped", "methods", "islands", "search", "qat")
 NAMES = ("attention", "linears", "methods", "islands", "search", "qat")
@@ -34,19 +34,7 @@ def issue(code):
 
 def run_of(*codes, drop=0.0, nested=None):
     """What a run leaves of a recipe that loses so much, a fraction, and has these issues."""
-    run = StepRun(
-        folder="run",
-        engine=None,
-        int8_linears=1,
-        int8_attention=0,
-        stage="engine",
-        previous=None,
-        vs_previous={},
-        source=None,
-        not_timed=None,
-        issues=[issue(code) for code in codes],
-        nested=nested,
-    )
+    run = step_run(issues=[issue(code) for code in codes], nested=nested)
     return run, {"validation": comparison({"accuracy": -drop}, 0.001, within_noise=False)}
 
 
@@ -86,28 +74,30 @@ def failing(drop=0.03):
     return {name: run_of("accuracy", drop=drop) for name in NAMES}
 
 
-def test_the_first_that_holds_ends_it(tmp_path):
-    planned = Planned(tmp_path, failing() | {"linears": run_of()})
+UNSEEN = NestedFolds(folds=5, scores={}, others=0.2, unmet=[issue("accuracy")])
+FIRST = ["attention", "linears"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "taken", "skipped", "chosen"),
+    [
+        ({"linears": run_of()}, FIRST, "holds", "linears"),
+        ({"islands": run_of("accuracy", drop=0.02)}, [*NAMES], None, "islands"),  # none holds: the nearest
+        ({"linears": run_of(nested=UNSEEN), "methods": run_of()}, [*FIRST, "methods"], "holds", "methods"),
+        (dict.fromkeys(FIRST, CheckFailed("NaN")), FIRST, "no_base", None),
+        ({name: run_of("min_speedup") for name in NAMES}, [*FIRST, "search"], "only_speed", "attention"),
+        ({name: run_of("require_int8") for name in NAMES}, FIRST, "no_remedy", "attention"),
+    ],
+    ids=["holds", "none holds", "not on unseen samples", "no base", "only search is faster", "no remedy"],
+)
+def test_steps_are_taken_until_one_holds_or_none_can_help(plan, taken, skipped, chosen, tmp_path):
+    planned = Planned(tmp_path, failing() | plan)
     steps = planned.take()
-    assert planned.taken == ["attention", "linears"]
-    assert [step.holds for step in steps] == [False, True, False, False, False, False]
-    assert {step.skipped for step in steps[2:]} == {"holds"}
-    assert choose_step(steps).name == "linears"
-
-
-def test_without_one_that_holds_all_are_taken_and_the_nearest_is_chosen(tmp_path):
-    planned = Planned(tmp_path, failing() | {"islands": run_of("accuracy", drop=0.02)})
-    steps = planned.take()
-    assert planned.taken == [*NAMES]
-    assert not any(step.holds for step in steps)
-    assert choose_step(steps).name == "islands"
-
-
-def test_a_recipe_that_does_not_hold_on_unseen_samples_is_not_the_last(tmp_path):
-    nested = NestedFolds(folds=5, scores={}, others=0.2, unmet=[issue("accuracy")])
-    planned = Planned(tmp_path, failing() | {"linears": run_of(nested=nested), "methods": run_of()})
-    assert planned.take()[2].holds
-    assert planned.taken == ["attention", "linears", "methods"]
+    assert planned.taken == taken
+    assert {step.skipped for step in steps if step.name not in taken} == ({skipped} if skipped else set())
+    best = choose_step(steps)
+    assert (best and best.name) == chosen
+    assert [step.name for step in steps if step.holds] == ([chosen] if skipped == "holds" else [])
 
 
 def test_the_last_steps_seconds_are_the_next_ones_estimate(tmp_path):
@@ -135,27 +125,6 @@ def test_a_misfit_is_skipped_and_a_failure_is_recorded(tmp_path):
         ("failed", "check", 10.0),
         ("failed", "input", 10.0),
     ]
-
-
-def test_without_a_shipped_recipe_there_is_no_base(tmp_path):
-    planned = Planned(tmp_path, failing() | dict.fromkeys(NAMES[:2], CheckFailed("NaN")))
-    steps = planned.take()
-    assert planned.taken == ["attention", "linears"]
-    assert {step.skipped for step in steps[2:]} == {"no_base"}
-    assert choose_step(steps) is None
-
-
-def test_where_only_speed_is_unmet_search_alone_can_help(tmp_path):
-    planned = Planned(tmp_path, {name: run_of("min_speedup") for name in NAMES})
-    steps = planned.take()
-    assert planned.taken == ["attention", "linears", "search"]
-    assert steps[-1].skipped == "only_speed"
-
-
-def test_nothing_is_tried_where_no_step_can_help(tmp_path):
-    planned = Planned(tmp_path, {name: run_of("require_int8") for name in NAMES})
-    assert planned.take()[-1].skipped == "no_remedy"
-    assert planned.taken == ["attention", "linears"]
 
 
 def test_finished_steps_of_an_interrupted_call_are_not_taken_again_and_count(tmp_path):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qdqbench.eval.selection.auto.steps import Steps, choose_trial, find_islands, find_qat_settings
+from qdqbench.eval.selection.auto.run import choose_base, choose_trial, find_islands, find_qat_settings
 from qdqbench.eval.selection.search.results import SearchTrial
 from qdqbench.eval.selection.sensitivity.results import CurvePoint
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -68,10 +68,9 @@ def test_linears_leave_int8_in_a_recipe_without_int8_residuals(slow, base):
         )
         for name in ("attention", "residual", "linears")
     ]
-    steps = Steps(SimpleNamespace(), [])
-    assert steps._base(before, moved=True).name == f"bert-int8-{base}"
-    assert steps._base(before).name == f"bert-int8-{'residual' if slow else 'linears'}"
-    assert steps._base(before[1:2], moved=True).name == "bert-int8-residual"  # and says why it cannot
+    assert choose_base(before, moved=True).name == f"bert-int8-{base}"
+    assert choose_base(before).name == f"bert-int8-{'residual' if slow else 'linears'}"
+    assert choose_base(before[1:2], moved=True).name == "bert-int8-residual"  # and says why it cannot
 
 
 def test_every_family_has_settings_of_a_training():

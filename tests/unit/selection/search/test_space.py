@@ -8,17 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qdqbench.eval.selection.search import study
-from qdqbench.eval.selection.search.space import (
-    FLIPS,
-    FRAMES,
-    SEARCHED_METHODS,
-    SMOOTH,
-    WEIGHT_METHODS,
-    make_space,
-    rank_by_cost,
-)
+from qdqbench.eval.selection.search.results import Ranking
+from qdqbench.eval.selection.search.space import FLIPS, FRAMES, SECTION, make_space, rank_by_rows
 from qdqbench.quantize.models.families.known import BERT
-from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import (
     Recipe,
@@ -30,27 +22,14 @@ from qdqbench.quantize.recipe.schema import (
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils.errors import UserError
 
+from ....support.tiny_bert import INT8, fake_modules
+
 TASK = Task(name="x", text_columns=("sentence",), num_labels=2, metrics=("accuracy",))
 LAYERS = 12  # numbers of two digits are where patterns go wrong
 
 
-def modules(head_size=32, layers=LAYERS):
-    found = {"": ModuleInfo("other"), "bert.embeddings.word_embeddings": ModuleInfo("Embedding")}
-    for n in range(layers):
-        at = f"bert.encoder.layer.{n}"
-        found[f"{at}.attention.self"] = ModuleInfo("Attention", head_size)
-        found[f"{at}.attention.self.softmax"] = ModuleInfo("Softmax")
-        for name in ("query", "key", "value"):
-            found[f"{at}.attention.self.{name}"] = ModuleInfo("Linear")
-        found |= {f"{at}.attention.output": ModuleInfo("Residual"), f"{at}.output": ModuleInfo("Residual")}
-        found[f"{at}.attention.output.dense"] = ModuleInfo("Linear")
-        found[f"{at}.attention.output.LayerNorm"] = ModuleInfo("LayerNorm")
-        found[f"{at}.intermediate.dense"] = ModuleInfo("Linear")
-        found[f"{at}.output.dense"] = ModuleInfo("Linear")
-        found[f"{at}.output.LayerNorm"] = ModuleInfo("LayerNorm")
-    found["bert.pooler.dense"] = ModuleInfo("Linear")
-    found["classifier"] = ModuleInfo("Linear")
-    return found
+def modules(head_size=32):
+    return fake_modules(LAYERS, head_size)
 
 
 def space_of(recipe="bert-int8-linears", **changes):
@@ -67,9 +46,7 @@ PARAMS = st.fixed_dictionaries(
         "keep": st.integers(0, len(SPACE.units)),
         **{name: st.integers(0, len(SPACE.units)) for name in FLIPS},
         "attention_keep": st.integers(0, LAYERS),
-        "method": st.sampled_from(SEARCHED_METHODS),
-        "smoothing": st.sampled_from(SMOOTH),
-        "weights_method": st.sampled_from(WEIGHT_METHODS),
+        **{name: st.sampled_from(values) for name, values in SECTION.items()},
     }
 )
 PLAIN = {"method": "max", "smoothing": "none", "weights_method": "max"} | dict.fromkeys(FLIPS, 0)
@@ -80,7 +57,7 @@ PLAIN = {"method": "max", "smoothing": "none", "weights_method": "max"} | dict.f
 def test_every_point_is_a_recipe_with_exactly_its_units(params, random):
     order = list(SPACE.units)
     random.shuffle(order)
-    space = SPACE.ranked(order, random.sample(range(LAYERS), LAYERS))
+    space = SPACE.ranked(Ranking(units=order, attention=random.sample(range(LAYERS), LAYERS)))
     recipe = space.recipe(params)
     assert parse_recipe(dump_short_recipe(recipe), "again") == recipe
     plan = resolve(recipe, modules(), "bert")
@@ -133,13 +110,8 @@ def test_a_projection_takes_up_exceptions_from_the_ranking():
 
 def test_fp32_islands_and_other_linears_stay():
     rules = [
-        {
-            "match": "encoder.layer.*",
-            "type": "Linear",
-            "weights": "int8/per-tensor",
-            "input": "int8/per-tensor",
-        },
-        {"match": "pooler.dense", "weights": "int8/per-channel", "input": "int8/per-tensor"},
+        {"match": "encoder.layer.*", "type": "Linear", **INT8, "weights": "int8/per-tensor"},
+        {"match": "pooler.dense", **INT8},
         {"match": "encoder.layer.3.output.dense", "precision": "fp32"},
         {"match": "encoder.layer.*", "type": "LayerNorm", "precision": "fp32"},
     ]
@@ -162,12 +134,7 @@ def test_attention_that_cannot_be_fused_is_not_searched():
 
 def test_nothing_left_to_search_is_an_error():
     rules = [
-        {
-            "match": "encoder.layer.*",
-            "type": "Linear",
-            "weights": "int8/per-channel",
-            "input": "int8/per-tensor",
-        },
+        {"match": "encoder.layer.*", "type": "Linear", **INT8},
         {"match": "encoder.layer.*", "type": "Linear", "precision": "fp32"},
     ]
     with pytest.raises(UserError, match="nothing to search"):
@@ -181,12 +148,22 @@ def test_the_ranking_weighs_cost_by_work():
         "bert.encoder.layer.7.intermediate.dense": 4.0,
         **{f"bert.encoder.layer.9.attention.self.{x}": 1.5 for x in ("query", "key", "value")},
     }
-    ranked = rank_by_cost(SPACE, costs, {4: 0.5, 6: 0.7})
-    assert list(ranked.units)[:3] == [(2, "output"), (9, "qkv"), (7, "ffn-in")]
-    assert list(ranked.attention)[:2] == [6, 4]
-    assert set(ranked.units) == set(SPACE.units)
-    again = SPACE.ranked([*ranked.units], [*ranked.attention])
-    assert (list(again.units), list(again.attention)) == (list(ranked.units), list(ranked.attention))
+    rows = [candidate(cost, group="linear", modules=[name]) for name, cost in costs.items()]
+    rows += [
+        candidate(cost, group="attention", modules=[], layer=at) for at, cost in {4: 0.5, 6: 0.7}.items()
+    ]
+    units, attention = rank_by_rows(SPACE, rows, "a file")
+    assert units[:3] == [(2, "output"), (9, "qkv"), (7, "ffn-in")]
+    assert attention[:2] == [6, 4]
+    assert set(units) == set(SPACE.units)
+    again = SPACE.ranked(Ranking(units=units, attention=attention))
+    assert (list(again.units), list(again.attention)) == (units, attention)
+    with pytest.raises(UserError, match="a file ranks no linear of this model"):
+        rank_by_rows(SPACE, rows[-2:], "a file")
+
+
+def candidate(cost, **fields):
+    return SimpleNamespace(only=SimpleNamespace(distance=cost), **fields)
 
 
 def test_suggestions_cover_the_space():
@@ -202,7 +179,7 @@ def test_suggestions_cover_the_space():
 
     found = [SPACE.suggest(Trial(seed)) for seed in range(60)]
     assert all(set(params) == set(found[0]) for params in found)
-    assert {params["method"] for params in found} == set(SEARCHED_METHODS)
+    assert {params["method"] for params in found} == set(SECTION["method"])
     for params in found:
         SPACE.recipe(params)
 
@@ -213,4 +190,4 @@ def test_a_sensitivity_of_another_model_or_task_is_refused(other, monkeypatch, t
     monkeypatch.setattr(study, "read_sensitivity", lambda file: SimpleNamespace(**measured))
     session = SimpleNamespace(model_sha256="a", config=SimpleNamespace(task=TASK))
     with pytest.raises(UserError, match="another model or task"):
-        study.rank_units(SimpleNamespace(session=session), tmp_path / "sensitivity.json")
+        study.read_ranking(session, tmp_path / "sensitivity.json")

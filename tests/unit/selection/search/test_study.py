@@ -60,11 +60,12 @@ def open_study(url, monkeypatch):
     """Open the study of a search without a model; a point is a number."""
     ranking = Ranking(units=[(0, "qkv")], attention=[], samples=8)
     first = [({"keep": 3}, {"origin": "given"}), ({"keep": 3}, {"origin": "ranking"})]
-    monkeypatch.setattr(study_module, "rank_units", lambda work, file: (None, ranking))
-    monkeypatch.setattr(study_module, "first_trials", lambda work, space: first)
+    monkeypatch.setattr(study_module, "rank_units", lambda work, file: ranking)
+    monkeypatch.setattr(study_module, "first_trials", lambda work, ranking: first)
 
     def make(settings=SETTINGS, name="x", seed=0):
-        return study_module._open_study(url, name, seed, settings, None, SearchOptions())
+        work = SimpleNamespace(session=SimpleNamespace(config=SimpleNamespace(seed=seed)))
+        return study_module._open_study(work, SearchOptions(storage=url, study_name=name), settings)
 
     return make
 
@@ -234,7 +235,7 @@ def test_a_failed_point_is_recorded_with_its_reason(open_study, monkeypatch):
 WORKER = """
 import sys, time
 from pathlib import Path
-import optuna
+from types import SimpleNamespace
 from qdqbench.eval.selection.search import study
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import Ranking, Source
@@ -248,11 +249,12 @@ def point(worker, trial):
 
 ranking = Ranking(units=[(0, "qkv")], attention=[], samples=8)
 study.HEARTBEAT_S, study.GRACE_S, study.POLL_S = 1, 2, 0.2
-study.rank_units = lambda work, file: (None, ranking)
-study.first_trials = lambda work, space: [({"keep": 3}, {"origin": "given"})]
+study.rank_units = lambda work, file: ranking
+study.first_trials = lambda work, ranking: [({"keep": 3}, {"origin": "given"})]
 study._try_point, study._describe_best = point, lambda worker: ""
 with quiet("optuna"):
-    opened = study._open_study(sys.argv[1], "x", 0, {}, None, SearchOptions())
+    work = SimpleNamespace(session=SimpleNamespace(config=SimpleNamespace(seed=0)))
+    opened = study._open_study(work, SearchOptions(storage=sys.argv[1], study_name="x"), {})
     folder = Path(sys.argv[1].removeprefix("sqlite:///")).parent
     (folder / sys.argv[2]).touch()
     while not ((folder / "a").exists() and (folder / "b").exists()):

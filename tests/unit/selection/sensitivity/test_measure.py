@@ -1,17 +1,10 @@
-"""Divergence, candidates, the choice of a recipe and its YAML, and the file that a killed run leaves."""
+"""Candidates, the curve, the choice of a recipe and its YAML."""
 
-import math
-from typing import Any
-
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
-from scipy import special
 
-from qdqbench.eval.metrics.compare import compare_with_divergence, divergence
-from qdqbench.eval.selection.sensitivity.candidates import (
+from qdqbench.eval.selection.sensitivity.measure import (
     Choices,
     attention_of,
     choices,
@@ -25,9 +18,7 @@ from qdqbench.quantize.models.families.family import KINDS
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.utils.comparison import Comparison
-from qdqbench.quantize.utils.errors import CheckFailed
 
 from ....support import records, tiny_bert
 
@@ -37,15 +28,7 @@ FFN = [f"bert.encoder.layer.{layer}.output.dense" for layer in range(LAYERS)]
 
 
 def modules(head_size: int = 16) -> dict[str, ModuleInfo]:
-    """What `module_table` gives for a BERT classifier."""
-    found = {"bert.embeddings.word_embeddings": ModuleInfo("Embedding")}
-    for layer in range(LAYERS):
-        here = f"bert.encoder.layer.{layer}"
-        found[f"{here}.attention.self"] = ModuleInfo("Attention", head_size)
-        found |= {f"{here}.{name}": ModuleInfo("Linear") for name in tiny_bert.OF_A_LAYER}
-        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
-            found[f"{here}.{name}"] = ModuleInfo("LayerNorm")
-    return found | {"bert.pooler.dense": ModuleInfo("Linear"), "classifier": ModuleInfo("Linear")}
+    return tiny_bert.fake_modules(LAYERS, head_size)
 
 
 def found_for(recipe: Recipe, head_size: int = 16) -> Choices:
@@ -59,45 +42,6 @@ def compared(amount: float = 0.0, drop: float = 0.0, error: float = 0.001) -> Co
 def point(kept: int, amount: float, drop: float) -> CurvePoint:
     linears = [f"linear {n}" for n in range(kept)]
     return CurvePoint(kept=kept, linears=linears, attention=[], comparison=compared(amount, drop))
-
-
-logits = arrays(np.float32, (5, 3), elements=st.floats(-50, 50, width=32))
-
-
-@given(before=logits, after=logits)
-def test_divergence_of_classes_is_kl(before: Any, after: Any) -> None:
-    found = divergence(GLUE["mnli"], before, after, None)
-    p, q = (special.softmax(x.astype(np.float64), axis=1) for x in (before, after))
-    np.testing.assert_allclose(found, special.kl_div(p, q).sum(axis=1), rtol=1e-6, atol=1e-9)
-    assert (divergence(GLUE["mnli"], before, before, None) == 0).all()
-    assert (found >= 0).all()
-
-
-def test_divergence_of_regression_is_relative() -> None:
-    before = np.array([[1.0], [3.0], [5.0]], np.float32)
-    found = divergence(GLUE["stsb"], before, before + 2, None)
-    np.testing.assert_allclose(found, [1.5, 1.5, 1.5])  # 4 over a variance of 8/3
-    np.testing.assert_allclose(divergence(GLUE["stsb"], 10 * before, 10 * (before + 2), None), found)
-
-
-def test_regression_needs_outputs_that_differ() -> None:
-    with pytest.raises(CheckFailed, match="same output"):
-        divergence(GLUE["stsb"], np.ones((3, 1), np.float32), np.zeros((3, 1), np.float32), None)
-
-
-def test_judge_says_what_was_lost() -> None:
-    """Eight samples, one answer lost: an accuracy of 7/8."""
-    labels = np.array([0, 1] * 4)
-    before = np.where(labels[:, None] == [0, 1], 1.0, -1.0).astype(np.float32)
-    after = before.copy()
-    after[0] = after[0][::-1]
-    found, _ = compare_with_divergence(GLUE["sst2"], before, after, labels, seed=0)
-    assert (found.drop, found.disagreements) == (0.125, 1)
-    kl = 2 / (1 + math.exp(-2)) - 2 / (1 + math.exp(2))  # (p - q) times the difference of the logits
-    assert found.divergence == pytest.approx(kl / 8)
-    assert found.divergence_stderr == pytest.approx(kl / 8)  # one of eight
-    same, _ = compare_with_divergence(GLUE["sst2"], before, before, labels, seed=0)
-    assert (same.divergence, same.drop, same.sqnr_db, same.within_noise) == (0, 0, None, True)
 
 
 def test_candidates_of_the_default_recipe() -> None:
@@ -210,7 +154,7 @@ def test_written_recipe_resolves_to_what_was_measured(name: str, kept: list[str]
     recipe = tiny_bert.recipe_with(name)
     found = found_for(recipe)
     at = kept_point(kept, found)
-    written = make_recipe(recipe, at, found, modules(), "bert")
+    written = make_recipe(at, found)
     plan = resolve(written, modules(), "bert")
     assert {*plan.int8, *plan.attention} == found.everything - {*at.linears, *at.attention}
     assert written.name == f"{name}-sensitivity"
@@ -220,7 +164,7 @@ def test_written_recipe_resolves_to_what_was_measured(name: str, kept: list[str]
     assert len(names) == len(at.linears) + len(at.attention)
     assert not [each for each in names if each.startswith("bert.")]
     # again: the name does not grow
-    again = make_recipe(written, kept_point(kept, found_for(written)), found_for(written), modules(), "bert")
+    again = make_recipe(kept_point(kept, found_for(written)), found_for(written))
     assert again.name == written.name
 
 
@@ -228,10 +172,10 @@ def test_a_recipe_without_anything_to_split_does_not_ask_for_it() -> None:
     recipe = tiny_bert.recipe_with(calibration={"outlier_channel_splitting": 32})
     found = found_for(recipe)
     point = kept_point(FFN, found)
-    written = make_recipe(recipe, point, found, modules(), "bert")
+    written = make_recipe(point, found)
     assert written.calibration.outlier_channel_splitting == 0
     point = kept_point(FFN[:1], found)
-    assert make_recipe(recipe, point, found, modules(), "bert").calibration.outlier_channel_splitting == 32
+    assert make_recipe(point, found).calibration.outlier_channel_splitting == 32
 
 
 def test_attention_leaves_int8_with_its_output() -> None:
@@ -250,7 +194,7 @@ def test_calibration_of_kept_linears_is_dropped() -> None:
     ]
     recipe = tiny_bert.recipe_with(rules=rules)
     found = found_for(recipe)
-    written = make_recipe(recipe, kept_point(FFN[:2], found), found, modules(), "bert")
+    written = make_recipe(kept_point(FFN[:2], found), found)
     assert [rule.method for rule in written.rules].count("mse") == 0
     assert [rule.smoothing for rule in written.rules].count(0.5) == 0
     assert [rule.weights_method for rule in written.rules].count("mse") == 1

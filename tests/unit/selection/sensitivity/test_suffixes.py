@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.selection.sensitivity.candidates import Choices, choices
-from qdqbench.eval.selection.sensitivity.measure import Suffixes, watch_norms
+from qdqbench.eval.selection.sensitivity.measure import Choices, Suffixes, choices, watch_norms
 from qdqbench.eval.selection.trials.calibrations import EMBEDDINGS, LAYERNORMS, Switches, _round
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qdqbench.eval.selection.methods.measure import METHODS
-from qdqbench.eval.selection.trials.calibrations import apply_methods, collect_ranges, widest_activation
+from qdqbench.eval.selection.methods import METHODS
+from qdqbench.eval.selection.trials.calibrations import apply_methods, collect_ranges, describe_cost
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import get_quantizer_kind
@@ -75,12 +75,10 @@ def test_widest_activation(folder: Path) -> None:
     recipe = recipe_with()
     model = load_model(str(folder))
     shared = collect_ranges(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
-    found = widest_activation(shared.states)
-    assert found is not None
-    name, ratio = found
+    cost = describe_cost(1.0, shared.states)
     ratios = [s.amax / s.rms for n, s in shared.states.items() if get_quantizer_kind(n) != "weight" and s.rms]  # type: ignore[operator]
-    assert (get_quantizer_kind(name), ratio) == ("input", max(ratios))
-    assert widest_activation({}) is None
+    assert (get_quantizer_kind(str(cost.amax_over_rms_at)), cost.amax_over_rms) == ("input", max(ratios))
+    assert describe_cost(1.0, {}).amax_over_rms is None
 
 
 def test_one_pass_refuses_what_is_not_finite(folder: Path) -> None:

@@ -37,8 +37,7 @@ def test_finished_trials_are_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tail",
-    ['{"key": "c", "tri', '{"key": "c"}\n', "[]\n", '{"key": "c", "trial": {}}\n', "LINE"],
+    "tail", ['{"key": "c", "tri', '{"key": "c"}\n', "[]\n", '{"key": "c", "trial": {}}\n', "LINE"]
 )
 def test_torn_line_is_dropped(tmp_path: Path, tail: str) -> None:
     path = tmp_path / "trials.jsonl"

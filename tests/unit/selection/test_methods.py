@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from qdqbench.eval.reporting.document import Table
-from qdqbench.eval.selection.methods.measure import (
+from qdqbench.eval.selection.methods import (
     METHODS,
+    MethodRow,
+    Methods,
     list_cases,
     list_sections,
+    methods_report,
 )
-from qdqbench.eval.selection.methods.report import methods_report, write_methods
-from qdqbench.eval.selection.methods.results import MethodRow, Methods
 from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Failure, Scores, Trial
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -22,9 +23,9 @@ from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import UserError
 
-from ....support import records
-from ....support.pages import HOSTILE, offline, plain
-from ....support.tiny_bert import recipe_with
+from ...support import records
+from ...support.pages import HOSTILE
+from ...support.tiny_bert import recipe_with
 
 OWN = Calibration()
 
@@ -112,8 +113,7 @@ def row(
     recipe = load_recipe("bert-int8-linears")
     section = recipe.calibration.model_copy(update={"method": method, "smoothing": smoothing})
     trial = Trial(
-        recipe=recipe.model_copy(update={"calibration": section}),
-        origin="given" if given else "calibration",
+        recipe=recipe.model_copy(update={"calibration": section}), origin="given" if given else "calibration"
     )
     if failed:
         trial.failure = Failure(code="check", text=HOSTILE)
@@ -131,16 +131,12 @@ def row(
 
 def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> Methods:
     return Methods(
-        created="2026-01-01T00:00:00+00:00",
-        command=f"qdqbench compare-calibration {name}",
-        recipe=load_recipe("bert-int8-linears").model_dump(mode="json"),
-        model={"name": name, "sha256": "0"},
-        task={"name": "mrpc"},
-        data={"split": "train", "samples": 256, "calibration": 512, "rows": 3668},
-        seed=0,
-        batch_size=32,
-        metric="f1",
-        divergence="kl",
+        **records.draw_record(
+            name,
+            task={"name": "mrpc"},
+            data={"split": "train", "samples": 256, "calibration": 512, "rows": 3668},
+            metric="f1",
+        ),
         fp32={split: Scores(metrics={"f1": 0.855}, stderr={"f1": 0.01}, n=400) for split in splits},
         rows=[
             row("max", 0.005, given=True, splits=splits),
@@ -148,10 +144,7 @@ def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> M
             row("entropy", 0.001, best=True, smoothing=0.65, splits=splits),
             row("percentile/99.9", 0.0, failed=True),
         ],
-        warnings=[f"a warning {name}"],
-        notes=[f"a note {name}"],
         timings={"total_s": 100.0},
-        environment={},
     )
 
 
@@ -183,15 +176,6 @@ def test_each_validation_split_has_its_columns() -> None:
     ]
     assert grid.screen is not None
     assert [grid.columns[at] for at in grid.screen] == ["method", "divergence", *shown[1::2]]
-
-
-def test_files_hold_hostile_names(tmp_path: Path) -> None:
-    found = table(name=HOSTILE)
-    paths = write_methods(found, tmp_path)
-    assert [path.name for path in paths] == ["methods.json", "methods.md", "methods.html"]
-    assert Methods.model_validate_json(paths[0].read_text()) == found
-    assert offline(paths[2].read_text()).tags.count("svg") == 2
-    assert plain(paths[1].read_text())
 
 
 @pytest.mark.parametrize("match", ["encoder.layer.*", "encoder.layer.*.self.*"])

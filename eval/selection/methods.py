@@ -1,0 +1,498 @@
+"""Calibration methods side by side: `qdqbench compare-calibration` (documented in docs/methods.md)."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from qdqbench.eval.metrics.gate import NOISE
+from qdqbench.eval.metrics.runners import placed
+from qdqbench.eval.reporting import svg
+from qdqbench.eval.reporting.document import (
+    EVERYWHERE,
+    PAGE,
+    SCREEN,
+    Block,
+    Bullets,
+    Cell,
+    Chart,
+    Columns,
+    Prose,
+    Report,
+    Row,
+    Section,
+    Table,
+    Tile,
+    Verdict,
+    page_of_choice,
+    row,
+)
+from qdqbench.eval.reporting.formats import DIVERGENCES, cleaned, label, seconds, sentence
+from qdqbench.eval.selection.trials.calibrations import (
+    SharedCalibration,
+    Switches,
+    apply_methods,
+    collect_ranges,
+    describe_cost,
+)
+from qdqbench.eval.selection.trials.report import change_cell, divergence_cell, noise_text, sqnr_text
+from qdqbench.eval.selection.trials.results import (
+    DRAW,
+    CalibrationCost,
+    DrawRecord,
+    Scores,
+    Trial,
+    failure_of,
+)
+from qdqbench.eval.selection.trials.store import TRIALS, Trials, named_by, write_recipe
+from qdqbench.quantize.calibration.bias import correct_biases
+from qdqbench.quantize.models.modules import module_table
+from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.recipe.plan import Plan, resolve
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.sections import Calibration
+from qdqbench.quantize.utils.comparison import Comparison
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.progress import Progress
+from qdqbench.quantize.utils.schema import Strict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+METHODS = ("max", "percentile/99.9", "percentile/99.99", "percentile/99.999", "mse", "entropy")
+ALPHA = 0.65  # of SmoothQuant where the recipe does not smooth
+EXTRA = 64  # channels for copies where the recipe does not split
+
+
+class MethodRow(Strict):
+    """One calibration section."""
+
+    trial: Trial
+    """Recipe with another calibration section."""
+    best: bool = False
+    """True for the lowest divergence on the draw."""
+    above_best: float | None = None
+    """Divergence minus that of the best row, paired by sample; null if it failed."""
+    above_best_stderr: float | None = None
+    """Standard error of `above_best`, paired by sample; null if it failed."""
+    ties: bool = False
+    """True if `above_best` is at most two of its standard errors; true for the best row."""
+
+    @property
+    def section(self) -> Calibration:
+        assert self.trial.recipe is not None
+        return self.trial.recipe.calibration
+
+    @property
+    def is_given(self) -> bool:
+        return self.trial.origin == "given"
+
+    @property
+    def name(self) -> str:
+        section = self.section
+        parts = [section.method]
+        parts += [f"smooth {section.smoothing}"] if section.smoothing != "none" else []
+        parts += [f"weights {section.weights_method}"] if section.weights_method != "max" else []
+        parts += ["bias correction"] if section.bias_correction else []
+        parts += [f"split {section.outlier_channel_splitting}"] if section.outlier_channel_splitting else []
+        return ", ".join(parts)
+
+
+class Methods(DrawRecord):
+    """Everything that `qdqbench compare-calibration` measured."""
+
+    fp32: dict[str, Scores]
+    """Metrics of FP32 by evaluation split."""
+    rows: list[MethodRow]
+    """Calibration sections, the recipe's own first."""
+    timings: dict[str, float]
+    """`total_s`: time of the whole comparison in seconds."""
+
+    @property
+    def best(self) -> MethodRow:
+        return next(row for row in self.rows if row.best)
+
+    @property
+    def given(self) -> MethodRow:
+        return self.rows[0]
+
+
+def list_sections(own: Calibration, methods: Sequence[str], smooths: Sequence[str]) -> list[Calibration]:
+    """Return the calibration sections to compare, the recipe's own first, none twice.
+
+    Without names they are all `METHODS`, smoothed and not, and the recipe's own with one thing changed.
+
+    Raises:
+        UserError: not a method, or not a way to smooth.
+    """
+    smoothings = [_parse_smooth(text) for text in smooths] or [
+        "none",
+        ALPHA if own.smoothing == "none" else own.smoothing,
+    ]
+    changes: list[dict[str, Any]] = [
+        {"method": method, "smoothing": smoothing}
+        for smoothing in smoothings
+        for method in methods or dict.fromkeys((*METHODS, own.method))
+    ]
+    if not methods and not smooths:
+        changes += [
+            {"weights_method": "max" if own.weights_method == "mse" else "mse"},
+            {"bias_correction": not own.bias_correction},
+            {"outlier_channel_splitting": 0 if own.outlier_channel_splitting else EXTRA},
+            {"smoothing": ALPHA if own.smoothing == "gain" else "gain"},
+        ]
+    sections = [own, *(_change(own, each) for each in changes)]
+    return [section for at, section in enumerate(sections) if section not in sections[:at]]
+
+
+def _parse_smooth(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # a word; refused with every other that does not fit
+
+
+def _change(own: Calibration, changes: dict[str, Any]) -> Calibration:
+    try:
+        return Calibration.model_validate(own.model_dump() | changes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["loc"][0] == "smoothing":
+            raise UserError(
+                f"--smoothing {changes['smoothing']} must be none, gain or an alpha from 0 to 1, such as 0.65"
+            ) from error
+        raise UserError(f"--method: {first['msg'].removeprefix('Value error, ')}") from error
+
+
+def require_quantized(recipe: Recipe) -> None:
+    if not recipe.quantizes:
+        raise UserError(
+            f"recipe {recipe.name} puts nothing into INT8, so there is nothing to calibrate; take another"
+        )
+
+
+@dataclass(frozen=True)
+class MethodCase:
+    """A calibration section with its plan."""
+
+    recipe: Recipe
+    plan: Plan
+
+    @property
+    def section(self) -> Calibration:
+        return self.recipe.calibration
+
+    @property
+    def key(self) -> str:
+        return self.section.model_dump_json()
+
+
+def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[MethodCase]:
+    recipe = session.recipe
+    sections = list_sections(recipe.calibration, methods, smooths)
+    require_quantized(recipe)
+    model = session.fp32_model
+    modules, prefix = module_table(model), model.base_model_prefix
+    plan = resolve(recipe, modules, prefix)
+    if not plan.family.splittable(plan.int8):
+        sections = [section for section in sections if not section.outlier_channel_splitting]
+    cases: dict[Any, MethodCase] = {}
+    for section in sections:
+        variant = recipe.model_copy(update={"calibration": section})
+        plan = resolve(variant, modules, prefix)
+        key = tuple(plan.scaling.items()), section.bias_correction, section.outlier_channel_splitting
+        cases.setdefault(key, MethodCase(variant, plan))
+    if same := len(sections) - len(cases):
+        session.notes.append(
+            f"{same} combinations come to the same as another under the rules of recipe "
+            f"{recipe.name} and are left out"
+        )
+    return list(cases.values())
+
+
+@dataclass
+class MethodComparison:
+    session: Session
+    samples: int
+    methods: Sequence[str] = ()
+    smooths: Sequence[str] = ()
+    progress: Progress = lambda done, total, text: None
+    evaluates: bool = True  # False: evaluation data are not read
+    _done: float = field(default=0.0, init=False)  # samples that went through a model
+    _total: float = field(default=1.0, init=False)
+
+    @cached_property
+    def trials(self) -> Trials:
+        path = self.session.folder / f"methods.{TRIALS}"
+        return Trials(self.session, self.samples, path, evaluates=self.evaluates, advance=self._advance)
+
+    def run(self) -> Methods:
+        start, trials = time.perf_counter(), self.trials
+        cases, earlier = list_cases(self.session, self.methods, self.smooths), trials.store.seconds
+        groups: dict[str, list[MethodCase]] = {}  # that share their passes over the calibration data
+        passes = 0
+        for case in cases:
+            splitting = case.section.outlier_channel_splitting
+            scaling = [(name, each.weights, each.smoothing) for name, each in case.plan.scaling.items()]
+            group = groups.setdefault(repr((splitting, scaling)), [])
+            if not group:  # a pass of its own to smooth and split, one for scales, one for the softmax
+                prepares = splitting > 0 or any(smoothing != "none" for *_, smoothing in scaling)
+                passes += 1 + prepares + bool(case.plan.attention)
+            group.append(case)
+        drawn = self.session.recipe.calibration.samples
+        self._total = trials.rows * (1 + len(cases)) + drawn * passes
+        trials.fp32  # noqa: B018  (before anything is calibrated)
+        self._done = trials.rows
+        tried: dict[str, Trial] = {}
+        for group in groups.values():
+            tried |= self._try_group(group)
+        return self._summarize([tried[case.key] for case in cases], earlier + time.perf_counter() - start)
+
+    def _advance(self, rows: int, text: str) -> None:
+        self._done += rows
+        self.progress(self._done, self._total, text)
+
+    def _try_group(self, group: list[MethodCase]) -> dict[str, Trial]:
+        """Try cases that share their passes; those are made where a case is left to measure."""
+        session, known = self.session, self.trials.store.trials
+        pending = [case for case in group if case.key not in known]
+        tried = {case.key: known[case.key] for case in group if case.key in known}
+        if tried:
+            self._advance(len(tried) * self.trials.rows, "resuming")
+        if not pending:
+            self._advance(session.recipe.calibration.samples, "resuming")  # at least
+        else:
+            start, first = time.perf_counter(), pending[0]
+            try:
+                shared = collect_ranges(
+                    placed(session.new_int8_model()),
+                    first.plan,
+                    session.calibration_batches(),
+                    first.section,
+                    lambda rows: self._advance(rows, f"calibration, smooth {first.section.smoothing}"),
+                )
+            except (CheckFailed, UserError) as error:
+                failure = failure_of(error)
+                return tried | {case.key: self._draft(case, failure=failure) for case in pending}
+            passes_s = time.perf_counter() - start
+            for case in pending:
+                tried[case.key] = self._try_case(case, shared, passes_s)
+        for trial in tried.values():
+            notes = trial.calibration.notes if trial.calibration else []
+            session.notes += [note for note in notes if note not in session.notes]
+        return tried
+
+    def _draft(self, case: MethodCase, **fields: Any) -> Trial:
+        given = case.section == self.session.recipe.calibration
+        return Trial(recipe=case.recipe, origin="given" if given else "calibration", **fields)
+
+    def _try_case(self, case: MethodCase, shared: SharedCalibration, passes_s: float) -> Trial:
+        def calibrate() -> tuple["PreTrainedModel", CalibrationCost]:
+            start = time.perf_counter()
+            model, states = apply_methods(shared, case.plan)
+            if case.section.bias_correction:
+                correct_biases(model, case.plan.int8, self.session.calibration_batches())
+            spent = passes_s + time.perf_counter() - start
+            # the same arithmetic, with weights rounded once and not in every batch
+            Switches(model, case.plan, {}).set({*case.plan.int8, *case.plan.attention, *case.plan.residual})
+            return model, describe_cost(spent, states, shared.notes)
+
+        return self.trials.measure(case.key, self._draft(case), calibrate)
+
+    def _summarize(self, tried: list[Trial], wall_s: float) -> Methods:
+        session, trials, recipe = self.session, self.trials, self.session.recipe
+        rows = compare_trials(tried)
+        best = next(row.section for row in rows if row.best)
+        name = named_by(recipe.name, "calibrated")
+        write_recipe(recipe.model_copy(update={"name": name, "calibration": best}), session.folder)
+        if any(rule.refines for rule in recipe.rules):
+            session.notes.append("what the recipe's rules say on calibration holds in every row")
+        about = trials.describe()
+        splits = [split for split in trials.encoded if split != DRAW]
+        about["data"]["evaluation"] = {split: len(trials.encoded[split].gold) for split in splits}
+        fp32 = {split: trials.fp32_scores(split) for split in splits}
+        return Methods(**about, fp32=fp32, rows=rows, timings={"total_s": wall_s})
+
+
+def compare_trials(tried: list[Trial]) -> list[MethodRow]:
+    done = [trial for trial in tried if not trial.failure]
+    if not done:
+        failure = tried[0].failure
+        assert failure is not None
+        raise UserError(f"no combination gave a model that works; the recipe as it is: {failure.text}")
+    best = min(done, key=lambda trial: trial.divergence)
+    rows = []
+    for trial in tried:
+        row = MethodRow(trial=trial.model_copy(update={"divergences": []}))
+        if not trial.failure:
+            more = np.array(trial.divergences) - np.array(best.divergences)
+            row.best, row.above_best = trial is best, float(more.mean())
+            row.above_best_stderr = float(more.std(ddof=1) / np.sqrt(len(more)))
+            row.ties = row.above_best <= NOISE * row.above_best_stderr
+        rows.append(row)
+    return rows
+
+
+def methods_report(methods: Methods) -> Report:
+    methods = cleaned(methods)
+    wall = seconds(methods.timings["total_s"])
+    settings = [("batch size", str(methods.batch_size)), ("time of all rows", wall)]
+    failures = [
+        f"failed: {each.name}: {each.trial.failure.text}" for each in methods.rows if each.trial.failure
+    ]
+    charts = [partial(divergence_svg, methods), *([partial(delta_svg, methods)] if methods.fp32 else [])]
+    data, best = methods.data, methods.best.trial
+    caption = (
+        f"The best row is chosen on {data['split']} data only: by the divergence from FP32 on "
+        f"{data['samples']} rows that calibration ({data['calibration']} rows) did not see. Validation "
+        + ("is the judge and chose nothing." if methods.fp32 else "was not looked at.")
+    )
+    explanation = (
+        f"Divergence is {DIVERGENCES[methods.divergence]}; ± is one standard error over the samples. "
+        "= marks rows that are not worse than the best one by more than two standard errors, paired by "
+        "sample.",
+        "Against FP32 is INT8 minus FP32 in fake-quant with the paired standard error; (noise) marks "
+        "differences of at most two of them. amax / rms is the largest of an activation. Time is that of the "
+        "passes over the calibration data, also where rows share them, and of what the row adds.",
+    )
+    blocks: list[Block] = [
+        _table(methods),
+        Prose(f"{caption} ~ marks differences within noise.", on=SCREEN),
+        Bullets(failures, "bad", SCREEN),
+        *(Prose(text, "quiet") for text in (caption, *explanation)),
+    ]
+    share = _share(methods, best)
+    tiles = [
+        Tile("divergence of the best", f"{best.divergence:.2e}", f"{share} of the recipe's" * bool(share))
+    ]
+    for split in methods.fp32:
+        versus, title = best.scores[split], f"{_metric(methods, split)} against FP32"
+        tiles.append(Tile(title, f"{-versus.drop + 0.0:+.4f}", noise_text(versus)))
+    return Report(
+        page_of_choice(methods, "calibration methods", "methods.json", *settings),
+        [
+            Section("methods", "Methods", blocks),
+            Section("charts", "Charts", [Columns([[Chart(draw)] for draw in charts])], on=PAGE),
+        ],
+        Verdict("", "The best method", methods_headline(methods)),
+        tiles=[*tiles, Tile("methods", str(len(methods.rows)), wall)],
+        warnings=methods.warnings,
+        notes=[sentence(note) for note in methods.notes],
+    )
+
+
+def methods_headline(methods: Methods) -> str:
+    best, given = methods.best, methods.given
+    text = f"Best: {best.name}, with a divergence of {best.trial.divergence:.2e}"
+    if best is given:
+        text += "; that is the recipe as it is."
+    elif given.trial.failure:
+        text += "; the recipe as it is failed."
+    else:
+        noise = ", which is within noise" if given.ties else ""
+        text += f" against {given.trial.divergence:.2e} of the recipe as it is{noise}."
+    scores = [
+        f"{_metric(methods, split)} {change_cell(-versus.drop, versus).text}"
+        for split in methods.fp32
+        for versus in [best.trial.scores[split]]
+    ]
+    return f"{text} Against FP32 on validation: {', '.join(scores)}." if scores else text
+
+
+def _metric(methods: Methods, split: str) -> str:
+    of = f" ({split.removeprefix('validation_')})" if len(methods.fp32) > 1 else ""
+    return f"{label(methods.metric)}{of}"
+
+
+def _share(methods: Methods, trial: Trial) -> str:
+    """Return the divergence over that of the recipe as it is."""
+    given = methods.given.trial
+    return "" if given.failure or not given.divergence else f"{trial.divergence / given.divergence:.0%}"
+
+
+def _table(methods: Methods) -> Table:
+    metrics = [_metric(methods, split) for split in methods.fp32]
+    pairs = [name for metric in metrics for name in (metric, f"{metric} against FP32")]
+    return Table(
+        ["method", "divergence", "of the recipe's", *pairs, "time", "SQNR", "amax / rms"],
+        [_row(methods, each) for each in methods.rows],
+        look="full sortable",
+        screen=(0, 1, *range(4, 3 + len(pairs), 2)),
+        on=EVERYWHERE,
+    )
+
+
+def _row(methods: Methods, method: MethodRow) -> Row:
+    states = [("best", method.best), ("=", method.ties and not method.best), ("the recipe", method.is_given)]
+    marks = ", ".join(mark for mark, holds in states if holds)
+    name = Cell(method.name, note=marks, short=f"{method.name} ({marks})" if marks else None)
+    trial = method.trial
+    if trial.failure:
+        return row(name, Cell(f"failed: {trial.failure.text}", "bad", short="failed"))
+    assert trial.calibration is not None
+    widest = trial.calibration.amax_over_rms
+    scores = []
+    for split, fp32 in methods.fp32.items():
+        versus = trial.scores[split]
+        value = fp32.metrics[methods.metric] + versus.delta[methods.metric]
+        scores += [Cell(f"{value:.4f}"), change_cell(-versus.drop, versus)]
+    return row(
+        name,
+        divergence_cell(trial.scores[DRAW]),
+        _share(methods, trial),
+        *scores,
+        f"{trial.calibration.seconds:.0f} s",
+        sqnr_text(trial.scores[DRAW]),
+        None if widest is None else f"{widest:.0f}",
+        chosen=method.best,
+    )
+
+
+def divergence_svg(methods: Methods) -> str:
+    points = [
+        (each, versus.distance, versus.divergence_stderr or 0.0) for each, versus in _scored(methods, DRAW)
+    ]
+    return _draw_points(points, "divergence from FP32, train rows", "methods-divergence", None)
+
+
+def delta_svg(methods: Methods) -> str:
+    split = next(iter(methods.fp32))
+    points = [(each, -versus.drop, versus.drop_stderr) for each, versus in _scored(methods, split)]
+    return _draw_points(points, f"{label(methods.metric)} against FP32, {split}", "methods-delta", 0.0)
+
+
+def _scored(methods: Methods, split: str) -> Iterable[tuple[MethodRow, Comparison]]:
+    return ((each, each.trial.scores[split]) for each in methods.rows if not each.trial.failure)
+
+
+def _shorten(name: str) -> str:
+    for word, short in (("percentile/", "p"), ("weights mse", "w. mse"), ("bias correction", "bias")):
+        name = name.replace(word, short)
+    return name
+
+
+def _draw_points(
+    points: list[tuple[MethodRow, float, float]], title: str, name: str, zero: float | None
+) -> str:
+    figure = svg.figure_of(0.7 + 0.24 * len(points))
+    axes: Any = figure.add_subplot()
+    if zero is not None:
+        axes.axvline(zero, color=svg.MUTED, linewidth=0.8)
+    for place, (method, value, error) in enumerate(points):
+        color, marker = (svg.GREEN, "*") if method.best else (svg.BLUE, "o")
+        axes.errorbar(value, place, xerr=error, color=color, marker=marker, markersize=5, capsize=3)
+    labels = [f"{_shorten(method.name)}{' (recipe)' if method.is_given else ''}" for method, _, _ in points]
+    axes.set_yticks(range(len(points)), labels)
+    axes.set_ylim(len(points) - 0.4, -0.6)
+    if zero is None and all(value > 0 for _, value, _ in points):
+        svg.log_scale(axes, "x")
+    else:
+        axes.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
+        axes.locator_params(axis="x", nbins=5)
+    axes.tick_params(axis="y", length=0)
+    svg.dress(axes, f"{title}; star: best", grid="x")
+    return svg.svg_of(figure, name, title)

@@ -1,1 +1,0 @@
-"""Which calibration is best: `qdqbench compare-calibration`."""
