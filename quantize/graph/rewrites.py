@@ -15,6 +15,7 @@ from onnx import helper, numpy_helper
 from qdqbench.quantize.graph.index import FOLDED, GraphIndex, attribute, prune, replace_nodes, run_of
 from qdqbench.quantize.graph.weights import input_key, weight_dq
 from qdqbench.quantize.models.families.family import Family
+from qdqbench.quantize.utils.limits import FP16_MAX
 
 _HEADS_AXES = (0, 2, 1, 3)  # of [B, L, H, D] in [B, H, L, D], and back
 # tanh(t) = 2 sigmoid(2t) - 1 in 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
@@ -60,6 +61,38 @@ def share_scaled_inputs(model: onnx.ModelProto) -> int:
         for position, name in enumerate(node.input):
             node.input[position] = replaced.get(name, name)
     return len(replaced)
+
+
+def clip_scaled_linears(model: onnx.ModelProto) -> int:
+    """Put a Clip to the range of FP16 between a linear and a Mul by factors (SmoothQuant), in place.
+
+    OpenVINO 2026.4 merges the Mul and the Q behind it into a FakeQuantize with one range per channel, which
+    computes other values where shapes are dynamic and the linear has other readers. The linear behind the
+    narrow embeddings of ELECTRA and ALBERT is one. It merges no Mul behind an operator on elements.
+
+    Returns:
+        Clip nodes.
+    """
+    index = GraphIndex(model)
+    nodes: list[onnx.NodeProto] = []
+    clipped: dict[str, str] = {}
+    for node in model.graph.node:
+        factors = index.constant(node.input[1]) if node.op_type == "Mul" else None
+        source = node.input[0] if factors is not None and factors.ndim == 1 else ""
+        maker = index.producers.get(source)
+        if maker is not None and maker.op_type in ("MatMul", "Gemm", "Add"):
+            if source not in clipped:
+                clipped[source] = f"{source}_clipped"
+                bounds = [f"{source}_{bound}" for bound in ("min", "max")]
+                for name, value in zip(bounds, (-FP16_MAX, FP16_MAX), strict=True):
+                    model.graph.initializer.append(numpy_helper.from_array(np.float32(value), name))
+                nodes.append(
+                    helper.make_node("Clip", [source, *bounds], [clipped[source]], name=f"{maker.name}/Clip")
+                )
+            node.input[0] = clipped[source]
+        nodes.append(node)
+    replace_nodes(model, nodes)
+    return len(clipped)
 
 
 def join_heads(model: onnx.ModelProto) -> int:

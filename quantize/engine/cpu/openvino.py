@@ -67,7 +67,8 @@ class OpenVinoModel:
                 f"{who} refuses this graph, which ONNX Runtime may take (--backend onnxruntime): {why}"
             ) from error
         self._requests = [self._model.create_infer_request() for _ in range(streams)]
-        self.inputs = {port.get_any_name(): _signature(port) for port in self._model.inputs}
+        # folding an operator into an input adds a name to its tensor; the node keeps the name of the file
+        self.inputs = {port.get_node().get_friendly_name(): _signature(port) for port in self._model.inputs}
         self.outputs = [port.get_any_name() for port in self._model.outputs]
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
