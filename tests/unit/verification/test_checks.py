@@ -518,6 +518,7 @@ def session(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     }
     (tmp_path / "build.json").write_text(json.dumps(built))
     sidecar = SimpleNamespace(
+        compute=None,
         profiles=[Profile((1, 8), (8, 32), (16, 32))],
         backend="tensorrt",
         version="10.0.0.6",
