@@ -30,7 +30,8 @@ from qdqbench.quantize.utils.results import (
 from qdqbench.quantize.utils.schema import Strict
 
 MIN_LIMIT = 0.01  # relative error that FP16 alone may have; measured 0.004 end to end
-MIN_POSITION_LIMIT = 0.05
+BF16_LIMIT = 0.02  # that BF16 alone may have; measured 0.008 in one block
+POSITION_FACTOR = 5.0  # of these, at one position
 NOISE_FACTOR = 3.0  # standard errors of the systematic part; positions of one sentence go together
 # Two roundings of one recipe are each as far from FP32 as quantization costs: from one another at most
 # sqrt(2) of it on average when independent, twice it at the worst. Correct engines reached 1.5 of
@@ -103,8 +104,8 @@ class BlockSums:
         size = np.maximum(size, max(least, float(np.finfo(np.float32).tiny)))
         return float(np.max(error / size, initial=0)), float(np.max(cost / size, initial=0))
 
-    def check(self) -> BlockCheck:
-        """Hold the errors to their limits."""
+    def check(self, rounding: float = MIN_LIMIT) -> BlockCheck:
+        """Compare the errors with their limits; `rounding` is what the datatype of the engine may cost."""
         with np.errstate(divide="ignore", invalid="ignore"):
             power = max(self.power, float(np.finfo(np.float32).tiny))
             error, cost = np.sqrt(self.error2 / power), np.sqrt(self.cost2 / power)
@@ -116,9 +117,9 @@ class BlockSums:
             n=self.n,
             error=None if self.nonfinite else finite(error),
             quantization_error=float(cost),
-            limit=max(MIN_LIMIT, float(cost)),
+            limit=max(rounding, float(cost)),
             position_error=None if self.nonfinite else finite(worst),
-            position_limit=max(MIN_POSITION_LIMIT, TWO_ROUNDINGS * worst_cost),
+            position_limit=max(POSITION_FACTOR * rounding, TWO_ROUNDINGS * worst_cost),
             systematic_error=None if self.nonfinite else finite(np.sqrt(max(systematic2, 0.0))),
             systematic_limit=max(MIN_LIMIT, float(NOISE_FACTOR * noise * np.sqrt(2 / max(self.n, 1)))),
             nonfinite=self.nonfinite,
@@ -134,11 +135,13 @@ class QuantizationCost:
     worst: float
 
     @classmethod
-    def of(cls, reference: Floats, fp32: Floats) -> "QuantizationCost":
-        """Measure on answers [answers, width]; the floor is MIN_LIMIT of the logits' root mean square."""
+    def of(cls, reference: Floats, fp32: Floats, rounding: float = MIN_LIMIT) -> "QuantizationCost":
+        """Measure on answers [answers, width]; the floor is `rounding` of the logits' root mean square."""
         difference = np.abs(reference.astype(np.float64) - fp32)
-        floor = MIN_LIMIT * float(np.sqrt(np.mean(np.square(reference.astype(np.float64)))))
-        return cls(max(float(difference.mean()), floor), max(float(difference.max()), 5 * floor))
+        floor = rounding * float(np.sqrt(np.mean(np.square(reference.astype(np.float64)))))
+        return cls(
+            max(float(difference.mean()), floor), max(float(difference.max()), POSITION_FACTOR * floor)
+        )
 
 
 def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: str) -> ShapeCheck:

@@ -1,7 +1,4 @@
-"""Run an engine on real samples in every shape that it is for, and its blocks on the reference's own inputs.
-
-`checks.py` judges what comes out. Only `verify_engine` needs a GPU.
-"""
+"""Run an engine on samples in every shape that it is for, and its blocks on the reference's own inputs."""
 
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +13,8 @@ from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.eval.metrics.runners import Predict
 from qdqbench.eval.verification.blocks import Uncut, reference_blocks, stitch
 from qdqbench.eval.verification.checks import (
+    BF16_LIMIT,
+    MIN_LIMIT,
     BlockSums,
     QuantizationCost,
     check_answers,
@@ -212,7 +211,7 @@ def verify_engine(session: Session) -> Verification:
     profiles, task, seed = sidecar.profiles, session.config.task, session.config.seed
     with open_runner(path, graph, pad_id=session.pad_id, outputs=task.kind.outputs) as run:
         data = _read_data(session, widest(profiles).max[1])
-        cost = QuantizationCost.of(data.reference, data.fp32)
+        cost = QuantizationCost.of(data.reference, data.fp32, _rounding(sidecar))
         shapes = _run_shapes(run, data, profiles, session)
         few = data.rows[:PADDING_SAMPLES].tolist()
         padding = check_padding(padding_answers(run, data.encoded, few, profiles, session.pad_id), cost)
@@ -322,4 +321,8 @@ def _run_blocks(session: Session, sidecar: Sidecar, data: _Data) -> tuple[list[B
                 made = tensors[block.name]
                 mask = batch["attention_mask"]
                 sums[block.name].add(got[block.output], made.output, made.unquantized, mask)
-    return [each.check() for each in sums.values()], built.int8_gemms
+    return [each.check(_rounding(sidecar)) for each in sums.values()], built.int8_gemms
+
+
+def _rounding(sidecar: Sidecar) -> float:
+    return BF16_LIMIT if sidecar.compute == "bf16" else MIN_LIMIT

@@ -270,7 +270,10 @@ class _OpenVinoModel(CompiledModel):
             ) from error
         requests = [self._model.create_infer_request() for _ in range(config["NUM_STREAMS"])]
         self._lanes: list[Run] = [partial(self._infer, request) for request in requests]
-        self.inputs = {port.get_any_name(): _port_signature(port) for port in self._model.inputs}
+        # folding an operator into an input adds a name to its tensor; the node keeps the name of the file
+        self.inputs = {
+            port.get_node().get_friendly_name(): _port_signature(port) for port in self._model.inputs
+        }
         self.outputs = [port.get_any_name() for port in self._model.outputs]
 
     def lanes(self) -> list[Run]:

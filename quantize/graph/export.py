@@ -16,6 +16,7 @@ import onnx
 from qdqbench.quantize.graph.index import name_runs, prune
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.graph.rewrites import (
+    clip_scaled_linears,
     has_direct_heads,
     is_tanh_gelu,
     join_heads,
@@ -158,6 +159,8 @@ def finish_graph(
         if note and notes is not None:
             notes.append(note)
         done["short GELU"] = shorten_gelu(model)
+    elif folded:
+        clip_scaled_linears(model)
     if settings.compute == "fp16":
         to_fp16(model, fp32_modules=plan.fp32)
     prune(model)

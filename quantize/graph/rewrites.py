@@ -21,6 +21,7 @@ from qdqbench.quantize.graph.index import (
 )
 from qdqbench.quantize.graph.weights import input_key, weight_dq
 from qdqbench.quantize.models.families.family import Family
+from qdqbench.quantize.utils.limits import FP16_MAX
 
 _HEADS_AXES = (0, 2, 1, 3)  # of [B, L, H, D] in [B, H, L, D], and back
 # tanh(t) = 2 sigmoid(2t) - 1 in 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
@@ -60,6 +61,39 @@ def share_scaled_inputs(model: onnx.ModelProto) -> None:
         if output != node.output[0]:
             replaced[node.output[0]] = output
     rename_tensors(model.graph.node, replaced)
+
+
+def clip_scaled_linears(model: onnx.ModelProto) -> int:
+    """Put a Clip to the range of FP16 between a linear and a Mul by factors (SmoothQuant), in place.
+
+    OpenVINO 2026.4 merges the Mul and the Q behind it into a FakeQuantize with one range per channel, which
+    computes other values where shapes are dynamic and the linear has other readers. The linear behind the
+    narrow embeddings of ELECTRA and ALBERT is one. It merges no Mul behind an operator on elements.
+
+    Returns:
+        Clip nodes.
+    """
+    index = GraphIndex(model)
+    nodes: list[onnx.NodeProto] = []
+    clipped: dict[str, str] = {}
+    for node in model.graph.node:
+        factors = index.constant(node.input[1]) if node.op_type == "Mul" else None
+        source = node.input[0] if factors is not None and factors.ndim == 1 else ""
+        maker = index.producers.get(source)
+        if maker is not None and maker.op_type in ("MatMul", "Gemm", "Add"):
+            if source not in clipped:
+                clipped[source] = f"{source}_clipped"
+                bounds = {
+                    f"{source}_{name}": value for name, value in (("min", -FP16_MAX), ("max", FP16_MAX))
+                }
+                store_constants(model, {name: np.array(value, np.float32) for name, value in bounds.items()})
+                nodes.append(
+                    helper.make_node("Clip", [source, *bounds], [clipped[source]], name=f"{maker.name}/Clip")
+                )
+            node.input[0] = clipped[source]
+        nodes.append(node)
+    replace_nodes(model, nodes)
+    return len(clipped)
 
 
 def join_heads(model: onnx.ModelProto) -> int:

@@ -76,7 +76,11 @@ def _register_attention() -> None:
             )
             near = (rows[:, None] - columns).abs() <= local_size
             seen = near[None, None] if seen is None else near & seen.bool()
-        return None if seen is None else (1.0 - seen.to(dtype)) * MASK_FILL
+        if seen is None:
+            return None
+        # OpenVINO reads (1 - mask) * c as a dequantization, and adds scores / c to the mask, which BF16 loses
+        zero = torch.zeros((), dtype=dtype, device=seen.device)
+        return torch.where(seen if seen.dtype == torch.bool else seen.bool(), zero, zero + MASK_FILL)
 
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, mask)

@@ -19,6 +19,7 @@ from qdqbench.eval.metrics.runners import onnxruntime_runner
 from qdqbench.eval.stages import stages
 from qdqbench.eval.verification.bisect import run_onnxruntime
 from qdqbench.eval.verification.checks import (
+    BF16_LIMIT,
     KS_P,
     MIN_LIMIT,
     BlockSums,
@@ -158,6 +159,15 @@ def test_without_quantization_one_percent_is_the_limit() -> None:
     assert check(reference + 0.004 * noise, reference, reference, mask).holds
     assert not check(reference + 0.012 * noise, reference, reference, mask).holds
     assert check(reference, reference, reference, mask).limit == MIN_LIMIT
+
+
+def test_bf16_may_cost_twice_of_that() -> None:
+    reference, _, mask = hidden()
+    sums = BlockSums("layer.0")
+    noise = np.random.default_rng(1).normal(size=reference.shape)
+    sums.add(reference + 0.012 * noise, reference, reference, mask)
+    assert not sums.check().holds
+    assert sums.check(BF16_LIMIT).holds
 
 
 @settings(deadline=None)
@@ -508,6 +518,7 @@ def session(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     }
     (tmp_path / "build.json").write_text(json.dumps(built))
     sidecar = SimpleNamespace(
+        compute=None,
         profiles=[Profile((1, 8), (8, 32), (16, 32))],
         backend="tensorrt",
         version="10.0.0.6",
