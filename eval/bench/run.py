@@ -14,14 +14,7 @@ import pynvml
 
 from qdqbench.eval.bench.cpu import CpuWork, prepare_on_cpu
 from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu
-from qdqbench.eval.bench.measure import (
-    LEAST_FOR_P99,
-    Burst,
-    Effort,
-    check_outputs,
-    gpu_uuid,
-    measure_rounds,
-)
+from qdqbench.eval.bench.measure import LEAST_FOR_P99, Burst, Effort, check_outputs, gpu_uuid, measure_rounds
 from qdqbench.eval.bench.results import (
     Bench,
     BenchConfig,

@@ -40,12 +40,7 @@ def agreement_of(reference: Floats, answers: Floats, *, seed: int) -> Agreement:
 
 
 def compare(
-    task: Task,
-    reference_answers: Floats,
-    answers: Floats,
-    gold: metrics.Gold,
-    *,
-    seed: int,
+    task: Task, reference_answers: Floats, answers: Floats, gold: metrics.Gold, *, seed: int
 ) -> Comparison:
     """Compare answers [answers, width] of a stage with FP32's, paired by sample.
 

@@ -58,9 +58,7 @@ class Boundary:
 
 
 def compare_layers(
-    onnx_model: onnx.ModelProto,
-    model: "PreTrainedModel",
-    batches: Iterable[dict[str, Int64]],
+    onnx_model: onnx.ModelProto, model: "PreTrainedModel", batches: Iterable[dict[str, Int64]]
 ) -> Parity:
     """Compare a graph with Q/DQ with its fake-quant model, layer by layer (teacher forcing).
 

@@ -11,12 +11,7 @@ import numpy as np
 
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, config_label, headline_of, read_bench, row_of
-from qdqbench.eval.metrics.answers import (
-    Predictions,
-    find_changed,
-    predict_answers,
-    sample_texts,
-)
+from qdqbench.eval.metrics.answers import Predictions, find_changed, predict_answers, sample_texts
 from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.logits import Logits, read_answers
 from qdqbench.eval.reporting.document import (
@@ -583,10 +578,7 @@ def _run_blocks(runs: list[ComparedRun]) -> list[Block]:
         *((f"{config}, ms", partial(_latency_cell, config)) for config in configs),
         ("gate", lambda run: Cell(run.gate, GATE_STATES.get(run.gate, "unclear"))),
         ("INT8", _int8_text),
-        (
-            "ONNX file",
-            lambda run: Cell(_onnx_size(run), sort=run.onnx_bytes or 0),
-        ),
+        ("ONNX file", lambda run: Cell(_onnx_size(run), sort=run.onnx_bytes or 0)),
         ("engine", lambda run: Cell(_engine_size(run), sort=run.engine_bytes or 0)),
         ("answers of", lambda run: f"{label(run.stage)}, n {run.n}"),
         look="full cards sortable names",

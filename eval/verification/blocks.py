@@ -37,10 +37,7 @@ if TYPE_CHECKING:
 EMBEDDINGS, HEAD = "embeddings", "head"
 # name of a block's output that the graph has as [length, batch, hidden]; MPNet's position bias reads another
 TURNED_BACK = "/end_of_block"
-FLOATS: dict[int, Any] = {
-    TensorProto.FLOAT: np.dtype(np.float32),
-    TensorProto.FLOAT16: np.dtype(np.float16),
-}
+FLOATS: dict[int, Any] = {TensorProto.FLOAT: np.dtype(np.float32), TensorProto.FLOAT16: np.dtype(np.float16)}
 
 
 def block_name(number: int) -> str:
@@ -205,11 +202,7 @@ def computed_floats(model: onnx.ModelProto) -> list[str]:
 
 
 def reference_blocks(
-    model: "PreTrainedModel",
-    unquantized: "PreTrainedModel | None",
-    batch: dict[str, Int64],
-    *,
-    half: bool,
+    model: "PreTrainedModel", unquantized: "PreTrainedModel | None", batch: dict[str, Int64], *, half: bool
 ) -> dict[str, BlockTensors]:
     """Run the reference on one batch and record the input and the output of each block.
 

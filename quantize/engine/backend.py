@@ -326,14 +326,7 @@ def build_engine(  # noqa: PLR0913  the options are keywords
         data = bytes(serialized)
         if kernel_times is not None:
             timings.keep(kernel_times.serialize())
-        del (
-            serialized,
-            kernel_times,
-            parser,
-            config,
-            network,
-            builder,
-        )  # children first
+        del (serialized, kernel_times, parser, config, network, builder)  # children first
         seconds = time.perf_counter() - started
         table = None if ahead_of_time else inspect_engine(trt, logger, data)
     return BuiltEngine(

@@ -21,12 +21,7 @@ from qdqbench.quantize.engine.kernels import (
     norm_precision,
     select_profile,
 )
-from qdqbench.quantize.engine.layers import (
-    find_computing_rows,
-    is_attention,
-    is_int8,
-    name_parts,
-)
+from qdqbench.quantize.engine.layers import find_computing_rows, is_attention, is_int8, name_parts
 from qdqbench.quantize.graph.check.view import walk_types
 from qdqbench.quantize.graph.index import MATMULS, list_int8_norms, module_of, opset_of, run_of
 from qdqbench.quantize.graph.read import read_model, validate_names

@@ -57,10 +57,7 @@ def finished_run(sst2, tmp_path_factory) -> Callable[[str], Path]:
     def make(recipe: str) -> Path:
         if recipe not in made:
             config = RunConfig(
-                recipe=load_recipe(recipe),
-                model=str(sst2.model),
-                task=get_task("sst2"),
-                data=str(sst2.data),
+                recipe=load_recipe(recipe), model=str(sst2.model), task=get_task("sst2"), data=str(sst2.data)
             )
             run_until(open_run(config, root / recipe), None)
             made[recipe] = root / recipe

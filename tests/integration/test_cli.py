@@ -275,15 +275,7 @@ def test_profile(finished_run, qdqbench):
 # Not a terminal: no codes, no bars, no chatter of libraries.
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--help",),
-        ("recipes", "list"),
-        ("nope",),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("arguments", [("--help",), ("recipes", "list"), ("nope",)], ids=" ".join)
 def test_no_codes_when_not_a_terminal(arguments):
     done = process(*arguments)
     assert not ANSI.search(done.stdout + done.stderr)

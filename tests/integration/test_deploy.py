@@ -91,9 +91,7 @@ def test_the_line_for_trtexec_is_one_that_it_takes(finished_run, tmp_path):
     (folder / "tensorrt.engine").hardlink_to(kept)
     said.chmod(0o755)
     done = subprocess.run(
-        ["sh", folder / "build_tensorrt.sh"],
-        env={"TRTEXEC": str(said), "PATH": "/usr/bin:/bin"},
-        check=False,
+        ["sh", folder / "build_tensorrt.sh"], env={"TRTEXEC": str(said), "PATH": "/usr/bin:/bin"}, check=False
     )
     assert done.returncode == 0
     words = (folder / "said.txt").read_text().splitlines()

@@ -45,16 +45,7 @@ class TestTexts:
     def test_a_run_without_labels(self, qdqbench, embedder, lines, folder):
         pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
         done = qdqbench(
-            "run",
-            "int8-attention",
-            "--model",
-            embedder,
-            "--task",
-            "embed",
-            "--data",
-            lines,
-            "--out",
-            folder,
+            "run", "int8-attention", "--model", embedder, "--task", "embed", "--data", lines, "--out", folder
         )
         assert done.code == 0, done.err
         found = results(folder)

@@ -14,16 +14,7 @@ import pytest
 MAIN = "from qdqbench.cli.app import program; program()"  # `qdqbench` as its own process
 
 # Every negative word against every positive one: a sentence's class is the sign of the sum of its words.
-WORDS = {
-    "awful": -1,
-    "dull": -1,
-    "poor": -1,
-    "weak": -1,
-    "bright": 1,
-    "fine": 1,
-    "good": 1,
-    "sharp": 1,
-}
+WORDS = {"awful": -1, "dull": -1, "poor": -1, "weak": -1, "bright": 1, "fine": 1, "good": 1, "sharp": 1}
 FILLERS = ("a", "film", "is", "it", "of", "plot", "the", "this")
 LAYERS, HIDDEN, HEAD_SIZE, POSITIONS = 2, 64, 16, 128
 TRAIN_ROWS, EVAL_ROWS = 256, 96

@@ -13,16 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("api", "quantize", "eval", "recipes")
-HEAVY = (
-    "torch",
-    "transformers",
-    "onnx",
-    "onnxruntime",
-    "numpy",
-    "datasets",
-    "matplotlib",
-    "modelopt",
-)
+HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "numpy", "datasets", "matplotlib", "modelopt")
 COMMANDS = [
     [],
     ["run"],

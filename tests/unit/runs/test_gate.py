@@ -79,11 +79,7 @@ def test_noise_of_a_drop_counts_from_max_drop() -> None:
     assert judge(-0.5, 0.1, 0.0) == "holds"
 
 
-@given(
-    drop=st.floats(-0.2, 0.2),
-    error=st.floats(0, 0.05),
-    max_drop=st.sampled_from([0.0, 0.003, 0.01, 0.1]),
-)
+@given(drop=st.floats(-0.2, 0.2), error=st.floats(0, 0.05), max_drop=st.sampled_from([0.0, 0.003, 0.01, 0.1]))
 def test_every_command_judges_alike(drop: float, error: float, max_drop: float) -> None:
     expected = judge(drop, error, max_drop) != "fails"
     versus = comparison(accuracy=(drop, error))

@@ -14,14 +14,7 @@ from qdqbench.eval.reporting.render import render_screen
 from qdqbench.eval.runs.gate import issue_sentence, judge_stages
 from qdqbench.eval.runs.report.report import stage_cell, stages_report
 from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity
-from qdqbench.quantize.utils.results import (
-    EngineResult,
-    FileRow,
-    FindingRow,
-    Results,
-    StageResult,
-    Timing,
-)
+from qdqbench.quantize.utils.results import EngineResult, FileRow, FindingRow, Results, StageResult, Timing
 
 from ...support.records import comparison, engine_result
 from .report.test_report import parity_of, parity_row

@@ -364,10 +364,7 @@ def test_a_process_that_fails_alone_waits_for_none(monkeypatch, capsys, error, l
     monkeypatch.setenv("WORLD_SIZE", str(launched))
     monkeypatch.setattr(loop, "leave_group", lambda: seen.append("left"))
     monkeypatch.setattr(loop.os, "_exit", leave_at_once)
-    with (
-        pytest.raises((UserError, RuntimeError, SystemExit)) if error else nullcontext(),
-        loop.join_group(),
-    ):
+    with pytest.raises((UserError, RuntimeError, SystemExit)) if error else nullcontext(), loop.join_group():
         if error:
             raise error
     assert seen == ended

@@ -126,10 +126,7 @@ def test_profiles_share_nothing(gpu, engine_file):
 @pytest.mark.parametrize(("rows", "length"), [(65, 16), (1, 101), (1, 8), (1, 100)])
 def test_a_shape_of_no_profile_is_refused_with_those_that_are_taken(gpu, engine_file, rows, length):
     with Engine(*engine_file) as engine:
-        for refused in (
-            lambda: engine.run(batch(rows, length)),
-            lambda: engine.bind(rows, length),
-        ):
+        for refused in (lambda: engine.run(batch(rows, length)), lambda: engine.bind(rows, length)):
             with pytest.raises(CheckFailed, match=r"batch: \[2, 32, 64\], length: \[16, 64, 100\]"):
                 refused()
 

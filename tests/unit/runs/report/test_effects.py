@@ -4,14 +4,7 @@ import re
 
 import pytest
 
-from qdqbench.eval.bench.results import (
-    Bench,
-    BenchConfig,
-    BenchRow,
-    BenchSettings,
-    BenchSystem,
-    BenchTarget,
-)
+from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, BenchSettings, BenchSystem, BenchTarget
 from qdqbench.eval.reporting.document import Columns, Report, Table
 from qdqbench.eval.reporting.formats import cleaned
 from qdqbench.eval.reporting.render import render_html, render_markdown

@@ -536,10 +536,7 @@ def test_speed_is_said_once_measured_and_slower_is_no_tick(
             },
             "layer parity: 2 of 3 tensors are over their own limit",
         ),
-        (
-            {"engine": built(not_int8=["/x/MatMul"], int8_gemms=35)},
-            "not in INT8 in the engine: /x/MatMul",
-        ),
+        ({"engine": built(not_int8=["/x/MatMul"], int8_gemms=35)}, "not in INT8 in the engine: /x/MatMul"),
     ],
 )
 def test_a_failed_check_beside_a_passed_gate_is_red(
