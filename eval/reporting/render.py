@@ -6,22 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import formats
-from qdqbench.eval.reporting.document import (
-    Block,
-    Bullets,
-    Cell,
-    Chart,
-    Code,
-    Columns,
-    Fold,
-    Medium,
-    Pairs,
-    Prose,
-    Report,
-    State,
-    Table,
-)
 from qdqbench.quantize.utils.files import LOOK, write_text
 
 if TYPE_CHECKING:
@@ -29,13 +15,15 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
 TEMPLATES = Path(__file__).parent / "templates"
-Leaf = Prose | Bullets | Table | Pairs | Chart | Code | Fold  # of which the last has no blocks
+Leaf = (
+    doc.Prose | doc.Bullets | doc.Table | doc.Pairs | doc.Chart | doc.Code | doc.Fold
+)  # of which the last has no blocks
 MOST_REMARKS, MOST_FAILURES = 3, 5  # of each kind, on a terminal
-SIGNS: dict[State, str] = {"good": "✓", "bad": "✗", "unclear": "?"}
-STYLES: dict[State, str] = {"good": "green", "bad": "red", "unclear": "yellow", "quiet": "dim"}
+SIGNS: dict[doc.State, str] = {"good": "✓", "bad": "✗", "unclear": "?"}
+STYLES: dict[doc.State, str] = {"good": "green", "bad": "red", "unclear": "yellow", "quiet": "dim"}
 
 
-def write_report(report: Report, folder: Path, name: str) -> list[Path]:
+def write_report(report: doc.Report, folder: Path, name: str) -> list[Path]:
     """Write `NAME.md` and `NAME.html` (no external request); neither where one cannot be rendered."""
     texts = {folder / f"{name}.md": render_markdown(report), folder / f"{name}.html": render_html(report)}
     for path, content in texts.items():
@@ -43,14 +31,14 @@ def write_report(report: Report, folder: Path, name: str) -> list[Path]:
     return list(texts)
 
 
-def render_html(report: Report) -> str:
+def render_html(report: doc.Report) -> str:
     return _page_template().render(report=report, page=report.page)
 
 
 # Markdown
 
 
-def render_markdown(report: Report) -> str:
+def render_markdown(report: doc.Report) -> str:
     page = report.page
     parts = [f"# {_line(page.heading)}"]
     if (verdict := report.verdict) is not None:
@@ -78,40 +66,40 @@ def render_markdown(report: Report) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _leaves(blocks: Sequence[Block], medium: Medium) -> Iterator[Leaf]:
+def _leaves(blocks: Sequence[doc.Block], medium: doc.Medium) -> Iterator[Leaf]:
     """Yield the blocks that a medium shows, one below the other; of a fold its title and what is in it."""
     for block in blocks:
         if isinstance(block, str):
             if medium != "screen":
-                yield Prose(block)
+                yield doc.Prose(block)
         elif medium not in block.on:
             continue
-        elif isinstance(block, Columns):
+        elif isinstance(block, doc.Columns):
             for part in block.parts:
                 yield from _leaves(part, medium)
-        elif isinstance(block, Fold):
-            yield Fold(block.title, ())
+        elif isinstance(block, doc.Fold):
+            yield doc.Fold(block.title, ())
             yield from _leaves(block.blocks, medium)
         else:
             yield block
 
 
-def _markdown(blocks: Sequence[Block]) -> Iterator[str]:
+def _markdown(blocks: Sequence[doc.Block]) -> Iterator[str]:
     for block in _leaves(blocks, "text"):
-        if isinstance(block, Prose):
+        if isinstance(block, doc.Prose):
             yield f"**{prose(block.text)}**" if block.state in ("bad", "unclear") else prose(block.text)
-        elif isinstance(block, Bullets):
+        elif isinstance(block, doc.Bullets):
             yield _bullets(block.lines, SIGNS["bad"] + " " if block.state == "bad" else "")
-        elif isinstance(block, Table | Fold):
+        elif isinstance(block, doc.Table | doc.Fold):
             if block.title:
                 yield f"### {prose(block.title)}"
-            if isinstance(block, Table):
+            if isinstance(block, doc.Table):
                 yield _table_markdown(block)
-        elif isinstance(block, Pairs) and block.definitions:
+        elif isinstance(block, doc.Pairs) and block.definitions:
             yield "\n".join(f"- {prose(name)}: {prose(value)}" for name, value in block.rows)
-        elif isinstance(block, Pairs):
+        elif isinstance(block, doc.Pairs):
             yield _pairs(block.title, block.rows)
-        elif isinstance(block, Code):
+        elif isinstance(block, doc.Code):
             yield formats.fenced(block.text, block.language)
 
 
@@ -124,7 +112,7 @@ def _pairs(title: str, rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(head + [f"| {_line(name)} | {_line(value)} |" for name, value in rows])
 
 
-def _table_markdown(table: Table) -> str:
+def _table_markdown(table: doc.Table) -> str:
     texts = text_columns(table)
     shown = table.rows if table.most is None else table.rows[: table.most]
     lines = [
@@ -143,7 +131,7 @@ def _joined(cells: Sequence[str], gap: str = " ") -> str:
     return "|" + "|".join(f"{gap}{cell}{gap}" if cell else gap for cell in cells) + "|"
 
 
-def _cell_markdown(cell: Cell) -> str:
+def _cell_markdown(cell: doc.Cell) -> str:
     text = formats.code(cell.text) if cell.code else formats.inline(cell.text.replace("\n", ", "))
     if cell.state == "bad":
         text = f"**{text} ✗**" if text else "✗"
@@ -165,7 +153,7 @@ def _line(text: str, like: str = "") -> str:
     return f"{before}{found}{after}" if found else before
 
 
-def text_columns(table: Table) -> set[int]:
+def text_columns(table: doc.Table) -> set[int]:
     """Return the numbers of a table's columns of words."""
     return {at % len(table.columns) for at in table.texts} if table.columns else set()
 
@@ -173,7 +161,7 @@ def text_columns(table: Table) -> set[int]:
 # Terminal
 
 
-def render_screen(report: Report) -> "Group":
+def render_screen(report: doc.Report) -> "Group":
     """Return what a terminal of 80 columns shows: the verdict, blocks for a screen, the first remarks."""
     from rich.console import Group
     from rich.panel import Panel
@@ -198,37 +186,37 @@ def render_screen(report: Report) -> "Group":
     return Group(*parts)
 
 
-def _screen(blocks: Sequence[Block]) -> "Iterator[RenderableType]":
+def _screen(blocks: Sequence[doc.Block]) -> "Iterator[RenderableType]":
     from rich.table import Table as Grid
     from rich.text import Text
 
     for block in _leaves(blocks, "screen"):
-        if isinstance(block, Table | Fold | Pairs) and block.title:
+        if isinstance(block, doc.Table | doc.Fold | doc.Pairs) and block.title:
             yield Text(block.title, style="bold")
-        if isinstance(block, Prose):
+        if isinstance(block, doc.Prose):
             yield Text(block.text, style=STYLES.get(block.state, ""))
-        elif isinstance(block, Code):
+        elif isinstance(block, doc.Code):
             yield Text(block.text)
-        elif isinstance(block, Bullets):
+        elif isinstance(block, doc.Bullets):
             sign = "✗ " if block.state == "bad" else ""
             yield from (Text(f"{sign}{line}", style=STYLES.get(block.state, "")) for line in block.lines)
-        elif isinstance(block, Pairs):
+        elif isinstance(block, doc.Pairs):
             grid = Grid(box=None, pad_edge=False, show_header=False, padding=(0, 1))
             for name, value in block.rows:
                 grid.add_row(Text(f"  {name}"), Text(value))
             yield grid
-        elif isinstance(block, Table):
+        elif isinstance(block, doc.Table):
             kept = range(len(block.columns)) if block.screen is None else block.screen
             grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
             for at in kept:
                 grid.add_column(Text(block.columns[at]), overflow="fold")
             for each in [*block.rows, *block.foot]:
-                cells = [each.cells[at] if at < len(each.cells) else Cell() for at in kept]
+                cells = [each.cells[at] if at < len(each.cells) else doc.Cell() for at in kept]
                 grid.add_row(*map(_cell_screen, cells), style="bold" if each.chosen else "")
             yield grid
 
 
-def _cell_screen(cell: Cell) -> Any:
+def _cell_screen(cell: doc.Cell) -> Any:
     from rich.text import Text
 
     text = (cell.text if cell.short is None else cell.short).replace("\n", ", ")

@@ -14,24 +14,7 @@ from qdqbench.eval.bench.results import BENCH_FILE, Bench, config_label, headlin
 from qdqbench.eval.metrics.answers import Predictions, find_changed, predict_answers, sample_texts
 from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.logits import Logits, read_answers
-from qdqbench.eval.reporting.document import (
-    EVERYWHERE,
-    PAGE,
-    SCREEN,
-    TEXT,
-    Block,
-    Bullets,
-    Cell,
-    Fold,
-    Pairs,
-    Prose,
-    Report,
-    Section,
-    bad_unless,
-    code,
-    page_of,
-    table_of,
-)
+from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting.formats import cleaned, count_of, in_points, known, label, model_label, size
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.report.verdict import (
@@ -534,18 +517,18 @@ def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
     return [*paths, folder / f"{NAME}.json"]
 
 
-def comparison_report(comparison: RunComparison) -> Report:
+def comparison_report(comparison: RunComparison) -> doc.Report:
     comparison = cleaned(comparison)
     lines = [_pair_text(pair, pair.comparison) for pair in comparison.pairs if pair.comparison]
     apart = [
         f"{pair.second} and {pair.first}: {pair.not_paired}" for pair in comparison.pairs if pair.not_paired
     ]
-    pairs: list[Block] = [Bullets(lines, on=EVERYWHERE)]
+    pairs: list[doc.Block] = [doc.Bullets(lines, on=doc.EVERYWHERE)]
     if apart:
-        pairs += [Fold(f"Not paired: {len(apart)}", [Bullets(apart)])]
-        pairs += [Prose(f"{count_of(len(apart), 'pair')} not paired: {apart[0]}", "unclear", SCREEN)]
-    return Report(
-        page_of(
+        pairs += [doc.Fold(f"Not paired: {len(apart)}", [doc.Bullets(apart)])]
+        pairs += [doc.Prose(f"{count_of(len(apart), 'pair')} not paired: {apart[0]}", "unclear", doc.SCREEN)]
+    return doc.Report(
+        doc.page_of(
             comparison,
             "runs side by side",
             " against ".join(run.name for run in comparison.runs),
@@ -553,9 +536,9 @@ def comparison_report(comparison: RunComparison) -> Report:
             f"{NAME}.json",
         ),
         [
-            Section("overview", "Runs", _run_blocks(comparison.runs)),
-            Section("differences", "Paired differences", pairs),
-            Section("changed", "Answers that differ", _sample_blocks(comparison)),
+            doc.Section("overview", "Runs", _run_blocks(comparison.runs)),
+            doc.Section("differences", "Paired differences", pairs),
+            doc.Section("changed", "Answers that differ", _sample_blocks(comparison)),
             *_layer_sections(comparison),
         ],
         warnings=comparison.notes,
@@ -563,11 +546,11 @@ def comparison_report(comparison: RunComparison) -> Report:
     )
 
 
-def _run_blocks(runs: list[ComparedRun]) -> list[Block]:
+def _run_blocks(runs: list[ComparedRun]) -> list[doc.Block]:
     configs = [*dict.fromkeys(latency.config for run in runs for latency in run.latency)]
-    table = table_of(
+    table = doc.table_of(
         runs,
-        ("run", lambda run: Cell(run.name, note=f"{run.recipe}, model {run.model}")),
+        ("run", lambda run: doc.Cell(run.name, note=f"{run.recipe}, model {run.model}")),
         ("result", lambda run: _points_cell(run.metrics, run.stderr)),
         (
             "against FP32",
@@ -576,15 +559,15 @@ def _run_blocks(runs: list[ComparedRun]) -> list[Block]:
             ),
         ),
         *((f"{config}, ms", partial(_latency_cell, config)) for config in configs),
-        ("gate", lambda run: Cell(run.gate, GATE_STATES.get(run.gate, "unclear"))),
+        ("gate", lambda run: doc.Cell(run.gate, GATE_STATES.get(run.gate, "unclear"))),
         ("INT8", _int8_text),
-        ("ONNX file", lambda run: Cell(_onnx_size(run), sort=run.onnx_bytes or 0)),
-        ("engine", lambda run: Cell(_engine_size(run), sort=run.engine_bytes or 0)),
+        ("ONNX file", lambda run: doc.Cell(_onnx_size(run), sort=run.onnx_bytes or 0)),
+        ("engine", lambda run: doc.Cell(_engine_size(run), sort=run.engine_bytes or 0)),
         ("answers of", lambda run: f"{label(run.stage)}, n {run.n}"),
         look="full cards sortable names",
         anchor="runs",
     )
-    blocks: list[Block] = [table]
+    blocks: list[doc.Block] = [table]
     for run in runs:  # a block for each on a terminal, as 80 columns have no room for the table
         metric = next(iter(run.metrics))
         drop = _delta_text(run.vs_fp32, metric) if run.vs_fp32 else "not known"
@@ -596,34 +579,34 @@ def _run_blocks(runs: list[ComparedRun]) -> list[Block]:
             ("gate", run.gate.replace("_", " ")),
             *(("latency", _latency_text(latency)) for latency in run.latency),
         ]
-        blocks.append(Pairs(pairs, run.name, on=SCREEN))
+        blocks.append(doc.Pairs(pairs, run.name, on=doc.SCREEN))
     lines = [f"{run.name}: {_latency_text(latency)}" for run in runs for latency in run.latency]
     bench = "" if lines else " No run has a bench: `qdqbench bench RUN` measures latency."
     text = f"Points of the metric ± one standard error; against FP32 is paired on the same samples.{bench}"
-    return [*blocks, Bullets(lines, on=TEXT), Prose(text, "quiet")]
+    return [*blocks, doc.Bullets(lines, on=doc.TEXT), doc.Prose(text, "quiet")]
 
 
-def _points_cell(values: dict[str, float], errors: dict[str, float], sign: str = "") -> Cell:
+def _points_cell(values: dict[str, float], errors: dict[str, float], sign: str = "") -> doc.Cell:
     lines = [f"{label(name)} {in_points(value, errors.get(name), sign)}" for name, value in values.items()]
-    return Cell("\n".join(lines), sort=next(iter(values.values()), None))
+    return doc.Cell("\n".join(lines), sort=next(iter(values.values()), None))
 
 
-def _delta_cell(run: ComparedRun) -> Cell:
-    return _points_cell(run.vs_fp32.delta, run.vs_fp32.delta_stderr, "+") if run.vs_fp32 else Cell()
+def _delta_cell(run: ComparedRun) -> doc.Cell:
+    return _points_cell(run.vs_fp32.delta, run.vs_fp32.delta_stderr, "+") if run.vs_fp32 else doc.Cell()
 
 
 def _delta_text(versus: Comparison, metric: str) -> str:
     return in_points(versus.delta[metric], versus.delta_stderr.get(metric), "+")
 
 
-def _latency_cell(config: str, run: ComparedRun) -> Cell:
+def _latency_cell(config: str, run: ComparedRun) -> doc.Cell:
     latency = next((latency for latency in run.latency if latency.config == config), None)
     if latency is None:
-        return Cell()
+        return doc.Cell()
     if (ratio := latency.speedup) is None:
-        return Cell(f"{latency.median_ms:.3g}")
-    state = bad_unless(ratio.verdict != "slower")
-    return Cell(f"{latency.median_ms:.3g}", state, f"{ratio.value:.2f}x over {ratio.baseline}")
+        return doc.Cell(f"{latency.median_ms:.3g}")
+    state = doc.bad_unless(ratio.verdict != "slower")
+    return doc.Cell(f"{latency.median_ms:.3g}", state, f"{ratio.value:.2f}x over {ratio.baseline}")
 
 
 def _latency_text(latency: RunLatency) -> str:
@@ -659,21 +642,21 @@ def _pair_text(pair: ComparedPair, versus: Comparison) -> str:
     return ", ".join(parts)
 
 
-def _sample_blocks(comparison: RunComparison) -> list[Block]:
+def _sample_blocks(comparison: RunComparison) -> list[doc.Block]:
     if not comparison.samples:
-        return [Prose(_samples_text(comparison), on=EVERYWHERE)]
+        return [doc.Prose(_samples_text(comparison), on=doc.EVERYWHERE)]
     names = [*dict.fromkeys(name for sample in comparison.samples for name in sample.predictions)]
 
-    def show(name: str, sample: ComparedSample) -> Cell:
+    def show(name: str, sample: ComparedSample) -> doc.Cell:
         if (answer := sample.predictions.get(name)) is None:
-            return Cell()
+            return doc.Cell()
         look = "" if answer.right is None else "right" if answer.right else "wrong-answer"
-        return Cell(answer.prediction, note=known(answer.margin, ".2f"), sort=answer.margin, look=look)
+        return doc.Cell(answer.prediction, note=known(answer.margin, ".2f"), sort=answer.margin, look=look)
 
-    table = table_of(
+    table = doc.table_of(
         comparison.samples,
         ("sample", lambda sample: sample.sample),
-        ("text", lambda sample: Cell("not found" if sample.text is None else sample.text, look="text")),
+        ("text", lambda sample: doc.Cell("not found" if sample.text is None else sample.text, look="text")),
         ("label", lambda sample: sample.label),
         *((name, partial(show, name)) for name in names),
         ("distance", lambda sample: f"{sample.distance:.3g}"),
@@ -686,7 +669,11 @@ def _sample_blocks(comparison: RunComparison) -> list[Block]:
         "With an answer: its margin, the probability of that class less that of the next; near 0 the answer "
         "was near the threshold."
     )
-    return [Prose(_samples_text(comparison), on=EVERYWHERE), table, Prose(about, "quiet", PAGE)]
+    return [
+        doc.Prose(_samples_text(comparison), on=doc.EVERYWHERE),
+        table,
+        doc.Prose(about, "quiet", doc.PAGE),
+    ]
 
 
 def _samples_text(comparison: RunComparison) -> str:
@@ -700,12 +687,12 @@ def _samples_text(comparison: RunComparison) -> str:
     return f"{comparison.sample_count} samples are {what}{rest if kept < comparison.sample_count else ''}."
 
 
-def _layer_sections(comparison: RunComparison) -> Iterator[Section]:
+def _layer_sections(comparison: RunComparison) -> Iterator[doc.Section]:
     for number, (what, title) in enumerate(LAYERS.items(), 1):
         if layers := [layer for layer in comparison.layers if layer.what == what]:
-            table = table_of(
+            table = doc.table_of(
                 layers,
-                ("name", lambda layer: code(layer.name)),
+                ("name", lambda layer: doc.code(layer.name)),
                 *(
                     (run.name, lambda layer, name=run.name: known(layer.values.get(name), ".3g"))
                     for run in comparison.runs
@@ -713,6 +700,6 @@ def _layer_sections(comparison: RunComparison) -> Iterator[Section]:
                 look="sortable",
                 filter="layers",
                 anchor=f"layers-{number}",
-                on=PAGE,
+                on=doc.PAGE,
             )
-            yield Section(what.replace(" ", "-"), title, [table], on=PAGE)
+            yield doc.Section(what.replace(" ", "-"), title, [table], on=doc.PAGE)

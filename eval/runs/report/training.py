@@ -4,27 +4,8 @@ import math
 from functools import partial
 from pathlib import Path
 
+from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.document import (
-    EVERYWHERE,
-    Block,
-    Cell,
-    Chart,
-    Columns,
-    Fold,
-    Pairs,
-    Prose,
-    Report,
-    Row,
-    Section,
-    State,
-    Table,
-    Tile,
-    Verdict,
-    page_of,
-    row,
-    table_of,
-)
 from qdqbench.eval.reporting.formats import cleaned, count_of, flat, label, model_label, seconds
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.report.verdict import metric_text
@@ -47,7 +28,7 @@ def write_finetuning(result: Finetuning, folder: Path) -> None:
     write_report(finetuning_report(result), folder, "finetune")
 
 
-def finetuning_report(result: Finetuning) -> Report:
+def finetuning_report(result: Finetuning) -> doc.Report:
     result = cleaned(result)
     runs = result.runs
     names = [*map(str, result.task.get("metrics") or []), *(name for run in runs for name in run.metrics)]
@@ -62,7 +43,7 @@ def finetuning_report(result: Finetuning) -> Report:
         inputs += [("training rows", f"{runs[0].rows:,}"), ("held-out rows", f"{runs[0].held_out:,}")]
         if parameters := max(run.parameters for run in runs):
             inputs.append(("parameters", f"{parameters:,}"))
-    page = page_of(
+    page = doc.page_of(
         result,
         "fine-tuning",
         model_label(str(result.base.get("name", "encoder"))),
@@ -70,49 +51,51 @@ def finetuning_report(result: Finetuning) -> Report:
         "finetune.json",
         facts={"Settings": settings, "Base, task and data": inputs},
     )
-    state: State = "good" if not failed else "unclear" if done else "bad"
+    state: doc.State = "good" if not failed else "unclear" if done else "bad"
     title = {"good": "Trained", "unclear": "Some seeds failed"}.get(state, "Nothing was trained to its end")
     tiles = [
-        Tile(label(name), f"{at.mean:.4f}", "one seed" if at.sd is None else f"mean, sd {at.sd:.4f}")
+        doc.Tile(label(name), f"{at.mean:.4f}", "one seed" if at.sd is None else f"mean, sd {at.sd:.4f}")
         for name, at in result.spread.items()
     ]
     total = seconds(sum(run.seconds for run in done))
-    tiles.append(Tile("time in steps", total, f"of {len(done)} of {count_of(len(runs), 'seed')}"))
+    tiles.append(doc.Tile("time in steps", total, f"of {len(done)} of {count_of(len(runs), 'seed')}"))
     notes = [*result.notes, *(f"Seed {run.seed}: {line}" for run in runs for line in run.notes)]
-    quiet = [Prose(line, "quiet") for line in [*_explanation(result), *notes]]
+    quiet = [doc.Prose(line, "quiet") for line in [*_explanation(result), *notes]]
     told = {f"seed {run.seed} failed: {run.reason}" for run in failed}
-    return Report(
+    return doc.Report(
         page,
         [
-            Section("seeds", "Seeds", [_seeds_table(result, names), *quiet]),
-            Section("curves", "Curves", [*curve_blocks(runs)]),
+            doc.Section("seeds", "Seeds", [_seeds_table(result, names), *quiet]),
+            doc.Section("curves", "Curves", [*curve_blocks(runs)]),
         ],
-        verdict=Verdict(state, title, _headline(result, names[0])),
+        verdict=doc.Verdict(state, title, _headline(result, names[0])),
         tiles=tiles,
         warnings=[line for line in result.warnings if line not in told],
     )
 
 
-def _seeds_table(result: Finetuning, names: list[str]) -> Table:
+def _seeds_table(result: Finetuning, names: list[str]) -> doc.Table:
     runs = result.runs
 
-    def seed_cell(run: TrainingRun) -> Cell:
+    def seed_cell(run: TrainingRun) -> doc.Cell:
         best = run.seed == result.best_seed
-        return Cell(str(run.seed), note="best" if best else "", short=f"{run.seed} *" if best else None)
+        return doc.Cell(str(run.seed), note="best" if best else "", short=f"{run.seed} *" if best else None)
 
-    def failed_row(run: TrainingRun) -> Row | None:
+    def failed_row(run: TrainingRun) -> doc.Row | None:
         if run.status != "failed":
             return None
-        return row(run.seed, Cell(f"failed: {_reason(run)}", "bad", short="failed"))  # the verdict says why
+        return doc.row(
+            run.seed, doc.Cell(f"failed: {_reason(run)}", "bad", short="failed")
+        )  # the verdict says why
 
     def spread_text(spread: Spread | None) -> str:
         if spread is None:
             return ""
         return f"{spread.mean:.4f}" + ("" if spread.sd is None else f" sd {spread.sd:.4f}")
 
-    spread = [row("mean", *(spread_text(result.spread.get(name)) for name in names), "")]
+    spread = [doc.row("mean", *(spread_text(result.spread.get(name)) for name in names), "")]
     at = 1 + len(names)  # of the column of samples
-    return table_of(
+    return doc.table_of(
         runs,
         ("seed", seed_cell),
         *((label(name), partial(_value, name)) for name in names),
@@ -129,7 +112,7 @@ def _seeds_table(result: Finetuning, names: list[str]) -> Table:
         look="full cards",
         foot=spread if len(runs) > 1 and result.spread else [],
         screen=[*range(at), *(at + column for column in (2, 3, 4, 5))],  # what fits with two metrics
-        on=EVERYWHERE,
+        on=doc.EVERYWHERE,
     )
 
 
@@ -174,7 +157,7 @@ def _explanation(result: Finetuning) -> list[str]:
     ]
 
 
-def training_blocks(run: TrainingRun | None) -> list[Block]:
+def training_blocks(run: TrainingRun | None) -> list[doc.Block]:
     """Return QAT as the report of its run shows it."""
     if run is None:
         return []
@@ -206,8 +189,13 @@ def training_blocks(run: TrainingRun | None) -> list[Block]:
     settings = flat(run.settings)
     return [
         *curve_blocks([run]),
-        Columns([[Pairs(facts, "training")], [*run.notes, *(Prose(line, "quiet") for line in explanation)]]),
-        Fold(f"All {len(settings)} settings", [Pairs(settings, "setting")]),
+        doc.Columns(
+            [
+                [doc.Pairs(facts, "training")],
+                [*run.notes, *(doc.Prose(line, "quiet") for line in explanation)],
+            ]
+        ),
+        doc.Fold(f"All {len(settings)} settings", [doc.Pairs(settings, "setting")]),
     ]
 
 
@@ -239,10 +227,10 @@ def _reason(run: TrainingRun) -> str:
     return (run.reason or "no reason was recorded").rstrip(".")
 
 
-def curve_blocks(runs: list[TrainingRun]) -> list[Block]:
+def curve_blocks(runs: list[TrainingRun]) -> list[doc.Block]:
     """Return training loss, the measure that chose the weights, then the other held-out ones, by step."""
     if not any(run.log for run in runs):
-        return [Prose(NO_STEP, "quiet")]
+        return [doc.Prose(NO_STEP, "quiet")]
     chosen = score_name(runs)
     others = dict.fromkeys(name for run in runs for line in run.log for name in line.values)
     draws = [partial(curves_svg, runs, "training-loss", "training loss", None)]
@@ -250,7 +238,10 @@ def curve_blocks(runs: list[TrainingRun]) -> list[Block]:
         remark = " (chooses the weights)" if name == chosen else ""
         title = f"held-out {labelled_measure(name)}{remark}"
         draws.append(partial(curves_svg, runs, f"held-out-{number}", title, name))
-    return [Columns([[Chart(draw)] for draw in draws]), Prose("The curves are in the page.", on=("text",))]
+    return [
+        doc.Columns([[doc.Chart(draw)] for draw in draws]),
+        doc.Prose("The curves are in the page.", on=("text",)),
+    ]
 
 
 def labelled_measure(name: str) -> str:

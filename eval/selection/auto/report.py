@@ -3,27 +3,8 @@
 from functools import partial
 from typing import Any
 
+from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.document import (
-    EVERYWHERE,
-    SCREEN,
-    Block,
-    Bullets,
-    Cell,
-    Chart,
-    Pairs,
-    Prose,
-    Report,
-    Row,
-    Section,
-    Table,
-    Tile,
-    Verdict,
-    bad_unless,
-    page_of_choice,
-    row,
-    table_of,
-)
 from qdqbench.eval.reporting.formats import (
     cleaned,
     count_of,
@@ -49,7 +30,7 @@ TITLES: dict[StepKind, str] = {
 REMEDIES: dict[StepKind, str] = {"methods": "scales", "islands": "less INT8", "qat": "weights"}
 
 
-def auto_report(auto: Auto) -> Report:
+def auto_report(auto: Auto) -> doc.Report:
     auto = cleaned(auto)
     choice, passed, criteria = auto.choice, auto.choice.passed, _criteria_text(auto)
     deploy = {
@@ -61,13 +42,13 @@ def auto_report(auto: Auto) -> Report:
     known = [(name, value) for name, value in deploy.items() if value]
     title = "What to deploy" if passed else "The best that was found"
     story = [(_title(step), " ".join(map(sentence, _describe_step(auto, step)))) for step in auto.steps]
-    blocks: list[Block] = [
-        Prose(criteria, on=SCREEN),
+    blocks: list[doc.Block] = [
+        doc.Prose(criteria, on=doc.SCREEN),
         _table(auto),
-        Bullets(_group_remarks(auto), "quiet", SCREEN),
-        Pairs(known, on=SCREEN),
-        Chart(partial(steps_svg, auto), broad=True),
-        *(Prose(text, "quiet") for text in _explanation(auto)),
+        doc.Bullets(_group_remarks(auto), "quiet", doc.SCREEN),
+        doc.Pairs(known, on=doc.SCREEN),
+        doc.Chart(partial(steps_svg, auto), broad=True),
+        *(doc.Prose(text, "quiet") for text in _explanation(auto)),
     ]
     tiles, step = [], auto.chosen
     if step is not None:
@@ -75,20 +56,22 @@ def auto_report(auto: Auto) -> Report:
         holds = versus.within_noise or versus.drop <= auto.gate.max_drop
         change = delta_points(-versus.drop, versus.drop_stderr)
         against = f"{label(auto.metric)} against FP32"
-        tiles.append(Tile(against, change, f"points, {noise_text(versus)}", bad_unless(holds)))
+        tiles.append(doc.Tile(against, change, f"points, {noise_text(versus)}", doc.bad_unless(holds)))
         if step.speedup:
             over = f"over {auto.source.baseline_precision}" if auto.source else ""
-            tiles.append(Tile("speed", speed_text(step.speedup), over, bad_unless(step.speedup.value >= 1)))
+            tiles.append(
+                doc.Tile("speed", speed_text(step.speedup), over, doc.bad_unless(step.speedup.value >= 1))
+            )
     done = sum(each.status == "done" for each in auto.steps)
-    tiles.append(Tile("steps taken", f"{done} of {len(auto.steps)}", seconds(auto.elapsed_s)))
-    return Report(
-        page_of_choice(auto, "recipe that holds", AUTO_FILE, *flat(auto.gate.model_dump(), "gate")),
+    tiles.append(doc.Tile("steps taken", f"{done} of {len(auto.steps)}", seconds(auto.elapsed_s)))
+    return doc.Report(
+        doc.page_of_choice(auto, "recipe that holds", AUTO_FILE, *flat(auto.gate.model_dump(), "gate")),
         [
-            *([Section("deploy", title, [Pairs(known)])] if known else []),
-            Section("steps", "What each step bought", blocks),
-            Section("story", "The story", [Pairs(story, definitions=True)]),
+            *([doc.Section("deploy", title, [doc.Pairs(known)])] if known else []),
+            doc.Section("steps", "What each step bought", blocks),
+            doc.Section("story", "The story", [doc.Pairs(story, definitions=True)]),
         ],
-        Verdict(
+        doc.Verdict(
             "good" if passed else "bad",
             "A recipe holds" if passed else "No recipe holds",
             " ".join([headline(auto), *map(sentence, reason_lines(auto))]),
@@ -232,16 +215,16 @@ def _criteria_text(auto: Auto) -> str:
     )
 
 
-def _table(auto: Auto) -> Table:
-    def not_run(step: AutoStep) -> Row | None:
+def _table(auto: Auto) -> doc.Table:
+    def not_run(step: AutoStep) -> doc.Row | None:
         if step.run is not None:
             return None
-        status = Cell(step.status, "quiet" if step.status == "skipped" else "bad")
-        return row(Cell(_title(step), short=step.name), status, "", "", "", "", _time_cell(step))
+        status = doc.Cell(step.status, "quiet" if step.status == "skipped" else "bad")
+        return doc.row(doc.Cell(_title(step), short=step.name), status, "", "", "", "", _time_cell(step))
 
-    return table_of(
+    return doc.table_of(
         auto.steps,
-        ("step", lambda step: Cell(_title(step), "good" if step.holds else "bad", short=step.name)),
+        ("step", lambda step: doc.Cell(_title(step), "good" if step.holds else "bad", short=step.name)),
         (label(auto.metric), lambda step: f"{100 * auto.value(step):.2f}"),
         ("against FP32", lambda step: _change_cell(step.scores)),
         ("against the step before", lambda step: _change_cell(step.run.vs_previous if step.run else {})),
@@ -255,28 +238,28 @@ def _table(auto: Auto) -> Table:
         instead=not_run,
         look="full cards",
         screen=(0, 1, 2, 5, 6),
-        on=EVERYWHERE,
+        on=doc.EVERYWHERE,
     )
 
 
-def _time_cell(step: AutoStep) -> Cell:
+def _time_cell(step: AutoStep) -> doc.Cell:
     texts = [] if step.estimate_s is None else [f"{seconds(step.estimate_s)} estimated"]
     if step.status == "skipped":
-        return Cell(", ".join(texts), short="")
-    return Cell(", ".join([*texts, f"{seconds(step.seconds)} taken"]), short=seconds(step.seconds))
+        return doc.Cell(", ".join(texts), short="")
+    return doc.Cell(", ".join([*texts, f"{seconds(step.seconds)} taken"]), short=seconds(step.seconds))
 
 
 def _title(step: AutoStep) -> str:
     return step.name if step.kind == "shipped" else TITLES[step.kind]
 
 
-def _change_cell(scores: dict[str, Comparison]) -> Cell:
+def _change_cell(scores: dict[str, Comparison]) -> doc.Cell:
     """Return differences of the primary metric in points, by evaluation split; a terminal has the first."""
     texts = [
         f"{delta_points(-each.drop, each.drop_stderr)}{' ~' if each.within_noise else ''}"
         for each in scores.values()
     ]
-    return Cell(" / ".join(texts), short=texts[0] if texts else "")
+    return doc.Cell(" / ".join(texts), short=texts[0] if texts else "")
 
 
 def _difference(scores: dict[str, Comparison]) -> str:

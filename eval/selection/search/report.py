@@ -4,27 +4,8 @@ import math
 import statistics
 from functools import partial
 
+from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.document import (
-    EVERYWHERE,
-    PAGE,
-    PAGES,
-    SCREEN,
-    Block,
-    Cell,
-    Chart,
-    Code,
-    Prose,
-    Report,
-    Row,
-    Section,
-    Tile,
-    Verdict,
-    bad_unless,
-    page_of,
-    row,
-    table_of,
-)
 from qdqbench.eval.reporting.formats import cleaned, count_of, delta_points, flat, label, model_label, points
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.search.results import (
@@ -57,7 +38,7 @@ ORIGINS: dict[Origin, str] = {
 SETTINGS = {"method": "activations", "smoothing": "smoothing", "weights_method": "weights"}
 
 
-def search_report(found: Search) -> Report:
+def search_report(found: Search) -> doc.Report:
     found = cleaned(found)
     source, outcome = found.source, found.outcome
     speed = f"over {source.baseline_precision}" if source.mode == "latency" else "INT8 share of multiply-adds"
@@ -68,29 +49,29 @@ def search_report(found: Search) -> Report:
     shape = f"batch {source.batch}, {source.length} tokens"
     about = [label(found.task), str(found.recipe["name"])]
     facts = {"Settings": flat(found.settings), "Latency": flat(source.model_dump())}
-    chart = Chart(partial(draw_front, found), broad=True)
-    sections = [Section("front", "Accuracy against latency", [chart], on=PAGE)]
+    chart = doc.Chart(partial(draw_front, found), broad=True)
+    sections = [doc.Section("front", "Accuracy against latency", [chart], on=doc.PAGE)]
     if found.confirmed:
         sections.append(_confirmation(found, speed))
     if found.chosen and found.chosen.recipe:
-        recipe = Code(dump_short_recipe(found.chosen.recipe), "yaml", on=PAGES)
-        sections.append(Section("recipe", "The recipe", [recipe]))
+        recipe = doc.Code(dump_short_recipe(found.chosen.recipe), "yaml", on=doc.PAGES)
+        sections.append(doc.Section("recipe", "The recipe", [recipe]))
     tiles, best = [], next(iter(found.confirmed), None)
     if best is not None and best.score is not None:
         title = "speed of the chosen" if best.speedup else "INT8 share of the chosen"
-        tiles.append(Tile(title, _speed(best), speed if best.speedup else "of multiply-adds"))
-        tiles.append(Tile("drop, points", _drop(best.score), f"on validation, {noise_text(best.score)}"))
+        tiles.append(doc.Tile(title, _speed(best), speed if best.speedup else "of multiply-adds"))
+        tiles.append(doc.Tile("drop, points", _drop(best.score), f"on validation, {noise_text(best.score)}"))
     front = sum(trial.on_front for trial in tried)
-    return Report(
-        page_of(found, "search", model_label(found.model), about, SEARCH_FILE, facts=facts),
+    return doc.Report(
+        doc.page_of(found, "search", model_label(found.model), about, SEARCH_FILE, facts=facts),
         [*sections, _trials(found, speed)],
-        Verdict(
+        doc.Verdict(
             "good" if outcome.passed else "bad",
             describe_gate(found),
             headline(found),
             notes=[f"Asked: {describe_rule(found)}. {counts}. Latency {source.label}; {shape}."],
         ),
-        tiles=[*tiles, Tile("recipes tried", str(len(tried)), f"{front} on the front")],
+        tiles=[*tiles, doc.Tile("recipes tried", str(len(tried)), f"{front} on the front")],
         warnings=found.warnings,
         notes=found.notes,
     )
@@ -150,19 +131,19 @@ def describe_choice(found: Search) -> str:
     return text
 
 
-def _confirmation(found: Search, speed: str) -> Section:
+def _confirmation(found: Search, speed: str) -> doc.Section:
     fp32 = next(iter(found.fp32.values())).metrics[found.metric] if found.fp32 else math.nan
     chosen = found.confirmed[0]
 
-    def failed(each: ConfirmedRecipe) -> Row | None:
+    def failed(each: ConfirmedRecipe) -> doc.Row | None:
         if each.score is not None:
             return None
-        return row(each.name, *[""] * 6, Cell(_remark(each), "bad"), chosen=each is chosen)
+        return doc.row(each.name, *[""] * 6, doc.Cell(_remark(each), "bad"), chosen=each is chosen)
 
-    def drop(each: ConfirmedRecipe) -> Cell:
-        return Cell(_drop(each.score), short=f"{_drop(each.score)}{' ~' if _noise(each.score) else ''}")
+    def drop(each: ConfirmedRecipe) -> doc.Cell:
+        return doc.Cell(_drop(each.score), short=f"{_drop(each.score)}{' ~' if _noise(each.score) else ''}")
 
-    table = table_of(
+    table = doc.table_of(
         found.confirmed,
         ("recipe", lambda each: each.name),
         (label(found.metric), lambda each: f"{fp32 - next(iter(each.scores.values())).drop:.4f}"),
@@ -171,18 +152,22 @@ def _confirmation(found: Search, speed: str) -> Section:
         ("engine drop", lambda each: _drop(next(iter(each.engine.values()), None))),
         ("ms", lambda each: latency_text(each.speedup)),
         (speed, _speed),
-        ("remark", lambda each: Cell(_remark(each), bad_unless(not each.dominates))),
+        ("remark", lambda each: doc.Cell(_remark(each), doc.bad_unless(not each.dominates))),
         chosen=lambda each: each is chosen,
         instead=failed,
         texts=(0, -1),
         look="full cards sortable",
         screen=(0, 1, 2, 5, 6),
-        on=EVERYWHERE,
+        on=doc.EVERYWHERE,
     )
     remarks = [f"{each.name}: {text}" for each in found.confirmed if (text := _remark(each))]
-    agreement = Prose(_describe_agreement(found), on=EVERYWHERE)
-    blocks: list[Block] = [agreement, table, *(Prose(text, "quiet", on=SCREEN) for text in remarks)]
-    return Section("confirmed", "On validation, which no trial has seen", blocks)
+    agreement = doc.Prose(_describe_agreement(found), on=doc.EVERYWHERE)
+    blocks: list[doc.Block] = [
+        agreement,
+        table,
+        *(doc.Prose(text, "quiet", on=doc.SCREEN) for text in remarks),
+    ]
+    return doc.Section("confirmed", "On validation, which no trial has seen", blocks)
 
 
 def _remark(each: ConfirmedRecipe) -> str:
@@ -196,12 +181,12 @@ def _remark(each: ConfirmedRecipe) -> str:
     return "; ".join(texts + ["dominates the chosen recipe"] * each.dominates)
 
 
-def _trials(found: Search, speed: str) -> Section:
+def _trials(found: Search, speed: str) -> doc.Section:
     order = sorted(
         found.trials, key=lambda each: (not each.on_front, -each.gain if each.is_scored else 0, each.number)
     )
     units = ", ".join(f"{kind} of layer {layer}" for layer, kind in found.ranking.units)
-    table = table_of(
+    table = doc.table_of(
         order,
         ("trial", lambda each: each.number),
         (speed, lambda each: _speed(each) if each.scores else ""),
@@ -211,29 +196,29 @@ def _trials(found: Search, speed: str) -> Section:
         ("holds", lambda each: "yes" if each.holds else ""),
         ("ms", lambda each: latency_text(each.speedup)),
         ("divergence", lambda each: f"{each.divergence:.3g}" if each.scores else ""),
-        ("from", lambda each: Cell(describe_origin(each), look="nowrap")),
-        ("INT8", lambda each: Cell(_int8_text(each), look="nowrap")),
-        ("calibration", lambda each: Cell(_calibration_text(each), look="text")),
+        ("from", lambda each: doc.Cell(describe_origin(each), look="nowrap")),
+        ("INT8", lambda each: doc.Cell(_int8_text(each), look="nowrap")),
+        ("calibration", lambda each: doc.Cell(_calibration_text(each), look="text")),
         ("remark", _trial_remark),
         chosen=lambda each: each.number == found.outcome.chosen,
         texts=(8, 9, 10, 11),
         look="full sortable",
         filter="trials",
     )
-    blocks: list[Block] = [
-        Prose(
+    blocks: list[doc.Block] = [
+        doc.Prose(
             f"Scored on {found.settings['samples']} train rows at most, none of which calibrates. ± is one "
             "paired standard error.",
             "quiet",
         ),
         table,
-        Prose(
+        doc.Prose(
             f"Units in order of the ranking ({describe_ranking(found.ranking)}), the worst in INT8 first: "
             f"{units}.",
             "quiet",
         ),
     ]
-    return Section("trials", f"All {count_of(len(order), 'trial')}, the Pareto front first", blocks)
+    return doc.Section("trials", f"All {count_of(len(order), 'trial')}, the Pareto front first", blocks)
 
 
 def _int8_text(trial: SearchTrial) -> str:
