@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 from qdqbench.quantize.engine.layers import ATTENTION
-from qdqbench.quantize.graph.index import MATMULS
+from qdqbench.quantize.graph.index import MATMULS, GraphIndex
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import BackendName
@@ -246,6 +246,7 @@ def _kernels(graph: onnx.GraphProto, events: list[dict[str, Any]]) -> Iterator[K
 
 
 _SPLIT = re.compile(r"/(DequantizationMultiply|DequantizationSubtract|WithoutBiases)$")
+_MADE = re.compile(r"[A-Z][A-Za-z]*_[0-9]+$")  # an operator that OpenVINO made, such as Multiply_93600
 _CONSTANTS = ("Const", "Constant")
 
 
@@ -297,14 +298,18 @@ class _OpenVinoModel(CompiledModel):
                 continue
             inputs: list[str] = []
             constants: list[str] = []
+            weights: list[str] = []
             for port in node.inputs():
                 source = port.get_source_output()
                 maker = str(source.get_node().get_rt_info()["layerType"].astype(str))
                 (constants if maker in _CONSTANTS else inputs).append(_port_type(source))
+                weights += [source.get_node().get_friendly_name()] if maker in _CONSTANTS else []
             # a node that OpenVINO split to move its scales has another name there
             names = [_SPLIT.sub("", name) for name in facts.get("originalLayersNames", "").split(",") if name]
             if kind in ("FullyConnected", "MatMul"):
                 kind = "gemm"
+                if all(map(_MADE.match, names)):
+                    names = weights[:1]
             elif kind == "Subgraph" and any(name.rpartition("/")[2].startswith("Softmax") for name in names):
                 kind = ATTENTION
             row = LayerRow(
@@ -359,8 +364,10 @@ def warm_up(model: CompiledModel, shape: tuple[int, int]) -> None:
 def name_products(rows: Sequence[LayerRow], graph: onnx.GraphProto) -> None:
     """Add each product that no row names to the row that computes what it feeds first, in place.
 
-    OpenVINO names an FP32 product after its bias, and q k^T inside of a fused attention after its scale.
+    OpenVINO names an FP32 product after its bias, and q k^T inside of a fused attention after its scale. One
+    whose scale it moved behind a residual has the name of its weight: `kernels` tells it.
     """
+    index = GraphIndex(onnx.ModelProto(graph=graph))
     places = {name: row for row in rows if row.kind in ("gemm", ATTENTION) for name in row.onnx}
     consumers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
     for node in graph.node:
@@ -368,6 +375,11 @@ def name_products(rows: Sequence[LayerRow], graph: onnx.GraphProto) -> None:
             consumers[tensor].append(node)
     for node in graph.node:
         if node.op_type not in MATMULS or node.name in places:
+            continue
+        _, weight = index.origin(node.input[1], ("Transpose", "DequantizeLinear"))
+        if (row := next((row for row in rows if weight in row.onnx), None)) is not None:
+            row.onnx.remove(weight)
+            row.onnx.append(node.name)
             continue
         waiting, seen = [node], {node.name}
         while waiting:

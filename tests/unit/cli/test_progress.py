@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -99,13 +100,16 @@ def test_it_is_said_once_the_baseline_is_there(reused, monkeypatch):
             stage.recorded(session)
         return {}
 
-    monkeypatch.setattr(run, "run_stages", run_stages)
-    monkeypatch.setattr(run, "remove", lambda folder: None)
-    monkeypatch.setattr(run, "unreadable", lambda session: "wrong")
-    monkeypatch.setattr(run, "_require_room", lambda session, names: None)
-    session = SimpleNamespace(folder=Path("nowhere"), alarm=told.append)
     stages = [Stage(name, lambda session: [], (), lambda session: None) for name in STAGES]
-    run._run(session, stages, lambda name, reused: told.append(name))
+    monkeypatch.setattr(run, "run_stages", run_stages)
+    monkeypatch.setattr(run, "planned", lambda session, until: stages)
+    monkeypatch.setattr(run, "_warn_unreadable", lambda session: session.alarm("wrong"))
+    for name in ("files", "remove", "remove_other_stages", "stages", "dump_recipe", "_require_room"):
+        monkeypatch.setattr(run, name, MagicMock())
+    for name in ("explain_stale", "cannot_hold"):
+        monkeypatch.setattr(run, name, lambda *_: None)
+    session = MagicMock(folder=Path("nowhere"), alarm=told.append)
+    run.run_to(session, None, lambda name, reused: told.append(name))
     assert told == ["baseline", "wrong", *STAGES[1:]]
 
 
