@@ -252,7 +252,7 @@ def verdict(found):
 
 def table(found):
     """The figures as docs/serve.md has them."""
-    lines = ["| load | p50 ms | p99 ms | p99 / p50 | answered | told 503 | lost, twice or mixed up |"]
+    lines = ["| load | p50 ms | p99 ms | p99 / p50 | answered | 503 | lost, twice or mixed up |"]
     lines.append("|---|---|---|---|---|---|---|")
     names = {
         "capacity": "100%",
