@@ -1,0 +1,86 @@
+"""The language of docs, help texts and docstrings: the field's words, in sentences that are read once."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from qdqbench.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "recipes/README.md",
+    *(ROOT / "docs").rglob("*.md"),
+]
+MODULES = [path for top in ("quantize", "eval", "api") for path in (ROOT / top).rglob("*.py")]
+INSTEAD = {
+    r"beside": "next to, alongside, as well as",
+    r"anew": "again, from scratch",
+    r"mend(s|ed)?": "fix",
+    r"goes? on\b(?! (saving|to))": "resume, continue",
+    r"held to": "checked against, compared with",
+    r"behind (the|a) (GEMM|GELU|DQ|MatMul|attention|linear)": "after",
+    r"colours?|centred|licence|learnt|normalis\w+|recognis\w+": "American spelling",
+}
+OPENERS = ("What", "Whether", "Which", "How", "Where")
+
+
+def offences(text: str) -> list[str]:
+    """Each private word of a text, with what to write instead; code is left out."""
+    prose = re.sub(r"```.*?```|`[^`\n]*`|<!--.*?-->", "", text, flags=re.DOTALL)
+    return [
+        f"{found.group()!r}: write {better}"
+        for word, better in INSTEAD.items()
+        for found in re.finditer(rf"\b(?:{word})\b", prose)
+    ]
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring of a function or class."""
+    for node in ast.walk(ast.parse(source)):
+        documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if documented and (text := ast.get_docstring(node)):
+            yield node.lineno, text
+
+
+def helps() -> Iterator[tuple[str, str]]:
+    """Name and text of every help of the command line."""
+    waiting = [("qdqbench", typer.main.get_command(app))]
+    while waiting:
+        name, command = waiting.pop()
+        yield name, command.help or ""
+        for each in command.params:
+            yield f"{name} {each.name}", getattr(each, "help", None) or ""
+        waiting += [(f"{name} {key}", value) for key, value in getattr(command, "commands", {}).items()]
+
+
+def test_a_planted_offence_is_found():
+    assert offences("It goes on beside the run, `anew`.") == [
+        "'beside': write next to, alongside, as well as",
+        "'goes on': write resume, continue",
+    ]
+    assert [*docstrings('def f():\n    """What it is."""')] == [(1, "What it is.")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages_use_the_words_of_the_field(page):
+    assert offences(page.read_text(encoding="utf-8")) == []
+
+
+def test_help_texts_begin_with_a_noun_or_a_verb():
+    assert [f"{name}: {text}" for name, text in helps() if text.split(" ")[0] in ("Of", *OPENERS)] == []
+    assert [f"{name}: {found}" for name, text in helps() for found in offences(text)] == []
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    assert [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in MODULES
+        for line, text in docstrings(path.read_text(encoding="utf-8"))
+        if text.split()[0] in OPENERS
+    ] == []
