@@ -147,7 +147,6 @@ def compare_calibration(
 def _open_session(
     kind: str, config: "RunConfig", folder: Path, options: RecipeOptions
 ) -> "Iterator[tuple[Session, Progress]]":
-    """Yield a session that nobody else uses, with the embedded default where no model is given."""
     from qdqbench.eval.stages import stages
     from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder
     from qdqbench.quantize.pipeline.session import Session

@@ -79,7 +79,6 @@ Content = Mapping[str, bytes | Path]  # by its name in the folder: what a file h
 
 
 def describe_texts(kind: TaskKind, columns: int) -> dict[str, Any]:
-    """Return how the texts of a kind of task become rows, as variables of the templates."""
     answer, texts = ANSWERS[kind.name]
     texts = texts[: 1 if kind.texts_apart else columns]
     words = kind.split_words
@@ -289,7 +288,6 @@ def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: P
 def _describe_model(
     session: Session, graph: Path, texts: dict[str, Any], runtimes: Sequence[Runtime]
 ) -> dict[str, Any]:
-    """Return what the scripts read: `model.json`."""
     read, kind = read_model(graph).graph, session.config.task.kind
     sidecars = [runtime.sidecar for runtime in runtimes if runtime.sidecar is not None]
     limits = [sidecar.profiles for sidecar in sidecars] or [engine_profiles(session)]
@@ -322,7 +320,6 @@ def _describe_model(
 
 
 def _save_tokenizer(session: Session) -> dict[str, bytes]:
-    """Return files of the tokenizer as the run used it."""
     tokenizer: Any = session.tokenizer
     tokenizer.backend_tokenizer.no_truncation()  # what the last call asked for is no part of it
     tokenizer.backend_tokenizer.no_padding()
@@ -394,7 +391,6 @@ def remove(folder: Path) -> None:
 
 
 def _list_foreign(folder: Path) -> list[str]:
-    """Return the files that the checksums in a folder do not list, or that are others now."""
     try:
         lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):

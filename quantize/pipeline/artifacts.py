@@ -61,7 +61,6 @@ def cpu_compute(recipe: Recipe) -> Compute:
 
 
 def graph_bytes(session: Session) -> int:
-    """Return the bytes on disk of the weights of all graphs of an export."""
     sizes = {name: weights.numel() for name, weights in session.fp32_model.named_parameters()}
     whole, int8 = sum(sizes.values()), sum(sizes.get(f"{name}.weight", 0) for name in session.plan.int8)
     total = (4 + 2) * whole  # the twins in FP32 and FP16
@@ -94,7 +93,6 @@ def recipe_profiles(recipe: Recipe) -> list[Profile]:
 
 
 def row_lengths(session: Session) -> Int64:
-    """Return the tokens of each row of the evaluation splits, int64 [rows]; labels are not looked at."""
     return np.concatenate([encoded.lengths for _, encoded in session.eval_splits.values()])
 
 
@@ -146,7 +144,6 @@ def describe_lengths(session: Session) -> Lengths | None:
 
 
 def graph_for_tensorrt(session: Session, graph: Path) -> Path | None:
-    """Return the run's graph in the form for TensorRT: its own, or the one next to a graph for CPUs."""
     if backend_of(session.recipe) not in CPU_BACKENDS:
         return graph
     beside = session.folder / GPU_INT8
@@ -190,7 +187,6 @@ def engine_file(folder: Path, built: EngineResult) -> Path:
 
 
 def read_verified(folder: Path) -> Verification | Skipped:
-    """Return the verification of a run directory's engine; skipped where nobody asked."""
     path = folder / VERIFY
     return _read_outcome(path, Verification) if path.is_file() else Skipped(skipped="not asked for")
 

@@ -160,7 +160,6 @@ def owned_folder(
 
 @contextmanager
 def open_session(folder: str | Path) -> Iterator[Session]:
-    """Hold the folder of a run that was started, and yield its session."""
     path = Path(folder)
     read_config(path)  # before a lock is written into a folder of somebody else
     with locked_folder(path):
@@ -213,7 +212,6 @@ def locked_for_reading(folder: Path) -> AbstractContextManager[None]:
 
 
 def _require_owner(folder: Path, identity: RunIdentity, overwrite: bool) -> RunIdentity | None:
-    """Return the identity of a folder that may be used for `identity`; None where it holds nothing."""
     kind = KINDS[identity.kind][0]
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give --out a folder")
@@ -259,7 +257,6 @@ def _unused(folder: Path) -> Path:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Move what a folder holds, but its lock, to a new folder next to it; return that."""
     old = _unused(folder)
     # the mark last: a folder that was moved in part has an owner
     paths = sorted(folder.iterdir(), key=lambda path: path.name == MARK)
@@ -278,7 +275,6 @@ def _set_aside(folder: Path) -> Path:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what a command that came to no result recorded of what it was asked for."""
     paths = [path for path in folder.rglob("*") if not path.is_dir()]
     requested = {folder / name for name in (MARK, CONFIG, "recipe.yaml", LOCK, HOLDER)}
     if requested.issuperset(paths):

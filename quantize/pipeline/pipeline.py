@@ -120,7 +120,6 @@ def explain_stale(folder: Path, names: Iterable[str]) -> str:
 
 
 def remove_other_stages(folder: Path, known: Iterable[str]) -> None:
-    """Remove the files of stages that this run does not have: an earlier recipe in the folder left them."""
     path = folder / STAGES_FILE
     manifest = _read(path)
     for name in set(manifest.stages) - set(known):
@@ -156,7 +155,6 @@ def _remove_stale(folder: Path, before: FinishedStage | None, now: dict[str, str
 
 
 def _read(path: Path) -> _StageManifest:
-    """Read the manifest; without a readable one nothing can be reused."""
     try:
         return read(path, _StageManifest, "list of stages", "run them again")
     except UserError:

@@ -13,7 +13,7 @@ from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.names import count_of, name_list
 
 
@@ -152,10 +152,9 @@ def _int8_attention(
     if recipe.attention == "int8" and not known:
         raise UserError("attention: int8 is asked for, but the model has no self-attention known here")
     attentions = {name: info for name, info in known.items() if formats.get(name) == "int8"}
-    limits = limits_of(recipe.engine.backend)
-    if sizes := {info.head_size for info in attentions.values()} - {*limits.int8_head_sizes}:
+    if sizes := {info.head_size for info in attentions.values()} - {*INT8_HEAD_SIZES}:
         raise UserError(
-            f"attention: int8 needs a head size of {limits.head_sizes_text} to be fused, this model has "
+            f"attention: int8 needs a head size of {HEAD_SIZES_TEXT} to be fused, this model has "
             f"{', '.join(map(str, sorted(s or 0 for s in sizes)))}; set attention: fp16 in the recipe"
         )
     return tuple(attentions)

@@ -23,11 +23,11 @@ from qdqbench.quantize.recipe.sections import (
     GateSettings,
     ModelSection,
     Precision,
+    Qat,
     Rule,
 )
-from qdqbench.quantize.recipe.training import Qat
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, MAX_NAMED
 from qdqbench.quantize.utils.schema import Frozen, field
 
@@ -69,10 +69,9 @@ class Recipe(Frozen):
                 "attention: int8 quantizes the softmax output, but precision.never_quantize protects "
                 "softmax; set never_quantize: [layernorm] or attention: fp16"
             )
-        fused = limits_of(self.engine.backend).int8_attention_length
-        if self.int8_attention and self.export.max_length > fused:
+        if self.int8_attention and self.export.max_length > INT8_ATTENTION_LENGTH:
             raise ValueError(
-                f"attention: int8 is fused for lengths up to {fused} only, and export.max_length is "
+                f"attention: int8 is fused for lengths up to {INT8_ATTENTION_LENGTH} only, and export.max_length is "
                 f"{self.export.max_length}; shorten it or set attention: fp16"
             )
         if "layernorm" not in self.precision.never_quantize:
@@ -252,7 +251,6 @@ def _of_family(name: str, family: Callable[[], Family] | None) -> str:
 
 
 def shipped_recipes() -> dict[str, Any]:
-    """Return the shipped recipes: name to readable resource, sorted by name."""
     root = resources.files("qdqbench.recipes")
     files = [file for family in root.iterdir() if family.is_dir() for file in family.iterdir()]
     found = {file.name[:-5]: file for file in files if file.name.endswith(".yaml")}

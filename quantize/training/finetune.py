@@ -12,7 +12,7 @@ from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.identity import model_commit, model_fingerprint
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_config, load_encoder, load_matching_tokenizer, read_class_names
-from qdqbench.quantize.recipe.training import Training
+from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import add_label_values, add_tag_classes, encode, load_split
 from qdqbench.quantize.tasks.sources import is_hub_source, read_split
@@ -111,7 +111,6 @@ def finetune(request: FinetuneRequest, accelerator: "Accelerator") -> Finetuning
 
 
 def require_all(failed: list[str], path: Path) -> None:
-    """Raise CheckFailed for seeds that were not trained to their end; `path` is the report."""
     if failed:
         raise CheckFailed(
             f"not trained to the end: {', '.join(failed)}; {path} has the reasons, and the others"
@@ -169,7 +168,6 @@ def _load(request: FinetuneRequest) -> _FinetuneData:
 def _train_seed(
     request: FinetuneRequest, data: _FinetuneData, settings: Training, accelerator: "Accelerator"
 ) -> TrainingRun:
-    """Train one seed, or read what an earlier call made of it."""
     folder = request.folder / f"seed-{settings.seed}"
     identity = _identity(request, data, settings)
     if stored := _read_finished(folder / RECORD, identity):
@@ -198,7 +196,6 @@ def _train_seed(
 
 
 def _identity(request: FinetuneRequest, data: _FinetuneData, settings: Training) -> dict[str, Any]:
-    """Return what is equal for the same run, as JSON values."""
     return {
         "job": "finetune",
         **get_code_identity(),
@@ -212,7 +209,6 @@ def _identity(request: FinetuneRequest, data: _FinetuneData, settings: Training)
 
 
 def _read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
-    """Read the record of an earlier call, if it finished; refuse that of other settings."""
     if not path.is_file():
         return None
     stored = read(path, _Finished, "finished training", "give another --out folder")
@@ -314,7 +310,6 @@ def _held_out_score(run: TrainingRun) -> float:
 
 
 def spread(runs: list[dict[str, float]]) -> dict[str, Spread]:
-    """Return the mean and standard deviation of every metric over runs."""
     result = {}
     for name in runs[0] if runs else ():
         values = np.array([scores[name] for scores in runs])
@@ -324,7 +319,6 @@ def spread(runs: list[dict[str, float]]) -> dict[str, Spread]:
 
 
 def require_base(base: str, revision: str | None, task: Task, data: str) -> None:
-    """Raise UserError for a base or data that cannot be read, before anything is written."""
     family_of(load_config(base, revision))
     load_matching_tokenizer(base, revision, task.kind)
     for split in (task.train_split, *task.eval_splits):

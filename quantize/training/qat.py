@@ -27,7 +27,7 @@ from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.pipeline.session import QAT, Session
 from qdqbench.quantize.recipe.plan import list_bias_free_linears
-from qdqbench.quantize.recipe.training import Qat
+from qdqbench.quantize.recipe.sections import Qat
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import encode
 from qdqbench.quantize.tasks.types.kind import join_outputs
@@ -128,7 +128,6 @@ class Distillation:
         self.held_out = answers[encoded.answers_of(encoded.rows_of(data.held_out))]
 
     def loss(self, model: Any, rows: Int64, batch: "dict[str, torch.Tensor]") -> "torch.Tensor":
-        """Return the loss of a batch, summed over its rows."""
         import torch
 
         parts, kind, encoded = self.parts, self.task.kind, self.data.encoded
@@ -149,7 +148,6 @@ class Distillation:
         return total  # type: ignore[no-any-return]
 
     def judge(self, model: Any) -> HeldOut:
-        """Compute the loss on the held-out rows."""
         import torch
 
         task, parts, judged, wanted = self.task, self.parts, self.data.judged, self.held_out
@@ -196,7 +194,6 @@ class Distillation:
 
 
 def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
-    """Load the PTQ model with quantizers made for training."""
     from torch import nn
 
     from qdqbench.quantize.calibration.fakequant import native
@@ -267,7 +264,6 @@ def new_job(session: Session, settings: Qat, accelerator: "Accelerator") -> Job:
 
 
 def _identity(session: Session, settings: Qat, record: CalibrationRecord, fingerprint: str) -> dict[str, Any]:
-    """Return what is equal for the same run, as JSON values."""
     recipe = session.recipe
     placed = [rule.model_dump(mode="json") for rule in recipe.rules], recipe.attention, recipe.export.gelu
     return {
@@ -284,7 +280,6 @@ def _identity(session: Session, settings: Qat, record: CalibrationRecord, finger
 
 
 def get_settings(session: Session) -> Qat:
-    """Return the recipe's QAT section; UserError where it has none."""
     settings = session.recipe.qat
     if settings is None:
         raise UserError(
@@ -342,7 +337,6 @@ def train_qat(session: Session) -> list[Path]:
 
 
 def _train_quantized(session: Session, accelerator: "Accelerator") -> list[Path]:
-    """Train on every process; the main one writes the files."""
     from qdqbench.quantize.calibration.fakequant import native
 
     job = new_job(session, get_settings(session), accelerator)

@@ -62,7 +62,6 @@ def unwritable(error: Exception, folder: Path) -> OSError | None:
 
 
 def full_disk(error: Exception) -> UserError | None:
-    """Return the error of a disk that got full while something else than a result was written."""
     if not (isinstance(error, OSError) and error.errno in FULL) and not SAID.search(str(error)):
         return None
     # shutil.copyfile names the file that it reads first, and the one that it writes second

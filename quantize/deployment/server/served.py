@@ -56,7 +56,6 @@ class Request(_Input):
     model: Literal["engine", "fp32"] = Field("engine", description="The run's engine, or its FP32 model.")
 
     def columns(self, names: Sequence[str]) -> Columns:
-        """Return the samples by the text columns of the task."""
         raise NotImplementedError
 
 

@@ -157,7 +157,6 @@ class Supervisor(Multiprocess):
         super().terminate_all()
 
     def join_all(self) -> None:
-        """Wait for the workers, and kill those that do not end in time."""
         end = time.monotonic() + (self.config.timeout_graceful_shutdown or 0) + GRACE_S
         for process in self.processes:
             process.process.join(max(0.0, end - time.monotonic()))

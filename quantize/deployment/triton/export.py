@@ -136,7 +136,6 @@ def _export(session: Session, out: Path, name: str | None) -> TritonExport:
 
 
 def _find_plan(folder: Path, graph: Path) -> tuple[Path | None, Sidecar | None]:
-    """Return the run's TensorRT engine, where it has one, and the sidecar of any engine."""
     built = read_built(folder) if (folder / BUILD).is_file() else Skipped(skipped="not built")
     if isinstance(built, Skipped):
         return None, None
@@ -153,7 +152,6 @@ def _find_plan(folder: Path, graph: Path) -> tuple[Path | None, Sidecar | None]:
 
 
 def _describe_model(session: Session, graph: Path, profiles: Sequence[Profile]) -> dict[str, Any]:
-    """Return what Triton is told of a run's graph, as variables of the templates."""
     task, kind = session.config.task, session.config.task.kind
     read = onnx.load(graph, load_external_data=False).graph
     longest = min(session.recipe.export.max_length, max(profile.max[1] for profile in profiles))
@@ -223,7 +221,6 @@ def _write_tokenizer(models: Path, session: Session, context: dict[str, Any]) ->
 
 
 def _write_config(folder: Path, template: str, context: dict[str, Any]) -> None:
-    """Write a configuration with the labels and the masks of the warm-up that it names."""
     files.write_text(folder / "config.pbtxt", _render(template, context))
     if context["labels"]:
         files.write_text(folder / "labels.txt", "\n".join(context["labels"]) + "\n")
