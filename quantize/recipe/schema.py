@@ -71,8 +71,8 @@ class Recipe(Frozen):
             )
         if self.int8_attention and self.export.max_length > INT8_ATTENTION_LENGTH:
             raise ValueError(
-                f"attention: int8 is fused for lengths up to {INT8_ATTENTION_LENGTH} only, and export.max_length is "
-                f"{self.export.max_length}; shorten it or set attention: fp16"
+                f"attention: int8 is fused for lengths up to {INT8_ATTENTION_LENGTH} only, and "
+                f"export.max_length is {self.export.max_length}; shorten it or set attention: fp16"
             )
         if "layernorm" not in self.precision.never_quantize:
             raise ValueError(
@@ -137,11 +137,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
     """Validate recipe YAML; `source` names it in the `UserError`, which names unknown keys and near ones."""
     try:
         data = yaml.load(text, _Loader)  # noqa: S506  (_Loader is a SafeLoader)
-    except (
-        yaml.YAMLError,
-        RecursionError,
-        ValueError,
-    ) as error:  # ValueError: impossible dates, long numbers
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # impossible dates, long numbers
         raise UserError(f"{source} is not valid recipe YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise UserError(f"{source} holds no recipe: expected keys like version, name and rules at top level")

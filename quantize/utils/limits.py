@@ -8,8 +8,8 @@ CPU_BACKENDS: tuple[BackendName, ...] = ("openvino", "onnxruntime")  # the first
 INT8_RESIDUALS: tuple[BackendName, ...] = ("tensorrt", "tensorrt_rtx")  # have a LayerNorm that reads INT8
 FP16_MAX = 65504.0  # largest finite number of FP16
 
-# of a fused INT8 attention in TensorRT and TensorRT-RTX: NVIDIA, "Multi-Head Attention Fusion"; the edges were
-# measured with TensorRT-RTX 1.4
+# of a fused INT8 attention in TensorRT and TensorRT-RTX: NVIDIA, "Multi-Head Attention Fusion"; the edges
+# were measured with TensorRT-RTX 1.4
 INT8_HEAD_SIZES = (16, 32, 64)  # with any other it falls apart
 HEAD_SIZES_TEXT = "16, 32 or 64"
 INT8_ATTENTION_LENGTH = 512  # tokens
