@@ -116,8 +116,6 @@ def _read_pooling(session: Session) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Runtime:
-    """One backend that takes the run's graph."""
-
     backend: BackendName
     shown: str  # by the run
     ran: bool = False  # here, as the run's engine
@@ -151,12 +149,7 @@ def installed(name: str) -> str | None:
 
 
 def find_runtimes(folder: Path, results: Results, own: BackendName, gpu_graph: Path | None) -> list[Runtime]:
-    """Return the backends that take a run's graphs; first the one of its engine, where it can be asked here.
-
-    Args:
-        own: backend that the run is for.
-        gpu_graph: in the form for TensorRT, if the run has one.
-    """
+    """Return the backends that take a run's graphs; first that of its engine, where it can be asked here."""
     shown: dict[BackendName, str] = {
         "onnxruntime": "the graph as exported, as the run evaluated it (stage onnxruntime): slow. "
         "`ORT_ENABLE_ALL` in `model.json` makes it faster, and its answers may differ a little",
@@ -219,14 +212,10 @@ class RunVerdict:
 
 
 def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: Path | None = None) -> None:
-    """Make the folder of a finished run say what the run now is.
+    """Make the folder of a finished run say what the run now is; a `UserError` where it cannot be written.
 
-    Args:
-        results: without characters that garble a page.
-        out: another folder, new or of an earlier call, for copies; None: `deploy` in the run, of hard links.
-
-    Raises:
-        UserError: the graph is not there, or the folder cannot be written or holds what somebody else wrote.
+    `results` have no characters that garble a page. Another folder `out`, new or of an earlier call, gets
+    copies; `deploy` in the run gets hard links.
     """
     graph = graph_path(session)
     if not graph.is_file():
@@ -329,8 +318,7 @@ def _save_tokenizer(session: Session) -> dict[str, bytes]:
         return {f"tokenizer/{path.relative_to(saved).as_posix()}": path.read_bytes() for path in paths}
 
 
-def _base_name(name: str) -> str:
-    """Return a hub id, or the last part of a path: paths of this machine say nothing elsewhere."""
+def _base_name(name: str) -> str:  # a path of this machine says nothing elsewhere
     return Path(name).resolve().name if Path(name).exists() else name
 
 
@@ -351,11 +339,7 @@ def render(template: str, context: dict[str, Any], folder: Path = TEMPLATES, *, 
 def place(folder: Path, content: Content, *, link: bool) -> None:
     """Make a folder hold these files and their checksums, and nothing else: whole or absent.
 
-    Args:
-        link: hard links of files that lie elsewhere, where the file system can; else copies.
-
-    Raises:
-        UserError: it cannot be written, or holds what was not written here; lists that.
+    With `link` they are hard links, where the file system can. A `UserError` lists what was not written here.
     """
     sums = {name: _sum(source) for name, source in content.items()}
     for left in folder.parent.glob(f".{folder.name}.*.tmp") if link else ():  # of a run that was killed

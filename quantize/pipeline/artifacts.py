@@ -101,7 +101,7 @@ def length_edges(session: Session) -> list[int] | None:
 
     A CPU's kernels take every length, so that padding buys nothing there.
     """
-    if not session.recipe.auto_shapes or preferred_backend(session.recipe.engine.backend) in CPU_BACKENDS:
+    if not session.recipe.auto_shapes or backend_of(session.recipe) in CPU_BACKENDS:
         return None
     return choose_edges(row_lengths(session), session.recipe.export.max_length)
 

@@ -57,8 +57,6 @@ MEASURED = ("gpu", "cpu")  # places where kernel times are measured
 
 @dataclass
 class InspectTarget:
-    """A layer table and what belongs to it, as far as it was found."""
-
     name: str
     layers: list[LayerRow]
     onnx: Path | None = None

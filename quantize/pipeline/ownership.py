@@ -125,19 +125,13 @@ def owned_folder(
     folder: Path,
     identity: RunIdentity,
     *,
-    overwrite: bool = False,
-    ready: Callable[[], object] = lambda: None,
-    say: Callable[[str], None] = lambda text: None,
+    overwrite: bool = False,  # move what is there to an unused FOLDER.old, whatever it belongs to
+    ready: Callable[[], object] = lambda: None,  # raises where the command cannot work; before any write
+    say: Callable[[str], None] = lambda text: None,  # told what was moved, and where it is
 ) -> Iterator[None]:
     """Hold a folder for one run in this process; a command that fails before any result leaves it as it was.
 
-    Args:
-        overwrite: move what an earlier command left there to an unused FOLDER.old, whatever it belongs to.
-        ready: raises where the command cannot work; called before anything is written or moved.
-        say: called with what was moved, and where it is.
-
-    Raises:
-        UserError: the folder belongs to another run, holds other files, is in use or cannot be written.
+    A `UserError` where it belongs to another run, holds other files, is in use or cannot be written.
     """
     if not is_main_process():
         yield
@@ -170,10 +164,8 @@ def open_session(folder: str | Path) -> Iterator[Session]:
 def locked_folder(folder: Path) -> Iterator[None]:
     """Keep other processes out of a folder, which is created where missing; may nest within a process.
 
-    The lock is the kernel's and ends with its process. Of a launcher the main process holds it for all.
-
-    Raises:
-        UserError: another process holds it, or the folder cannot be written.
+    The lock is the kernel's and ends with its process; a `UserError` where another has it. Of a launcher the
+    main process holds it for all.
     """
     if not is_main_process():
         yield

@@ -63,8 +63,7 @@ def run_stages(
 ) -> dict[str, Timing]:
     """Run stages, needs first, and return their costs; one whose key and files are as it left them is reused.
 
-    Args:
-        announce: called with a stage's name, and whether it is reused, before it runs.
+    `announce` is called with a stage's name, and whether it is reused, before it runs.
     """
     timings: dict[str, Timing] = {}
     freeze_gc()

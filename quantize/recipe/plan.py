@@ -44,15 +44,9 @@ class Plan:
 
 
 def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "") -> Plan:
-    """Apply the recipe's rules in order, the later wins.
+    """Apply the recipe's rules in order, the later wins; what they cannot do to this model is a `UserError`.
 
-    Args:
-        modules: every module by full name, in model order.
-        prefix: name of the base model inside the model (`bert`); patterns match names with or without it.
-
-    Raises:
-        UserError: rules that match nothing, an attention or residual that cannot be INT8 as the rules ask,
-            or linears that the recipe's family does not have.
+    `prefix` names the base model inside the model (`bert`); patterns match names with or without it.
     """
     family = family_named(recipe.model.family)
     if unmatched := [rule for rule in recipe.rules if not match_modules(rule, modules, prefix)]:
@@ -85,7 +79,13 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
         merge_qkv=bool(attention) and recipe.export.qkv_scales == "shared",
         family=family,
     )
-    _require_quantized_outputs(plan)
+    # the fusion of an attention needs a Q after its second matmul
+    outputs = [family.require_beside(name, "output") for name in attention]
+    if lost := [name for name in outputs if name not in int8]:
+        raise UserError(
+            f"attention: int8 needs INT8 at the output linear too (else the fusion is lost "
+            f"and INT8 is slower than FP16); add a rule for {name_list(lost)} or set attention: fp16"
+        )
     return plan
 
 
@@ -212,16 +212,6 @@ def _require_splittable(names: list[str], scaling: Mapping[str, Scaling]) -> Non
         raise UserError(
             f"calibration.outlier_channel_splitting divides the input of {name_list(smoothed)}, and so would "
             "smoothing; drop one of them"
-        )
-
-
-def _require_quantized_outputs(plan: Plan) -> None:
-    """Require an INT8 output linear of an INT8 attention: the fusion needs a Q after its second matmul."""
-    outputs = [plan.family.require_beside(name, "output") for name in plan.attention]
-    if lost := [name for name in outputs if name not in plan.int8]:
-        raise UserError(
-            f"attention: int8 needs INT8 at the output linear too (else the fusion is lost "
-            f"and INT8 is slower than FP16); add a rule for {name_list(lost)} or set attention: fp16"
         )
 
 

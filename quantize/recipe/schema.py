@@ -152,11 +152,7 @@ def validate_recipe(data: Any, source: str) -> Recipe:
 
 
 def load_recipe(name_or_path: str, family: Callable[[], Family] | None = None) -> Recipe:
-    """Load a shipped recipe ("bert-int8-linears", or "int8-linears" for that of a family), or a YAML file.
-
-    Raises:
-        UserError: no such recipe or file, none of that family, or it does not validate.
-    """
+    """Load a shipped recipe ("bert-int8-linears", "int8-linears" of a family) or YAML file; else `UserError`."""
     shipped = shipped_recipes()
     path = Path(name_or_path)
     if name_or_path in shipped or not os.path.isfile(path):  # Path.is_file raises on names that are too long
@@ -178,18 +174,12 @@ def find_recipe(name: str, model: str | None, revision: str | None = None) -> Re
 def adapt_recipe(
     recipe: Recipe,
     *,
-    fields: Mapping[str, Any] | None = None,
-    max_length: int | None = None,
+    fields: Mapping[str, Any] | None = None,  # by path: calibration.samples, rules.0.precision
+    max_length: int | None = None,  # tokens of a sample, which is cut there; the longest profiles end there
     backend: str | None = None,
-    shapes: Literal["auto"] | None = None,
+    shapes: Literal["auto"] | None = None,  # profiles follow the data
 ) -> Recipe:
-    """Return a recipe with other values in some fields; None: as the recipe has it.
-
-    Args:
-        fields: values by path: calibration.samples, rules.0.precision.
-        max_length: tokens of a sample, which is cut there; the longest profiles end there.
-        shapes: "auto": profiles follow the data.
-    """
+    """Return a recipe with other values in some fields; None: as the recipe has it."""
     named = {"engine.shapes": shapes, "engine.backend": backend, "export.max_length": max_length}
     changes = {**(fields or {}), **{path: value for path, value in named.items() if value is not None}}
     if not changes:
@@ -288,7 +278,10 @@ def _explain(error: ValidationError) -> str:
         location = tuple(part for part in item["loc"] if part not in FORMS)
         where = ".".join(str(part) for part in location)
         if item["type"] == "extra_forbidden":
-            keys = _keys_at(location[:-1])
+            section: Any = Recipe
+            for part in (part for part in location[:-1] if not isinstance(part, int)):
+                section = next(_sections(section.model_fields[part].annotation))
+            keys = list(section.model_fields)
             near = difflib.get_close_matches(str(location[-1]), keys, n=1, cutoff=0.3)
             fix = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
             parts.append(f"unknown key {where[:LONGEST]!r}, {fix}")
@@ -297,14 +290,6 @@ def _explain(error: ValidationError) -> str:
             parts.append(f"{where[:LONGEST] or 'recipe'}: {message[:LONGEST]}")
     more = f"; and {len(parts) - MAX_NAMED} more" if len(parts) > MAX_NAMED else ""
     return "; ".join(parts[:MAX_NAMED]) + more
-
-
-def _keys_at(location: tuple[int | str, ...]) -> list[str]:
-    section: Any = Recipe
-    for part in location:
-        if not isinstance(part, int):
-            section = next(_sections(section.model_fields[part].annotation))
-    return list(section.model_fields)
 
 
 def _sections(annotation: Any) -> Iterator[type[BaseModel]]:

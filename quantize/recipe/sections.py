@@ -78,11 +78,6 @@ class FamilyLayout(Frozen):
 
 WeightMethod = Literal["max", "mse"]
 METHOD_PATTERN = r"^(max|mse|entropy|percentile/[0-9.]+)$"  # for editors; _method judges
-Method = Annotated[
-    str,
-    AfterValidator(lambda text: _method(text)),  # noqa: PLW0108  (defined below)
-    WithJsonSchema({"type": "string", "pattern": METHOD_PATTERN}),
-]
 # strict, as YAML reads `no` as false, which is not alpha 0
 Smooth = Annotated[float, Field(ge=0, le=1, strict=True)] | Literal["gain", "none"]
 
@@ -104,6 +99,11 @@ def _method(text: str) -> str:
             "percentile/99.99"
         )
     return text
+
+
+Method = Annotated[
+    str, AfterValidator(_method), WithJsonSchema({"type": "string", "pattern": METHOD_PATTERN})
+]
 
 
 class ModelSection(Frozen):

@@ -79,8 +79,6 @@ class Figure(Frozen):
 
 
 class Shipped(NamedTuple):
-    """A recipe that comes with the package."""
-
     recipe: str
     name: str  # without the family
     family: str

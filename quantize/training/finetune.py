@@ -63,8 +63,6 @@ class FinetuneRequest:
 
 @dataclass
 class _FinetuneData:
-    """Tokenized splits, shared by all seeds."""
-
     tokenizer: "PreTrainedTokenizerBase"
     train: Encoded
     fingerprint: str
@@ -85,14 +83,10 @@ class _Finished(Strict):
 
 
 def finetune(request: FinetuneRequest, accelerator: "Accelerator") -> Finetuning:
-    """Fine-tune for every seed; a seed that fails is recorded, and the others go on.
+    """Fine-tune for every seed; a seed that fails is recorded, and only where all do `CheckFailed` is raised.
 
     Seeds that an earlier call with the same settings finished are kept; an unfinished one is resumed from its
     last checkpoint.
-
-    Raises:
-        UserError: model, data or folder cannot be used.
-        CheckFailed: every seed failed.
     """
     if request.task.kind.embeds:
         raise UserError(f"task {request.task.name!r} has no labels to learn from; give one that has")
@@ -280,7 +274,8 @@ def _validate(
 
 def _result(request: FinetuneRequest, data: _FinetuneData, runs: list[TrainingRun]) -> Finetuning:
     done = [run for run in runs if run.status == "done"]
-    best = max(done, key=_held_out_score, default=None)
+    scores = {run.seed: [row.score for row in run.log if row.score is not None] for run in done}
+    best = max(scores, key=lambda seed: max(scores[seed], default=float("-inf")), default=None)
     return Finetuning(
         created=now(),
         command=request.command,
@@ -293,7 +288,7 @@ def _result(request: FinetuneRequest, data: _FinetuneData, runs: list[TrainingRu
         data=request.data if is_hub_source(request.data) else Path(request.data).name,
         runs=runs,
         spread=spread([run.metrics for run in done]),
-        best_seed=best.seed if best else None,
+        best_seed=best,
         warnings=[
             *data.warnings,
             *([f"--limit {request.limit}: a part of the train split only"] if request.limit else []),
@@ -303,10 +298,6 @@ def _result(request: FinetuneRequest, data: _FinetuneData, runs: list[TrainingRu
         notes=list(dict.fromkeys(data.notes)),
         environment=describe_environment(),
     )
-
-
-def _held_out_score(run: TrainingRun) -> float:
-    return max((row.score for row in run.log if row.score is not None), default=float("-inf"))
 
 
 def spread(runs: list[dict[str, float]]) -> dict[str, Spread]:

@@ -56,12 +56,7 @@ class _CheckpointManifest(Strict):
 def save_checkpoint(folder: Path, step: int, accelerator: "Accelerator", manifest: dict[str, Any]) -> None:
     """Write a checkpoint from all processes; the others go, but for the one before and the best of both.
 
-    Args:
-        accelerator: holds model, optimizer and scheduler.
-        manifest: fields of the manifest, but for the files.
-
-    Raises:
-        UserError: it cannot be written.
+    `manifest` has its fields but for the files. What cannot be written is a `UserError`.
     """
     final = get_checkpoint_folder(folder, step)
     temporary = folder / f".{final.name}.tmp"
@@ -113,12 +108,7 @@ def find_checkpoint(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Find the last whole checkpoint of a run, if any: its folder and the state of the training loop.
 
-    Args:
-        identity: of the run that is to be resumed.
-        notes: gets a line for each damaged checkpoint that is passed over.
-
-    Raises:
-        UserError: a checkpoint of another run (recipe, model, data, processes, arithmetic).
+    One of another `identity` is a `UserError`; each damaged one that is passed over is a line of `notes`.
     """
     for path in _list(folder):
         manifest = _read_manifest(path)
@@ -474,12 +464,8 @@ def group_decayed(model: "nn.Module", weight_decay: float) -> list[dict[str, Any
 def train(job: Job, accelerator: "Accelerator") -> TrainingRun:
     """Train a model in place, or resume a run that was killed; it ends with the best weights.
 
-    Returns:
-        The record of the training, which `job.run` has as well when it fails.
-
-    Raises:
-        UserError: a checkpoint of another run, or no room for checkpoints.
-        CheckFailed: the loss is NaN or infinite, or the model diverged.
+    The record is in `job.run` as well when it fails: UserError for a checkpoint of another run or no room for
+    checkpoints, CheckFailed where the loss is NaN or infinite, or the model diverged.
     """
     import torch
 

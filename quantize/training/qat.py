@@ -71,14 +71,9 @@ FAR_FROM_FP32 = 0.1  # of the unit of each part of the loss
 def compute_hidden_distance(hidden: "States", teacher: "States", mask: "torch.Tensor") -> "torch.Tensor":
     """Compute the squared error of every layer's output by its power in the teacher, mean over layers.
 
-    Sample by sample, so that nothing depends on how a batch is split. As in Jiao et al. 2019, "TinyBERT",
-    arXiv 1909.10351, equation 8, without a projection as the sizes agree.
-
-    Args:
-        mask: int64 [B, L]; padding does not count.
-
-    Returns:
-        float32 scalar, the sum over B.
+    Sample by sample, so that nothing depends on how a batch is split: a float32 scalar, the sum over B.
+    `mask` is int64 [B, L], 0 for padding. As in Jiao et al. 2019, "TinyBERT", arXiv 1909.10351, equation
+    8, without a projection as the sizes agree.
     """
     import torch
 
@@ -295,10 +290,8 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
     """Take a run up to its training, and train on all processes that a launcher started.
 
     The main process does PTQ alone, before the processes meet: ModelOpt's calibration would wait for the
-    others. They wait where the process group is made, and end when there is nothing to train.
-
-    Args:
-        lead: runs the stages up to the named one; called in the main process.
+    others. They wait where the process group is made, and end when there is nothing to train. `lead` runs the
+    stages up to the named one, in the main process.
     """
     from accelerate.utils import broadcast_object_list
 

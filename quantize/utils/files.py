@@ -103,11 +103,7 @@ def _beside(path: Path, needed: int | None = None) -> Iterator[Path]:
 
 @contextmanager
 def atomic_path(path: Path, needed: int | None = None) -> Iterator[Path]:
-    """Yield a temporary path, which replaces `path` on success and is deleted on failure.
-
-    Raises:
-        UserError: no room for the `needed` bytes, no permission.
-    """
+    """Yield a temporary path, which replaces `path` on success; a `UserError` without permission or room."""
     with _beside(path, needed) as temporary:
         yield temporary
         temporary.replace(path)
@@ -115,11 +111,7 @@ def atomic_path(path: Path, needed: int | None = None) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
-    """As `atomic_path`, for a folder, which is there and empty.
-
-    Raises:
-        UserError: as `atomic_path`, or what is at `path` may not be replaced, and is no empty folder.
-    """
+    """As `atomic_path`, for an empty folder; a `UserError` too where what is there may not be replaced."""
     with _beside(path) as temporary:
         temporary.mkdir()
         yield temporary
@@ -167,11 +159,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, again: str = "delete it and run the stage again") -> Any:
-    """Read a JSON file of at most MAX_JSON bytes.
-
-    Raises:
-        UserError: missing, no regular file, too large, unreadable, or not JSON; `again` says what to do.
-    """
+    """Read a JSON file of at most MAX_JSON bytes; else a `UserError`, in which `again` says what to do."""
     if not path.exists():
         raise UserError(f"{path} does not exist; run the stage that writes it first")
     text = read_bounded(path, MAX_JSON, "a JSON file of qdqbench", "the file that the stage wrote")
@@ -182,11 +170,7 @@ def read_json(path: Path, again: str = "delete it and run the stage again") -> A
 
 
 def read_bounded(path: Path, most: int, what: str, give: str) -> str:
-    """Return the text of a file from anywhere.
-
-    Raises:
-        UserError: missing, no regular file, over `most` bytes, or not text; names what to `give`.
-    """
+    """Return the text of a regular file of at most `most` bytes; else a `UserError` says what to `give`."""
     try:
         if path.exists() and not path.is_file():  # a pipe would wait for its writer
             raise UserError(f"{path} is no regular file; give {give}")

@@ -59,8 +59,6 @@ class Metrics:
 
 
 class Model(NamedTuple):
-    """An opened model with what its warm-up measured."""
-
     run: Run
     sizes: Sizes
     slowest_s: float

@@ -375,12 +375,7 @@ class Served:
 
 
 def open_served(folder: Path, *, fp32: bool = True) -> Served:
-    """Open a run directory for serving.
-
-    Raises:
-        UserError: no run directory, no engine in it, one that is not for this machine, or no FP32 model.
-        MissingDevice: its engine was not built.
-    """
+    """Open a run for serving; MissingDevice without an engine, `UserError` where it cannot be served here."""
     session = Session(read_config(folder), folder)
     built = read_built(folder)
     if isinstance(built, Skipped):

@@ -55,8 +55,6 @@ TYPES = {
 
 
 class Tensor(NamedTuple):
-    """An input or output as config.pbtxt has it, without the batch."""
-
     name: str
     type: str
     dims: tuple[int, ...]  # -1: free
@@ -73,15 +71,9 @@ class TritonExport:
 
 
 def export_triton(folder: Path, out: Path, name: str | None = None) -> TritonExport:
-    """Write a run as a Triton model repository.
+    """Write a run as a Triton model repository in a new or empty folder; a `UserError` where that cannot be.
 
-    Args:
-        out: folder to write; one that holds anything is refused.
-        name: of the ensemble, and first part of its models' names; None: the run's folder.
-
-    Raises:
-        UserError: no run directory with a graph, one that Triton cannot take, or a name with other signs than
-            letters, digits and _.
+    `name` is the ensemble's, of letters, digits and _, and begins its models' names; None: the run's folder.
     """
     config = read_config(folder)
     with locked_for_reading(folder):  # else hashes could be those of other bytes than are copied

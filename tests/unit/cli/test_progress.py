@@ -53,11 +53,11 @@ def test_a_log_says_what_each_display_says(clock, session, capsys):
     with progress.time_left() as left:
         left(0, 4, "FP32")
         later(left, 1, 4, "one linear")
-    with progress.trials(40) as trials:
-        later(trials.say, "calibrating")
-        trials.trial(0, 40, "none holds")
-        later(trials.trial, 8, 40, "best so far: trial 3")
-        later(trials.say, "building")
+    with progress.trials(40) as (say, trial):
+        later(say, "calibrating")
+        trial(0, 40, "none holds")
+        later(trial, 8, 40, "best so far: trial 3")
+        later(say, "building")
     said = capsys.readouterr().err.splitlines()
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in said)
     assert [line.split(" ", 1)[1] for line in said] == [
@@ -127,10 +127,10 @@ def test_a_terminal_gets_bars(monkeypatch, session, capsys):
         show(1, LogRow(step=8, epoch=0.5, learning_rate=1e-5, score=0.5, values={"f1": 0.5}), 90)
     with progress.time_left() as left:
         left(1, 4, "one [linear]")
-    with progress.trials(40) as trials:
-        trials.say("calibrating")
-        trials.trial(8, 40, "best so far: trial 3")
-        trials.say("building")
+    with progress.trials(40) as (say, trial):
+        say("calibrating")
+        trial(8, 40, "best so far: trial 3")
+        say("building")
     with progress.status() as say:
         say("building [engine]")
     said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
