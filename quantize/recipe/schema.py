@@ -152,7 +152,7 @@ def validate_recipe(data: Any, source: str) -> Recipe:
 
 
 def load_recipe(name_or_path: str, family: Callable[[], Family] | None = None) -> Recipe:
-    """Load a shipped recipe ("bert-int8-linears", "int8-linears" of a family) or YAML file; else `UserError`."""
+    """Load a YAML file or shipped recipe ("bert-int8-linears", "int8-linears" of a family); else UserError."""
     shipped = shipped_recipes()
     path = Path(name_or_path)
     if name_or_path in shipped or not os.path.isfile(path):  # Path.is_file raises on names that are too long

@@ -34,7 +34,7 @@ class Frozen(Strict):
 
 
 def read(path: Path, schema: type[Schema], what: str, again: str) -> Schema:
-    """Read a JSON file; a `UserError` says `what` it should be, its first fault, and how to get it `again`."""
+    """Read a JSON file; a `UserError` says `what` it should be, its first fault, how to get it `again`."""
     try:
         return schema.model_validate(files.read_json(path, again))
     except ValidationError as error:

@@ -17,7 +17,7 @@ class HubError(UserError):
 
 @functools.lru_cache
 def commit_of(repository: str, kind: RepoKind, revision: str | None = None) -> str:
-    """Return the commit of OWNER/NAME, at a revision or the default branch; `HubError` where none is known."""
+    """Return the commit of OWNER/NAME, at a revision or the default one; `HubError` where none is known."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
