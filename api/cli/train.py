@@ -93,7 +93,6 @@ def _own_folder(
 def _request(
     options: TrainingOptions, task: "Task", folder: Path, accelerator: "Accelerator", max_length: int
 ) -> "FinetuneRequest":
-    """Return what is trained; the main process writes model and data of the embedded default."""
     from qdqbench.quantize.training.finetune import FinetuneRequest
 
     base, data = options.model, options.data

@@ -189,7 +189,6 @@ def _describe_engine(home: Path, built: EngineResult, results: Results) -> Runti
 
 
 def find_license(name: str, revision: str | None) -> str | None:
-    """Return the license in the head of a model's card (README.md); None where there is none, or no card."""
     try:
         with quiet("transformers"):
             card = find_model_file(name, "README.md", model_commit(name, revision))
@@ -323,7 +322,6 @@ def _base_name(name: str) -> str:  # a path of this machine says nothing elsewhe
 
 
 def render(template: str, context: dict[str, Any], folder: Path = TEMPLATES, *, trim: bool = True) -> str:
-    """Return a template with a context; `trim` drops the line ends of its blocks."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(  # noqa: S701  (no HTML)
@@ -369,7 +367,6 @@ def place(folder: Path, content: Content, *, link: bool) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder that holds only what was written here; any other stays as it is."""
     if folder.is_dir() and not folder.is_symlink() and not _list_foreign(folder):
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -80,7 +80,6 @@ def expected_gemms(session: Session) -> list[str]:
 
 
 def engine_profiles(session: Session) -> list[Any]:
-    """Return profiles of the recipe or the data; for a CPU, whose kernels take every shape, one for all."""
     if session.recipe.auto_shapes:
         return auto_profiles(session)
     profiles = recipe_profiles(session.recipe)
@@ -172,14 +171,12 @@ def write_outcome(path: Path, outcome: Strict) -> Path:
 
 
 def read_built(folder: Path) -> EngineResult | Skipped:
-    """Return the engine of a run directory; a `UserError` where nobody asked for it yet."""
     if not (folder / BUILD).is_file():
         raise UserError(f"{folder} has no engine yet; run `qdqbench build {folder}` first")
     return _read_outcome(folder / BUILD, EngineResult)
 
 
 def engine_file(folder: Path, built: EngineResult) -> Path:
-    """Return the path of a run directory's engine; a `UserError` where the record names a file elsewhere."""
     if Path(built.file).name != built.file:
         again = f"run `qdqbench build {folder}` again"
         raise UserError(f"{folder / BUILD} names an engine outside of the run, {built.file!r}; {again}")

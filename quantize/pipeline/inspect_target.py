@@ -86,7 +86,6 @@ def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None)
 
 
 def find_checked_graph(path: Path) -> tuple[Path, str | None]:
-    """Return the ONNX file for `check`, and the recipe to compare with: of a run directory its own."""
     if not path.is_dir():
         return path, None
     session = Session(read_config(path), path)

@@ -63,7 +63,6 @@ class RunIdentity(Strict):
         return self.model == other.model or same_files
 
     def describe(self, other: "RunIdentity | None" = None) -> str:
-        """Name the recipe, model and task; with `other` only those that differ from it."""
         if self.kind == "compare":
             return "finished runs"
         parts = []
@@ -96,7 +95,6 @@ def model_location(model: str | None, revision: str | None = None) -> str | None
 
 
 def default_folder(kind: str, model: str | None, *names: str) -> Path:
-    """Return runs/[KIND-]MODEL-..., MODEL only where given."""
     parts = ["" if kind == "run" else kind, "" if model is None else model_name(model), *names]
     return RUNS / "-".join(filter(None, parts))
 
@@ -108,7 +106,6 @@ def run_folder(kind: str, config: RunConfig, out: str | Path | None) -> Path:
 
 
 def model_name(model: str) -> str:
-    """Return a model's name for file names, from the last part of its path or hub id that names it."""
     parts = [part for part in (Path(model).resolve() if Path(model).exists() else Path(model)).parts if part]
     kept: list[str] = []
     for part in reversed(parts):

@@ -47,7 +47,6 @@ class _StageManifest(Strict):
 
 
 def open_run(config: RunConfig, folder: Path) -> Session:
-    """Record the configuration of a run in a folder that this process holds; other files: `UserError`."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give --out a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).is_file():
@@ -103,7 +102,6 @@ def read_finished(folder: Path) -> dict[str, FinishedStage]:
 
 
 def explain_stale(folder: Path, names: Iterable[str]) -> str:
-    """Name the finished stages of other code or libraries, which are run again; empty where none."""
     known, here = read_finished(folder), get_code_identity()
     stale = [name for name in names if name in known and known[name].made_with != here]
     if not stale:

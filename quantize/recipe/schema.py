@@ -152,7 +152,7 @@ def validate_recipe(data: Any, source: str) -> Recipe:
 
 
 def load_recipe(name_or_path: str, family: Callable[[], Family] | None = None) -> Recipe:
-    """Load a YAML file or shipped recipe ("bert-int8-linears", "int8-linears" of a family); else UserError."""
+    """Load "bert-int8-linears", shipped, or "int8-linears" of a family, or a YAML file; else a UserError."""
     shipped = shipped_recipes()
     path = Path(name_or_path)
     if name_or_path in shipped or not os.path.isfile(path):  # Path.is_file raises on names that are too long
@@ -244,7 +244,6 @@ def shipped_recipes() -> dict[str, Any]:
 
 
 def family_free_recipes() -> dict[str, list[str]]:
-    """Return the names of shipped recipes without their family, sorted, and the families that have them."""
     found: dict[str, list[str]] = {}
     for name, file in shipped_recipes().items():
         family = file.parent.name

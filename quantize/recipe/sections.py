@@ -132,7 +132,6 @@ class ModelSection(Frozen):
         return self
 
     def describe(self) -> None:
-        """Let models be of the family that the layout describes; without one nothing is done."""
         if self.layout is not None:
             register_family(self.layout.family(self.family))
 

@@ -127,7 +127,6 @@ def find_checkpoint(
 
 
 def load_weights(checkpoint: Path, model: Any) -> None:
-    """Give a model the weights of a checkpoint, in place; UserError where it is gone or damaged."""
     from safetensors.torch import load_model
 
     if damaged := _list_damaged(checkpoint):
@@ -218,7 +217,6 @@ def use_matmul_precision(precision: str) -> Iterator[None]:
 
 
 def new_accelerator(precision: str) -> "Accelerator":
-    """Create an accelerator for one process, or those that `accelerate launch` or `torchrun` started."""
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState
@@ -344,7 +342,6 @@ def total_steps(data: TrainingData, settings: Training) -> int:
 
 
 def evaluation_steps(steps: int, evaluations: int) -> set[int]:
-    """Return the steps after which the model is judged: evenly spread, the last one included."""
     count = min(evaluations, steps)
     return {round(steps * (number + 1) / count) for number in range(count)}
 
@@ -390,7 +387,6 @@ class HeldOut:
 
 
 def is_collapsed(task: Task, logits: Float32, labels: Array) -> bool:
-    """Return whether the answers are not finite, or do not depend on the input though the labels do."""
     return not np.isfinite(logits).all() or task.kind.constant(logits, labels)
 
 

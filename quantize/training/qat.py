@@ -166,7 +166,6 @@ class Distillation:
         return HeldOut(-score, {**scores, **metrics.compute(task, answers, reference)}, constant)
 
     def _judge_hidden(self, model: Any) -> float:
-        """Return the mean distance of hidden states over the held-out rows, each process with its share."""
         import torch
 
         accelerator, judged = self.accelerator, self.data.judged

@@ -25,7 +25,6 @@ LOOK = Path(__file__).parent / "look.css"  # colors and letters of all pages
 
 
 def cannot_write(path: Path, error: OSError, needed: int | None = None, written: int = 0) -> UserError:
-    """Return an error that says what is `needed` and free on a full disk; `written` bytes go again."""
     if error.errno not in FULL:
         return UserError(f"cannot write {path}: {error.strerror}; choose another --out folder")
     where = _there(path)
@@ -42,7 +41,6 @@ def cannot_write(path: Path, error: OSError, needed: int | None = None, written:
 
 
 def require_room(folder: Path, needed: int, what: str) -> None:
-    """Raise `UserError` where a disk is too small for the `needed` bytes of `what`, before the work."""
     if needed > free_bytes(folder):
         raise cannot_write(folder / what, NO_SPACE, needed)
 
@@ -52,7 +50,6 @@ def free_bytes(path: Path) -> int:
 
 
 def unwritable(error: Exception, folder: Path) -> OSError | None:
-    """Return what kept a file from being written into `folder`, where an exception says that."""
     if isinstance(error, OSError):
         named = error.filename2 or error.filename  # of a copy the second is written
         elsewhere = named is not None and not str(named).startswith(str(folder.parent))
@@ -154,7 +151,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write strict, indented JSON (NaN and infinity are errors) atomically."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 

@@ -17,7 +17,6 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 def field(text: str, default: Any = None, **constraints: Any) -> Any:
-    """Return a field with its help and default (`...`: required), and constraints of `pydantic.Field`."""
     return Field(default, description=text, **constraints)
 
 

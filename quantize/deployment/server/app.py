@@ -179,7 +179,6 @@ class Service:
             )
 
     async def _read_body(self, receive: Receive) -> bytes | None:
-        """Return the whole body; None where the client has gone."""
         body, end = bytearray(), time.monotonic() + self.settings.timeout
         while True:
             try:
@@ -287,7 +286,6 @@ class Service:
             raise self._unavailable("the queue is full")
 
     def _unavailable(self, why: str) -> HTTPException:
-        """Return a refusal with the seconds after which the waiting rows may be answered."""
         rate = sum(batcher.rate for batcher in self.batchers.values())
         seconds = math.ceil(self.queued / rate) if rate else 1
         retry = {"retry-after": str(min(max(seconds, 1), MOST_RETRY_S))}

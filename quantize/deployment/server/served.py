@@ -335,7 +335,6 @@ class Served:
         return [(length, min(rows, max_batch)) for length, rows in zip(lengths, most, strict=True)]
 
     def open_model(self, model: ModelName) -> Run:
-        """Open the engine or the FP32 model; UserError where a file changed since the server started."""
         from qdqbench.quantize.engine.runtime.runners import open_fp32_graph, open_runner
 
         if TOKENS is self.task.kind:  # whose entities need it: loaded now, it delays no request

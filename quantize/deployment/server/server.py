@@ -86,12 +86,8 @@ class WorkerApp:
 def serve(served: Served, settings: Settings, announce: Callable[[str, bool], None]) -> None:
     """Serve until SIGTERM or Ctrl-C; what was begun is answered first.
 
-    Args:
-        announce: called with the URL, and whether only this machine reaches it, when all workers answer.
-
-    Raises:
-        UserError: the address cannot be used, or a file of the run changed before a worker was replaced.
-        QdqError: a worker cannot open its model.
+    `announce` gets the URL, and whether only this machine reaches it, when all workers answer. A `QdqError`
+    where the address or a model cannot be used, or a file of the run changed before a worker was replaced.
     """
     _start_log()
     failures, send = multiprocessing.Pipe(duplex=False)
