@@ -1,7 +1,6 @@
 """Progress: bars on a terminal, a line every half minute in a log."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -90,7 +89,7 @@ def test_what_makes_a_run_worth_nothing_is_said_and_stays(terminal, monkeypatch,
 
 
 @pytest.mark.parametrize("reused", [False, True])
-def test_it_is_said_once_the_baseline_is_there(reused, monkeypatch):
+def test_it_is_said_once_the_baseline_is_there(reused, monkeypatch, tmp_path):
     told = []
 
     def run_stages(session, stages, announce):
@@ -100,12 +99,18 @@ def test_it_is_said_once_the_baseline_is_there(reused, monkeypatch):
         return {}
 
     monkeypatch.setattr(run, "run_stages", run_stages)
-    monkeypatch.setattr(run, "remove", lambda folder: None)
-    monkeypatch.setattr(run, "unreadable", lambda session: "wrong")
+    for name in ("remove", "remove_other_stages", "explain_stale", "cannot_hold", "stages"):
+        monkeypatch.setattr(run, name, lambda *arguments: None)
+    monkeypatch.setattr(run, "dump_recipe", str)
+    monkeypatch.setattr(run, "score_stage", lambda session, name: None)
+    monkeypatch.setattr(run, "judge_baseline", lambda session, score: SimpleNamespace(state="failed"))
+    monkeypatch.setattr(run, "issue_sentence", lambda issue: "wrong")
     monkeypatch.setattr(run, "_require_room", lambda session, names: None)
-    session = SimpleNamespace(folder=Path("nowhere"), alarm=told.append)
     stages = [Stage(name, lambda session: [], (), lambda session: None) for name in STAGES]
-    run._run(session, stages, lambda name, reused: told.append(name))
+    monkeypatch.setattr(run, "planned", lambda session, until: stages)
+    config = SimpleNamespace(model_dump=lambda mode: {})
+    session = SimpleNamespace(folder=tmp_path, alarm=told.append, config=config, recipe=None)
+    run.run_to(session, None, lambda name, reused: told.append(name))
     assert told == ["baseline", "wrong", *STAGES[1:]]
 
 
