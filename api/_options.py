@@ -7,7 +7,7 @@ import yaml
 from pydantic import PositiveInt, field_validator
 
 from qdqbench.eval.selection.search.options import SearchOptions
-from qdqbench.quantize.recipe.training import Training
+from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import BackendChoice
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE

@@ -264,7 +264,6 @@ def _kernel_table(judged: "Inspection", every: bool) -> Any:
 
 
 def _groups(judged: "Inspection", every: bool) -> "list[tuple[str, list[LayerRow]]]":
-    """Return kernels under their labels; equal ones of several layers are one group, unless `every`."""
     from qdqbench.quantize.engine.inspection import format_ranges
     from qdqbench.quantize.engine.kernels import kernel_kind, kernel_label, types_text
     from qdqbench.quantize.engine.layers import base_name

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from qdqbench.cli.terminal import clean
 from qdqbench.quantize.utils import progress
@@ -178,8 +178,7 @@ class Display:
 def _display(*columns: str | int, quiet: bool = False, stays: bool = True) -> Iterator[Display]:
     """Yield a display that hears what is done; quiet in other processes of a launcher.
 
-    Args:
-        columns: of the bars: the width of the bar itself, "spinner", "elapsed", or a template of text.
+    `columns` of the bars are the width of the bar itself, "spinner", "elapsed", or templates of text.
     """
     if quiet:
         yield Display(None, quiet=True)
@@ -299,13 +298,8 @@ def seeds(count: int, *, quiet: bool) -> Iterator[Show]:
         yield show
 
 
-class Trials(NamedTuple):
-    say: Callable[[str], None]
-    trial: Callable[[int, int, str], None]
-
-
 @contextmanager
-def trials(total: int) -> Iterator[Trials]:
+def trials(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[int, int, str], None]]]:
     with _display("spinner", "{task.description}", 20, "elapsed", "{task.fields[left]}") as shown:
         head = "preparing"
         bar = shown.add(head, total, left="")
@@ -321,4 +315,4 @@ def trials(total: int) -> Iterator[Trials]:
             head, shown.step, shown.note = f"{done} of {total} trials; {best}", "", best
             shown.begin(head)
 
-        yield Trials(say, trial)
+        yield say, trial

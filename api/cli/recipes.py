@@ -109,7 +109,6 @@ def recipes_schema() -> None:
 def _write_new(
     made: "NewRecipe | FromCache", options: NewRecipeOptions, json: bool, render: Callable[[Any], Any]
 ) -> None:
-    """Write a new recipe, and say what it was made from; a file that is there is a `UserError`."""
     from qdqbench.quantize.utils import files
 
     path = options.out or Path(f"{made.recipe}.yaml")

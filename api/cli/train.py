@@ -76,7 +76,6 @@ def study(
 def _own_folder(
     kind: str, options: TrainingOptions, task: "Task", folder: Path
 ) -> AbstractContextManager[None]:
-    """Own the folder of a training that begins with a base encoder, once that and its data fit."""
     from qdqbench.quantize.models.identity import model_fingerprint
     from qdqbench.quantize.pipeline.ownership import RunIdentity, model_location, owned_folder
     from qdqbench.quantize.training.finetune import require_base
@@ -94,7 +93,6 @@ def _own_folder(
 def _request(
     options: TrainingOptions, task: "Task", folder: Path, accelerator: "Accelerator", max_length: int
 ) -> "FinetuneRequest":
-    """Return what is trained; the main process writes model and data of the embedded default."""
     from qdqbench.quantize.training.finetune import FinetuneRequest
 
     base, data = options.model, options.data

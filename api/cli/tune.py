@@ -75,12 +75,12 @@ def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions
         ExitStack() as stack,
     ):
         session.folder.mkdir(exist_ok=True)
-        shown = stack.enter_context(progress.trials(options.trials))
+        say, show_trial = stack.enter_context(progress.trials(options.trials))
         if config.model is None and not (session.folder / EMBEDDED_MODEL).is_file():
-            shown.say("training the embedded default")
+            say("training the embedded default")
             stages.embedded(session)
-        worker = open_worker(session, options, stack, shown.say)
-        run_trials(worker, shown.trial)
+        worker = open_worker(session, options, stack, say)
+        run_trials(worker, show_trial)
         found = finish_search(worker, folder)
     show_report(found, json, search_report, f"report: {folder / 'search.html'}")
     if not found.outcome.passed:
@@ -147,7 +147,6 @@ def compare_calibration(
 def _open_session(
     kind: str, config: "RunConfig", folder: Path, options: RecipeOptions
 ) -> "Iterator[tuple[Session, Progress]]":
-    """Yield a session that nobody else uses, with the embedded default where no model is given."""
     from qdqbench.eval.stages import stages
     from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder
     from qdqbench.quantize.pipeline.session import Session

@@ -34,7 +34,7 @@ from qdqbench.quantize.tasks.task import EMBED, Task, get_task
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.system.quiet import quiet
 
@@ -132,9 +132,9 @@ def check_lengths(target: Target, lengths: Sequence[int]) -> None:
     longest = target.about.shape["positions"]
     reason = f"{target.about.name} has {longest} positions"
     recipe = target.session.recipe
-    fused = limits_of(recipe.engine.backend).int8_attention_length
-    if recipe.int8_attention and longest > fused:
-        longest, reason = fused, f"INT8 attention is fused up to {fused} tokens"
+    if recipe.int8_attention and longest > INT8_ATTENTION_LENGTH:
+        longest = INT8_ATTENTION_LENGTH
+        reason = f"INT8 attention is fused up to {longest} tokens"
     if wrong := [str(length) for length in lengths if length > longest]:
         raise UserError(f"--length {', '.join(wrong)} is too long: {reason}")
 

@@ -79,7 +79,6 @@ Content = Mapping[str, bytes | Path]  # by its name in the folder: what a file h
 
 
 def describe_texts(kind: TaskKind, columns: int) -> dict[str, Any]:
-    """Return how the texts of a kind of task become rows, as variables of the templates."""
     answer, texts = ANSWERS[kind.name]
     texts = texts[: 1 if kind.texts_apart else columns]
     words = kind.split_words
@@ -117,8 +116,6 @@ def _read_pooling(session: Session) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Runtime:
-    """One backend that takes the run's graph."""
-
     backend: BackendName
     shown: str  # by the run
     ran: bool = False  # here, as the run's engine
@@ -152,12 +149,7 @@ def installed(name: str) -> str | None:
 
 
 def find_runtimes(folder: Path, results: Results, own: BackendName, gpu_graph: Path | None) -> list[Runtime]:
-    """Return the backends that take a run's graphs; first the one of its engine, where it can be asked here.
-
-    Args:
-        own: backend that the run is for.
-        gpu_graph: in the form for TensorRT, if the run has one.
-    """
+    """Return the backends that take a run's graphs; first that of its engine, where it can be asked here."""
     shown: dict[BackendName, str] = {
         "onnxruntime": "the graph as exported, as the run evaluated it (stage onnxruntime): slow. "
         "`ORT_ENABLE_ALL` in `model.json` makes it faster, and its answers may differ a little",
@@ -197,7 +189,6 @@ def _describe_engine(home: Path, built: EngineResult, results: Results) -> Runti
 
 
 def find_license(name: str, revision: str | None) -> str | None:
-    """Return the license in the head of a model's card (README.md); None where there is none, or no card."""
     try:
         with quiet("transformers"):
             card = find_model_file(name, "README.md", model_commit(name, revision))
@@ -220,14 +211,10 @@ class RunVerdict:
 
 
 def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: Path | None = None) -> None:
-    """Make the folder of a finished run say what the run now is.
+    """Make the folder of a finished run say what the run now is; a `UserError` where it cannot be written.
 
-    Args:
-        results: without characters that garble a page.
-        out: another folder, new or of an earlier call, for copies; None: `deploy` in the run, of hard links.
-
-    Raises:
-        UserError: the graph is not there, or the folder cannot be written or holds what somebody else wrote.
+    `results` have no characters that garble a page. Another folder `out`, new or of an earlier call, gets
+    copies; `deploy` in the run gets hard links.
     """
     graph = graph_path(session)
     if not graph.is_file():
@@ -289,7 +276,6 @@ def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: P
 def _describe_model(
     session: Session, graph: Path, texts: dict[str, Any], runtimes: Sequence[Runtime]
 ) -> dict[str, Any]:
-    """Return what the scripts read: `model.json`."""
     read, kind = read_model(graph).graph, session.config.task.kind
     sidecars = [runtime.sidecar for runtime in runtimes if runtime.sidecar is not None]
     limits = [sidecar.profiles for sidecar in sidecars] or [engine_profiles(session)]
@@ -322,7 +308,6 @@ def _describe_model(
 
 
 def _save_tokenizer(session: Session) -> dict[str, bytes]:
-    """Return files of the tokenizer as the run used it."""
     tokenizer: Any = session.tokenizer
     tokenizer.backend_tokenizer.no_truncation()  # what the last call asked for is no part of it
     tokenizer.backend_tokenizer.no_padding()
@@ -332,13 +317,11 @@ def _save_tokenizer(session: Session) -> dict[str, bytes]:
         return {f"tokenizer/{path.relative_to(saved).as_posix()}": path.read_bytes() for path in paths}
 
 
-def _base_name(name: str) -> str:
-    """Return a hub id, or the last part of a path: paths of this machine say nothing elsewhere."""
+def _base_name(name: str) -> str:  # a path of this machine says nothing elsewhere
     return Path(name).resolve().name if Path(name).exists() else name
 
 
 def render(template: str, context: dict[str, Any], folder: Path = TEMPLATES, *, trim: bool = True) -> str:
-    """Return a template with a context; `trim` drops the line ends of its blocks."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(  # noqa: S701  (no HTML)
@@ -354,11 +337,7 @@ def render(template: str, context: dict[str, Any], folder: Path = TEMPLATES, *, 
 def place(folder: Path, content: Content, *, link: bool) -> None:
     """Make a folder hold these files and their checksums, and nothing else: whole or absent.
 
-    Args:
-        link: hard links of files that lie elsewhere, where the file system can; else copies.
-
-    Raises:
-        UserError: it cannot be written, or holds what was not written here; lists that.
+    With `link` they are hard links, where the file system can. A `UserError` lists what was not written here.
     """
     sums = {name: _sum(source) for name, source in content.items()}
     for left in folder.parent.glob(f".{folder.name}.*.tmp") if link else ():  # of a run that was killed
@@ -388,13 +367,11 @@ def place(folder: Path, content: Content, *, link: bool) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder that holds only what was written here; any other stays as it is."""
     if folder.is_dir() and not folder.is_symlink() and not _list_foreign(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _list_foreign(folder: Path) -> list[str]:
-    """Return the files that the checksums in a folder do not list, or that are others now."""
     try:
         lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):

@@ -31,7 +31,7 @@ from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int8
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, limits_of
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, HEAD_SIZES_TEXT, INT8_ATTENTION_LENGTH, BackendChoice
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.system.cpu import cpu_hazards, find_cpu
@@ -207,11 +207,10 @@ def require_int8(result: EngineResult) -> None:
             "run `qdqbench check` on the ONNX file for the Q/DQ at fault"
         )
     if result.attention_int8 < result.expected_attention_int8:
-        limits = limits_of(result.backend)
         problems.append(
             f"{result.attention_int8} of {result.expected_attention_int8} attentions run as one INT8 kernel "
             f"({result.attention_fused} are fused at all); it takes Q/DQ on q, k, v, the softmax and the "
-            f"output, head size {limits.head_sizes_text} and at most {limits.int8_attention_length} tokens, "
+            f"output, head size {HEAD_SIZES_TEXT} and at most {INT8_ATTENTION_LENGTH} tokens, "
             "else set attention: fp16 in the recipe"
         )
     if result.not_int8_residuals:

@@ -16,7 +16,7 @@ from qdqbench.quantize.engine.layers import Coverage, NotInt8, copy_of, measure_
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.models.families.known import first_feed_forwards
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import FP16_MAX, limits_of
+from qdqbench.quantize.utils.limits import FP16_MAX, HEAD_SIZES_TEXT, INT8_ATTENTION_LENGTH
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.results import Effect, LayerRow
 
@@ -196,13 +196,13 @@ def find_problems(facts: EngineFacts) -> Iterator[Problem]:
 
 
 def attention_apart(facts: EngineFacts) -> Problem:
-    limits, count = limits_of(), facts.attentions
+    count = facts.attentions
     return Problem(
         "attention-apart",
         "slow",
         f"{count - len(facts.fused)} of {count} attentions fall apart into single kernels",
         "a fused kernel takes Q/DQ on all of q, k, v, the softmax output and the output, or on none; in INT8 "
-        f"head size {limits.head_sizes_text} and at most {limits.int8_attention_length} tokens; in FP16 a "
+        f"head size {HEAD_SIZES_TEXT} and at most {INT8_ATTENTION_LENGTH} tokens; in FP16 a "
         "mask that is added once and no other operator in between",
         "quantize the whole attention (`attention: int8`) or none of it (`attention: fp16`)",
     )

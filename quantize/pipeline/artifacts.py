@@ -61,7 +61,6 @@ def cpu_compute(recipe: Recipe) -> Compute:
 
 
 def graph_bytes(session: Session) -> int:
-    """Return the bytes on disk of the weights of all graphs of an export."""
     sizes = {name: weights.numel() for name, weights in session.fp32_model.named_parameters()}
     whole, int8 = sum(sizes.values()), sum(sizes.get(f"{name}.weight", 0) for name in session.plan.int8)
     total = (4 + 2) * whole  # the twins in FP32 and FP16
@@ -81,7 +80,6 @@ def expected_gemms(session: Session) -> list[str]:
 
 
 def engine_profiles(session: Session) -> list[Any]:
-    """Return profiles of the recipe or the data; for a CPU, whose kernels take every shape, one for all."""
     if session.recipe.auto_shapes:
         return auto_profiles(session)
     profiles = recipe_profiles(session.recipe)
@@ -94,7 +92,6 @@ def recipe_profiles(recipe: Recipe) -> list[Profile]:
 
 
 def row_lengths(session: Session) -> Int64:
-    """Return the tokens of each row of the evaluation splits, int64 [rows]; labels are not looked at."""
     return np.concatenate([encoded.lengths for _, encoded in session.eval_splits.values()])
 
 
@@ -103,7 +100,7 @@ def length_edges(session: Session) -> list[int] | None:
 
     A CPU's kernels take every length, so that padding buys nothing there.
     """
-    if not session.recipe.auto_shapes or preferred_backend(session.recipe.engine.backend) in CPU_BACKENDS:
+    if not session.recipe.auto_shapes or backend_of(session.recipe) in CPU_BACKENDS:
         return None
     return choose_edges(row_lengths(session), session.recipe.export.max_length)
 
@@ -146,7 +143,6 @@ def describe_lengths(session: Session) -> Lengths | None:
 
 
 def graph_for_tensorrt(session: Session, graph: Path) -> Path | None:
-    """Return the run's graph in the form for TensorRT: its own, or the one next to a graph for CPUs."""
     if backend_of(session.recipe) not in CPU_BACKENDS:
         return graph
     beside = session.folder / GPU_INT8
@@ -175,14 +171,12 @@ def write_outcome(path: Path, outcome: Strict) -> Path:
 
 
 def read_built(folder: Path) -> EngineResult | Skipped:
-    """Return the engine of a run directory; a `UserError` where nobody asked for it yet."""
     if not (folder / BUILD).is_file():
         raise UserError(f"{folder} has no engine yet; run `qdqbench build {folder}` first")
     return _read_outcome(folder / BUILD, EngineResult)
 
 
 def engine_file(folder: Path, built: EngineResult) -> Path:
-    """Return the path of a run directory's engine; a `UserError` where the record names a file elsewhere."""
     if Path(built.file).name != built.file:
         again = f"run `qdqbench build {folder}` again"
         raise UserError(f"{folder / BUILD} names an engine outside of the run, {built.file!r}; {again}")
@@ -190,7 +184,6 @@ def engine_file(folder: Path, built: EngineResult) -> Path:
 
 
 def read_verified(folder: Path) -> Verification | Skipped:
-    """Return the verification of a run directory's engine; skipped where nobody asked."""
     path = folder / VERIFY
     return _read_outcome(path, Verification) if path.is_file() else Skipped(skipped="not asked for")
 

@@ -57,8 +57,6 @@ MEASURED = ("gpu", "cpu")  # places where kernel times are measured
 
 @dataclass
 class InspectTarget:
-    """A layer table and what belongs to it, as far as it was found."""
-
     name: str
     layers: list[LayerRow]
     onnx: Path | None = None
@@ -88,7 +86,6 @@ def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None)
 
 
 def find_checked_graph(path: Path) -> tuple[Path, str | None]:
-    """Return the ONNX file for `check`, and the recipe to compare with: of a run directory its own."""
     if not path.is_dir():
         return path, None
     session = Session(read_config(path), path)

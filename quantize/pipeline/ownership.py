@@ -63,7 +63,6 @@ class RunIdentity(Strict):
         return self.model == other.model or same_files
 
     def describe(self, other: "RunIdentity | None" = None) -> str:
-        """Name the recipe, model and task; with `other` only those that differ from it."""
         if self.kind == "compare":
             return "finished runs"
         parts = []
@@ -96,7 +95,6 @@ def model_location(model: str | None, revision: str | None = None) -> str | None
 
 
 def default_folder(kind: str, model: str | None, *names: str) -> Path:
-    """Return runs/[KIND-]MODEL-..., MODEL only where given."""
     parts = ["" if kind == "run" else kind, "" if model is None else model_name(model), *names]
     return RUNS / "-".join(filter(None, parts))
 
@@ -108,7 +106,6 @@ def run_folder(kind: str, config: RunConfig, out: str | Path | None) -> Path:
 
 
 def model_name(model: str) -> str:
-    """Return a model's name for file names, from the last part of its path or hub id that names it."""
     parts = [part for part in (Path(model).resolve() if Path(model).exists() else Path(model)).parts if part]
     kept: list[str] = []
     for part in reversed(parts):
@@ -125,19 +122,13 @@ def owned_folder(
     folder: Path,
     identity: RunIdentity,
     *,
-    overwrite: bool = False,
-    ready: Callable[[], object] = lambda: None,
-    say: Callable[[str], None] = lambda text: None,
+    overwrite: bool = False,  # move what is there to an unused FOLDER.old, whatever it belongs to
+    ready: Callable[[], object] = lambda: None,  # raises where the command cannot work; before any write
+    say: Callable[[str], None] = lambda text: None,  # told what was moved, and where it is
 ) -> Iterator[None]:
     """Hold a folder for one run in this process; a command that fails before any result leaves it as it was.
 
-    Args:
-        overwrite: move what an earlier command left there to an unused FOLDER.old, whatever it belongs to.
-        ready: raises where the command cannot work; called before anything is written or moved.
-        say: called with what was moved, and where it is.
-
-    Raises:
-        UserError: the folder belongs to another run, holds other files, is in use or cannot be written.
+    A `UserError` where it belongs to another run, holds other files, is in use or cannot be written.
     """
     if not is_main_process():
         yield
@@ -160,7 +151,6 @@ def owned_folder(
 
 @contextmanager
 def open_session(folder: str | Path) -> Iterator[Session]:
-    """Hold the folder of a run that was started, and yield its session."""
     path = Path(folder)
     read_config(path)  # before a lock is written into a folder of somebody else
     with locked_folder(path):
@@ -171,10 +161,8 @@ def open_session(folder: str | Path) -> Iterator[Session]:
 def locked_folder(folder: Path) -> Iterator[None]:
     """Keep other processes out of a folder, which is created where missing; may nest within a process.
 
-    The lock is the kernel's and ends with its process. Of a launcher the main process holds it for all.
-
-    Raises:
-        UserError: another process holds it, or the folder cannot be written.
+    The lock is the kernel's and ends with its process; a `UserError` where another has it. Of a launcher the
+    main process holds it for all.
     """
     if not is_main_process():
         yield
@@ -213,7 +201,6 @@ def locked_for_reading(folder: Path) -> AbstractContextManager[None]:
 
 
 def _require_owner(folder: Path, identity: RunIdentity, overwrite: bool) -> RunIdentity | None:
-    """Return the identity of a folder that may be used for `identity`; None where it holds nothing."""
     kind = KINDS[identity.kind][0]
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give --out a folder")
@@ -259,7 +246,6 @@ def _unused(folder: Path) -> Path:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Move what a folder holds, but its lock, to a new folder next to it; return that."""
     old = _unused(folder)
     # the mark last: a folder that was moved in part has an owner
     paths = sorted(folder.iterdir(), key=lambda path: path.name == MARK)
@@ -278,7 +264,6 @@ def _set_aside(folder: Path) -> Path:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what a command that came to no result recorded of what it was asked for."""
     paths = [path for path in folder.rglob("*") if not path.is_dir()]
     requested = {folder / name for name in (MARK, CONFIG, "recipe.yaml", LOCK, HOLDER)}
     if requested.issuperset(paths):

@@ -47,7 +47,6 @@ class _StageManifest(Strict):
 
 
 def open_run(config: RunConfig, folder: Path) -> Session:
-    """Record the configuration of a run in a folder that this process holds; other files: `UserError`."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give --out a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).is_file():
@@ -63,8 +62,7 @@ def run_stages(
 ) -> dict[str, Timing]:
     """Run stages, needs first, and return their costs; one whose key and files are as it left them is reused.
 
-    Args:
-        announce: called with a stage's name, and whether it is reused, before it runs.
+    `announce` is called with a stage's name, and whether it is reused, before it runs.
     """
     timings: dict[str, Timing] = {}
     freeze_gc()
@@ -104,7 +102,6 @@ def read_finished(folder: Path) -> dict[str, FinishedStage]:
 
 
 def explain_stale(folder: Path, names: Iterable[str]) -> str:
-    """Name the finished stages of other code or libraries, which are run again; empty where none."""
     known, here = read_finished(folder), get_code_identity()
     stale = [name for name in names if name in known and known[name].made_with != here]
     if not stale:
@@ -120,7 +117,6 @@ def explain_stale(folder: Path, names: Iterable[str]) -> str:
 
 
 def remove_other_stages(folder: Path, known: Iterable[str]) -> None:
-    """Remove the files of stages that this run does not have: an earlier recipe in the folder left them."""
     path = folder / STAGES_FILE
     manifest = _read(path)
     for name in set(manifest.stages) - set(known):
@@ -156,7 +152,6 @@ def _remove_stale(folder: Path, before: FinishedStage | None, now: dict[str, str
 
 
 def _read(path: Path) -> _StageManifest:
-    """Read the manifest; without a readable one nothing can be reused."""
     try:
         return read(path, _StageManifest, "list of stages", "run them again")
     except UserError:

@@ -53,7 +53,6 @@ class RunConfig(Strict):
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Return the configuration of a run directory; a `UserError` where it is none of this version."""
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(
@@ -64,7 +63,6 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def require_fit(recipe: Recipe, model: str, config: Any) -> None:
-    """Hold a recipe to a model's family and positions; `model` names it in errors."""
     recipe.model.describe()  # another recipe may have described this type since
     longest = require_family(recipe.name, recipe.model.family, model, config).positions(config)
     if recipe.export.max_length > longest:

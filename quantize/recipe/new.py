@@ -16,7 +16,7 @@ from qdqbench.quantize.recipe.schema import Recipe, dump_short_recipe, load_reci
 from qdqbench.quantize.recipe.sections import FamilyLayout
 from qdqbench.quantize.recipe.shipped import list_shipped
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.schema import Strict
 
@@ -83,13 +83,13 @@ def _add_layout(layout: Recognised, config: Any, name: str) -> tuple[Recipe, lis
             "The attention stays in FP16: it does not go through transformers' AttentionInterface, or it "
             "rotates q and k."
         )
-    elif layout.head_size in limits_of().int8_head_sizes:
+    elif layout.head_size in INT8_HEAD_SIZES:
         notes.append(
             "INT8 attention can be tried: attention: int8, with precision.never_quantize: [layernorm]."
         )
     else:
         notes.append(
-            f"No INT8 attention: it needs a head size of {limits_of().head_sizes_text}, and this one has "
+            f"No INT8 attention: it needs a head size of {HEAD_SIZES_TEXT}, and this one has "
             f"{layout.head_size}."
         )
     if layout.gated:

@@ -13,7 +13,7 @@ from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.names import count_of, name_list
 
 
@@ -44,15 +44,9 @@ class Plan:
 
 
 def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "") -> Plan:
-    """Apply the recipe's rules in order, the later wins.
+    """Apply the recipe's rules in order, the later wins; what they cannot do to this model is a `UserError`.
 
-    Args:
-        modules: every module by full name, in model order.
-        prefix: name of the base model inside the model (`bert`); patterns match names with or without it.
-
-    Raises:
-        UserError: rules that match nothing, an attention or residual that cannot be INT8 as the rules ask,
-            or linears that the recipe's family does not have.
+    `prefix` names the base model inside the model (`bert`); patterns match names with or without it.
     """
     family = family_named(recipe.model.family)
     if unmatched := [rule for rule in recipe.rules if not match_modules(rule, modules, prefix)]:
@@ -85,7 +79,13 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
         merge_qkv=bool(attention) and recipe.export.qkv_scales == "shared",
         family=family,
     )
-    _require_quantized_outputs(plan)
+    # the fusion of an attention needs a Q after its second matmul
+    outputs = [family.require_beside(name, "output") for name in attention]
+    if lost := [name for name in outputs if name not in int8]:
+        raise UserError(
+            f"attention: int8 needs INT8 at the output linear too (else the fusion is lost "
+            f"and INT8 is slower than FP16); add a rule for {name_list(lost)} or set attention: fp16"
+        )
     return plan
 
 
@@ -152,10 +152,9 @@ def _int8_attention(
     if recipe.attention == "int8" and not known:
         raise UserError("attention: int8 is asked for, but the model has no self-attention known here")
     attentions = {name: info for name, info in known.items() if formats.get(name) == "int8"}
-    limits = limits_of(recipe.engine.backend)
-    if sizes := {info.head_size for info in attentions.values()} - {*limits.int8_head_sizes}:
+    if sizes := {info.head_size for info in attentions.values()} - {*INT8_HEAD_SIZES}:
         raise UserError(
-            f"attention: int8 needs a head size of {limits.head_sizes_text} to be fused, this model has "
+            f"attention: int8 needs a head size of {HEAD_SIZES_TEXT} to be fused, this model has "
             f"{', '.join(map(str, sorted(s or 0 for s in sizes)))}; set attention: fp16 in the recipe"
         )
     return tuple(attentions)
@@ -213,16 +212,6 @@ def _require_splittable(names: list[str], scaling: Mapping[str, Scaling]) -> Non
         raise UserError(
             f"calibration.outlier_channel_splitting divides the input of {name_list(smoothed)}, and so would "
             "smoothing; drop one of them"
-        )
-
-
-def _require_quantized_outputs(plan: Plan) -> None:
-    """Require an INT8 output linear of an INT8 attention: the fusion needs a Q after its second matmul."""
-    outputs = [plan.family.require_beside(name, "output") for name in plan.attention]
-    if lost := [name for name in outputs if name not in plan.int8]:
-        raise UserError(
-            f"attention: int8 needs INT8 at the output linear too (else the fusion is lost "
-            f"and INT8 is slower than FP16); add a rule for {name_list(lost)} or set attention: fp16"
         )
 
 

@@ -23,11 +23,11 @@ from qdqbench.quantize.recipe.sections import (
     GateSettings,
     ModelSection,
     Precision,
+    Qat,
     Rule,
 )
-from qdqbench.quantize.recipe.training import Qat
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, MAX_NAMED
 from qdqbench.quantize.utils.schema import Frozen, field
 
@@ -69,11 +69,10 @@ class Recipe(Frozen):
                 "attention: int8 quantizes the softmax output, but precision.never_quantize protects "
                 "softmax; set never_quantize: [layernorm] or attention: fp16"
             )
-        fused = limits_of(self.engine.backend).int8_attention_length
-        if self.int8_attention and self.export.max_length > fused:
+        if self.int8_attention and self.export.max_length > INT8_ATTENTION_LENGTH:
             raise ValueError(
-                f"attention: int8 is fused for lengths up to {fused} only, and export.max_length is "
-                f"{self.export.max_length}; shorten it or set attention: fp16"
+                f"attention: int8 is fused for lengths up to {INT8_ATTENTION_LENGTH} only, and "
+                f"export.max_length is {self.export.max_length}; shorten it or set attention: fp16"
             )
         if "layernorm" not in self.precision.never_quantize:
             raise ValueError(
@@ -138,11 +137,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
     """Validate recipe YAML; `source` names it in the `UserError`, which names unknown keys and near ones."""
     try:
         data = yaml.load(text, _Loader)  # noqa: S506  (_Loader is a SafeLoader)
-    except (
-        yaml.YAMLError,
-        RecursionError,
-        ValueError,
-    ) as error:  # ValueError: impossible dates, long numbers
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # impossible dates, long numbers
         raise UserError(f"{source} is not valid recipe YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise UserError(f"{source} holds no recipe: expected keys like version, name and rules at top level")
@@ -157,11 +152,7 @@ def validate_recipe(data: Any, source: str) -> Recipe:
 
 
 def load_recipe(name_or_path: str, family: Callable[[], Family] | None = None) -> Recipe:
-    """Load a shipped recipe ("bert-int8-linears", or "int8-linears" for that of a family), or a YAML file.
-
-    Raises:
-        UserError: no such recipe or file, none of that family, or it does not validate.
-    """
+    """Load "bert-int8-linears", shipped, or "int8-linears" of a family, or a YAML file; else a UserError."""
     shipped = shipped_recipes()
     path = Path(name_or_path)
     if name_or_path in shipped or not os.path.isfile(path):  # Path.is_file raises on names that are too long
@@ -183,18 +174,12 @@ def find_recipe(name: str, model: str | None, revision: str | None = None) -> Re
 def adapt_recipe(
     recipe: Recipe,
     *,
-    fields: Mapping[str, Any] | None = None,
-    max_length: int | None = None,
+    fields: Mapping[str, Any] | None = None,  # by path: calibration.samples, rules.0.precision
+    max_length: int | None = None,  # tokens of a sample, which is cut there; the longest profiles end there
     backend: str | None = None,
-    shapes: Literal["auto"] | None = None,
+    shapes: Literal["auto"] | None = None,  # profiles follow the data
 ) -> Recipe:
-    """Return a recipe with other values in some fields; None: as the recipe has it.
-
-    Args:
-        fields: values by path: calibration.samples, rules.0.precision.
-        max_length: tokens of a sample, which is cut there; the longest profiles end there.
-        shapes: "auto": profiles follow the data.
-    """
+    """Return a recipe with other values in some fields; None: as the recipe has it."""
     named = {"engine.shapes": shapes, "engine.backend": backend, "export.max_length": max_length}
     changes = {**(fields or {}), **{path: value for path, value in named.items() if value is not None}}
     if not changes:
@@ -252,7 +237,6 @@ def _of_family(name: str, family: Callable[[], Family] | None) -> str:
 
 
 def shipped_recipes() -> dict[str, Any]:
-    """Return the shipped recipes: name to readable resource, sorted by name."""
     root = resources.files("qdqbench.recipes")
     files = [file for family in root.iterdir() if family.is_dir() for file in family.iterdir()]
     found = {file.name[:-5]: file for file in files if file.name.endswith(".yaml")}
@@ -260,7 +244,6 @@ def shipped_recipes() -> dict[str, Any]:
 
 
 def family_free_recipes() -> dict[str, list[str]]:
-    """Return the names of shipped recipes without their family, sorted, and the families that have them."""
     found: dict[str, list[str]] = {}
     for name, file in shipped_recipes().items():
         family = file.parent.name
@@ -294,7 +277,10 @@ def _explain(error: ValidationError) -> str:
         location = tuple(part for part in item["loc"] if part not in FORMS)
         where = ".".join(str(part) for part in location)
         if item["type"] == "extra_forbidden":
-            keys = _keys_at(location[:-1])
+            section: Any = Recipe
+            for part in (part for part in location[:-1] if not isinstance(part, int)):
+                section = next(_sections(section.model_fields[part].annotation))
+            keys = list(section.model_fields)
             near = difflib.get_close_matches(str(location[-1]), keys, n=1, cutoff=0.3)
             fix = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
             parts.append(f"unknown key {where[:LONGEST]!r}, {fix}")
@@ -303,14 +289,6 @@ def _explain(error: ValidationError) -> str:
             parts.append(f"{where[:LONGEST] or 'recipe'}: {message[:LONGEST]}")
     more = f"; and {len(parts) - MAX_NAMED} more" if len(parts) > MAX_NAMED else ""
     return "; ".join(parts[:MAX_NAMED]) + more
-
-
-def _keys_at(location: tuple[int | str, ...]) -> list[str]:
-    section: Any = Recipe
-    for part in location:
-        if not isinstance(part, int):
-            section = next(_sections(section.model_fields[part].annotation))
-    return list(section.model_fields)
 
 
 def _sections(annotation: Any) -> Iterator[type[BaseModel]]:

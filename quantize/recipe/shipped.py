@@ -79,8 +79,6 @@ class Figure(Frozen):
 
 
 class Shipped(NamedTuple):
-    """A recipe that comes with the package."""
-
     recipe: str
     name: str  # without the family
     family: str
@@ -112,7 +110,6 @@ def list_shipped(family: Family | None = None) -> list[Shipped]:
 
 
 def choose_start(family: Family | None = None) -> dict[Device, str]:
-    """Return the recipe to start with on each device, without its family; of a family one that holds."""
     lost = {(each.recipe, each.device) for each in read_figures() if each.lost}
     names = {
         f"{other}-{name}": name

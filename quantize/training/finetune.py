@@ -12,7 +12,7 @@ from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.identity import model_commit, model_fingerprint
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_config, load_encoder, load_matching_tokenizer, read_class_names
-from qdqbench.quantize.recipe.training import Training
+from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import add_label_values, add_tag_classes, encode, load_split
 from qdqbench.quantize.tasks.sources import is_hub_source, read_split
@@ -63,8 +63,6 @@ class FinetuneRequest:
 
 @dataclass
 class _FinetuneData:
-    """Tokenized splits, shared by all seeds."""
-
     tokenizer: "PreTrainedTokenizerBase"
     train: Encoded
     fingerprint: str
@@ -85,14 +83,10 @@ class _Finished(Strict):
 
 
 def finetune(request: FinetuneRequest, accelerator: "Accelerator") -> Finetuning:
-    """Fine-tune for every seed; a seed that fails is recorded, and the others go on.
+    """Fine-tune for every seed; a seed that fails is recorded, and only where all do `CheckFailed` is raised.
 
     Seeds that an earlier call with the same settings finished are kept; an unfinished one is resumed from its
     last checkpoint.
-
-    Raises:
-        UserError: model, data or folder cannot be used.
-        CheckFailed: every seed failed.
     """
     if request.task.kind.embeds:
         raise UserError(f"task {request.task.name!r} has no labels to learn from; give one that has")
@@ -111,7 +105,6 @@ def finetune(request: FinetuneRequest, accelerator: "Accelerator") -> Finetuning
 
 
 def require_all(failed: list[str], path: Path) -> None:
-    """Raise CheckFailed for seeds that were not trained to their end; `path` is the report."""
     if failed:
         raise CheckFailed(
             f"not trained to the end: {', '.join(failed)}; {path} has the reasons, and the others"
@@ -169,7 +162,6 @@ def _load(request: FinetuneRequest) -> _FinetuneData:
 def _train_seed(
     request: FinetuneRequest, data: _FinetuneData, settings: Training, accelerator: "Accelerator"
 ) -> TrainingRun:
-    """Train one seed, or read what an earlier call made of it."""
     folder = request.folder / f"seed-{settings.seed}"
     identity = _identity(request, data, settings)
     if stored := _read_finished(folder / RECORD, identity):
@@ -198,7 +190,6 @@ def _train_seed(
 
 
 def _identity(request: FinetuneRequest, data: _FinetuneData, settings: Training) -> dict[str, Any]:
-    """Return what is equal for the same run, as JSON values."""
     return {
         "job": "finetune",
         **get_code_identity(),
@@ -212,7 +203,6 @@ def _identity(request: FinetuneRequest, data: _FinetuneData, settings: Training)
 
 
 def _read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
-    """Read the record of an earlier call, if it finished; refuse that of other settings."""
     if not path.is_file():
         return None
     stored = read(path, _Finished, "finished training", "give another --out folder")
@@ -284,7 +274,8 @@ def _validate(
 
 def _result(request: FinetuneRequest, data: _FinetuneData, runs: list[TrainingRun]) -> Finetuning:
     done = [run for run in runs if run.status == "done"]
-    best = max(done, key=_held_out_score, default=None)
+    scores = {run.seed: [row.score for row in run.log if row.score is not None] for run in done}
+    best = max(scores, key=lambda seed: max(scores[seed], default=float("-inf")), default=None)
     return Finetuning(
         created=now(),
         command=request.command,
@@ -297,7 +288,7 @@ def _result(request: FinetuneRequest, data: _FinetuneData, runs: list[TrainingRu
         data=request.data if is_hub_source(request.data) else Path(request.data).name,
         runs=runs,
         spread=spread([run.metrics for run in done]),
-        best_seed=best.seed if best else None,
+        best_seed=best,
         warnings=[
             *data.warnings,
             *([f"--limit {request.limit}: a part of the train split only"] if request.limit else []),
@@ -309,12 +300,7 @@ def _result(request: FinetuneRequest, data: _FinetuneData, runs: list[TrainingRu
     )
 
 
-def _held_out_score(run: TrainingRun) -> float:
-    return max((row.score for row in run.log if row.score is not None), default=float("-inf"))
-
-
 def spread(runs: list[dict[str, float]]) -> dict[str, Spread]:
-    """Return the mean and standard deviation of every metric over runs."""
     result = {}
     for name in runs[0] if runs else ():
         values = np.array([scores[name] for scores in runs])
@@ -324,7 +310,6 @@ def spread(runs: list[dict[str, float]]) -> dict[str, Spread]:
 
 
 def require_base(base: str, revision: str | None, task: Task, data: str) -> None:
-    """Raise UserError for a base or data that cannot be read, before anything is written."""
     family_of(load_config(base, revision))
     load_matching_tokenizer(base, revision, task.kind)
     for split in (task.train_split, *task.eval_splits):

@@ -9,6 +9,7 @@ batch of an epoch with rows of the first, and cuts batches by the number of proc
 import contextlib
 import math
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -18,25 +19,163 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from qdqbench.quantize.models.inputs import select_inputs
-from qdqbench.quantize.recipe.training import Training
+from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.tasks.types.kind import TaskKind, join_outputs
-from qdqbench.quantize.training import checkpoints
+from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array, Float32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, QdqError, UserError
 from qdqbench.quantize.utils.progress import report_phase, track
 from qdqbench.quantize.utils.results import LogRow, TrainingRun
+from qdqbench.quantize.utils.schema import Strict, read
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from torch import nn
+
+CHECKPOINT_FILE = "checkpoint.json"
+WEIGHTS = "model.safetensors"
+KEPT = 2  # the last, and the one before it in case the last is damaged; their best are kept as well
+
+
+class _CheckpointManifest(Strict):
+    schema_version: Literal[1] = 1
+    identity: dict[str, Any]  # what the run is of, as JSON values
+    best_step: int  # whose checkpoint is kept as well
+    state: dict[str, Any]  # of the training loop
+    files: dict[str, str]  # name -> sha256
+
+
+def save_checkpoint(folder: Path, step: int, accelerator: "Accelerator", manifest: dict[str, Any]) -> None:
+    """Write a checkpoint from all processes; the others go, but for the one before and the best of both.
+
+    `manifest` has its fields but for the files. What cannot be written is a `UserError`.
+    """
+    final = get_checkpoint_folder(folder, step)
+    temporary = folder / f".{final.name}.tmp"
+
+    def prepare() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def finish() -> None:
+        hashes = {path.name: files.sha256(path) for path in sorted(temporary.iterdir())}
+        written = _CheckpointManifest(**manifest, files=hashes)
+        files.write_json(temporary / CHECKPOINT_FILE, written.model_dump(mode="json"))
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        last = [path for path in _list(folder) if path.name <= final.name][:KEPT]  # later ones are damaged
+        manifests = filter(None, map(_read_manifest, last))
+        best = {get_checkpoint_folder(folder, manifest.best_step) for manifest in manifests}
+        for other in {*_list(folder)} - {*last} - best:
+            shutil.rmtree(other)
+
+    main = accelerator.is_main_process
+    _run_together(accelerator, folder, prepare if main else None)
+    _run_together(accelerator, folder, lambda: accelerator.save_state(str(temporary)))
+    _run_together(accelerator, folder, finish if main else None)
+
+
+def _run_together(accelerator: "Accelerator", folder: Path, work: Callable[[], Any] | None) -> None:
+    """Do the work of this process and wait for the others; all stop when one cannot write."""
+    from accelerate.utils import gather_object
+
+    problem = ""
+    try:
+        if work is not None:
+            work()
+    except Exception as error:  # OSError, and what torch and safetensors make of it
+        problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    for text in filter(None, gather_object([problem])):
+        raise UserError(
+            f"checkpoints cannot be written into {folder} ({text}); make room or choose another --out"
+        )
+
+
+def get_checkpoint_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def find_checkpoint(
+    folder: Path, identity: dict[str, Any], notes: list[str]
+) -> tuple[Path, dict[str, Any]] | None:
+    """Find the last whole checkpoint of a run, if any: its folder and the state of the training loop.
+
+    One of another `identity` is a `UserError`; each damaged one that is passed over is a line of `notes`.
+    """
+    for path in _list(folder):
+        manifest = _read_manifest(path)
+        if manifest is not None:
+            _require_same(path, manifest.identity, identity)
+        damaged = _list_damaged(path)
+        if manifest is not None and not damaged:
+            best = get_checkpoint_folder(folder, manifest.best_step)
+            damaged = [f"{best.name}/{name}" for name in _list_damaged(best)]  # whose weights the run returns
+            if not damaged:
+                return path, manifest.state
+        notes.append(f"checkpoint {path.name} is damaged ({', '.join(damaged)}); it is passed over")
+    if _list(folder):
+        notes.append("no whole checkpoint was left; the training began again")
+    return None
+
+
+def load_weights(checkpoint: Path, model: Any) -> None:
+    from safetensors.torch import load_model
+
+    if damaged := _list_damaged(checkpoint):
+        raise UserError(
+            f"{checkpoint} is damaged ({', '.join(damaged)}); run the same command again, which resumes from "
+            "an older checkpoint"
+        )
+    load_model(model, checkpoint / WEIGHTS)
+
+
+def _require_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    def short(value: Any) -> str:
+        text = str(value)
+        return text if len(text) <= 24 else f"{text[:12]}..."
+
+    differing = [
+        f"{key} (there {short(there.get(key))}, here {short(here.get(key))})"
+        for key in {**there, **here}
+        if there.get(key) != here.get(key)
+    ]
+    if differing:
+        raise UserError(
+            f"{folder} is a checkpoint of another run: it differs in {', '.join(differing)}; resume with "
+            "what it was started with, or give another --out, or remove it to begin again"
+        )
+
+
+def _list(folder: Path) -> list[Path]:
+    """Return the checkpoints, the last first."""
+    return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
+
+
+def _read_manifest(folder: Path) -> _CheckpointManifest | None:
+    try:
+        return read(folder / CHECKPOINT_FILE, _CheckpointManifest, "checkpoint", "go on from another")
+    except UserError:
+        return None
+
+
+def _list_damaged(folder: Path) -> list[str]:
+    manifest = _read_manifest(folder)
+    if manifest is None:
+        return [CHECKPOINT_FILE]
+    return [
+        name
+        for name, digest in manifest.files.items()
+        if Path(name).name != name or not (folder / name).is_file() or files.sha256(folder / name) != digest
+    ]
+
 
 AMPERE = (8, 0)  # the first with TF32
 
@@ -78,7 +217,6 @@ def use_matmul_precision(precision: str) -> Iterator[None]:
 
 
 def new_accelerator(precision: str) -> "Accelerator":
-    """Create an accelerator for one process, or those that `accelerate launch` or `torchrun` started."""
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState
@@ -167,7 +305,6 @@ class TrainingData:
 
 
 def divide(encoded: Encoded, pad_id: int, share: float, seed: int) -> TrainingData:
-    """Hold out a seeded draw of a share of the samples, at most `MOST_HELD_OUT`."""
     count = len(encoded.gold)
     held = min(round(count * share), MOST_HELD_OUT)
     if held < 2 or count - held < 2:
@@ -205,7 +342,6 @@ def total_steps(data: TrainingData, settings: Training) -> int:
 
 
 def evaluation_steps(steps: int, evaluations: int) -> set[int]:
-    """Return the steps after which the model is judged: evenly spread, the last one included."""
     count = min(evaluations, steps)
     return {round(steps * (number + 1) / count) for number in range(count)}
 
@@ -251,7 +387,6 @@ class HeldOut:
 
 
 def is_collapsed(task: Task, logits: Float32, labels: Array) -> bool:
-    """Return whether the answers are not finite, or do not depend on the input though the labels do."""
     return not np.isfinite(logits).all() or task.kind.constant(logits, labels)
 
 
@@ -274,7 +409,6 @@ class State:
         return max(self.scores, key=self.scores.__getitem__)
 
     def ends(self, settings: Training, far: float) -> str | None:
-        """Return why the run ends here, if it does; `far` is a distance that is no divergence yet."""
         advice = f"lower learning_rate (now {settings.learning_rate:g}) or raise warmup_ratio"
         if self.collapsed >= MOST_DIVERGED:
             raise CheckFailed(
@@ -326,12 +460,8 @@ def group_decayed(model: "nn.Module", weight_decay: float) -> list[dict[str, Any
 def train(job: Job, accelerator: "Accelerator") -> TrainingRun:
     """Train a model in place, or resume a run that was killed; it ends with the best weights.
 
-    Returns:
-        The record of the training, which `job.run` has as well when it fails.
-
-    Raises:
-        UserError: a checkpoint of another run, or no room for checkpoints.
-        CheckFailed: the loss is NaN or infinite, or the model diverged.
+    The record is in `job.run` as well when it fails: UserError for a checkpoint of another run or no room for
+    checkpoints, CheckFailed where the loss is NaN or infinite, or the model diverged.
     """
     import torch
 
@@ -372,7 +502,7 @@ def _train(job: Job, accelerator: "Accelerator") -> None:
     settings, run = job.settings, job.run
     due = evaluation_steps(run.planned_steps, settings.num_evals)
     prepared = _prepare(job, accelerator)
-    if found := checkpoints.find_checkpoint(job.folder, job.identity, job.notes):
+    if found := find_checkpoint(job.folder, job.identity, job.notes):
         folder, saved = found
         accelerator.load_state(str(folder))
         state = State(**saved)
@@ -389,7 +519,7 @@ def _train(job: Job, accelerator: "Accelerator") -> None:
         _advance(job, accelerator, prepared, state, until=min(step for step in due if step > state.step))
         _judge(job, accelerator, state)
         run.stopped = state.ends(settings, job.far)
-    checkpoints.load_weights(checkpoints.get_checkpoint_folder(job.folder, state.best_step), job.model)
+    load_weights(get_checkpoint_folder(job.folder, state.best_step), job.model)
     accelerator.unwrap_model(prepared[0], keep_fp32_wrapper=False)  # its forward is no longer under autocast
     run.steps, run.best_step, run.seconds = state.step, state.best_step, state.seconds
     run.samples_per_s = state.samples / state.seconds if state.seconds else None
@@ -417,7 +547,6 @@ def _prepare(job: Job, accelerator: "Accelerator") -> tuple[Any, Any, Any]:
 def _advance(
     job: Job, accelerator: "Accelerator", prepared: tuple[Any, Any, Any], state: State, until: int
 ) -> None:
-    """Step the optimizer up to the next evaluation."""
     model, optimizer, scheduler = prepared
     settings, data = job.settings, job.data
     per_epoch = math.ceil(len(data.rows) / settings.batch_size)
@@ -500,4 +629,4 @@ def _judge(job: Job, accelerator: "Accelerator", state: State) -> None:
     epoch = state.step / math.ceil(len(job.data.rows) / job.settings.batch_size)
     job.log(state, LogRow(step=state.step, epoch=epoch, score=judged.score, values=judged.values))
     manifest = {"identity": job.identity, "best_step": state.best_step, "state": asdict(state)}
-    checkpoints.save_checkpoint(job.folder, state.step, accelerator, manifest)
+    save_checkpoint(job.folder, state.step, accelerator, manifest)

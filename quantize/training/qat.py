@@ -27,7 +27,7 @@ from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.pipeline.session import QAT, Session
 from qdqbench.quantize.recipe.plan import list_bias_free_linears
-from qdqbench.quantize.recipe.training import Qat
+from qdqbench.quantize.recipe.sections import Qat
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import encode
 from qdqbench.quantize.tasks.types.kind import join_outputs
@@ -71,14 +71,9 @@ FAR_FROM_FP32 = 0.1  # of the unit of each part of the loss
 def compute_hidden_distance(hidden: "States", teacher: "States", mask: "torch.Tensor") -> "torch.Tensor":
     """Compute the squared error of every layer's output by its power in the teacher, mean over layers.
 
-    Sample by sample, so that nothing depends on how a batch is split. As in Jiao et al. 2019, "TinyBERT",
-    arXiv 1909.10351, equation 8, without a projection as the sizes agree.
-
-    Args:
-        mask: int64 [B, L]; padding does not count.
-
-    Returns:
-        float32 scalar, the sum over B.
+    Sample by sample, so that nothing depends on how a batch is split: a float32 scalar, the sum over B.
+    `mask` is int64 [B, L], 0 for padding. As in Jiao et al. 2019, "TinyBERT", arXiv 1909.10351, equation
+    8, without a projection as the sizes agree.
     """
     import torch
 
@@ -128,7 +123,6 @@ class Distillation:
         self.held_out = answers[encoded.answers_of(encoded.rows_of(data.held_out))]
 
     def loss(self, model: Any, rows: Int64, batch: "dict[str, torch.Tensor]") -> "torch.Tensor":
-        """Return the loss of a batch, summed over its rows."""
         import torch
 
         parts, kind, encoded = self.parts, self.task.kind, self.data.encoded
@@ -149,7 +143,6 @@ class Distillation:
         return total  # type: ignore[no-any-return]
 
     def judge(self, model: Any) -> HeldOut:
-        """Compute the loss on the held-out rows."""
         import torch
 
         task, parts, judged, wanted = self.task, self.parts, self.data.judged, self.held_out
@@ -173,7 +166,6 @@ class Distillation:
         return HeldOut(-score, {**scores, **metrics.compute(task, answers, reference)}, constant)
 
     def _judge_hidden(self, model: Any) -> float:
-        """Return the mean distance of hidden states over the held-out rows, each process with its share."""
         import torch
 
         accelerator, judged = self.accelerator, self.data.judged
@@ -196,7 +188,6 @@ class Distillation:
 
 
 def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
-    """Load the PTQ model with quantizers made for training."""
     from torch import nn
 
     from qdqbench.quantize.calibration.fakequant import native
@@ -267,7 +258,6 @@ def new_job(session: Session, settings: Qat, accelerator: "Accelerator") -> Job:
 
 
 def _identity(session: Session, settings: Qat, record: CalibrationRecord, fingerprint: str) -> dict[str, Any]:
-    """Return what is equal for the same run, as JSON values."""
     recipe = session.recipe
     placed = [rule.model_dump(mode="json") for rule in recipe.rules], recipe.attention, recipe.export.gelu
     return {
@@ -284,7 +274,6 @@ def _identity(session: Session, settings: Qat, record: CalibrationRecord, finger
 
 
 def get_settings(session: Session) -> Qat:
-    """Return the recipe's QAT section; UserError where it has none."""
     settings = session.recipe.qat
     if settings is None:
         raise UserError(
@@ -300,10 +289,8 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
     """Take a run up to its training, and train on all processes that a launcher started.
 
     The main process does PTQ alone, before the processes meet: ModelOpt's calibration would wait for the
-    others. They wait where the process group is made, and end when there is nothing to train.
-
-    Args:
-        lead: runs the stages up to the named one; called in the main process.
+    others. They wait where the process group is made, and end when there is nothing to train. `lead` runs the
+    stages up to the named one, in the main process.
     """
     from accelerate.utils import broadcast_object_list
 
@@ -342,7 +329,6 @@ def train_qat(session: Session) -> list[Path]:
 
 
 def _train_quantized(session: Session, accelerator: "Accelerator") -> list[Path]:
-    """Train on every process; the main one writes the files."""
     from qdqbench.quantize.calibration.fakequant import native
 
     job = new_job(session, get_settings(session), accelerator)

@@ -21,11 +21,7 @@ MAX_ARRAY_BYTES = 1 << 30  # of all arrays in one file
 
 
 def read_arrays(path: Path, again: str, most: int = MAX_ARRAY_BYTES) -> dict[str, Array]:
-    """Read every array of an .npz file, of at most so many bytes unpacked.
-
-    Raises:
-        UserError: missing, no regular file, too large, damaged, or with Python objects in it.
-    """
+    """Read every array of a regular .npz file, of at most `most` bytes unpacked; else a `UserError`."""
     try:
         if path.exists() and not path.is_file():  # a pipe would wait for its writer
             raise UserError(f"{path} is no regular file; {again}")

@@ -25,7 +25,6 @@ LOOK = Path(__file__).parent / "look.css"  # colors and letters of all pages
 
 
 def cannot_write(path: Path, error: OSError, needed: int | None = None, written: int = 0) -> UserError:
-    """Return an error that says what is `needed` and free on a full disk; `written` bytes go again."""
     if error.errno not in FULL:
         return UserError(f"cannot write {path}: {error.strerror}; choose another --out folder")
     where = _there(path)
@@ -42,7 +41,6 @@ def cannot_write(path: Path, error: OSError, needed: int | None = None, written:
 
 
 def require_room(folder: Path, needed: int, what: str) -> None:
-    """Raise `UserError` where a disk is too small for the `needed` bytes of `what`, before the work."""
     if needed > free_bytes(folder):
         raise cannot_write(folder / what, NO_SPACE, needed)
 
@@ -52,7 +50,6 @@ def free_bytes(path: Path) -> int:
 
 
 def unwritable(error: Exception, folder: Path) -> OSError | None:
-    """Return what kept a file from being written into `folder`, where an exception says that."""
     if isinstance(error, OSError):
         named = error.filename2 or error.filename  # of a copy the second is written
         elsewhere = named is not None and not str(named).startswith(str(folder.parent))
@@ -62,7 +59,6 @@ def unwritable(error: Exception, folder: Path) -> OSError | None:
 
 
 def full_disk(error: Exception) -> UserError | None:
-    """Return the error of a disk that got full while something else than a result was written."""
     if not (isinstance(error, OSError) and error.errno in FULL) and not SAID.search(str(error)):
         return None
     # shutil.copyfile names the file that it reads first, and the one that it writes second
@@ -104,11 +100,7 @@ def _beside(path: Path, needed: int | None = None) -> Iterator[Path]:
 
 @contextmanager
 def atomic_path(path: Path, needed: int | None = None) -> Iterator[Path]:
-    """Yield a temporary path, which replaces `path` on success and is deleted on failure.
-
-    Raises:
-        UserError: no room for the `needed` bytes, no permission.
-    """
+    """Yield a temporary path, which replaces `path` on success; a `UserError` without permission or room."""
     with _beside(path, needed) as temporary:
         yield temporary
         temporary.replace(path)
@@ -116,11 +108,7 @@ def atomic_path(path: Path, needed: int | None = None) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
-    """As `atomic_path`, for a folder, which is there and empty.
-
-    Raises:
-        UserError: as `atomic_path`, or what is at `path` may not be replaced, and is no empty folder.
-    """
+    """As `atomic_path`, for an empty folder; a `UserError` too where what is there may not be replaced."""
     with _beside(path) as temporary:
         temporary.mkdir()
         yield temporary
@@ -163,16 +151,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write strict, indented JSON (NaN and infinity are errors) atomically."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path, again: str = "delete it and run the stage again") -> Any:
-    """Read a JSON file of at most MAX_JSON bytes.
-
-    Raises:
-        UserError: missing, no regular file, too large, unreadable, or not JSON; `again` says what to do.
-    """
+    """Read a JSON file of at most MAX_JSON bytes; else a `UserError`, in which `again` says what to do."""
     if not path.exists():
         raise UserError(f"{path} does not exist; run the stage that writes it first")
     text = read_bounded(path, MAX_JSON, "a JSON file of qdqbench", "the file that the stage wrote")
@@ -183,11 +166,7 @@ def read_json(path: Path, again: str = "delete it and run the stage again") -> A
 
 
 def read_bounded(path: Path, most: int, what: str, give: str) -> str:
-    """Return the text of a file from anywhere.
-
-    Raises:
-        UserError: missing, no regular file, over `most` bytes, or not text; names what to `give`.
-    """
+    """Return the text of a regular file of at most `most` bytes; else a `UserError` says what to `give`."""
     try:
         if path.exists() and not path.is_file():  # a pipe would wait for its writer
             raise UserError(f"{path} is no regular file; give {give}")

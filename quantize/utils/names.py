@@ -9,7 +9,6 @@ MAX_NAMED = 12  # offenders named in one sentence before "and N more"
 
 
 def name_list(names: Iterable[str], most: int = MAX_NAMED) -> str:
-    """Return the first names, then how many more."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

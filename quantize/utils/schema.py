@@ -17,7 +17,6 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 def field(text: str, default: Any = None, **constraints: Any) -> Any:
-    """Return a field with its help and default (`...`: required), and constraints of `pydantic.Field`."""
     return Field(default, description=text, **constraints)
 
 
@@ -34,11 +33,7 @@ class Frozen(Strict):
 
 
 def read(path: Path, schema: type[Schema], what: str, again: str) -> Schema:
-    """Read and check a JSON file; errors say `what` it should be, and how to get it `again`.
-
-    Raises:
-        UserError: missing, not JSON, or not of this schema; names the first field that is wrong.
-    """
+    """Read a JSON file; a `UserError` says `what` it should be, its first fault, how to get it `again`."""
     try:
         return schema.model_validate(files.read_json(path, again))
     except ValidationError as error:

@@ -232,9 +232,9 @@ def again(trained, tmp_path):
 
 def test_a_killed_training_ends_with_the_same_weights_and_scales(trained, tmp_path, monkeypatch):
     from qdqbench.eval.runs.run import run_until
-    from qdqbench.quantize.training import checkpoints
+    from qdqbench.quantize.training import loop
 
-    save, calls = checkpoints.save_checkpoint, []
+    save, calls = loop.save_checkpoint, []
 
     def killed_at_the_second(*arguments, **options):
         save(*arguments, **options)
@@ -243,7 +243,7 @@ def test_a_killed_training_ends_with_the_same_weights_and_scales(trained, tmp_pa
             raise Killed
 
     session = again(trained, tmp_path)
-    monkeypatch.setattr(checkpoints, "save_checkpoint", killed_at_the_second)
+    monkeypatch.setattr(loop, "save_checkpoint", killed_at_the_second)
     with pytest.raises(Killed):
         run_until(session, "qat")
     session = again(trained, tmp_path / "2")  # another process knows nothing of the first
@@ -282,7 +282,7 @@ def test_what_is_trained_has_a_gradient(trained, tmp_path, logits):
     """Processes would wait for one that never comes."""
     import torch
 
-    from qdqbench.quantize.recipe.training import Distill
+    from qdqbench.quantize.recipe.sections import Distill
     from qdqbench.quantize.training import qat
     from qdqbench.quantize.training.loop import new_accelerator
 
@@ -301,14 +301,14 @@ def test_what_is_trained_has_a_gradient(trained, tmp_path, logits):
 
 def test_a_checkpoint_of_another_recipe_is_refused(trained, tmp_path, monkeypatch):
     from qdqbench.eval.runs.run import run_until
-    from qdqbench.quantize.training import checkpoints
+    from qdqbench.quantize.training import loop
     from qdqbench.quantize.utils.errors import UserError
 
     def killed(*arguments, **options):
         raise Killed
 
     session = again(trained, tmp_path)
-    monkeypatch.setattr(checkpoints, "load_weights", killed)
+    monkeypatch.setattr(loop, "load_weights", killed)
     with pytest.raises(Killed):  # at its end
         run_until(session, "qat")
     monkeypatch.undo()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.models.load import load_model
-from qdqbench.quantize.training.checkpoints import WEIGHTS
+from qdqbench.quantize.training.loop import WEIGHTS
 from qdqbench.quantize.training.qat import STATE
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qdqbench.quantize.recipe.training import Training
+from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.training.loop import HeldOut, Job, divide, group_decayed
 

@@ -53,7 +53,7 @@ from qdqbench.quantize.pipeline.ownership import locked_folder
 from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, open_run, read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe, shipped_recipes
-from qdqbench.quantize.recipe.training import Distill, Qat
+from qdqbench.quantize.recipe.sections import Distill, Qat
 from qdqbench.quantize.tasks.sources import source_fingerprint
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded

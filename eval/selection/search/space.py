@@ -20,7 +20,7 @@ from qdqbench.quantize.recipe.plan import Plan, match_modules, resolve, short_na
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH, INT8_HEAD_SIZES
 
 Unit = tuple[int, str]  # layer and kind
 Params = dict[str, Any]
@@ -194,8 +194,8 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
     free = {u: tuple(names) for u, names in units.items() if not any(n in plan.fp32 for n in names)}
     if not free:
         raise UserError(f"recipe {base.name} leaves nothing to search: every encoder linear is in FP32")
-    attention, limits = {}, limits_of(base.engine.backend)
-    sizes = limits.int8_head_sizes if base.export.max_length <= limits.int8_attention_length else ()
+    attention = {}
+    sizes = INT8_HEAD_SIZES if base.export.max_length <= INT8_ATTENTION_LENGTH else ()
     for name, info in modules.items():
         layer = plan.family.layer_of(name)
         fits = info.kind == "Attention" and info.head_size in sizes and name not in plan.fp32

@@ -40,7 +40,7 @@ from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import Limits, limits_of
+from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.progress import Progress
 
 if TYPE_CHECKING:
@@ -97,11 +97,10 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
         )
     section, family = recipe.calibration, base.family
     linears = [name for name, info in modules.items() if info.kind == "Linear"]
-    limits = limits_of(recipe.engine.backend)
     attention = [
         name
         for name, info in modules.items()
-        if info.kind == "Attention" and info.head_size in limits.int8_head_sizes
+        if info.kind == "Attention" and info.head_size in INT8_HEAD_SIZES
     ]
     added = Scaling(section.method, section.weights_method)  # of what the recipe has not in INT8
     smoothed = replace(added, smoothing=section.smoothing)
@@ -116,7 +115,7 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
     encoder = [name for name in linears if family.layer_of(name) is not None]
     everything = frozenset([*encoder, *base.int8, *base.attention])
     candidates = _candidates(plan, everything, modules, prefix)
-    notes = _notes(plan, base, modules, limits)
+    notes = _notes(plan, base, modules)
     return Choices(recipe, modules, prefix, base, plan, everything, candidates, notes)
 
 
@@ -151,7 +150,7 @@ def _candidates(
     return found
 
 
-def _notes(plan: Plan, base: Plan, modules: Mapping[str, ModuleInfo], limits: Limits) -> list[str]:
+def _notes(plan: Plan, base: Plan, modules: Mapping[str, ModuleInfo]) -> list[str]:
     notes = [
         "LayerNorm input and embeddings are diagnostic: no recipe can put them into INT8 today (LayerNorm "
         "paths are protected, embeddings are looked up and not multiplied)"
@@ -164,8 +163,9 @@ def _notes(plan: Plan, base: Plan, modules: Mapping[str, ModuleInfo], limits: Li
             "and so in the written recipe unless it keeps them out"
         )
     if any(i.kind == "Attention" and name not in plan.attention for name, i in modules.items()):
-        sizes = limits.head_sizes_text
-        notes.append(f"attention is not measured: INT8 attention is fused for head sizes {sizes} only")
+        notes.append(
+            f"attention is not measured: INT8 attention is fused for head sizes {HEAD_SIZES_TEXT} only"
+        )
     outside = [name for name in plan.int8 if layer_of(name) is None and name not in base.int8]
     if outside or not base.attention:
         names = [plan.family.kind(name) for name in outside]

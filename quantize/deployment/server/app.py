@@ -179,7 +179,6 @@ class Service:
             )
 
     async def _read_body(self, receive: Receive) -> bytes | None:
-        """Return the whole body; None where the client has gone."""
         body, end = bytearray(), time.monotonic() + self.settings.timeout
         while True:
             try:
@@ -256,7 +255,6 @@ class Service:
             task.cancel()
 
     def describe(self) -> dict[str, Any]:
-        """Return what `/v1/model` says: the run and the limits."""
         served, settings = self.served, self.settings
         return {
             "name": served.name,
@@ -288,7 +286,6 @@ class Service:
             raise self._unavailable("the queue is full")
 
     def _unavailable(self, why: str) -> HTTPException:
-        """Return a refusal with the seconds after which the waiting rows may be answered."""
         rate = sum(batcher.rate for batcher in self.batchers.values())
         seconds = math.ceil(self.queued / rate) if rate else 1
         retry = {"retry-after": str(min(max(seconds, 1), MOST_RETRY_S))}
@@ -296,7 +293,6 @@ class Service:
 
     @contextlib.contextmanager
     def _admit(self, rows: int) -> Iterator[None]:
-        """Count rows of a request until it is answered; refuses them where there is no room."""
         self._check_room(rows)
         self.queued += rows
         self.metrics.queued.set(self.queued)
@@ -347,7 +343,6 @@ class Service:
         return await asyncio.to_thread(respond) if long else respond()
 
     def _check_texts(self, columns: Columns) -> int:
-        """Return the number of texts; refuses too many or too long ones."""
         settings, count = self.settings, len(next(iter(columns.values())))
         if count > settings.max_texts:
             raise HTTPException(413, f"{count} texts are more than the {settings.max_texts} of one request")
@@ -370,7 +365,6 @@ class Service:
             )
 
     def _give_up(self, reason: str) -> None:
-        """Answer all waiting requests with 503, and end the process, which the supervisor replaces."""
         if not self.given_up:
             self.given_up = True
             LOG.error("a worker gives up: %s", reason)
@@ -396,12 +390,10 @@ class Service:
 
 
 def _flat(text: str) -> str:
-    """Return a client's text, short and on one line."""
     return re.sub(r"\s+", " ", "".join(c if c.isprintable() else " " for c in text[:200]))[:120]
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives a body that was read before."""
     left = [body]
 
     async def replay() -> Message:
@@ -415,6 +407,5 @@ def refuse(error: HTTPException) -> JSONResponse:
 
 
 def _host_name(host: str) -> str:
-    """Return a Host header without its port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and (port.isdecimal() or not port) else host).lower()

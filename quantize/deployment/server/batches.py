@@ -59,8 +59,6 @@ class Metrics:
 
 
 class Model(NamedTuple):
-    """An opened model with what its warm-up measured."""
-
     run: Run
     sizes: Sizes
     slowest_s: float
@@ -170,7 +168,6 @@ class Batcher:
                 bucket.popleft().resolve(None)
 
     async def work(self) -> None:
-        """Run batches until the engine fails or hangs."""
         loop, hang_s = asyncio.get_running_loop(), max(HANG * self.model.slowest_s, self.timeout_s)
         while True:
             rows, start = await self._next_batch(), time.monotonic()
@@ -213,7 +210,6 @@ class Batcher:
                 await asyncio.wait_for(self._arrival.wait(), None if wait == math.inf else wait)
 
     def _run_rows(self, rows: list[Row]) -> tuple[Float32, int, int]:
-        """Return the answers of a batch, and its tokens of text and of the whole shape."""
         parts = [(place, row.input_ids, row.token_type_ids) for place, row in enumerate(rows)]
         _, batch = pad(parts, self.pad_id)
         padded = pad_to_shape(batch, self.model.sizes, self.pad_id)

@@ -56,7 +56,6 @@ class Request(_Input):
     model: Literal["engine", "fp32"] = Field("engine", description="The run's engine, or its FP32 model.")
 
     def columns(self, names: Sequence[str]) -> Columns:
-        """Return the samples by the text columns of the task."""
         raise NotImplementedError
 
 
@@ -336,7 +335,6 @@ class Served:
         return [(length, min(rows, max_batch)) for length, rows in zip(lengths, most, strict=True)]
 
     def open_model(self, model: ModelName) -> Run:
-        """Open the engine or the FP32 model; UserError where a file changed since the server started."""
         from qdqbench.quantize.engine.runtime.runners import open_fp32_graph, open_runner
 
         if TOKENS is self.task.kind:  # whose entities need it: loaded now, it delays no request
@@ -376,12 +374,7 @@ class Served:
 
 
 def open_served(folder: Path, *, fp32: bool = True) -> Served:
-    """Open a run directory for serving.
-
-    Raises:
-        UserError: no run directory, no engine in it, one that is not for this machine, or no FP32 model.
-        MissingDevice: its engine was not built.
-    """
+    """Open a run for serving; MissingDevice without an engine, `UserError` where it cannot be served here."""
     session = Session(read_config(folder), folder)
     built = read_built(folder)
     if isinstance(built, Skipped):

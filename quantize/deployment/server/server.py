@@ -86,12 +86,8 @@ class WorkerApp:
 def serve(served: Served, settings: Settings, announce: Callable[[str, bool], None]) -> None:
     """Serve until SIGTERM or Ctrl-C; what was begun is answered first.
 
-    Args:
-        announce: called with the URL, and whether only this machine reaches it, when all workers answer.
-
-    Raises:
-        UserError: the address cannot be used, or a file of the run changed before a worker was replaced.
-        QdqError: a worker cannot open its model.
+    `announce` gets the URL, and whether only this machine reaches it, when all workers answer. A `QdqError`
+    where the address or a model cannot be used, or a file of the run changed before a worker was replaced.
     """
     _start_log()
     failures, send = multiprocessing.Pipe(duplex=False)
@@ -157,7 +153,6 @@ class Supervisor(Multiprocess):
         super().terminate_all()
 
     def join_all(self) -> None:
-        """Wait for the workers, and kill those that do not end in time."""
         end = time.monotonic() + (self.config.timeout_graceful_shutdown or 0) + GRACE_S
         for process in self.processes:
             process.process.join(max(0.0, end - time.monotonic()))

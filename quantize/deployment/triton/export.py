@@ -55,8 +55,6 @@ TYPES = {
 
 
 class Tensor(NamedTuple):
-    """An input or output as config.pbtxt has it, without the batch."""
-
     name: str
     type: str
     dims: tuple[int, ...]  # -1: free
@@ -73,15 +71,9 @@ class TritonExport:
 
 
 def export_triton(folder: Path, out: Path, name: str | None = None) -> TritonExport:
-    """Write a run as a Triton model repository.
+    """Write a run as a Triton model repository in a new or empty folder; a `UserError` where that cannot be.
 
-    Args:
-        out: folder to write; one that holds anything is refused.
-        name: of the ensemble, and first part of its models' names; None: the run's folder.
-
-    Raises:
-        UserError: no run directory with a graph, one that Triton cannot take, or a name with other signs than
-            letters, digits and _.
+    `name` is the ensemble's, of letters, digits and _, and begins its models' names; None: the run's folder.
     """
     config = read_config(folder)
     with locked_for_reading(folder):  # else hashes could be those of other bytes than are copied
@@ -136,7 +128,6 @@ def _export(session: Session, out: Path, name: str | None) -> TritonExport:
 
 
 def _find_plan(folder: Path, graph: Path) -> tuple[Path | None, Sidecar | None]:
-    """Return the run's TensorRT engine, where it has one, and the sidecar of any engine."""
     built = read_built(folder) if (folder / BUILD).is_file() else Skipped(skipped="not built")
     if isinstance(built, Skipped):
         return None, None
@@ -153,7 +144,6 @@ def _find_plan(folder: Path, graph: Path) -> tuple[Path | None, Sidecar | None]:
 
 
 def _describe_model(session: Session, graph: Path, profiles: Sequence[Profile]) -> dict[str, Any]:
-    """Return what Triton is told of a run's graph, as variables of the templates."""
     task, kind = session.config.task, session.config.task.kind
     read = onnx.load(graph, load_external_data=False).graph
     longest = min(session.recipe.export.max_length, max(profile.max[1] for profile in profiles))
@@ -223,7 +213,6 @@ def _write_tokenizer(models: Path, session: Session, context: dict[str, Any]) ->
 
 
 def _write_config(folder: Path, template: str, context: dict[str, Any]) -> None:
-    """Write a configuration with the labels and the masks of the warm-up that it names."""
     files.write_text(folder / "config.pbtxt", _render(template, context))
     if context["labels"]:
         files.write_text(folder / "labels.txt", "\n".join(context["labels"]) + "\n")

@@ -27,7 +27,7 @@ from qdqbench.quantize.engine.kernels import block_of_node, format_count, kernel
 from qdqbench.quantize.engine.layers import NotInt8, base_name, is_attention, parse_inspector_json
 from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
-from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.results import Effect, LayerRow
 
@@ -233,7 +233,7 @@ def _float32(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
 
 
 def _long_attention(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
-    limit, quantized = limits_of().int8_attention_length, onnx.report.attention_quantized
+    limit, quantized = INT8_ATTENTION_LENGTH, onnx.report.attention_quantized
     profiles = evidence.log.profiles if evidence.log else []
     highest = [high for profile in profiles for _, _, high in profile.values()]
     longest = max((high[1] for high in highest if len(high) > 1), default=0)

@@ -21,7 +21,7 @@ from qdqbench.quantize.graph.index import GraphIndex, attribute, opset_of, prune
 from qdqbench.quantize.graph.weights import quantize_weights
 from qdqbench.quantize.utils.arrays import Array, Float32
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.limits import INT8_HEAD_SIZES
 
 _RANGES: dict[int, tuple[int, int]] = {
     TensorProto.INT8: (-128, 127), TensorProto.UINT8: (0, 255), TensorProto.INT16: (-32768, 32767),
@@ -161,7 +161,7 @@ def _weight(
 def _whole(graph: CheckGraph, attention: Attention) -> bool:
     known = all(operand.dq is not None for operand in attention.operands.values())
     size = graph.head_size(attention)
-    return known and attention.output_quantized and (size is None or size in limits_of().int8_head_sizes)
+    return known and attention.output_quantized and (size is None or size in INT8_HEAD_SIZES)
 
 
 def remove_qdq(model: onnx.ModelProto) -> int:

@@ -43,7 +43,7 @@ from qdqbench.quantize.graph.index import (
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import FP16_MAX, limits_of
+from qdqbench.quantize.utils.limits import FP16_MAX, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.names import count_of, name_list
 from qdqbench.quantize.utils.results import FindingRow
 from qdqbench.quantize.utils.schema import Strict, Tabular
@@ -468,7 +468,7 @@ def _check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
         with_dq = [part for part, operand in attention.operands.items() if operand.dq is not None]
         if attention.is_whole:
             size = graph.head_size(attention)
-            if size is not None and size not in limits_of().int8_head_sizes:
+            if size is not None and size not in INT8_HEAD_SIZES:
                 why = f"its head size is {size}, and there is no fused INT8 attention for it"
                 yield finding("attention-head-size", attention.scores, why)
         elif with_dq:

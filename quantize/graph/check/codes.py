@@ -2,7 +2,7 @@
 
 import onnx
 
-from qdqbench.quantize.utils.limits import limits_of
+from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT
 from qdqbench.quantize.utils.results import Effect, FindingRow, Severity
 
 # "Measured" in the modules of `check` means: parsed and built with TensorRT-RTX 1.7, strongly typed.
@@ -48,7 +48,7 @@ _FIXES: dict[tuple[Severity, Effect], dict[str, str]] = {
     },
     ("warning", "slow"): {
         "attention-head-size": "keep this attention in FP16; INT8 attention needs head size "
-        f"{limits_of().head_sizes_text}",
+        + HEAD_SIZES_TEXT,
         "slow-weight-order": "store the codes [N, K] and put a Transpose [1, 0] behind the DequantizeLinear, "
         "or export with qdqbench",
         "split-residual": "give the residual and the linears that read the same tensor one scale, or take "

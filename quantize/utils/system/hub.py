@@ -17,14 +17,7 @@ class HubError(UserError):
 
 @functools.lru_cache
 def commit_of(repository: str, kind: RepoKind, revision: str | None = None) -> str:
-    """Return the commit of OWNER/NAME, from the hub, or from its local cache; within a process the same.
-
-    Args:
-        revision: branch, tag or commit; None: the default branch.
-
-    Raises:
-        HubError: no such repository or revision, or the hub is out of reach and the cache does not tell.
-    """
+    """Return the commit of OWNER/NAME, at a revision or the default one; `HubError` where none is known."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 

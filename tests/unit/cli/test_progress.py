@@ -1,9 +1,7 @@
 """Progress: bars on a terminal, a line every half minute in a log."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -54,11 +52,11 @@ def test_a_log_says_what_each_display_says(clock, session, capsys):
     with progress.time_left() as left:
         left(0, 4, "FP32")
         later(left, 1, 4, "one linear")
-    with progress.trials(40) as trials:
-        later(trials.say, "calibrating")
-        trials.trial(0, 40, "none holds")
-        later(trials.trial, 8, 40, "best so far: trial 3")
-        later(trials.say, "building")
+    with progress.trials(40) as (say, trial):
+        later(say, "calibrating")
+        trial(0, 40, "none holds")
+        later(trial, 8, 40, "best so far: trial 3")
+        later(say, "building")
     said = capsys.readouterr().err.splitlines()
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in said)
     assert [line.split(" ", 1)[1] for line in said] == [
@@ -91,7 +89,7 @@ def test_what_makes_a_run_worth_nothing_is_said_and_stays(terminal, monkeypatch,
 
 
 @pytest.mark.parametrize("reused", [False, True])
-def test_it_is_said_once_the_baseline_is_there(reused, monkeypatch):
+def test_it_is_said_once_the_baseline_is_there(reused, monkeypatch, tmp_path):
     told = []
 
     def run_stages(session, stages, announce):
@@ -100,15 +98,18 @@ def test_it_is_said_once_the_baseline_is_there(reused, monkeypatch):
             stage.recorded(session)
         return {}
 
-    stages = [Stage(name, lambda session: [], (), lambda session: None) for name in STAGES]
     monkeypatch.setattr(run, "run_stages", run_stages)
+    for name in ("remove", "remove_other_stages", "explain_stale", "cannot_hold", "stages"):
+        monkeypatch.setattr(run, name, lambda *arguments: None)
+    monkeypatch.setattr(run, "dump_recipe", str)
+    monkeypatch.setattr(run, "score_stage", lambda session, name: None)
+    monkeypatch.setattr(run, "judge_baseline", lambda session, score: SimpleNamespace(state="failed"))
+    monkeypatch.setattr(run, "issue_sentence", lambda issue: "wrong")
+    monkeypatch.setattr(run, "_require_room", lambda session, names: None)
+    stages = [Stage(name, lambda session: [], (), lambda session: None) for name in STAGES]
     monkeypatch.setattr(run, "planned", lambda session, until: stages)
-    monkeypatch.setattr(run, "_warn_unreadable", lambda session: session.alarm("wrong"))
-    for name in ("files", "remove", "remove_other_stages", "stages", "dump_recipe", "_require_room"):
-        monkeypatch.setattr(run, name, MagicMock())
-    for name in ("explain_stale", "cannot_hold"):
-        monkeypatch.setattr(run, name, lambda *_: None)
-    session = MagicMock(folder=Path("nowhere"), alarm=told.append)
+    config = SimpleNamespace(model_dump=lambda mode: {})
+    session = SimpleNamespace(folder=tmp_path, alarm=told.append, config=config, recipe=None)
     run.run_to(session, None, lambda name, reused: told.append(name))
     assert told == ["baseline", "wrong", *STAGES[1:]]
 
@@ -131,10 +132,10 @@ def test_a_terminal_gets_bars(monkeypatch, session, capsys):
         show(1, LogRow(step=8, epoch=0.5, learning_rate=1e-5, score=0.5, values={"f1": 0.5}), 90)
     with progress.time_left() as left:
         left(1, 4, "one [linear]")
-    with progress.trials(40) as trials:
-        trials.say("calibrating")
-        trials.trial(8, 40, "best so far: trial 3")
-        trials.say("building")
+    with progress.trials(40) as (say, trial):
+        say("calibrating")
+        trial(8, 40, "best so far: trial 3")
+        say("building")
     with progress.status() as say:
         say("building [engine]")
     said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)

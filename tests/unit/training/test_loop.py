@@ -16,9 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.recipe.training import Distill, Training
+from qdqbench.quantize.recipe.sections import Distill, Training
 from qdqbench.quantize.tasks.task import get_task
-from qdqbench.quantize.training import checkpoints, finetune, loop
+from qdqbench.quantize.training import finetune, loop
 from qdqbench.quantize.training.loop import (
     divide,
     epoch_batches,
@@ -100,7 +100,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, accelerator, evaluations):
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
 
 
-@pytest.mark.parametrize("name", ["optimizer.bin", checkpoints.CHECKPOINT_FILE])
+@pytest.mark.parametrize("name", ["optimizer.bin", loop.CHECKPOINT_FILE])
 def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(tmp_path, accelerator, name):
     whole = tiny.job(tmp_path / "whole", dropout=0.3)
     train(whole, accelerator)
@@ -119,7 +119,7 @@ def test_the_checkpoint_before_a_damaged_one_has_its_best_too(tmp_path, accelera
     killed_after(scored(tiny.job(tmp_path / "killed"), -0.5, -1.0, -0.1), 3, accelerator)
     found = sorted((tmp_path / "killed").glob("step-*"))
     assert len(found) == 3  # the last, which is the best, the one before, and the best of that time
-    (found[-1] / checkpoints.WEIGHTS).unlink()
+    (found[-1] / loop.WEIGHTS).unlink()
     resumed = scored(tiny.job(tmp_path / "killed"), -0.1, -2.0)
     assert train(resumed, accelerator).best_step == best
     assert any(f"{found[-1].name} is damaged (model.safetensors)" in note for note in resumed.notes)
@@ -133,22 +133,20 @@ def test_a_checkpoint_without_its_best_is_passed_over(tmp_path, accelerator, gon
     if gone:
         shutil.rmtree(best)
     else:
-        (best / checkpoints.WEIGHTS).write_bytes(b"")
+        (best / loop.WEIGHTS).write_bytes(b"")
     resumed = tiny.job(tmp_path)
     assert train(resumed, accelerator).steps == 18
-    lost = checkpoints.CHECKPOINT_FILE if gone else checkpoints.WEIGHTS
+    lost = loop.CHECKPOINT_FILE if gone else loop.WEIGHTS
     assert any(f"{last.name} is damaged ({best.name}/{lost})" in note for note in resumed.notes)
     assert resumed.notes[-1] == "no whole checkpoint was left; the training began again"
 
 
 def test_a_training_that_begins_again_removes_what_was_passed_over(tmp_path, accelerator):
     killed_after(tiny.job(tmp_path), 3, accelerator)
-    for path in tmp_path.glob(f"step-*/{checkpoints.CHECKPOINT_FILE}"):
+    for path in tmp_path.glob(f"step-*/{loop.CHECKPOINT_FILE}"):
         path.write_text("{")
     killed_after(tiny.job(tmp_path), 1, accelerator)
-    assert [path.name for path in tmp_path.glob("step-*")] == [
-        checkpoints.get_checkpoint_folder(tmp_path, 4).name
-    ]
+    assert [path.name for path in tmp_path.glob("step-*")] == [loop.get_checkpoint_folder(tmp_path, 4).name]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +161,7 @@ def test_a_training_that_begins_again_removes_what_was_passed_over(tmp_path, acc
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, accelerator, key, there):
     killed_after(tiny.job(tmp_path, precision="fp32"), 2, accelerator)
-    for path in tmp_path.glob(f"step-*/{checkpoints.CHECKPOINT_FILE}"):
+    for path in tmp_path.glob(f"step-*/{loop.CHECKPOINT_FILE}"):
         stored = json.loads(path.read_text())
         here, stored["identity"][key] = stored["identity"][key], there
         path.write_text(json.dumps(stored))

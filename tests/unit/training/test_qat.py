@@ -12,7 +12,7 @@ from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers, 
 from qdqbench.quantize.calibration.qkv_bias_folding import group_shared_scales
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import list_bias_free_linears
-from qdqbench.quantize.recipe.training import Qat
+from qdqbench.quantize.recipe.sections import Qat
 from qdqbench.quantize.training.qat import prepare_student, unshift_states
 
 from ...support.tiny_bert import INT8, LAYERS, calibrate, one_scale, padded_batch, recipe_with

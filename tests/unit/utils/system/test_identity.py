@@ -13,7 +13,7 @@ from qdqbench.quantize.calibration.record import CalibrationRecord
 from qdqbench.quantize.pipeline import pipeline
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.recipe.training import Training
+from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.training import finetune, qat
 from qdqbench.quantize.utils.system import environment
