@@ -22,13 +22,6 @@ from qdqbench.quantize.calibration.fakequant.quantizers import (
     round_weight_scales,
     smooth_input,
 )
-from qdqbench.quantize.calibration.qkv_bias_folding import (
-    choose_shifts,
-    compute_moved_biases,
-    equalize,
-    record_inputs,
-    share_scales,
-)
 from qdqbench.quantize.calibration.record import (
     CalibrationRecord,
     ChannelSplit,
@@ -204,7 +197,7 @@ def calibrate(
     fixed = _resolve_overrides(settings.amax, quantizers, plan, model.base_model_prefix)
     report_phase("looking at ranges")
     shifts, moved, splits, warnings = _prepare(model, plan, settings.outlier_channel_splitting, forward_loop)
-    without = compute_moved_biases(model, plan)
+    without = smoothing.compute_moved_biases(model, plan)
     apply_biases(model, without)
     report_phase("looking at softmax")
     by_error = settings.softmax_scale == "min-error" or (
@@ -227,7 +220,7 @@ def calibrate(
         if plan.scaling_of(name).weights == "mse":
             linear: Any = model.get_submodule(name)
             histograms.clip_weight(linear.weight_quantizer, linear.weight.detach())
-    share_scales(plan, quantizers)
+    smoothing.share_scales(plan, quantizers)
     round_weight_scales(quantizers)
     replaced, of_overrides, far_off = _apply_overrides(quantizers, fixed)
     notes, warnings = notes + of_overrides, warnings + far_off
@@ -265,12 +258,12 @@ def _prepare(
 ) -> tuple[dict[str, Shift], Smoothing, dict[str, ChannelSplit], list[str]]:
     """Shift, smooth, and split outlier channels, in one pass over the data; only what the plan asks for."""
     seconds = plan.family.splittable(plan.int8) if extra else []
-    with record_inputs(model, plan) as seen:
+    with smoothing.record_inputs(model, plan) as seen:
         ranges = smoothing.measure_ranges(model, plan, forward_loop, seconds, always=bool(seen))
-    shifts, warnings = choose_shifts(model, plan, seen, ranges)
+    shifts, warnings = smoothing.choose_shifts(model, plan, seen, ranges)
     for shift in shifts.values():
         apply_biases(model, shift.added)
-    moved = equalize(model, plan, smoothing.smooth(model, plan, ranges, folds_kv_bias(plan)))
+    moved = smoothing.equalize(model, plan, smoothing.smooth(model, plan, ranges, folds_kv_bias(plan)))
     splits: dict[str, ChannelSplit] = {}
     for name in seconds:
         second: Any = model.get_submodule(name)

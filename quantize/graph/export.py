@@ -83,9 +83,7 @@ def trace(
     """Export an FP32 model in eval mode by TorchScript, fake-quantized or not, as an FP32 ONNX graph.
 
     Inputs are int64 [batch, length]; outputs are float32, with the names and axes in `outputs`.
-
-    Raises:
-        UserError: the exporter fails.
+    UserError: the exporter fails.
     """
     import torch
 
@@ -132,9 +130,7 @@ def finish_graph(
     """Type the graph of a traced model: INT8 weights, their form, FP16 with FP32 islands. A new model.
 
     `notes` takes what the user should know of the graph, `done` how often each rewrite was made.
-
-    Raises:
-        CheckFailed: a weight of the plan was not quantized, or a constant does not fit FP16.
+    CheckFailed: a weight of the plan was not quantized, or a constant does not fit FP16.
     """
     model = onnx.ModelProto()
     model.CopyFrom(traced)

@@ -66,9 +66,7 @@ def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
     with their Sin and Cos (an angle is as large as its position, and FP16 rounds one of 500 by up to an
     eighth of a radian), and sums over tokens with what divides them (they leave FP16 on long inputs). A Cast
     stands at each border, one per tensor and type.
-
-    Raises:
-        CheckFailed: constants that do not fit FP16, all of them named.
+    CheckFailed: constants that do not fit FP16, all of them named.
     """
     graph = model.graph
     floats = {n for n, value in tensor_values(model).items() if value.elem_type == TensorProto.FLOAT}

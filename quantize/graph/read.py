@@ -25,9 +25,7 @@ def read_model(path: Path) -> onnx.ModelProto:
     """Read an ONNX file and the weights it keeps in other files of its folder.
 
     Memory is at most about 1 GiB plus a small multiple of the size of the files.
-
-    Raises:
-        UserError: the file or its external data is missing, empty, truncated, corrupted or not ONNX.
+    UserError: the file or its external data is missing, empty, truncated, corrupted or not ONNX.
     """
     model = onnx.ModelProto()
     try:

@@ -69,9 +69,6 @@ def clip_scaled_linears(model: onnx.ModelProto) -> int:
     OpenVINO 2026.4 merges the Mul and the Q behind it into a FakeQuantize with one range per channel, which
     computes other values where shapes are dynamic and the linear has other readers. The linear behind the
     narrow embeddings of ELECTRA and ALBERT is one. It merges no Mul behind an operator on elements.
-
-    Returns:
-        Clip nodes.
     """
     index = GraphIndex(model)
     nodes: list[onnx.NodeProto] = []
@@ -286,9 +283,8 @@ def use_sequence_first(model: onnx.ModelProto) -> int:
     batch * heads. A linear's [batch, length, hidden] has no such view and is copied; [length, batch, hidden]
     has one.
 
-    Returns:
-        How many attentions need no copy of q, k and v any more. 0: nothing was changed, as no attention was
-        recognized, or something between two of them is not computed for every token alone.
+    Returns how many attentions need no copy of q, k and v any more. 0: nothing was changed, as none was
+    recognized, or something between two of them is not computed for every token alone.
     """
     index = GraphIndex(model)
     norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]

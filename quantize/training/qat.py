@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers
-from qdqbench.quantize.calibration.qkv_bias_folding import group_shared_scales
 from qdqbench.quantize.calibration.record import (
     CalibrationRecord,
     get_state_shifts,
@@ -22,7 +21,12 @@ from qdqbench.quantize.calibration.record import (
     require_plausible,
     write_record,
 )
-from qdqbench.quantize.calibration.smoothing import keep_equal, remove_copies, remove_factors
+from qdqbench.quantize.calibration.smoothing import (
+    group_shared_scales,
+    keep_equal,
+    remove_copies,
+    remove_factors,
+)
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.pipeline.session import QAT, Session

@@ -24,14 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from qdqbench.quantize.calibration.fakequant.modelopt import (
-    ShortQuantizer,
-    fake_quantize,
-    forget_scale,
-    get_lowest_code,
-    get_stored_amax,
-    prepare_scales,
-)
+from qdqbench.quantize.calibration.fakequant import modelopt
 from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 from qdqbench.quantize.calibration.fakequant.quantizers import (
     FP16_BITS,
@@ -143,7 +136,7 @@ class Learned:
     @property
     def amax(self) -> torch.Tensor:
         """As calibrated, of the ratio's shape."""
-        return get_stored_amax(self.quantizer).float().reshape(self.ratio.shape)
+        return modelopt.get_stored_amax(self.quantizer).float().reshape(self.ratio.shape)
 
     def quantized(self, inputs: torch.Tensor) -> torch.Tensor:
         scale, gain = self.table.current(self)
@@ -238,7 +231,7 @@ class SharedQuantizer:
         if torch.compiler.is_compiling():
             return quantizer.quantized(inputs)  # type: ignore[no-any-return]
         learned = quantizer.__dict__.get("learned")
-        scale = prepare_scales(quantizer).version if learned is None else learned.seen
+        scale = modelopt.prepare_scales(quantizer).version if learned is None else learned.seen
         version = None if inputs.is_inference() else inputs._version  # which inference tensors do not count
         state = (version, torch.is_grad_enabled(), scale)
         if inputs is not self.inputs or state != self.state or id(quantizer) in self.served:
@@ -255,7 +248,7 @@ def _shorten(module: nn.Module) -> None:
     """Give a module the shortest class that does what it does now."""
     short: type[nn.Module] | None = None
     if type(module) is TensorQuantizer:
-        short = ShortQuantizer
+        short = modelopt.ShortQuantizer
     elif isinstance(module, QuantModule):
         quantizers = {n: m for n, m in module.named_children() if isinstance(m, TensorQuantizer)}
         active = {name for name, quantizer in quantizers.items() if quantizer.is_enabled}
@@ -296,11 +289,11 @@ def use_native(model: "PreTrainedModel") -> None:
     from modelopt.torch.quantization.nn.modules import tensor_quantizer
 
     if not tensor_quantizer.is_registered_quant_backend(BACKEND):
-        tensor_quantizer.register_quant_backend(BACKEND, fake_quantize)
+        tensor_quantizer.register_quant_backend(BACKEND, modelopt.fake_quantize)
     _undo(model)
     for quantizer in list_quantizers(model).values():
         quantizer.backend = BACKEND
-        prepare_scales(quantizer)
+        modelopt.prepare_scales(quantizer)
     groups = list(_group_readers(model))
     for module in model.modules():
         _shorten(module)
@@ -325,7 +318,7 @@ def _undo(model: "PreTrainedModel") -> None:
         if original is not None:
             module.__class__ = original
         if isinstance(module, TensorQuantizer):
-            forget_scale(module)
+            modelopt.forget_scale(module)
             module.__dict__.pop("shared", None)
             module.__dict__.pop("exact", None)
     for quantizer in list_quantizers(model).values():
@@ -393,7 +386,7 @@ def _make_learned(model: "PreTrainedModel", name: str, quantizer: Any) -> Learne
         nn.Parameter(torch.ones(shape, device=quantizer.amax.device)),
         quantizer,
         rounded=kind == "weight",
-        low=get_lowest_code(quantizer),
+        low=modelopt.get_lowest_code(quantizer),
         axis=int(quantizer.axis) if per_channel else None,
         count=count,
     )

@@ -58,9 +58,7 @@ def import_modelopt() -> Any:
     """Import `modelopt.torch.quantization` without its warning on untested transformers versions.
 
     `torch.compile` does nothing meanwhile: to have parts for FP8 compiled would load Inductor for a second.
-
-    Raises:
-        UserError: another version of ModelOpt.
+    UserError: another version of ModelOpt.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from qdqbench.quantize.graph import index
 from qdqbench.quantize.graph.check.codes import CODES, finding, finding_label, type_name
 from qdqbench.quantize.graph.check.view import (
     MOVES,
@@ -29,17 +30,7 @@ from qdqbench.quantize.graph.check.view import (
     operator,
     walk_types,
 )
-from qdqbench.quantize.graph.index import (
-    MATMULS,
-    MAX_STEPS,
-    ONNX_DOMAINS,
-    ResidualAdd,
-    attribute,
-    find_other_rounding,
-    find_residuals,
-    module_of,
-    opset_of,
-)
+from qdqbench.quantize.graph.index import ResidualAdd, attribute
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
@@ -165,7 +156,7 @@ def check_model(
     _check_allow(allow)
     validate_names(model)
     validate_tensors(model)
-    opset = opset_of(model)
+    opset = index.opset_of(model)
     if not opset or not model.graph.node:
         raise UserError("the model holds no graph with ONNX operators; export the model again")
     report = CheckReport(ir_version=model.ir_version, opset=opset)
@@ -225,7 +216,7 @@ def _find_invalid(model: onnx.ModelProto) -> FindingRow | None:
 def _apply_rules(report: CheckReport, model: onnx.ModelProto, expected: Collection[str] | None) -> None:
     types, mixes = walk_types(model, report.opset)
     graph = CheckGraph(model, types)
-    added = find_residuals(graph.index)
+    added = index.find_residuals(graph.index)
     report.residual_quantized = [
         finding_label(residual.norm) for residual in added if residual.dq is not None
     ]
@@ -271,7 +262,7 @@ def _list_gemms(graph: CheckGraph, findings: Sequence[FindingRow]) -> list[GemmR
             name = finding_label(node)
             touching = [row for label in (name, *_list_behind(graph, node)) for row in by_node.get(label, ())]
             of_node = list(dict.fromkeys(row.code for row in touching))
-            if slow and node.op_type in MATMULS and ORDER not in of_node and _is_stored_kn(graph, node):
+            if slow and node.op_type in index.MATMULS and ORDER not in of_node and _is_stored_kn(graph, node):
                 of_node.append(ORDER)
             state = _state(graph, node, touching, name in apart)
             gemms.append(GemmRow(node=name, operator=node.op_type, state=state, codes=of_node))
@@ -295,7 +286,7 @@ def _list_behind(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[str]:
     """Return the Q and DQ that the operands of a product come through."""
     for position in (0, PRODUCTS[node.op_type]):
         name = node.input[position] if position < len(node.input) else ""
-        for _ in range(MAX_STEPS):
+        for _ in range(index.MAX_STEPS):
             maker = graph.index.producers.get(name)
             if maker is None:
                 break
@@ -316,7 +307,7 @@ def _compare(
         return
     modules: dict[str, list[str]] = defaultdict(list)
     for node in graph.matmuls:
-        modules[module_of(node.name)].append(finding_label(node))
+        modules[index.module_of(node.name)].append(finding_label(node))
     added = [residual for residual in added if residual.module not in modules]
     for residual in added:
         if residual.module in expected and residual.dq is None:
@@ -362,7 +353,7 @@ def _check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
             yield finding("not-checked", node, f"the subgraphs of {kind} were not looked into")
         elif (node.domain, kind) in functions:
             yield finding("not-checked", node, f"the local function {kind} was not looked into")
-        elif node.domain not in ONNX_DOMAINS and not is_qdq(node):
+        elif node.domain not in index.ONNX_DOMAINS and not is_qdq(node):
             why = f"{kind} of domain {node.domain!r} needs a plugin, and was not looked into"
             yield finding("not-checked", node, why)
 
@@ -618,7 +609,7 @@ def _check_residuals(
         if expected is not None and residual.module not in expected:
             why = f"its residual is in INT8, but the recipe keeps that of {residual.module} in floating point"
             yield finding("recipe-surplus", residual.add, why)
-        elif other := find_other_rounding(graph.index, residual.dq):
+        elif other := index.find_other_rounding(graph.index, residual.dq):
             why = (
                 f"its residual and {finding_label(other)!r} round one tensor with scales of two values or "
                 "types, so the engine keeps it in floating point and in INT8"

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.bias import apply_biases
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
-from qdqbench.quantize.calibration.qkv_bias_folding import (
+from qdqbench.quantize.calibration.record import CalibrationRecord, Smoothing
+from qdqbench.quantize.calibration.smoothing import (
     LARGEST_REST,
     RIDGE_LAMBDA,
+    Ranges,
     choose_shifts,
     compute_moved_biases,
     equalize,
     record_inputs,
     solve_shift,
 )
-from qdqbench.quantize.calibration.record import CalibrationRecord, Smoothing
-from qdqbench.quantize.calibration.smoothing import Ranges
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import (
     folds_kv_bias,

@@ -584,7 +584,7 @@ def test_a_straight_q_needs_no_kernel_and_a_merged_one_shares_gemm_and_copy(
     rules = [EVERY, *STRAIGHT, *one_scale("query")]
     export = {"opset": 20, "max_length": 128, "qkv_scales": qkv}
     made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules, export=export))
-    settings = ExportSettings(20, "fp16", "factored", qkv == "merged")
+    settings = ExportSettings(20, "fp16", "factored", qkv == "shared")
     graph = finish_graph(trace(made.model, 20), made.plan, settings)
     assert compare_layers(graph, made.model, [padded_batch()]).passed
     assert list_sequence_first(graph)

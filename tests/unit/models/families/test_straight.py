@@ -12,8 +12,7 @@ from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.quantize.calibration.bias import apply_biases
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.calibration.ptq import calibrate
-from qdqbench.quantize.calibration.qkv_bias_folding import choose_shifts, compute_moved_biases, record_inputs
-from qdqbench.quantize.calibration.smoothing import Ranges
+from qdqbench.quantize.calibration.smoothing import Ranges, choose_shifts, compute_moved_biases, record_inputs
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.build import TOGETHER, merge_qkv_gemms
 from qdqbench.quantize.engine.kernels import kernel_kind
