@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils.generic import ModelOutput
 
+from qdqbench.quantize.models.identity import FIELD, Dense, Pooling, find_model_file
 from qdqbench.quantize.models.inputs import MASK, TOKENS
-from qdqbench.quantize.models.pooling import FIELD, Dense, Pooling, find_model_file
 from qdqbench.quantize.utils.errors import UserError
 
 

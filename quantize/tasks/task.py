@@ -87,7 +87,6 @@ def merge_splits(splits: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def find_nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that looks most like `name`."""
     return difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
 
 
@@ -171,7 +170,6 @@ def score_embeddings(task: Task, metrics: Sequence[str]) -> Task:
 
 
 def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None) -> None:
-    """Refuse a model's head that does not make what the task scores."""
     if task.kind.over_tokens or task.kind.embeds:  # held to the kind when it was loaded
         return
     head = task_kind(model_labels, problem_type)

@@ -50,8 +50,6 @@ class FlowSum:
 
 @dataclass
 class Flow:
-    """What one forward pass did."""
-
     steps: list[FlowStep] = field(default_factory=list)
     sums: list[FlowSum] = field(default_factory=list)
     replaceable: set[str] = field(default_factory=set)  # modules that call transformers' AttentionInterface
@@ -123,7 +121,6 @@ class _Recorder:
             self.known[id(tensor)] = (tensor, sources)
 
     def add(self, kind: Kind, module: str, operands: tuple[Any, ...], output: Any) -> None:
-        """Add a step, and note what it made."""
         reads = tuple(self.sources(value) for value in operands) or (frozenset(),)
         width = int(operands[0].shape[-1]) if operands and operands[0].dim() else 0
         step = FlowStep(len(self.flow.steps), kind, module, reads, width)
@@ -132,7 +129,6 @@ class _Recorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record what modules and functions of torch do while the block runs."""
         from torch.overrides import TorchFunctionMode
 
         recorder = self
@@ -182,7 +178,6 @@ class _Recorder:
             self.add(kind, name, tuple(_tensors(operands[:1])), output)
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of torch, and see what it made of what."""
         output = function(*args, **kwargs)
         name, module = getattr(function, "__name__", ""), self.inside[-1] if self.inside else ""
         operands = tuple(_tensors((args, kwargs)))
@@ -486,7 +481,6 @@ def find_residuals(frame: Frame, found: DetectedRoles) -> Iterator[Residual]:
 
 
 def find_norms(frame: Frame, found: DetectedRoles) -> dict[str, Norm]:
-    """Find the input of each LayerNorm of a layer."""
     named: dict[str, Norm] = {}
     for step in frame.flow.of("norm"):
         if (place := frame.path(step.module)) is None or not step.reads:
@@ -536,7 +530,6 @@ def find_inputs(frame: Frame) -> tuple[str, ...]:
 
 
 def positions_follow_padding(frame: Frame, model: "PreTrainedModel") -> bool:
-    """Return whether positions are counted from the tokens, past the padding."""
     words, tokens = model.get_input_embeddings(), frozenset([0])
     return any(
         step.reads[0] == tokens and frame.modules[step.module] is not words
@@ -629,8 +622,6 @@ def detect_layout(model: "PreTrainedModel") -> Recognised:
 
 
 class ModuleRow(NamedTuple):
-    """Modules of one class in one place."""
-
     module: str  # * for numbers; empty: everywhere
     class_name: str
     number: int

@@ -209,7 +209,6 @@ class TaskKind(ABC):
 
     @property
     def model_class(self) -> str:
-        """The class of transformers that loads the model."""
         return "AutoModel" if self.embeds else f"AutoModel{self.architecture}"
 
     def groups(self, dataset: "Dataset", task: TaskFields) -> Int64:
@@ -231,7 +230,6 @@ class TaskKind(ABC):
         return Targets(np.array(values, dtype=self.label_dtype))
 
     def expected(self, gold: Any) -> int:
-        """Return the number of answers that gold is for."""
         return len(gold)
 
     @abstractmethod
