@@ -64,8 +64,8 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
     pooling = read_model_json(name, f"{modules['Pooling']}/config.json", commit) or {}
     own = read_model_json(name, "config_sentence_transformers.json", commit) or {}
     files = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")
-    settings = (read_model_json(name, f"{encoder}/{file}", commit) for file in files)
-    texts: Any = next(filter(None, settings), {})
+    of_texts = (read_model_json(name, f"{encoder}/{file}", commit) for file in files)
+    texts: Any = next(filter(None, of_texts), {})
     notes = []
     if prompts := [key for key, prompt in (own.get("prompts") or {}).items() if prompt]:
         notes.append(
@@ -74,14 +74,9 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
         )
     if texts.get("do_lower_case"):
         notes.append("the model asks for texts in lower case; here they go to the tokenizer as they are")
-    mode, last = _mode(name, pooling), _dense(name, dense, commit) if dense else None
-    return SentenceFolder(
-        encoder,
-        Pooling(mode=mode, normalize="Normalize" in modules, dense=last),
-        dense,
-        texts.get("max_seq_length"),
-        tuple(notes),
-    )
+    last = _dense(name, dense, commit) if dense else None
+    settings = Pooling(mode=_mode(name, pooling), normalize="Normalize" in modules, dense=last)
+    return SentenceFolder(encoder, settings, dense, texts.get("max_seq_length"), tuple(notes))
 
 
 def _mode(name: str, pooling: dict[str, Any]) -> Mode:

@@ -203,7 +203,12 @@ def load_matching_tokenizer(
 ) -> "PreTrainedTokenizerBase":
     """Load a supported model's tokenizer, and check that it pads as the model expects."""
     tokenizer, config = load_tokenizer(model, revision, kind), load_config(model, revision)
-    family_of(config).require_padding(config, tokenizer.pad_token_id, model)
+    pad_id = tokenizer.pad_token_id
+    if family_of(config).positions_follow_padding and pad_id != config.pad_token_id:
+        raise UserError(
+            f"the tokenizer of model {model} pads with id {pad_id}, but the model counts its positions by "
+            f"pad_token_id {config.pad_token_id} of config.json; make them agree"
+        )
     return tokenizer
 
 

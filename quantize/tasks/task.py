@@ -99,13 +99,9 @@ def get_task(
     metrics: Sequence[str] = (),
 ) -> Task:
     """Return a task of `KNOWN` with the given fields changed, or a new one where `text_columns` are given."""
-    changes = {
-        "text_columns": tuple(text_columns),
-        "label_column": label_column,
-        "num_labels": num_labels,
-        "metrics": tuple(metrics),
-    }
-    changes = {key: value for key, value in changes.items() if value not in (None, ())}
+    given: dict[str, Any] = {"text_columns": tuple(text_columns), "label_column": label_column}
+    given |= {"num_labels": num_labels, "metrics": tuple(metrics)}
+    changes = {key: value for key, value in given.items() if value not in (None, ())}
     if name in OVER_TOKENS and num_labels is not None:
         raise UserError(f"task {name!r} takes its classes from the model; drop --num-labels")
     if name in KNOWN:

@@ -112,7 +112,6 @@ class _Recorder:
         self.known: dict[int, tuple[Any, frozenset[int]]] = {}  # tensors are held, so that no id comes again
 
     def sources(self, value: Any) -> frozenset[int]:
-        """Return the steps that a tensor, or the tensors in a value, come from."""
         found = (self.known[id(tensor)][1] for tensor in _tensors(value) if id(tensor) in self.known)
         return frozenset().union(*found)
 
@@ -418,10 +417,8 @@ def find_inner_roles(frame: Frame, found: DetectedRoles) -> tuple[dict[str, Role
         linears[path] = next(iter(several)) if len(several) == 1 else "other"
         if len(several) > 1:
             left[path] = f"it is {' and '.join(sorted(several))} at once"
-        elif not several and path not in running:
-            left[path] = "it did not run on a sample"
         elif not several:
-            left[path] = running[path]
+            left[path] = running.get(path, "it did not run on a sample")
     return linears, {f"{frame.layers}.*.{path}": why for path, why in left.items()}
 
 
@@ -523,9 +520,7 @@ def find_embeddings(frame: Frame, model: "PreTrainedModel") -> dict[str, Any]:
 def find_inputs(frame: Frame) -> tuple[str, ...]:
     """Return the inputs with information: not those of an embedding with a single row."""
     single = [s.reads[0] for s in frame.flow.of("embedding") if frame.modules[s.module].num_embeddings == 1]
-    read = {
-        n for step in frame.flow.steps for numbers in step.reads if numbers not in single for n in numbers
-    }
+    read = frozenset[int]().union(*(r for step in frame.flow.steps for r in step.reads if r not in single))
     return tuple(step.module for step in frame.flow.of("input") if step.number in read)
 
 

@@ -207,13 +207,6 @@ class Family:
         taken = int(config.pad_token_id) + 1 if self.positions_follow_padding else 0
         return int(config.max_position_embeddings) - taken
 
-    def require_padding(self, config: Any, pad_id: int, model: str) -> None:
-        if self.positions_follow_padding and pad_id != config.pad_token_id:
-            raise UserError(
-                f"the tokenizer of model {model} pads with id {pad_id}, but the model counts its positions "
-                f"by pad_token_id {config.pad_token_id} of config.json; make them agree"
-            )
-
     def _role(self, linear: str) -> Role | None:
         place = self.place(linear)
         if place:

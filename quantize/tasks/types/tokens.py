@@ -128,7 +128,6 @@ class TokenClassification(TaskKind):
     default_metrics = tuple(metrics)
 
     def units(self, encoding: Any) -> Units:
-        """Return the first token of each word."""
         first: dict[int, int] = {}
         for position, word in enumerate(encoding.word_ids):
             if word is not None:
