@@ -25,8 +25,7 @@ from qdqbench.eval.bench.target import (
 )
 from qdqbench.eval.runs.report.report import refresh_reports
 from qdqbench.quantize.models.families.known import MODEL_SHAPES
-from qdqbench.quantize.models.identity import model_fingerprint
-from qdqbench.quantize.models.pooling import Pooling
+from qdqbench.quantize.models.identity import Pooling, model_fingerprint
 from qdqbench.quantize.pipeline.ownership import (
     RunIdentity,
     default_folder,

@@ -15,7 +15,7 @@ from qdqbench.quantize.utils.options import Duration, Options
 from qdqbench.quantize.utils.schema import field
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.models.pooling import Pooling
+    from qdqbench.quantize.models.identity import Pooling
     from qdqbench.quantize.pipeline.session import RunConfig
     from qdqbench.quantize.recipe.schema import Recipe
     from qdqbench.quantize.tasks.task import Task
@@ -33,7 +33,7 @@ class PoolingOptions(Options):
 
     def find_pooling(self) -> "Pooling | None":
         """Return the pooling that is asked for; normalization alone is a `UserError`."""
-        from qdqbench.quantize.models.pooling import Pooling
+        from qdqbench.quantize.models.identity import Pooling
 
         if self.pooling is None and self.normalize:
             raise UserError("--normalize belongs to --pooling; give both")

@@ -20,10 +20,9 @@ from qdqbench.quantize.calibration.softmax import LONG
 from qdqbench.quantize.engine.profiles import choose_edges
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import MODEL_SHAPES, family_named, family_of
-from qdqbench.quantize.models.identity import has_pooling
+from qdqbench.quantize.models.identity import Pooling, has_pooling
 from qdqbench.quantize.models.inputs import pad_columns
 from qdqbench.quantize.models.load import load_model, load_tokenizer
-from qdqbench.quantize.models.pooling import Pooling
 from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.artifacts import FP16, FP32, INT8, length_edges
 from qdqbench.quantize.pipeline.pipeline import open_run, run_stages

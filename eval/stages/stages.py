@@ -28,7 +28,7 @@ from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, engine_pro
 from qdqbench.quantize.pipeline.pipeline import Stage
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks.embedded import write_embedded
-from qdqbench.quantize.tasks.sources import source_fingerprint
+from qdqbench.quantize.tasks.rows import source_fingerprint
 from qdqbench.quantize.training.qat import remove_checkpoints, train_qat
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice

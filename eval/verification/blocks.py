@@ -25,7 +25,7 @@ from qdqbench.quantize.graph.rewrites import list_sequence_first, transpose_hidd
 from qdqbench.quantize.models.attention import UNROUNDED
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.runs import get_hidden, record_first_inputs, resume_from
+from qdqbench.quantize.models.modules import get_hidden, record_first_inputs, resume_from
 from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
 from qdqbench.quantize.utils.comparison import LayerError, LayerErrors
 from qdqbench.quantize.utils.errors import UserError

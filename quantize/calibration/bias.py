@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off, use_rounded_weights
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.runs import get_hidden, record_first_inputs, resume_from
+from qdqbench.quantize.models.modules import get_hidden, record_first_inputs, resume_from
 from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import track

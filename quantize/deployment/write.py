@@ -17,9 +17,14 @@ import onnx
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.models.identity import model_commit
+from qdqbench.quantize.models.identity import (
+    FIELD,
+    choose_pooling,
+    find_model_file,
+    model_commit,
+    read_sentence_folder,
+)
 from qdqbench.quantize.models.load import load_config, read_class_names
-from qdqbench.quantize.models.pooling import FIELD, choose_pooling, find_model_file, read_sentence_folder
 from qdqbench.quantize.pipeline.artifacts import (
     GPU,
     backend_of,

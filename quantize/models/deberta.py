@@ -31,8 +31,6 @@ class Terms(torch.nn.Module):
 
 
 class DisentangledSelfAttention(theirs.DisentangledSelfAttention):
-    """Attention over hidden states [B, L, N]."""
-
     config: Any
     c2p: Terms
     p2c: Terms
@@ -72,14 +70,9 @@ class DisentangledSelfAttention(theirs.DisentangledSelfAttention):
             attention_mask = attention_mask + self.p2c(key, table, relative_pos[1])
         # called here, by this name: ModelOpt finds attentions by it in a module's own source
         attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        dropout = self.dropout.p if self.training else 0.0
         context, probabilities = attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=scaling,
-            dropout=self.dropout.p if self.training else 0.0,
+            self, query, key, value, attention_mask, scaling=scaling, dropout=dropout
         )
         return context.reshape(*shape, -1), probabilities
 
@@ -92,8 +85,6 @@ class DisentangledSelfAttention(theirs.DisentangledSelfAttention):
 
 
 class DebertaV2Encoder(theirs.DebertaV2Encoder):
-    """Encoder whose mask and places are those of the attention above."""
-
     places: torch.Tensor  # int64 [2, P, P]
 
     def get_attention_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils.generic import ModelOutput
 
+from qdqbench.quantize.models.identity import FIELD, Pooling, find_model_file
 from qdqbench.quantize.models.inputs import MASK, TOKENS
-from qdqbench.quantize.models.pooling import FIELD, Dense, Pooling, find_model_file
 from qdqbench.quantize.utils.errors import UserError
 
 
@@ -32,7 +32,7 @@ class SentencePooling(nn.Module):
     def __init__(self, settings: Pooling, width: int) -> None:
         super().__init__()
         self.mode, self.normalize = settings.mode, settings.normalize
-        dense: Dense | None = settings.dense
+        dense = settings.dense
         self.dense = nn.Linear(width, dense.width, bias=dense.bias) if dense else None
         self.activation: nn.Module = getattr(nn, dense.activation)() if dense else nn.Identity()
         self.width = dense.width if dense else width

@@ -1,19 +1,142 @@
 """The identity of a model: its files, its commit on the hub, and why it cannot be loaded."""
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from qdqbench.quantize.models.pooling import FIELD, MODULES, read_model_json, read_sentence_folder
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_json, sha256
+from qdqbench.quantize.utils.schema import Frozen
 from qdqbench.quantize.utils.system.hub import HubError, commit_of
 from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+MODULES = "modules.json"
+FIELD = "sentence_embedding"  # of a model's configuration: its `Pooling`
+POOLING_CLASS = "SentencePooling"  # of the module that pools
+Mode = Literal["mean", "cls", "last"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+_FLAGS = ("pooling_mode_mean_tokens", "pooling_mode_cls_token", "pooling_mode_lasttoken")
+_NAMES = ("mean", "cls", "lasttoken")  # in newer files of 1_Pooling/config.json, instead of flags
+_MODES: dict[str, Mode] = dict(zip(_FLAGS + _NAMES, MODES + MODES, strict=True))
+ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")  # of PyTorch, behind a Dense
+_ORDER = ["Transformer", "Pooling", "Dense", "Normalize"]  # the last two may be missing
+_SUPPORTED = "a Transformer, a Pooling (mean, cls or last token), a Dense and a Normalize, in this order"
+
+
+class Dense(Frozen):
+    width: int  # of the embedding
+    bias: bool
+    activation: str  # one of `ACTIVATIONS`
+
+
+class Pooling(Frozen):
+    mode: Mode
+    normalize: bool = False  # to length 1
+    dense: Dense | None = None
+
+
+@dataclass(frozen=True)
+class SentenceFolder:
+    encoder: str  # folder inside of it; empty: itself
+    pooling: Pooling
+    dense: str = ""  # folder of the Dense
+    longest: int | None = None  # tokens at which sentence-transformers cuts a text
+    notes: tuple[str, ...] = ()
+
+
+def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None:
+    """Read the settings of a sentence-transformers folder or hub model; None for another kind of model."""
+    if (listed := read_model_json(name, MODULES, commit)) is None:
+        return None
+    modules = {str(each["type"]).rpartition(".")[2]: str(each.get("path", "")) for each in listed}
+    there = [kind for kind in _ORDER if kind in modules]
+    if [*modules] != there or len(listed) != len(modules) or there[:2] != _ORDER[:2]:
+        found = ", ".join(str(each["type"]).rpartition(".")[2] for each in listed)
+        raise UserError(f"model {name} is made of {found} ({MODULES}); supported here: {_SUPPORTED}")
+    encoder, dense = modules["Transformer"], modules.get("Dense", "")
+    pooling = read_model_json(name, f"{modules['Pooling']}/config.json", commit) or {}
+    own = read_model_json(name, "config_sentence_transformers.json", commit) or {}
+    files = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")
+    of_texts = (read_model_json(name, f"{encoder}/{file}", commit) for file in files)
+    texts: Any = next(filter(None, of_texts), {})
+    notes = []
+    if prompts := [key for key, prompt in (own.get("prompts") or {}).items() if prompt]:
+        notes.append(
+            f"the model has prompts ({', '.join(prompts)}); none is put before a text here, so give texts "
+            "with them"
+        )
+    if texts.get("do_lower_case"):
+        notes.append("the model asks for texts in lower case; here they go to the tokenizer as they are")
+    last = _dense(name, dense, commit) if dense else None
+    settings = Pooling(mode=_mode(name, pooling), normalize="Normalize" in modules, dense=last)
+    return SentenceFolder(encoder, settings, dense, texts.get("max_seq_length"), tuple(notes))
+
+
+def _mode(name: str, pooling: dict[str, Any]) -> Mode:
+    named = pooling.get("pooling_mode") or []
+    modes = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
+    modes += [named] if isinstance(named, str) else named
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise UserError(
+            f"model {name} pools by {', '.join(modes) or 'nothing'}; supported here is one of mean, cls and "
+            "last token"
+        )
+    return _MODES[modes[0]]
+
+
+def _dense(name: str, folder: str, commit: str | None) -> Dense:
+    settings = read_model_json(name, f"{folder}/config.json", commit) or {}
+    activation = str(settings.get("activation_function", "torch.nn.Tanh")).rpartition(".")[2]
+    if activation not in ACTIVATIONS:
+        raise UserError(
+            f"model {name} has the activation {activation!r} behind its Dense ({folder}/config.json); "
+            f"supported here: {', '.join(ACTIVATIONS)}"
+        )
+    return Dense(width=settings["out_features"], bias=settings.get("bias", True), activation=activation)
+
+
+def choose_pooling(
+    name: str, folder: SentenceFolder | None, saved: Any, requested: Pooling | None
+) -> Pooling:
+    """Choose the pooling of a model: its folder's, that of its config (`FIELD`), or the requested one."""
+    known = folder.pooling if folder else Pooling.model_validate(saved) if saved else None
+    if known is None and requested is None:
+        raise UserError(
+            f"model {name} does not say how the tokens of a text become its embedding (it has no {MODULES}); "
+            "give --pooling mean, cls or last, and --normalize where embeddings have length 1"
+        )
+    if known and requested and (known.mode, known.normalize) != (requested.mode, requested.normalize):
+        normal = "with" if known.normalize else "without"
+        raise UserError(
+            f"model {name} says itself that it pools by {known.mode}, {normal} normalization; drop --pooling "
+            "and --normalize"
+        )
+    return cast("Pooling", known or requested)
+
+
+def find_model_file(name: str, file: str, commit: str | None) -> Path | None:
+    from transformers.utils.hub import cached_file
+
+    path = cached_file(
+        name,
+        file,
+        revision=commit,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return Path(path) if path else None
+
+
+def read_model_json(name: str, file: str, commit: str | None) -> Any:
+    path = find_model_file(name, file.lstrip("/"), commit)
+    return json.loads(path.read_text(encoding="utf-8")) if path else None
 
 
 def model_commit(name: str, revision: str | None = None) -> str | None:
@@ -85,7 +208,6 @@ def has_pooling(name: str, revision: str | None = None) -> bool:
 
 
 def embedding_notes(name: str, revision: str | None, max_length: int) -> list[str]:
-    """Return notes on an embedding model that is exported for texts of `max_length` tokens."""
     with quiet("transformers"), explain_load_errors(name):
         folder = read_sentence_folder(name, model_commit(name, revision))
     notes = [*folder.notes] if folder else []

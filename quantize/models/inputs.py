@@ -12,7 +12,6 @@ TOKENS, MASK = "input_ids", "attention_mask"
 
 
 def select_inputs(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the arrays or tensors of a batch that a transformers model takes."""
     while not hasattr(model, "config"):
         model = model.module  # wrapped for several processes
     taken = family_of(model.config).inputs

@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench.quantize.models.attention import ATTENTION, use_attention
 from qdqbench.quantize.models.families.known import BERT, family_of
-from qdqbench.quantize.models.identity import explain_load_errors, model_commit, read_config
-from qdqbench.quantize.models.pooling import FIELD, Pooling, choose_pooling, read_sentence_folder
+from qdqbench.quantize.models.identity import (
+    FIELD,
+    Pooling,
+    choose_pooling,
+    explain_load_errors,
+    model_commit,
+    read_config,
+    read_sentence_folder,
+)
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.kind import TaskKind
@@ -26,10 +33,7 @@ def load_model(
 ) -> "PreTrainedModel":
     """Load an FP32 model with its head, in eval mode; never run code from the repository.
 
-    Args:
-        name: folder or hub id; a sentence-transformers folder, too, where the kind embeds.
-        revision: branch, tag or commit of a hub model; None: its default branch.
-        pooling: of an encoder that does not say itself how its tokens become an embedding.
+    Where the kind embeds, `pooling` is of an encoder that does not say itself how tokens become an embedding.
     """
     with quiet("transformers"), explain_load_errors(name):
         commit = model_commit(name, revision)
@@ -138,7 +142,6 @@ def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **op
 
 
 def load_config(name: str, revision: str | None = None) -> Any:
-    """Load the configuration of a supported model, of sentence-transformers too."""
     with quiet("transformers"), explain_load_errors(name):
         commit = model_commit(name, revision)
         folder = read_sentence_folder(name, commit)
@@ -146,7 +149,6 @@ def load_config(name: str, revision: str | None = None) -> Any:
 
 
 def read_class_names(name: str, revision: str | None, kind: TaskKind) -> list[str]:
-    """Read the names of a model's classes, by their number."""
     config = load_config(name, revision)
     _require_head(config, name, kind)
     return [str(label) for _, label in sorted((config.id2label or {}).items())]
@@ -201,7 +203,12 @@ def load_matching_tokenizer(
 ) -> "PreTrainedTokenizerBase":
     """Load a supported model's tokenizer, and check that it pads as the model expects."""
     tokenizer, config = load_tokenizer(model, revision, kind), load_config(model, revision)
-    family_of(config).require_padding(config, tokenizer.pad_token_id, model)
+    pad_id = tokenizer.pad_token_id
+    if family_of(config).positions_follow_padding and pad_id != config.pad_token_id:
+        raise UserError(
+            f"the tokenizer of model {model} pads with id {pad_id}, but the model counts its positions by "
+            f"pad_token_id {config.pad_token_id} of config.json; make them agree"
+        )
     return tokenizer
 
 
@@ -228,7 +235,6 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
 
 
 def read_model_config(name: str, revision: str | None = None) -> Any:
-    """Read the configuration of a model of any type that transformers has."""
     with quiet("transformers"), explain_load_errors(name):
         return read_config(name, model_commit(name, revision))
 
@@ -251,7 +257,6 @@ def create_untrained(name: str, config: Any) -> "PreTrainedModel":
 
 
 def _find_class(config: Any) -> Any:
-    """Return the class that config.json names, with a head; else the type's classifier or encoder."""
     import transformers
 
     for name in config.architectures or ():

@@ -29,14 +29,9 @@ class MPNetSelfAttention(theirs.MPNetSelfAttention):
         )
         # called here, by this name: ModelOpt finds attentions by it in a module's own source
         attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        dropout = self.dropout.p if self.training else 0.0
         context, probabilities = attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.attention_head_size**-0.5,
-            dropout=self.dropout.p if self.training else 0.0,
+            self, query, key, value, attention_mask, scaling=self.attention_head_size**-0.5, dropout=dropout
         )
         return self.o(context.reshape(*shape, -1)), probabilities
 
@@ -54,8 +49,6 @@ class MPNetAttention(theirs.MPNetAttention):
 
 
 class MPNetEncoder(theirs.MPNetEncoder):
-    """Encoder that adds the bias of relative positions to the mask."""
-
     buckets: torch.Tensor  # int64 [P, P], from query to key
 
     def forward(  # type: ignore[override]

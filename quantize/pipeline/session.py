@@ -11,14 +11,19 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.bias import add_biases_temporarily
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
 from qdqbench.quantize.models.families.known import require_family
-from qdqbench.quantize.models.identity import embedding_notes, model_fingerprint
+from qdqbench.quantize.models.identity import Pooling, embedding_notes, model_fingerprint
 from qdqbench.quantize.models.load import load_matching_tokenizer, load_model, read_class_names, use_tanh_gelu
 from qdqbench.quantize.models.modules import module_table
-from qdqbench.quantize.models.pooling import Pooling
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.rows import CalibrationBatches, encode, load_split, require_order
-from qdqbench.quantize.tasks.sources import Split, has_only_texts
+from qdqbench.quantize.tasks.rows import (
+    CalibrationBatches,
+    Split,
+    encode,
+    has_only_texts,
+    load_split,
+    require_order,
+)
 from qdqbench.quantize.tasks.task import Task, check_model_fits
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.encoded import Encoded

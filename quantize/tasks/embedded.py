@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 SENTIMENTS = ("negative", "positive")
 LABEL_NOISE = 0.02  # labels turned around, so that no model is right everywhere
 MAX_WORDS = 30
-
-
 POLAR = (
     [
         "bad", "dull", "awful", "boring", "clumsy", "cold", "bleak", "tedious", "stale", "terrible", "harsh",

@@ -87,7 +87,6 @@ def merge_splits(splits: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def find_nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that looks most like `name`."""
     return difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
 
 
@@ -100,13 +99,9 @@ def get_task(
     metrics: Sequence[str] = (),
 ) -> Task:
     """Return a task of `KNOWN` with the given fields changed, or a new one where `text_columns` are given."""
-    changes = {
-        "text_columns": tuple(text_columns),
-        "label_column": label_column,
-        "num_labels": num_labels,
-        "metrics": tuple(metrics),
-    }
-    changes = {key: value for key, value in changes.items() if value not in (None, ())}
+    given: dict[str, Any] = {"text_columns": tuple(text_columns), "label_column": label_column}
+    given |= {"num_labels": num_labels, "metrics": tuple(metrics)}
+    changes = {key: value for key, value in given.items() if value not in (None, ())}
     if name in OVER_TOKENS and num_labels is not None:
         raise UserError(f"task {name!r} takes its classes from the model; drop --num-labels")
     if name in KNOWN:
@@ -171,7 +166,6 @@ def score_embeddings(task: Task, metrics: Sequence[str]) -> Task:
 
 
 def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None) -> None:
-    """Refuse a model's head that does not make what the task scores."""
     if task.kind.over_tokens or task.kind.embeds:  # held to the kind when it was loaded
         return
     head = task_kind(model_labels, problem_type)

@@ -14,8 +14,14 @@ from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_config, load_encoder, load_matching_tokenizer, read_class_names
 from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import add_label_values, add_tag_classes, encode, load_split
-from qdqbench.quantize.tasks.sources import is_hub_source, read_split
+from qdqbench.quantize.tasks.rows import (
+    add_label_values,
+    add_tag_classes,
+    encode,
+    is_hub_source,
+    load_split,
+    read_split,
+)
 from qdqbench.quantize.tasks.task import Task, merge_splits, with_classes
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.tasks.types.kind import join_outputs

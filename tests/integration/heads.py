@@ -93,8 +93,7 @@ def write_model(folder: Path, kind: str, steps: int = 120) -> Path:
     import datasets
     import torch
 
-    from qdqbench.quantize.tasks.rows import encode
-    from qdqbench.quantize.tasks.sources import Split
+    from qdqbench.quantize.tasks.rows import Split, encode
     from qdqbench.quantize.tasks.task import get_task, with_classes
     from qdqbench.quantize.utils.system.quiet import quiet
 

@@ -28,8 +28,7 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.models.families.family import ENCODER_KINDS, KINDS, SMOOTHED
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.modules import ModuleInfo, module_table
-from qdqbench.quantize.models.runs import record_first_inputs, resume_from
+from qdqbench.quantize.models.modules import ModuleInfo, module_table, record_first_inputs, resume_from
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan, Scaling, match_modules, resolve, short_name
 from qdqbench.quantize.recipe.schema import Recipe

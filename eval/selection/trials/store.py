@@ -20,8 +20,7 @@ from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Scores
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe, dump_short_recipe, parse_recipe
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import complete_samples, encode, load_split
-from qdqbench.quantize.tasks.sources import Split
+from qdqbench.quantize.tasks.rows import Split, complete_samples, encode, load_split
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32

@@ -16,8 +16,7 @@ from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.pipeline.artifacts import FP32, Skipped, engine_file, graph_path, read_built
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.tasks.rows import OVERLAP, Sample, iter_encoded
-from qdqbench.quantize.tasks.sources import Split
+from qdqbench.quantize.tasks.rows import OVERLAP, Sample, Split, iter_encoded
 from qdqbench.quantize.tasks.task import EMBED, Task
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE

@@ -50,8 +50,6 @@ class FlowSum:
 
 @dataclass
 class Flow:
-    """What one forward pass did."""
-
     steps: list[FlowStep] = field(default_factory=list)
     sums: list[FlowSum] = field(default_factory=list)
     replaceable: set[str] = field(default_factory=set)  # modules that call transformers' AttentionInterface
@@ -114,7 +112,6 @@ class _Recorder:
         self.known: dict[int, tuple[Any, frozenset[int]]] = {}  # tensors are held, so that no id comes again
 
     def sources(self, value: Any) -> frozenset[int]:
-        """Return the steps that a tensor, or the tensors in a value, come from."""
         found = (self.known[id(tensor)][1] for tensor in _tensors(value) if id(tensor) in self.known)
         return frozenset().union(*found)
 
@@ -123,7 +120,6 @@ class _Recorder:
             self.known[id(tensor)] = (tensor, sources)
 
     def add(self, kind: Kind, module: str, operands: tuple[Any, ...], output: Any) -> None:
-        """Add a step, and note what it made."""
         reads = tuple(self.sources(value) for value in operands) or (frozenset(),)
         width = int(operands[0].shape[-1]) if operands and operands[0].dim() else 0
         step = FlowStep(len(self.flow.steps), kind, module, reads, width)
@@ -132,7 +128,6 @@ class _Recorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record what modules and functions of torch do while the block runs."""
         from torch.overrides import TorchFunctionMode
 
         recorder = self
@@ -182,7 +177,6 @@ class _Recorder:
             self.add(kind, name, tuple(_tensors(operands[:1])), output)
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of torch, and see what it made of what."""
         output = function(*args, **kwargs)
         name, module = getattr(function, "__name__", ""), self.inside[-1] if self.inside else ""
         operands = tuple(_tensors((args, kwargs)))
@@ -423,10 +417,8 @@ def find_inner_roles(frame: Frame, found: DetectedRoles) -> tuple[dict[str, Role
         linears[path] = next(iter(several)) if len(several) == 1 else "other"
         if len(several) > 1:
             left[path] = f"it is {' and '.join(sorted(several))} at once"
-        elif not several and path not in running:
-            left[path] = "it did not run on a sample"
         elif not several:
-            left[path] = running[path]
+            left[path] = running.get(path, "it did not run on a sample")
     return linears, {f"{frame.layers}.*.{path}": why for path, why in left.items()}
 
 
@@ -486,7 +478,6 @@ def find_residuals(frame: Frame, found: DetectedRoles) -> Iterator[Residual]:
 
 
 def find_norms(frame: Frame, found: DetectedRoles) -> dict[str, Norm]:
-    """Find the input of each LayerNorm of a layer."""
     named: dict[str, Norm] = {}
     for step in frame.flow.of("norm"):
         if (place := frame.path(step.module)) is None or not step.reads:
@@ -529,14 +520,11 @@ def find_embeddings(frame: Frame, model: "PreTrainedModel") -> dict[str, Any]:
 def find_inputs(frame: Frame) -> tuple[str, ...]:
     """Return the inputs with information: not those of an embedding with a single row."""
     single = [s.reads[0] for s in frame.flow.of("embedding") if frame.modules[s.module].num_embeddings == 1]
-    read = {
-        n for step in frame.flow.steps for numbers in step.reads if numbers not in single for n in numbers
-    }
+    read = frozenset[int]().union(*(r for step in frame.flow.steps for r in step.reads if r not in single))
     return tuple(step.module for step in frame.flow.of("input") if step.number in read)
 
 
 def positions_follow_padding(frame: Frame, model: "PreTrainedModel") -> bool:
-    """Return whether positions are counted from the tokens, past the padding."""
     words, tokens = model.get_input_embeddings(), frozenset([0])
     return any(
         step.reads[0] == tokens and frame.modules[step.module] is not words
@@ -629,8 +617,6 @@ def detect_layout(model: "PreTrainedModel") -> Recognised:
 
 
 class ModuleRow(NamedTuple):
-    """Modules of one class in one place."""
-
     module: str  # * for numbers; empty: everywhere
     class_name: str
     number: int

@@ -76,7 +76,7 @@ class Family:
     rotary: bool = False  # q and k are rotated: channels d and d + D / 2 of each head are one pair
     windows: bool = False  # some layers see a window alone, which padding may fill
     terms: tuple[str, ...] = ()  # modules of products that are no linear's and not the attention's own
-    rewritten_by: str | None = None  # file of `encoders` that sends its attention through AttentionInterface
+    rewritten_by: str | None = None  # file of `models` that sends its attention through AttentionInterface
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values of fields that are supported
     given_sums: bool = False  # layers are given a module for each residual: `quantize/models/sums.py`
     layers_return_tuples: bool = False
@@ -84,13 +84,11 @@ class Family:
     embeddings_linear: str | None = None  # in the base model, where one stands before the layers
 
     def place(self, name: str) -> Place | None:
-        """Return where in the encoder a module is; None outside of its layers."""
         layers = re.escape(self.layers).replace(r"\*", r"\d+")
         found = re.match(rf"((?:.+?\.)?{layers})\.(\d+)(?:\.(.+))?$", name)
         return Place(found[1], int(found[2]), found[3] or "") if found else None
 
     def layer_of(self, name: str) -> int | None:
-        """Return the number of a module's encoder layer; None outside of the encoder."""
         place = self.place(name)
         return place.number if place else None
 
@@ -101,12 +99,10 @@ class Family:
         return found
 
     def kind(self, linear: str) -> str:
-        """Return the role of a linear, with q, k and v as one: "qkv"."""
         role = self.role(linear)
         return "qkv" if role in QKV else role
 
     def require_known(self, linears: Iterable[str]) -> None:
-        """Refuse linears that the family does not have, as nothing would smooth, split or judge them."""
         if lost := [name for name in linears if self._role(name) is None]:
             raise UserError(_unknown(lost, self))
 
@@ -117,7 +113,6 @@ class Family:
         return f"{place.layers}.{place.number}.{path}" if place and path else None
 
     def require_beside(self, name: str, role: Role) -> str:
-        """Return the same as `beside`, where there must be one."""
         if (found := self.beside(name, role)) is None:
             raise UserError(f"family {self.name} has no linear of its own for {role} beside {name}")
         return found
@@ -151,7 +146,6 @@ class Family:
         return [name for name in linears if self.kind(name) == "ffn-out"]
 
     def residual_readers(self, module: str) -> tuple[str, ...]:
-        """Return the linears that read the residual that a module adds; none of a module that adds none."""
         place = self.place(module)
         added = [each for each in self.residuals if place and each.module == place.path]
         linears = (self.beside(module, role) for each in added for role in each.readers)
@@ -191,21 +185,15 @@ class Family:
         """Return which layer each run is of; layers that are not shared run once."""
         return [int(run / (runs / layers)) for run in range(runs)]  # as transformers rounds it
 
-    def is_attention(self, name: str) -> bool:
-        place = self.place(name)
-        return place is not None and place.path == self.attention
-
     def adds_residual(self, name: str) -> bool:
         place = self.place(name)
         return place is not None and any(each.module == place.path for each in self.residuals)
 
     def residual_classes(self, model: "PreTrainedModel") -> list[type]:
-        """Return the classes of a model's modules that add a residual, each once."""
         adders = (type(module) for name, module in model.named_modules() if self.adds_residual(name))
         return list(dict.fromkeys(adders))
 
     def require_supported(self, config: Any, model: str) -> None:
-        """Refuse what some models of the family do and the code for it does not."""
         found = {name: getattr(config, name, None) for name in self.needs}
         if lost := [f"{name} {value!r}" for name, value in found.items() if value not in self.needs[name]]:
             wanted = ", ".join(f"{name} {values[0]!r}" for name, values in self.needs.items())
@@ -218,14 +206,6 @@ class Family:
         """Return the number of tokens that a sample can have at most."""
         taken = int(config.pad_token_id) + 1 if self.positions_follow_padding else 0
         return int(config.max_position_embeddings) - taken
-
-    def require_padding(self, config: Any, pad_id: int, model: str) -> None:
-        """Check that a tokenizer pads with the token by which the model counts its positions."""
-        if self.positions_follow_padding and pad_id != config.pad_token_id:
-            raise UserError(
-                f"the tokenizer of model {model} pads with id {pad_id}, but the model counts its positions "
-                f"by pad_token_id {config.pad_token_id} of config.json; make them agree"
-            )
 
     def _role(self, linear: str) -> Role | None:
         place = self.place(linear)

@@ -12,23 +12,29 @@ from qdqbench.quantize.utils.errors import UserError
 TYPES = "token_type_ids"
 
 
-def _linears(*paths: str) -> dict[str, Role]:
-    roles: tuple[Role, ...] = ("query", "key", "value", "output", "ffn-in", "ffn-out")
-    return dict(zip(paths, roles, strict=True))
+def _linears(
+    attention: str,
+    qkv: str,
+    output: str = "attention.output.dense",
+    ffn_in: str = "intermediate.dense",
+    ffn_out: str = "output.dense",
+) -> dict[str, Role]:
+    query, key, value = (f"{attention}.{name}" for name in qkv.split())
+    return {
+        query: "query",
+        key: "key",
+        value: "value",
+        output: "output",
+        ffn_in: "ffn-in",
+        ffn_out: "ffn-out",
+    }
 
 
 BERT = Family(
     name="bert",
     model_types=("bert",),
     layers="encoder.layer",
-    linears=_linears(
-        "attention.self.query",
-        "attention.self.key",
-        "attention.self.value",
-        "attention.output.dense",
-        "intermediate.dense",
-        "output.dense",
-    ),
+    linears=_linears("attention.self", "query key value"),
     outside={"pooler.dense": "pooler", "classifier": "classifier"},
     attention="attention.self",
     residuals=(Residual("attention.output", ("query", "key", "value")), Residual("output", ("ffn-in",))),
@@ -67,9 +73,8 @@ ALBERT = replace(
     model_types=("albert",),
     layers="encoder.albert_layer_groups",
     linears=_linears(
-        "albert_layers.0.attention.query",
-        "albert_layers.0.attention.key",
-        "albert_layers.0.attention.value",
+        "albert_layers.0.attention",
+        "query key value",
         "albert_layers.0.attention.dense",
         "albert_layers.0.ffn",
         "albert_layers.0.ffn_output",
@@ -95,9 +100,7 @@ DISTILBERT = replace(
     name="distilbert",
     model_types=("distilbert",),
     layers="transformer.layer",
-    linears=_linears(
-        "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "ffn.lin1", "ffn.lin2"
-    ),
+    linears=_linears("attention", "q_lin k_lin v_lin", "attention.out_lin", "ffn.lin1", "ffn.lin2"),
     outside={"pre_classifier": "pooler", "classifier": "classifier"},
     attention="attention",
     residuals=(Residual("attention_sum", ("query", "key", "value")), Residual("ffn_sum", ("ffn-in",))),
@@ -131,14 +134,7 @@ MPNET = replace(
     _LIKE_BERT,
     name="mpnet",
     model_types=("mpnet",),
-    linears=_linears(
-        "attention.attn.q",
-        "attention.attn.k",
-        "attention.attn.v",
-        "attention.attn.o",
-        "intermediate.dense",
-        "output.dense",
-    ),
+    linears=_linears("attention.attn", "q k v", "attention.attn.o"),
     outside=_DENSE_HEAD,
     attention="attention.attn",
     residuals=(Residual("attention.sum", ("query", "key", "value")), BERT.residuals[1]),
@@ -153,14 +149,7 @@ DEBERTA_V2 = replace(
     _LIKE_BERT,
     name="deberta-v2",
     model_types=("deberta-v2",),
-    linears=_linears(
-        "attention.self.query_proj",
-        "attention.self.key_proj",
-        "attention.self.value_proj",
-        "attention.output.dense",
-        "intermediate.dense",
-        "output.dense",
-    ),
+    linears=_linears("attention.self", "query_proj key_proj value_proj"),
     outside={"embeddings.embed_proj": "embeddings", "pooler.dense": "pooler", "classifier": "classifier"},
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_dropout", "cls_dropout"),
     layers_return_tuples=True,
@@ -211,7 +200,6 @@ def family_named(name: str) -> Family:
 
 
 def require_family(recipe: str, family: str, model: str, config: Any) -> Family:
-    """Return the family of a model, and refuse another one than the recipe's `model.family`."""
     actual = family_of(config, model)
     if actual.name != family:
         raise UserError(

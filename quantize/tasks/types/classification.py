@@ -37,7 +37,6 @@ def _log_softmax(logits: Floats) -> Float64:
 
 
 def class_text(number: int, names: Sequence[str]) -> str:
-    """Return a class by its name, by its number where it has none."""
     return names[number] if 0 <= number < len(names) else str(number)
 
 

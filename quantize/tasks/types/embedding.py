@@ -77,12 +77,7 @@ LOWEST = 0.01  # the share of texts whose cosine is at most `cosine_p1`
 SAME = 1e-3  # length of what differs between embeddings, relative to theirs, up to which they are the same
 
 
-def agreement(reference: Floats, answers: Floats) -> Float64:
-    """Return each text's cosine to FP32's embedding, and the share of neighbors that stay, [n, 2]."""
-    return np.stack([cosines(reference, answers), overlap(reference, answers)], axis=1)
-
-
-AGREEMENT = {  # of the table of `agreement`
+AGREEMENT = {  # of each text's cosine to FP32's embedding, and the share of neighbors that stay, [n, 2]
     "cosine": mean_of_column(0),
     "cosine_p1": Metric(
         value=lambda table: float(np.quantile(table[:, 0], LOWEST, method="inverted_cdf")),
@@ -152,7 +147,7 @@ class TextEmbedding(Embedding):
         return Targets(np.zeros(count, dtype=np.float32))
 
     def predict(self, answers: Floats, gold: Floats) -> Float64:
-        return agreement(gold, answers)
+        return np.stack([cosines(gold, answers), overlap(gold, answers)], axis=1)
 
     def table(self, predicted: Array, gold: Floats) -> Array:
         return predicted

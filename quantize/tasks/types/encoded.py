@@ -27,8 +27,6 @@ class RowLayout(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What a kind makes of the labels of a split."""
-
     labels: Array  # to learn from, of each answer
     gold: Any = None  # what samples are scored against; None: the labels
     warnings: tuple[str, ...] = ()  # what a reader of the report must know
@@ -69,14 +67,12 @@ class Encoded:
 
     @cached_property
     def answers(self) -> Int64:
-        """The number of answers of each row."""
         if self.positions is None:
             return np.ones(self.rows, dtype=np.int64)
         return np.array([len(kept) for kept in self.positions], dtype=np.int64)
 
     @property
     def sample_of_answers(self) -> Int64:
-        """The sample of each answer, [answers]."""
         return np.repeat(self._sample_of_rows, self.answers)
 
     @property
@@ -107,7 +103,6 @@ class Encoded:
         return np.asarray(np.repeat(ends - counts, counts) + within)
 
     def places(self, rows: Int64) -> tuple[Int64, Int64]:
-        """Return `answers_of` some rows, and the number of answers of each of them."""
         return self.answers_of(rows), self.answers[rows]
 
     def rows_of(self, samples: Int64) -> Int64:
@@ -136,11 +131,7 @@ class Encoded:
 def pad(samples: list[tuple[int, Int64, Int64]], pad_id: int) -> IndexedBatch:
     """Return one batch of (row, input_ids, token_type_ids), padded to the longest row."""
     shape = len(samples), max(len(ids) for _, ids, _ in samples)
-    tokens, mask, types = (
-        np.full(shape, pad_id, np.int64),
-        np.zeros(shape, np.int64),
-        np.zeros(shape, np.int64),
-    )
+    tokens, mask, types = (np.full(shape, fill, np.int64) for fill in (pad_id, 0, 0))
     for row, (_, ids, own_types) in enumerate(samples):
         tokens[row, : len(ids)], mask[row, : len(ids)], types[row, : len(ids)] = ids, 1, own_types
     batch = {"input_ids": tokens, "attention_mask": mask, "token_type_ids": types}

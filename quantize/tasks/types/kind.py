@@ -97,7 +97,6 @@ def _weighted_matthews(weights: Floats, table: Array) -> Floats:
 
 
 def _correlation(table: Array, *, ranks: bool) -> float:
-    """Return Pearson's correlation, or Spearman's; 0 for constant predictions."""
     from scipy import stats
 
     if np.ptp(table[:, 0]) == 0:
@@ -109,7 +108,6 @@ def _correlation(table: Array, *, ranks: bool) -> float:
 
 
 def _weighted_correlation(weights: Floats, table: Array, *, ranks: bool) -> Floats:
-    """Compute Pearson's or Spearman's correlation by row of weights, 0 where a column is constant."""
     x, y = (_weighted_ranks(weights, column) if ranks else column for column in table.T)
     total = weights.sum(axis=1, keepdims=True)
     floor_x, floor_y = (total.max() * (1e-12 * np.abs(values).max()) ** 2 for values in (x, y))
@@ -209,7 +207,6 @@ class TaskKind(ABC):
 
     @property
     def model_class(self) -> str:
-        """The class of transformers that loads the model."""
         return "AutoModel" if self.embeds else f"AutoModel{self.architecture}"
 
     def groups(self, dataset: "Dataset", task: TaskFields) -> Int64:
@@ -231,7 +228,6 @@ class TaskKind(ABC):
         return Targets(np.array(values, dtype=self.label_dtype))
 
     def expected(self, gold: Any) -> int:
-        """Return the number of answers that gold is for."""
         return len(gold)
 
     @abstractmethod

@@ -40,7 +40,6 @@ class Reranking(Regression):
     metrics = {name: mean_of_column(column) for column, name in enumerate(default_metrics)}
 
     def groups(self, dataset: "Dataset", task: TaskFields) -> Int64:
-        """Group rows by query: equal texts are one."""
         import pandas
 
         queries = np.array(_column(dataset, task.text_columns[0]), dtype=object)

@@ -79,7 +79,6 @@ def is_named(classes: tuple[str, ...]) -> bool:
 
 
 def _names_problem(names: tuple[str, ...], task: TaskFields, *, texts: bool) -> str:
-    """Return the fault of the names of tags against those of the model's classes."""
     if not is_named(task.classes):
         if texts:
             return (
@@ -129,7 +128,6 @@ class TokenClassification(TaskKind):
     default_metrics = tuple(metrics)
 
     def units(self, encoding: Any) -> Units:
-        """Return the first token of each word."""
         first: dict[int, int] = {}
         for position, word in enumerate(encoding.word_ids):
             if word is not None:

@@ -29,8 +29,8 @@ from qdqbench.eval.bench.peers import (
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.models.embedder import make_embedder_class
 from qdqbench.quantize.models.families.known import BERT, family_of
+from qdqbench.quantize.models.identity import FIELD
 from qdqbench.quantize.models.load import load_model
-from qdqbench.quantize.models.pooling import FIELD
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.families import SIZES, new_model

@@ -8,10 +8,9 @@ import numpy as np
 import onnx
 import pytest
 
-from qdqbench.quantize.models.identity import model_fingerprint
+from qdqbench.quantize.models.identity import Pooling, model_fingerprint
 from qdqbench.quantize.models.load import load_model, load_tokenizer
 from qdqbench.quantize.models.modules import module_table
-from qdqbench.quantize.models.pooling import Pooling
 from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
 

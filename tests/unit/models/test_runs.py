@@ -7,7 +7,7 @@ import torch
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.load import prepare_model
-from qdqbench.quantize.models.runs import record_first_inputs, resume_from
+from qdqbench.quantize.models.modules import record_first_inputs, resume_from
 
 from ...support.families import SIZES, new_model
 from ...support.tiny_bert import padded_batch

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qdqbench.quantize.tasks import rows as data
-from qdqbench.quantize.tasks import sources
-from qdqbench.quantize.tasks.sources import has_only_texts
+from qdqbench.quantize.tasks.rows import has_only_texts
 from qdqbench.quantize.tasks.task import EMBED, get_task, score_embeddings
 from qdqbench.quantize.utils.errors import UserError
 
@@ -191,7 +190,7 @@ def test_missing_file_says_what_was_looked_for_and_what_is_there(tmp_path):
 @pytest.fixture
 def hub(monkeypatch):
     """Every set is at one commit, but for those with a revision."""
-    monkeypatch.setattr(sources, "commit_of", lambda name, kind, revision: revision or "newest")
+    monkeypatch.setattr(data, "commit_of", lambda name, kind, revision: revision or "newest")
 
 
 def test_hub_sets_are_asked_for_by_name_config_and_commit(monkeypatch, hub):

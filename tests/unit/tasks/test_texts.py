@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.tasks.sources import draw_half, drop_duplicates, read_lines
+from qdqbench.quantize.tasks.rows import draw_half, drop_duplicates, read_lines
 from qdqbench.quantize.utils.errors import UserError
 
 NAMES = ("train", "validation")

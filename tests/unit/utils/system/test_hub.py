@@ -8,7 +8,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from qdqbench.quantize.models import identity
 from qdqbench.quantize.models.load import load_model, load_tokenizer
-from qdqbench.quantize.tasks import sources
+from qdqbench.quantize.tasks import rows
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.hub import HubError, commit_of
@@ -117,19 +117,19 @@ def test_a_changed_set_is_another_set(hub):
         ("dataset", "nyu-mll/glue", "v1"): B,
     }
     for source, commit in (("hub:o/d", A), ("hub:o/d:c@v1", B), ("hub", A), ("hub@v1", B)):
-        assert sources.source_commit(task, source) == commit
-        assert commit in sources.source_fingerprint(task, source, "train")
-    before = sources.source_fingerprint(task, "hub:o/d", "train")
+        assert rows.source_commit(task, source) == commit
+        assert commit in rows.source_fingerprint(task, source, "train")
+    before = rows.source_fingerprint(task, "hub:o/d", "train")
     commit_of.cache_clear()
     hub.commits["dataset", "o/d", None] = B
-    assert sources.source_fingerprint(task, "hub:o/d", "train") != before
+    assert rows.source_fingerprint(task, "hub:o/d", "train") != before
 
 
 def test_what_is_not_on_the_hub_is_one_sentence(hub, tmp_path):
     with pytest.raises(UserError, match=r"cannot load model o/m \(no such folder here.*no such model"):
         identity.model_fingerprint("o/m")
     with pytest.raises(UserError, match=r"cannot load --data hub:o/d: no such dataset.*--data FOLDER"):
-        sources.source_fingerprint(get_task("sst2"), "hub:o/d", "train")
+        rows.source_fingerprint(get_task("sst2"), "hub:o/d", "train")
     with pytest.raises(UserError, match="is a folder, which has no revision 'v1'; drop --revision"):
         identity.model_fingerprint(str(tmp_path), "v1")
-    assert sources.source_commit(get_task("sst2"), str(tmp_path)) is None
+    assert rows.source_commit(get_task("sst2"), str(tmp_path)) is None

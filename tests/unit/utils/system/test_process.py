@@ -166,7 +166,7 @@ def test_in_a_destructor_it_comes_again():
 WAITS = """
 import sys, time
 from qdqbench.cli import app
-from qdqbench.quantize.tasks.sources import _cache_folder
+from qdqbench.quantize.tasks.rows import _cache_folder
 def main():
     try:
         print(_cache_folder(), flush=True)
