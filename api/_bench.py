@@ -14,7 +14,7 @@ from qdqbench.eval.bench.gpu import GpuWork, background, start_compiles, start_e
 from qdqbench.eval.bench.report import write_bench_reports
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
-from qdqbench.eval.bench.systems import TABLE, BenchPlan, own_backend, runs_on_cpu
+from qdqbench.eval.bench.systems import TABLE, BenchPlan, own_backend
 from qdqbench.eval.bench.target import (
     Target,
     batched_splits,
@@ -24,6 +24,7 @@ from qdqbench.eval.bench.target import (
     run_target,
 )
 from qdqbench.eval.runs.report.report import refresh_reports
+from qdqbench.quantize.engine.backend import preferred_backend
 from qdqbench.quantize.models.families.known import MODEL_SHAPES
 from qdqbench.quantize.models.identity import Pooling, model_fingerprint
 from qdqbench.quantize.pipeline.ownership import (
@@ -37,6 +38,7 @@ from qdqbench.quantize.pipeline.session import read_config
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import write_text
+from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.options import take_options
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
@@ -84,7 +86,7 @@ def bench(  # noqa: PLR0913
             "run directory, or --engine-shapes exact"
         )
     choice = own_recipe.engine.backend
-    if cpu := options.cpu or runs_on_cpu(choice):
+    if cpu := options.cpu or preferred_backend(choice) in CPU_BACKENDS:
         own_backend(choice)
     backend = ("", "") if cpu else require_gpu(choice)
     if options.extra_recipe and (path or cpu):

@@ -15,24 +15,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from qdqbench.eval.bench.measure import (
-    HostLane,
-    ReadyGraph,
-    ReadySystem,
-    WallTimer,
-    build_ready,
-    session_sets,
-)
+from qdqbench.eval.bench import measure, systems
 from qdqbench.eval.bench.results import BenchRow
-from qdqbench.eval.bench.systems import (
-    Entry,
-    Preparation,
-    SharedWork,
-    System,
-    prepare_each,
-    profiles_of,
-    why_absent,
-)
 from qdqbench.eval.bench.target import RANDOM_BATCH, RANDOM_SAMPLES, Target
 from qdqbench.quantize.engine.build import count_attentions, list_gemms
 from qdqbench.quantize.engine.cpu_runtimes import (
@@ -58,7 +42,7 @@ NNCF_LONGEST = 128  # tokens of a random calibration sample
 
 
 @dataclass
-class CpuWork(SharedWork):
+class CpuWork(systems.SharedWork):
     graphs: dict[str, Path] = field(default_factory=dict)  # INT8, in the form of each backend
 
 
@@ -69,21 +53,21 @@ class CpuRuns:
     built: EngineResult | None = None
 
 
-def prepare_on_cpu(here: Preparation[CpuWork]) -> list[Entry]:
+def prepare_on_cpu(here: systems.Preparation[CpuWork]) -> list[systems.Entry]:
     import torch
 
     here.stack.callback(torch.set_num_threads, torch.get_num_threads())
     pool = ThreadPoolExecutor(max(here.options.streams))
     here.stack.callback(pool.shutdown)
-    timer, split = WallTimer(pool=pool), here.config.split
+    timer, split = measure.WallTimer(pool=pool), here.config.split
     sets = [here.batches] if split else [[batch] for batch in here.batches]
 
-    def prepare(system: System) -> Entry:
-        if reason := why_absent(system):
-            return Entry(BenchRow(system=system.name, status="skipped", reason=reason))
+    def prepare(system: systems.System) -> systems.Entry:
+        if reason := systems.why_absent(system):
+            return systems.Entry(BenchRow(system=system.name, status="skipped", reason=reason))
         runs = RUNS[system.kind](here, system)
         lanes = {
-            count: [HostLane(run, sets) for run in runs.lanes(count)]
+            count: [measure.HostLane(run, sets) for run in runs.lanes(count)]
             for count in dict.fromkeys((1, *(() if split else here.options.streams)))
         }
         for shared in lanes.values():
@@ -93,13 +77,13 @@ def prepare_on_cpu(here: Preparation[CpuWork]) -> list[Entry]:
             row.int8_gemms, row.expected_int8_gemms = built.int8_gemms, built.expected_int8_gemms
             row.not_int8, row.engine_bytes = built.not_int8, built.bytes
         more = {count: shared for count, shared in lanes.items() if count > 1 and len(shared) == count}
-        ready = ReadySystem(system.name, system.precision, lanes[1], timer, more)
-        return Entry(row, ready, built.layers if built else [])
+        ready = measure.ReadySystem(system.name, system.precision, lanes[1], timer, more)
+        return systems.Entry(row, ready, built.layers if built else [])
 
-    return prepare_each(here, prepare)
+    return systems.prepare_each(here, prepare)
 
 
-def _int8_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
+def _int8_runs(here: systems.Preparation[CpuWork], system: systems.System) -> CpuRuns:
     """Return the INT8 engine of a runtime, from a graph in its own form; its kernels prove INT8."""
     session, config, backend = here.target.session, here.config, cast("BackendName", system.library)
     graph = _int8_graph(here, backend)
@@ -111,14 +95,14 @@ def _int8_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
     modules = expected_modules(session)
     gemms = [name for name in list_gemms(graph) if module_of(name) in modules]
     compute = choose_compute(backend, find_cpu(), session.recipe.precision.compute)
-    ready = ReadyGraph(graph, gemms, count_attentions(gemms, session.plan.attention))
-    profiles = profiles_of(here.target, here.options.engine_shapes, config)
-    built = build_ready(ready, path, backend, profiles, compute)
+    ready = measure.ReadyGraph(graph, gemms, count_attentions(gemms, session.plan.attention))
+    profiles = systems.profiles_of(here.target, here.options.engine_shapes, config)
+    built = measure.build_ready(ready, path, backend, profiles, compute)
     lanes = _compiled_lanes(here, backend, path.read_bytes(), compute, blob=True)
     return CpuRuns(lanes, f"{compute.upper()} where not INT8", built)
 
 
-def _int8_graph(here: Preparation[CpuWork], backend: BackendName) -> Path:
+def _int8_graph(here: systems.Preparation[CpuWork], backend: BackendName) -> Path:
     """Return the INT8 graph in the form that a runtime wants; traced once for all runtimes."""
     session, graphs = here.target.session, here.work.graphs
     if not graphs:
@@ -133,13 +117,13 @@ def _int8_graph(here: Preparation[CpuWork], backend: BackendName) -> Path:
     return graphs[backend]
 
 
-def _export_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
+def _export_runs(here: systems.Preparation[CpuWork], system: systems.System) -> CpuRuns:
     backend, compute = cast("BackendName", system.library), cast("Compute", system.precision)
     data = here.target.graphs["fp32"].read_bytes()
     return CpuRuns(_compiled_lanes(here, backend, data, compute), f"FP32 export, {compute.upper()} compute")
 
 
-def _dynamic_runs(here: Preparation[CpuWork], _: System) -> CpuRuns:
+def _dynamic_runs(here: systems.Preparation[CpuWork], _: systems.System) -> CpuRuns:
     models = here.work.models
     if "dynamic" not in models:
         from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -154,7 +138,7 @@ def _dynamic_runs(here: Preparation[CpuWork], _: System) -> CpuRuns:
     return CpuRuns(lanes, "onnxruntime.quantization.quantize_dynamic, QInt8 weights per channel")
 
 
-def _nncf_runs(here: Preparation[CpuWork], _: System) -> CpuRuns:
+def _nncf_runs(here: systems.Preparation[CpuWork], _: systems.System) -> CpuRuns:
     models = here.work.models
     if "nncf" not in models:
         import nncf
@@ -181,13 +165,13 @@ def _calibration_rows(target: Target) -> Iterator[Batch]:
         batches: Any = session.calibration_batches()
     else:
         length = min(NNCF_LONGEST, session.recipe.export.max_length)
-        batches = session_sets(session, RANDOM_BATCH, length, RANDOM_SAMPLES // RANDOM_BATCH)
+        batches = measure.session_sets(session, RANDOM_BATCH, length, RANDOM_SAMPLES // RANDOM_BATCH)
     for batch in batches:
         for row, length in enumerate(batch[MASK].sum(axis=1)):
             yield {name: batch[name][row : row + 1, :length] for name in target.family.inputs}
 
 
-def _torch_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
+def _torch_runs(here: systems.Preparation[CpuWork], system: systems.System) -> CpuRuns:
     forward = here.forward(system)
 
     def lanes(streams: int) -> Sequence[Answer]:
@@ -200,7 +184,7 @@ def _torch_runs(here: Preparation[CpuWork], system: System) -> CpuRuns:
     return CpuRuns(lanes, f"{how}, SDPA, with the mask")
 
 
-def _torch_lane(here: Preparation[CpuWork], forward: Callable[..., Any], streams: int) -> Answer:
+def _torch_lane(here: systems.Preparation[CpuWork], forward: Callable[..., Any], streams: int) -> Answer:
     import torch
 
     threads, names = max(1, (here.options.threads or 1) // streams), here.target.family.inputs
@@ -215,7 +199,7 @@ def _torch_lane(here: Preparation[CpuWork], forward: Callable[..., Any], streams
     return run
 
 
-RUNS: dict[str, Callable[[Preparation[CpuWork], System], CpuRuns]] = {
+RUNS: dict[str, Callable[[systems.Preparation[CpuWork], systems.System], CpuRuns]] = {
     "int8": _int8_runs,
     "export": _export_runs,
     "dynamic": _dynamic_runs,
@@ -226,7 +210,12 @@ RUNS: dict[str, Callable[[Preparation[CpuWork], System], CpuRuns]] = {
 
 
 def _compiled_lanes(
-    here: Preparation[CpuWork], backend: BackendName, model: Any, compute: Compute, *, blob: bool = False
+    here: systems.Preparation[CpuWork],
+    backend: BackendName,
+    model: Any,
+    compute: Compute,
+    *,
+    blob: bool = False,
 ) -> Callable[[int], Sequence[Answer]]:
     outputs, threads = list(here.target.session.config.task.kind.outputs), here.options.threads or 1
 

@@ -32,32 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.measure import (
-    CudaTimer,
-    DeviceLane,
-    Lane,
-    ReadyGraph,
-    ReadySystem,
-    SplitLane,
-    Step,
-    build_ready,
-    to_device,
-    to_pinned,
-)
+from qdqbench.eval.bench import measure, peers, systems
 from qdqbench.eval.bench.results import BenchKernels, BenchRow
-from qdqbench.eval.bench.systems import (
-    BenchPlan,
-    Config,
-    Entry,
-    Preparation,
-    SharedWork,
-    System,
-    configs_of,
-    prepare_each,
-    profiles_of,
-    systems_of,
-)
 from qdqbench.eval.bench.target import Target, model_target, recipe_for
 from qdqbench.quantize.engine.cpu_runtimes import Compute
 from qdqbench.quantize.engine.profiles import Profile, choose_profile
@@ -195,8 +171,8 @@ def build_engine(spec: EngineSpec) -> EngineResult:
     with suppress(UserError):
         check_sidecar(spec.engine, spec.onnx)
         return read(spec.proof, EngineResult, "proof of an engine", "build it again")
-    graph = ReadyGraph(spec.onnx, spec.gemms, spec.attention)
-    result = build_ready(graph, spec.engine, spec.backend, [spec.profile], spec.compute)
+    graph = measure.ReadyGraph(spec.onnx, spec.gemms, spec.attention)
+    result = measure.build_ready(graph, spec.engine, spec.backend, [spec.profile], spec.compute)
     files.write_json(spec.proof, result.model_dump(mode="json"))
     return result
 
@@ -207,16 +183,16 @@ def marker(folder: Path, mode: str, pair: Pair) -> Path:
 
 
 @dataclass
-class GpuWork(SharedWork):
+class GpuWork(systems.SharedWork):
     background: Background
     unpadded: peers.UnpaddedEncoder | None = None
     compiles: dict[tuple[str, Pair], str] = field(default_factory=dict)  # task by mode and (batch, length)
 
 
-def start_compiles(work: GpuWork, run: Path, options: BenchPlan) -> None:
+def start_compiles(work: GpuWork, run: Path, options: systems.BenchPlan) -> None:
     """Start to compile for all shapes, the slowest mode first; of a split several in a process."""
-    modes = {system.mode for system in systems_of(None, options).values() if system.mode}
-    for mode, config in product(sorted(modes, key=len, reverse=True), configs_of(options)):
+    modes = {system.mode for system in systems.systems_of(None, options).values() if system.mode}
+    for mode, config in product(sorted(modes, key=len, reverse=True), systems.configs_of(options)):
         size = SHAPES_AT_ONCE if config.split else 1
         left = [pair for pair in config.shapes if not marker(run / "bench", mode, pair).is_file()]
         for first in range(0, len(left), size):
@@ -227,7 +203,7 @@ def start_compiles(work: GpuWork, run: Path, options: BenchPlan) -> None:
 
 
 def start_export(
-    work: GpuWork, model: str, recipe: str, folder: Path, options: BenchPlan
+    work: GpuWork, model: str, recipe: str, folder: Path, options: systems.BenchPlan
 ) -> Callable[[], None]:
     """Start to export a model by another recipe into a folder; returns a function that waits for it."""
     arguments = ["export", str(folder), model, recipe, str(options.seed), str(max(options.lengths))]
@@ -236,13 +212,9 @@ def start_export(
 
 
 def prebuild(
-    work: GpuWork, target: Target, options: BenchPlan, backend: str, announce: Callable[[str], None]
+    work: GpuWork, target: Target, options: systems.BenchPlan, backend: str, announce: Callable[[str], None]
 ) -> None:
-    """Build and compile in processes, as far as nothing is timed meanwhile; waits for all of it.
-
-    Args:
-        backend: builder of engines; TensorRT's times kernels, which nothing may disturb.
-    """
+    """Build and compile in processes; waits for all of it. TensorRT times kernels: it builds alone, later."""
     target.stack.callback(work.models.clear)
     if options.splits:
         start_compiles(work, target.session.folder, options.model_copy(update={"lengths": []}))
@@ -267,10 +239,10 @@ def _forget_markers(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _all_engines(target: Target, options: BenchPlan) -> list[EngineSpec]:
+def _all_engines(target: Target, options: systems.BenchPlan) -> list[EngineSpec]:
     specs: dict[Path, EngineSpec] = {}
-    for system in systems_of(target, options).values():
-        for config in configs_of(options) if system.is_engine else ():
+    for system in systems.systems_of(target, options).values():
+        for config in systems.configs_of(options) if system.is_engine else ():
             with suppress(CheckFailed):  # no profile of the recipe takes it: the config says so
                 for spec in specs_of(target, system, config).values():
                     known = specs.setdefault(spec.engine, spec)
@@ -278,11 +250,11 @@ def _all_engines(target: Target, options: BenchPlan) -> list[EngineSpec]:
     return list(specs.values())
 
 
-def specs_of(target: Target, system: System, config: Config) -> dict[Pair, EngineSpec]:
+def specs_of(target: Target, system: systems.System, config: systems.Config) -> dict[Pair, EngineSpec]:
     """Return the engine that each (batch, length) runs in; CheckFailed where no profile takes one."""
     owner, int8 = target.extra.get(system.recipe, target), system.kind == "int8"
     session, specs = owner.session, dict[Pair, EngineSpec]()
-    profiles = profiles_of(owner, system.shapes, config)
+    profiles = systems.profiles_of(owner, system.shapes, config)
     for pair in config.shapes:
         profile = profiles[choose_profile(profiles, *pair)]
         sizes = "-".join("x".join(map(str, size)) for size in (profile.min, profile.opt, profile.max))
@@ -299,26 +271,28 @@ def specs_of(target: Target, system: System, config: Config) -> dict[Pair, Engin
     return specs
 
 
-def prepare_on_gpu(here: Preparation[GpuWork]) -> list[Entry]:
+def prepare_on_gpu(here: systems.Preparation[GpuWork]) -> list[systems.Entry]:
     import torch
 
-    timer = CudaTimer()
+    timer = measure.CudaTimer()
     here.stack.callback(torch.cuda.empty_cache)  # engines allocate outside of what torch keeps for later
     here.stack.enter_context(peers.tf32_allowed())
 
-    def prepare(system: System) -> Entry:
+    def prepare(system: systems.System) -> systems.Entry:
         if system.is_engine:
             return _prepare_engine(here, system, timer)
         unpadded = system.kind == "unpadded"
         lanes, detail = _unpadded_lanes(here, system, timer) if unpadded else _padded_lanes(here, system)
         row = BenchRow(system=system.name, status="done", detail=detail)
-        ready = ReadySystem(system.name, system.precision, lanes, timer)
-        return Entry(row, ready, kernels=partial(kernels_of, lanes[0]))
+        ready = measure.ReadySystem(system.name, system.precision, lanes, timer)
+        return systems.Entry(row, ready, kernels=partial(kernels_of, lanes[0]))
 
-    return prepare_each(here, prepare)
+    return systems.prepare_each(here, prepare)
 
 
-def _prepare_engine(here: Preparation[GpuWork], system: System, timer: CudaTimer) -> Entry:
+def _prepare_engine(
+    here: systems.Preparation[GpuWork], system: systems.System, timer: measure.CudaTimer
+) -> systems.Entry:
     specs = specs_of(here.target, system, here.config)
     single = {spec.engine: spec for spec in specs.values()}
     proofs = [build_engine(spec) for spec in single.values()]
@@ -343,12 +317,16 @@ def _prepare_engine(here: Preparation[GpuWork], system: System, timer: CudaTimer
         engine_bytes=None if more else first.memory.engine_bytes,
         activation_bytes=None if more else first.memory.activation_bytes,
     )
-    return Entry(row, ReadySystem(system.name, system.precision, lanes, timer), proofs[0].layers)
+    return systems.Entry(
+        row, measure.ReadySystem(system.name, system.precision, lanes, timer), proofs[0].layers
+    )
 
 
-def _bind_lanes(here: Preparation[GpuWork], bind: Callable[[int, int, Any], Any]) -> tuple[list[Lane], str]:
+def _bind_lanes(
+    here: systems.Preparation[GpuWork], bind: Callable[[int, int, Any], Any]
+) -> tuple[list[measure.Lane], str]:
     """Return one lane per stream from a function (batch, length, stream) -> Bound, and how it runs."""
-    lanes: list[Lane] = []
+    lanes: list[measure.Lane] = []
     detail, split = "", here.config.split
     for _ in range(1 if split else max(here.options.streams)):
         stream, bounds = None, dict[tuple[int, ...], Any]()
@@ -357,17 +335,19 @@ def _bind_lanes(here: Preparation[GpuWork], bind: Callable[[int, int, Any], Any]
             stream = bound.stream  # all shapes of a lane share one stream
             detail = getattr(bound, "detail", None) or ("" if bound.captured else "no ") + "CUDA graph"
         if split is None:
-            lanes.append(DeviceLane(bound, [to_device(batch) for batch in here.batches]))
+            lanes.append(measure.DeviceLane(bound, [measure.to_device(batch) for batch in here.batches]))
             continue
         steps = [
-            Step(bounds[batch["input_ids"].shape], to_pinned(batch), np.arange(rows))
+            measure.Step(bounds[batch["input_ids"].shape], measure.to_pinned(batch), np.arange(rows))
             for batch, rows in zip(here.batches, split.rows, strict=True)
         ]
-        lanes.append(SplitLane(steps))
+        lanes.append(measure.SplitLane(steps))
     return lanes, detail
 
 
-def _padded_lanes(here: Preparation[GpuWork], system: System) -> tuple[list[Lane], str]:
+def _padded_lanes(
+    here: systems.Preparation[GpuWork], system: systems.System
+) -> tuple[list[measure.Lane], str]:
     """Bind PyTorch to the shapes of a config; CheckFailed where it was not compiled in time."""
     failed = here.work.background.failed
     for pair in here.config.shapes:
@@ -387,7 +367,9 @@ def _padded_lanes(here: Preparation[GpuWork], system: System) -> tuple[list[Lane
     return _bind_lanes(here, bind)
 
 
-def _unpadded_lanes(here: Preparation[GpuWork], system: System, timer: CudaTimer) -> tuple[list[Lane], str]:
+def _unpadded_lanes(
+    here: systems.Preparation[GpuWork], system: systems.System, timer: measure.CudaTimer
+) -> tuple[list[measure.Lane], str]:
     """Bind the unpadded encoder to a config, a split in launches of the size that takes the least time."""
     session, split = here.target.session, here.config.split
     if reason := peers.refusal(session.fp32_model.config.model_type, here.target.family.name):
@@ -400,20 +382,20 @@ def _unpadded_lanes(here: Preparation[GpuWork], system: System, timer: CudaTimer
         packings = [
             peers.pack_rows(peers.unpadded_rows(batch), 1, encoder.positions_of) for batch in here.batches
         ]
-        sets = [to_device({PACKED: packing.launches[0]}) for packing in packings]
+        sets = [measure.to_device({PACKED: packing.launches[0]}) for packing in packings]
         runs = [_bind_packed(encoder, packings[0], here.config) for _ in range(max(here.options.streams))]
-        return [DeviceLane(run, sets) for run in runs], runs[0].detail
+        return [measure.DeviceLane(run, sets) for run in runs], runs[0].detail
     counted = zip(here.batches, split.rows, strict=True)
     rows = [row for batch, count in counted for row in peers.unpadded_rows(batch)[:count]]
-    best: tuple[float, Lane, str] | None = None
+    best: tuple[float, measure.Lane, str] | None = None
     for count in peers.launch_counts(split.real_tokens, len(rows)):
         packing = peers.pack_rows(rows, count, encoder.positions_of)
         run = _bind_packed(encoder, packing, here.config)
         steps = []
         for number, (flat, used) in enumerate(zip(packing.launches, packing.counts, strict=True)):
             answers = packing.first_tokens(number) if encoder.of_tokens else np.arange(used)
-            steps.append(Step(run, to_pinned({PACKED: flat}), answers))
-        lane = SplitLane(steps)
+            steps.append(measure.Step(run, measure.to_pinned({PACKED: flat}), answers))
+        lane = measure.SplitLane(steps)
         ms = statistics.median(timer.latencies(lane, TRIED)[1:])
         if best is None or ms < best[0]:
             best = (ms, lane, run.detail)
@@ -421,7 +403,9 @@ def _unpadded_lanes(here: Preparation[GpuWork], system: System, timer: CudaTimer
     return [best[1]], f"{best[2]}, the fastest size"
 
 
-def _bind_packed(encoder: peers.UnpaddedEncoder, packing: peers.Packing, config: Config) -> peers.TorchRun:
+def _bind_packed(
+    encoder: peers.UnpaddedEncoder, packing: peers.Packing, config: systems.Config
+) -> peers.TorchRun:
     length, launches = config.length, len(packing.launches)
     size = f"{packing.tokens} tokens a launch"
     if length is None:
@@ -434,7 +418,7 @@ def _bind_packed(encoder: peers.UnpaddedEncoder, packing: peers.Packing, config:
         return answers
 
     how = f"packed tokens, varlen attention, torch.compile, {size}"
-    return peers.TorchRun(forward, to_device({PACKED: packing.launches[0]}), how)
+    return peers.TorchRun(forward, measure.to_device({PACKED: packing.launches[0]}), how)
 
 
 def is_fused_attention(name: str) -> bool:
@@ -454,7 +438,7 @@ def kernels_in(names: "Counter[str]") -> BenchKernels:
     )
 
 
-def kernels_of(lane: Lane) -> BenchKernels:
+def kernels_of(lane: measure.Lane) -> BenchKernels:
     """Profile the kernels of one inference, a replayed CUDA graph's too."""
     import torch
     from torch.profiler import ProfilerActivity, profile

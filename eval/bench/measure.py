@@ -563,19 +563,14 @@ def build_ready(
     )
 
 
-def alone_on_gpu() -> contextlib.AbstractContextManager[None]:
-    """Lock this GPU against other timings by qdqbench; UserError where one runs."""
-    fix = "give each worker a GPU of its own with CUDA_VISIBLE_DEVICES"
-    return _alone("GPU", gpu_uuid() or "gpu", fix)
-
-
-def alone_on_cpu() -> contextlib.AbstractContextManager[None]:
-    """Lock this CPU against other timings by qdqbench; UserError where one runs."""
-    return _alone("CPU", "cpu", "run this when it has ended, or workers on machines of their own")
-
-
 @contextlib.contextmanager
-def _alone(kind: str, name: str, fix: str) -> Iterator[None]:
+def alone(*, on_cpu: bool) -> Iterator[None]:
+    """Lock this GPU or CPU against other timings by qdqbench; UserError where one runs."""
+    if on_cpu:
+        kind, name, fix = "CPU", "cpu", "run this when it has ended, or workers on machines of their own"
+    else:
+        kind, name = "GPU", gpu_uuid() or "gpu"
+        fix = "give each worker a GPU of its own with CUDA_VISIBLE_DEVICES"
     # one for each user: the kernel refuses the files of others in the temporary folder
     lock = FileLock(Path(tempfile.gettempdir()) / f"qdqbench-{name}-{os.getuid()}.lock", timeout=0)
     try:

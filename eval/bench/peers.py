@@ -214,9 +214,7 @@ def launch_counts(tokens: int, rows: int) -> list[int]:
 class UnpaddedEncoder:
     """A transformers model on packed tokens, with its own embeddings and head.
 
-    Args:
-        model: on its device in its precision; its base model must run nowhere else from now on.
-        compiled: layers and embeddings go through torch.compile, one graph for each size of a launch.
+    Its base model must run nowhere else from now on. Compiled it has one graph for each size of a launch.
     """
 
     def __init__(self, model: "PreTrainedModel", *, compiled: bool = True) -> None:

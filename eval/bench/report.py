@@ -3,7 +3,6 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,30 +21,8 @@ from qdqbench.eval.bench.results import (
     row_of,
     speedup_of,
 )
+from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.document import (
-    EVERYWHERE,
-    SCREEN,
-    Block,
-    Bullets,
-    Cell,
-    Chart,
-    Column,
-    Columns,
-    Fold,
-    Prose,
-    Report,
-    Row,
-    Section,
-    State,
-    Table,
-    Tile,
-    Verdict,
-    bad_unless,
-    page_of,
-    row,
-    table_of,
-)
 from qdqbench.eval.reporting.formats import cleaned, count_of, flat, known, label, model_label, size
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.quantize.utils import files
@@ -84,7 +61,7 @@ ENGINE_SHAPES = {
     "recipe": "engines for the recipe's shapes",
 }
 GPU_UNITS = {"clock_mhz": "MHz", "power_w": "W", "temperature_c": "°C"}
-Rows = list[tuple[str, list[Cell]]]
+Rows = list[tuple[str, list[doc.Cell]]]
 Measurement = tuple[BenchConfig, BenchRow]
 
 
@@ -170,30 +147,25 @@ def _line(
         axes.plot(*zip(*points, strict=True), **look, label=label)
 
 
-@dataclass(frozen=True)
-class BenchView:
-    errors: list[str]
-    measured: Bench | None = None  # None: unreadable
-
-
 def write_bench_reports(bench: Bench, folder: Path) -> list[Path]:
     """Write `bench.md` and `bench.html`; of a run directory the caller writes the run's own report again."""
     return write_report(bench_report(bench), folder, "bench")
 
 
-def bench_report(bench: Bench) -> Report:
+def bench_report(bench: Bench) -> doc.Report:
     bench = cleaned(bench)
     ratios = [headline_of(bench.systems, config) for config in bench.configs]
     facts = {"Settings": flat(bench.settings.model_dump()), "Model": flat(bench.target.model_dump())}
     title = f"{model_label(bench.target.name)}{' (random weights)' if bench.target.random_weights else ''}"
-    return Report(
-        page_of(bench, "speed", title, [str(bench.recipe.get("name", "recipe"))], BENCH_FILE, facts=facts),
-        [Section("speed", "Speed", _blocks(bench))],
+    about = [str(bench.recipe.get("name", "recipe"))]
+    return doc.Report(
+        doc.page_of(bench, "speed", title, about, BENCH_FILE, facts=facts),
+        [doc.Section("speed", "Speed", _blocks(bench))],
         _verdict(bench, ratios),
         tiles=[
-            Tile(config_text(bench, config), f"{ratio.value:.2f}x",
+            doc.Tile(config_text(bench, config), f"{ratio.value:.2f}x",
                  f"over {_named(bench, config, ratio.baseline).text} ms",
-                 bad_unless(ratio.verdict != "slower"))
+                 doc.bad_unless(ratio.verdict != "slower"))
             for config, ratio in [*zip(bench.configs, ratios, strict=True)][:5]
             if ratio is not None
         ],
@@ -202,35 +174,35 @@ def bench_report(bench: Bench) -> Report:
     )  # fmt: skip
 
 
-def bench_blocks(view: BenchView) -> list[Block]:
-    if view.measured is None:
-        return [Bullets(view.errors, "bad")]
-    bench = cleaned(view.measured)
+def bench_blocks(found: Bench | str) -> list[doc.Block]:
+    if isinstance(found, str):
+        return [doc.Bullets([found], "bad")]
+    bench = cleaned(found)
     random = " (random weights)" if bench.target.random_weights else ""
-    failures = [*view.errors, *slow_lines(bench)]
+    failures = [*bench.errors, *slow_lines(bench)]
     return [
-        *([Bullets(failures, "bad")] if failures else []),
+        *([doc.Bullets(failures, "bad")] if failures else []),
         f"{bench.target.name}{random}, {bench.recipe.get('name', 'recipe')}. {hardware(bench)}.",
-        *(Prose(line, "unclear") for line in (*bench.warnings, *bench.notes)),
+        *(doc.Prose(line, "unclear") for line in (*bench.warnings, *bench.notes)),
         *_blocks(bench),
     ]
 
 
-def bench_of(folder: Path) -> BenchView | None:
-    """Return the bench of a run directory for its report; None where there is none.
+def bench_of(folder: Path) -> Bench | str | None:
+    """Return the bench of a run directory, why it cannot be read, or None where there is none.
 
-    A bench that is not readable, or of other ONNX files than those there now, says so in an error.
+    Of other ONNX files than those there now it says so in an error.
     """
     if not (folder / BENCH_FILE).is_file():
         return None
     try:
         bench = read_bench(folder / BENCH_FILE)
     except UserError as error:
-        return BenchView([str(error)])
+        return str(error)
     if stale := stale_files(bench, folder):
         again = f"{', '.join(stale)} changed after this bench: its figures are of other files, measure again"
         bench = bench.model_copy(update={"errors": [again, *bench.errors]})
-    return BenchView(bench.errors, bench)
+    return bench
 
 
 def stale_files(bench: Bench, folder: Path) -> list[str]:
@@ -314,14 +286,14 @@ def config_text(bench: Bench, config: BenchConfig) -> str:
     )
 
 
-def ratio_cell(ratio: Speedup | None) -> Cell:
+def ratio_cell(ratio: Speedup | None) -> doc.Cell:
     """Return a speed-up with its interval; bad where both are below 1."""
     if ratio is None:
-        return Cell()
+        return doc.Cell()
     interval = f" [{ratio.ci95_low:.2f}, {ratio.ci95_high:.2f}]" if ratio.ci95_low is not None else ""
     verdict = "" if ratio.verdict == "faster" else f" {ratio.verdict}"
     value = f"{ratio.value:.2f}x"
-    return Cell(f"{value}{interval}{verdict}", bad_unless(ratio.verdict != "slower"), short=value)
+    return doc.Cell(f"{value}{interval}{verdict}", doc.bad_unless(ratio.verdict != "slower"), short=value)
 
 
 def milliseconds(value: float | None) -> str:
@@ -329,16 +301,16 @@ def milliseconds(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def latency_cell(bench: Bench, config: BenchConfig, name: str) -> Cell:
+def latency_cell(bench: Bench, config: BenchConfig, name: str) -> doc.Cell:
     tried = next((each for each in config.rows if each.system == name and each.status != "skipped"), None)
     if tried is None:
-        return Cell("not measured")
+        return doc.Cell("not measured")
     if tried.status == "error":
-        return Cell("error", "bad")
+        return doc.Cell("error", "bad")
     precision = next(system.precision for system in bench.systems if system.name == name)
     fault = " FP32" if tried.fp32_gemms(precision) else ""
     fault = fault if tried.in_best_form else " unfused"
-    return Cell(f"{milliseconds(tried.median_ms)}{fault}", bad_unless(not fault))
+    return doc.Cell(f"{milliseconds(tried.median_ms)}{fault}", doc.bad_unless(not fault))
 
 
 def latency_rows(bench: Bench) -> Rows:
@@ -355,15 +327,15 @@ def headline_title(bench: Bench) -> str:
     return f"INT8 over the fastest FP16{' engine' if engines_alone else ''}"
 
 
-def headline_cells(bench: Bench, config: BenchConfig) -> list[Cell]:
+def headline_cells(bench: Bench, config: BenchConfig) -> list[doc.Cell]:
     if (best := headline_of(bench.systems, config)) is None:
-        return [Cell("not measured"), Cell(), Cell()]
+        return [doc.Cell("not measured"), doc.Cell(), doc.Cell()]
     return [ratio_cell(best), *(_named(bench, config, name) for name in (best.system, best.baseline))]
 
 
-def _named(bench: Bench, config: BenchConfig, name: str) -> Cell:
+def _named(bench: Bench, config: BenchConfig, name: str) -> doc.Cell:
     cell = latency_cell(bench, config, name)
-    return Cell(f"{bench.labels[name]} {cell.text}", cell.state)
+    return doc.Cell(f"{bench.labels[name]} {cell.text}", cell.state)
 
 
 def ratio_rows(bench: Bench) -> Rows:
@@ -383,17 +355,17 @@ def ratio_rows(bench: Bench) -> Rows:
     return rows
 
 
-def _verdict(bench: Bench, ratios: Sequence[Speedup | None]) -> Verdict:
+def _verdict(bench: Bench, ratios: Sequence[Speedup | None]) -> doc.Verdict:
     verdicts, slow = Counter(ratio.verdict for ratio in ratios if ratio is not None), slow_lines(bench)
-    state: State = "" if slow else "good"
+    state: doc.State = "" if slow else "good"
     if bench.errors or not bench.configs or verdicts["slower"]:
         state = "bad"
     elif verdicts["inconclusive"]:
         state = "unclear"
-    return Verdict(state, _title(bench, verdicts, state), hardware(bench), [*bench.errors, *slow])
+    return doc.Verdict(state, _title(bench, verdicts, state), hardware(bench), [*bench.errors, *slow])
 
 
-def _title(bench: Bench, verdicts: Mapping[SpeedVerdict, int], state: State) -> str:
+def _title(bench: Bench, verdicts: Mapping[SpeedVerdict, int], state: doc.State) -> str:
     shapes = count_of(len(bench.configs), "shape")
     if bench.errors or not bench.configs:
         return "The measurement has errors" if bench.errors else "Nothing was measured"
@@ -404,31 +376,37 @@ def _title(bench: Bench, verdicts: Mapping[SpeedVerdict, int], state: State) -> 
     return "INT8 is faster" if state == "good" else "INT8 is as fast"
 
 
-def _blocks(bench: Bench) -> list[Block]:
+def _blocks(bench: Bench) -> list[doc.Block]:
     names = [config_text(bench, config) for config in bench.configs]
     medians = [*latency_rows(bench), *ratio_rows(bench)]
-    heads = [row(name, *headline_cells(bench, each)) for name, each in zip(names, bench.configs, strict=True)]
+    heads = [
+        doc.row(name, *headline_cells(bench, each)) for name, each in zip(names, bench.configs, strict=True)
+    ]
     columns = ["shape", headline_title(bench), "INT8, ms", "baseline, ms"]
     draws: list[Callable[[Bench], str]] = [latency_svg, speedup_svg, throughput_svg]
-    interrupted = Prose("Interrupted: only the shapes that were finished are here.", "unclear", EVERYWHERE)
+    interrupted = doc.Prose(
+        "Interrupted: only the shapes that were finished are here.", "unclear", doc.EVERYWHERE
+    )
     count = sum(len(config.rows) for config in bench.configs)
-    blocks: list[Block] = [] if bench.complete else [interrupted]
-    blocks.append(Table(columns, heads, look="full cards", on=EVERYWHERE))
-    rows = [row(name, *cells) for name, cells in medians]
-    blocks.append(Table(["median latency, ms", *names], rows, look="full names"))
+    blocks: list[doc.Block] = [] if bench.complete else [interrupted]
+    blocks.append(doc.Table(columns, heads, look="full cards", on=doc.EVERYWHERE))
+    rows = [doc.row(name, *cells) for name, cells in medians]
+    blocks.append(doc.Table(["median latency, ms", *names], rows, look="full names"))
     for part in (slice(first, first + SCREEN_CONFIGS) for first in range(0, len(names), SCREEN_CONFIGS)):
-        rows = [row(name, *cells[part]) for name, cells in medians]
-        blocks.append(Table(["median, ms", *names[part]], rows, on=SCREEN))
+        rows = [doc.row(name, *cells[part]) for name, cells in medians]
+        blocks.append(doc.Table(["median, ms", *names[part]], rows, on=doc.SCREEN))
     return [
         *blocks,
-        Prose(clocks(bench), on=EVERYWHERE),
-        Columns([[Chart(partial(draw, bench))] for draw in draws]),
-        Fold(f"Percentiles, throughput, clock and power of all {count} measurements", [_details(bench)]),
-        Prose(f"{method(bench)} Measured by `{bench.command}`; every number is in `{BENCH_FILE}`.", "quiet"),
+        doc.Prose(clocks(bench), on=doc.EVERYWHERE),
+        doc.Columns([[doc.Chart(partial(draw, bench))] for draw in draws]),
+        doc.Fold(f"Percentiles, throughput, clock and power of all {count} measurements", [_details(bench)]),
+        doc.Prose(
+            f"{method(bench)} Measured by `{bench.command}`; every number is in `{BENCH_FILE}`.", "quiet"
+        ),
     ]
 
 
-def _details(bench: Bench) -> Table:
+def _details(bench: Bench) -> doc.Table:
     task, labels = label(bench.settings.dataset or ""), bench.labels
     clocks, digits = (GPU_UNITS, 0) if bench.device == "gpu" else ({"cpu_ms": "CPU ms"}, 1)
 
@@ -442,7 +420,7 @@ def _details(bench: Bench) -> Table:
         config, measured = each
         return "reference" if measured.system == config.reference else known(measured.rel_error, ".2g")
 
-    columns: list[Column[Measurement]] = [
+    columns: list[doc.Column[Measurement]] = [
         ("shape", lambda each: config_label(each[0], task)),
         ("system", lambda each: labels[each[1].system]),
         ("p50 ms", lambda each: milliseconds(each[1].p50_ms)),
@@ -458,22 +436,22 @@ def _details(bench: Bench) -> Table:
         ("how", _how),
     ]
 
-    def unmeasured(each: Measurement) -> Row | None:
+    def unmeasured(each: Measurement) -> doc.Row | None:
         config, failed = each
         if failed.status == "done":
             return None
         blank = [""] * (len(columns) - 3)
-        reason = Cell(f"{failed.status}: {failed.reason}", bad_unless(failed.status != "error"))
-        return row(config_label(config, task), labels[failed.system], *blank, reason)
+        reason = doc.Cell(f"{failed.status}: {failed.reason}", doc.bad_unless(failed.status != "error"))
+        return doc.row(config_label(config, task), labels[failed.system], *blank, reason)
 
     every = [(config, each) for config in bench.configs for each in config.rows]
-    return table_of(every, *columns, instead=unmeasured, texts=(0, 1), look="sortable")
+    return doc.table_of(every, *columns, instead=unmeasured, texts=(0, 1), look="sortable")
 
 
-def _int8_gemms(each: Measurement) -> Cell:
+def _int8_gemms(each: Measurement) -> doc.Cell:
     measured = each[1]
     proof = "" if measured.int8_gemms is None else f"{measured.int8_gemms}/{measured.expected_int8_gemms}"
-    return Cell(proof, bad_unless(not measured.not_int8))
+    return doc.Cell(proof, doc.bad_unless(not measured.not_int8))
 
 
 def _how(each: Measurement) -> str:

@@ -17,7 +17,7 @@ from qdqbench.eval.bench import peers
 from qdqbench.eval.bench.measure import ReadySystem, random_sets
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSettings, BenchSystem, Device, Precision
 from qdqbench.eval.bench.target import BatchedSplit, Target
-from qdqbench.quantize.engine.backend import choose_backend, preferred_backend
+from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.pipeline.artifacts import engine_profiles
 from qdqbench.quantize.utils.arrays import Batch
@@ -169,10 +169,6 @@ def own_backend(choice: BackendChoice) -> BackendName:
     if choice not in CPU_BACKENDS:
         choice = next(name for name in CPU_BACKENDS if find_spec(name))  # ONNX Runtime is always there
     return choose_backend(choice).name
-
-
-def runs_on_cpu(choice: BackendChoice) -> bool:
-    return preferred_backend(choice) in CPU_BACKENDS
 
 
 def why_absent(system: System) -> str | None:

@@ -64,16 +64,11 @@ def mark(holds: bool) -> Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
-
-    `look` is CSS classes: full (width), cards (a row is a card on a phone), names (long first column),
-    sortable, grid (of datatypes).
-    """
-
     columns: Sequence[str]
     rows: Sequence[Row]
     title: str = ""
     texts: Sequence[int] = (0,)  # columns of words, aligned left; -1 is the last one. The others are numbers
+    # CSS classes: full (width), cards (a row is one on a phone), names (long first column), sortable, grid
     look: str = "full"
     foot: Sequence[Row] = ()
     filter: str = ""  # what a page can filter, which makes it scroll: "texts and answers"
@@ -94,11 +89,7 @@ def table_of(
     instead: Callable[[Item], Row | None] = lambda item: None,
     **more: Any,
 ) -> Table:
-    """Return a table with a row for each item; `more` are other fields of `Table`.
-
-    Args:
-        instead: a row in place of the columns' cells, for an item that failed or was skipped.
-    """
+    """Return a table with a row for each item, or `instead` of a failed one; `more` are fields of `Table`."""
     rows = [instead(item) or row(*(show(item) for _, show in columns), chosen=chosen(item)) for item in items]
     return Table([name for name, _ in columns], rows, **more)
 
@@ -231,15 +222,8 @@ def page_of(result: Any, kind: str, title: str, about: Sequence[str], record: st
 
 def page_of_choice(result: Any, kind: str, record: str, *more: tuple[str, str]) -> Page:
     """Return the page of a result that chooses a recipe: it has `model`, `task`, `data` and `seed` too."""
-    facts = [*flat(result.model, "model"), *flat(result.data, "data"), ("seed", str(result.seed)), *more]
+    settings = [*flat(result.model, "model"), *flat(result.data, "data"), ("seed", str(result.seed)), *more]
+    facts, name = {"Model, data and settings": settings}, model_label(result.model["name"])
     recipe = getattr(result, "recipe", None)
     about = [label(result.task["name"]), *([recipe["name"]] if recipe else [])]
-    return page_of(
-        result,
-        kind,
-        model_label(result.model["name"]),
-        about,
-        record,
-        facts={"Model, data and settings": facts},
-        recipe=recipe,
-    )
+    return page_of(result, kind, name, about, record, facts=facts, recipe=recipe)

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
 TEMPLATES = Path(__file__).parent / "templates"
-Leaf = (
-    doc.Prose | doc.Bullets | doc.Table | doc.Pairs | doc.Chart | doc.Code | doc.Fold
-)  # of which the last has no blocks
+# a fold without its blocks
+Leaf = doc.Prose | doc.Bullets | doc.Table | doc.Pairs | doc.Chart | doc.Code | doc.Fold
 MOST_REMARKS, MOST_FAILURES = 3, 5  # of each kind, on a terminal
 SIGNS: dict[doc.State, str] = {"good": "✓", "bad": "✗", "unclear": "?"}
 STYLES: dict[doc.State, str] = {"good": "green", "bad": "red", "unclear": "yellow", "quiet": "dim"}
@@ -154,7 +153,6 @@ def _line(text: str, like: str = "") -> str:
 
 
 def text_columns(table: doc.Table) -> set[int]:
-    """Return the numbers of a table's columns of words."""
     return {at % len(table.columns) for at in table.texts} if table.columns else set()
 
 

@@ -64,8 +64,7 @@ def svg_of(figure: Any, name: str, description: str) -> str:
     return re.sub(r"<svg\b[^>]*>", lambda _: head, svg, count=1)
 
 
-# a line to hold
-LIMIT_LINE: dict[str, Any] = {"color": VERMILLION, "linestyle": (0, (4, 2)), "linewidth": 1.2}
+LIMIT_LINE: dict[str, Any] = {"color": VERMILLION, "linestyle": (0, (4, 2)), "linewidth": 1.2}  # to hold
 
 
 def dress(axes: Any, title: str, grid: Literal["x", "y", "both"] | None = "y") -> None:

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from qdqbench.eval.bench.report import BenchView, bench_blocks, bench_of
+from qdqbench.eval.bench.report import bench_blocks, bench_of
+from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.reporting.document import (
     SCREEN,
     Block,
@@ -111,7 +112,7 @@ def too_slow(folder: Path) -> list[str]:
     return [issue_sentence(issue) for issue in failures if issue.code == "min_speedup"]
 
 
-def run_report(results: Results, bench: BenchView | None = None, folder: Path | None = None) -> Report:
+def run_report(results: Results, bench: Bench | str | None = None, folder: Path | None = None) -> Report:
     """Return the report of a run; without a bench and a folder, what a terminal shows of it."""
     results = cleaned(results)
     recipe, begin = results.recipe, where_to_begin(folder / DEPLOY, Path(DEPLOY)) if folder else None
@@ -319,14 +320,16 @@ def _stages_table(results: Results, metrics: list[str]) -> Table:
 # Speed and cost
 
 
-def _speed_section(results: Results, bench: BenchView | None) -> list[Section]:
+def _speed_section(results: Results, bench: Bench | str | None) -> list[Section]:
     if bench is None:
         return []
     verdicts = {speed.verdict for speed in results.speed}
     state: State = "good" if verdicts == {"faster"} else ""
-    if bench.errors or "slower" in verdicts or any(i.code == "min_speedup" for i in results.gate.failures):
+    measured = None if isinstance(bench, str) else bench
+    broken = measured is None or bool(measured.errors)
+    if broken or "slower" in verdicts or any(i.code == "min_speedup" for i in results.gate.failures):
         state = "bad"
-    blocks = [*bench_blocks(bench), *sections.tradeoff_blocks(results, bench.measured)]
+    blocks = [*bench_blocks(bench), *sections.tradeoff_blocks(results, measured)]
     return [Section("speed", "Speed", blocks, state)]
 
 

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from qdqbench.eval.bench.measure import ReadyGraph, alone_on_cpu, alone_on_gpu, measure_speedup, open_engine
+from qdqbench.eval.bench.measure import ReadyGraph, alone, measure_speedup, open_engine
 from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.gate import NOISE, drop_issue, slow_issue
 from qdqbench.eval.metrics.logits import Logits, read_logits
@@ -318,7 +318,7 @@ class AutoRun:
         with ExitStack() as stack:
             for waited in range(WAITS + 1):
                 try:
-                    stack.enter_context(alone_on_cpu() if on_cpu else alone_on_gpu())
+                    stack.enter_context(alone(on_cpu=on_cpu))
                     break
                 except UserError:
                     if waited == WAITS:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from qdqbench.eval.bench.measure import (
     OpenEngine,
-    alone_on_cpu,
-    alone_on_gpu,
+    alone,
     measure_speedup,
     open_engine,
     write_engine_graph,
@@ -253,7 +252,7 @@ def _open_timer(
     session: Session, options: SearchOptions, work: Workspace, stack: ExitStack
 ) -> tuple[Source, Measure]:
     source = measured_source(session, options)
-    stack.enter_context(alone_on_cpu() if source.cpu else alone_on_gpu())
+    stack.enter_context(alone(on_cpu=source.cpu is not None))
     folder = session.folder / f"engines-{os.getpid()}"
     shape = options.batch, options.length
     baseline: list[OpenEngine] = []

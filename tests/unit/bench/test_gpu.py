@@ -116,11 +116,13 @@ def device(monkeypatch):
     monkeypatch.setattr(gpu, "build_engine", make)
     monkeypatch.setattr(gpu, "Engine", FakeEngine)
     monkeypatch.setattr(artifacts, "expected_gemms", lambda session: ["/a/MatMul"])
-    monkeypatch.setattr(gpu, "CudaTimer", lambda: Timer)
-    monkeypatch.setattr(gpu, "to_device", dict)
-    monkeypatch.setattr(gpu, "DeviceLane", lambda bound, sets: SimpleNamespace(bound=bound, sets=sets))
-    monkeypatch.setattr(gpu, "SplitLane", lambda steps: SimpleNamespace(steps=steps))
-    monkeypatch.setattr(gpu, "to_pinned", dict)
+    monkeypatch.setattr(gpu.measure, "CudaTimer", lambda: Timer)
+    monkeypatch.setattr(gpu.measure, "to_device", dict)
+    monkeypatch.setattr(
+        gpu.measure, "DeviceLane", lambda bound, sets: SimpleNamespace(bound=bound, sets=sets)
+    )
+    monkeypatch.setattr(gpu.measure, "SplitLane", lambda steps: SimpleNamespace(steps=steps))
+    monkeypatch.setattr(gpu.measure, "to_pinned", dict)
     monkeypatch.setattr(gpu.peers, "example", lambda inputs, batch, length, device: (batch, length))
     monkeypatch.setattr(gpu.peers, "UnpaddedEncoder", FakeEncoder)
     monkeypatch.setattr(

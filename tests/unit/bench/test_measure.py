@@ -51,7 +51,7 @@ def work(folder, tmp_path, monkeypatch):
 def measure(work, monkeypatch):
     """The function that gives latencies, on a GPU that is not there."""
     fake_engines.install(monkeypatch)
-    monkeypatch.setattr(workspace, "alone_on_gpu", nullcontext)
+    monkeypatch.setattr(workspace, "alone", lambda **_: nullcontext())
     monkeypatch.setattr(workspace, "find_gpu", lambda: Gpu("fake GPU", "0.0", None))
     monkeypatch.setattr(
         workspace, "choose_backend", lambda wanted: type("B", (), {"name": "fake", "version": "0"})
@@ -123,13 +123,13 @@ def test_a_shape_outside_of_the_profile_is_refused(work):
 def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(timing, "gpu_uuid", lambda: "GPU-1")
-    with timing.alone_on_gpu():
-        with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"), timing.alone_on_gpu():
+    with timing.alone(on_cpu=False):
+        with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"), timing.alone(on_cpu=False):
             pass
         monkeypatch.setattr(timing, "gpu_uuid", lambda: "GPU-2")
-        with timing.alone_on_gpu():
+        with timing.alone(on_cpu=False):
             pass
-    with timing.alone_on_gpu():
+    with timing.alone(on_cpu=False):
         pass
 
 
@@ -142,7 +142,7 @@ def test_a_cpu_measures_where_its_runtime_is_the_backend(work, monkeypatch, comp
     monkeypatch.setattr("qdqbench.quantize.pipeline.artifacts.find_cpu", lambda: cpu)
     monkeypatch.setattr(workspace, "find_cpu", lambda: cpu)
     monkeypatch.setattr(workspace, "find_gpu", lambda: Gpu("not used", "0.0", None))
-    monkeypatch.setattr(workspace, "alone_on_cpu", nullcontext)
+    monkeypatch.setattr(workspace, "alone", lambda **_: nullcontext())
     made = type("B", (), {"name": "openvino", "version": "0"})
     monkeypatch.setattr(workspace, "choose_backend", lambda wanted: made)
     fake_engines.install(monkeypatch)
@@ -167,9 +167,9 @@ def test_a_cpu_measures_where_its_runtime_is_the_backend(work, monkeypatch, comp
 def test_one_process_times_on_a_cpu_at_a_time(work, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     session = on_a_cpu(work)
-    with timing.alone_on_cpu(), pytest.raises(UserError, match="engines on this CPU"):
+    with timing.alone(on_cpu=True), pytest.raises(UserError, match="engines on this CPU"):
         workspace.open_source(session, OPTIONS, work, ExitStack())
-    with timing.alone_on_cpu():
+    with timing.alone(on_cpu=True):
         pass
 
 
@@ -218,5 +218,5 @@ def test_models_are_made_from_shared_calibrations(work, monkeypatch):
 def test_a_lock_that_cannot_be_opened_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / f"qdqbench-cpu-{os.getuid()}.lock").mkdir()
-    with pytest.raises(UserError, match=r"cannot lock .*; remove it"), timing.alone_on_cpu():
+    with pytest.raises(UserError, match=r"cannot lock .*; remove it"), timing.alone(on_cpu=True):
         pass

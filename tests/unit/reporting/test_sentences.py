@@ -90,8 +90,7 @@ def _bench(bench: Bench, folder: Path, min_speedup: float | None = None) -> Outc
     speeds = [(ratio.value, ratio.verdict) for ratio in judged.speed]
     codes = [(issue.code, issue.state) for issue in judged.gate.issues]
     view = bench_of(folder)
-    assert view is not None
-    assert view.measured is not None
+    assert isinstance(view, Bench)
     record = bench.model_copy(update={"errors": []}, deep=True)
     for row in (row for config in record.configs for row in config.rows):
         row.reason = None  # a sentence, as are the errors
