@@ -11,26 +11,8 @@ from pydantic import ValidationError
 
 from qdqbench.eval.metrics.gate import NOISE
 from qdqbench.eval.metrics.runners import placed
+from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.document import (
-    EVERYWHERE,
-    PAGE,
-    SCREEN,
-    Block,
-    Bullets,
-    Cell,
-    Chart,
-    Columns,
-    Prose,
-    Report,
-    Row,
-    Section,
-    Table,
-    Tile,
-    Verdict,
-    page_of_choice,
-    row,
-)
 from qdqbench.eval.reporting.formats import DIVERGENCES, cleaned, label, seconds, sentence
 from qdqbench.eval.selection.trials.calibrations import (
     SharedCalibration,
@@ -337,7 +319,7 @@ def compare_trials(tried: list[Trial]) -> list[MethodRow]:
     return rows
 
 
-def methods_report(methods: Methods) -> Report:
+def methods_report(methods: Methods) -> doc.Report:
     methods = cleaned(methods)
     wall = seconds(methods.timings["total_s"])
     settings = [("batch size", str(methods.batch_size)), ("time of all rows", wall)]
@@ -359,27 +341,29 @@ def methods_report(methods: Methods) -> Report:
         "differences of at most two of them. amax / rms is the largest of an activation. Time is that of the "
         "passes over the calibration data, also where rows share them, and of what the row adds.",
     )
-    blocks: list[Block] = [
+    blocks: list[doc.Block] = [
         _table(methods),
-        Prose(f"{caption} ~ marks differences within noise.", on=SCREEN),
-        Bullets(failures, "bad", SCREEN),
-        *(Prose(text, "quiet") for text in (caption, *explanation)),
+        doc.Prose(f"{caption} ~ marks differences within noise.", on=doc.SCREEN),
+        doc.Bullets(failures, "bad", doc.SCREEN),
+        *(doc.Prose(text, "quiet") for text in (caption, *explanation)),
     ]
     share = _share(methods, best)
     tiles = [
-        Tile("divergence of the best", f"{best.divergence:.2e}", f"{share} of the recipe's" * bool(share))
+        doc.Tile("divergence of the best", f"{best.divergence:.2e}", f"{share} of the recipe's" * bool(share))
     ]
     for split in methods.fp32:
         versus, title = best.scores[split], f"{_metric(methods, split)} against FP32"
-        tiles.append(Tile(title, f"{-versus.drop + 0.0:+.4f}", noise_text(versus)))
-    return Report(
-        page_of_choice(methods, "calibration methods", "methods.json", *settings),
+        tiles.append(doc.Tile(title, f"{-versus.drop + 0.0:+.4f}", noise_text(versus)))
+    return doc.Report(
+        doc.page_of_choice(methods, "calibration methods", "methods.json", *settings),
         [
-            Section("methods", "Methods", blocks),
-            Section("charts", "Charts", [Columns([[Chart(draw)] for draw in charts])], on=PAGE),
+            doc.Section("methods", "Methods", blocks),
+            doc.Section(
+                "charts", "Charts", [doc.Columns([[doc.Chart(draw)] for draw in charts])], on=doc.PAGE
+            ),
         ],
-        Verdict("", "The best method", methods_headline(methods)),
-        tiles=[*tiles, Tile("methods", str(len(methods.rows)), wall)],
+        doc.Verdict("", "The best method", methods_headline(methods)),
+        tiles=[*tiles, doc.Tile("methods", str(len(methods.rows)), wall)],
         warnings=methods.warnings,
         notes=[sentence(note) for note in methods.notes],
     )
@@ -414,33 +398,33 @@ def _share(methods: Methods, trial: Trial) -> str:
     return "" if given.failure or not given.divergence else f"{trial.divergence / given.divergence:.0%}"
 
 
-def _table(methods: Methods) -> Table:
+def _table(methods: Methods) -> doc.Table:
     metrics = [_metric(methods, split) for split in methods.fp32]
     pairs = [name for metric in metrics for name in (metric, f"{metric} against FP32")]
-    return Table(
+    return doc.Table(
         ["method", "divergence", "of the recipe's", *pairs, "time", "SQNR", "amax / rms"],
         [_row(methods, each) for each in methods.rows],
         look="full sortable",
         screen=(0, 1, *range(4, 3 + len(pairs), 2)),
-        on=EVERYWHERE,
+        on=doc.EVERYWHERE,
     )
 
 
-def _row(methods: Methods, method: MethodRow) -> Row:
+def _row(methods: Methods, method: MethodRow) -> doc.Row:
     states = [("best", method.best), ("=", method.ties and not method.best), ("the recipe", method.is_given)]
     marks = ", ".join(mark for mark, holds in states if holds)
-    name = Cell(method.name, note=marks, short=f"{method.name} ({marks})" if marks else None)
+    name = doc.Cell(method.name, note=marks, short=f"{method.name} ({marks})" if marks else None)
     trial = method.trial
     if trial.failure:
-        return row(name, Cell(f"failed: {trial.failure.text}", "bad", short="failed"))
+        return doc.row(name, doc.Cell(f"failed: {trial.failure.text}", "bad", short="failed"))
     assert trial.calibration is not None
     widest = trial.calibration.amax_over_rms
     scores = []
     for split, fp32 in methods.fp32.items():
         versus = trial.scores[split]
         value = fp32.metrics[methods.metric] + versus.delta[methods.metric]
-        scores += [Cell(f"{value:.4f}"), change_cell(-versus.drop, versus)]
-    return row(
+        scores += [doc.Cell(f"{value:.4f}"), change_cell(-versus.drop, versus)]
+    return doc.row(
         name,
         divergence_cell(trial.scores[DRAW]),
         _share(methods, trial),
