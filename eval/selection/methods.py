@@ -1,7 +1,7 @@
 """Calibration methods side by side: `qdqbench compare-calibration` (documented in docs/methods.md)."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,6 @@ from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.progress import Progress
 from qdqbench.quantize.utils.schema import Strict
@@ -326,7 +325,7 @@ def methods_report(methods: Methods) -> doc.Report:
     failures = [
         f"failed: {each.name}: {each.trial.failure.text}" for each in methods.rows if each.trial.failure
     ]
-    charts = [partial(divergence_svg, methods), *([partial(delta_svg, methods)] if methods.fp32 else [])]
+    charts = [doc.Chart(partial(_draw_split, methods, split)) for split in (DRAW, *list(methods.fp32)[:1])]
     data, best = methods.data, methods.best.trial
     caption = (
         f"The best row is chosen on {data['split']} data only: by the divergence from FP32 on "
@@ -358,9 +357,7 @@ def methods_report(methods: Methods) -> doc.Report:
         doc.page_of_choice(methods, "calibration methods", "methods.json", *settings),
         [
             doc.Section("methods", "Methods", blocks),
-            doc.Section(
-                "charts", "Charts", [doc.Columns([[doc.Chart(draw)] for draw in charts])], on=doc.PAGE
-            ),
+            doc.Section("charts", "Charts", [doc.Columns([[chart] for chart in charts])], on=doc.PAGE),
         ],
         doc.Verdict("", "The best method", methods_headline(methods)),
         tiles=[*tiles, doc.Tile("methods", str(len(methods.rows)), wall)],
@@ -436,47 +433,36 @@ def _row(methods: Methods, method: MethodRow) -> doc.Row:
     )
 
 
-def divergence_svg(methods: Methods) -> str:
-    points = [
-        (each, versus.distance, versus.divergence_stderr or 0.0) for each, versus in _scored(methods, DRAW)
-    ]
-    return _draw_points(points, "divergence from FP32, train rows", "methods-divergence", None)
-
-
-def delta_svg(methods: Methods) -> str:
-    split = next(iter(methods.fp32))
-    points = [(each, -versus.drop, versus.drop_stderr) for each, versus in _scored(methods, split)]
-    return _draw_points(points, f"{label(methods.metric)} against FP32, {split}", "methods-delta", 0.0)
-
-
-def _scored(methods: Methods, split: str) -> Iterable[tuple[MethodRow, Comparison]]:
-    return ((each, each.trial.scores[split]) for each in methods.rows if not each.trial.failure)
-
-
 def _shorten(name: str) -> str:
     for word, short in (("percentile/", "p"), ("weights mse", "w. mse"), ("bias correction", "bias")):
         name = name.replace(word, short)
     return name
 
 
-def _draw_points(
-    points: list[tuple[MethodRow, float, float]], title: str, name: str, zero: float | None
-) -> str:
-    figure = svg.figure_of(0.7 + 0.24 * len(points))
+def _draw_split(methods: Methods, split: str) -> str:
+    """Draw divergences on the draw, or differences of the metric on an evaluation split."""
+    rows = [(each, each.trial.scores[split]) for each in methods.rows if not each.trial.failure]
+    is_draw = split == DRAW
+    title = f"{label(methods.metric)} against FP32, {split}"
+    figure = svg.figure_of(0.7 + 0.24 * len(rows))
     axes: Any = figure.add_subplot()
-    if zero is not None:
-        axes.axvline(zero, color=svg.MUTED, linewidth=0.8)
-    for place, (method, value, error) in enumerate(points):
+    if is_draw:
+        title = "divergence from FP32, train rows"
+        points = [(versus.distance, versus.divergence_stderr or 0.0) for _, versus in rows]
+    else:
+        points = [(-versus.drop, versus.drop_stderr) for _, versus in rows]
+        axes.axvline(0.0, color=svg.MUTED, linewidth=0.8)
+    for place, ((method, _), (value, error)) in enumerate(zip(rows, points, strict=True)):
         color, marker = (svg.GREEN, "*") if method.best else (svg.BLUE, "o")
         axes.errorbar(value, place, xerr=error, color=color, marker=marker, markersize=5, capsize=3)
-    labels = [f"{_shorten(method.name)}{' (recipe)' if method.is_given else ''}" for method, _, _ in points]
-    axes.set_yticks(range(len(points)), labels)
-    axes.set_ylim(len(points) - 0.4, -0.6)
-    if zero is None and all(value > 0 for _, value, _ in points):
+    labels = [f"{_shorten(method.name)}{' (recipe)' if method.is_given else ''}" for method, _ in rows]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    if is_draw and all(value > 0 for value, _ in points):
         svg.log_scale(axes, "x")
     else:
         axes.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
         axes.locator_params(axis="x", nbins=5)
     axes.tick_params(axis="y", length=0)
     svg.dress(axes, f"{title}; star: best", grid="x")
-    return svg.svg_of(figure, name, title)
+    return svg.svg_of(figure, "methods-divergence" if is_draw else "methods-delta", title)

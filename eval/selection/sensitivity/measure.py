@@ -115,9 +115,8 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
     )
     encoder = [name for name in linears if family.layer_of(name) is not None]
     everything = frozenset([*encoder, *base.int8, *base.attention])
-    candidates = _candidates(plan, everything, modules, prefix)
-    notes = _notes(plan, base, modules, limits)
-    return Choices(recipe, modules, prefix, base, plan, everything, candidates, notes)
+    found = _candidates(plan, everything, modules, prefix), _notes(plan, base, modules, limits)
+    return Choices(recipe, modules, prefix, base, plan, everything, *found)
 
 
 def _candidates(
@@ -413,7 +412,8 @@ class Measurement:
     @functools.cached_property
     def trials(self) -> Trials:
         path = self.session.folder / f"sensitivity.{TRIALS}"
-        return Trials(self.session, self.samples, path, evaluates=False, reference=self._reference)
+        answer = lambda: {DRAW: self.bench.reference}  # noqa: E731  (not before it is needed)
+        return Trials(self.session, self.samples, path, evaluates=False, reference=answer)
 
     @functools.cached_property
     def bench(self) -> _Bench:
@@ -438,9 +438,6 @@ class Measurement:
         self._say("FP32")
         states, reference = suffixes.start()
         return _Bench(switches, suffixes, reference, states)
-
-    def _reference(self) -> dict[str, Float32]:
-        return {DRAW: self.bench.reference}
 
     def _layers(self) -> None:
         """Compare candidates layer by layer, from two states that advance: all FP32, and everything INT8."""

@@ -31,14 +31,11 @@ def sensitivity_report(sensitivity: Sensitivity) -> doc.Report:
         [each for each in sensitivity.rows if each.group == group]
         for group in ("linear", "attention", "block", "kind")
     )
+    linears = [*worst, *(each for each in linears if not each.all_but)]
     sections = [
         doc.Section(anchor, title, [_table(sensitivity, rows)])
         for anchor, title, rows in (
-            (
-                "linears",
-                "Linears, the worst first",
-                [*worst, *(each for each in linears if not each.all_but)],
-            ),
+            ("linears", "Linears, the worst first", linears),
             ("attention", "Attention of a layer: q, k, v and softmax", attention),
             ("layers", "Layers", blocks),
             ("kinds", "Kinds", kinds),
