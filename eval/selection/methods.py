@@ -158,8 +158,6 @@ def require_quantized(recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class MethodCase:
-    """A calibration section with its plan."""
-
     recipe: Recipe
     plan: Plan
 

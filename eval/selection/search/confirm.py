@@ -140,7 +140,6 @@ def rivals_of(base: Recipe) -> list[Recipe]:
 
 
 def compare_drops(searched: Trial, row: ConfirmedRecipe) -> DropAgreement | None:
-    """Compare the chosen recipe's drop on the search rows with its drop on evaluation data."""
     if searched.failure is not None or row.score is None:
         return None
     before, after = searched.scores[DRAW], row.score

@@ -263,8 +263,6 @@ def _not_idle(rule: Rule, int8: frozenset[str], found: Choices) -> Rule | None:
 
 @dataclass(frozen=True)
 class Held:
-    """One batch at the input of an encoder layer."""
-
     rows: Int64  # of the draw, [B]
     batch: Batch
     hidden: torch.Tensor  # [B, L, hidden]
