@@ -1,7 +1,7 @@
 """Calibration methods side by side: `qdqbench compare-calibration` (documented in docs/methods.md)."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -11,26 +11,8 @@ from pydantic import ValidationError
 
 from qdqbench.eval.metrics.gate import NOISE
 from qdqbench.eval.metrics.runners import placed
+from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.document import (
-    EVERYWHERE,
-    PAGE,
-    SCREEN,
-    Block,
-    Bullets,
-    Cell,
-    Chart,
-    Columns,
-    Prose,
-    Report,
-    Row,
-    Section,
-    Table,
-    Tile,
-    Verdict,
-    page_of_choice,
-    row,
-)
 from qdqbench.eval.reporting.formats import DIVERGENCES, cleaned, label, seconds, sentence
 from qdqbench.eval.selection.trials.calibrations import (
     SharedCalibration,
@@ -55,7 +37,6 @@ from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.progress import Progress
 from qdqbench.quantize.utils.schema import Strict
@@ -177,8 +158,6 @@ def require_quantized(recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class MethodCase:
-    """A calibration section with its plan."""
-
     recipe: Recipe
     plan: Plan
 
@@ -337,14 +316,14 @@ def compare_trials(tried: list[Trial]) -> list[MethodRow]:
     return rows
 
 
-def methods_report(methods: Methods) -> Report:
+def methods_report(methods: Methods) -> doc.Report:
     methods = cleaned(methods)
     wall = seconds(methods.timings["total_s"])
     settings = [("batch size", str(methods.batch_size)), ("time of all rows", wall)]
     failures = [
         f"failed: {each.name}: {each.trial.failure.text}" for each in methods.rows if each.trial.failure
     ]
-    charts = [partial(divergence_svg, methods), *([partial(delta_svg, methods)] if methods.fp32 else [])]
+    charts = [doc.Chart(partial(_draw_split, methods, split)) for split in (DRAW, *list(methods.fp32)[:1])]
     data, best = methods.data, methods.best.trial
     caption = (
         f"The best row is chosen on {data['split']} data only: by the divergence from FP32 on "
@@ -359,27 +338,27 @@ def methods_report(methods: Methods) -> Report:
         "differences of at most two of them. amax / rms is the largest of an activation. Time is that of the "
         "passes over the calibration data, also where rows share them, and of what the row adds.",
     )
-    blocks: list[Block] = [
+    blocks: list[doc.Block] = [
         _table(methods),
-        Prose(f"{caption} ~ marks differences within noise.", on=SCREEN),
-        Bullets(failures, "bad", SCREEN),
-        *(Prose(text, "quiet") for text in (caption, *explanation)),
+        doc.Prose(f"{caption} ~ marks differences within noise.", on=doc.SCREEN),
+        doc.Bullets(failures, "bad", doc.SCREEN),
+        *(doc.Prose(text, "quiet") for text in (caption, *explanation)),
     ]
     share = _share(methods, best)
     tiles = [
-        Tile("divergence of the best", f"{best.divergence:.2e}", f"{share} of the recipe's" * bool(share))
+        doc.Tile("divergence of the best", f"{best.divergence:.2e}", f"{share} of the recipe's" * bool(share))
     ]
     for split in methods.fp32:
         versus, title = best.scores[split], f"{_metric(methods, split)} against FP32"
-        tiles.append(Tile(title, f"{-versus.drop + 0.0:+.4f}", noise_text(versus)))
-    return Report(
-        page_of_choice(methods, "calibration methods", "methods.json", *settings),
+        tiles.append(doc.Tile(title, f"{-versus.drop + 0.0:+.4f}", noise_text(versus)))
+    return doc.Report(
+        doc.page_of_choice(methods, "calibration methods", "methods.json", *settings),
         [
-            Section("methods", "Methods", blocks),
-            Section("charts", "Charts", [Columns([[Chart(draw)] for draw in charts])], on=PAGE),
+            doc.Section("methods", "Methods", blocks),
+            doc.Section("charts", "Charts", [doc.Columns([[chart] for chart in charts])], on=doc.PAGE),
         ],
-        Verdict("", "The best method", methods_headline(methods)),
-        tiles=[*tiles, Tile("methods", str(len(methods.rows)), wall)],
+        doc.Verdict("", "The best method", methods_headline(methods)),
+        tiles=[*tiles, doc.Tile("methods", str(len(methods.rows)), wall)],
         warnings=methods.warnings,
         notes=[sentence(note) for note in methods.notes],
     )
@@ -414,33 +393,33 @@ def _share(methods: Methods, trial: Trial) -> str:
     return "" if given.failure or not given.divergence else f"{trial.divergence / given.divergence:.0%}"
 
 
-def _table(methods: Methods) -> Table:
+def _table(methods: Methods) -> doc.Table:
     metrics = [_metric(methods, split) for split in methods.fp32]
     pairs = [name for metric in metrics for name in (metric, f"{metric} against FP32")]
-    return Table(
+    return doc.Table(
         ["method", "divergence", "of the recipe's", *pairs, "time", "SQNR", "amax / rms"],
         [_row(methods, each) for each in methods.rows],
         look="full sortable",
         screen=(0, 1, *range(4, 3 + len(pairs), 2)),
-        on=EVERYWHERE,
+        on=doc.EVERYWHERE,
     )
 
 
-def _row(methods: Methods, method: MethodRow) -> Row:
+def _row(methods: Methods, method: MethodRow) -> doc.Row:
     states = [("best", method.best), ("=", method.ties and not method.best), ("the recipe", method.is_given)]
     marks = ", ".join(mark for mark, holds in states if holds)
-    name = Cell(method.name, note=marks, short=f"{method.name} ({marks})" if marks else None)
+    name = doc.Cell(method.name, note=marks, short=f"{method.name} ({marks})" if marks else None)
     trial = method.trial
     if trial.failure:
-        return row(name, Cell(f"failed: {trial.failure.text}", "bad", short="failed"))
+        return doc.row(name, doc.Cell(f"failed: {trial.failure.text}", "bad", short="failed"))
     assert trial.calibration is not None
     widest = trial.calibration.amax_over_rms
     scores = []
     for split, fp32 in methods.fp32.items():
         versus = trial.scores[split]
         value = fp32.metrics[methods.metric] + versus.delta[methods.metric]
-        scores += [Cell(f"{value:.4f}"), change_cell(-versus.drop, versus)]
-    return row(
+        scores += [doc.Cell(f"{value:.4f}"), change_cell(-versus.drop, versus)]
+    return doc.row(
         name,
         divergence_cell(trial.scores[DRAW]),
         _share(methods, trial),
@@ -452,47 +431,36 @@ def _row(methods: Methods, method: MethodRow) -> Row:
     )
 
 
-def divergence_svg(methods: Methods) -> str:
-    points = [
-        (each, versus.distance, versus.divergence_stderr or 0.0) for each, versus in _scored(methods, DRAW)
-    ]
-    return _draw_points(points, "divergence from FP32, train rows", "methods-divergence", None)
-
-
-def delta_svg(methods: Methods) -> str:
-    split = next(iter(methods.fp32))
-    points = [(each, -versus.drop, versus.drop_stderr) for each, versus in _scored(methods, split)]
-    return _draw_points(points, f"{label(methods.metric)} against FP32, {split}", "methods-delta", 0.0)
-
-
-def _scored(methods: Methods, split: str) -> Iterable[tuple[MethodRow, Comparison]]:
-    return ((each, each.trial.scores[split]) for each in methods.rows if not each.trial.failure)
-
-
 def _shorten(name: str) -> str:
     for word, short in (("percentile/", "p"), ("weights mse", "w. mse"), ("bias correction", "bias")):
         name = name.replace(word, short)
     return name
 
 
-def _draw_points(
-    points: list[tuple[MethodRow, float, float]], title: str, name: str, zero: float | None
-) -> str:
-    figure = svg.figure_of(0.7 + 0.24 * len(points))
+def _draw_split(methods: Methods, split: str) -> str:
+    """Draw divergences on the draw, or differences of the metric on an evaluation split."""
+    rows = [(each, each.trial.scores[split]) for each in methods.rows if not each.trial.failure]
+    is_draw = split == DRAW
+    title = f"{label(methods.metric)} against FP32, {split}"
+    figure = svg.figure_of(0.7 + 0.24 * len(rows))
     axes: Any = figure.add_subplot()
-    if zero is not None:
-        axes.axvline(zero, color=svg.MUTED, linewidth=0.8)
-    for place, (method, value, error) in enumerate(points):
+    if is_draw:
+        title = "divergence from FP32, train rows"
+        points = [(versus.distance, versus.divergence_stderr or 0.0) for _, versus in rows]
+    else:
+        points = [(-versus.drop, versus.drop_stderr) for _, versus in rows]
+        axes.axvline(0.0, color=svg.MUTED, linewidth=0.8)
+    for place, ((method, _), (value, error)) in enumerate(zip(rows, points, strict=True)):
         color, marker = (svg.GREEN, "*") if method.best else (svg.BLUE, "o")
         axes.errorbar(value, place, xerr=error, color=color, marker=marker, markersize=5, capsize=3)
-    labels = [f"{_shorten(method.name)}{' (recipe)' if method.is_given else ''}" for method, _, _ in points]
-    axes.set_yticks(range(len(points)), labels)
-    axes.set_ylim(len(points) - 0.4, -0.6)
-    if zero is None and all(value > 0 for _, value, _ in points):
+    labels = [f"{_shorten(method.name)}{' (recipe)' if method.is_given else ''}" for method, _ in rows]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    if is_draw and all(value > 0 for value, _ in points):
         svg.log_scale(axes, "x")
     else:
         axes.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
         axes.locator_params(axis="x", nbins=5)
     axes.tick_params(axis="y", length=0)
     svg.dress(axes, f"{title}; star: best", grid="x")
-    return svg.svg_of(figure, name, title)
+    return svg.svg_of(figure, "methods-divergence" if is_draw else "methods-delta", title)

@@ -33,12 +33,7 @@ REMEDIES: dict[StepKind, str] = {"methods": "scales", "islands": "less INT8", "q
 def auto_report(auto: Auto) -> doc.Report:
     auto = cleaned(auto)
     choice, passed, criteria = auto.choice, auto.choice.passed, _criteria_text(auto)
-    deploy = {
-        "recipe": choice.recipe,
-        "engine": choice.engine,
-        "run": choice.run,
-        "repeats it": choice.command,
-    }
+    deploy = choice.model_dump(include={"recipe", "engine", "run"}) | {"repeats it": choice.command}
     known = [(name, value) for name, value in deploy.items() if value]
     title = "What to deploy" if passed else "The best that was found"
     story = [(_title(step), " ".join(map(sentence, _describe_step(auto, step)))) for step in auto.steps]

@@ -212,7 +212,6 @@ class AutoRun:
         return Session(self.config.model_copy(update={"recipe": recipe}), folder)
 
     def run(self, step: AutoStep, before: Sequence[AutoStep]) -> None:
-        """Take the recipe of a step through a whole run, time its engine, and check it."""
         assert step.recipe is not None
         name, folder = step.name, self.folder / step.name / RUN
         files.write_text(self.folder / name / RECIPE, dump_recipe(step.recipe))

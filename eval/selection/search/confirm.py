@@ -114,7 +114,10 @@ def _confirm(
     if row.failure is not None:
         return
     row.int8_share = work.int8_share(plan, worker.options.length)
-    key = _engine_key(recipe, plan)
+    smoothing = sorted((name, plan.scaling_of(name).smoothing != "none") for name in plan.int8)
+    export = recipe.export.model_dump() if plan.int8 else None
+    # recipes that differ in their scales alone have the same engine
+    key = repr([sorted(plan.int8.items()), sorted(plan.attention), sorted(plan.fp32), smoothing, export])
     if key not in known:
         known[key] = worker.measure(recipe, plan)
     row.scores, row.speedup = scored.scores, known[key]
@@ -137,7 +140,6 @@ def rivals_of(base: Recipe) -> list[Recipe]:
 
 
 def compare_drops(searched: Trial, row: ConfirmedRecipe) -> DropAgreement | None:
-    """Compare the chosen recipe's drop on the search rows with its drop on evaluation data."""
     if searched.failure is not None or row.score is None:
         return None
     before, after = searched.scores[DRAW], row.score
@@ -203,13 +205,6 @@ def explain_no_int8(found: Search) -> str:
         return f"{text}here no recipe with INT8 is faster than {found.source.baseline_precision}"
     faster = ", though some are faster" if speeds else ""
     return f"{text}none of the {len(tried)} tried with INT8 satisfies the gate better{faster}"
-
-
-def _engine_key(recipe: Recipe, plan: Plan) -> str:
-    """Return the same key for recipes that differ in their scales alone: their engine is the same."""
-    smoothing = sorted((name, plan.scaling_of(name).smoothing != "none") for name in plan.int8)
-    export = recipe.export.model_dump() if plan.int8 else None
-    return repr([sorted(plan.int8.items()), sorted(plan.attention), sorted(plan.fp32), smoothing, export])
 
 
 def _answer_with_engine(work: Workspace, recipe: Recipe, plan: Plan) -> dict[str, Float32]:

@@ -12,7 +12,6 @@ from qdqbench.eval.selection.search.results import (
     SEARCH_FILE,
     ConfirmedRecipe,
     PlacedTrial,
-    Ranking,
     Search,
     SearchTrial,
 )
@@ -161,12 +160,8 @@ def _confirmation(found: Search, speed: str) -> doc.Section:
         on=doc.EVERYWHERE,
     )
     remarks = [f"{each.name}: {text}" for each in found.confirmed if (text := _remark(each))]
-    agreement = doc.Prose(_describe_agreement(found), on=doc.EVERYWHERE)
-    blocks: list[doc.Block] = [
-        agreement,
-        table,
-        *(doc.Prose(text, "quiet", on=doc.SCREEN) for text in remarks),
-    ]
+    blocks: list[doc.Block] = [doc.Prose(_describe_agreement(found), on=doc.EVERYWHERE), table]
+    blocks += [doc.Prose(text, "quiet", on=doc.SCREEN) for text in remarks]
     return doc.Section("confirmed", "On validation, which no trial has seen", blocks)
 
 
@@ -186,6 +181,16 @@ def _trials(found: Search, speed: str) -> doc.Section:
         found.trials, key=lambda each: (not each.on_front, -each.gain if each.is_scored else 0, each.number)
     )
     units = ", ".join(f"{kind} of layer {layer}" for layer, kind in found.ranking.units)
+    ranking = found.ranking
+    source = f"file {ranking.file}" if ranking.file else f"sensitivity on {ranking.samples} train rows"
+
+    def origin(each: SearchTrial) -> doc.Cell:
+        shipped = each.origin == "shipped"
+        return doc.Cell(f"shipped {each.shipped}" if shipped else ORIGINS[each.origin], look="nowrap")
+
+    def int8(each: SearchTrial) -> doc.Cell:
+        return doc.Cell(f"{each.int8_linears} linears, {each.int8_attention} attentions", look="nowrap")
+
     table = doc.table_of(
         order,
         ("trial", lambda each: each.number),
@@ -196,8 +201,8 @@ def _trials(found: Search, speed: str) -> doc.Section:
         ("holds", lambda each: "yes" if each.holds else ""),
         ("ms", lambda each: latency_text(each.speedup)),
         ("divergence", lambda each: f"{each.divergence:.3g}" if each.scores else ""),
-        ("from", lambda each: doc.Cell(describe_origin(each), look="nowrap")),
-        ("INT8", lambda each: doc.Cell(_int8_text(each), look="nowrap")),
+        ("from", origin),
+        ("INT8", int8),
         ("calibration", lambda each: doc.Cell(_calibration_text(each), look="text")),
         ("remark", _trial_remark),
         chosen=lambda each: each.number == found.outcome.chosen,
@@ -212,17 +217,9 @@ def _trials(found: Search, speed: str) -> doc.Section:
             "quiet",
         ),
         table,
-        doc.Prose(
-            f"Units in order of the ranking ({describe_ranking(found.ranking)}), the worst in INT8 first: "
-            f"{units}.",
-            "quiet",
-        ),
+        doc.Prose(f"Units in order of the ranking ({source}), the worst in INT8 first: {units}.", "quiet"),
     ]
     return doc.Section("trials", f"All {count_of(len(order), 'trial')}, the Pareto front first", blocks)
-
-
-def _int8_text(trial: SearchTrial) -> str:
-    return f"{trial.int8_linears} linears, {trial.int8_attention} attentions"
 
 
 def _calibration_text(trial: SearchTrial) -> str:
@@ -235,14 +232,6 @@ def _trial_remark(trial: SearchTrial) -> str:
     if trial.failure:
         return trial.failure.text
     return f"same recipe as {trial.duplicate_of}" if trial.duplicate_of is not None else ""
-
-
-def describe_origin(trial: SearchTrial) -> str:
-    return f"shipped {trial.shipped}" if trial.origin == "shipped" else ORIGINS[trial.origin]
-
-
-def describe_ranking(ranking: Ranking) -> str:
-    return f"file {ranking.file}" if ranking.file else f"sensitivity on {ranking.samples} train rows"
 
 
 def _drop(score: Comparison | None) -> str:

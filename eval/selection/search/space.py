@@ -36,8 +36,6 @@ FLIPS = ("flip_1", "flip_2")
 
 @dataclass(frozen=True)
 class Space:
-    """The searched parts of one model, and the recipe that gives the rest."""
-
     base: Recipe
     modules: Mapping[str, ModuleInfo]
     prefix: str

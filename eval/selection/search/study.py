@@ -49,8 +49,6 @@ class TrialFailed(Exception):
 
 @dataclass
 class Worker:
-    """One process of a search: everything that a trial needs."""
-
     work: Workspace
     options: SearchOptions
     source: Source

@@ -79,8 +79,6 @@ class DeviceTrials(Trials):
 
 @dataclass
 class Workspace:
-    """Recipes of one search, calibrated and scored in its folder."""
-
     session: Session
     space: Space
     samples: int

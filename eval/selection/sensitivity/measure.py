@@ -263,8 +263,6 @@ def _not_idle(rule: Rule, int8: frozenset[str], found: Choices) -> Rule | None:
 
 @dataclass(frozen=True)
 class Held:
-    """One batch at the input of an encoder layer."""
-
     rows: Int64  # of the draw, [B]
     batch: Batch
     hidden: torch.Tensor  # [B, L, hidden]
@@ -412,7 +410,8 @@ class Measurement:
     @functools.cached_property
     def trials(self) -> Trials:
         path = self.session.folder / f"sensitivity.{TRIALS}"
-        return Trials(self.session, self.samples, path, evaluates=False, reference=self._reference)
+        answer = lambda: {DRAW: self.bench.reference}  # noqa: E731  (not before it is needed)
+        return Trials(self.session, self.samples, path, evaluates=False, reference=answer)
 
     @functools.cached_property
     def bench(self) -> _Bench:
@@ -437,9 +436,6 @@ class Measurement:
         self._say("FP32")
         states, reference = suffixes.start()
         return _Bench(switches, suffixes, reference, states)
-
-    def _reference(self) -> dict[str, Float32]:
-        return {DRAW: self.bench.reference}
 
     def _layers(self) -> None:
         """Compare candidates layer by layer, from two states that advance: all FP32, and everything INT8."""

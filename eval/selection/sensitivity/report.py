@@ -3,26 +3,8 @@
 import math
 from functools import partial
 
+from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.document import (
-    PAGE,
-    SCREEN,
-    Cell,
-    Chart,
-    Columns,
-    Prose,
-    Report,
-    Row,
-    Section,
-    Table,
-    Tile,
-    Verdict,
-    bad_unless,
-    code,
-    page_of_choice,
-    row,
-    table_of,
-)
 from qdqbench.eval.reporting.formats import DIVERGENCES, cleaned, count_of, label, seconds, sentence
 from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CandidateRow, Sensitivity, ranking
 from qdqbench.eval.selection.trials.report import change_cell, divergence_cell, noise_text, sqnr_text
@@ -42,29 +24,26 @@ COLUMNS = (
 )
 
 
-def sensitivity_report(sensitivity: Sensitivity) -> Report:
+def sensitivity_report(sensitivity: Sensitivity) -> doc.Report:
     sensitivity = cleaned(sensitivity)
     reached, full, worst = sensitivity.choice.reached, sensitivity.full, ranking(sensitivity.rows)
     linears, attention, blocks, kinds = (
         [each for each in sensitivity.rows if each.group == group]
         for group in ("linear", "attention", "block", "kind")
     )
+    linears = [*worst, *(each for each in linears if not each.all_but)]
     sections = [
-        Section(anchor, title, [_table(sensitivity, rows)])
+        doc.Section(anchor, title, [_table(sensitivity, rows)])
         for anchor, title, rows in (
-            (
-                "linears",
-                "Linears, the worst first",
-                [*worst, *(each for each in linears if not each.all_but)],
-            ),
+            ("linears", "Linears, the worst first", linears),
             ("attention", "Attention of a layer: q, k, v and softmax", attention),
             ("layers", "Layers", blocks),
             ("kinds", "Kinds", kinds),
         )
         if rows
     ]
-    charts = [Chart(partial(draw, sensitivity)) for draw in (only_svg, all_but_svg, curve_svg)]
-    curve = table_of(
+    charts = [doc.Chart(partial(draw, sensitivity)) for draw in (only_svg, all_but_svg, curve_svg)]
+    curve = doc.table_of(
         sensitivity.curve,
         ("kept", lambda point: point.kept),
         ("divergence", lambda point: divergence_cell(point.comparison)),
@@ -75,12 +54,14 @@ def sensitivity_report(sensitivity: Sensitivity) -> Report:
     screens = [_screen_table(f"the {WORST} worst linears", worst[:WORST]), _screen_table("kinds", kinds)]
     drop, kept = f"{full.drop:+.4f}", count_of(sensitivity.choice.kept, "linear")
     tiles = [
-        Tile(f"drop of {label(sensitivity.metric)}", drop, f"everything in INT8, {noise_text(full)}"),
-        Tile("divergence", f"{full.divergence:.2g}", "everything in INT8"),
+        doc.Tile(f"drop of {label(sensitivity.metric)}", drop, f"everything in INT8, {noise_text(full)}"),
+        doc.Tile("divergence", f"{full.divergence:.2g}", "everything in INT8"),
     ]
     if worst and full.divergence:
-        tiles.append(Tile("the worst linear", f"{worst[0].only.distance / full.distance:.0%}", worst[0].name))
-    tiles.append(Tile("kept out of INT8", kept, f"by {sensitivity.choice.file}", bad_unless(reached)))
+        tiles.append(
+            doc.Tile("the worst linear", f"{worst[0].only.distance / full.distance:.0%}", worst[0].name)
+        )
+    tiles.append(doc.Tile("kept out of INT8", kept, f"by {sensitivity.choice.file}", doc.bad_unless(reached)))
     data = sensitivity.data
     explanation = (
         f"Divergence is {DIVERGENCES[sensitivity.divergence]}. The ranking goes by it and not by the metric: "
@@ -93,20 +74,20 @@ def sensitivity_report(sensitivity: Sensitivity) -> Report:
         ("batch size", str(sensitivity.batch_size)),
         ("time of all candidates", seconds(sensitivity.timings["candidates_s"])),
     ]
-    return Report(
-        page_of_choice(sensitivity, "sensitivity", SENSITIVITY_FILE, *settings),
+    return doc.Report(
+        doc.page_of_choice(sensitivity, "sensitivity", SENSITIVITY_FILE, *settings),
         [
-            Section("charts", "Charts", [Columns([[each] for each in charts])], on=PAGE),
+            doc.Section("charts", "Charts", [doc.Columns([[each] for each in charts])], on=doc.PAGE),
             *sections,
-            Section("kept", "Linears kept out of INT8, the worst first", [curve]),
+            doc.Section("kept", "Linears kept out of INT8, the worst first", [curve]),
         ],
-        Verdict(
+        doc.Verdict(
             "good" if reached else "bad",
             "The gate holds" if reached else "The gate does not hold",
             sensitivity_headline(sensitivity),
             notes=[sentence(choice_text(sensitivity))],
         ),
-        lead=[*screens, *(Prose(text, "quiet") for text in explanation)],
+        lead=[*screens, *(doc.Prose(text, "quiet") for text in explanation)],
         tiles=tiles,
         warnings=sensitivity.warnings,
         notes=[sentence(note) for note in sensitivity.notes],
@@ -146,29 +127,31 @@ def choice_text(sensitivity: Sensitivity) -> str:
     return f"{choice.file} keeps {count_of(choice.kept, 'linear')} out of INT8: {reason}"
 
 
-def _table(sensitivity: Sensitivity, rows: list[CandidateRow]) -> Table:
-    return Table(["name", *COLUMNS], [_row(sensitivity, each) for each in rows], look="full sortable names")
+def _table(sensitivity: Sensitivity, rows: list[CandidateRow]) -> doc.Table:
+    return doc.Table(
+        ["name", *COLUMNS], [_row(sensitivity, each) for each in rows], look="full sortable names"
+    )
 
 
-def _row(sensitivity: Sensitivity, candidate: CandidateRow) -> Row:
+def _row(sensitivity: Sensitivity, candidate: CandidateRow) -> doc.Row:
     only, rest, full = candidate.only, candidate.all_but, sensitivity.full
-    name = code(f"{candidate.name}{' (diagnostic)' if candidate.diagnostic else ''}")
+    name = doc.code(f"{candidate.name}{' (diagnostic)' if candidate.diagnostic else ''}")
     cells = [divergence_cell(only), change_cell(only.drop, only), only.disagreements, sqnr_text(only)]
     if rest is None:
-        return row(name, *cells, Cell("not part of everything", "quiet"))
+        return doc.row(name, *cells, doc.Cell("not part of everything", "quiet"))
     share = f"{rest.distance / full.distance:.0%}" if full.divergence else ""
-    return row(name, *cells, divergence_cell(rest), share, change_cell(rest.drop, rest))
+    return doc.row(name, *cells, divergence_cell(rest), share, change_cell(rest.drop, rest))
 
 
-def _screen_table(title: str, rows: list[CandidateRow]) -> Table:
-    return table_of(
+def _screen_table(title: str, rows: list[CandidateRow]) -> doc.Table:
+    return doc.table_of(
         rows,
         (f"{title}, by divergence", lambda each: _shorten(each.name.removeprefix("encoder."))),
         ("only this", lambda each: f"{each.only.divergence:.1e}"),
         ("drop", lambda each: f"{each.only.drop:+.4f} ± {each.only.drop_stderr:.4f}"),
         ("", lambda each: "noise" if each.only.within_noise else ""),
         ("all but", lambda each: f"{each.all_but.divergence:.1e}" if each.all_but else ""),
-        on=SCREEN,
+        on=doc.SCREEN,
     )
 
 

@@ -1,7 +1,7 @@
 """One calibration pass shared by recipes that differ in the method of activations only."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,6 @@ from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.utils.arrays import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from transformers import PreTrainedModel
 
 SHARED_METHOD = "percentile/99.9"  # of the shared pass itself; plausible whatever the outliers are
@@ -38,7 +36,7 @@ class SharedCalibration:
 def collect_ranges(
     model: "PreTrainedModel",
     plan: Plan,
-    batches: "Iterable[Batch]",
+    batches: Iterable[Batch],
     settings: Calibration,
     progress: Callable[[int], None] = lambda _: None,
 ) -> SharedCalibration:
@@ -76,10 +74,8 @@ def apply_methods(
     return model, states
 
 
-def _amax_by(seen: Any, method: str) -> "torch.Tensor":
+def _amax_by(seen: Any, method: str) -> torch.Tensor:
     """Return the amax by any method from the histogram of an `ActivationCalibrator`, float32 scalar."""
-    import torch
-
     from qdqbench.quantize.calibration.histograms import ActivationCalibrator
 
     if method == "max":
@@ -129,9 +125,8 @@ class Switches:
                 rounded = linear.weight_quantizer(linear.weight.detach()).clone()
                 self._weights[name] = [(linear.weight, linear.weight.detach(), rounded)]
                 self._activations[name] = [linear.input_quantizer]
-            tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-            plain = [(table.weight, table.weight.detach()) for table in tables]
-            self._weights[EMBEDDINGS] = [(own, held, _round(held, held.abs().max())) for own, held in plain]
+            tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+            self._weights[EMBEDDINGS] = [(w, w.detach(), _round(w.detach(), w.abs().max())) for w in tables]
         for name in plan.attention:
             module = model.get_submodule(name)
             self._activations[name] = [getattr(module, f"{x}_bmm_quantizer") for x in "qkvp"]
@@ -163,7 +158,7 @@ def _round(value: torch.Tensor, amax: torch.Tensor, lowest: int = -INT8_MAX) -> 
     return (value * scale).round_().clamp_(lowest, INT8_MAX).div_(scale)
 
 
-def _use_in_place(quantizers: Iterator[Any]) -> None:
+def _use_in_place(quantizers: Iterable[Any]) -> None:
     from modelopt.torch.quantization.nn.modules import tensor_quantizer
 
     def quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:

@@ -249,10 +249,8 @@ class Trials:
             if str(arrays["identity"]) == identity:
                 return {split: arrays[f"answers {split}"] for split in self.encoded}
         try:
-            if self.reference is not None:
-                answers = self.reference()
-            else:
-                answers = self.answer(placed(self.session.fp32_model), "FP32")
+            answer = self.reference or (lambda: self.answer(placed(self.session.fp32_model), "FP32"))
+            answers = answer()
         except CheckFailed as error:
             raise UserError(
                 f"model {self.session.model_name} gives NaN or infinite logits in FP32, so there is nothing "
