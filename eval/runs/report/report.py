@@ -429,11 +429,8 @@ def stages_report(results: Results, folder: Path) -> doc.Report:
     names = first([f"{file.name} {size(file.bytes)}" for file in largest], MOST_FILES, "there")
     listed = f"{count_of(len(largest), 'file')} in {folder}: {', '.join(names)}"
     failures = first([*map(issue_sentence, results.gate.failures)], 5, "the report")
-    blocks: list[doc.Block] = [
-        table,
-        doc.Prose(listed, on=doc.SCREEN),
-        doc.Bullets(failures, "bad", doc.SCREEN),
-    ]
+    failed = doc.Bullets(failures, "bad", doc.SCREEN)
+    blocks: list[doc.Block] = [table, doc.Prose(listed, on=doc.SCREEN), failed]
     title = model_label(str(results.model.get("name", "model")))
     return doc.Report(
         doc.page_of(results, "stages", title, [], RESULTS_FILE),
@@ -465,10 +462,8 @@ def _score_text(row: StageResult) -> str:
 def _calibration_text(results: Results) -> str:
     int8, calibration = len(results.quantized_layers), results.data["calibration"]
     text = f"{int8} of {count_of(int8 + len(results.high_precision_layers), 'linear')} in INT8"
-    for modules, what in (
-        (results.quantized_attention, "attention"),
-        (results.quantized_residual, "residual"),
-    ):
+    others = {"attention": results.quantized_attention, "residual": results.quantized_residual}
+    for what, modules in others.items():
         text += f", {count_of(len(modules), what)}" if modules else ""
     source = f"{count_of(calibration['samples'], 'sample')} of {calibration['split']}"
     return f"{text}; scales by {calibration['method']} of {source}"

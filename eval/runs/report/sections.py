@@ -430,12 +430,11 @@ def _changed_blocks(results: Results, changed: ChangedPredictions) -> list[doc.B
         most=FEW_ANSWERS,
     )
     about = "Distance: how far both answers are apart, whatever is right (`docs/results.md`)."
-    rest = (
-        [doc.Prose(f"The others are in `{changed.file}`.", on=doc.TEXT)]
-        if changed.count > FEW_ANSWERS
-        else []
-    )
-    return [text, table, doc.Prose(f"{MARGIN} {about}" if margins else about, "quiet", doc.PAGE), *rest]
+    note = f"{MARGIN} {about}" if margins else about
+    blocks: list[doc.Block] = [text, table, doc.Prose(note, "quiet", doc.PAGE)]
+    if changed.count > FEW_ANSWERS:
+        blocks.append(doc.Prose(f"The others are in `{changed.file}`.", on=doc.TEXT))
+    return blocks
 
 
 def changed_text(results: Results, changed: ChangedPredictions) -> str:
