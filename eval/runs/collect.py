@@ -256,9 +256,8 @@ def stage_results(session: Session, done: Collection[str] | None = None) -> dict
         elif stage == "engine":
             ran = read_engine_run(session.folder)
             reason, detail = (ran.skipped, "") if isinstance(ran, Skipped) else (None, ran.detail)
-        result[name] = (
-            StageResult(status="skipped", reason=reason) if reason else score_stage(session, name, detail)
-        )
+        skipped = StageResult(status="skipped", reason=reason)
+        result[name] = skipped if reason else score_stage(session, name, detail)
     return result
 
 
@@ -315,8 +314,7 @@ def _warnings(session: Session, results: Results, record: CalibrationRecord | No
 
 
 def _add_effects(session: Session, results: Results) -> None:
-    last = last_measured(results)
-    if last is not None and last[0] != "fp32":
+    if (last := last_measured(results)) is not None and last[0] != "fp32":
         both = PairedAnswers.of(session, last[0])
         dataset = session.eval_splits[both.split][0].dataset
         results.changed_predictions = list_changed_answers(both, dataset, session.folder)

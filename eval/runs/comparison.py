@@ -289,8 +289,7 @@ def _load(folder: Path, name: str) -> LoadedRun:
     if not (folder / RESULTS_FILE).is_file():
         raise UserError(f"{folder} has no {RESULTS_FILE}; run `qdqbench report {folder}` first")
     results = read_results(folder)
-    last = last_measured(results)
-    if last is None or last[0] == "fp32":
+    if (last := last_measured(results)) is None or last[0] == "fp32":
         raise UserError(f"{folder} has scored nothing but FP32; run it to its end first")
     (fp32, labels), (answers, _) = (_read_unchanged(folder, stage) for stage in ("fp32", last[0]))
     split = next(iter(fp32))
@@ -419,12 +418,11 @@ def _changed_samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[Comp
     models: dict[str, LoadedRun] = {}
     for run in runs:
         models.setdefault(str(run.results.model.get("sha256")), run)
-    columns = {
-        FP32 if len(models) == 1 else f"{FP32} of {run.name}": predict_answers(
-            run.task, run.fp32, run.gold, run.classes
-        )
-        for run in models.values()
-    } | {run.name: run.predictions for run in runs}
+    columns: dict[str, Predictions] = {}
+    for run in models.values():
+        name = FP32 if len(models) == 1 else f"{FP32} of {run.name}"
+        columns[name] = predict_answers(run.task, run.fp32, run.gold, run.classes)
+    columns |= {run.name: run.predictions for run in runs}
     everything = [first.fp32.astype(np.float64), *(run.answers.astype(np.float64) for run in runs)]
     if len({answers.shape for answers in everything}) > 1:
         raise UserError("their answers have other widths")
@@ -520,21 +518,15 @@ def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
 def comparison_report(comparison: RunComparison) -> doc.Report:
     comparison = cleaned(comparison)
     lines = [_pair_text(pair, pair.comparison) for pair in comparison.pairs if pair.comparison]
-    apart = [
-        f"{pair.second} and {pair.first}: {pair.not_paired}" for pair in comparison.pairs if pair.not_paired
-    ]
+    refused = [pair for pair in comparison.pairs if pair.not_paired]
+    apart = [f"{pair.second} and {pair.first}: {pair.not_paired}" for pair in refused]
     pairs: list[doc.Block] = [doc.Bullets(lines, on=doc.EVERYWHERE)]
     if apart:
         pairs += [doc.Fold(f"Not paired: {len(apart)}", [doc.Bullets(apart)])]
         pairs += [doc.Prose(f"{count_of(len(apart), 'pair')} not paired: {apart[0]}", "unclear", doc.SCREEN)]
+    title = " against ".join(run.name for run in comparison.runs)
     return doc.Report(
-        doc.page_of(
-            comparison,
-            "runs side by side",
-            " against ".join(run.name for run in comparison.runs),
-            [],
-            f"{NAME}.json",
-        ),
+        doc.page_of(comparison, "runs side by side", title, [], f"{NAME}.json"),
         [
             doc.Section("overview", "Runs", _run_blocks(comparison.runs)),
             doc.Section("differences", "Paired differences", pairs),
@@ -552,16 +544,16 @@ def _run_blocks(runs: list[ComparedRun]) -> list[doc.Block]:
         runs,
         ("run", lambda run: doc.Cell(run.name, note=f"{run.recipe}, model {run.model}")),
         ("result", lambda run: _points_cell(run.metrics, run.stderr)),
-        (
-            "against FP32",
-            lambda run: (
-                _points_cell(run.vs_fp32.delta, run.vs_fp32.delta_stderr, "+") if run.vs_fp32 else None
-            ),
-        ),
+        ("against FP32", _delta_cell),
         *((f"{config}, ms", partial(_latency_cell, config)) for config in configs),
         ("gate", lambda run: doc.Cell(run.gate, GATE_STATES.get(run.gate, "unclear"))),
         ("INT8", _int8_text),
-        ("ONNX file", lambda run: doc.Cell(_onnx_size(run), sort=run.onnx_bytes or 0)),
+        (
+            "ONNX file",
+            lambda run: doc.Cell(
+                "" if run.onnx_bytes is None else size(run.onnx_bytes), sort=run.onnx_bytes or 0
+            ),
+        ),
         ("engine", lambda run: doc.Cell(_engine_size(run), sort=run.engine_bytes or 0)),
         ("answers of", lambda run: f"{label(run.stage)}, n {run.n}"),
         look="full cards sortable names",
@@ -623,10 +615,6 @@ def _int8_text(run: ComparedRun) -> str:
     return f"{run.int8} of {run.expected_int8}"
 
 
-def _onnx_size(run: ComparedRun) -> str:
-    return "" if run.onnx_bytes is None else size(run.onnx_bytes)
-
-
 def _engine_size(run: ComparedRun) -> str:
     return "" if run.engine_bytes is None else f"{label(run.backend or '')} {size(run.engine_bytes)}"
 
@@ -643,8 +631,9 @@ def _pair_text(pair: ComparedPair, versus: Comparison) -> str:
 
 
 def _sample_blocks(comparison: RunComparison) -> list[doc.Block]:
+    text = doc.Prose(_samples_text(comparison), on=doc.EVERYWHERE)
     if not comparison.samples:
-        return [doc.Prose(_samples_text(comparison), on=doc.EVERYWHERE)]
+        return [text]
     names = [*dict.fromkeys(name for sample in comparison.samples for name in sample.predictions)]
 
     def show(name: str, sample: ComparedSample) -> doc.Cell:
@@ -669,11 +658,7 @@ def _sample_blocks(comparison: RunComparison) -> list[doc.Block]:
         "With an answer: its margin, the probability of that class less that of the next; near 0 the answer "
         "was near the threshold."
     )
-    return [
-        doc.Prose(_samples_text(comparison), on=doc.EVERYWHERE),
-        table,
-        doc.Prose(about, "quiet", doc.PAGE),
-    ]
+    return [text, table, doc.Prose(about, "quiet", doc.PAGE)]
 
 
 def _samples_text(comparison: RunComparison) -> str:

@@ -195,9 +195,8 @@ def export_stage(session: Session) -> list[Path]:
             jobs.append((traced, ExportSettings.of(recipe, gpu_backend()), folder / artifacts.GPU_INT8))
     done = {}
     for model, settings, path in track("writing graphs", jobs):
-        done[str(path.relative_to(folder))] = write_graph(
-            model, session.plan, settings, path, session.warnings
-        )
+        rewrites = write_graph(model, session.plan, settings, path, session.warnings)
+        done[str(path.relative_to(folder))] = rewrites
     files.write_json(session.folder / artifacts.REWRITES, done)
     return [*(path for _, _, path in jobs), session.folder / artifacts.REWRITES]
 
@@ -313,9 +312,8 @@ def stages(session: Session) -> dict[str, Stage]:
         Stage("embedded", embedded, (), lambda s: s.config.seed): bool(first),
         torch_stage("baseline", first, lambda s: s.fp32_model, "fp32"): True,
         Stage("quantize", quantize_stage, first, _calibration): quantized,
-        torch_stage(
-            "ptq", (*first, "quantize"), lambda s: s.new_ptq_model()
-        ): trains,  # QAT is compared with it
+        # QAT is compared with it
+        torch_stage("ptq", (*first, "quantize"), lambda s: s.new_ptq_model()): trains,
         Stage("qat", train_qat, (*first, "quantize"), _trained, remove_checkpoints): trains,
         torch_stage("fake_quant", calibrated, lambda s: s.fake_quant_model): quantized,
         Stage("export", export_stage, calibrated, _exported): True,

@@ -9,27 +9,7 @@ from typing import NamedTuple
 
 from qdqbench.eval.bench.report import bench_blocks, bench_of
 from qdqbench.eval.bench.results import Bench
-from qdqbench.eval.reporting.document import (
-    SCREEN,
-    Block,
-    Bullets,
-    Cell,
-    Chart,
-    Columns,
-    Prose,
-    Report,
-    Row,
-    Section,
-    State,
-    Table,
-    Tile,
-    Value,
-    bad_unless,
-    code,
-    page_of,
-    row,
-    table_of,
-)
+from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting.formats import (
     LABELS,
     cleaned,
@@ -112,7 +92,7 @@ def too_slow(folder: Path) -> list[str]:
     return [issue_sentence(issue) for issue in failures if issue.code == "min_speedup"]
 
 
-def run_report(results: Results, bench: Bench | str | None = None, folder: Path | None = None) -> Report:
+def run_report(results: Results, bench: Bench | str | None = None, folder: Path | None = None) -> doc.Report:
     """Return the report of a run; without a bench and a folder, what a terminal shows of it."""
     results = cleaned(results)
     recipe, begin = results.recipe, where_to_begin(folder / DEPLOY, Path(DEPLOY)) if folder else None
@@ -124,9 +104,9 @@ def run_report(results: Results, bench: Bench | str | None = None, folder: Path 
         ("seed", str(results.seed)),
     ]
     deploy = f"To deploy it: `{begin.folder}`; {begin.warning}try it with `{begin.command}`" if begin else ""
-    qat: list[Block] = [f"{verdict.qat_clause(results)}.", *training_blocks(results.training)]
-    return Report(
-        page_of(
+    qat: list[doc.Block] = [f"{verdict.qat_clause(results)}.", *training_blocks(results.training)]
+    return doc.Report(
+        doc.page_of(
             results,
             "run",
             "embedded default" if results.model.get("embedded") else name,
@@ -138,7 +118,7 @@ def run_report(results: Results, bench: Bench | str | None = None, folder: Path 
         [
             _accuracy_section(results),
             *sections.answer_sections(results),
-            *([Section("training", "Quantization-aware training", qat)] if results.training else []),
+            *([doc.Section("training", "Quantization-aware training", qat)] if results.training else []),
             sections.precision_section(results),
             *sections.layer_sections(results),
             sections.parity_section(results),
@@ -150,7 +130,7 @@ def run_report(results: Results, bench: Bench | str | None = None, folder: Path 
             _cost_section(results),
         ],
         verdict=verdict.run_verdict(results),
-        lead=[Prose(deploy, "quiet")] if deploy else [],
+        lead=[doc.Prose(deploy, "quiet")] if deploy else [],
         tiles=_tiles(results),
         warnings=results.warnings,
         notes=results.notes,
@@ -160,15 +140,15 @@ def run_report(results: Results, bench: Bench | str | None = None, folder: Path 
 # Tiles
 
 
-def _tiles(results: Results) -> list[Tile]:
+def _tiles(results: Results) -> list[doc.Tile]:
     engine, planned = results.engine, len(results.quantized_layers)
     tiles = []
     if engine is not None and engine.expected_int8_gemms:
         count, asked = engine.int8_gemms, engine.expected_int8_gemms
         holds = count >= asked and not engine.not_int8
-        tiles.append(Tile("INT8 linears", f"{count} / {asked}", "in the engine", bad_unless(holds)))
+        tiles.append(doc.Tile("INT8 linears", f"{count} / {asked}", "in the engine", doc.bad_unless(holds)))
     elif engine is None and planned:
-        tiles.append(Tile("INT8 linears", str(planned), "planned, not proven"))
+        tiles.append(doc.Tile("INT8 linears", str(planned), "planned, not proven"))
     last, gain = verdict.last_measured(results), results.qat_vs_ptq
     if last is not None and (versus := last[1].vs_fp32) is not None:
         metric = next(iter(last[1].metrics))
@@ -182,50 +162,54 @@ def _tiles(results: Results) -> list[Tile]:
     if engine is not None:
         others = [f"{row.precision.upper()} {size(row.bytes)}" for row in results.unquantized_engines]
         remark = ", ".join(filter(None, [*others, missing_engines(results)]))
-        tiles.append(Tile("engine", size(engine.bytes), remark))
+        tiles.append(doc.Tile("engine", size(engine.bytes), remark))
     if (smaller := verdict.quantized_file(results)) is not None:
         name, ratio, count = smaller
-        tiles.append(Tile("ONNX file against FP32", f"{ratio:.2f}", f"{size(count)}, {name}"))
+        tiles.append(doc.Tile("ONNX file against FP32", f"{ratio:.2f}", f"{size(count)}, {name}"))
     tiles += _proof_tiles(results)
     if results.timings:
         peak = max(timing.peak_rss_bytes for timing in results.timings.values())
         total = seconds(sum(timing.wall_s for timing in results.timings.values()))
-        tiles.append(Tile("total stage time", total, f"peak memory {size(peak)}"))
+        tiles.append(doc.Tile("total stage time", total, f"peak memory {size(peak)}"))
     return tiles
 
 
-def _delta_tile(title: str, versus: Comparison, metric: str, holds: bool) -> Tile:
+def _delta_tile(title: str, versus: Comparison, metric: str, holds: bool) -> doc.Tile:
     error = f"± {versus.delta_stderr[metric]:.4f}, " if metric in versus.delta_stderr else ""
-    return Tile(title, f"{versus.delta[metric]:+.4f}", error + verdict.noise_text(versus), bad_unless(holds))
+    return doc.Tile(
+        title, f"{versus.delta[metric]:+.4f}", error + verdict.noise_text(versus), doc.bad_unless(holds)
+    )
 
 
-def _speed_tile(results: Results) -> Tile:
+def _speed_tile(results: Results) -> doc.Tile:
     if not results.speed:
-        return Tile("speed", "unknown", "`qdqbench bench RUN` measures it")
+        return doc.Tile("speed", "unknown", "`qdqbench bench RUN` measures it")
     least = min(results.speed, key=lambda speed: speed.value)
     asked = results.gate.min_speedup
-    state = bad_unless(least.verdict != "slower" and (asked is None or least.value >= asked))
+    state = doc.bad_unless(least.verdict != "slower" and (asked is None or least.value >= asked))
     remark = f"over {least.baseline} at {least.config}"
     if len(results.speed) > 1:
         remark += f", the least of {len(results.speed)}"
     if least.verdict == "inconclusive":
         remark, state = f"{remark}; inconclusive: the 95% CI contains 1", state or "unclear"
-    return Tile("speed", f"{least.value:.2f}x", remark, state)
+    return doc.Tile("speed", f"{least.value:.2f}x", remark, state)
 
 
-def _proof_tiles(results: Results) -> list[Tile]:
+def _proof_tiles(results: Results) -> list[doc.Tile]:
     tiles = []
     if (parity := results.parity) is not None and parity.rows:
         worst = verdict.worst_first(parity)[0]
         remark = f"of its own limit: {verdict.remark_of(worst)}"
-        tiles.append(Tile("layer parity", verdict.part_text(worst), remark, bad_unless(parity.passed)))
+        tiles.append(
+            doc.Tile("layer parity", verdict.part_text(worst), remark, doc.bad_unless(parity.passed))
+        )
     if (verified := results.verification) is not None:
         held = f"{sum(row.holds for row in verified.blocks)} / {len(verified.blocks)}"
         remark = f"follow {label(verified.reference)} on {sections.device_text(results.engine)}"
         if verified.blocks_not_checked:
             held, remark = "not checked", verified.blocks_not_checked
-        state = bad_unless(all(row.holds for row in verified.blocks))
-        tiles.append(Tile("engine blocks", held, remark, state))
+        state = doc.bad_unless(all(row.holds for row in verified.blocks))
+        tiles.append(doc.Tile("engine blocks", held, remark, state))
     return tiles
 
 
@@ -244,27 +228,27 @@ def missing_engines(results: Results) -> str:
 # Accuracy
 
 
-def _accuracy_section(results: Results) -> Section:
+def _accuracy_section(results: Results) -> doc.Section:
     stages = results.stages
     metrics = [*dict.fromkeys(metric for stage in stages.values() for metric in stage.metrics)]
     names = LABELS | {metric: label(metric) for metric in metrics}
     names |= {name: verdict.stage_name(results, name) for name in stages}
-    legend = Prose(ACCURACY.format(results.gate.max_drop), "quiet")
-    blocks: list[Block] = [
+    legend = doc.Prose(ACCURACY.format(results.gate.max_drop), "quiet")
+    blocks: list[doc.Block] = [
         _stages_table(results, metrics),
-        table_of(
+        doc.table_of(
             stages.items(),
             ("stage", lambda pair: verdict.stage_name(results, pair[0])),
             ("result", lambda pair: verdict.headline(pair[1]) or pair[1].status),
             ("against FP32", _against(verdict.delta_text)),
             ("differ", _against(verdict.differing_text)),
-            on=SCREEN,
+            on=doc.SCREEN,
         ),
-        Columns([[Chart(partial(charts.accuracy_svg, results, names))], [legend]]),
+        doc.Columns([[doc.Chart(partial(charts.accuracy_svg, results, names))], [legend]]),
         *sections.evaluate_fp16_blocks(results),
     ]
     if compared := charts.agreements(results):
-        near = table_of(
+        near = doc.table_of(
             compared.items(),
             ("stage", lambda pair: verdict.stage_label(results, pair[0])),
             *(
@@ -276,29 +260,29 @@ def _accuracy_section(results: Results) -> Section:
             look="",
         )
         draw = partial(charts.agreement_svg, results, names)
-        blocks.append(Columns([[near, Prose(EMBEDDINGS, "quiet")], [Chart(draw)]]))
-    return Section("accuracy", "Accuracy by stage", blocks)
+        blocks.append(doc.Columns([[near, doc.Prose(EMBEDDINGS, "quiet")], [doc.Chart(draw)]]))
+    return doc.Section("accuracy", "Accuracy by stage", blocks)
 
 
-def _against(show: Callable[[Comparison], Value]) -> Callable[[tuple[str, StageResult]], Value]:
+def _against(show: Callable[[Comparison], doc.Value]) -> Callable[[tuple[str, StageResult]], doc.Value]:
     """Return the column that shows a stage's comparison with FP32, empty for FP32 itself."""
     return lambda pair: show(pair[1].vs_fp32) if pair[1].vs_fp32 else None
 
 
-def _stages_table(results: Results, metrics: list[str]) -> Table:
-    def head(pair: tuple[str, StageResult]) -> Cell:
-        return Cell(verdict.stage_label(results, pair[0]), note=pair[1].detail or "", look="stage")
+def _stages_table(results: Results, metrics: list[str]) -> doc.Table:
+    def head(pair: tuple[str, StageResult]) -> doc.Cell:
+        return doc.Cell(verdict.stage_label(results, pair[0]), note=pair[1].detail or "", look="stage")
 
-    def skipped(pair: tuple[str, StageResult]) -> Row | None:
+    def skipped(pair: tuple[str, StageResult]) -> doc.Row | None:
         if pair[1].status != "skipped":
             return None
-        return row(head(pair), Cell(f"skipped: {pair[1].reason or 'no reason recorded'}", "quiet"))
+        return doc.row(head(pair), doc.Cell(f"skipped: {pair[1].reason or 'no reason recorded'}", "quiet"))
 
-    def deltas(versus: Comparison) -> Cell:
+    def deltas(versus: Comparison) -> doc.Cell:
         lines = "\n".join(verdict.delta_of(versus, metric) for metric in versus.delta)
-        return Cell(lines, sort=next(iter(versus.delta.values()), None))
+        return doc.Cell(lines, sort=next(iter(versus.delta.values()), None))
 
-    return table_of(
+    return doc.table_of(
         results.stages.items(),
         ("stage", head),
         *(
@@ -320,20 +304,20 @@ def _stages_table(results: Results, metrics: list[str]) -> Table:
 # Speed and cost
 
 
-def _speed_section(results: Results, bench: Bench | str | None) -> list[Section]:
+def _speed_section(results: Results, bench: Bench | str | None) -> list[doc.Section]:
     if bench is None:
         return []
     verdicts = {speed.verdict for speed in results.speed}
-    state: State = "good" if verdicts == {"faster"} else ""
+    state: doc.State = "good" if verdicts == {"faster"} else ""
     measured = None if isinstance(bench, str) else bench
     broken = measured is None or bool(measured.errors)
     if broken or "slower" in verdicts or any(i.code == "min_speedup" for i in results.gate.failures):
         state = "bad"
     blocks = [*bench_blocks(bench), *sections.tradeoff_blocks(results, measured)]
-    return [Section("speed", "Speed", blocks, state)]
+    return [doc.Section("speed", "Speed", blocks, state)]
 
 
-def _cost_section(results: Results) -> Section:
+def _cost_section(results: Results) -> doc.Section:
     against = "Against FP32: ONNX files by the FP32 file, engines by the FP32 engine of the same backend."
     if missing := missing_engines(results):
         against += f" Engines in {missing}."
@@ -345,9 +329,9 @@ def _cost_section(results: Results) -> Section:
     files += [(name, count, what, count / full if full else None) for name, count, what in engines]
     if (gpu := results.gpu_engine) is not None:
         files.append((f"gpu/engine/{gpu.file}", gpu.bytes, "engine for GPUs, built ahead of time", None))
-    sizes = table_of(
+    sizes = doc.table_of(
         files,
-        ("file or engine", lambda file: code(file[0])),
+        ("file or engine", lambda file: doc.code(file[0])),
         ("size", lambda file: size(file[1])),
         ("against FP32", lambda file: known(file[3], ".2f")),
         ("", lambda file: file[2]),
@@ -355,17 +339,17 @@ def _cost_section(results: Results) -> Section:
         texts=(0, -1),
     )
     total = sum(timing.wall_s for timing in results.timings.values())
-    times = table_of(
+    times = doc.table_of(
         results.timings.items(),
-        ("stage", lambda pair: Cell(label(pair[0]), note="(reused)" if pair[1].reused else "")),
+        ("stage", lambda pair: doc.Cell(label(pair[0]), note="(reused)" if pair[1].reused else "")),
         ("wall time", lambda pair: seconds(pair[1].wall_s)),
-        ("", lambda pair: Cell(bar=pair[1].wall_s / (total or 1), look="track")),
+        ("", lambda pair: doc.Cell(bar=pair[1].wall_s / (total or 1), look="track")),
         ("peak memory", lambda pair: size(pair[1].peak_rss_bytes)),
         title="Time and memory",
-        foot=[row("added up", seconds(total), "", "")],
+        foot=[doc.row("added up", seconds(total), "", "")],
     )
-    parts = Columns([[sizes, Prose(against, "quiet")], [times, Prose(TOGETHER, "quiet")]])
-    return Section("cost", "Cost", [parts])
+    parts = doc.Columns([[sizes, doc.Prose(against, "quiet")], [times, doc.Prose(TOGETHER, "quiet")]])
+    return doc.Section("cost", "Cost", [parts])
 
 
 # The folder `deploy`
@@ -435,37 +419,38 @@ def where_to_begin(place: Path, called: Path) -> EntryPoint | None:
 # A run up to a stage
 
 
-def stages_report(results: Results, folder: Path) -> Report:
+def stages_report(results: Results, folder: Path) -> doc.Report:
     """Report a run without a page on a terminal: its stages, its files, and what does not hold."""
-    table = table_of(
+    table = doc.table_of(
         results.timings.items(),
         ("stage", lambda pair: pair[0]),
         ("result", lambda pair: stage_cell(results, pair[0])),
         ("time", lambda pair: "unchanged" if pair[1].reused else seconds(pair[1].wall_s)),
-        on=SCREEN,
+        on=doc.SCREEN,
     )
     largest = sorted(results.files, key=lambda file: -file.bytes)
     names = first([f"{file.name} {size(file.bytes)}" for file in largest], MOST_FILES, "there")
     listed = f"{count_of(len(largest), 'file')} in {folder}: {', '.join(names)}"
     failures = first([*map(issue_sentence, results.gate.failures)], 5, "the report")
-    blocks: list[Block] = [table, Prose(listed, on=SCREEN), Bullets(failures, "bad", SCREEN)]
+    failed = doc.Bullets(failures, "bad", doc.SCREEN)
+    blocks: list[doc.Block] = [table, doc.Prose(listed, on=doc.SCREEN), failed]
     title = model_label(str(results.model.get("name", "model")))
-    return Report(
-        page_of(results, "stages", title, [], RESULTS_FILE),
-        [Section("stages", "Stages", blocks, on=SCREEN)],
+    return doc.Report(
+        doc.page_of(results, "stages", title, [], RESULTS_FILE),
+        [doc.Section("stages", "Stages", blocks, on=doc.SCREEN)],
         warnings=results.warnings,
         notes=results.notes,
     )
 
 
-def stage_cell(results: Results, name: str) -> Cell:
+def stage_cell(results: Results, name: str) -> doc.Cell:
     """Return the result of a stage in one line; empty where its files say it."""
     scored = "fp32" if name == "baseline" else name
     if reason := results.skipped.get(scored):
-        return Cell(f"skipped: {reason}", "unclear")
+        return doc.Cell(f"skipped: {reason}", "unclear")
     if scored in results.stages:
-        return Cell(_score_text(results.stages[scored]))
-    return Cell(STAGE_TEXTS[name](results) if name in STAGE_TEXTS else "")
+        return doc.Cell(_score_text(results.stages[scored]))
+    return doc.Cell(STAGE_TEXTS[name](results) if name in STAGE_TEXTS else "")
 
 
 def _score_text(row: StageResult) -> str:
@@ -480,10 +465,8 @@ def _score_text(row: StageResult) -> str:
 def _calibration_text(results: Results) -> str:
     int8, calibration = len(results.quantized_layers), results.data["calibration"]
     text = f"{int8} of {count_of(int8 + len(results.high_precision_layers), 'linear')} in INT8"
-    for modules, what in (
-        (results.quantized_attention, "attention"),
-        (results.quantized_residual, "residual"),
-    ):
+    others = {"attention": results.quantized_attention, "residual": results.quantized_residual}
+    for what, modules in others.items():
         text += f", {count_of(len(modules), what)}" if modules else ""
     source = f"{count_of(calibration['samples'], 'sample')} of {calibration['split']}"
     return f"{text}; scales by {calibration['method']} of {source}"

@@ -5,28 +5,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, config_label
+from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.document import (
-    PAGE,
-    TEXT,
-    Block,
-    Bullets,
-    Cell,
-    Chart,
-    Column,
-    Columns,
-    Fold,
-    Pairs,
-    Prose,
-    Section,
-    State,
-    Table,
-    bad_unless,
-    code,
-    mark,
-    row,
-    table_of,
-)
 from qdqbench.eval.reporting.formats import (
     count_of,
     decibel,
@@ -84,23 +64,27 @@ def device_text(engine: EngineResult | None) -> str:
     return "this CPU" if engine is not None and engine.on_cpu else "the GPU"
 
 
-def precision_section(results: Results) -> Section:
+def precision_section(results: Results) -> doc.Section:
     grid, engine = charts.precision_grid(results), results.engine
 
-    def datatype_cell(name: str, state: State = "", tip: str = "") -> Cell:
-        return Cell(name, state, look=f"cell {name if name in COLORED else 'other'}", tip=tip)
+    def datatype_cell(name: str, state: doc.State = "", tip: str = "") -> doc.Cell:
+        return doc.Cell(name, state, look=f"cell {name if name in COLORED else 'other'}", tip=tip)
 
-    def cell(module: charts.GridCell | None) -> Cell:
-        return datatype_cell(module.datatype, bad_unless(module.as_asked), module.note) if module else Cell()
+    def cell(module: charts.GridCell | None) -> doc.Cell:
+        return (
+            datatype_cell(module.datatype, doc.bad_unless(module.as_asked), module.note)
+            if module
+            else doc.Cell()
+        )
 
-    rows = [row(layer, *map(cell, cells)) for layer, cells in grid.rows]
-    kinds = Table(["layer", *grid.kinds], rows, texts=range(len(grid.kinds) + 1), look="grid")
-    legend = table_of(
+    rows = [doc.row(layer, *map(cell, cells)) for layer, cells in grid.rows]
+    kinds = doc.Table(["layer", *grid.kinds], rows, texts=range(len(grid.kinds) + 1), look="grid")
+    legend = doc.table_of(
         grid.datatypes.items(),
         ("", lambda pair: datatype_cell(pair[0])),
         ("", lambda pair: count_of(pair[1], "module")),
         look="legend",
-        on=PAGE,
+        on=doc.PAGE,
     )
     about = "“attention” stands for the products of q, k, v and the softmax."
     if engine is not None:
@@ -108,20 +92,20 @@ def precision_section(results: Results) -> Section:
             " ✗ marks what the recipe asks in INT8 and the engine runs in something else. Point at a cell or "
             "tap it to see its kernel."
         )
-    side: list[Block] = [legend, Prose(about, "quiet")]
+    side: list[doc.Block] = [legend, doc.Prose(about, "quiet")]
     if grid.outside:
         names = [f"`{name}` {it.datatype}{'' if it.as_asked else ' ✗'}" for name, it in grid.outside]
         side.append(f"Outside the encoder layers: {', '.join(names)}.")
-    columns = Columns([[kinds] if rows else [], side], look="side")
+    columns = doc.Columns([[kinds] if rows else [], side], look="side")
     planned = "Planned, not proven: no engine was built, so this is what the ONNX file asks for."
-    blocks: list[Block] = [Prose(planned, "unclear"), columns]
+    blocks: list[doc.Block] = [doc.Prose(planned, "unclear"), columns]
     if engine is not None:
         blocks = [_proof_text(results, engine), columns]
         if engine.not_int8:
-            blocks.append(Prose("Not in INT8 although the recipe asks for it:", "bad"))
-            blocks.append(Bullets([f"`{node}`" for node in engine.not_int8]))
+            blocks.append(doc.Prose("Not in INT8 although the recipe asks for it:", "bad"))
+            blocks.append(doc.Bullets([f"`{node}`" for node in engine.not_int8]))
         blocks += _kernel_blocks(engine)
-    return Section("precision", "Which layer runs in what", blocks)
+    return doc.Section("precision", "Which layer runs in what", blocks)
 
 
 def _proof_text(results: Results, engine: EngineResult) -> str:
@@ -144,20 +128,20 @@ def _proof_text(results: Results, engine: EngineResult) -> str:
     return f"{text} Attentions that one fused kernel computes: {engine.attention_fused}."
 
 
-def _kernel_blocks(engine: EngineResult) -> list[Block]:
+def _kernel_blocks(engine: EngineResult) -> list[doc.Block]:
     facts = collect_facts(engine.layers)
     counts = ", ".join(f"{count} {kind}" for kind, count in facts.kernels.most_common())
     several = facts.profiles > 1
-    table = table_of(
+    table = doc.table_of(
         enumerate(engine.layers, 1),
         ("#", lambda pair: pair[0]),
-        ("type", lambda pair: Cell(pair[1].kind, note=pair[1].kernel or "")),
-        ("inputs", lambda pair: Cell(types(pair[1].inputs), look="nowrap")),
-        ("constants", lambda pair: Cell(types(pair[1].constants), look="nowrap")),
-        ("outputs", lambda pair: Cell(types(pair[1].outputs), look="nowrap")),
+        ("type", lambda pair: doc.Cell(pair[1].kind, note=pair[1].kernel or "")),
+        ("inputs", lambda pair: doc.Cell(types(pair[1].inputs), look="nowrap")),
+        ("constants", lambda pair: doc.Cell(types(pair[1].constants), look="nowrap")),
+        ("outputs", lambda pair: doc.Cell(types(pair[1].outputs), look="nowrap")),
         (
             "kernel and the ONNX nodes it covers",
-            lambda pair: Cell(pair[1].name, note="\n".join(pair[1].onnx), code=True),
+            lambda pair: doc.Cell(pair[1].name, note="\n".join(pair[1].onnx), code=True),
         ),
         texts=range(1, 6),
         look="sortable",
@@ -165,14 +149,14 @@ def _kernel_blocks(engine: EngineResult) -> list[Block]:
     of = f" of {facts.profiles} profiles" if several else ""
     return [
         f"{facts.count}{'. Of one profile: ' if several else ': '}{counts}.",
-        Fold(f"The whole layer table, {len(table.rows)} rows{of}", [table], PAGE),
-        Prose("The full table is in `report.html` and `results.json`.", on=TEXT),
+        doc.Fold(f"The whole layer table, {len(table.rows)} rows{of}", [table], doc.PAGE),
+        doc.Prose("The full table is in `report.html` and `results.json`.", on=doc.TEXT),
     ]
 
 
-def parity_section(results: Results) -> Section:
+def parity_section(results: Results) -> doc.Section:
     if (parity := results.parity) is None:
-        return Section("parity", "Layer parity", [Prose("Not measured.", "quiet")])
+        return doc.Section("parity", "Layer parity", [doc.Prose("Not measured.", "quiet")])
     steps = " or ".join(map(str, sorted({row.step_limit for row in parity.rows} or {parity.limit_step})))
     text = (
         "ONNX Runtime against the fake-quant model, layer by layer, with the same inputs fed to both "
@@ -189,18 +173,18 @@ def parity_section(results: Results) -> Section:
             "to layer, so this judges nothing by itself."
         )
     ordered = verdict.worst_first(parity)
-    nearest = table_of(
+    nearest = doc.table_of(
         ordered[:6],
-        ("nearest to its own limit", lambda tensor: code(tensor.name)),
-        ("part of it", lambda tensor: Cell(verdict.part_text(tensor), bad_unless(tensor.holds))),
+        ("nearest to its own limit", lambda tensor: doc.code(tensor.name)),
+        ("part of it", lambda tensor: doc.Cell(verdict.part_text(tensor), doc.bad_unless(tensor.holds))),
         ("which limit", verdict.nearest_text),
         texts=(0, 2),
         look="",
-        on=PAGE,
+        on=doc.PAGE,
     )
-    every = table_of(
+    every = doc.table_of(
         ordered,
-        ("tensor", lambda tensor: code(tensor.name)),
+        ("tensor", lambda tensor: doc.code(tensor.name)),
         ("part of its limit", verdict.part_text),
         ("share that differs", lambda tensor: f"{tensor.share:.3%}"),
         ("limit", lambda tensor: f"{tensor.limit:.3%}"),
@@ -210,19 +194,19 @@ def parity_section(results: Results) -> Section:
         ("limit", lambda tensor: "" if tensor.output_rel_error is None else f"{MAX_OUTPUT_ERROR:.2g}"),
         ("codes", lambda tensor: f"{tensor.int8_values:,}"),
         ("differing", lambda tensor: f"{tensor.differing:,}"),
-        ("", lambda tensor: mark(tensor.holds)),
+        ("", lambda tensor: doc.mark(tensor.holds)),
         texts=(0, -1),
         look="sortable",
     )
-    blocks: list[Block] = [
+    blocks: list[doc.Block] = [
         text,
-        Columns([[Chart(partial(charts.parity_svg, results))], [nearest]]),
-        Fold(f"All {len(ordered)} tensors, the nearest to its own limit first", [every]),
+        doc.Columns([[doc.Chart(partial(charts.parity_svg, results))], [nearest]]),
+        doc.Fold(f"All {len(ordered)} tensors, the nearest to its own limit first", [every]),
     ]
-    return Section("parity", "Layer parity", blocks, "good" if parity.passed else "bad")
+    return doc.Section("parity", "Layer parity", blocks, "good" if parity.passed else "bad")
 
 
-def lengths_sections(results: Results) -> list[Section]:
+def lengths_sections(results: Results) -> list[doc.Section]:
     """Return the lengths that the engine profiles follow, for `shapes: auto`."""
     if (lengths := results.lengths) is None:
         return []
@@ -236,7 +220,7 @@ def lengths_sections(results: Results) -> list[Section]:
         f"{100 * lengths.padding:.1f}% are padding; padded to the longest row it would be "
         f"{100 * lengths.longest_padding:.1f}%.{'' if lengths.buckets else own}"
     )
-    buckets = table_of(
+    buckets = doc.table_of(
         lengths.buckets,
         ("padded to", lambda bucket: bucket.length),
         ("rows", lambda bucket: bucket.rows),
@@ -245,27 +229,27 @@ def lengths_sections(results: Results) -> list[Section]:
         texts=(),
         look="",
     )
-    blocks: list[Block] = [
+    blocks: list[doc.Block] = [
         text,
-        Chart(partial(charts.lengths_svg, results)),
+        doc.Chart(partial(charts.lengths_svg, results)),
         *([buckets] if lengths.buckets else []),
-        Prose(f"Profiles: {'; '.join(lengths.profiles)}.", "quiet"),
+        doc.Prose(f"Profiles: {'; '.join(lengths.profiles)}.", "quiet"),
     ]
-    return [Section("lengths", "Lengths", blocks)]
+    return [doc.Section("lengths", "Lengths", blocks)]
 
 
-def outputs_section(results: Results) -> Section:
+def outputs_section(results: Results) -> doc.Section:
     if (verification := results.verification) is None:
-        return Section("outputs", "Engine outputs", [Prose("Not verified.", "quiet")])
+        return doc.Section("outputs", "Engine outputs", [doc.Prose("Not verified.", "quiet")])
 
     def of_limit(error: float | None, limit: float) -> str:
         return f"{share_text(error)} of {share_text(limit)}"
 
-    blocks: list[Block] = [OUTPUTS.format(device_text(results.engine), label(verification.reference))]
+    blocks: list[doc.Block] = [OUTPUTS.format(device_text(results.engine), label(verification.reference))]
     if verification.blocks_not_checked:
-        blocks.append(Prose(f"The blocks were not checked: {verification.blocks_not_checked}.", "bad"))
+        blocks.append(doc.Prose(f"The blocks were not checked: {verification.blocks_not_checked}.", "bad"))
     else:
-        table = table_of(
+        table = doc.table_of(
             verification.blocks,
             ("block", lambda block: block.name),
             ("positions", lambda block: block.n),
@@ -275,12 +259,12 @@ def outputs_section(results: Results) -> Section:
             ("worst position", lambda block: of_limit(block.position_error, block.position_limit)),
             ("systematic", lambda block: of_limit(block.systematic_error, block.systematic_limit)),
             ("NaN or infinite", lambda block: block.nonfinite),
-            ("", lambda block: mark(block.holds)),
+            ("", lambda block: doc.mark(block.holds)),
             texts=(0, -1),
             look="",
         )
         blocks.append(table)
-    shapes = table_of(
+    shapes = doc.table_of(
         verification.shapes,
         ("batch", lambda shape: shape.batch),
         ("length", lambda shape: shape.length),
@@ -291,11 +275,11 @@ def outputs_section(results: Results) -> Section:
         look="sortable",
     )
     blocks += _answer_blocks(verification)
-    blocks.append(Fold(f"All {count_of(len(verification.shapes), 'shape')}", [shapes]))
-    return Section("outputs", "Engine outputs", blocks, "good" if verification.passed else "bad")
+    blocks.append(doc.Fold(f"All {count_of(len(verification.shapes), 'shape')}", [shapes]))
+    return doc.Section("outputs", "Engine outputs", blocks, "good" if verification.passed else "bad")
 
 
-def _answer_blocks(verification: Verification) -> list[Block]:
+def _answer_blocks(verification: Verification) -> list[doc.Block]:
     answers, padding = verification.predictions, verification.padding
     text = f"On {answers.n} samples (seed {verification.seed})"
     if answers.nonfinite:
@@ -313,25 +297,25 @@ def _answer_blocks(verification: Verification) -> list[Block]:
         f"{padding.n} samples alone, padded and in a large batch differ by "
         f"{number(padding.max_abs_logit_diff)} at most (limit {number(padding.max_limit)})."
     )
-    return [Prose(text, bad_unless(answers.holds)), Prose(alone, bad_unless(padding.holds))]
+    return [doc.Prose(text, doc.bad_unless(answers.holds)), doc.Prose(alone, doc.bad_unless(padding.holds))]
 
 
-def ranges_section(results: Results) -> Section:
+def ranges_section(results: Results) -> doc.Section:
     """Return what calibration saw at each quantizer, and what INT8 costs each softmax."""
-    blocks: list[Block] = [Prose("Nothing was calibrated.", "quiet")]
+    blocks: list[doc.Block] = [doc.Prose("Nothing was calibrated.", "quiet")]
     if results.quantizers:
         draws = [partial(charts.ranges_svg, results, measure) for measure in charts.RANGE_TITLES]
         every, activations = (_quantizers_table(results, weights=weights) for weights in (True, False))
         blocks = [
             _ranges_text(results),
-            Columns([[Chart(draw)] for draw in draws]),
-            Fold(f"All {len(results.quantizers)} quantizers", [every], PAGE),
-            Fold("Activations", [activations], TEXT),
+            doc.Columns([[doc.Chart(draw)] for draw in draws]),
+            doc.Fold(f"All {len(results.quantizers)} quantizers", [every], doc.PAGE),
+            doc.Fold("Activations", [activations], doc.TEXT),
         ]
     if results.softmax:
-        softmax = table_of(
+        softmax = doc.table_of(
             results.softmax,
-            ("attention", lambda row: code(row.module)),
+            ("attention", lambda row: doc.code(row.module)),
             ("to tokens", lambda row: row.length),
             ("amax", lambda row: f"{row.amax:.3g}"),
             ("values", lambda row: "centred" if row.centered else None),
@@ -342,8 +326,8 @@ def ranges_section(results: Results) -> Section:
             texts=(0, 3),
             look="",
         )
-        blocks += [softmax, Prose(SOFTMAX, "quiet")]
-    return Section("ranges", "Activation ranges", blocks)
+        blocks += [softmax, doc.Prose(SOFTMAX, "quiet")]
+    return doc.Section("ranges", "Activation ranges", blocks)
 
 
 def _ranges_text(results: Results) -> str:
@@ -359,10 +343,10 @@ def _ranges_text(results: Results) -> str:
     return f"{text} Largest: {largest}." if largest else text
 
 
-def _quantizers_table(results: Results, *, weights: bool) -> Table:
-    return table_of(
+def _quantizers_table(results: Results, *, weights: bool) -> doc.Table:
+    return doc.table_of(
         [row for row in results.quantizers if weights or row.kind != "weight"],
-        ("module", lambda row: code(row.module)),
+        ("module", lambda row: doc.code(row.module)),
         ("quantizer", lambda row: row.kind),
         ("axis", lambda row: "per tensor" if row.axis is None else f"per channel, axis {row.axis}"),
         ("amax", lambda row: f"{row.amax:.4g}"),
@@ -373,47 +357,47 @@ def _quantizers_table(results: Results, *, weights: bool) -> Table:
     )
 
 
-def findings_section(results: Results) -> Section:
+def findings_section(results: Results) -> doc.Section:
     if not results.findings:
-        return Section("findings", "Findings of `check`", ["None."], "good")
-    table = table_of(
+        return doc.Section("findings", "Findings of `check`", ["None."], "good")
+    table = doc.table_of(
         results.findings,
-        ("code", lambda row: Cell(row.code, code=True, look="nowrap")),
-        ("severity", lambda row: Cell(row.severity, "bad" if row.severity == "error" else "unclear")),
+        ("code", lambda row: doc.Cell(row.code, code=True, look="nowrap")),
+        ("severity", lambda row: doc.Cell(row.severity, "bad" if row.severity == "error" else "unclear")),
         ("why", lambda row: row.why),
         ("fix", lambda row: row.fix),
-        ("node", lambda row: code(row.node)),
+        ("node", lambda row: doc.code(row.node)),
         texts=range(5),
         look="full cards sortable",
     )
-    return Section("findings", "Findings of `check`", [table])
+    return doc.Section("findings", "Findings of `check`", [table])
 
 
 # What quantization changed
 
 
-def answer_sections(results: Results) -> list[Section]:
+def answer_sections(results: Results) -> list[doc.Section]:
     sections = []
     if (changed := results.changed_predictions) is not None:
-        sections.append(Section("changed", "Answers that changed", _changed_blocks(results, changed)))
+        sections.append(doc.Section("changed", "Answers that changed", _changed_blocks(results, changed)))
     if (classes := results.classes) is not None:
         blocks = _class_blocks(classes, verdict.stage_label(results, classes.stage))
-        sections.append(Section("classes", "Class by class", blocks))
+        sections.append(doc.Section("classes", "Class by class", blocks))
     return sections
 
 
-def layer_sections(results: Results) -> list[Section]:
+def layer_sections(results: Results) -> list[doc.Section]:
     sections = []
     if results.model_changes:
         rows = [(change.what, change.description) for change in results.model_changes]
-        pairs = Pairs(rows, definitions=True)
-        sections.append(Section("besides", "What the recipe changed besides Q/DQ", [pairs]))
+        pairs = doc.Pairs(rows, definitions=True)
+        sections.append(doc.Section("besides", "What the recipe changed besides Q/DQ", [pairs]))
     if (errors := results.layer_errors) is not None:
-        sections.append(Section("errors", "Error of INT8, layer by layer", _error_blocks(errors)))
+        sections.append(doc.Section("errors", "Error of INT8, layer by layer", _error_blocks(errors)))
     return sections
 
 
-def _changed_blocks(results: Results, changed: ChangedPredictions) -> list[Block]:
+def _changed_blocks(results: Results, changed: ChangedPredictions) -> list[doc.Block]:
     text = changed_text(results, changed)
     if not changed.rows:
         return [text]
@@ -422,12 +406,12 @@ def _changed_blocks(results: Results, changed: ChangedPredictions) -> list[Block
     margins = any(row.margin is not None for row in changed.rows)
     stage, kind = verdict.stage_name(results, changed.stage), changed.prediction_type
 
-    def answer_cell(answer: str, change: Change, right: tuple[Change, ...]) -> Cell:
-        return Cell(answer, look="" if scores else "right" if change in right else "wrong-answer")
+    def answer_cell(answer: str, change: Change, right: tuple[Change, ...]) -> doc.Cell:
+        return doc.Cell(answer, look="" if scores else "right" if change in right else "wrong-answer")
 
-    columns: list[Column[ChangedPrediction]] = [
+    columns: list[doc.Column[ChangedPrediction]] = [
         ("sample", lambda row: row.sample),
-        ("text", lambda row: Cell("not found" if row.text is None else row.text, look="text")),
+        ("text", lambda row: doc.Cell("not found" if row.text is None else row.text, look="text")),
         *([("label", lambda row: row.label)] if labels else []),
         (f"{kind}, FP32", lambda row: answer_cell(row.fp32, row.change, RIGHT_BEFORE)),
         (f"{kind}, {stage}", lambda row: answer_cell(row.prediction, row.change, RIGHT_NOW)),
@@ -436,7 +420,7 @@ def _changed_blocks(results: Results, changed: ChangedPredictions) -> list[Block
         *([(f"margin, {stage}", lambda row: known(row.margin, ".3f"))] if margins else []),
         ("distance", lambda row: f"{row.distance:.3g}"),
     ]
-    table = table_of(
+    table = doc.table_of(
         changed.rows,
         *columns,
         texts=range(len(columns)),
@@ -446,8 +430,11 @@ def _changed_blocks(results: Results, changed: ChangedPredictions) -> list[Block
         most=FEW_ANSWERS,
     )
     about = "Distance: how far both answers are apart, whatever is right (`docs/results.md`)."
-    rest = [Prose(f"The others are in `{changed.file}`.", on=TEXT)] if changed.count > FEW_ANSWERS else []
-    return [text, table, Prose(f"{MARGIN} {about}" if margins else about, "quiet", PAGE), *rest]
+    note = f"{MARGIN} {about}" if margins else about
+    blocks: list[doc.Block] = [text, table, doc.Prose(note, "quiet", doc.PAGE)]
+    if changed.count > FEW_ANSWERS:
+        blocks.append(doc.Prose(f"The others are in `{changed.file}`.", on=doc.TEXT))
+    return blocks
 
 
 def changed_text(results: Results, changed: ChangedPredictions) -> str:
@@ -467,12 +454,12 @@ def changed_text(results: Results, changed: ChangedPredictions) -> str:
     return f"{text}."
 
 
-def _class_blocks(classes: Classes, stage: str) -> list[Block]:
+def _class_blocks(classes: Classes, stage: str) -> list[doc.Block]:
     def change(row: ClassRow) -> str:
         return "" if row.delta is None else with_error(row.delta, row.delta_stderr, "+.4f")
 
     many = len(classes.rows) > MANY_CLASSES
-    table = table_of(
+    table = doc.table_of(
         classes.rows,
         ("class", lambda row: row.name),
         ("change", change),
@@ -489,14 +476,14 @@ def _class_blocks(classes: Classes, stage: str) -> list[Block]:
         f"Recall: of the {classes.unit} with this label, the share that is answered so. ± is one paired "
         f"standard error. Regressed and fixed: right in FP32 alone, and in {stage} alone."
     )
-    blocks: list[Block] = [table, Prose(about, "quiet", PAGE)]
+    blocks: list[doc.Block] = [table, doc.Prose(about, "quiet", doc.PAGE)]
     if len(classes.rows) <= WIDEST:
         pairs = (("FP32", classes.fp32), (stage, classes.confusion))
-        blocks.append(Columns([[_confusion_table(classes, *pair)] for pair in pairs], on=PAGE))
+        blocks.append(doc.Columns([[_confusion_table(classes, *pair)] for pair in pairs], on=doc.PAGE))
     return blocks
 
 
-def _confusion_table(classes: Classes, title: str, counts: Sequence[Sequence[int]]) -> Table:
+def _confusion_table(classes: Classes, title: str, counts: Sequence[Sequence[int]]) -> doc.Table:
     """Return counts [label][prediction], each with its difference from FP32's."""
     names = [row.name for row in classes.rows]
     rows = []
@@ -504,30 +491,30 @@ def _confusion_table(classes: Classes, title: str, counts: Sequence[Sequence[int
         cells = []
         for answer, (count, before) in enumerate(zip(line, base, strict=True)):
             note = f"({count - before:+d})" if count != before else ""
-            cells.append(Cell(str(count), note=note, look="diagonal" if at == answer else ""))
-        rows.append(row(names[at], *cells))
-    return Table(["label \\ answer", *names], rows, title, look="confusion", on=PAGE)
+            cells.append(doc.Cell(str(count), note=note, look="diagonal" if at == answer else ""))
+        rows.append(doc.row(names[at], *cells))
+    return doc.Table(["label \\ answer", *names], rows, title, look="confusion", on=doc.PAGE)
 
 
-def _error_blocks(errors: LayerErrors) -> list[Block]:
+def _error_blocks(errors: LayerErrors) -> list[doc.Block]:
     linears = sorted((it for it in errors.rows if it.what == "linear"), key=lambda it: -it.isolated)
     worst = ", ".join(f"`{it.name}` {it.isolated:.1%}" for it in linears[:3])
     text = (
         f"The fake-quant model against FP32 on {errors.n} samples, relative to the norm of FP32's output. "
         "Isolated: both get the same input. Cumulative: each goes its own way from the tokens on."
     )
-    columns: list[Column[LayerError]] = [
-        ("linear or block", lambda layer: code(layer.name)),
+    columns: list[doc.Column[LayerError]] = [
+        ("linear or block", lambda layer: doc.code(layer.name)),
         ("isolated, %", lambda layer: f"{100 * layer.isolated:.2f}"),
         ("isolated, dB", lambda layer: decibel(layer.isolated)),
         ("cumulative, %", lambda layer: known(layer.cumulative and 100 * layer.cumulative, ".2f")),
     ]
-    table = table_of(errors.rows, *columns, look="sortable", anchor="layer-errors")
+    table = doc.table_of(errors.rows, *columns, look="sortable", anchor="layer-errors")
     return [
         f"{text} Largest alone: {worst}." if worst else text,
-        Columns([[Chart(partial(errors_svg, errors, what))] for what in ("linear", "block")]),
-        Fold(f"All {len(errors.rows)} linears and blocks", [table], PAGE),
-        table_of([layer for layer in errors.rows if layer.what == "block"], *columns, on=TEXT),
+        doc.Columns([[doc.Chart(partial(errors_svg, errors, what))] for what in ("linear", "block")]),
+        doc.Fold(f"All {len(errors.rows)} linears and blocks", [table], doc.PAGE),
+        doc.table_of([layer for layer in errors.rows if layer.what == "block"], *columns, on=doc.TEXT),
     ]
 
 
@@ -549,14 +536,14 @@ def errors_svg(errors: LayerErrors, what: str) -> str:
     return charts.layer_chart(points, f"error of each {which}, %", f"{what}-errors")
 
 
-def evaluate_fp16_blocks(results: Results) -> list[Block]:
+def evaluate_fp16_blocks(results: Results) -> list[doc.Block]:
     """Show FP16 against FP32, and the stage nearest to deployment against both; or the command for it."""
     last, half, versus = verdict.last_measured(results), results.fp16, results.vs_fp16
     if last is None or half is None or versus is None or half.vs_fp32 is None:
         if not results.quantized_layers:
             return []
         text = f"INT8 against FP16: not evaluated; `{EVALUATE_FP16}` evaluates the FP16 twin."
-        return [Prose(text, "quiet", PAGE)]
+        return [doc.Prose(text, "quiet", doc.PAGE)]
     stage_title = verdict.stage_label(results, last[0])
     metric = next(iter(half.metrics))
     rows = [
@@ -564,7 +551,7 @@ def evaluate_fp16_blocks(results: Results) -> list[Block]:
         (f"{stage_title} against FP16", last[1], versus),
         (f"{stage_title} against FP32", last[1], last[1].vs_fp32),
     ]
-    table = table_of(
+    table = doc.table_of(
         [(title, stage, against) for title, stage, against in rows if against is not None],
         ("", lambda row: row[0]),
         (label(metric), lambda row: verdict.metric_text(row[1], metric)),
@@ -574,10 +561,10 @@ def evaluate_fp16_blocks(results: Results) -> list[Block]:
         title="Against FP16 as well",
         look="cards",
     )
-    return [table, Prose(f"{half.detail}. Pairs of the same samples.", "quiet", PAGE)]
+    return [table, doc.Prose(f"{half.detail}. Pairs of the same samples.", "quiet", doc.PAGE)]
 
 
-def tradeoff_blocks(results: Results, bench: Bench | None) -> list[Block]:
+def tradeoff_blocks(results: Results, bench: Bench | None) -> list[doc.Block]:
     """Show latency against accuracy of the fastest of each precision, at the shape where INT8 gains least."""
     base, last = results.stages.get("fp32"), verdict.last_measured(results)
     if bench is None or not results.speed or base is None or last is None or not base.metrics:
@@ -599,7 +586,7 @@ def tradeoff_blocks(results: Results, bench: Bench | None) -> list[Block]:
     if len(points) < 2:
         return []
     about = f"At the shape where INT8 gains least. Error bars are paired, against FP32.{missing}"
-    table = table_of(
+    table = doc.table_of(
         points,
         ("fastest in", lambda point: point[0].upper()),
         ("ms", lambda point: f"{point[1]:.3g}"),
@@ -608,7 +595,7 @@ def tradeoff_blocks(results: Results, bench: Bench | None) -> list[Block]:
         look="",
     )
     draw = partial(_scatter_svg, points, metric, least)
-    return [Columns([[table, Prose(about, "quiet")], [Chart(draw)]], on=PAGE)]
+    return [doc.Columns([[table, doc.Prose(about, "quiet")], [doc.Chart(draw)]], on=doc.PAGE)]
 
 
 def _fastest(bench: Bench, cell: BenchConfig, precision: str) -> BenchRow | None:

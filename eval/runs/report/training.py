@@ -84,9 +84,8 @@ def _seeds_table(result: Finetuning, names: list[str]) -> doc.Table:
     def failed_row(run: TrainingRun) -> doc.Row | None:
         if run.status != "failed":
             return None
-        return doc.row(
-            run.seed, doc.Cell(f"failed: {_reason(run)}", "bad", short="failed")
-        )  # the verdict says why
+        # on a terminal the verdict says why
+        return doc.row(run.seed, doc.Cell(f"failed: {_reason(run)}", "bad", short="failed"))
 
     def spread_text(spread: Spread | None) -> str:
         if spread is None:
@@ -187,14 +186,10 @@ def training_blocks(run: TrainingRun | None) -> list[doc.Block]:
         "steps alone, without evaluations and checkpoints.",
     ]
     settings = flat(run.settings)
+    beside: list[doc.Block] = [*run.notes, *(doc.Prose(line, "quiet") for line in explanation)]
     return [
         *curve_blocks([run]),
-        doc.Columns(
-            [
-                [doc.Pairs(facts, "training")],
-                [*run.notes, *(doc.Prose(line, "quiet") for line in explanation)],
-            ]
-        ),
+        doc.Columns([[doc.Pairs(facts, "training")], beside]),
         doc.Fold(f"All {len(settings)} settings", [doc.Pairs(settings, "setting")]),
     ]
 
