@@ -7,6 +7,7 @@ tensor makes the builder keep it and can change what it fuses: when the fault va
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from onnx import TensorProto
 
 from qdqbench.eval.metrics.runners import session_of
 from qdqbench.eval.verification import blocks
-from qdqbench.eval.verification.checks import TensorError, compare_tensors, kept_positions
+from qdqbench.eval.verification.checks import MIN_LIMIT, TensorError, compare_tensors, kept_positions
 from qdqbench.eval.verification.engine import batch_of, block_cases, engine_of, widest
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of, tensor_values
@@ -59,68 +60,57 @@ class Deviation:
 
 def likely_cause(evidence: Deviation) -> tuple[str, str]:
     """Return cause and advice; ("unknown", ...) where no rule fits."""
-    rules: tuple[Callable[[Deviation], tuple[str, str] | None], ...] = (
-        _norm_in_half,
-        _accumulator,
-        _overflow,
-        _mask,
-        _partial_attention,
-        _scale,
-        _offset,
-    )
-    for rule in rules:
+    for rule in (_overflow, _mask, _partial_attention, _scale_or_bias):
         if (found := rule(evidence)) is not None:
             return found
     return "unknown", "compare the kernels named above with those of another backend version, and report it"
 
 
-def _norm_in_half(evidence: Deviation) -> tuple[str, str] | None:
-    node = evidence.node
-    norm = node.op_type in _NORM_PARTS or module_of(node.name).lower().endswith("norm")
-    if not evidence.nonfinite or not norm or _behind_int8(evidence) is not None:
-        return None
-    return (
-        "LayerNorm in FP16: its variance leaves the range of FP16",
-        "give the LayerNorm `precision: fp32` in the recipe's rules",
-    )
-
-
-def _accumulator(evidence: Deviation) -> tuple[str, str] | None:
-    if not evidence.nonfinite or (gemm := _behind_int8(evidence)) is None:
-        return None
-    dequantizers = [dq for name in gemm.input[:2] if (dq := _dequantizer(evidence.index, name)) is not None]
-    scales = [dq.input[1] for dq in dequantizers]
-    kinds = {evidence.index.initializers[s].data_type for s in scales if s in evidence.index.initializers}
-    channels = any((value := evidence.index.constant(s)) is not None and value.size > 1 for s in scales)
-    if channels and TensorProto.FLOAT16 in kinds:
-        return (
-            f"FP16 overflow of the raw INT32 accumulator of {gemm.name}: "
-            "per-channel weights with FP16 scales",
-            "export with FP32 scales or `export: {weight_scales: factored}`",
-        )
-    return (
-        f"FP16 overflow behind the INT8 GEMM {gemm.name}",
-        "export with `weight_scales: factored`, or keep the layer in FP32",
-    )
-
-
 def _overflow(evidence: Deviation) -> tuple[str, str] | None:
-    if not evidence.nonfinite or evidence.expected is None:
+    """Tell what leaves the range of FP16: a raw accumulator, the variance of a norm, or the values."""
+    if not evidence.nonfinite:
         return None
-    largest = float(np.abs(np.nan_to_num(evidence.expected.astype(np.float64), posinf=np.inf)).max())
-    if largest < FP16_MAX / 4:
-        return None
-    return (
-        f"FP16 overflow: the reference reaches {largest:.3g} here, FP16 ends at {FP16_MAX:.0f}",
-        "keep the layer in FP32 with a rule `precision: fp32`",
-    )
+    node, index = evidence.node, evidence.index
+    if (gemm := _behind_int8(evidence)) is not None:
+        scales = [dq.input[1] for name in gemm.input[:2] if (dq := _dequantizer(index, name)) is not None]
+        kinds = {index.initializers[s].data_type for s in scales if s in index.initializers}
+        channels = any((value := index.constant(s)) is not None and value.size > 1 for s in scales)
+        if channels and TensorProto.FLOAT16 in kinds:
+            return (
+                f"FP16 overflow of the raw INT32 accumulator of {gemm.name}: "
+                "per-channel weights with FP16 scales",
+                "export with FP32 scales or `export: {weight_scales: factored}`",
+            )
+        return (
+            f"FP16 overflow behind the INT8 GEMM {gemm.name}",
+            "export with `weight_scales: factored`, or keep the layer in FP32",
+        )
+    if node.op_type in _NORM_PARTS or module_of(node.name).lower().endswith("norm"):
+        return (
+            "LayerNorm in FP16: its variance leaves the range of FP16",
+            "give the LayerNorm `precision: fp32` in the recipe's rules",
+        )
+    truth = np.zeros(1) if evidence.expected is None else evidence.expected.astype(np.float64)
+    if (largest := float(np.abs(np.nan_to_num(truth, posinf=np.inf)).max())) >= FP16_MAX / 4:
+        return (
+            f"FP16 overflow: the reference reaches {largest:.3g} here, FP16 ends at {FP16_MAX:.0f}",
+            "keep the layer in FP32 with a rule `precision: fp32`",
+        )
+    return None
 
 
 def _mask(evidence: Deviation) -> tuple[str, str] | None:
     """Find that samples with padding are wrong and the others are not."""
-    padded = ~evidence.mask.all(axis=1)
-    errors = _sample_errors(evidence)
-    if errors is None or padded.all() or not padded.any():
+    got, expected, mask = evidence.got, evidence.expected, evidence.mask
+    padded = ~mask.all(axis=1)
+    if got is None or expected is None or got.shape[:1] != mask.shape[:1] or got.shape != expected.shape:
+        return None
+    rows = []
+    for one in (slice(row, row + 1) for row in range(len(mask))):
+        made, truth = (kept_positions(a[one], mask[one]) for a in (got, expected))
+        rows.append(np.linalg.norm(made - truth) / max(float(np.linalg.norm(truth)), 1e-30))
+    errors = np.array(rows)
+    if not np.isfinite(errors).all() or padded.all() or not padded.any():
         return None
     if np.min(errors[padded]) <= 10 * np.max(errors[~padded]) or np.min(errors[padded]) < 0.01:
         return None
@@ -128,19 +118,6 @@ def _mask(evidence: Deviation) -> tuple[str, str] | None:
         "only samples with padding are wrong: the constant or the type of the attention mask",
         "the mask must be a finite FP16 number far below every score, such as -1e4",
     )
-
-
-def _sample_errors(evidence: Deviation) -> Array | None:
-    """Return the relative error of each sample over its unpadded positions."""
-    got, expected, mask = evidence.got, evidence.expected, evidence.mask
-    if got is None or expected is None or got.shape[:1] != mask.shape[:1] or got.shape != expected.shape:
-        return None
-    rows = []
-    for row in range(len(mask)):
-        one = slice(row, row + 1)
-        made, truth = (kept_positions(a[one], mask[one]) for a in (got, expected))
-        rows.append(np.linalg.norm(made - truth) / max(float(np.linalg.norm(truth)), 1e-30))
-    return np.array(rows) if np.isfinite(rows).all() else None
 
 
 def _partial_attention(evidence: Deviation) -> tuple[str, str] | None:
@@ -166,42 +143,28 @@ def _partial_attention(evidence: Deviation) -> tuple[str, str] | None:
     return None
 
 
-def _scale(evidence: Deviation) -> tuple[str, str] | None:
-    """Find one factor that explains the error."""
-    flat = _flat(evidence)
-    if flat is None:
-        return None
-    got, expected = flat
-    factor = float((got * expected).sum() / max(float((expected**2).sum()), 1e-30))
-    left = np.linalg.norm(got - factor * expected)
-    if abs(factor - 1) < 0.01 or left > EXPLAINED * np.linalg.norm(got - expected):
-        return None
-    return (
-        f"off by the constant factor {factor:.4g}: a wrong scale",
-        "compare the scales of the node's Q/DQ with calibration.json",
-    )
-
-
-def _offset(evidence: Deviation) -> tuple[str, str] | None:
-    """Find one number per channel that explains the error."""
-    flat = _flat(evidence)
-    if flat is None or len(flat[0]) < 8:
-        return None
-    error = flat[0] - flat[1]
-    if np.linalg.norm(error - error.mean(axis=0)) > EXPLAINED * np.linalg.norm(error):
-        return None
-    return (
-        "off by one constant per channel: a lost or wrong bias",
-        "check the Add behind the MatMul in the ONNX file",
-    )
-
-
-def _flat(evidence: Deviation) -> tuple[Array, Array] | None:
-    """Return finite values as [positions, channels]."""
+def _scale_or_bias(evidence: Deviation) -> tuple[str, str] | None:
+    """Find one factor, or one number per channel, that explains the error."""
     if evidence.got is None or evidence.expected is None or evidence.nonfinite:
         return None
     got, expected = (kept_positions(a, evidence.mask) for a in (evidence.got, evidence.expected))
-    return (got.reshape(len(got), -1), expected.reshape(len(expected), -1)) if got.size else None
+    if not got.size:
+        return None
+    got, expected = (a.reshape(len(a), -1) for a in (got, expected))  # [positions, channels]
+    error = got - expected
+    explained = EXPLAINED * np.linalg.norm(error)
+    factor = float((got * expected).sum() / max(float((expected**2).sum()), 1e-30))
+    if abs(factor - 1) >= 0.01 and np.linalg.norm(got - factor * expected) <= explained:
+        return (
+            f"off by the constant factor {factor:.4g}: a wrong scale",
+            "compare the scales of the node's Q/DQ with calibration.json",
+        )
+    if len(got) >= 8 and np.linalg.norm(error - error.mean(axis=0)) <= explained:
+        return (
+            "off by one constant per channel: a lost or wrong bias",
+            "check the Add behind the MatMul in the ONNX file",
+        )
+    return None
 
 
 def _behind_int8(evidence: Deviation) -> onnx.NodeProto | None:
@@ -266,17 +229,13 @@ def bisect(  # noqa: PLR0913
     layers: Sequence[LayerRow] = (),
     per_step: int = PER_STEP,
 ) -> BisectResult:
-    """Find the first tensor of a graph that `run_engine` gets wrong.
+    """Find the first tensor of a graph that `run_engine` gets wrong and `run_reference` right.
 
     Args:
-        onnx_path: the graph that the engine was built from.
         feeds: int64 [B, L] arrays of the graph's own inputs.
-        run_engine: runs a graph on what is on trial, and returns all its outputs by name.
-        run_reference: the same on what is trusted.
-        family: whose module names the graph has.
         inputs: hidden state [B, L, hidden] of the reference before each block, by block name; by default
             those that `run_reference` has.
-        limits: relative error that a block may have, by block name; LIMIT for the others and for tensors.
+        limits: relative error that a block may have, by block name; BLOCK_LIMIT for the others.
         suspects: blocks that are known to be wrong, such as by a verification of more samples.
         layers: layer table of the deployed engine.
         per_step: tensors marked in one engine.
@@ -287,14 +246,12 @@ def bisect(  # noqa: PLR0913
     model = read_model(onnx_path)
     stitched = blocks.stitch(model, family)
     given = dict(feeds) | stitched.feeds(inputs or _own_inputs(model, stitched, feeds, run_reference))
-    allowed = dict(limits or {})
     mask = np.asarray(feeds["attention_mask"], bool)
     got, expected = run_engine(stitched.model, given), run_reference(stitched.model, given)
     result = BisectResult(blocks={}, engines=1)
     for block in stitched.blocks:
-        made, truth = got[block.output], expected[block.output]
-        limit = allowed.get(block.name, BLOCK_LIMIT)
-        result.blocks[block.name] = compare_tensors(block.output, made, truth, mask, limit)
+        name, limit = block.output, (limits or {}).get(block.name, BLOCK_LIMIT)
+        result.blocks[block.name] = compare_tensors(name, got[name], expected[name], mask, limit)
     bad = [name for name, row in result.blocks.items() if not row.holds or name in suspects]
     if not bad:
         result.notes.append(
@@ -412,21 +369,16 @@ def _own_inputs(
     model: onnx.ModelProto, stitched: blocks.Stitched, feeds: Feeds, run_reference: GraphRunner
 ) -> dict[str, Array]:
     """Return hidden states between the blocks in the reference's own run of the whole graph."""
-    marked = onnx.ModelProto()
-    marked.CopyFrom(model)
-    outputs = [block.output for block in stitched.blocks[:-1]]
-    borders = [name.removesuffix(blocks.TURNED_BACK) for name in outputs]
-    values = tensor_values(model)
+    marked, values = deepcopy(model), tensor_values(model)
+    borders = {block.output: block.output.removesuffix(blocks.TURNED_BACK) for block in stitched.blocks[:-1]}
     marked.graph.output.extend(
-        onnx.helper.make_tensor_value_info(name, values[name].elem_type, None) for name in borders
+        onnx.helper.make_tensor_value_info(name, values[name].elem_type, None) for name in borders.values()
     )
     made = run_reference(marked, feeds)
-    following = [block.name for block in stitched.blocks[1:]]
-    hidden = [
-        made[border] if border == output else np.swapaxes(made[border], 0, 1)
-        for border, output in zip(borders, outputs, strict=True)
-    ]
-    return dict(zip(following, hidden, strict=True))
+    return {
+        following.name: made[border] if border == output else np.swapaxes(made[border], 0, 1)
+        for (output, border), following in zip(borders.items(), stitched.blocks[1:], strict=True)
+    }
 
 
 def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
@@ -514,7 +466,8 @@ def bisect_run(folder: Path) -> BisectResult:
     rows = [] if isinstance(verified, Skipped) else verified.blocks
     with session.fp32_shifted() if quantized else nullcontext() as fp32:
         tensors = blocks.reference_blocks(reference, fp32, batch, half=half)
-    costs = {name: _relative(t.unquantized, t.output, batch) for name, t in tensors.items()}
+    mask = batch["attention_mask"].astype(bool)
+    costs = {n: compare_tensors(n, t.unquantized, t.output, mask, 0.0).error for n, t in tensors.items()}
     return bisect(
         path,
         select_inputs(reference, batch),
@@ -522,12 +475,7 @@ def bisect_run(folder: Path) -> BisectResult:
         run_onnxruntime,
         family=session.plan.family,
         inputs={name: t.input for name, t in tensors.items() if t.input is not None},
-        limits={name: max(0.01, cost) for name, cost in costs.items()},
+        limits={name: max(MIN_LIMIT, cost or 0.0) for name, cost in costs.items()},
         suspects={row.name for row in rows if not row.holds},
         layers=built.layers,
     )
-
-
-def _relative(got: Array, reference: Array, batch: Mapping[str, Array]) -> float:
-    mask = np.asarray(batch["attention_mask"], bool)
-    return compare_tensors("", got, reference, mask, 0.0).error or 0.0

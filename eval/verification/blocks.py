@@ -9,6 +9,7 @@ with what) is as in the deployed graph.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, groupby
@@ -91,35 +92,32 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
     Raises:
         Uncut: the graph has no encoder layers as the exporter names them.
     """
-    stitched = onnx.ModelProto()
-    stitched.CopyFrom(model)
+    stitched = deepcopy(model)
     graph = stitched.graph
-    borders = _borders(graph, family)
     values, other_way = tensor_values(stitched), list_sequence_first(stitched)
-    blocks: list[Block] = []
-    types: dict[str, np.dtype[Any]] = {}
+    free = [d.dim_param or d.dim_value for d in graph.input[0].type.tensor_type.shape.dim]
+    borders, answers = _borders(graph, family), _joined_output(graph)
+    blocks, types = list[Block](), dict[str, np.dtype[Any]]()
     replaced: dict[str, str] = {}
-    ends, before, behind = dict[str, str](), list[onnx.NodeProto](), list[onnx.NodeProto]()
+    before, behind = list[onnx.NodeProto](), list[onnx.NodeProto]()
     source: str | None = None
     for name, tensor in borders.items():
-        ends[tensor], source_before = tensor, source
-        source = replaced[tensor] = f"{tensor}/reference"
-        types[source] = FLOATS[values[tensor].elem_type]
+        end, reference, kind = tensor, f"{tensor}/reference", values[tensor].elem_type
+        types[reference], replaced[tensor] = FLOATS[kind], reference
         if tensor in other_way:  # a block takes and gives [batch, length, hidden] all the same
-            ends[tensor], replaced[tensor] = f"{tensor}{TURNED_BACK}", f"{source}/turned"
-            before.append(transpose_hidden(source, replaced[tensor], f"/cut/{name}/before"))
-            behind.append(transpose_hidden(tensor, ends[tensor], f"/cut/{name}/behind"))
-        blocks.append(Block(name, source_before, ends[tensor]))
-    blocks.append(Block(HEAD, source, _joined_output(graph)))
+            end, replaced[tensor] = f"{tensor}{TURNED_BACK}", f"{reference}/turned"
+            before.append(transpose_hidden(reference, replaced[tensor], f"/cut/{name}/before"))
+            behind.append(transpose_hidden(tensor, end, f"/cut/{name}/behind"))
+        shape = [*free, values[tensor].shape.dim[-1].dim_value]
+        graph.input.append(helper.make_tensor_value_info(reference, kind, shape))
+        graph.output.append(helper.make_tensor_value_info(end, kind, shape))
+        blocks.append(Block(name, source, end))
+        source = reference
+    blocks.append(Block(HEAD, source, answers))
     for node in graph.node:
         for position, name in enumerate(node.input):
             node.input[position] = replaced.get(name, name)
     replace_nodes(stitched, [*before, *graph.node, *behind])
-    free = [d.dim_param or d.dim_value for d in graph.input[0].type.tensor_type.shape.dim]
-    for tensor in borders.values():
-        shape = [*free, values[tensor].shape.dim[-1].dim_value]
-        for place, title in ((graph.input, f"{tensor}/reference"), (graph.output, ends[tensor])):
-            place.append(helper.make_tensor_value_info(title, values[tensor].elem_type, shape))
     return Stitched(stitched, tuple(blocks), types, family)
 
 
@@ -162,15 +160,13 @@ def _borders(graph: onnx.GraphProto, family: Family) -> dict[str, str]:
 
 
 def block_of(stitched: Stitched, name: str) -> Block:
-    """Return A block by its name."""
     return next(block for block in stitched.blocks if block.name == name)
 
 
 def extract(stitched: Stitched, name: str, marked: Iterable[str] = ()) -> onnx.ModelProto:
     """Return the graph of one block alone, with tensors inside of it marked as graph outputs too."""
     block, values = block_of(stitched, name), tensor_values(stitched.model)
-    alone = onnx.ModelProto()
-    alone.CopyFrom(stitched.model)
+    alone = deepcopy(stitched.model)
     graph = alone.graph
     wanted = dict.fromkeys([*marked, block.output])
     del graph.output[:]
