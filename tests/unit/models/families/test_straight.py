@@ -16,7 +16,7 @@ from qdqbench.quantize.calibration.qkv_bias_folding import choose_shifts, comput
 from qdqbench.quantize.calibration.smoothing import Ranges
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.build import TOGETHER, merge_qkv_gemms
-from qdqbench.quantize.engine.kernels import kernel_kind
+from qdqbench.quantize.engine.layers import kernel_kind
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
