@@ -28,8 +28,7 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Which kernel runs each ONNX layer, in which datatypes: INT8 against the recipe, attention, time."""
-    from qdqbench.quantize.engine.facts import read_graph
-    from qdqbench.quantize.engine.inspection import inspect_layers
+    from qdqbench.quantize.engine.inspection import inspect_layers, read_graph
     from qdqbench.quantize.engine.trtexec import read_profile
     from qdqbench.quantize.pipeline.inspect_target import MEASURED, count_expected, measure_times, open_target
 
@@ -83,7 +82,7 @@ def _to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
     from dataclasses import asdict
 
     from qdqbench.quantize.engine.inspection import find_problems
-    from qdqbench.quantize.engine.kernels import kernel_block, kernel_kind
+    from qdqbench.quantize.engine.layers import kernel_block, kernel_kind
 
     facts, proof, sidecar = judged.facts, judged.proof, target.sidecar
     times = judged.time.by_kernel if judged.time else {}
@@ -161,7 +160,7 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
 
 def _print_not_int8(judged: "Inspection") -> None:
     from qdqbench.quantize.engine.inspection import format_nodes
-    from qdqbench.quantize.engine.kernels import block_of_node, block_order
+    from qdqbench.quantize.engine.layers import block_of_node, block_order
 
     groups: dict[str, list[str]] = defaultdict(list)
     for node in judged.proof.not_int8:
@@ -182,7 +181,7 @@ def _made(target: "InspectTarget") -> str:
 
 
 def _summary(judged: "Inspection") -> list[tuple[str, str]]:
-    from qdqbench.quantize.engine.kernels import block_of_node, types_text
+    from qdqbench.quantize.engine.layers import block_of_node, types_text
 
     facts, proof, expected = judged.facts, judged.proof, judged.expected
     total = f"{len(proof.int8_gemms)} of {judged.gemms}"
@@ -234,8 +233,7 @@ def _summary(judged: "Inspection") -> list[tuple[str, str]]:
 def _kernel_table(judged: "Inspection", every: bool) -> Any:
     from rich.table import Table
 
-    from qdqbench.quantize.engine.kernels import types_text
-    from qdqbench.quantize.engine.layers import base_name, is_int8
+    from qdqbench.quantize.engine.layers import base_name, is_int8, types_text
 
     times = judged.time.by_kernel if judged.time else {}
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
@@ -265,8 +263,7 @@ def _kernel_table(judged: "Inspection", every: bool) -> Any:
 
 def _groups(judged: "Inspection", every: bool) -> "list[tuple[str, list[LayerRow]]]":
     from qdqbench.quantize.engine.inspection import format_ranges
-    from qdqbench.quantize.engine.kernels import kernel_kind, kernel_label, types_text
-    from qdqbench.quantize.engine.layers import base_name
+    from qdqbench.quantize.engine.layers import base_name, kernel_kind, kernel_label, types_text
 
     facts = judged.facts
     labels = [(kernel_label(row, facts.computed.get(row.name, ())), row) for row in facts.rows]

@@ -131,12 +131,9 @@ class CacheFile:
             "compute_capability": gpu.compute_capability if gpu else "none",
             "driver": (gpu.driver if gpu else None) or "unknown",
         }
-        if path is None:
-            return
         try:
-            self._take(path.read_bytes())
-        except FileNotFoundError:
-            return
+            if path is not None and path.exists():
+                self._take(path.read_bytes())
         except OSError as error:
             self.ignore(f"it cannot be read ({error.strerror})")
 
@@ -258,12 +255,7 @@ def gpu_backend() -> BackendName:
 
 
 def choose_backend(name: BackendChoice) -> Backend:
-    """Return the backend to build with.
-
-    Raises:
-        MissingDevice: not installed, broken, or TensorRT without a GPU; says what to install.
-        UserError: no such backend.
-    """
+    """Return the backend to build with; MissingDevice says what to install, or that TensorRT needs a GPU."""
     gpu = find_gpu()
     name = preferred_backend(name)
     if name not in INSTALL:
@@ -293,11 +285,8 @@ def build_engine(  # noqa: PLR0913  the options are keywords
 
     TensorRT-RTX builds for the GPU at hand, or ahead of time where `compute_capability` ("8.9") names another
     or there is no GPU; one target at a time, because the log shows the layers of one target only. TensorRT
-    reads and writes `timing_cache`, kernel timings that make the next build quicker.
-
-    Raises:
-        UserError: the parser or builder refuses the file, the shapes or the target; lists every message.
-        MissingDevice: the backend needs a GPU that is not there.
+    reads and writes `timing_cache`, kernel timings that make the next build quicker. What parser or builder
+    refuse raises UserError with every message, a GPU that is not there MissingDevice.
     """
     if not onnx_path.is_file():
         raise UserError(f"{onnx_path} does not exist; export the model first")
@@ -315,8 +304,7 @@ def build_engine(  # noqa: PLR0913  the options are keywords
             timing_cache if backend.name == "tensorrt" else None, backend.name, backend.version, backend.gpu
         )
         kernel_times = set_timings(config, timings) if timings.path else None
-        monitor = progress_monitor(trt, progress) if progress else None
-        config.progress_monitor = monitor
+        config.progress_monitor = monitor = progress_monitor(trt, progress) if progress else None
         serialized = builder.build_serialized_network(network, config)
         config.progress_monitor = None
         if monitor is not None and monitor.error is not None:  # Ctrl-C, or an error of the caller's
@@ -359,14 +347,13 @@ def _refused(what: str, text: str, backend: Backend) -> UserError:
 def _parse(parser: Any, network: Any, path: Path, graph: bytes | None, backend: Backend) -> None:
     parsed = parser.parse_from_file(str(path)) if graph is None else parser.parse(graph)
     errors = [parser.get_error(index) for index in range(parser.num_errors)]
-    if parsed and not errors and network.num_outputs:
-        return
-    lines = []
-    for parser_error in errors:
-        node = parser_error.node_name()
-        where = f"{node} ({parser_error.node_operator()}): " if node else ""
-        lines.append(where + one_line([parser_error.desc()]))
-    raise _refused(f"refuses {path}", " | ".join(lines) or "the file holds no graph outputs", backend)
+    if not parsed or errors or not network.num_outputs:
+        lines = []
+        for parser_error in errors:
+            node = parser_error.node_name()
+            where = f"{node} ({parser_error.node_operator()}): " if node else ""
+            lines.append(where + one_line([parser_error.desc()]))
+        raise _refused(f"refuses {path}", " | ".join(lines) or "the file holds no graph outputs", backend)
 
 
 def _set_target(config: Any, backend: Backend, wanted: str | None) -> tuple[list[str], bool]:
@@ -375,9 +362,8 @@ def _set_target(config: Any, backend: Backend, wanted: str | None) -> tuple[list
     ahead_of_time = here is None or wanted not in (None, here)
     if backend.name == "tensorrt":
         if ahead_of_time:
-            raise UserError(
-                f"tensorrt builds only for the GPU at hand ({here}), not for {wanted}; use tensorrt_rtx"
-            )
+            here_only = f"tensorrt builds only for the GPU at hand ({here})"
+            raise UserError(f"{here_only}, not for {wanted}; use tensorrt_rtx")
         return [str(here)], False
     trt = backend.module
     target = trt.ComputeCapability.CURRENT

@@ -14,8 +14,13 @@ from onnx import numpy_helper
 from qdqbench.quantize.engine.backend import Backend, BuildProgress, BuiltEngine, build_engine, choose_backend
 from qdqbench.quantize.engine.cpu_runtimes import Compute, compile_model, name_products, warm_up
 from qdqbench.quantize.engine.hazards import find_hazards
-from qdqbench.quantize.engine.kernels import float_residuals, select_profile
-from qdqbench.quantize.engine.layers import NotInt8, measure_coverage, why_not
+from qdqbench.quantize.engine.layers import (
+    NotInt8,
+    float_residuals,
+    measure_coverage,
+    select_profile,
+    why_not,
+)
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.graph.index import (
@@ -55,26 +60,17 @@ def build(  # noqa: PLR0913  all but the two files are keywords
 ) -> EngineResult:
     """Build `engine_path` from `onnx_path` and report which GEMMs, attentions and residuals run in INT8.
 
-    Residuals that must be INT8 are those with Q/DQ in the graph.
-
-    Writes the engine, then its layer table (`layers_path`, by default layers.json beside the engine), then
-    the sidecar `engine_path` + ".json". A failing proof is in the result, not raised: see `require_int8`.
+    The graph is strongly typed, with [batch, length] inputs; its residuals with Q/DQ must be INT8. Writes the
+    engine, then its layer table (`layers_path`, by default layers.json beside the engine), then the sidecar.
+    A failing proof is in the result, not raised: see `require_int8`. What is refused raises UserError, a
+    backend or GPU that is not there MissingDevice; nothing is written then.
 
     Args:
-        onnx_path: strongly typed ONNX graph with [batch, length] inputs.
-        profiles: input shapes, one optimization profile each.
-        expected_gemms: names of the ONNX MatMul/Gemm nodes that must run in INT8.
-        expected_attention: attentions that must run as one INT8 kernel.
         compute_capability: target such as "8.9"; None for the GPU at hand or the default.
         strict: an engine whose layer table cannot be read is an error, not a result that proves nothing.
         timing_cache: file of kernel timings to read and write (TensorRT only).
         compute: datatype of what is not quantized (CPU runtimes only; a graph for TensorRT says it itself).
         note: called with what the user must hear: known faults of the version, an ignored cache.
-        progress: called with the builder's phase and the fraction of it that is done.
-
-    Raises:
-        UserError: the file, the names, the shapes or the target are refused; nothing is written.
-        MissingDevice: the backend or the GPU that it needs is not there.
     """
     chosen = choose_backend(backend)
     model = read_model(onnx_path)
@@ -96,9 +92,8 @@ def build(  # noqa: PLR0913  all but the two files are keywords
             progress=progress,
         )
     version, capabilities = built.version, built.compute_capability
-    for text in (text for cc in capabilities for text in find_hazards(built.backend, version, cc)):
-        note(text)
-    for text in built.notes:
+    hazards = [text for each in capabilities for text in find_hazards(built.backend, version, each)]
+    for text in hazards + built.notes:
         note(text)
     if strict and not built.layers:
         raise UserError(
@@ -191,11 +186,7 @@ def _gemms(model: onnx.ModelProto) -> list[str]:
 
 
 def require_int8(result: EngineResult) -> None:
-    """Hold an engine to what its recipe asks for.
-
-    Raises:
-        CheckFailed: a GEMM, an attention or a residual is not INT8; lists every one, why and what to do.
-    """
+    """Raise CheckFailed where a GEMM, an attention or a residual is not INT8; it lists every one and why."""
     problems = []
     if result.not_int8:
         reasons: dict[NotInt8, list[str]] = {}
@@ -250,10 +241,7 @@ class _LinearNodes:
 def merge_qkv_gemms(model: onnx.ModelProto) -> onnx.ModelProto | None:
     """Return the graph with one MatMul for linears of the same codes and one scale that end in one Concat.
 
-    Names of nodes are joined by `TOGETHER`; no value changes, as integer sums are exact.
-
-    Args:
-        model: graph as `export` writes it; not changed.
+    Names of nodes are joined by `TOGETHER`; no value changes, as integer sums are exact, nor does `model`.
     """
     index = GraphIndex(model)
     if not any(_group(index, node) for node in model.graph.node):

@@ -1,11 +1,9 @@
 """Calibration caches of TensorRT 5 to 10: a reader, and a recipe with the amax of a cache.
 
 The first line says which version and calibrator wrote it (`TRT-8601-EntropyCalibration2`); any other line is
-a tensor's name, a colon and eight hex digits, the scale as float32 with the most significant byte first.
-The scale is amax / 127. TensorRT 11 and TensorRT-RTX have no calibrators and read none.
-
-The graph that was calibrated says which tensor a linear reads; without it, the model as it is exported here:
-exporters name tensors after modules, so that the names of two exports mostly agree.
+a tensor's name, a colon and eight hex digits, the scale (amax / 127) as float32, the most significant byte
+first. The graph that was calibrated says which tensor a linear reads; without it, the model as it is exported
+here: exporters name tensors after modules, so that the names of two exports mostly agree.
 """
 
 import math
@@ -52,11 +50,7 @@ def is_cache(start: bytes) -> bool:
 
 
 def read_cache_file(path: Path) -> CalibrationCache:
-    """Read a calibration cache; memory is bounded whatever the file holds.
-
-    Raises:
-        UserError: missing, too large, or not a calibration cache; names the first lines at fault.
-    """
+    """Read a calibration cache; memory is bounded, and UserError names the first lines at fault."""
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_CACHE_BYTES + 1)
@@ -120,10 +114,8 @@ def recipe_from_cache(
 ) -> FromCache:
     """Write a recipe whose amax are those of a cache, for the linears whose inputs it names.
 
-    Without `onnx_file`, the graph that was calibrated, the model is exported to compare names.
-
-    Raises:
-        UserError: a file that cannot be used, or a cache that names the input of no INT8 linear.
+    Without `onnx_file`, the graph that was calibrated, the model is exported to compare names. A cache that
+    names the input of no INT8 linear raises UserError.
     """
     found = read_cache_file(cache)
     draft = new_recipe(model, revision)
@@ -131,16 +123,16 @@ def recipe_from_cache(
     # nothing may change the range of tensors before they are quantized
     data["calibration"] |= {"smoothing": "none", "outlier_channel_splitting": 0}
     network = prepare_model(create_untrained(model, read_model_config(model, revision)))
-    prefix = network.base_model_prefix
-    plan = resolve(validate_recipe(data, data["name"]), module_table(network), prefix)
-    graph, read = _reads(found, network, plan.int8, prefix, onnx_file)
+    recipe = validate_recipe(data, data["name"])
+    plan = resolve(recipe, module_table(network), network.base_model_prefix)
+    graph, read = _reads(found, network, plan.int8, onnx_file)
     given, tensors, calibrated = dict[str, float](), dict[str, str](), dict[str, str]()
     for linear in plan.int8:
         names = read.get(linear, ())
         tensor = next((name for name in names if name in found.scales), None)
         if tensor is None:
             calibrated[linear] = (
-                "the cache does not name its input" if names else "the graph does not show it"
+                f"the {'cache does not name its input' if names else 'graph does not show it'}"
             )
         elif not 1e-6 <= (amax := found.scales[tensor] * 127) <= FP16_MAX:
             calibrated[linear] = f"its amax in the cache is {amax:g}"
@@ -211,13 +203,10 @@ def _same_range(index: GraphIndex, name: str) -> Iterator[str]:
 
 
 def _reads(
-    cache: CalibrationCache,
-    network: "PreTrainedModel",
-    linears: Mapping[str, str],
-    prefix: str,
-    onnx_file: Path | None,
+    cache: CalibrationCache, network: "PreTrainedModel", linears: Mapping[str, str], onnx_file: Path | None
 ) -> tuple[str, dict[str, list[str]]]:
     """Return the graph where linears were looked for, and the tensors that they read there."""
+    prefix = network.base_model_prefix
     if onnx_file is not None:
         return str(onnx_file), input_tensors(read_model(onnx_file), linears, prefix)
     best: tuple[int, str, dict[str, list[str]]] = (-1, "", {})

@@ -51,13 +51,14 @@ class Signature(NamedTuple):
 class CompiledModel(ABC):
     inputs: dict[str, Signature]
     outputs: list[str]
+    _lanes: list[Run]
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        return self.lanes()[0](feeds)
+        return self._lanes[0](feeds)
 
-    @abstractmethod
     def lanes(self) -> list[Run]:
         """Return one function a stream, each as `run`; they may run at once."""
+        return self._lanes
 
     @abstractmethod
     def blob(self) -> bytes:
@@ -81,17 +82,9 @@ def compile_model(  # noqa: PLR0913
 ) -> CompiledModel:
     """Return a model that a CPU runtime compiled, from its ONNX file or from an engine that it made.
 
-    Args:
-        data: the ONNX file, or with `blob` the engine; for OpenVINO also a model in its memory.
-        compute: for ONNX Runtime FP32.
-        fixed: batch and length where the ONNX file is for one only.
-        threads: of all streams together; None: as the runtime chooses.
-        streams: inferences at once.
-        profile: measure each kernel.
-
-    Raises:
-        UserError: the runtime refuses the graph.
-        MissingDevice: it cannot load the engine here.
+    `data` is the ONNX file (UserError: the runtime refuses it), or with `blob` the engine (MissingDevice: it
+    cannot be loaded here); for OpenVINO also a model in its memory. `fixed` is for a file of one shape only,
+    `threads` are of all streams together, `profile` measures each kernel.
     """
     if backend == "onnxruntime":
         assert compute == "fp32"
@@ -112,12 +105,9 @@ class _OnnxRuntimeModel(CompiledModel):
         # a session of one thread has no pool: whoever calls it computes, so that all streams can share it
         more = 0 if self._threads == 1 else streams - 1
         sessions = [session, *(_session(data, self._threads) for _ in range(more))] * (streams - more)
-        self._lanes: list[Run] = [partial(self._infer, each) for each in sessions]
+        self._lanes = [partial(self._infer, each) for each in sessions]
         self.inputs = {each.name: _session_signature(each) for each in session.get_inputs()}
         self.outputs = [each.name for each in session.get_outputs()]
-
-    def lanes(self) -> list[Run]:
-        return self._lanes
 
     def _infer(self, session: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
         self._last = {name: feeds[name] for name in self.inputs}
@@ -150,9 +140,8 @@ def _session(data: bytes, threads: int | None, *, profile: Path | None = None) -
     try:
         return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise MissingDevice(
-            f"ONNX Runtime {ort.__version__} cannot load this engine here: {_first_words(error)}"
-        ) from error
+        who = f"ONNX Runtime {ort.__version__}"
+        raise MissingDevice(f"{who} cannot load this engine here: {_first_words(error)}") from error
 
 
 def _first_words(error: Exception) -> str:
@@ -181,9 +170,8 @@ def _optimized(data: bytes) -> bytes:
         try:
             ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
         except Exception as error:
-            raise UserError(
-                f"ONNX Runtime {ort.__version__} refuses this graph: {_first_words(error)}"
-            ) from error
+            who = f"ONNX Runtime {ort.__version__}"
+            raise UserError(f"{who} refuses this graph: {_first_words(error)}") from error
         model = onnx.load(path)
     _trace(onnx.load_from_string(data).graph, model.graph)
     optimized: bytes = model.SerializeToString()
@@ -225,10 +213,8 @@ def _kernels(graph: onnx.GraphProto, events: list[dict[str, Any]]) -> Iterator[K
     for node in graph.node:
         event = ran.get((node.name, node.op_type))
         shapes = event["args"].get("output_type_shape", []) if event else []
-        types |= {
-            tensor: _TYPES.get(next(iter(shape)), next(iter(shape)))
-            for tensor, shape in zip(node.output, shapes, strict=False)
-        }
+        for tensor, (kind, *_) in zip(node.output, shapes, strict=False):
+            types[tensor] = _TYPES.get(kind, kind)
         stands_for = node.doc_string.split("\n")
         # MatMulIntegerToFloat, QLinearMatMul, FusedMatMul, QGemm, ...
         gemm = bool(re.search(r"MatMul|Gemm", node.op_type))
@@ -270,15 +256,12 @@ class _OpenVinoModel(CompiledModel):
                 f"{who} refuses this graph, which ONNX Runtime may take (--backend onnxruntime): {why}"
             ) from error
         requests = [self._model.create_infer_request() for _ in range(config["NUM_STREAMS"])]
-        self._lanes: list[Run] = [partial(self._infer, request) for request in requests]
+        self._lanes = [partial(self._infer, request) for request in requests]
         # folding an operator into an input adds a name to its tensor; the node keeps the name of the file
         self.inputs = {
             port.get_node().get_friendly_name(): _port_signature(port) for port in self._model.inputs
         }
         self.outputs = [port.get_any_name() for port in self._model.outputs]
-
-    def lanes(self) -> list[Run]:
-        return self._lanes
 
     def _infer(self, request: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
         results = request.infer({name: feeds[name] for name in self.inputs}, share_inputs=True)

@@ -20,11 +20,7 @@ LENGTH_STEP = 16  # INT8 tensor cores take 16 values at a time
 
 @dataclass(frozen=True)
 class Profile:
-    """Input shapes that an engine accepts, each (batch in sequences, length in tokens).
-
-    Raises:
-        UserError: not 1 <= min <= opt <= max on both axes.
-    """
+    """Input shapes that an engine accepts, each (batch in sequences, length in tokens)."""
 
     min: tuple[int, int]
     opt: tuple[int, int]
@@ -110,11 +106,7 @@ def measure_distance(one: Sequence[int], other: Sequence[int]) -> float:
 
 
 def require_room(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -> None:
-    """Require that the data fits the engine that will be built; batches are drawn in order of length.
-
-    Raises:
-        UserError: no profile takes some batch; says which lengths there are and how to fix it.
-    """
+    """Require that the data fits the engine that will be built; batches are drawn in order of length."""
     limit = max(shapes.max[1] for shapes in profiles)
     if (longest := int(lengths.max(initial=0))) > limit:
         raise UserError(

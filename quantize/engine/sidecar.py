@@ -42,19 +42,16 @@ def sidecar_path(engine_path: Path) -> Path:
 def read_sidecar(engine_path: Path) -> Sidecar:
     again = _how_to_rebuild(engine_path)
     if not sidecar_path(engine_path).is_file():
-        raise UserError(
-            f"{sidecar_path(engine_path)} does not exist, so nothing vouches for the engine; {again}"
-        )
+        missing = f"{sidecar_path(engine_path)} does not exist"
+        raise UserError(f"{missing}, so nothing vouches for the engine; {again}")
     return read(sidecar_path(engine_path), Sidecar, "engine sidecar", again)
 
 
 def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
     """Hold an engine to its sidecar, its ONNX file and this machine, before it is loaded.
 
-    The backend refuses an engine of another version or GPU with an error that names neither.
-
-    Raises:
-        UserError: a file is missing or they differ; lists every difference and how to rebuild.
+    The backend refuses an engine of another version or GPU with an error that names neither; the UserError
+    here lists every difference and how to rebuild.
     """
     again, sidecar = _how_to_rebuild(engine_path), read_sidecar(engine_path)
     if not engine_path.is_file():

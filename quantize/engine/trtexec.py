@@ -41,10 +41,7 @@ class Times:  # float64 [queries], milliseconds
 
 
 def read_profile(path: Path) -> dict[str, float]:
-    """Return mean milliseconds by kernel of `trtexec --exportProfile`, or of a list of {"name", "ms"}.
-
-    Kernels of one name are added up.
-    """
+    """Return mean ms of kernels by name of `trtexec --exportProfile`, or of a list of {"name", "ms"}."""
     wrong = UserError(
         f"{path} is no kernel profile: it must be a list of objects with name and ms (or averageMs), at most "
         f"{MAX_KERNELS}; write it with trtexec --exportProfile"
@@ -68,12 +65,8 @@ def read_profile(path: Path) -> dict[str, float]:
 
 
 def read_times(path: Path) -> Times:
-    fields = {
-        "start": "startComputeMs",
-        "h2d": "h2dMs",
-        "compute": "computeMs",
-        "d2h": "d2hMs",
-        "latency": "latencyMs",
+    fields = {"start": "startComputeMs"} | {
+        name: f"{name}Ms" for name in ("h2d", "compute", "d2h", "latency")
     }
     rows = _read_json(path, "exported times")
     if not isinstance(rows, list) or not rows or len(rows) > MAX_QUERIES:

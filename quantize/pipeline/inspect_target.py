@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from qdqbench.quantize.engine import backend as trt
-from qdqbench.quantize.engine.facts import read_graph
+from qdqbench.quantize.engine.inspection import read_graph
 from qdqbench.quantize.engine.layers import parse_inspector_json, read_table
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import CpuEngine

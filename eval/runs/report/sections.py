@@ -18,7 +18,7 @@ from qdqbench.eval.reporting.formats import (
     with_error,
 )
 from qdqbench.eval.runs.report import charts, verdict
-from qdqbench.quantize.engine.facts import collect_facts
+from qdqbench.quantize.engine.inspection import collect_facts
 from qdqbench.quantize.utils.comparison import (
     MAX_OUTPUT_ERROR,
     Change,

@@ -11,20 +11,29 @@ from statistics import median
 from qdqbench.quantize.engine.backend import capture, choose_backend, inspect_engine
 from qdqbench.quantize.engine.diagnose.findings import (
     FIX,
+    LOG_FINDINGS,
     RUN,
     WORST_FIRST,
     Diagnosis,
     Finding,
+    LogFile,
+    Shape,
     SourceRow,
     group_finding,
 )
-from qdqbench.quantize.engine.diagnose.log_file import LOG_FINDINGS, LogFile, Shape
 from qdqbench.quantize.engine.diagnose.sources import KINDS, TOKENS, Evidence, OnnxFile, read_sources
-from qdqbench.quantize.engine.facts import EngineFacts
 from qdqbench.quantize.engine.hazards import find_hazards, is_older
-from qdqbench.quantize.engine.inspection import Inspection, find_problems
-from qdqbench.quantize.engine.kernels import block_of_node, format_count, kernel_kind, kernel_label
-from qdqbench.quantize.engine.layers import NotInt8, base_name, is_attention, parse_inspector_json
+from qdqbench.quantize.engine.inspection import EngineFacts, Inspection, find_problems
+from qdqbench.quantize.engine.layers import (
+    NotInt8,
+    base_name,
+    block_of_node,
+    format_count,
+    is_attention,
+    kernel_kind,
+    kernel_label,
+    parse_inspector_json,
+)
 from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
@@ -49,10 +58,7 @@ def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
     """Return the findings in files of one build.
 
     With `load_engine` TensorRT loads an engine for its layer table. An engine is a program: your own only.
-
-    Raises:
-        UserError: no file, too many, or one that cannot be read; names it.
-        MissingDevice: with `load_engine`, what loads the engine is not here.
+    Without what loads it here, that raises MissingDevice.
     """
     if not 0 < len(paths) <= MAX_FILES:
         raise UserError(f"give 1 to {MAX_FILES} files of one build, not {len(paths)}")
@@ -100,10 +106,9 @@ def _describe_joins(evidence: Evidence) -> list[str]:
     joins = []
     layers, onnx = evidence.name("layers"), evidence.name("onnx")
     if evidence.layers and evidence.graph is not None:
-        if evidence.other_build:
-            joins.append(f"{onnx} and {layers} were not joined: {evidence.other_build}")
-        else:
-            joins.append(f"{onnx} and {layers} by the names of ONNX nodes")
+        other = evidence.other_build
+        how = f"were not joined: {other}" if other else "by the names of ONNX nodes"
+        joins.append(f"{onnx} and {layers} {how}")
     if evidence.profile and evidence.inspection and evidence.inspection.time:
         known = len(evidence.inspection.time.by_kernel)
         how = "by the names" if known else "share no name: not joined by the names"
@@ -185,16 +190,14 @@ def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
     if onnx.integer or not weighted:
         return
     if not onnx.qdq:
-        yield evidence.finding(
-            "no-qdq",
-            "not INT8",
-            f"nothing is quantized: none of {len(weighted)} linears has Q/DQ",
+        what = f"nothing is quantized: none of {len(weighted)} linears has Q/DQ"
+        why = (
             "without Q/DQ only implicit calibration made INT8, which TensorRT 10 discourages, does not do "
-            "for the attention and LayerNorm of transformers, and TensorRT 11 no longer has",
-            [RUN],
-            nodes=weighted,
-            share=evidence.share_of_nodes(weighted),
-            kinds=["onnx"],
+            "for the attention and LayerNorm of transformers, and TensorRT 11 no longer has"
+        )
+        share = evidence.share_of_nodes(weighted)
+        yield evidence.finding(
+            "no-qdq", "not INT8", what, why, [RUN], nodes=weighted, share=share, kinds=["onnx"]
         )
         return
     explained = {name for group in onnx.report.groups for name in group.gemms}
@@ -202,15 +205,10 @@ def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
     bare = [name for name in weighted if name in rest and "classifier" not in name]
     share = evidence.share_of_nodes(bare)
     if share and share[0] > _FLOAT:
+        what = f"{len(bare)} of {len(weighted)} linears have no Q/DQ and stay in floating point"
+        why = "they gain nothing from INT8"
         yield evidence.finding(
-            "float-linears",
-            "slow",
-            f"{len(bare)} of {len(weighted)} linears have no Q/DQ and stay in floating point",
-            "they gain nothing from INT8",
-            [RUN],
-            nodes=bare,
-            share=share,
-            kinds=["onnx"],
+            "float-linears", "slow", what, why, [RUN], nodes=bare, share=share, kinds=["onnx"]
         )
 
 
@@ -218,18 +216,12 @@ def _float32(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
     if not onnx.qdq or not onnx.types or onnx.types["FLOAT"] < sum(onnx.types.values()):
         return
     rest = [name for name in onnx.report.not_quantized if name in onnx.products]
-    yield evidence.finding(
-        "fp32-compute",
-        "slow",
-        "all floating point is FP32: a strongly typed engine runs attention, LayerNorm, GELU and what is not "
-        "INT8 in FP32",
-        "weak typing (--fp16, --int8, --best) let the builder choose FP16; TensorRT 11 has strong typing "
-        "only, where the file decides",
-        [FIX],
-        nodes=rest,
-        share=evidence.share_of_nodes(rest),
-        kinds=["onnx"],
-    )
+    what = "all floating point is FP32: a strongly typed engine runs attention, LayerNorm, GELU and what is "
+    what += "not INT8 in FP32"
+    why = "weak typing (--fp16, --int8, --best) let the builder choose FP16; TensorRT 11 has strong typing "
+    why += "only, where the file decides"
+    share = evidence.share_of_nodes(rest)
+    yield evidence.finding("fp32-compute", "slow", what, why, [FIX], nodes=rest, share=share, kinds=["onnx"])
 
 
 def _long_attention(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
@@ -238,25 +230,19 @@ def _long_attention(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
     highest = [high for profile in profiles for _, _, high in profile.values()]
     longest = max((high[1] for high in highest if len(high) > 1), default=0)
     if quantized and longest > limit:
+        text = f"{len(quantized)} INT8 attentions in an engine for up to {longest} tokens"
+        what = f"{text}: the fused kernel takes {limit}"
+        why = "beyond that the attention falls apart into single kernels"
+        first = f"build with --maxShapes of {limit} tokens, and another engine for longer inputs"
+        fixes, kinds = [first, "attention: fp16 in the recipe"], ["onnx", "log"]
         yield evidence.finding(
-            "attention-too-long",
-            "slow",
-            f"{len(quantized)} INT8 attentions in an engine for up to {longest} tokens: the fused kernel "
-            f"takes {limit}",
-            "beyond that the attention falls apart into single kernels",
-            [
-                f"build with --maxShapes of {limit} tokens, and another engine for longer inputs",
-                "attention: fp16 in the recipe",
-            ],
-            nodes=quantized,
-            kinds=["onnx", "log"],
-            where="",
+            "attention-too-long", "slow", what, why, fixes, nodes=quantized, kinds=kinds, where=""
         )
 
 
 def _gemms(evidence: Evidence, inspection: Inspection, explained: Collection[str]) -> Iterator[Finding]:
     facts = inspection.facts
-    total = len(facts.linears)
+    total = len(facts.linears) or inspection.gemms
     reasons: dict[NotInt8, list[str]] = {}
     for node in inspection.proof.not_int8:
         if node not in explained:
@@ -264,14 +250,10 @@ def _gemms(evidence: Evidence, inspection: Inspection, explained: Collection[str
     for reason, nodes in reasons.items():
         inside = any(block_of_node(node).startswith("layer.") for node in nodes)
         effect: Effect = "not INT8" if reason.cause in _DEQUANTIZED else "slow" if inside else "note"
+        what = f"{len(nodes)} of {total} linears of the engine do not multiply in INT8"
+        fixes, share = ["qdqbench check {file}"], evidence.share_of_nodes(nodes)
         yield evidence.finding(
-            "engine-not-int8",
-            effect,
-            f"{len(nodes)} of {total or inspection.gemms} linears of the engine do not multiply in INT8",
-            f"each {reason}",
-            ["qdqbench check {file}"],
-            nodes=nodes,
-            share=evidence.share_of_nodes(nodes),
+            "engine-not-int8", effect, what, f"each {reason}", fixes, nodes=nodes, share=share
         )
     onnx = evidence.onnx
     for problem in find_problems(facts):
@@ -309,16 +291,12 @@ def _copies(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
         if not rows or share is None or share[0] < _SMALL:
             continue
         int8 = sum("Int8" in (*row.inputs, *row.outputs) for row in rows)
-        yield evidence.finding(
-            code,
-            "slow",
-            f"{len(rows)} of {len(facts.rows)} {what}, {int8} of them INT8 codes",
-            "between a Q and its GEMM each costs a pass over memory: the kernel ahead can quantize where the "
-            "Q stands next to the GEMM and types do not change in between",
-            [RUN if clean else FIX, f"qdqbench inspect {evidence.name('layers')}"],
-            nodes=list(dict.fromkeys(map(kernel_label, rows))),
-            share=share,
-        )
+        text = f"{len(rows)} of {len(facts.rows)} {what}, {int8} of them INT8 codes"
+        why = "between a Q and its GEMM each costs a pass over memory: the kernel ahead can quantize where "
+        why += "the Q stands next to the GEMM and types do not change in between"
+        fixes = [RUN if clean else FIX, f"qdqbench inspect {evidence.name('layers')}"]
+        nodes = list(dict.fromkeys(map(kernel_label, rows)))
+        yield evidence.finding(code, "slow", text, why, fixes, nodes=nodes, share=share)
 
 
 def _copies_by_name(evidence: Evidence, profile: dict[str, float]) -> Iterator[Finding]:
@@ -327,16 +305,12 @@ def _copies_by_name(evidence: Evidence, profile: dict[str, float]) -> Iterator[F
     total = sum(profile.values())
     share = sum(profile[row.name] for row in moved) / total if total else 0.0
     if share >= _SMALL:
+        what = f"{len(moved)} of {len(rows)} kernels only move, cast or transpose"
+        why = f"for example {base_name(moved[0])[:200]}"
+        fixes = ["give the layer table too (trtexec --exportLayerInfo --profilingVerbosity=detailed)"]
+        nodes, part = [row.name for row in moved], (share, "profiled time")
         yield evidence.finding(
-            "copies",
-            "slow",
-            f"{len(moved)} of {len(rows)} kernels only move, cast or transpose",
-            f"for example {base_name(moved[0])[:200]}",
-            ["give the layer table too (trtexec --exportLayerInfo --profilingVerbosity=detailed)"],
-            nodes=[row.name for row in moved],
-            share=(share, "profiled time"),
-            kinds=["profile"],
-            where="",
+            "copies", "slow", what, why, fixes, nodes=nodes, share=part, kinds=["profile"], where=""
         )
 
 
@@ -352,26 +326,16 @@ def _version(evidence: Evidence) -> Iterator[Finding]:
             fixes = ["build with the version that has the fix"]
             yield evidence.finding("known-fault", "wrong", text, why, fixes, kinds=kinds)
     if engine and not evidence.layers and not profile:
-        yield evidence.finding(
-            "engine-not-read",
-            "note",
-            "an engine's header has its version and nothing of its layers",
-            "only TensorRT itself reads them, on the GPU that the engine is for",
-            [
-                "give what trtexec --exportLayerInfo --profilingVerbosity=detailed writes",
-                f"qdqbench diagnose {evidence.name('engine')} --load-engine",
-            ],
-            kinds=kinds,
-        )
+        what = "an engine's header has its version and nothing of its layers"
+        why = "only TensorRT itself reads them, on the GPU that the engine is for"
+        first = "give what trtexec --exportLayerInfo --profilingVerbosity=detailed writes"
+        fixes = [first, f"qdqbench diagnose {evidence.name('engine')} --load-engine"]
+        yield evidence.finding("engine-not-read", "note", what, why, fixes, kinds=kinds)
     if fused and not version:
-        yield evidence.finding(
-            "version-unknown",
-            "note",
-            "attention runs as _gemm_mha, and no file says in which version of TensorRT",
-            "10.0.0 has a fault there in FP16 that 10.0.1.6 fixes",
-            ["give the build log or the engine too"],
-            kinds=kinds,
-        )
+        what = "attention runs as _gemm_mha, and no file says in which version of TensorRT"
+        why = "10.0.0 has a fault there in FP16 that 10.0.1.6 fixes"
+        fixes = ["give the build log or the engine too"]
+        yield evidence.finding("version-unknown", "note", what, why, fixes, kinds=kinds)
 
 
 def _times(evidence: Evidence) -> Iterator[Finding]:
@@ -389,9 +353,8 @@ def _times(evidence: Evidence) -> Iterator[Finding]:
         return evidence.finding(code, "slow", what, why, fixes, share=(share, basis), kinds=["times", "log"])
 
     if (enqueue := medians.get("Enqueue Time", 0.0)) >= compute:
-        what = (
-            f"launching takes {enqueue:.3f} ms and computing {compute:.3f} ms: the host is what is measured"
-        )
+        both = f"launching takes {enqueue:.3f} ms and computing {compute:.3f} ms"
+        what = f"{both}: the host is what is measured"
         why = "INT8 cannot be faster while the GPU waits for its next kernel"
         yield finding("launch-bound", what, why, ["trtexec --useCudaGraph", "use larger batches"], 1.0)
     copies = medians.get("H2D Latency", 0.0) + medians.get("D2H Latency", 0.0)
@@ -424,32 +387,24 @@ def _implicit(evidence: Evidence) -> Iterator[Finding]:
     weighted = [name for name, product in onnx.products.items() if product.weighted] if onnx else []
     reasons, fixes = [], [RUN]
     if missing:
-        reasons.append(
-            f'{missing} lines say "Missing scale and zero-point": these tensors, and what reads them, stay '
-            "in floating point"
-        )
+        said = f'{missing} lines say "Missing scale and zero-point"'
+        reasons.append(f"{said}: these tensors, and what reads them, stay in floating point")
     if cache:
-        reasons.append(
-            f"the cache of TensorRT {cache.version} ({cache.calibrator}) has scales of {len(cache.scales)} "
-            "tensors"
-        )
+        whose = f"the cache of TensorRT {cache.version} ({cache.calibrator})"
+        reasons.append(f"{whose} has scales of {len(cache.scales)} tensors")
         graph = f" --onnx {onnx.path.name}" if onnx else ""
         fixes.append(f"qdqbench recipes from-cache {evidence.name('cache')} --model MODEL{graph}")
     reasons.append(
         "implicit calibration finds no INT8 for attention, LayerNorm and constants of transformers, and "
         "TensorRT 11 has no calibrators any more"
     )
+    what = "INT8 was asked of a calibrator (implicit quantization), not of Q/DQ in the file"
+    why, where, kinds = "; ".join(reasons), name_list(names), ["log", "cache", "onnx"]
+    share = evidence.share_of_nodes(weighted) if missing else None
     yield evidence.finding(
-        "implicit-calibration",
-        "not INT8",
-        "INT8 was asked of a calibrator (implicit quantization), not of Q/DQ in the file",
-        "; ".join(reasons),
-        fixes,
-        nodes=names,
-        share=evidence.share_of_nodes(weighted) if weighted and missing else None,
-        kinds=["log", "cache", "onnx"],
-        where=name_list(names),
-    )
+        "implicit-calibration", "not INT8", what, why, fixes,
+        nodes=names, share=share, kinds=kinds, where=where,
+    )  # fmt: skip
 
 
 def _log_lines(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
@@ -494,30 +449,21 @@ def _shapes(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
     if near and near[0] >= FAR_FROM_OPT:
         far, name, load, opt = near
         shape = "x".join(map(str, load))
-        yield evidence.finding(
-            "far-from-opt",
-            "slow",
-            f"kernels were tuned for {name} = {'x'.join(map(str, opt))} and run at {shape}, {far:.1f} times "
-            "off",
-            "a profile's kernels are chosen at its optimum; at other shapes they can be slower than FP16's",
-            [
-                f"build with --optShapes={name}:{shape} (and the other inputs), or with a profile for each "
-                "load",
-                "engine.shapes in the recipe, with one profile for each load",
-            ],
-            kinds=["log"],
+        tuned = f"kernels were tuned for {name} = {'x'.join(map(str, opt))}"
+        what = f"{tuned} and run at {shape}, {far:.1f} times off"
+        why = "a profile's kernels are chosen at its optimum; at other shapes they can be slower than FP16's"
+        first = (
+            f"build with --optShapes={name}:{shape} (and the other inputs), or with a profile for each load"
         )
+        fixes = [first, "engine.shapes in the recipe, with one profile for each load"]
+        yield evidence.finding("far-from-opt", "slow", what, why, fixes, kinds=["log"])
         return
     for profile in log.profiles:
         for name, (_, opt, high) in profile.items():
             if len(opt) > 1 and min(opt) > 0 and math.prod(high[:2]) >= _WIDE * math.prod(opt[:2]):
-                yield evidence.finding(
-                    "wide-profile",
-                    "note",
-                    f"one profile takes {name} up to {'x'.join(map(str, high))} and is tuned for "
-                    f"{'x'.join(map(str, opt))}",
-                    "far from its optimum an engine is slower than one for that shape",
-                    ["give each range of shapes a profile of its own", "engine.shapes in the recipe"],
-                    kinds=["log"],
-                )
+                most, best = ("x".join(map(str, shape)) for shape in (high, opt))
+                what = f"one profile takes {name} up to {most} and is tuned for {best}"
+                why = "far from its optimum an engine is slower than one for that shape"
+                fixes = ["give each range of shapes a profile of its own", "engine.shapes in the recipe"]
+                yield evidence.finding("wide-profile", "note", what, why, fixes, kinds=["log"])
                 return

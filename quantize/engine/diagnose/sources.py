@@ -12,10 +12,15 @@ from typing import Any
 import onnx
 
 from qdqbench.quantize.engine.cache_import import CalibrationCache, is_cache, read_cache_file
-from qdqbench.quantize.engine.diagnose.findings import Finding, with_file
-from qdqbench.quantize.engine.diagnose.log_file import LogFile, is_log, read_log
-from qdqbench.quantize.engine.facts import EngineFacts, Graph, read_graph
-from qdqbench.quantize.engine.inspection import Inspection, format_nodes, inspect_layers
+from qdqbench.quantize.engine.diagnose.findings import Finding, LogFile, is_log, read_log, with_file
+from qdqbench.quantize.engine.inspection import (
+    EngineFacts,
+    Graph,
+    Inspection,
+    format_nodes,
+    inspect_layers,
+    read_graph,
+)
 from qdqbench.quantize.engine.layers import find_computing_rows, read_table
 from qdqbench.quantize.engine.trtexec import Times, read_profile, read_times
 from qdqbench.quantize.graph.check.check import CheckReport, check_model
@@ -132,11 +137,7 @@ def _origin(model: onnx.ModelProto, operators: Counter[str]) -> str:  # noqa: PL
         return "quantized in ONNX Runtime's QOperator format"
     if not operators["QuantizeLinear"] and not operators["DequantizeLinear"]:
         return f"not quantized ({producer or 'unknown producer'})"
-    if (
-        any("nncf" in key for key in keys)
-        or "nncf" in names.lower()
-        or "QuantizeLinear_ActivationIn" in names
-    ):
+    if "nncf" in " ".join([names.lower(), *keys]) or "QuantizeLinear_ActivationIn" in names:
         return "quantized by NNCF"
     if any("modelopt" in key for key in keys) or "modelopt" in producer.lower():
         return "quantized by ModelOpt"
@@ -228,11 +229,15 @@ def recognise(path: Path) -> str:
         return "engine"
     if is_cache(start):
         return "cache"
+    if is_log(start):  # which may start with [date], as JSON does
+        return "log"
     if start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
-        text = start.decode("utf-8", errors="replace")
-        if not is_log(start):  # a log may start with [date]
-            return _json_kind(path, text)
-    return "log" if is_log(start) else _onnx_or_nothing(path, start)
+        return _json_kind(path, start.decode("utf-8", errors="replace"))
+    if all(32 <= byte < 127 or byte in (9, 10, 13) for byte in start[:4096]):
+        raise UserError(
+            f"{path} is text, and neither a build log, JSON nor a calibration cache; give a file of a build"
+        )
+    return "onnx"
 
 
 def _json_kind(path: Path, text: str) -> str:
@@ -248,15 +253,6 @@ def _json_kind(path: Path, text: str) -> str:
             "wrote with --exportLayerInfo, --exportProfile or --exportTimes, or the inspector's JSON"
         )
     return kind
-
-
-def _onnx_or_nothing(path: Path, start: bytes) -> str:
-    text = sum(32 <= byte < 127 or byte in (9, 10, 13) for byte in start[:4096])
-    if text == len(start[:4096]):
-        raise UserError(
-            f"{path} is text, and neither a build log, JSON nor a calibration cache; give a file of a build"
-        )
-    return "onnx"
 
 
 @dataclass
@@ -351,12 +347,7 @@ class Evidence:
         kinds: Sequence[str] | None = None,
         where: str | None = None,
     ) -> Finding:
-        """Return a finding.
-
-        Args:
-            kinds: of the files that show it; None: the layer table, and the profile that was joined with it.
-            where: the nodes in few words; None: formatted from `nodes`.
-        """
+        """Return a finding that the files of these kinds show, else the layer table and a joined profile."""
         shown = (("layers", "profile") if self.joined_time else ("layers",)) if kinds is None else kinds
         return Finding(
             code=code,

@@ -14,8 +14,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.engine.backend import Backend, build_engine, choose_backend, gpu_backend
-from qdqbench.quantize.engine.facts import read_graph
-from qdqbench.quantize.engine.inspection import format_nodes, inspect_layers
+from qdqbench.quantize.engine.inspection import format_nodes, inspect_layers, read_graph
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.repair.rebuild import Product, Scales, insert_qdq, read_scales, remove_qdq
 from qdqbench.quantize.engine.repair.runs import (
@@ -66,12 +65,9 @@ _FORMS = {
 
 
 def qoperator_to_qdq(model: onnx.ModelProto) -> tuple[int, list[str]]:
-    """Write integer operators as Q/DQ around plain ones, in place.
+    """Write integer operators as Q/DQ around plain ones, in place; return their number, and what stays.
 
     A dynamically quantized product becomes one with a DQ at its weight alone.
-
-    Returns:
-        Nodes that were rewritten, and those that compute on codes and could not be.
     """
     index = GraphIndex(model)
     made: Replaced = {}
@@ -249,12 +245,7 @@ class FixOptions:
 
 
 def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
-    """Repair a file and prove it.
-
-    Raises:
-        UserError: the file cannot be read or is not valid, the inputs do not fit, or ONNX Runtime does not
-            run what comes out; nothing is written then.
-    """
+    """Repair a file and prove it; nothing is written where UserError says why it cannot be done."""
     if out.resolve() == path.resolve():
         raise UserError(f"--out {out} is the file itself; give another name, so that both can be compared")
     model = read_model(path)
@@ -399,12 +390,9 @@ def compare_outputs(  # noqa: PLR0913  the last two are keywords
     """
     reference = run_outputs(plain, feeds)
     made = run_outputs(after, feeds)
-    try:
-        own = run_outputs(before, feeds)
-    except UserError:
-        own = None
     before_error = difference = largest = disagreements = None
-    if own is not None:
+    with suppress(UserError):  # ONNX Runtime may refuse the file as it was
+        own = run_outputs(before, feeds)
         before_error, difference = _distance(own, reference), _distance(made, own)
         parts = [np.abs(made[name].astype(np.float64) - own[name]).max(initial=0.0) for name in own]
         largest = max(map(float, parts), default=0.0)
@@ -439,8 +427,7 @@ def _disagreements(one: Mapping[str, Array], other: Mapping[str, Array]) -> int 
     scores = [name for name, value in other.items() if value.ndim == 2 and 1 < value.shape[1] < 1000]
     if len(other) != 1 or not scores:
         return None
-    name = scores[0]
-    return int((one[name].argmax(1) != other[name].argmax(1)).sum())
+    return int((one[scores[0]].argmax(1) != other[scores[0]].argmax(1)).sum())
 
 
 def engine_row(path: Path, backend: Backend) -> EngineRow:
@@ -493,9 +480,8 @@ def finite_masks(model: onnx.ModelProto) -> list[str]:
         value = numpy_helper.to_array(tensor)
         low = ~(value >= -FP16_MAX) & ~np.isnan(value)
         if low.any() and _reaches_softmax(index, name):
-            tensor.CopyFrom(
-                numpy_helper.from_array(np.where(low, value.dtype.type(MASK_FILL), value), tensor.name)
-            )
+            finite = np.where(low, value.dtype.type(MASK_FILL), value)
+            tensor.CopyFrom(numpy_helper.from_array(finite, tensor.name))
             changed.append(name)
     return changed
 
@@ -523,9 +509,8 @@ def to_half(model: onnx.ModelProto) -> None:
         raise UserError(f"{error}; or keep the file in FP32 with --compute keep") from error
     except onnx.shape_inference.InferenceError as error:
         why = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"the types of the graph cannot be told ({why}); keep them with --compute keep"
-        ) from error
+        why = f"the types of the graph cannot be told ({why})"
+        raise UserError(f"{why}; keep them with --compute keep") from error
 
 
 def _norms(model: onnx.ModelProto) -> set[str]:

@@ -165,11 +165,7 @@ def _whole(graph: CheckGraph, attention: Attention) -> bool:
 
 
 def remove_qdq(model: onnx.ModelProto) -> int:
-    """Take every Q and DQ off a graph, in place, and return their number; constants become their values.
-
-    Raises:
-        UserError: scales that do not fit their codes.
-    """
+    """Take every Q and DQ off a graph, in place, and return their number; constants become their values."""
     index = GraphIndex(model)
     renamed: dict[str, str] = {}
     added: dict[str, onnx.TensorProto] = {}
@@ -248,8 +244,7 @@ def _values(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> A
 def insert_qdq(model: onnx.ModelProto, products: Collection[Product]) -> tuple[int, int]:
     """Put Q/DQ on the inputs of these products, in place; scales are FP32 whatever the graph computes in.
 
-    Returns:
-        Products in INT8, and of their weights those whose codes are other ones than the file had.
+    Return how many are in INT8, and of their weights how many have other codes than the file had.
     """
     index = GraphIndex(model)
     wanted = {product.node: product for product in products}

@@ -6,6 +6,7 @@ NaN before every run that is looked at, so that an element that the engine does 
 
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -122,8 +123,7 @@ class BoundRun:
             with self._torch.cuda.stream(self.stream):
                 self._graph.replay()
             return
-        context = self._context
-        if not context.execute_async_v3(self.stream.cuda_stream):
+        if not self._context.execute_async_v3(self.stream.cuda_stream):
             raise CheckFailed(f"{self._owner.name} fails to run")
 
     def load(self, feeds: Mapping[str, Array]) -> None:
@@ -217,18 +217,12 @@ class EngineMemory:
         )
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """A deserialized engine on the GPU; close it, or use it in a `with` statement.
 
-    Args:
-        path: the engine; its sidecar must lie beside it, and `onnx_path` must be what it was built from.
-        runtime_cache: file for kernels compiled just in time (TensorRT-RTX only); engines that are
-            opened one after the other may share it.
-        specialize: when TensorRT-RTX compiles the kernels of a shape; EAGER is before its first run.
-
-    Raises:
-        UserError: the sidecar says that this engine is not for this machine, version or ONNX file.
-        MissingDevice: no CUDA build of torch, or the backend cannot load the engine.
+    Its sidecar must lie beside it; where that is for another machine, version or ONNX file, UserError is
+    raised, and MissingDevice where it cannot be loaded. Engines that are opened one after the other may share
+    `runtime_cache`, a file for kernels compiled just in time (TensorRT-RTX only).
     """
 
     def __init__(
@@ -288,10 +282,7 @@ class Engine:
         """Run once and wait; what the engine did not write is NaN.
 
         Floats and integers are converted to the engine's own width; bfloat16 and FP8 come back as float32.
-
-        Raises:
-            UserError: inputs are missing, unknown or of another kind.
-            CheckFailed: no profile takes the shapes, or the engine fails.
+        Inputs of another kind raise UserError, shapes that no profile takes CheckFailed.
         """
         tensors = to_torch(feeds, {name: self.dtypes[name] for name in self.inputs}, self.name)
         profile = self._profile_of(tensors)
@@ -344,11 +335,8 @@ class Engine:
         """Return an execution context with its own activation memory, switched to a profile."""
         engine = self._engine
         with capture(self._trt) as (_, log):
-            if self._jit is not None:
-                runtime_config = self._jit.config(self._trt, engine, self.specialize)
-                context = engine.create_execution_context(runtime_config)
-            else:
-                context = engine.create_execution_context()
+            settings = [self._jit.config(self._trt, engine, self.specialize)] if self._jit else []
+            context = engine.create_execution_context(*settings)
             if context is None or not context.set_optimization_profile_async(profile, stream.cuda_stream):
                 size, why = self.memory.activation_bytes / 1e6, log.errors() or "it gives no reason"
                 raise CheckFailed(
@@ -406,11 +394,7 @@ class Engine:
         if self._jit is not None:
             self._jit.save()
         # TensorRT wants contexts gone before engines, and engines before the runtime
-        self._jit = self._engine = None
-        self._runtime = None
-
-    def __enter__(self) -> "Engine":
-        return self
+        self._jit = self._engine = self._runtime = None
 
     def __exit__(self, *_: object) -> None:
         self.close()

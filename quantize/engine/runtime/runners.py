@@ -2,8 +2,10 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import psutil
@@ -32,29 +34,14 @@ class CpuMemory:
         return f"memory {self.resident_bytes / 1e6:.1f} MB after loading; {file}"
 
 
-class CpuEngine:
-    """An engine that a CPU runtime compiled, loaded; it takes any shape of its profiles.
-
-    Args:
-        path: the engine; its sidecar must lie beside it, and `onnx_path` must be what it was built from.
-        profile: measure each kernel.
-
-    Raises:
-        UserError: the sidecar says that this engine is not for this machine, version or ONNX file.
-        MissingDevice: the runtime cannot load it.
-    """
+class CpuEngine(AbstractContextManager["CpuEngine"]):
+    """An engine that a CPU runtime compiled, loaded; it takes any shape of its profiles, as `Engine` does."""
 
     def __init__(self, path: Path, onnx_path: Path | None = None, *, profile: bool = False) -> None:
         sidecar = check_sidecar(path, onnx_path)
         before = psutil.Process().memory_info().rss
-        backend, compute = sidecar.backend, sidecar.compute or "fp32"
-        self._model = compile_model(
-            backend,  # type: ignore[arg-type]
-            path.read_bytes(),
-            blob=True,
-            compute=compute,
-            profile=profile,
-        )
+        backend, compute = cast("BackendName", sidecar.backend), sidecar.compute or "fp32"
+        self._model = compile_model(backend, path.read_bytes(), blob=True, compute=compute, profile=profile)
         used = max(0, psutil.Process().memory_info().rss - before)
         self.memory = CpuMemory(sidecar.engine_bytes, used)
         self.name, self.profiles, self.notes = path.name, sidecar.profiles, note_sidecar(sidecar, None)
@@ -86,22 +73,14 @@ class CpuEngine:
     def close(self) -> None:
         pass
 
-    def __enter__(self) -> "CpuEngine":
-        return self
-
     def __exit__(self, *_: object) -> None:
         pass
 
 
-class EngineRunner:
+class EngineRunner(AbstractContextManager["EngineRunner"]):
     """Callable on one batch: int64 [B, L] arrays to float32 answers [B, width] or [B, L or more, width].
 
-    Args:
-        pad_id: token id of padding.
-        outputs: of the graph, as the kind of task says; several are joined into one.
-
-    Raises:
-        UserError: the engine lacks one of these outputs.
+    Several `outputs` of the graph are joined into one.
     """
 
     step = 1  # lengths are padded to multiples of it
@@ -126,9 +105,6 @@ class EngineRunner:
 
     def close(self) -> None:
         self.engine.close()
-
-    def __enter__(self) -> "EngineRunner":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

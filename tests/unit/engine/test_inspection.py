@@ -6,25 +6,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from qdqbench.quantize.engine.facts import collect_facts, read_graph, rebuild_graph
 from qdqbench.quantize.engine.inspection import (
+    collect_facts,
     explain_slowdown,
     find_problems,
     format_nodes,
     format_ranges,
     inspect_layers,
+    read_graph,
+    rebuild_graph,
     split_time,
 )
-from qdqbench.quantize.engine.kernels import (
+from qdqbench.quantize.engine.layers import (
     block_of_node,
     kernel_block,
     kernel_kind,
     kernel_label,
     norm_precision,
+    parse_inspector_json,
     shorten_node,
     types_text,
 )
-from qdqbench.quantize.engine.layers import parse_inspector_json
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.results import LayerRow
 

@@ -23,8 +23,7 @@ from qdqbench.eval.verification.bisect import bisect, run_onnxruntime
 from qdqbench.eval.verification.blocks import reference_blocks, stitch
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.engine import backend as trt
-from qdqbench.quantize.engine.kernels import kernel_kind
-from qdqbench.quantize.engine.layers import is_int8, name_parts
+from qdqbench.quantize.engine.layers import is_int8, kernel_kind, name_parts
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace

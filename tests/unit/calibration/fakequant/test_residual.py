@@ -16,9 +16,8 @@ from qdqbench.eval.selection.sensitivity.measure import choices
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.engine.build import build, require_int8
-from qdqbench.quantize.engine.facts import read_graph
-from qdqbench.quantize.engine.inspection import inspect_layers
-from qdqbench.quantize.engine.kernels import float_residuals
+from qdqbench.quantize.engine.inspection import inspect_layers, read_graph
+from qdqbench.quantize.engine.layers import float_residuals
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.check.check import check_model

@@ -13,8 +13,7 @@ import typer
 from qdqbench.cli.app import app
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
 from qdqbench.quantize.engine.diagnose.diagnose import diagnose
-from qdqbench.quantize.engine.diagnose.findings import FIXES, WORDS, WORST_FIRST
-from qdqbench.quantize.engine.diagnose.log_file import LOG_FINDINGS, SIGNS
+from qdqbench.quantize.engine.diagnose.findings import FIXES, LOG_FINDINGS, SIGNS, WORDS, WORST_FIRST
 from qdqbench.quantize.engine.repair.fix import FixOptions, rewrite
 from qdqbench.quantize.graph.check.codes import CODES
 from qdqbench.quantize.utils.errors import UserError

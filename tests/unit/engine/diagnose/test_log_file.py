@@ -2,7 +2,7 @@
 
 import pytest
 
-from qdqbench.quantize.engine.diagnose.log_file import MAX_LINE, is_log, read_log
+from qdqbench.quantize.engine.diagnose.findings import MAX_LINE, is_log, read_log
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support.build_logs import POLYGRAPHY, line, missing_scale, trtexec

@@ -16,7 +16,7 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.calibration.record import CalibrationRecord
 from qdqbench.quantize.engine.build import count_attentions
-from qdqbench.quantize.engine.kernels import block_of_node, kernel_operator, shorten_node
+from qdqbench.quantize.engine.layers import block_of_node, kernel_operator, shorten_node
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.index import GraphIndex, module_of, run_of

@@ -15,7 +15,7 @@ from qdqbench.quantize.calibration.ptq import calibrate
 from qdqbench.quantize.calibration.smoothing import Ranges, choose_shifts, compute_moved_biases, record_inputs
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.build import TOGETHER, merge_qkv_gemms
-from qdqbench.quantize.engine.kernels import kernel_kind
+from qdqbench.quantize.engine.layers import kernel_kind
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
