@@ -27,7 +27,7 @@ def inspect(
     options: InspectOptions,
     json: Json = False,
 ) -> None:
-    """Which kernel runs each ONNX layer, in which datatypes: INT8 against the recipe, attention, time."""
+    """Show the kernel and datatypes of each ONNX layer: INT8 against the recipe, attention, time."""
     from qdqbench.quantize.engine.inspection import inspect_layers, read_graph
     from qdqbench.quantize.engine.trtexec import read_profile
     from qdqbench.quantize.pipeline.inspect_target import MEASURED, count_expected, measure_times, open_target

@@ -54,7 +54,7 @@ class Eta:
 
 @dataclass
 class Status:
-    """What is being done: the whole, and the phase that it is in."""
+    """Task in progress: the whole, and its current phase."""
 
     what: str = ""
     whole: Eta = field(default_factory=Eta)
@@ -126,7 +126,7 @@ def log_heartbeat(line: Callable[[], str]) -> Heartbeat:
 
 
 class Display:
-    """What is being done now: on a terminal bars, and lines below them; in a log file lines."""
+    """Display of progress: bars on a terminal, and lines below them; lines in a log file."""
 
     def __init__(self, bars: "Progress | None", *, quiet: bool = False) -> None:
         self.bars, self.now = bars, Status()

@@ -77,7 +77,7 @@ def recipes_validate(recipe: list[str], json: Json = False) -> None:
 @recipes_app.command("new")
 @command
 def recipes_new(*, options: NewRecipeOptions, json: Json = False) -> None:
-    """Write a recipe for a model of any type, and list what was recognised in it and what was not."""
+    """Write a recipe for a model of any type, and list what was recognized in it and what was not."""
     from qdqbench.quantize.recipe.new import new_recipe, render_new
 
     _write_new(new_recipe(options.model, options.revision), options, json, render_new)

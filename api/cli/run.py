@@ -106,7 +106,7 @@ def build(folder: RunFolder, json: Json = False) -> None:
 
 def report(
     folder: RunFolder,
-    fp16: Annotated[bool, typer.Option("--fp16", help="Evaluate the FP16 twin too, beside INT8.")] = False,
+    fp16: Annotated[bool, typer.Option("--fp16", help="Evaluate the FP16 twin too.")] = False,
     json: Json = False,
 ) -> None:
     """Write results.json, report.md and report.html."""

@@ -29,7 +29,7 @@ from qdqbench.quantize.utils.system.cpu import find_cpu
 
 
 class BenchPlan(BenchSettings):
-    """What is measured; `BenchSettings` of it are recorded."""
+    """Options of a bench; `BenchSettings` of it are recorded."""
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 

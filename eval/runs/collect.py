@@ -105,7 +105,7 @@ CHANGES = {
     ),
     "centred values": (
         "INT8 attention",
-        "The values of {} are centred, so that a softmax that rounds to zero loses little; their mean is in "
+        "The values of {} are centered, so that a softmax that rounds to zero loses little; their mean is in "
         "the attention's output.",
     ),
     "INT8 attention": ("attention", "q, k, v and the softmax of {} are in INT8."),

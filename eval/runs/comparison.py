@@ -117,7 +117,7 @@ class ComparedPair(Strict):
 
 
 class SamplePrediction(Strict):
-    """What one model answered to a sample."""
+    """Prediction of one model for a sample."""
 
     prediction: str
     """Class, score or text."""
@@ -145,7 +145,7 @@ class ComparedSample(Strict):
 
 
 class ComparedLayer(Strict):
-    """A quantizer, linear or block beside itself in other runs."""
+    """Show a quantizer, linear or block side by side in several runs."""
 
     what: Literal["amax", "output error", "block error"]
     """Quantity: amax of a quantizer, output error of a linear layer, output error of a block."""

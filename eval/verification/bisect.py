@@ -47,7 +47,7 @@ _NORM_PARTS = ("LayerNormalization", "ReduceMean", "Pow", "Sqrt", "Reciprocal")
 
 @dataclass
 class Deviation:
-    """What is known about the first wrong tensor."""
+    """Evidence about the first wrong tensor."""
 
     index: GraphIndex
     node: onnx.NodeProto  # that makes it
@@ -199,7 +199,7 @@ GraphRunner = Callable[[onnx.ModelProto, Feeds], dict[str, Array]]
 
 
 class BisectResult(Strict):
-    """Where an engine goes wrong."""
+    """First wrong tensor of an engine."""
 
     blocks: dict[str, TensorError]  # output of each block for the reference's own input
     block: str | None = None  # the first bad one; None: every block is right on its own

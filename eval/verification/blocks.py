@@ -79,7 +79,7 @@ class Stitched:
 
 @dataclass
 class BlockTensors:
-    """What the reference did in one block."""
+    """Tensors of the reference in one block."""
 
     input: Float32 | None  # [batch, length, hidden]; None for the embeddings
     output: Float32  # hidden state, or the logits

@@ -117,7 +117,7 @@ class BlockSums:
             n=self.n,
             error=None if self.nonfinite else finite(error),
             quantization_error=float(cost),
-            limit=max(rounding, float(cost)),
+            limit=float(np.hypot(rounding, cost)),  # independent errors
             position_error=None if self.nonfinite else finite(worst),
             position_limit=max(POSITION_FACTOR * rounding, TWO_ROUNDINGS * worst_cost),
             systematic_error=None if self.nonfinite else finite(np.sqrt(max(systematic2, 0.0))),
@@ -129,7 +129,7 @@ class BlockSums:
 
 @dataclass
 class QuantizationCost:
-    """What quantization itself costs in logits, fake-quant against FP32, but never under FP16's own noise."""
+    """Cost of quantization in logits, fake-quant against FP32, but never under FP16's own noise."""
 
     mean: float
     worst: float
@@ -303,7 +303,7 @@ SYSTEMATIC_LIMIT = 0.01  # of what one offset and factor per channel explain of 
 
 
 class TensorError(Strict):
-    """How far a tensor is from the reference, ||engine - reference|| / ||reference||; None: not finite."""
+    """Relative error of a tensor, ||engine - reference|| / ||reference||; None: not finite."""
 
     tensor: str
     error: float | None

@@ -183,7 +183,7 @@ def engine_of(
 
 @dataclass
 class _Data:
-    """What a verification compares with, of the first evaluation split."""
+    """References of a verification, of the first evaluation split."""
 
     encoded: Encoded
     reference: Floats

@@ -432,7 +432,7 @@ def _linears(model: "PreTrainedModel", name: str) -> tuple[Any, Any]:
 
 @dataclass
 class _Seen:
-    """What q, k and v of one attention read; tensors of K channels on the model's device."""
+    """Inputs of q, k and v of one attention; tensors of K channels on the model's device."""
 
     low: Any = np.inf
     high: Any = -np.inf

@@ -153,7 +153,7 @@ def choose_softmax_scales(
     if without_bias:
         lost = name_list(without_bias)
         choices.notes.append(
-            f"values of INT8 attentions were not centred where {lost} have no bias to take it"
+            f"values of INT8 attentions were not centered where {lost} have no bias to take it"
         )
     return choices
 

@@ -117,7 +117,7 @@ _MAX_HEADER = 4096
 
 
 class CacheFile:
-    """What a backend kept of earlier builds or runs; it only saves time, so faults of the file are notes.
+    """Cache of earlier builds or runs; it only saves time, so faults of the file are notes.
 
     Not every version of a backend refuses a cache of another version, GPU or driver: the header says them.
     """

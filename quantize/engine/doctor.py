@@ -107,7 +107,7 @@ class BackendState(Strict):
 
 
 class Doctor(Strict):
-    """What this machine can do; nothing in it names a user or a folder."""
+    """Capabilities of this machine; nothing in it names a user or a folder."""
 
     qdqbench: str
     git: str | None

@@ -59,7 +59,7 @@ class Graph:
 
 @dataclass
 class EngineFacts:
-    """What one copy of the network does; the lists hold ONNX names in the order of the table."""
+    """Facts of one copy of the network; the lists hold ONNX names in the order of the table."""
 
     rows: list[LayerRow]
     profiles: int  # of the whole table

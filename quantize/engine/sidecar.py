@@ -15,7 +15,7 @@ from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 
 
 class Sidecar(Strict):
-    """What must hold for an engine to load, and what it was made from: `FILE.engine.json`."""
+    """Conditions for an engine to load, and its sources: `FILE.engine.json`."""
 
     qdqbench: str
     backend: str

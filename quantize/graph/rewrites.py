@@ -332,7 +332,7 @@ def list_sequence_first(model: onnx.ModelProto) -> set[str]:
 
 @dataclass
 class _Region:
-    """What is computed for every token alone from one tensor on."""
+    """Nodes that compute every token alone, from one tensor on."""
 
     tensors: set[str]
     inside: list[onnx.NodeProto] = field(default_factory=list)  # read a tensor of it as it is

@@ -156,7 +156,7 @@ class Skipped(Strict):
 
 
 class EngineRun(Strict):
-    """How the engine was evaluated; its answers are logits/engine.npz."""
+    """Record of an engine's evaluation; its answers are logits/engine.npz."""
 
     detail: str  # what ran, on what, with how much memory
     memory: dict[str, Any]  # `EngineMemory`

@@ -42,7 +42,7 @@ QAT = "qat"  # folder of the trained model
 
 
 class RunConfig(Strict):
-    """What a run was asked to do; `run.json` in the run directory."""
+    """Inputs and options of a run; `run.json` in the run directory."""
 
     schema_version: Literal[1] = 1
     recipe: Recipe

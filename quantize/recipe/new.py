@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.models.detection.detect_layout import (
     ModuleRow,
-    Recognised,
+    Recognized,
     detect_layout,
     list_modules,
 )
@@ -67,7 +67,7 @@ def new_recipe(name: str, revision: str | None = None) -> NewRecipe:
     )
 
 
-def _add_layout(layout: Recognised, config: Any, name: str) -> tuple[Recipe, list[str]]:
+def _add_layout(layout: Recognized, config: Any, name: str) -> tuple[Recipe, list[str]]:
     family, notes = layout.family, []
     base = _fit_recipe(load_recipe(DEFAULT_RECIPE, lambda: BERT), config, family, name)
     int8 = {"weights": "int8/per-channel", "input": "int8/per-tensor"}
@@ -97,7 +97,7 @@ def _add_layout(layout: Recognised, config: Any, name: str) -> tuple[Recipe, lis
         notes.append("No outlier channels are split: the feed-forward is gated.")
     data = base.model_dump(mode="json") | {
         "name": re.sub(r"[^a-z0-9._-]", "-", f"{family.name}-{DEFAULT_RECIPE}".lower()),
-        "description": f"Every recognised linear in the layers of {family.name} in INT8; attention in FP16.",
+        "description": f"Every recognized linear in the layers of {family.name} in INT8; attention in FP16.",
         "model": {"family": family.name, "layout": FamilyLayout.of(family).model_dump(mode="json")},
         "rules": rules,
         "calibration": calibration,
@@ -137,8 +137,8 @@ def render_new(new: NewRecipe) -> "Group":
     for row in new.modules:
         becomes = Text(row.becomes, style=colors[row.becomes])
         table.add_row(Text(row.module or "(any)"), Text(row.class_name), str(row.number), row.role, becomes)
-    left = [f"not recognised, stays in FP16: {module}: {why}" for module, why in new.left.items()]
-    whole = Text("Every linear, convolution and product was recognised.", style="green")
+    left = [f"not recognized, stays in FP16: {module}: {why}" for module, why in new.left.items()]
+    whole = Text("Every linear, convolution and product was recognized.", style="green")
     return Group(
         Text(f"{new.model} is of type {new.model_type}, which has no recipes here", style="bold"),
         table,

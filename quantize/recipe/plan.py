@@ -19,7 +19,7 @@ from qdqbench.quantize.utils.names import count_of, name_list
 
 @dataclass(frozen=True)
 class Scaling:
-    """How the scales of one INT8 linear or attention are found."""
+    """Calibration of the scales of one INT8 linear or attention."""
 
     method: str = "max"  # of activations
     weights: str = "max"
@@ -167,7 +167,7 @@ def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: s
         why = (
             "has no place for a quantizer where it adds its residuals"
             if family.layer_end
-            else "normalises first: no linear reads what its layers add, so INT8 would save nothing there"
+            else "normalizes first: no linear reads what its layers add, so INT8 would save nothing there"
         )
         raise UserError(f"residual: int8 is asked for, but family {family.name} {why}; set residual: fp16")
     formats: dict[str, str] = dict.fromkeys(known, recipe.residual)

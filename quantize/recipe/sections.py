@@ -42,7 +42,7 @@ ShapesForm = Annotated[
 
 
 class FamilyLayout(Frozen):
-    """Where models of a family have what; `qdqbench recipes new` writes it. Paths are inside a layer."""
+    """Layout of the models of a family; `qdqbench recipes new` writes it. Paths are inside a layer."""
 
     layers: str = field("Path of the layers inside the base model; `*` stands for a number.", ...)
     linears: dict[str, Role] = field("Role of every linear of a layer; `other`: not recognized.", ...)
@@ -54,7 +54,7 @@ class FamilyLayout(Frozen):
     residuals: dict[str, tuple[Role, ...]] = field(
         "Modules that add a residual, the attention's first, and linears that read the same tensor.", {}
     )
-    norms: dict[str, Norm] = field("What each LayerNorm of a layer normalises.", ...)
+    norms: dict[str, Norm] = field("Tensor that each LayerNorm of a layer normalizes.", ...)
     embeddings: str = field("In the base model.", ...)
     embeddings_norm: str = field("In the base model; empty: none.", "")
     embeddings_linear: str | None = field("In the base model, where one stands before the layers.")
@@ -107,7 +107,7 @@ Method = Annotated[
 
 
 class ModelSection(Frozen):
-    """Which models the recipe is for."""
+    """Models that the recipe is for."""
 
     family: str = field(
         "Encoder family, as `qdqbench recipes list` has it; with `layout` the model type.",
@@ -280,12 +280,12 @@ class Export(Frozen):
 
 
 class EngineSettings(Frozen):
-    """Where the ONNX file is built, and for which shapes: one optimization profile, several, or auto."""
+    """Backend of the engine and its shapes: one optimization profile, several, or auto."""
 
     backend: BackendChoice = field(
         "Library that builds and runs the engine; auto: where a GPU is TensorRT, or TensorRT-RTX if that "
         "is not installed; without a GPU OpenVINO, or ONNX Runtime if that is not installed, and "
-        "TensorRT-RTX builds ahead of time beside it, as a proof for a GPU.",
+        "TensorRT-RTX builds ahead of time as well, as a proof for a GPU.",
         "auto",
     )
     shapes: ShapesForm = field(
@@ -309,7 +309,7 @@ class EngineSettings(Frozen):
 
 
 class GateSettings(Frozen):
-    """What must hold for exit status 0."""
+    """Conditions for exit status 0."""
 
     max_drop: Annotated[float, Field(ge=0, le=1)] = field(
         "Largest drop of the primary metric, absolute (0.01: one point), plus two standard errors.", 0.01
@@ -331,7 +331,7 @@ class Training(Frozen):
 
     epochs: Annotated[float, Field(gt=0, le=1000)] = field("Passes over the training rows.", 4)
     max_steps: Positive | None = field("Steps that end the epochs early; null: none.")
-    learning_rate: Rate = field("Of AdamW, after warm-up.", 5e-5)
+    learning_rate: Rate = field("Learning rate of AdamW, after warm-up.", 5e-5)
     batch_size: Positive = field("Samples of one optimizer step, over all GPUs and accumulated parts.", 32)
     gradient_accumulation_steps: Positive = field("Parts that a GPU's share of the batch is split into.", 1)
     warmup_ratio: Fraction = field("Share of the steps in which the learning rate rises.", 0.1)
@@ -340,7 +340,7 @@ class Training(Frozen):
     )
     weight_decay: Weight = field("AdamW weight decay (weight matrices only).", 0.01)
     max_grad_norm: Annotated[float, Field(gt=0)] = field("Gradients are clipped to it.", 1.0)
-    dropout: Fraction | None = field("Of hidden states and attention; null: the model's own.")
+    dropout: Fraction | None = field("Dropout of hidden states and attention; null: the model's own.")
     precision: Literal["auto", "bf16", "tf32", "fp32"] = field(
         "Arithmetic: bf16 (autocast), tf32 (where the GPU has it, else fp32), fp32, or auto (bf16 where "
         "the GPU has it). bf16 rounds as coarsely as INT8.",
@@ -349,7 +349,7 @@ class Training(Frozen):
     num_evals: Positive = field("Evaluations on the held-out rows over the run, each with a checkpoint.", 10)
     patience: Positive | None = field("Evaluations without gain that end the run; null: none do.")
     holdout: float = field("Share of the train split to judge on, 1,000 rows at most.", 0.1, gt=0, le=0.5)
-    seed: Annotated[int, Field(ge=0)] = field("Of head, held-out rows, order and dropout.", 0)
+    seed: Annotated[int, Field(ge=0)] = field("Seed of the head, held-out rows, order and dropout.", 0)
 
 
 class Distill(Frozen):
@@ -371,14 +371,15 @@ class Qat(Training):
     """Quantization-aware training after PTQ, with its placement; the `qat` section of a recipe."""
 
     epochs: Annotated[float, Field(gt=0, le=1000)] = field("Passes over the training rows.", 3)
-    learning_rate: Rate = field("Of AdamW, after warm-up.", 2e-5)
+    learning_rate: Rate = field("Learning rate of AdamW, after warm-up.", 2e-5)
     precision: Literal["auto", "bf16", "tf32", "fp32"] = field(
         "Arithmetic: tf32 (where the GPU has it, else fp32), fp32, bf16 (autocast), or auto (bf16 where "
         "the GPU has it). bf16 rounds as coarsely as INT8.",
         "tf32",
     )
     dropout: Fraction | None = field(
-        "Of hidden states and attention; null: the model's. The student is a near copy of its teacher.", 0.0
+        "Dropout of hidden states and attention; null: the model's. The student is a near copy of its teacher.",
+        0.0,
     )
     amax: Literal["frozen", "learned"] = field(
         "frozen: calibrated scales; learned: their ratio is trained (LSQ, arXiv 1902.08153).", "frozen"

@@ -392,7 +392,7 @@ def is_collapsed(task: Task, logits: Float32, labels: Array) -> bool:
 
 @dataclass
 class State:
-    """What a checkpoint holds beside model, optimizer and scheduler."""
+    """State of a checkpoint besides model, optimizer and scheduler."""
 
     step: int = 0
     collapsed: int = 0  # evaluations in a row

@@ -221,7 +221,7 @@ class Classes(Strict):
 
 
 class LayerError(Strict):
-    """What INT8 costs the output of one linear, or of a block, against FP32; relative, by its norm."""
+    """Relative error of a linear's or block's output against FP32, by its norm."""
 
     name: str
     """Module path of a linear layer; `embeddings`, `layer.0`, ..., `head` of a block."""
@@ -243,7 +243,7 @@ class LayerErrors(Strict):
 
 
 class ModelChange(Strict):
-    """What the recipe changed in the model besides Q/DQ."""
+    """Change of the model by the recipe, besides Q/DQ."""
 
     what: str
     """Name of the change, such as `training`, `bias correction`, `tanh GELU`, `smoothing`, `INT8

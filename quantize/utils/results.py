@@ -45,7 +45,7 @@ class QuantizerRow(Strict):
 
 
 class SoftmaxRow(Strict):
-    """What INT8 costs the softmax of an attention on calibration samples of some lengths, alone in INT8."""
+    """Cost of INT8 in the softmax of one attention, alone in INT8, on calibration samples of some lengths."""
 
     module: str
     """Path of the attention."""
@@ -268,7 +268,7 @@ class LayerRow(Strict):
 
 
 class EngineResult(Tabular):
-    """What was built and what it runs in INT8 (counts are ONNX MatMul/Gemm nodes, not kernels)."""
+    """The built engine and its INT8 layers (counts are ONNX MatMul/Gemm nodes, not kernels)."""
 
     backend: str
     """Runtime: `tensorrt`, `tensorrt_rtx`, `openvino` or `onnxruntime`."""
@@ -435,7 +435,7 @@ class PredictionsCheck(Strict):
 
 
 class Verification(Strict):
-    """What the engine computes on the GPU, against the model that it was made from."""
+    """Outputs of the engine against those of the model that it was made from."""
 
     reference: Literal["fake_quant", "fp32"]
     """Model that the engine is compared with: fake-quant, or FP32 where nothing is quantized."""

@@ -8,7 +8,7 @@ SpeedVerdict = Literal["faster", "slower", "inconclusive"]
 
 
 class Speedup(Strict):
-    """How many times as fast a system is as its baseline, timed in turns in the same rounds."""
+    """Speed-up of a system over its baseline, timed interleaved in the same rounds."""
 
     system: str
     """Name of the system."""

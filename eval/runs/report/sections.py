@@ -42,7 +42,7 @@ RANGES = (
 )
 SOFTMAX = (
     "What INT8 costs each softmax on calibration samples, everything else in FP32: attention that rounds "
-    "to zero or is clipped, and the error of the attention's output. Where the values are centred, what a "
+    "to zero or is clipped, and the error of the attention's output. Where the values are centered, what a "
     "row loses is given back as their mean."
 )
 COLORED = {"INT8", "FP16", "FP32", "BF16"}
@@ -318,7 +318,7 @@ def ranges_section(results: Results) -> doc.Section:
             ("attention", lambda row: doc.code(row.module)),
             ("to tokens", lambda row: row.length),
             ("amax", lambda row: f"{row.amax:.3g}"),
-            ("values", lambda row: "centred" if row.centered else None),
+            ("values", lambda row: "centered" if row.centered else None),
             ("to zero", lambda row: f"{100 * row.zeroed:.1f} %"),
             ("clipped", lambda row: f"{100 * row.clipped:.1f} %"),
             ("error of the output", lambda row: f"{100 * row.error:.1f} %"),

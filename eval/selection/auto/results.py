@@ -37,7 +37,7 @@ class NestedFolds(Strict):
 
 
 class Proposal(Strict):
-    """How a step found its recipe."""
+    """Source of a step's recipe."""
 
     base: str
     """Name of the recipe that it changes."""
@@ -124,7 +124,7 @@ class AutoStep(Trial):
 
 
 class AutoChoice(Strict):
-    """What to deploy, and whether it holds."""
+    """Recommendation to deploy, and its verdict."""
 
     passed: bool
     """True if a recipe passes."""

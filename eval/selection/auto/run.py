@@ -193,7 +193,7 @@ class Proposer:
 
 @dataclass
 class AutoRun:
-    """What all steps share: model, data, gate, and the folder with one of its own for each step."""
+    """State that all steps share: model, data, gate, and the folder with one of its own for each step."""
 
     config: RunConfig  # with the first recipe
     recipes: Sequence[Recipe]  # to start with, with the gate of the criteria

@@ -11,7 +11,7 @@ Objective = Literal["divergence", "drop"]  # first objective: smaller is better
 
 
 class SearchOptions(Options):
-    """What is searched, and how."""
+    """Options of a search."""
 
     trials: int = Field(default=40, ge=1, description="Recipes to try, over all workers.")
     budget: Duration | None = Field(

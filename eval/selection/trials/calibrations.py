@@ -105,7 +105,7 @@ IN_PLACE = "qdqbench_in_place"  # ModelOpt's name for the arithmetic below
 
 
 class Switches:
-    """What of a model is in INT8, unit by unit: linears, attention modules, LayerNorm inputs, embeddings.
+    """Switches of a model's INT8, unit by unit: linears, attention modules, LayerNorm inputs, embeddings.
 
     Scales come from unquantized tensors, so they are the same whatever is switched on. Weights are rounded
     once, here; a switch then only swaps them.

@@ -48,7 +48,7 @@ class Scores(Strict):
 
 
 class CalibrationCost(Strict):
-    """What a calibration took, and the widest activation that it found."""
+    """Cost of a calibration, and the widest activation that it found."""
 
     seconds: float
     """Time of the passes over the data, shared or not, and of the recipe's extra steps in seconds."""
@@ -90,7 +90,7 @@ class Trial(Strict):
 
 
 class ChoiceRecord(Strict):
-    """What results of all four commands share; `trials.store.describe_session` fills it."""
+    """Fields that results of all four commands share; `trials.store.describe_session` fills it."""
 
     schema_version: Literal[3] = 3
     """Version of this schema."""
@@ -109,7 +109,7 @@ class ChoiceRecord(Strict):
 
 
 class DrawRecord(ChoiceRecord):
-    """What results on a draw of train rows share; `Trials.describe` fills it."""
+    """Fields that results on a draw of train rows share; `Trials.describe` fills it."""
 
     recipe: dict[str, Any]
     """Recipe with every default filled in."""

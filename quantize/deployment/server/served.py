@@ -125,7 +125,7 @@ class QuestionRequest(Request):
 
 
 class Answer(Strict):
-    """What all answers say."""
+    """Fields of every answer."""
 
     tokens: int = Field(description="That the model read.")
     truncated: bool = Field(description="Whether text was cut off at the longest length of the engine.")

@@ -10,7 +10,7 @@ ModelName = Literal["engine", "fp32"]
 
 
 class Settings(Options):
-    """How a run is served."""
+    """Settings of a server."""
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port; 0: any that is free.")

@@ -18,7 +18,7 @@ MOST_CHARACTERS = 200_000  # of a text
 
 
 class TritonPythonModel:
-    """What Triton calls."""
+    """Python model that Triton calls."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the tokenizer beside this file, and the parameters of config.pbtxt."""

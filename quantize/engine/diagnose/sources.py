@@ -1,4 +1,4 @@
-"""Files of one build, each recognised by its content and read by the reader of its format."""
+"""Files of one build, each recognized by its content and read by the reader of its format."""
 
 import math
 import re
@@ -257,7 +257,7 @@ def _json_kind(path: Path, text: str) -> str:
 
 @dataclass
 class Evidence:
-    """What was read, at most one of each kind, as the files are of one build; and what they tell together."""
+    """Files of one build, at most one of each kind, and what they tell together."""
 
     paths: dict[str, Path] = field(default_factory=dict)  # by kind
     onnx: OnnxFile | None = None

@@ -72,7 +72,7 @@ class Group(Strict):
 
 
 class CheckReport(Tabular):
-    """What `check` found; node names are those of the file."""
+    """Findings of `check`; node names are those of the file."""
 
     ir_version: int
     opset: int

@@ -533,7 +533,7 @@ def positions_follow_padding(frame: Frame, model: "PreTrainedModel") -> bool:
 
 
 @dataclass(frozen=True)
-class Recognised:
+class Recognized:
     """A family described, and what of its models multiplies matrices and is not in it."""
 
     family: Family
@@ -543,7 +543,7 @@ class Recognised:
     attention: str  # inside a layer, also where it cannot be exchanged
 
 
-def detect_layout(model: "PreTrainedModel") -> Recognised:
+def detect_layout(model: "PreTrainedModel") -> Recognized:
     """Describe the family of a model that is on the CPU, with weights of its own or random ones."""
     name = model.config.model_type
     try:
@@ -566,7 +566,7 @@ def detect_layout(model: "PreTrainedModel") -> Recognised:
     if not found.attentions:
         strange = _join_reasons(find_other_products(flow, found))
         raise UserError(
-            f"no attention was recognised in a {name!r}, as no product of what two linears made goes through "
+            f"no attention was recognized in a {name!r}, as no product of what two linears made goes through "
             f"a softmax to meet what a third made{f' ({strange})' if strange else ''}"
         )
     modules = dict(model.named_modules())
@@ -582,7 +582,7 @@ def detect_layout(model: "PreTrainedModel") -> Recognised:
     needed = ("query", "key", "value", "output", "ffn-in", "ffn-out")
     if missing := [role for role in needed if role not in has]:
         raise UserError(
-            f"no linears of a {name!r} were recognised as {', '.join(missing)}: "
+            f"no linears of a {name!r} were recognized as {', '.join(missing)}: "
             f"{_join_reasons(left) or 'it has none in its layers'}; {BY_HAND}"
         )
     attention, size = [*found.attentions.items()][-1]
@@ -613,7 +613,7 @@ def detect_layout(model: "PreTrainedModel") -> Recognised:
     gated = list(linears.values()).count("ffn-in") > 1 or wide != read
     left |= unplaced | find_other_products(flow, found, frame.pattern)
     short = {each.removeprefix(prefix): why for each, why in left.items()}
-    return Recognised(family, short, gated, size, path)
+    return Recognized(family, short, gated, size, path)
 
 
 class ModuleRow(NamedTuple):
@@ -624,7 +624,7 @@ class ModuleRow(NamedTuple):
     becomes: str  # INT8, FP16, or empty where nothing is computed with weights or products
 
 
-def list_modules(model: "PreTrainedModel", found: Recognised) -> list[ModuleRow]:
+def list_modules(model: "PreTrainedModel", found: Recognized) -> list[ModuleRow]:
     """Return every module that computes, in model order; those without weights by class alone."""
     prefix = f"{model.base_model_prefix}."
     rows: Counter[tuple[str, str, str, str]] = Counter()

@@ -28,7 +28,7 @@ SMOOTHED = ("qkv", "ffn-in")
 
 
 class Place(NamedTuple):
-    """Where a module of the encoder is: `bert.encoder.layer`, 0 and `output.dense`."""
+    """Place of a module in the encoder: `bert.encoder.layer`, 0 and `output.dense`."""
 
     layers: str
     number: int

@@ -20,7 +20,7 @@ class Units(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """How the samples of a split became rows."""
+    """Samples of a split as encoded rows."""
 
     samples: Int64  # of each row, ascending
     units: list[Units]  # of each row; empty where a row has one answer

@@ -148,7 +148,7 @@ SAME = 1e-3  # spread of the answers, relative to that of the labels or in nat, 
 
 
 class TaskFields(Frozen):
-    """What a task's data looks like and which metrics score it; `Task` knows its kind."""
+    """Data layout and metrics of a kind of tasks; `Task` knows its kind."""
 
     name: str
     text_columns: tuple[str, ...]  # one sentence or a pair

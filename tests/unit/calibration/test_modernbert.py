@@ -155,5 +155,5 @@ def test_values_are_centred_in_their_rows_where_there_are_biases() -> None:
     left = quantized(new_modernbert(), attention=True, softmax_scale="min-error").record
     assert left.centers == {}
     assert left.notes[0].startswith(
-        "values of INT8 attentions were not centred where model.layers.0.attn.Wqkv"
+        "values of INT8 attentions were not centered where model.layers.0.attn.Wqkv"
     )

@@ -71,7 +71,7 @@ def test_of_two_recipes_for_a_type_each_counts_when_it_is_used(tmp_path):
         assert family_of("ernie").norms == recipe.model.layout.norms
 
 
-def test_what_is_not_recognised_has_a_rule_and_a_line(tmp_path):
+def test_what_is_not_recognized_has_a_rule_and_a_line(tmp_path):
     made = new(tmp_path, "mobilebert")
     recipe = parse_recipe(made.text, "mine")
     kept = [rule.match for rule in recipe.rules if rule.precision == "fp16"]
@@ -171,7 +171,7 @@ class TestCommand:
         assert self.call(monkeypatch, "--model", folder, "--out", out) == 0
         printed = capsys.readouterr().out
         assert "is of type convbert, which has no recipes here" in printed
-        assert "not recognised, stays in FP16: encoder.layer.*.attention.self.conv_out_layer" in printed
+        assert "not recognized, stays in FP16: encoder.layer.*.attention.self.conv_out_layer" in printed
         rows = [line.split() for line in printed.splitlines()]
         assert ["encoder.layer.*.output.dense", "Linear", "2", "ffn-out", "INT8"] in rows
         assert load_recipe(str(out)).name == "convbert-int8-linears"

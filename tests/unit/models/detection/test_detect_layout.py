@@ -1,4 +1,4 @@
-"""What is recognised in models of types that are known, and of types that are not."""
+"""What is recognized in models of types that are known, and of types that are not."""
 
 import logging
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from qdqbench.quantize.models.detection.detect_layout import Recognised, detect_layout, list_modules
+from qdqbench.quantize.models.detection.detect_layout import Recognized, detect_layout, list_modules
 from qdqbench.quantize.models.families.known import BERT, FAMILIES
 from qdqbench.quantize.models.load import create_untrained
 from qdqbench.quantize.utils.errors import UserError
@@ -17,7 +17,7 @@ from ....support.unknown import config_for
 KNOWN = [each for family in FAMILIES if not family.shared_layers for each in family.model_types]
 
 
-def recognised(model_type: str) -> Recognised:
+def recognized(model_type: str) -> Recognized:
     return detect_layout(create_untrained("tiny", config_for(model_type)))
 
 
@@ -28,7 +28,7 @@ def linears_of(model: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("model_type", KNOWN)
-def test_a_known_family_is_recognised_as_it_is_described(model_type: str) -> None:
+def test_a_known_family_is_recognized_as_it_is_described(model_type: str) -> None:
     """Names say nothing to the one, and all to the other."""
     described = next(family for family in FAMILIES if model_type in family.model_types)
     config = AutoConfig.for_model(model_type, vocab_size=80, **SIZES[model_type])
@@ -54,7 +54,7 @@ SAME += ["rembert", "bert-generation", "layoutlm"]
 
 @pytest.mark.parametrize("model_type", SAME)
 def test_layers_that_are_like_those_of_bert(model_type: str) -> None:
-    found = recognised(model_type)
+    found = recognized(model_type)
     assert found.family.linears == BERT.linears
     assert found.left == {}
     own = model_type in ("megatron-bert", "roformer", "rembert")
@@ -71,7 +71,7 @@ def test_layers_that_are_like_those_of_bert(model_type: str) -> None:
 
 
 def test_a_gated_feed_forward_of_two_linears() -> None:
-    found = recognised("nomic_bert")
+    found = recognized("nomic_bert")
     ends = {path.rpartition(".")[2]: role for path, role in found.family.linears.items()}
     roles = ["ffn-in", "ffn-in", "ffn-out", "query", "key", "value", "output"]
     names = ["gate_proj", "up_proj", "down_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
@@ -117,7 +117,7 @@ CONVOLUTION = "a convolution; only linears become INT8"
         ("nystromformer", {"attention.self.conv": CONVOLUTION}),
     ],
 )
-def test_what_is_not_recognised_is_named_with_a_reason(model_type: str, left: dict[str, str]) -> None:
+def test_what_is_not_recognized_is_named_with_a_reason(model_type: str, left: dict[str, str]) -> None:
     model = create_untrained("tiny", config_for(model_type))
     found = detect_layout(model)
     assert {name.removeprefix("encoder.layer.*."): why for name, why in found.left.items()} == left
@@ -137,7 +137,7 @@ def test_what_is_not_recognised_is_named_with_a_reason(model_type: str, left: di
         ("gpt2", r"a 'gpt2' is a decoder, as no token sees those behind it"),
         ("t5", r"model tiny is a 't5', an encoder with a decoder"),
         ("squeezebert", r"no attention .* 'squeezebert', .*\.\*\.attention\.query: a convolution"),
-        ("fnet", r"no attention was recognised in a 'fnet'"),
+        ("fnet", r"no attention was recognized in a 'fnet'"),
         ("funnel", r"layers of a 'funnel' stand in several lists \(funnel\.encoder\.blocks\.0, "),
         ("longformer", r"no linears of a 'longformer' .* as query: .*query: it is key and query"),
         ("esm", r"the configuration of a 'esm' has no field for activation of its feed-forward"),
@@ -145,7 +145,7 @@ def test_what_is_not_recognised_is_named_with_a_reason(model_type: str, left: di
 )
 def test_what_cannot_be_described(model_type: str, why: str) -> None:
     with pytest.raises(UserError, match=why):
-        recognised(model_type)
+        recognized(model_type)
 
 
 def test_libraries_are_silent_while_a_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_libraries_are_silent_while_a_model_runs(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("qdqbench.quantize.models.detection.detect_layout.trace_flow", seen)
     with pytest.raises(UserError, match=rf"level {logging.ERROR}\)"):
-        recognised("ernie")
+        recognized("ernie")
 
 
 def test_weights_that_are_shared_between_layers() -> None:
@@ -174,7 +174,7 @@ def test_no_hooks_are_left_behind() -> None:
     """PyTorch warns of global hooks whenever a compiled module runs; warnings are errors."""
     import torch
 
-    recognised("ernie")
+    recognized("ernie")
     torch.compile(torch.nn.Identity(), backend="eager")(torch.ones(1))
 
 
@@ -198,4 +198,4 @@ class TestAnotherAttention:
         torch.manual_seed(0)  # of some random weights padding changes next to nothing
         monkeypatch.setattr(attention, "MASK_FILL", 0.0)
         with pytest.raises(UserError, match="gives other logits with the attention and the mask"):
-            recognised("ernie")
+            recognized("ernie")
