@@ -41,11 +41,6 @@ TURNED_BACK = "/end_of_block"
 FLOATS: dict[int, Any] = {TensorProto.FLOAT: np.dtype(np.float32), TensorProto.FLOAT16: np.dtype(np.float16)}
 
 
-def block_name(number: int) -> str:
-    """Return the block that makes a hidden state: 0 is the output of the embeddings."""
-    return f"layer.{number - 1}" if number else EMBEDDINGS
-
-
 class Uncut(UserError):
     """The graph or the model cannot be cut into blocks, so that these cannot be checked."""
 
@@ -298,7 +293,10 @@ def layer_errors(  # noqa: PLR0913, PLR0917
         moved: what shifts add to hidden states, by their number; errors are relative to FP32's own values.
     """
     alone, far, n = _Sums(), _Sums(), 0
-    own = {block_name(number): np.asarray(values, np.float32) for number, values in (moved or {}).items()}
+    own = {
+        f"layer.{number - 1}" if number else EMBEDDINGS: np.asarray(values, np.float32)
+        for number, values in (moved or {}).items()
+    }
     for batch in batches:
         mask = batch["attention_mask"].astype(bool)
         n += len(mask)
@@ -313,15 +311,16 @@ def layer_errors(  # noqa: PLR0913, PLR0917
             alone.add(name, block.output - back, block.unquantized - back, mask)
             if name in exact:
                 far.add(name, block.output - back, exact[name] - back, mask)
-    rows = [
-        LayerError(name=name, what="linear", isolated=error, cumulative=None)
-        for name in linears
-        if (error := alone.error(name)) is not None
-    ]
-    for name in [name for name in alone.sums if name not in linears]:
+    rows = []
+    for name in dict.fromkeys([*linears, *alone.sums]):
         if (error := alone.error(name)) is not None:
-            reached = far.error(name) if name in far.sums else None
-            rows.append(LayerError(name=name, what="block", isolated=error, cumulative=reached))
+            row = LayerError(
+                name=name,
+                what="linear" if name in linears else "block",
+                isolated=error,
+                cumulative=far.error(name),
+            )
+            rows.append(row)
     return LayerErrors(n=n, rows=rows)
 
 

@@ -42,11 +42,6 @@ SPREAD_FACTOR = TWO_ROUNDINGS * 1.693 / 1.128
 KS_P = 1e-3  # of all labels together
 
 
-def finite(value: float) -> float | None:
-    """Return a finite number, or None: JSON has no NaN."""
-    return float(value) if np.isfinite(value) else None
-
-
 class BlockSums:
     """Sums over the positions of one block, from which its check is made."""
 
@@ -60,18 +55,16 @@ class BlockSums:
         self.sums: Any = np.zeros((4, 1))
 
     def add(self, got: Floats, reference: Floats, unquantized: Floats, mask: Array) -> None:
-        """Add one batch.
+        """Add outputs of one batch, [batch, length, channels] or [batch, channels], for the same input.
 
         Args:
-            got: the engine's output, [batch, length, channels] or [batch, channels].
-            reference: the fake-quant model's.
-            unquantized: the FP32 model's, for the same input.
+            reference: of the fake-quant model.
+            unquantized: of the FP32 model.
             mask: [batch, length], 0 where padded; those positions are left out.
         """
         kept = np.asarray(mask, bool) if got.ndim == 3 else np.ones(len(got), bool)
         made, truth, plain = (a[kept].astype(np.float64) for a in (got, reference, unquantized))
-        bad = int((~np.isfinite(made)).sum())
-        if bad:
+        if bad := int((~np.isfinite(made)).sum()):
             self.nonfinite += bad
             self.shapes.append(list(mask.shape))
         with np.errstate(invalid="ignore", over="ignore"):
@@ -112,15 +105,19 @@ class BlockSums:
             systematic2 = self.systematic2() / power
             noise = np.sqrt(max(error**2 - systematic2, 0.0)) if np.isfinite(error) else 0.0
             worst, worst_cost = self.worst_position()
+
+        def finite(value: float) -> float | None:  # JSON has no NaN
+            return float(value) if not self.nonfinite and np.isfinite(value) else None
+
         return BlockCheck(
             name=self.name,
             n=self.n,
-            error=None if self.nonfinite else finite(error),
+            error=finite(error),
             quantization_error=float(cost),
             limit=float(np.hypot(rounding, cost)),  # independent errors
-            position_error=None if self.nonfinite else finite(worst),
+            position_error=finite(worst),
             position_limit=max(POSITION_FACTOR * rounding, TWO_ROUNDINGS * worst_cost),
-            systematic_error=None if self.nonfinite else finite(np.sqrt(max(systematic2, 0.0))),
+            systematic_error=finite(np.sqrt(max(systematic2, 0.0))),
             systematic_limit=max(MIN_LIMIT, float(NOISE_FACTOR * noise * np.sqrt(2 / max(self.n, 1)))),
             nonfinite=self.nonfinite,
             nonfinite_shapes=self.shapes,
@@ -232,8 +229,7 @@ def check_answers(  # noqa: PLR0913
     if found.disagreements is not None:
         said = (task.kind.predict(answers, gold) for answers in (reference, fp32))
         own = float(np.mean(np.not_equal(*said)))
-        share = own + max_drop
-        check.disagreements = found.disagreements
+        check.disagreements, share = found.disagreements, own + max_drop
         check.disagreement_limit = n * share + 2 * float(np.sqrt(n * share * max(1 - share, 0)))
     return check
 
@@ -286,15 +282,13 @@ def _answer_failures(row: PredictionsCheck, reference: str) -> Iterator[str]:
     assert row.drop is not None
     assert row.drop_limit is not None
     assert row.mean_abs_logit_diff is not None
-    if row.drop > row.drop_limit:
-        limit = f"limit {row.drop_limit:.4f}"
-        yield f"{row.metric} is {row.drop:.4f} below {reference} on {row.n} samples, {limit}"
-    if row.disagreements is not None and row.disagreements > (row.disagreement_limit or 0):
-        limit = f"limit {row.disagreement_limit:.1f}"
-        yield f"{row.disagreements} of {row.n} answers differ from {reference}, {limit}"
-    if row.mean_abs_logit_diff > row.mean_limit:
-        limit = f"limit {row.mean_limit:.3g}"
-        yield f"mean logit difference from {reference} is {row.mean_abs_logit_diff:.3g}, {limit}"
+    drop, limit, difference = row.drop, row.drop_limit, row.mean_abs_logit_diff
+    if drop > limit:
+        yield f"{row.metric} is {drop:.4f} below {reference} on {row.n} samples, limit {limit:.4f}"
+    if row.disagreements is not None and row.disagreements > (limit := row.disagreement_limit or 0):
+        yield f"{row.disagreements} of {row.n} answers differ from {reference}, limit {limit:.1f}"
+    if difference > row.mean_limit:
+        yield f"mean logit difference from {reference} is {difference:.3g}, limit {row.mean_limit:.3g}"
     if row.ks_p is not None and row.ks_p < row.ks_p_limit:
         yield f"logits are distributed otherwise than those of {reference} (p {row.ks_p:.2g})"
 
@@ -313,7 +307,6 @@ class TensorError(Strict):
 
     @property
     def holds(self) -> bool:
-        """Return whether it is finite and within the limit."""
         within = self.error is not None and self.error <= self.limit
         return within and self.systematic <= self.systematic_limit
 

@@ -129,34 +129,34 @@ def padding_answers(
     run: Predict, encoded: Encoded, rows: list[int], profiles: Sequence[Profile], pad_id: int
 ) -> Floats:
     """Return answers [3, answers, width] of rows alone, alone at the longest length, in a large batch."""
-    profile = widest(profiles)
-    (small, low), (large, high) = profile.min, profile.max
+    (small, low), (large, high) = widest(profiles).min, widest(profiles).max
+    lengths, together = encoded.lengths, np.resize(rows, large).tolist()
+    rows = rows[:large]
 
     def alone(row: int, length: int) -> Floats:
-        made = run(batch_of(encoded, InputCase("alone", [row] * small, length), pad_id))[:1]
-        answers: Floats = encoded.kept(np.array([row]), made)
-        return answers
+        case = InputCase("alone", [row] * small, max(low, length))
+        return _answer(run, encoded, case, pad_id, 1)
 
-    lengths = encoded.lengths
-    together = np.resize(np.array(rows), max(large, len(rows))).tolist()[:large]
-    batch = run(
-        batch_of(encoded, InputCase("together", together, max(low, int(lengths[together].max()))), pad_id)
-    )
-    rows = rows[:large]
-    short = [alone(row, max(low, int(lengths[row]))) for row in rows]
-    long = [alone(row, high) for row in rows]
-    filled = encoded.kept(np.array(rows), batch[: len(rows)])
-    return np.stack([np.concatenate(short), np.concatenate(long), filled])
+    case = InputCase("together", together, max(low, int(lengths[together].max())))
+    filled = _answer(run, encoded, case, pad_id, len(rows))
+    short = np.concatenate([alone(row, int(lengths[row])) for row in rows])
+    return np.stack([short, np.concatenate([alone(row, high) for row in rows]), filled])
+
+
+def _answer(run: Predict, encoded: Encoded, case: InputCase, pad_id: int, n: int) -> Floats:
+    """Return the answers to the first `n` rows of a case."""
+    made = run(batch_of(encoded, case, pad_id))[:n]
+    answers: Floats = encoded.kept(np.array(case.rows[:n]), made)
+    return answers
 
 
 @contextmanager
 def engine_of(
     model: onnx.ModelProto, sidecar: Sidecar, expected_gemms: Iterable[str] = ()
 ) -> Iterator[tuple[Engine | CpuEngine, EngineResult]]:
-    """Build a cut graph as the deployed engine was built, load it, and remove it afterwards.
+    """Build a cut graph as the deployed engine was built, which `sidecar` tells, and load it in the block.
 
     Args:
-        sidecar: of the deployed engine: its backend and shapes.
         expected_gemms: MatMul and Gemm nodes that must be in INT8; absent ones are passed over.
 
     Raises:
@@ -208,10 +208,11 @@ def verify_engine(session: Session) -> Verification:
         raise MissingDevice(f"no engine was built: {built.skipped}")
     path, graph = session.folder / "engine" / built.file, graph_path(session)
     sidecar = check_sidecar(path, graph)
+    rounding = BF16_LIMIT if sidecar.compute == "bf16" else MIN_LIMIT
     profiles, task, seed = sidecar.profiles, session.config.task, session.config.seed
     with open_runner(path, graph, pad_id=session.pad_id, outputs=task.kind.outputs) as run:
         data = _read_data(session, widest(profiles).max[1])
-        cost = QuantizationCost.of(data.reference, data.fp32, _rounding(sidecar))
+        cost = QuantizationCost.of(data.reference, data.fp32, rounding)
         shapes = _run_shapes(run, data, profiles, session)
         few = data.rows[:PADDING_SAMPLES].tolist()
         padding = check_padding(padding_answers(run, data.encoded, few, profiles, session.pad_id), cost)
@@ -219,7 +220,7 @@ def verify_engine(session: Session) -> Verification:
     blocks: list[BlockCheck] = []
     uncut, gemms = None, built.int8_gemms
     try:
-        blocks, gemms = _run_blocks(session, sidecar, data)
+        blocks, gemms = _run_blocks(session, sidecar, data, rounding)
     except Uncut as error:
         uncut = str(error)
     places, part = data.encoded.answers_of(data.rows), data.encoded.part(data.samples)
@@ -271,14 +272,11 @@ def _read_data(session: Session, longest: int) -> _Data:
 
 
 def _run_shapes(run: Predict, data: _Data, profiles: Sequence[Profile], session: Session) -> list[ShapeCheck]:
-    cases = shape_cases(data.encoded.lengths, profiles, session.config.seed)
     found = []
-    for case in track("shapes", cases):
-        got = run(batch_of(data.encoded, case, session.pad_id))
-        shape = (len(case.rows), case.length)
-        rows = np.array(case.rows)
-        reference = data.reference[data.encoded.answers_of(rows)]
-        found.append(check_shape(data.encoded.kept(rows, got), reference, shape, case.what))
+    for case in track("shapes", shape_cases(data.encoded.lengths, profiles, session.config.seed)):
+        n, reference = len(case.rows), data.reference[data.encoded.answers_of(np.array(case.rows))]
+        got = _answer(run, data.encoded, case, session.pad_id, n)
+        found.append(check_shape(got, reference, (n, case.length), case.what))
     return found
 
 
@@ -289,12 +287,14 @@ def _run_rows(run: Predict, data: _Data, profiles: Sequence[Profile], session: S
         rows = drawn[start : start + profile.opt[0]]
         filled = np.resize(rows, max(len(rows), profile.min[0])).tolist()
         length = max(profile.min[1], int(data.encoded.lengths[rows].max()))
-        made = run(batch_of(data.encoded, InputCase("drawn", filled, length), session.pad_id))[: len(rows)]
-        parts.append(data.encoded.kept(rows, made))
+        case = InputCase("drawn", filled, length)
+        parts.append(_answer(run, data.encoded, case, session.pad_id, len(rows)))
     return np.concatenate(parts)
 
 
-def _run_blocks(session: Session, sidecar: Sidecar, data: _Data) -> tuple[list[BlockCheck], int]:
+def _run_blocks(
+    session: Session, sidecar: Sidecar, data: _Data, rounding: float
+) -> tuple[list[BlockCheck], int]:
     """Build the stitched engine, feed it the reference's block inputs, and judge each block."""
     from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
 
@@ -304,8 +304,7 @@ def _run_blocks(session: Session, sidecar: Sidecar, data: _Data) -> tuple[list[B
     quantized = session.recipe.quantizes
     model = session.fake_quant_model if quantized else session.fp32_model
     sums = {block.name: BlockSums(block.name) for block in stitched.blocks}
-    profile = widest(sidecar.profiles)
-    cases = block_cases(data.encoded.lengths, profile, session.config.seed)
+    cases = block_cases(data.encoded.lengths, widest(sidecar.profiles), session.config.seed)
     report_phase("building the engine of blocks")
     with (
         use_frozen_weights(model) if quantized else nullcontext(),
@@ -318,11 +317,6 @@ def _run_blocks(session: Session, sidecar: Sidecar, data: _Data) -> tuple[list[B
             inputs = {name: t.input for name, t in tensors.items() if t.input is not None}
             got = engine.run(select_inputs(model, batch) | stitched.feeds(inputs))
             for block in stitched.blocks:
-                made = tensors[block.name]
-                mask = batch["attention_mask"]
-                sums[block.name].add(got[block.output], made.output, made.unquantized, mask)
-    return [each.check(_rounding(sidecar)) for each in sums.values()], built.int8_gemms
-
-
-def _rounding(sidecar: Sidecar) -> float:
-    return BF16_LIMIT if sidecar.compute == "bf16" else MIN_LIMIT
+                made, output = tensors[block.name], got[block.output]
+                sums[block.name].add(output, made.output, made.unquantized, batch["attention_mask"])
+    return [each.check(rounding) for each in sums.values()], built.int8_gemms

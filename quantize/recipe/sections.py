@@ -378,7 +378,7 @@ class Qat(Training):
         "tf32",
     )
     dropout: Fraction | None = field(
-        "Dropout of hidden states and attention; null: the model's. The student is a near copy of its teacher.",
+        "Dropout; null: the model's own. The student is a near copy of its teacher.",
         0.0,
     )
     amax: Literal["frozen", "learned"] = field(

@@ -1,6 +1,7 @@
 """The first wrong tensor is found and named, with its node, its kernels and the right cause."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,15 @@ def faulty(edit: Edit) -> Any:
     """A runner on which every graph has a fault, if it holds what the fault is in."""
 
     def run(model: onnx.ModelProto, feeds: Any) -> dict[str, Any]:
-        twin = onnx.ModelProto()
-        twin.CopyFrom(model)
-        edit(twin)
+        edit(twin := deepcopy(model))
         return run_onnxruntime(twin, feeds)
 
     return run
 
 
-def has(graph: onnx.ModelProto, name: str) -> bool:
-    return any(t.name == name for t in graph.graph.initializer)
-
-
 def scaled(name: str, factor: float) -> Edit:
     def edit(graph: onnx.ModelProto) -> None:
-        if has(graph, name):
+        if any(t.name == name for t in graph.graph.initializer):
             store(graph, name, tensor(graph, name) * factor)
 
     return edit
@@ -62,27 +57,20 @@ def linear(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("edit", "node", "cause"),
+    ("part", "value", "node", "cause"),
     [
-        (scaled(f"{MODULE}.output.dense.weight_scale", 1.5), linear("output/dense/MatMul"), "factor 1.5"),
-        (
-            scaled(f"{MODULE}.attention.self.value.weight_scale", 0.5),
-            linear("attention/self/value/MatMul"),
-            "0.5",
-        ),
-        (scaled(f"{MODULE}.output.dense.bias_fp16", 0), linear("output/dense/Add"), "lost or wrong bias"),
-        (scaled(f"{MODULE}.intermediate.dense.bias_fp16", 0), linear("intermediate/dense/Add"), "bias"),
-        (
-            scaled(f"{MODULE}.output.LayerNorm.weight_fp16", 1.3),
-            linear("output/LayerNorm/LayerNormalization"),
-            "",
-        ),
+        ("output.dense.weight_scale", 1.5, "output/dense/MatMul", "factor 1.5"),
+        ("attention.self.value.weight_scale", 0.5, "attention/self/value/MatMul", "0.5"),
+        ("output.dense.bias_fp16", 0, "output/dense/Add", "lost or wrong bias"),
+        ("intermediate.dense.bias_fp16", 0, "intermediate/dense/Add", "bias"),
+        ("output.LayerNorm.weight_fp16", 1.3, "output/LayerNorm/LayerNormalization", ""),
     ],
 )
 @pytest.mark.parametrize("per_step", [1, 8, 100])
 def test_the_first_wrong_tensor_is_named(  # noqa: PLR0917
-    tiny_bert: Path, tmp_path: Path, edit: Edit, node: str, cause: str, per_step: int
+    tiny_bert: Path, tmp_path: Path, part: str, value: float, node: str, cause: str, per_step: int
 ) -> None:
+    node, edit = linear(node), scaled(f"{MODULE}.{part}", value)
     rows = [
         LayerRow(name="kernel", kind="gemm", onnx=["/other", node], inputs=[], constants=[], outputs=[]),
         LayerRow(name=f"{node}_myl0_3", kind="gemm", onnx=[], inputs=[], constants=[], outputs=[]),

@@ -441,18 +441,14 @@ def test_every_fault_is_a_sentence_that_names_the_place_and_the_next_step() -> N
     lines = verification_failures(wrong, RUN)
     assert len(lines) == 5
     assert all("qdqbench inspect runs/x --bisect" in line for line in lines)
-    for line, part in zip(
-        lines,
-        [
-            "layer.0 is wrong for the reference's own input: relative error 1 is over 0.1",
-            "layer.0 makes 1 NaN or infinite numbers in batches of 12 x 20",
-            "batches of shape padded 4 x 16",
-            "the same sample alone, padded and in a large batch differs",
-            "answers differ from fake_quant",
-        ],
-        strict=True,
-    ):
-        assert part in line
+    parts = [
+        "layer.0 is wrong for the reference's own input: relative error 1 is over 0.1",
+        "layer.0 makes 1 NaN or infinite numbers in batches of 12 x 20",
+        "batches of shape padded 4 x 16",
+        "the same sample alone, padded and in a large batch differs",
+        "answers differ from fake_quant",
+    ]
+    assert all(part in line for line, part in zip(lines, parts, strict=True))
 
 
 def test_a_case_is_padded_with_the_pad_token() -> None:
@@ -509,13 +505,8 @@ def session(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     built = {"backend": "tensorrt", "version": "10.0.0.6", "compute_capability": ["8.9"], "file": "x.engine"}
     built |= {"ahead_of_time": False, "bytes": 1, "int8_gemms": 12, "expected_int8_gemms": 12, "not_int8": []}
     built |= {"attention_fused": 2, "attention_int8": 0, "expected_attention_int8": 0, "layers": []}
-    built |= {
-        "int8_residuals": 0,
-        "expected_int8_residuals": 0,
-        "not_int8_residuals": [],
-        "profiles": 1,
-        "kernels": 1,
-    }
+    built |= {"int8_residuals": 0, "expected_int8_residuals": 0, "not_int8_residuals": []}
+    built |= {"profiles": 1, "kernels": 1}
     (tmp_path / "build.json").write_text(json.dumps(built))
     sidecar = SimpleNamespace(
         compute=None,
