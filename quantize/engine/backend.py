@@ -131,9 +131,12 @@ class CacheFile:
             "compute_capability": gpu.compute_capability if gpu else "none",
             "driver": (gpu.driver if gpu else None) or "unknown",
         }
+        if path is None:
+            return
         try:
-            if path is not None and path.exists():
-                self._take(path.read_bytes())
+            self._take(path.read_bytes())
+        except FileNotFoundError:
+            return
         except OSError as error:
             self.ignore(f"it cannot be read ({error.strerror})")
 

@@ -123,7 +123,8 @@ class BoundRun:
             with self._torch.cuda.stream(self.stream):
                 self._graph.replay()
             return
-        if not self._context.execute_async_v3(self.stream.cuda_stream):
+        context = self._context
+        if not context.execute_async_v3(self.stream.cuda_stream):
             raise CheckFailed(f"{self._owner.name} fails to run")
 
     def load(self, feeds: Mapping[str, Array]) -> None:
@@ -335,8 +336,11 @@ class Engine(AbstractContextManager["Engine"]):
         """Return an execution context with its own activation memory, switched to a profile."""
         engine = self._engine
         with capture(self._trt) as (_, log):
-            settings = [self._jit.config(self._trt, engine, self.specialize)] if self._jit else []
-            context = engine.create_execution_context(*settings)
+            if self._jit is not None:
+                runtime_config = self._jit.config(self._trt, engine, self.specialize)
+                context = engine.create_execution_context(runtime_config)
+            else:
+                context = engine.create_execution_context()
             if context is None or not context.set_optimization_profile_async(profile, stream.cuda_stream):
                 size, why = self.memory.activation_bytes / 1e6, log.errors() or "it gives no reason"
                 raise CheckFailed(
