@@ -207,7 +207,7 @@ def test_a_model_without_known_residuals(tiny_bert: Path) -> None:
 def test_a_stream_that_no_linear_reads() -> None:
     model = new_modernbert()
     recipe = recipe_with("modernbert-int8-linears", residual="int8")
-    with pytest.raises(UserError, match="family modernbert normalises first: no linear reads"):
+    with pytest.raises(UserError, match="family modernbert normalizes first: no linear reads"):
         resolve(recipe, module_table(model), model.base_model_prefix)
 
 

@@ -132,7 +132,7 @@ def test_a_family_that_cannot_have_it_says_so(tmp_path: Path) -> None:
 def test_int8_residuals_that_cannot_be_are_refused(family: str, tmp_path: Path) -> None:
     model = load_model(str(write_model(tmp_path, family)))
     recipe = load_recipe(f"{family}-int8-attention").model_copy(update={"residual": "int8"})
-    why = {"albert": "has no place for a quantizer where it adds", "modernbert": "normalises first"}[family]
+    why = {"albert": "has no place for a quantizer where it adds", "modernbert": "normalizes first"}[family]
     with pytest.raises(UserError, match=f"family {family} {why}.*; set residual: fp16"):
         resolve(recipe, module_table(model), model.base_model_prefix)
 

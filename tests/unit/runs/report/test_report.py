@@ -439,7 +439,7 @@ def test_the_loss_of_an_int8_softmax_stands_in_both_reports(tmp_path: Path) -> N
     markdown, page = written(sample(softmax=rows), tmp_path)
     assert "| `layer.0.self` | 384 | 0.5 | centered | 33.1 % | 1.2 % | 25.4 % |" in markdown
     assert "| `layer.0.self` | 64 | 1 | | 33.1 % | 1.2 % | 25.4 % |" in markdown
-    assert '<td class="num">384</td><td class="num">0.5</td><td>centred</td>' in page
+    assert '<td class="num">384</td><td class="num">0.5</td><td>centered</td>' in page
     markdown, page = written(sample(), tmp_path)
     assert "INT8 softmax" not in markdown + page
 
