@@ -466,7 +466,7 @@ def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _S
         if output is None or output.shape != x.shape or not output.nan_to_num().equal(x.nan_to_num()):
             raise UserError(
                 f"q, k and v of {name} do not read what {makers[name]} makes, so nothing can do what the "
-                "bias of q does; give their query weights: int8/per-channel, or mend model.layout of the "
+                "bias of q does; give their query weights: int8/per-channel, or fix model.layout of the "
                 "recipe"
             )
         seen[name].add(x)

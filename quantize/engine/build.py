@@ -79,7 +79,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     on_cpu = chosen.name in CPU_BACKENDS
     if on_cpu:
         built = _build_for_cpu(onnx_path, chosen, profiles, compute)
-        name_products(built.layers, model.graph)
+        name_products(built.layers, model)
     else:
         joined = merge_qkv_gemms(model)
         built = build_engine(

@@ -5,7 +5,6 @@ import json
 import re
 import tempfile
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -344,19 +343,15 @@ def warm_up(model: CompiledModel, shape: tuple[int, int]) -> None:
     model.run(feeds)
 
 
-def name_products(rows: Sequence[LayerRow], graph: onnx.GraphProto) -> None:
+def name_products(rows: Sequence[LayerRow], model: onnx.ModelProto) -> None:
     """Add each product that no row names to the row that computes what it feeds first, in place.
 
-    OpenVINO names an FP32 product after its bias, and q k^T inside of a fused attention after its scale. One
-    whose scale it moved behind a residual has the name of its weight: `kernels` tells it.
+    OpenVINO names an FP32 product after its bias, and q k^T inside of a fused attention after its scale.
+    Where it moved the scale past a residual, `kernels` gives the row the name of its weight.
     """
-    index = GraphIndex(onnx.ModelProto(graph=graph))
+    index = GraphIndex(model)
     places = {name: row for row in rows if row.kind in ("gemm", ATTENTION) for name in row.onnx}
-    consumers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
-    for node in graph.node:
-        for tensor in dict.fromkeys(node.input):
-            consumers[tensor].append(node)
-    for node in graph.node:
+    for node in model.graph.node:
         if node.op_type not in MATMULS or node.name in places:
             continue
         _, weight = index.origin(node.input[1], ("Transpose", "DequantizeLinear"))
@@ -374,7 +369,7 @@ def name_products(rows: Sequence[LayerRow], graph: onnx.GraphProto) -> None:
                 break
             if here is not node and here.op_type in MATMULS:
                 continue
-            for after in (each for tensor in here.output for each in consumers[tensor]):
+            for after in (each for tensor in here.output for each in index.consumers.get(tensor, ())):
                 if after.name not in seen:
                     seen.add(after.name)
                     waiting.append(after)

@@ -63,12 +63,12 @@ def share_scaled_inputs(model: onnx.ModelProto) -> None:
     rename_tensors(model.graph.node, replaced)
 
 
-def clip_scaled_linears(model: onnx.ModelProto) -> int:
+def clip_scaled_linears(model: onnx.ModelProto) -> None:
     """Put a Clip to the range of FP16 between a linear and a Mul by factors (SmoothQuant), in place.
 
-    OpenVINO 2026.4 merges the Mul and the Q behind it into a FakeQuantize with one range per channel, which
-    computes other values where shapes are dynamic and the linear has other readers. The linear behind the
-    narrow embeddings of ELECTRA and ALBERT is one. It merges no Mul behind an operator on elements.
+    OpenVINO 2026.4 merges the Mul and the next Q into a FakeQuantize with a range per channel. That is wrong
+    where shapes are dynamic and the linear has other readers, as after the narrow embeddings of ELECTRA and
+    ALBERT. It does not merge a Mul that follows an elementwise operator.
     """
     index = GraphIndex(model)
     nodes: list[onnx.NodeProto] = []
@@ -90,7 +90,6 @@ def clip_scaled_linears(model: onnx.ModelProto) -> int:
             node.input[0] = clipped[source]
         nodes.append(node)
     replace_nodes(model, nodes)
-    return len(clipped)
 
 
 def join_heads(model: onnx.ModelProto) -> int:

@@ -96,7 +96,7 @@ def _dense(name: str, folder: str, commit: str | None) -> Dense:
     activation = str(settings.get("activation_function", "torch.nn.Tanh")).rpartition(".")[2]
     if activation not in ACTIVATIONS:
         raise UserError(
-            f"model {name} has the activation {activation!r} behind its Dense ({folder}/config.json); "
+            f"model {name} has the activation {activation!r} after its Dense ({folder}/config.json); "
             f"supported here: {', '.join(ACTIVATIONS)}"
         )
     return Dense(width=settings["out_features"], bias=settings.get("bias", True), activation=activation)

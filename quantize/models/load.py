@@ -189,7 +189,7 @@ def load_tokenizer(
         raise UserError(f"model {name} has only a slow tokenizer; save it with a tokenizer.json")
     if tokenizer.vocab_size <= len(tokenizer.all_special_ids):
         # transformers makes one up when there are no files, and then every word is unknown
-        raise UserError(f"model {name} has no tokenizer files; save its tokenizer beside the weights")
+        raise UserError(f"model {name} has no tokenizer files; save its tokenizer next to the weights")
     if tokenizer.pad_token_id is None:
         raise UserError(
             f"the tokenizer of model {name} has no pad token; name one in tokenizer_config.json, "

@@ -416,7 +416,7 @@ def _number_labels(dataset: "datasets.Dataset", task: Task, source: str) -> tupl
     if unknown := sorted({value for value in values if value is not None} - {*numbers}):
         raise UserError(
             f"the labels (column {column!r}) of {source} hold {name_list(unknown)}, which is none of "
-            f"{name_list(task.values)}; start anew where the data changed"
+            f"{name_list(task.values)}; start over where the data changed"
         )
     given = [None if value is None else numbers[value] for value in values]
     labels = given if None in given else np.array(given, dtype=np.int64)

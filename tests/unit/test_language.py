@@ -22,7 +22,7 @@ INSTEAD = {
     r"beside": "next to, alongside, as well as",
     r"anew": "again, from scratch",
     r"mend(s|ed)?": "fix",
-    r"goes? on\b(?! (saving|to))": "resume, continue",
+    r"goes? on": "resume, continue",
     r"held to": "checked against, compared with",
     r"behind (the|a) (GEMM|GELU|DQ|MatMul|attention|linear)": "after",
     r"colours?|centred|licence|learnt|normalis\w+|recognis\w+": "American spelling",
@@ -48,6 +48,14 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, text
 
 
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every error that is raised; what is filled in is left out."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            parts = (each.value for each in ast.walk(node.exc) if isinstance(each, ast.Constant))
+            yield node.lineno, " ".join(part for part in parts if isinstance(part, str))
+
+
 def helps() -> Iterator[tuple[str, str]]:
     """Name and text of every help of the command line."""
     waiting = [("qdqbench", typer.main.get_command(app))]
@@ -65,6 +73,7 @@ def test_a_planted_offence_is_found():
         "'goes on': write resume, continue",
     ]
     assert [*docstrings('def f():\n    """What it is."""')] == [(1, "What it is.")]
+    assert [*messages('raise UserError(f"{x} lies beside {y}")')] == [(1, " lies beside ")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -75,6 +84,15 @@ def test_pages_use_the_words_of_the_field(page):
 def test_help_texts_begin_with_a_noun_or_a_verb():
     assert [f"{name}: {text}" for name, text in helps() if text.split(" ")[0] in ("Of", *OPENERS)] == []
     assert [f"{name}: {found}" for name, text in helps() for found in offences(text)] == []
+
+
+def test_errors_use_the_words_of_the_field():
+    assert [
+        f"{path.relative_to(ROOT)}:{line}: {found}"
+        for path in MODULES
+        for line, text in messages(path.read_text(encoding="utf-8"))
+        for found in offences(text)
+    ] == []
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb():

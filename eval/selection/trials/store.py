@@ -42,7 +42,7 @@ def draw_samples(session: Session, samples: int, *, least: int = 2) -> tuple[Spl
     if settings.split in task.eval_splits:
         raise UserError(
             f"calibration.split is {settings.split!r}, the judge of task {task.name!r}; what is chosen is "
-            f"measured beside the calibration data, so set calibration.split to {task.train_split}"
+            f"measured on rows next to the calibration data, so set calibration.split to {task.train_split}"
         )
     wanted = settings.samples + samples
     split = load_split(task, session.data_source, settings.split, limit=wanted, seed=settings.seed)

@@ -556,7 +556,7 @@ def detect_layout(model: "PreTrainedModel") -> Recognized:
         ) from error
     if not flow.ahead:
         raise UserError(
-            f"a {name!r} is a decoder, as no token sees those behind it; only encoders are supported"
+            f"a {name!r} is a decoder, as no token sees those after it; only encoders are supported"
         )
     if not flow.same:
         raise UserError(

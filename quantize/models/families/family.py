@@ -114,7 +114,7 @@ class Family:
 
     def require_beside(self, name: str, role: Role) -> str:
         if (found := self.beside(name, role)) is None:
-            raise UserError(f"family {self.name} has no linear of its own for {role} beside {name}")
+            raise UserError(f"family {self.name} has no linear of its own for {role} next to {name}")
         return found
 
     def made_by(self, name: str, role: Role) -> LinearRows:
@@ -123,7 +123,7 @@ class Family:
         for path, roles in ((path, found.split(", ")) for path, found in self.linears.items()):
             if place and role in roles:
                 return LinearRows(f"{place.layers}.{place.number}.{path}", roles.index(role), len(roles))
-        raise UserError(f"family {self.name} has no linear that makes the {role} beside {name}")
+        raise UserError(f"family {self.name} has no linear that makes the {role} next to {name}")
 
     def read_by(self, attention: str, linears: Container[str]) -> str | None:
         """Return the LayerNorm, or linear behind the embeddings, whose output only q, k, v and residual read.

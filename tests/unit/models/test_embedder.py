@@ -177,7 +177,7 @@ class TestRefused:
 
     def test_an_activation(self, tmp_path: Path) -> None:
         message = refusal(write_sentence_folder(tmp_path, dense={"width": 8, "activation": "SiLU"}))
-        assert "has the activation 'SiLU' behind its Dense (2_Dense/config.json)" in message
+        assert "has the activation 'SiLU' after its Dense (2_Dense/config.json)" in message
 
     def test_a_dense_of_other_sizes(self, tmp_path: Path) -> None:
         folder = write_sentence_folder(tmp_path, dense={"width": 8, "activation": "Tanh"})

@@ -92,7 +92,7 @@ def test_fp32_products_are_named_and_are_not_int8(backend, tiny_bert, tmp_path):
     model = compile_model(backend, path.read_bytes(), blob=False, compute="fp32")
     warm_up(model, (2, 16))
     rows = [kernel.row for kernel in model.kernels()]
-    name_products(rows, onnx.load(path).graph)
+    name_products(rows, onnx.load(path))
     products = [row for row in rows if row.kind in ("gemm", "attention")]
     assert {*list_gemms(path)} <= {name for row in products for name in row.onnx}
     assert not any(map(is_int8, products))
@@ -171,6 +171,6 @@ def test_a_product_without_a_name_goes_to_what_it_feeds():
         row("attention", "attention", ["/self/Softmax", "/self/MatMul_1"]),
         row("elsewhere", "Eltwise", ["/self/Mul"]),
     ]
-    name_products(rows, graph)
+    name_products(rows, helper.make_model(graph))
     assert rows[0].onnx == ["/self/Softmax", "/self/MatMul_1", "/self/MatMul"]
     assert rows[1].onnx == ["/self/Mul"]

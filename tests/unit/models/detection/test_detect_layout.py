@@ -134,7 +134,7 @@ def test_what_is_not_recognized_is_named_with_a_reason(model_type: str, left: di
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("gpt2", r"a 'gpt2' is a decoder, as no token sees those behind it"),
+        ("gpt2", r"a 'gpt2' is a decoder, as no token sees those after it"),
         ("t5", r"model tiny is a 't5', an encoder with a decoder"),
         ("squeezebert", r"no attention .* 'squeezebert', .*\.\*\.attention\.query: a convolution"),
         ("fnet", r"no attention was recognized in a 'fnet'"),
