@@ -378,8 +378,7 @@ class Qat(Training):
         "tf32",
     )
     dropout: Fraction | None = field(
-        "Dropout; null: the model's own. The student is a near copy of its teacher.",
-        0.0,
+        "Dropout; null: the model's own. The student is a near copy of its teacher.", 0.0
     )
     amax: Literal["frozen", "learned"] = field(
         "frozen: calibrated scales; learned: their ratio is trained (LSQ, arXiv 1902.08153).", "frozen"
