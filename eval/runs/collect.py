@@ -32,11 +32,10 @@ from qdqbench.quantize.pipeline.artifacts import (
     read_verified,
 )
 from qdqbench.quantize.pipeline.pipeline import read_finished
-from qdqbench.quantize.pipeline.session import QAT, Session
+from qdqbench.quantize.pipeline.session import QAT, RECORD, Session
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.rows import source_commit
-from qdqbench.quantize.training.loop import RECORD
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Comparison, Gate, LayerErrors, ModelChange, Parity
 from qdqbench.quantize.utils.limits import CPU_BACKENDS

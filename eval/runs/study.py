@@ -10,10 +10,9 @@ from qdqbench.eval.reporting.formats import in_points, label, model_label, versi
 from qdqbench.eval.runs.collect import score_stage
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.pipeline.pipeline import open_run, run_stages, select_stages
-from qdqbench.quantize.pipeline.session import QAT, RunConfig, Session
+from qdqbench.quantize.pipeline.session import QAT, RECORD, RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.training.finetune import FinetuneRequest, finetune, spread
-from qdqbench.quantize.training.loop import RECORD
 from qdqbench.quantize.training.qat import get_settings
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError

@@ -1,5 +1,6 @@
 """The stages of a run: each reads files and the configuration, and writes files into the run directory."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -26,10 +27,9 @@ from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, engine_profiles, write_outcome
 from qdqbench.quantize.pipeline.pipeline import Stage
-from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.pipeline.session import CHECKPOINTS, QAT, Session
 from qdqbench.quantize.tasks.embedded import write_embedded
 from qdqbench.quantize.tasks.rows import source_fingerprint
-from qdqbench.quantize.training.qat import remove_checkpoints, train_qat
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
@@ -44,6 +44,17 @@ if TYPE_CHECKING:
 FP16_STAGE = "fp16"  # is run only where it is asked for
 PARITY_SAMPLES, PARITY_BATCH = 64, 16
 LAYER_SAMPLES = 8  # enough tokens for a relative norm; each goes through a model some five times
+
+
+def train_stage(session: Session) -> list[Path]:
+    from qdqbench.quantize.training.qat import train_qat
+
+    return train_qat(session)
+
+
+def remove_checkpoints(session: Session) -> None:
+    """Remove checkpoints once the stage is recorded; killed before, it resumes and trains no step again."""
+    shutil.rmtree(session.folder / QAT / CHECKPOINTS, ignore_errors=True)
 
 
 def build_stage(session: Session) -> list[Path]:
@@ -314,7 +325,7 @@ def stages(session: Session) -> dict[str, Stage]:
         Stage("quantize", quantize_stage, first, _calibration): quantized,
         # QAT is compared with it
         torch_stage("ptq", (*first, "quantize"), lambda s: s.new_ptq_model()): trains,
-        Stage("qat", train_qat, (*first, "quantize"), _trained, remove_checkpoints): trains,
+        Stage("qat", train_stage, (*first, "quantize"), _trained, remove_checkpoints): trains,
         torch_stage("fake_quant", calibrated, lambda s: s.fake_quant_model): quantized,
         Stage("export", export_stage, calibrated, _exported): True,
         Stage("check", check_stage, ("export",), _placement): True,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 CONFIG = "run.json"
 QAT = "qat"  # folder of the trained model
+RECORD, CHECKPOINTS = "training.json", "checkpoints"  # of a training
 
 
 class RunConfig(Strict):

@@ -4,14 +4,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.identity import model_commit, model_fingerprint
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_config, load_encoder, load_matching_tokenizer, read_class_names
+from qdqbench.quantize.pipeline.session import CHECKPOINTS, RECORD
 from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import (
@@ -26,8 +30,6 @@ from qdqbench.quantize.tasks.task import Task, merge_splits, with_classes
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.training.loop import (
-    CHECKPOINTS,
-    RECORD,
     HeldOut,
     Job,
     divide,
@@ -43,10 +45,6 @@ from qdqbench.quantize.utils.results import Finetuning, LogRow, Spread, Training
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.environment import describe_environment, get_code_identity, now
 from qdqbench.quantize.utils.system.quiet import quiet
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RESULT = "finetune.json"
 
@@ -69,7 +67,7 @@ class FinetuneRequest:
 
 @dataclass
 class _FinetuneData:
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: PreTrainedTokenizerBase
     train: Encoded
     fingerprint: str
     evaluation: dict[str, Encoded]
@@ -88,7 +86,7 @@ class _Finished(Strict):
     run: TrainingRun
 
 
-def finetune(request: FinetuneRequest, accelerator: "Accelerator") -> Finetuning:
+def finetune(request: FinetuneRequest, accelerator: Accelerator) -> Finetuning:
     """Fine-tune for every seed; a seed that fails is recorded, and only where all do `CheckFailed` is raised.
 
     Seeds that an earlier call with the same settings finished are kept; an unfinished one is resumed from its
@@ -117,10 +115,8 @@ def require_all(failed: list[str], path: Path) -> None:
         )
 
 
-def _load_base(request: FinetuneRequest, settings: Training) -> "PreTrainedModel":
+def _load_base(request: FinetuneRequest, settings: Training) -> PreTrainedModel:
     """Load an encoder with a classifier for the task; the classifier is new unless `keep_head`."""
-    import torch
-
     task = request.task
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -166,7 +162,7 @@ def _load(request: FinetuneRequest) -> _FinetuneData:
 
 
 def _train_seed(
-    request: FinetuneRequest, data: _FinetuneData, settings: Training, accelerator: "Accelerator"
+    request: FinetuneRequest, data: _FinetuneData, settings: Training, accelerator: Accelerator
 ) -> TrainingRun:
     folder = request.folder / f"seed-{settings.seed}"
     identity = _identity(request, data, settings)
@@ -226,10 +222,8 @@ def _new_job(
     data: _FinetuneData,
     settings: Training,
     identity: dict[str, Any],
-    accelerator: "Accelerator",
+    accelerator: Accelerator,
 ) -> Job:
-    import torch
-
     divided = divide(data.train, data.pad_id, settings.holdout, settings.seed)
     model = _load_base(request, settings)
     task, kind, encoded, judged = request.task, request.task.kind, data.train, divided.judged
@@ -263,7 +257,7 @@ def _new_job(
 
 
 def _validate(
-    request: FinetuneRequest, data: _FinetuneData, model: "PreTrainedModel", accelerator: "Accelerator"
+    request: FinetuneRequest, data: _FinetuneData, model: PreTrainedModel, accelerator: Accelerator
 ) -> dict[str, Any]:
     """Compute metrics of the validation split in FP32; of MNLI's second one under a suffix."""
     task = request.task

@@ -19,9 +19,16 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object, set_seed
+from safetensors.torch import load_model
+from torch import nn
+from transformers import get_scheduler
 
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.recipe.sections import Training
@@ -34,11 +41,6 @@ from qdqbench.quantize.utils.errors import CheckFailed, QdqError, UserError
 from qdqbench.quantize.utils.progress import report_phase, track
 from qdqbench.quantize.utils.results import LogRow, TrainingRun
 from qdqbench.quantize.utils.schema import Strict, read
-
-if TYPE_CHECKING:
-    import torch
-    from accelerate import Accelerator
-    from torch import nn
 
 CHECKPOINT_FILE = "checkpoint.json"
 WEIGHTS = "model.safetensors"
@@ -53,7 +55,7 @@ class _CheckpointManifest(Strict):
     files: dict[str, str]  # name -> sha256
 
 
-def save_checkpoint(folder: Path, step: int, accelerator: "Accelerator", manifest: dict[str, Any]) -> None:
+def save_checkpoint(folder: Path, step: int, accelerator: Accelerator, manifest: dict[str, Any]) -> None:
     """Write a checkpoint from all processes; the others go, but for the one before and the best of both.
 
     `manifest` has its fields but for the files. What cannot be written is a `UserError`.
@@ -83,10 +85,8 @@ def save_checkpoint(folder: Path, step: int, accelerator: "Accelerator", manifes
     _run_together(accelerator, folder, finish if main else None)
 
 
-def _run_together(accelerator: "Accelerator", folder: Path, work: Callable[[], Any] | None) -> None:
+def _run_together(accelerator: Accelerator, folder: Path, work: Callable[[], Any] | None) -> None:
     """Do the work of this process and wait for the others; all stop when one cannot write."""
-    from accelerate.utils import gather_object
-
     problem = ""
     try:
         if work is not None:
@@ -127,8 +127,6 @@ def find_checkpoint(
 
 
 def load_weights(checkpoint: Path, model: Any) -> None:
-    from safetensors.torch import load_model
-
     if damaged := _list_damaged(checkpoint):
         raise UserError(
             f"{checkpoint} is damaged ({', '.join(damaged)}); run the same command again, which resumes from "
@@ -186,8 +184,6 @@ def resolve_precision(precision: str) -> str:
     `auto` is bf16, and `tf32` is TF32, where the GPU has it; else both are FP32. TF32 products have the
     10 bits of mantissa that FP16 has, bf16 has 7: about those of INT8, whose steps QAT is to learn.
     """
-    import torch
-
     cuda = torch.cuda.is_available()
     if precision == "auto":
         return "bf16" if cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
@@ -203,8 +199,6 @@ def use_matmul_precision(precision: str) -> Iterator[None]:
     Fused attention is not cuDNN's: at lengths of 64 modulo 128 its gradient is NaN where a mask leaves a row
     nothing (github.com/pytorch/pytorch/issues/196678).
     """
-    import torch
-
     attention: Any = torch.backends.cuda  # whose functions have no types
     before, cudnn = torch.get_float32_matmul_precision(), attention.cudnn_sdp_enabled()
     attention.enable_cudnn_sdp(False)
@@ -216,11 +210,7 @@ def use_matmul_precision(precision: str) -> Iterator[None]:
         attention.enable_cudnn_sdp(cudnn)
 
 
-def new_accelerator(precision: str) -> "Accelerator":
-    import torch
-    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-    from accelerate.state import AcceleratorState
-
+def new_accelerator(precision: str) -> Accelerator:
     mixed = "bf16" if resolve_precision(precision) == "bf16" else "no"
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed:
         AcceleratorState._reset_state()  # one process may train twice
@@ -243,8 +233,6 @@ def count_processes() -> int:
 
 def leave_group() -> None:
     """End the group of processes, if there is one; each goes on alone."""
-    import torch
-
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -275,15 +263,13 @@ def join_group() -> Iterator[None]:
     leave_group()
 
 
-RECORD = "training.json"
-CHECKPOINTS = "checkpoints"
 MOST_HELD_OUT = 1000
 POOL = 32  # batches whose samples are sorted by length together
 BATCH = 64  # rows, where no gradient is taken
 MOST_DIVERGED = 2  # evaluations in a row
 FURTHER = 10  # times the distance before training
 LOG_STEPS = 10  # between looks at the loss: each look waits for the device
-Tensors = dict[str, "torch.Tensor"]
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -347,11 +333,9 @@ def evaluation_steps(steps: int, evaluations: int) -> set[int]:
 
 
 def share_batches(
-    accelerator: "Accelerator", model: "nn.Module", encoded: Encoded, pad_id: int
-) -> "Iterator[tuple[Int64, Tensors]]":
+    accelerator: Accelerator, model: nn.Module, encoded: Encoded, pad_id: int
+) -> Iterator[tuple[Int64, Tensors]]:
     """Yield this process's share of the rows, and the model's inputs of them; the longest first."""
-    import torch
-
     order = np.argsort(-encoded.lengths, kind="stable")
     mine = order[accelerator.process_index :: accelerator.num_processes]
     for start in track("answering", range(0, len(mine), BATCH)):
@@ -361,12 +345,9 @@ def share_batches(
 
 
 def predict_rows(
-    accelerator: "Accelerator", model: "nn.Module", kind: TaskKind, encoded: Encoded, pad_id: int
+    accelerator: Accelerator, model: nn.Module, kind: TaskKind, encoded: Encoded, pad_id: int
 ) -> Float32:
     """Compute the answers float32 [answers, width] to a split; each process a share, the result on all."""
-    import torch
-    from accelerate.utils import gather_object
-
     mine: list[tuple[Int64, Float32]] = []
     for rows, inputs in share_batches(accelerator, model, encoded, pad_id):
         with torch.inference_mode():
@@ -430,11 +411,11 @@ class State:
 
 @dataclass
 class Job:
-    model: "nn.Module"
+    model: nn.Module
     data: TrainingData
     settings: Training
-    loss: "Callable[[nn.Module, Int64, Tensors], torch.Tensor]"  # summed over the rows
-    judge: "Callable[[nn.Module], HeldOut]"  # the same on every process
+    loss: Callable[[nn.Module, Int64, Tensors], torch.Tensor]  # summed over the rows
+    judge: Callable[[nn.Module], HeldOut]  # the same on every process
     folder: Path  # of checkpoints
     identity: dict[str, Any]  # what a resumed run must share
     groups: list[dict[str, Any]]  # of parameters, as optimizers take them
@@ -450,21 +431,19 @@ class Job:
         self.report(row, self.run.planned_steps)
 
 
-def group_decayed(model: "nn.Module", weight_decay: float) -> list[dict[str, Any]]:
+def group_decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Group the parameters of a model: biases and LayerNorms are not decayed (Devlin et al. 2018)."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def train(job: Job, accelerator: "Accelerator") -> TrainingRun:
+def train(job: Job, accelerator: Accelerator) -> TrainingRun:
     """Train a model in place, or resume a run that was killed; it ends with the best weights.
 
     The record is in `job.run` as well when it fails: UserError for a checkpoint of another run or no room for
     checkpoints, CheckFailed where the loss is NaN or infinite, or the model diverged.
     """
-    import torch
-
     settings = job.settings
     precision = resolve_precision(settings.precision)
     cuda = accelerator.device.type == "cuda"
@@ -496,9 +475,7 @@ def train(job: Job, accelerator: "Accelerator") -> TrainingRun:
     return job.run
 
 
-def _train(job: Job, accelerator: "Accelerator") -> None:
-    from accelerate.utils import set_seed
-
+def _train(job: Job, accelerator: Accelerator) -> None:
     settings, run = job.settings, job.run
     due = evaluation_steps(run.planned_steps, settings.num_evals)
     prepared = _prepare(job, accelerator)
@@ -526,10 +503,7 @@ def _train(job: Job, accelerator: "Accelerator") -> None:
     run.log = [LogRow(**row) for row in state.log]
 
 
-def _prepare(job: Job, accelerator: "Accelerator") -> tuple[Any, Any, Any]:
-    import torch
-    from transformers import get_scheduler
-
+def _prepare(job: Job, accelerator: Accelerator) -> tuple[Any, Any, Any]:
     settings, steps = job.settings, job.run.planned_steps
     job.model.to(accelerator.device)
     optimizer = torch.optim.AdamW(
@@ -545,7 +519,7 @@ def _prepare(job: Job, accelerator: "Accelerator") -> tuple[Any, Any, Any]:
 
 
 def _advance(
-    job: Job, accelerator: "Accelerator", prepared: tuple[Any, Any, Any], state: State, until: int
+    job: Job, accelerator: Accelerator, prepared: tuple[Any, Any, Any], state: State, until: int
 ) -> None:
     model, optimizer, scheduler = prepared
     settings, data = job.settings, job.data
@@ -581,10 +555,8 @@ def _advance(
     state.seconds += time.perf_counter() - start
 
 
-def _gradient(job: Job, accelerator: "Accelerator", model: Any, rows: Int64) -> Any:
+def _gradient(job: Job, accelerator: Accelerator, model: Any, rows: Int64) -> Any:
     """Compute the gradient of the mean loss over a global batch; return this process's part of that mean."""
-    import torch
-
     world = accelerator.num_processes
     parts = split_batch(rows, accelerator.process_index, world, job.settings.gradient_accumulation_steps)
     weight = float(accelerator.process_index < len(rows)) / len(rows)  # 0 for a row that another process has
@@ -600,10 +572,8 @@ def _gradient(job: Job, accelerator: "Accelerator", model: Any, rows: Int64) -> 
     return total
 
 
-def _mean_loss(accelerator: "Accelerator", losses: list[Any], norms: list[Any], step: int) -> float:
+def _mean_loss(accelerator: Accelerator, losses: list[Any], norms: list[Any], step: int) -> float:
     """Return the mean over the steps since the last look, the same on every process."""
-    import torch
-
     reduced = accelerator.reduce(torch.stack(losses).float(), reduction="sum")
     for number, (loss, norm) in enumerate(zip(reduced.tolist(), torch.stack(norms).tolist(), strict=True)):
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -614,7 +584,7 @@ def _mean_loss(accelerator: "Accelerator", losses: list[Any], norms: list[Any], 
     return float(reduced.mean())
 
 
-def _judge(job: Job, accelerator: "Accelerator", state: State) -> None:
+def _judge(job: Job, accelerator: Accelerator, state: State) -> None:
     job.model.eval()
     judged = job.judge(job.model)
     if not math.isfinite(judged.score):

@@ -6,13 +6,18 @@ rebuild the trained fake-quant model bit for bit.
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import nn
+from transformers import PreTrainedModel
 
+from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers
 from qdqbench.quantize.calibration.record import (
     CalibrationRecord,
@@ -29,15 +34,13 @@ from qdqbench.quantize.calibration.smoothing import (
 )
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
-from qdqbench.quantize.pipeline.session import QAT, Session
+from qdqbench.quantize.pipeline.session import CHECKPOINTS, QAT, RECORD, Session
 from qdqbench.quantize.recipe.plan import list_bias_free_linears
 from qdqbench.quantize.recipe.sections import Qat
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import encode
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.training.loop import (
-    CHECKPOINTS,
-    RECORD,
     HeldOut,
     Job,
     TrainingData,
@@ -61,26 +64,19 @@ from qdqbench.quantize.utils.system.environment import get_code_identity
 from qdqbench.quantize.utils.system.process import is_main_process
 from qdqbench.quantize.utils.system.quiet import quiet
 
-if TYPE_CHECKING:
-    import torch
-    from accelerate import Accelerator
-    from transformers import PreTrainedModel
-
-    States = tuple[torch.Tensor, ...]  # behind the embeddings and each layer, [B, L, hidden]
+States = tuple[torch.Tensor, ...]  # behind the embeddings and each layer, [B, L, hidden]
 
 STATE = "modelopt_state.pth"
 FAR_FROM_FP32 = 0.1  # of the unit of each part of the loss
 
 
-def compute_hidden_distance(hidden: "States", teacher: "States", mask: "torch.Tensor") -> "torch.Tensor":
+def compute_hidden_distance(hidden: States, teacher: States, mask: torch.Tensor) -> torch.Tensor:
     """Compute the squared error of every layer's output by its power in the teacher, mean over layers.
 
     Sample by sample, so that nothing depends on how a batch is split: a float32 scalar, the sum over B.
     `mask` is int64 [B, L], 0 for padding. As in Jiao et al. 2019, "TinyBERT", arXiv 1909.10351, equation
     8, without a projection as the sizes agree.
     """
-    import torch
-
     weight = (mask / mask.sum(dim=1, keepdim=True))[..., None]
     total = torch.zeros((), device=mask.device)
     for mine, wanted in zip(hidden, teacher, strict=True):
@@ -90,10 +86,8 @@ def compute_hidden_distance(hidden: "States", teacher: "States", mask: "torch.Te
     return total / len(hidden)
 
 
-def unshift_states(session: Session, accelerator: "Accelerator") -> "Callable[[States], States]":
+def unshift_states(session: Session, accelerator: Accelerator) -> Callable[[States], States]:
     """Return what takes the shifts of calibration out of hidden states, which the teacher has not."""
-    import torch
-
     moved = {
         number: torch.tensor(values, device=accelerator.device)
         for number, values in get_state_shifts(session.ptq_record, session.plan).items()
@@ -106,11 +100,7 @@ def unshift_states(session: Session, accelerator: "Accelerator") -> "Callable[[S
 class Distillation:
     """The FP32 model as teacher; its answers to the train split are computed once."""
 
-    def __init__(
-        self, session: Session, settings: Qat, accelerator: "Accelerator", data: TrainingData
-    ) -> None:
-        import torch
-
+    def __init__(self, session: Session, settings: Qat, accelerator: Accelerator, data: TrainingData) -> None:
         self.task, self.parts = session.config.task, settings.distill
         self.accelerator, self.data = accelerator, data
         self.teacher = session.new_model().to(accelerator.device)
@@ -126,9 +116,7 @@ class Distillation:
         self.labels = torch.from_numpy(encoded.labels).to(accelerator.device)
         self.held_out = answers[encoded.answers_of(encoded.rows_of(data.held_out))]
 
-    def loss(self, model: Any, rows: Int64, batch: "dict[str, torch.Tensor]") -> "torch.Tensor":
-        import torch
-
+    def loss(self, model: Any, rows: Int64, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         parts, kind, encoded = self.parts, self.task.kind, self.data.encoded
         batch = select_inputs(self.teacher, batch)
         output = model(**batch, output_hidden_states=parts.hidden > 0)
@@ -147,8 +135,6 @@ class Distillation:
         return total  # type: ignore[no-any-return]
 
     def judge(self, model: Any) -> HeldOut:
-        import torch
-
         task, parts, judged, wanted = self.task, self.parts, self.data.judged, self.held_out
         answers = predict_rows(self.accelerator, model, task.kind, judged, self.data.pad_id)
         if not np.isfinite(answers).all():
@@ -170,8 +156,6 @@ class Distillation:
         return HeldOut(-score, {**scores, **metrics.compute(task, answers, reference)}, constant)
 
     def _judge_hidden(self, model: Any) -> float:
-        import torch
-
         accelerator, judged = self.accelerator, self.data.judged
         total = torch.zeros((), device=accelerator.device)
         for _, inputs in share_batches(accelerator, self.teacher, judged, self.data.pad_id):
@@ -191,11 +175,7 @@ class Distillation:
         return FAR_FROM_FP32 * ((parts.logits + parts.labels) * unit + parts.hidden)
 
 
-def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
-    from torch import nn
-
-    from qdqbench.quantize.calibration.fakequant import native
-
+def prepare_student(session: Session, settings: Qat) -> PreTrainedModel:
     model = session.new_ptq_model()
     family, splits = family_of(model.config), session.ptq_record.splits
     layers = len(family.layer_names(model))
@@ -222,9 +202,7 @@ def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
     return model
 
 
-def new_job(session: Session, settings: Qat, accelerator: "Accelerator") -> Job:
-    from qdqbench.quantize.calibration.fakequant import native
-
+def new_job(session: Session, settings: Qat, accelerator: Accelerator) -> Job:
     task = session.config.task
     split = session.split(task.train_split, limit=None)
     encoded = encode(split, task, session.tokenizer, session.recipe.export.max_length)
@@ -296,8 +274,6 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
     others. They wait where the process group is made, and end when there is nothing to train. `lead` runs the
     stages up to the named one, in the main process.
     """
-    from accelerate.utils import broadcast_object_list
-
     if is_main_process():
         lead("ptq")
     with join_group():
@@ -332,9 +308,7 @@ def train_qat(session: Session) -> list[Path]:
     return _train_quantized(session, session.accelerator or new_accelerator(get_settings(session).precision))
 
 
-def _train_quantized(session: Session, accelerator: "Accelerator") -> list[Path]:
-    from qdqbench.quantize.calibration.fakequant import native
-
+def _train_quantized(session: Session, accelerator: Accelerator) -> list[Path]:
     job = new_job(session, get_settings(session), accelerator)
     run = train(job, accelerator)
     leave_group()  # what follows is done by the main process alone
@@ -348,15 +322,8 @@ def _train_quantized(session: Session, accelerator: "Accelerator") -> list[Path]
     return _write_trained(session, model.cpu(), run)
 
 
-def remove_checkpoints(session: Session) -> None:
-    """Remove checkpoints once the stage is recorded; killed before, it resumes and trains no step again."""
-    shutil.rmtree(session.folder / QAT / CHECKPOINTS, ignore_errors=True)
-
-
-def _write_trained(session: Session, model: "PreTrainedModel", run: TrainingRun) -> list[Path]:
+def _write_trained(session: Session, model: PreTrainedModel, run: TrainingRun) -> list[Path]:
     """Write model, record and training log, and prove that they rebuild every weight and scale."""
-    import torch
-
     folder, record = session.folder / QAT, session.ptq_record
     states = {
         name: read_quantizer_state(name, quantizer, record.quantizers[name].rms)
@@ -383,20 +350,17 @@ def _write_trained(session: Session, model: "PreTrainedModel", run: TrainingRun)
     return sorted(path for path in written if CHECKPOINTS not in path.relative_to(folder).parts)
 
 
-def save_modelopt(model: "PreTrainedModel", folder: Path) -> None:
+def save_modelopt(model: PreTrainedModel, folder: Path) -> None:
     """Write a calibrated fake-quant model as ModelOpt does; after `settle_learned` where it was trained.
 
     The folder is that of `mto.enable_huggingface_checkpointing()` and `save_pretrained` (docs/qat.md), but
     transformers is not patched; weights hold the factors of smoothing. Plain ModelOpt ignores a quantizer on
     the softmax output, and refuses quantizers in modules unknown to it (residuals).
     """
-    import torch
     from modelopt.torch.opt import modelopt_state
     from modelopt.torch.utils.serialization import safe_save
 
-    from qdqbench.quantize.calibration.fakequant.native import BACKEND
-
-    if any(quantizer.backend == BACKEND for quantizer in list_quantizers(model).values()):
+    if any(quantizer.backend == native.BACKEND for quantizer in list_quantizers(model).values()):
         raise RuntimeError("the model computes as in training; settle_learned(model) before it is saved")
     with quiet("transformers"):
         model.save_pretrained(folder)

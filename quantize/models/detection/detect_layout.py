@@ -10,18 +10,20 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.activations import ACT2FN
 
 from qdqbench.quantize.models.attention import ATTENTION, _register_attention
 from qdqbench.quantize.models.families.family import QKV, Family, Norm, Residual, Role
 from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from transformers import PreTrainedModel
 
 Kind = Literal["input", "linear", "convolution", "norm", "embedding", "softmax", "product", "own weights"]
 BY_HAND = "its family needs a description by hand"
@@ -68,13 +70,11 @@ class Flow:
         return [step for step in self.steps if any(number in read for read in step.reads)]
 
 
-def trace_flow(model: "PreTrainedModel") -> Flow:
+def trace_flow(model: PreTrainedModel) -> Flow:
     """Record what two random samples, one of them padded, do in a model with transformers' eager attention.
 
     It keeps the attention that can be quantized. Whatever the model raises on the samples is raised.
     """
-    import torch
-
     tokens, mask, _ = BERT.inputs
     taken = inspect.signature(model.forward).parameters
     ids = torch.arange(2 * LENGTH).reshape(2, LENGTH) % 5 + 5
@@ -103,7 +103,7 @@ def trace_flow(model: "PreTrainedModel") -> Flow:
 class _Recorder:
     """State of one pass: where every tensor so far comes from."""
 
-    def __init__(self, model: "PreTrainedModel") -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.flow, self.model = Flow(), model
         self.modules = dict(model.named_modules())
         self.names = {id(module): name for name, module in self.modules.items()}
@@ -128,8 +128,6 @@ class _Recorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        from torch.overrides import TorchFunctionMode
-
         recorder = self
 
         class Mode(TorchFunctionMode):
@@ -149,14 +147,12 @@ class _Recorder:
 
     def _register_attention(self) -> None:
         """Register the attention that can be quantized, and record which modules call it with what."""
-        from transformers import AttentionInterface, AttentionMaskInterface
-
         _register_attention()
         own: Any = AttentionInterface
         own_mask: Any = AttentionMaskInterface
         attention = own()[ATTENTION]
 
-        def recorded(module: "nn.Module", query: Any, key: Any, *args: Any, **given: Any) -> Any:
+        def recorded(module: nn.Module, query: Any, key: Any, *args: Any, **given: Any) -> Any:
             if key.shape[1] != query.shape[1]:
                 raise UserError(f"it has {query.shape[1]} heads of queries and {key.shape[1]} of keys")
             self.flow.replaceable.add(self.names[id(module)])
@@ -165,10 +161,10 @@ class _Recorder:
         AttentionInterface.register(RECORDED, recorded)
         AttentionMaskInterface.register(RECORDED, own_mask()[ATTENTION])
 
-    def _enter(self, module: "nn.Module", _: Any) -> None:
+    def _enter(self, module: nn.Module, _: Any) -> None:
         self.inside.append(self.names[id(module)])
 
-    def _leave(self, module: "nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         name = self.inside.pop()
         operands = (*args, *kwargs.values())
         if isinstance(output, tuple):
@@ -200,10 +196,8 @@ PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum", "__matmul__", "linear", "mm")
 SUMS = ("add", "add_", "__add__", "__iadd__", "__radd__")
 
 
-def module_kind(module: "nn.Module") -> Kind | None:
+def module_kind(module: nn.Module) -> Kind | None:
     """Return what a module of torch's computes with its weights; None for any other."""
-    from torch import nn
-
     if isinstance(module, nn.Linear):
         return "linear"
     if isinstance(module, nn.Embedding):
@@ -215,17 +209,12 @@ def module_kind(module: "nn.Module") -> Kind | None:
     return None
 
 
-def _tensors(value: Any) -> "list[torch.Tensor]":
-    import torch
-    from torch.utils._pytree import tree_leaves
-
+def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def find_config_fields(model: "PreTrainedModel", layer: str, first: str, wide: int) -> dict[str, Any]:
+def find_config_fields(model: PreTrainedModel, layer: str, first: str, wide: int) -> dict[str, Any]:
     """Return the config fields of a `Family`, where `first`, of a feed-forward, has `wide` outputs."""
-    from transformers.activations import ACT2FN
-
     given = model.config.to_dict()
     before = _bare(model, layer)
     names = (n for n, value in given.items() if isinstance(value, str) and value in ACT2FN)
@@ -245,10 +234,8 @@ def find_config_fields(model: "PreTrainedModel", layer: str, first: str, wide: i
     return {**found, "dropouts": tuple(n for n in numbers if "drop" in n)}
 
 
-def _rebuilt(model: "PreTrainedModel", name: str, value: Any) -> "PreTrainedModel | None":
+def _rebuilt(model: PreTrainedModel, name: str, value: Any) -> PreTrainedModel | None:
     """Return the model with another value of a field; None where there is no such model."""
-    import torch
-
     config = copy.deepcopy(model.config)
     try:
         setattr(config, name, value)
@@ -285,15 +272,11 @@ class Frame:
         return f"{self.layers}.*.{place[1]}" if place else name
 
     def linears(self) -> list[str]:
-        from torch import nn
-
         return [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
 
 
 def find_layer_list(attentions: Collection[str], modules: Mapping[str, Any], name: str) -> str:
     """Return the full name of the list whose elements hold an attention each; * stands for a number."""
-    from torch import nn
-
     places: set[tuple[str, int]] = set()  # innermost list with the attention inside of an element, and which
     for attention in attentions:
         parts = attention.split(".")
@@ -501,7 +484,7 @@ def _roles(frame: Frame, found: DetectedRoles, steps: Iterable[FlowStep], layer:
     return {role for step in inside for role in found.roles[step.module]}
 
 
-def find_embeddings(frame: Frame, model: "PreTrainedModel") -> dict[str, Any]:
+def find_embeddings(frame: Frame, model: PreTrainedModel) -> dict[str, Any]:
     """Return of the base model what makes vectors of tokens, its last LayerNorm, and a linear behind it."""
     words = next(name for name, module in frame.modules.items() if module is model.get_input_embeddings())
     embeddings = words.removeprefix(frame.prefix).partition(".")[0]
@@ -524,7 +507,7 @@ def find_inputs(frame: Frame) -> tuple[str, ...]:
     return tuple(step.module for step in frame.flow.of("input") if step.number in read)
 
 
-def positions_follow_padding(frame: Frame, model: "PreTrainedModel") -> bool:
+def positions_follow_padding(frame: Frame, model: PreTrainedModel) -> bool:
     words, tokens = model.get_input_embeddings(), frozenset([0])
     return any(
         step.reads[0] == tokens and frame.modules[step.module] is not words
@@ -543,7 +526,7 @@ class Recognized:
     attention: str  # inside a layer, also where it cannot be exchanged
 
 
-def detect_layout(model: "PreTrainedModel") -> Recognized:
+def detect_layout(model: PreTrainedModel) -> Recognized:
     """Describe the family of a model that is on the CPU, with weights of its own or random ones."""
     name = model.config.model_type
     try:
@@ -624,7 +607,7 @@ class ModuleRow(NamedTuple):
     becomes: str  # INT8, FP16, or empty where nothing is computed with weights or products
 
 
-def list_modules(model: "PreTrainedModel", found: Recognized) -> list[ModuleRow]:
+def list_modules(model: PreTrainedModel, found: Recognized) -> list[ModuleRow]:
     """Return every module that computes, in model order; those without weights by class alone."""
     prefix = f"{model.base_model_prefix}."
     rows: Counter[tuple[str, str, str, str]] = Counter()
