@@ -185,7 +185,7 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
     sizes = {name: (folder / name).stat().st_size for name in names}
     onnx = [name for name in names if name.endswith(".onnx") and FP32 in sizes]
     ratios = {name: sizes[name] / sizes[FP32] for name in onnx}
-    qat_scored = "qat" in timings and "fake_quant" in timings
+    qat_scored = {"ptq", "fake_quant"} <= timings.keys()
     results = Results(
         until=until,
         created=now(),
