@@ -1,6 +1,5 @@
 """Eager attention with a finite mask, registered with transformers."""
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.models.families.known import family_of
@@ -18,17 +17,18 @@ def use_attention(model: "PreTrainedModel", implementation: str) -> None:
     """Switch every attention of a model to `ATTENTION` or "sdpa", in place.
 
     ModelOpt's attention changes, while it runs, what all models of `ATTENTION` run: not for models in two
-    threads. A family whose attention does not go through transformers' AttentionInterface is first made to:
-    its file in this folder says how.
+    threads. A family whose attention does not go through transformers' AttentionInterface is first made to.
     """
     if implementation == ATTENTION:
         _register_attention()
     family = family_of(model.config)
-    if family.attention and family.rewritten_by is None:
+    if family.attention and not family.rewritten:
         model.set_attn_implementation(implementation)
         return
     if family.attention:
-        importlib.import_module(f"{__package__}.{family.rewritten_by}").use_interface(model)
+        from qdqbench.quantize.models.rewritten import use_interface
+
+        use_interface(model)
     # transformers would not switch a rewritten one; any other stays as it is, with this mask
     model.config._attn_implementation = implementation
 

@@ -62,7 +62,7 @@ def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
     family.require_supported(model.config, type(model).__name__)
     use_attention(model, ATTENTION)
     if family.given_sums:
-        from qdqbench.quantize.models.sums import add_sums
+        from qdqbench.quantize.models.rewritten import add_sums
 
         add_sums(model)
     return cast("Any", model).float().eval()  # type: ignore[no-any-return]

@@ -76,9 +76,9 @@ class Family:
     rotary: bool = False  # q and k are rotated: channels d and d + D / 2 of each head are one pair
     windows: bool = False  # some layers see a window alone, which padding may fill
     terms: tuple[str, ...] = ()  # modules of products that are no linear's and not the attention's own
-    rewritten_by: str | None = None  # file of `models` that sends its attention through AttentionInterface
+    rewritten: bool = False  # `quantize/models/rewritten.py` sends its attention through AttentionInterface
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values of fields that are supported
-    given_sums: bool = False  # layers are given a module for each residual: `quantize/models/sums.py`
+    given_sums: bool = False  # and gives its layers a module for each residual
     layers_return_tuples: bool = False
     shared_layers: bool = False  # each layer is a group, whose weights run several times
     embeddings_linear: str | None = None  # in the base model, where one stands before the layers

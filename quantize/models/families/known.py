@@ -142,7 +142,7 @@ MPNET = replace(
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
     positions_follow_padding=True,
     layers_return_tuples=True,
-    rewritten_by="mpnet",
+    rewritten=True,
 )
 
 DEBERTA_V2 = replace(
@@ -154,7 +154,7 @@ DEBERTA_V2 = replace(
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_dropout", "cls_dropout"),
     layers_return_tuples=True,
     terms=("attention.self.c2p", "attention.self.p2c"),
-    rewritten_by="deberta",
+    rewritten=True,
     # as in every published checkpoint but v2-xlarge and v2-xxlarge, which have a convolution
     needs={
         "relative_attention": (True,),
