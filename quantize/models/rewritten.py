@@ -1,6 +1,6 @@
 """Layers of transformers as recipes need them, to the bit; weights and their names stay.
 
-MPNet's and DeBERTa's attention go through transformers' AttentionInterface, and sums of residuals are modules,
+MPNet's and DeBERTa's attention go through transformers' AttentionInterface. Sums of residuals are modules,
 where a quantizer has a place.
 
 MPNet's bias of relative positions (Song et al. 2020, arXiv 2004.09297), the same in every layer, is added to
