@@ -1,6 +1,8 @@
 """A tiny random BERT classifier with its tokenizer on disk, batches for it, and its path to ONNX."""
 
 import functools
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,12 +125,40 @@ def plan_of(recipe: Recipe, model: Any) -> Plan:
     return resolve(recipe, module_table(model), model.base_model_prefix)
 
 
+def calibrate_model(model: Any, recipe: Recipe, batches: list[Batch] | None = None) -> Quantized:
+    """A model that becomes a fake-quant one, in place."""
+    plan = plan_of(recipe, model)
+    return Quantized(
+        model, plan, ptq.calibrate(model, plan, batches or calibration_batches(), recipe.calibration)
+    )
+
+
 def calibrate(folder: Path, recipe: Recipe) -> Quantized:
     """A fresh fake-quant model."""
-    model = load_model(str(folder))
-    plan = plan_of(recipe, model)
-    record = ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)
-    return Quantized(model, plan, record)
+    return calibrate_model(load_model(str(folder)), recipe)
+
+
+@contextmanager
+def watched(model: Any, names: Iterable[str], *, inputs: bool = False) -> Iterator[dict[str, list[Any]]]:
+    """Outputs, or first inputs, of modules for each of their calls in the block, by name."""
+    found: dict[str, list[Any]] = {name: [] for name in names}
+
+    def keep(name: str, _: Any, given: Any, made: Any = None) -> None:
+        value = given if inputs else made
+        found[name].append(value[0] if isinstance(value, tuple) else value)
+
+    with ExitStack() as hooks:
+        for name in found:
+            module = model.get_submodule(name)
+            register = module.register_forward_pre_hook if inputs else module.register_forward_hook
+            hooks.enter_context(register(functools.partial(keep, name)))
+        yield found
+
+
+def assert_same_state(one: Any, other: Any) -> None:
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert list(ours) == list(theirs)
+    assert [name for name in ours if not ours[name].equal(theirs[name])] == []
 
 
 @functools.cache

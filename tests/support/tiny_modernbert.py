@@ -3,11 +3,10 @@
 from typing import Any
 from unittest import mock
 
-from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.models.load import prepare_model
 
 from .families import SIZES, new_model
-from .tiny_bert import Quantized, calibration_batches, plan_of, recipe_with
+from .tiny_bert import Quantized, calibrate_model, recipe_with
 
 WINDOW = SIZES["modernbert"]["local_attention"] // 2  # tokens to each side, of layers 1 and 2 of 4
 
@@ -22,9 +21,5 @@ def new_modernbert(*, biases: bool = False, pooling: str = "mean") -> Any:
 
 def quantized(model: Any, *, attention: bool = False, **calibration: Any) -> Quantized:
     """A model in INT8, changed in place, with max calibration and what is given."""
-    prepare_model(model)
-    recipe = recipe_with(
-        f"modernbert-int8-{'attention' if attention else 'linears'}", calibration=calibration
-    )
-    plan = plan_of(recipe, model)
-    return Quantized(model, plan, ptq.calibrate(model, plan, calibration_batches(), recipe.calibration))
+    name = f"modernbert-int8-{'attention' if attention else 'linears'}"
+    return calibrate_model(prepare_model(model), recipe_with(name, calibration=calibration))

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from qdqbench.quantize.calibration import bias as bias_correction
-from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.bias import apply_biases, correct_biases
 from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.calibration.fakequant import quantizers as quantizers_module
@@ -24,10 +23,11 @@ from ...support.tiny_bert import (
     LINEARS,
     Batch,
     calibrate,
+    calibrate_model,
     calibration_batches,
     padded_batch,
-    plan_of,
     recipe_with,
+    watched,
 )
 
 CORRECTED = {"bias_correction": True}
@@ -40,19 +40,9 @@ def biases_of(model: Any) -> dict[str, torch.Tensor]:
 
 def outputs(model: Any, names: list[str], batches: list[Batch]) -> dict[str, list[torch.Tensor]]:
     """Output of modules for each batch."""
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-
-    def keep(name: str) -> Any:
-        def hook(_: Any, __: Any, output: Any) -> None:
-            found[name].append(output[0] if isinstance(output, tuple) else output)
-
-        return hook
-
-    hooks = [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
-    for batch in batches:
-        quantizers_module.forward(model, batch)
-    for hook in hooks:
-        hook.remove()
+    with watched(model, names) as found:
+        for batch in batches:
+            quantizers_module.forward(model, batch)
     return found
 
 
@@ -72,12 +62,8 @@ def errors(model: Any, exact: Any, batches: list[Batch]) -> list[float]:
 
 def coarse(folder: Path, *rules: dict[str, str], **changes: Any) -> tuple[Any, Any]:
     """A calibrated model and its plan; clipping at the 90th percentile moves means far."""
-    model = load_model(str(folder))
     every = {"match": "encoder.layer.*", "method": "percentile/90"} | INT8
-    recipe = recipe_with(rules=[every, *rules], **changes)
-    plan = plan_of(recipe, model)
-    ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)
-    return model, plan
+    return calibrate(folder, recipe_with(rules=[every, *rules], **changes))[:2]
 
 
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention"])
@@ -182,8 +168,7 @@ def test_a_mean_that_outliers_rule_is_taken_back(tiny_bert: Path) -> None:
     model, batches = with_outlier_tokens(tiny_bert)
     exact, name = with_outlier_tokens(tiny_bert)[0], LINEARS[5]
     recipe = recipe_with(rules=[{"match": name, "method": "percentile/90"} | INT8])
-    plan = plan_of(recipe, model)
-    ptq.calibrate(model, plan, batches, recipe.calibration)
+    plan = calibrate_model(model, recipe, batches).plan
     before, kept = errors(model, exact, batches)[0], biases_of(model)
     target, clipped = (torch.cat(outputs(m, [name], batches)[name]).flatten(0, 1) for m in (exact, model))
     plainly = {name: (target - clipped).double().mean(dim=0).float().tolist()}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from qdqbench.quantize.calibration import histograms, ptq
+from qdqbench.quantize.calibration import histograms
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.histograms import (
     BINS,
@@ -24,7 +24,7 @@ from qdqbench.quantize.calibration.histograms import (
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import CheckFailed
 
-from ...support.tiny_bert import INT8, LINEARS, calibration_batches, plan_of, recipe_with
+from ...support.tiny_bert import INT8, LINEARS, calibrate, calibrate_model, recipe_with
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -46,7 +46,11 @@ def collected(parts: list[Floats], method: str = "percentile/99.9") -> Activatio
 
 
 def amax_of(values: Floats, method: str) -> float:
-    found = collected([values.astype(np.float32)], method).compute_amax()
+    return amax_in(collected([values.astype(np.float32)], method))
+
+
+def amax_in(calibrator: ActivationCalibrator) -> float:
+    found = calibrator.compute_amax()
     assert found is not None
     assert (found.dtype, found.shape) == (torch.float32, ())
     return float(found)
@@ -101,10 +105,8 @@ def test_the_histogram_is_bounded_and_loses_no_value(parts: list[Floats]) -> Non
 def test_the_cut_into_batches_moves_amax_by_a_bin_width(values: Floats, cuts: list[int], method: str) -> None:
     whole = collected([values], method)
     parted = collected(np.split(values, sorted(set(cuts))), method)
-    one, other = whole.compute_amax(), parted.compute_amax()
-    assert one is not None
-    assert other is not None
-    assert abs(float(one) - float(other)) <= 1.001 * max(whole.limit, parted.limit) / BINS
+    limit = max(whole.limit, parted.limit)
+    assert abs(amax_in(whole) - amax_in(parted)) <= 1.001 * limit / BINS
 
 
 @settings(deadline=None)
@@ -130,20 +132,15 @@ def test_counts_are_exact_beyond_what_float32_counts() -> None:
     calibrator.collect(torch.cat([torch.full((equal,), 0.5), torch.ones(larger)]))
     assert calibrator.counts.sum() == equal + larger
     assert calibrator.counts[BINS // 2] == equal
-    amax = calibrator.compute_amax()
-    assert amax is not None
-    assert float(amax) == pytest.approx(0.5, rel=0.01)  # 94% of all values
+    assert amax_in(calibrator) == pytest.approx(0.5, rel=0.01)  # 94% of all values
 
 
 def test_the_order_of_batches_hardly_matters_to_any_method() -> None:
     parts = np.array_split(heavy_tailed(0, outliers=20).ravel(), 7)
     for method in METHODS:
-        one, other = collected(parts, method), collected(parts[::-1], method)
-        first, second = one.compute_amax(), other.compute_amax()
-        assert first is not None
-        assert second is not None
+        first, second = (amax_in(collected(order, method)) for order in (parts, parts[::-1]))
         # entropy and mse try one amax in so many, over histograms of different widths
-        assert float(first) == pytest.approx(float(second), rel=0.1 if method in {"mse", "entropy"} else 1e-3)
+        assert first == pytest.approx(second, rel=0.1 if method in {"mse", "entropy"} else 1e-3)
 
 
 @settings(deadline=None, max_examples=40)
@@ -151,10 +148,8 @@ def test_the_order_of_batches_hardly_matters_to_any_method() -> None:
 @pytest.mark.parametrize("method", ["percentile/50.1", "percentile/99.9", "percentile/100", "mse"])
 def test_amax_is_above_zero_and_at_most_the_largest(method: str, parts: list[Floats]) -> None:
     calibrator = collected(parts, method)
-    found = calibrator.compute_amax()
-    assert found is not None
-    assert 0 < float(found) <= max(part.max() for part in parts)
-    assert calibrator.compute_amax() is found  # not searched twice
+    assert 0 < amax_in(calibrator) <= max(part.max() for part in parts)
+    assert calibrator.compute_amax() is calibrator.compute_amax()  # not searched twice
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -176,9 +171,7 @@ def test_values_on_the_edge_of_a_bin_count() -> None:
     """1.5 of 2 is where bin 3072 begins."""
     calibrator = collected([np.full(10, 1.0, np.float32), np.full(990, 1.5, np.float32)], "percentile/90")
     assert calibrator.limit == 2.0
-    found = calibrator.compute_amax()
-    assert found is not None
-    assert float(found) == pytest.approx(1.5, rel=2 / BINS)
+    assert amax_in(calibrator) == pytest.approx(1.5, rel=2 / BINS)
 
 
 def test_more_values_than_int32_holds_keep_their_outlier() -> None:
@@ -186,11 +179,8 @@ def test_more_values_than_int32_holds_keep_their_outlier() -> None:
     few, many = (collected([values, np.array([8.0], np.float32)], "percentile/100") for _ in range(2))
     many.counts[:512] *= 2**32
     assert many.counts.sum() > 2**31
-    first, second = few.compute_amax(), many.compute_amax()
-    assert first is not None
-    assert second is not None
-    assert float(second) == pytest.approx(float(first), rel=2 / BINS)
-    assert float(first) == pytest.approx(8.0, rel=2 / BINS)
+    assert amax_in(many) == pytest.approx(amax_in(few), rel=2 / BINS)
+    assert amax_in(few) == pytest.approx(8.0, rel=2 / BINS)
 
 
 @pytest.mark.parametrize("outliers", [0, 5, 50])
@@ -235,12 +225,9 @@ def test_entropy_clips_what_hardly_ever_comes() -> None:
 
 def test_zeros_after_the_search_count_too() -> None:
     calibrator = collected([np.ones(10, np.float32)], "percentile/90")
-    before = calibrator.compute_amax()
+    before = amax_in(calibrator)
     calibrator.collect(torch.zeros(1000))
-    after = calibrator.compute_amax()
-    assert before is not None
-    assert after is not None
-    assert 0 < float(after) < float(before)
+    assert 0 < amax_in(calibrator) < before
 
 
 def test_reset_forgets_everything() -> None:
@@ -250,7 +237,7 @@ def test_reset_forgets_everything() -> None:
     assert calibrator.compute_amax() is None
     calibrator.collect(torch.full((4,), 3.0))
     assert calibrator.counts.sum() == 4
-    assert float(calibrator.compute_amax() or 0) <= 3.0
+    assert amax_in(calibrator) <= 3.0
 
 
 def test_no_batch_makes_the_calibrator_larger() -> None:
@@ -274,25 +261,19 @@ def test_an_input_that_is_always_zero_is_named(tiny_bert: Path, method: str) -> 
     dead.bias.data.zero_()
     for name, value in model.bert.encoder.layer[0].attention.output.LayerNorm.named_parameters():
         value.data[0] = 0.0 if name in {"weight", "bias"} else value.data[0]
-    recipe = recipe_with(rules=[only(LINEARS[5], method=method)])
+    recipe = recipe_with(rules=[{"match": LINEARS[5], "method": method} | INT8])
     with pytest.raises(CheckFailed, match=f"1 unusable amax .*{LINEARS[5]}.input_quantizer: ") as error:
-        ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+        calibrate_model(model, recipe)
     assert "\n" not in str(error.value)
 
 
-def only(name: str, **how: str) -> dict[str, str]:
-    return {"match": name} | INT8 | how
-
-
 def test_each_quantizer_has_the_calibrator_of_its_rule(tiny_bert: Path) -> None:
-    model = load_model(str(tiny_bert))
     rules: list[dict[str, Any]] = [
         {"match": "encoder.layer.*"} | INT8,
         {"match": "encoder.layer.0.*", "method": "percentile/90"},
         {"match": "*", "type": "Attention", "method": "mse"},
     ]
-    recipe = recipe_with("bert-int8-attention", rules=rules)
-    record = ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+    model, _, record = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules))
     kinds = {
         name: getattr(quantizer._calibrator, "method", "max")
         for name, quantizer in quantizers.list_quantizers(model).items()
@@ -352,13 +333,8 @@ def test_weights_are_clipped_where_a_rule_says_so(tiny_bert: Path, monkeypatch: 
         quantizer.amax = quantizer.amax / 2
 
     monkeypatch.setattr(histograms, "clip_weight", halve)
-    model = load_model(str(tiny_bert))
-    rules: list[dict[str, str]] = [
-        {"match": "encoder.layer.*"} | INT8,
-        {"match": "encoder.layer.1.*", "weights_method": "mse"},
-    ]
-    recipe = recipe_with(rules=rules)
-    record = ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+    rules = [{"match": "encoder.layer.*"} | INT8, {"match": "encoder.layer.1.*", "weights_method": "mse"}]
+    model, _, record = calibrate(tiny_bert, recipe_with(rules=rules))
     for number, name in enumerate(LINEARS):
         largest = model.get_submodule(name).weight.detach().abs().amax(dim=1).numpy()
         ratio = np.array(record.quantizers[f"{name}.weight_quantizer"].amax) / largest

@@ -13,14 +13,7 @@ from qdqbench.quantize.models.families.known import MODERNBERT
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import prepare_model
 
-from ...support.tiny_bert import (
-    calibration_batches,
-    exported_of,
-    padded_batch,
-    plan_of,
-    recipe_with,
-    run_onnx,
-)
+from ...support.tiny_bert import calibrate_model, exported_of, padded_batch, recipe_with, run_onnx
 from ...support.tiny_modernbert import new_modernbert, quantized
 
 FIRST, SECOND = "model.layers.1.mlp.Wi", "model.layers.1.mlp.Wo"
@@ -63,10 +56,9 @@ def test_factors_change_no_answer_and_follow_the_heads() -> None:
 
 def test_an_output_projection_is_smoothed_by_the_rows_of_v() -> None:
     before = answers(prepare_model(new_modernbert()))
-    model = prepare_model(new_modernbert())
     every = {"match": "layers.*", "type": "Linear", "weights": "int8/per-channel", "input": "int8/per-tensor"}
     recipe = recipe_with("modernbert-int8-linears", rules=[every, {"match": "*.attn.Wo", "smoothing": 0.5}])
-    record = ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+    model, _, record = calibrate_model(prepare_model(new_modernbert()), recipe)
     with quantizers_off(model):
         torch.testing.assert_close(answers(model), before, rtol=1e-4, atol=1e-5)
     query, key, value = np.reshape(record.smoothing.rows[WQKV], (3, 32))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -30,36 +31,26 @@ from ...support.tiny_bert import (
     INT8,
     LINEARS,
     Batch,
+    assert_same_state,
     calibrate,
     calibration_batches,
     padded_batch,
     plan_of,
     quantized,
     recipe_with,
+    watched,
 )
 
+QKV = ("query", "key", "value")
 LENGTHS = (9, 4, 16, 4, 9, 11)
 
 
 def largest_inputs(model: Any, batch: Batch, *, padding: bool = False) -> dict[str, float]:
     """Largest magnitude that enters each encoder linear, by hooks; over unpadded positions by default."""
-    import torch
-
     seen = torch.from_numpy(batch["attention_mask"]).bool()
-    found: dict[str, float] = {}
-
-    def hook(name: str) -> Any:
-        def keep(_: Any, inputs: tuple[Any, ...]) -> None:
-            found[name] = float((inputs[0] if padding else inputs[0][seen]).abs().max())
-
-        return keep
-
-    modules = dict(model.named_modules())
-    handles = [modules[name].register_forward_pre_hook(hook(name)) for name in LINEARS]
-    quantizers.forward(model, batch)
-    for handle in handles:
-        handle.remove()
-    return found
+    with watched(model, LINEARS, inputs=True) as found:
+        quantizers.forward(model, batch)
+    return {n: float((given if padding else given[seen]).abs().max()) for n, (given,) in found.items()}
 
 
 def rounded_up(amax: npt.NDArray[np.float32]) -> list[float]:
@@ -87,14 +78,8 @@ def test_input_amax_is_the_largest_over_unpadded_tokens(tiny_bert: Path) -> None
     assert any(padded[name] > 1.01 * amax[name] for name in LINEARS)  # so the padding would have shown
     assert record.data["samples"] == len(LENGTHS)
     assert record.data["tokens"] == sum(LENGTHS)
-    assert record.data["lengths"] == {
-        "min": 4,
-        "p50": 9,
-        "p90": 11,
-        "p99": 11,
-        "max": 16,
-        "mean": sum(LENGTHS) / 6,
-    }
+    quantiles = {"min": 4, "p50": 9, "p90": 11, "p99": 11, "max": 16}
+    assert record.data["lengths"] == quantiles | {"mean": sum(LENGTHS) / 6}
 
 
 def test_weight_amax_per_channel_and_per_tensor(tiny_bert: Path) -> None:
@@ -125,50 +110,25 @@ def test_exactly_the_planned_quantizers(tiny_bert: Path) -> None:
 def test_int8_attention(tiny_bert: Path) -> None:
     record = quantized(tiny_bert, "bert-int8-attention").record
     model = load_model(str(tiny_bert))
-    largest: dict[str, float] = {}
-    for name in ATTENTIONS:
-        for part in ("query", "key", "value"):
-
-            def keep(_: Any, __: Any, out: Any, key: str = f"{name}.{part[0]}_bmm_quantizer") -> None:
-                largest[key] = max(largest.get(key, 0.0), float(out.abs().max()))
-
-            getattr(model.get_submodule(name), part).register_forward_hook(keep)
-    for batch in calibration_batches():
-        quantizers.forward(model, batch)
-    found = {
-        n: s.amax
-        for n, s in record.quantizers.items()
-        if n.endswith(("q_bmm_quantizer", "k_bmm_quantizer", "v_bmm_quantizer"))
-    }
-    assert found == pytest.approx(largest, rel=1e-6)
+    parts = {f"{name}.{part}": f"{name}.{part[0]}_bmm" for name in ATTENTIONS for part in QKV}
+    with watched(model, parts) as made:
+        for batch in calibration_batches():
+            quantizers.forward(model, batch)
+    for part, outputs in made.items():
+        largest = max(float(output.abs().max()) for output in outputs)
+        assert record.quantizers[f"{parts[part]}_quantizer"].amax == pytest.approx(largest, rel=1e-6)
     for name in ATTENTIONS:
         softmax = record.quantizers[f"{name}.p_bmm_quantizer"]
         assert (softmax.kind, softmax.axis, softmax.amax) == ("softmax", None, 1.0)
     assert len(record.quantizers) == 2 * len(LINEARS) + 4 * len(ATTENTIONS)
 
 
-@pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention"])
-def test_restored_from_the_file_bit_for_bit(tiny_bert: Path, tmp_path: Path, name: str) -> None:
-    import torch
-
-    model, plan, record = quantized(tiny_bert, name)
-    calibration.write_record(tmp_path / "calibration.json", record)
-    twin = load_model(str(tiny_bert))
-    ptq.restore(twin, plan, calibration.read_record(tmp_path / "calibration.json"))
-    mine, other = quantizers.list_quantizers(model), quantizers.list_quantizers(twin)
-    assert list(mine) == list(other)
-    assert all(torch.equal(mine[n].amax, other[n].amax) for n in mine)
-    assert {n: q.amax.shape for n, q in mine.items()} == {n: q.amax.shape for n, q in other.items()}
-    batch = padded_batch()
-    assert torch.equal(quantizers.forward(model, batch), quantizers.forward(twin, batch))
-    assert not torch.equal(
-        quantizers.forward(model, batch), quantizers.forward(load_model(str(tiny_bert)), batch)
-    )
-
-
 ATTENTION: dict[str, Any] = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
 EVERY = {"match": "encoder.layer.*"} | INT8
 WAYS: dict[str, dict[str, Any]] = {
+    "per-channel": {},
+    "per-tensor": {"name": "bert-int8-linears-per-tensor"},
+    "attention": {"name": "bert-int8-attention"},
     "percentile": {"calibration": {"method": "percentile/99.9"}} | ATTENTION,
     "mse": {"calibration": {"method": "mse", "weights_method": "mse"}} | ATTENTION,
     "entropy": {"rules": [EVERY, {"match": "encoder.layer.0.output.dense", "method": "entropy"}]},
@@ -191,8 +151,6 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_of_calibrating_is_restored_bit_for_bit(tiny_bert: Path, tmp_path: Path, way: str) -> None:
-    import torch
-
     model, plan, record = calibrate(tiny_bert, recipe_with(**WAYS[way]))
     calibration.write_record(tmp_path / "calibration.json", record)
     twin, read = load_model(str(tiny_bert)), calibration.read_record(tmp_path / "calibration.json")
@@ -204,11 +162,11 @@ def test_each_way_of_calibrating_is_restored_bit_for_bit(tiny_bert: Path, tmp_pa
     assert set(record.smoothing.inputs) == {
         name.removesuffix(".input_quantizer") for name in mine if mine[name].pre_quant_scale is not None
     }
-    state, restored = model.state_dict(), twin.state_dict()
-    assert list(state) == list(restored)
-    assert [name for name in state if not torch.equal(state[name], restored[name])] == []
+    assert_same_state(model, twin)
     for batch in (padded_batch(), padded_batch((12, 5), seed=4)):
-        assert torch.equal(quantizers.forward(model, batch), quantizers.forward(twin, batch))
+        answers = quantizers.forward(model, batch)
+        assert torch.equal(answers, quantizers.forward(twin, batch))
+        assert not torch.equal(answers, quantizers.forward(load_model(str(tiny_bert)), batch))
 
 
 def test_how_it_was_calibrated_is_recorded(tiny_bert: Path) -> None:
@@ -239,17 +197,17 @@ def test_smoothing_and_correction_pass_over_the_same_data(tiny_bert: Path) -> No
     assert passes == [1, 2, 4, 5]  # INT8 attention: its softmax, whose form depends on the lengths
 
 
-def test_amax_and_rms_are_of_what_is_rounded(tiny_bert: Path) -> None:
+@pytest.mark.parametrize("how", ["none", 0.65])
+def test_amax_and_rms_are_of_all_that_is_rounded(tiny_bert: Path, how: float | str) -> None:
     """Behind the factors of smoothing."""
-    record = calibrate(tiny_bert, recipe_with(calibration={"smoothing": 0.65})).record
-    model, values = load_model(str(tiny_bert)), []
-    factors = np.array(record.smoothing.inputs[LINEARS[0]], dtype=np.float32)
-    model.get_submodule(LINEARS[0]).register_forward_pre_hook(
-        lambda _, inputs: values.append((inputs[0].numpy() * factors).ravel())
-    )
-    for batch in calibration_batches():
-        quantizers.forward(model, batch)
-    rounded, state = np.concatenate(values), record.quantizers[f"{LINEARS[0]}.input_quantizer"]
+    record = calibrate(tiny_bert, recipe_with(calibration={"smoothing": how})).record
+    model = load_model(str(tiny_bert))
+    factors = np.array(record.smoothing.inputs.get(LINEARS[0], 1.0), dtype=np.float32)
+    with watched(model, LINEARS[:1], inputs=True) as seen:
+        for batch in calibration_batches():
+            quantizers.forward(model, batch)
+    rounded = np.concatenate([(given.numpy() * factors).ravel() for given in seen[LINEARS[0]]])
+    state = record.quantizers[f"{LINEARS[0]}.input_quantizer"]
     assert state.amax == pytest.approx(np.abs(rounded).max(), rel=1e-6)
     assert state.rms == pytest.approx(math.sqrt(float(np.square(rounded.astype(np.float64)).mean())))
 
@@ -304,8 +262,6 @@ class TestMaximumOfCodes:
         )
     )
     def test_on_the_quantizer_of_the_softmax(self, rows: npt.NDArray[np.float32]) -> None:
-        import torch
-
         probabilities = torch.softmax(torch.from_numpy(rows), dim=-1)
         scale = np.float32(softmax.PLAIN) / np.float32(quantizers.INT8_MAX)
         q = np.rint(probabilities.numpy() / scale).astype(np.int8)
@@ -342,17 +298,6 @@ def test_rows_of_the_results(tiny_bert: Path) -> None:
     assert (weight.module, weight.amax, weight.amax_min) == (LINEARS[0], max(amax), min(amax))
     assert weight.amax_over_rms is None
     assert all(row.amax_over_rms > 1 for row in rows.values() if row.kind == "input" and row.amax_over_rms)
-
-
-def test_rms_is_of_all_that_was_seen(tiny_bert: Path) -> None:
-    record = quantized(tiny_bert).record
-    model, values = load_model(str(tiny_bert)), []
-    query = model.get_submodule(LINEARS[0])
-    query.register_forward_pre_hook(lambda _, inputs: values.append(inputs[0].double().flatten().numpy()))
-    for batch in calibration_batches():
-        quantizers.forward(model, batch)
-    rms = math.sqrt(float(np.square(np.concatenate(values)).mean()))
-    assert record.quantizers[f"{LINEARS[0]}.input_quantizer"].rms == pytest.approx(rms)
 
 
 class TestUnusable:
@@ -427,8 +372,6 @@ class TestUnusable:
 
 
 def test_dead_channels_are_revived_and_noted(tiny_bert: Path) -> None:
-    import torch
-
     model = load_model(str(tiny_bert))
     query = model.get_submodule(LINEARS[0])
     query.weight.data[4:7] = 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.bias import apply_biases
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
-from qdqbench.quantize.calibration.record import CalibrationRecord, Smoothing
+from qdqbench.quantize.calibration.record import CalibrationRecord, Shift, Smoothing
 from qdqbench.quantize.calibration.smoothing import (
     LARGEST_REST,
     RIDGE_LAMBDA,
@@ -26,6 +26,7 @@ from qdqbench.quantize.calibration.smoothing import (
 )
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import (
+    Plan,
     folds_kv_bias,
     folds_q_bias,
     list_bias_free_linears,
@@ -37,6 +38,7 @@ from ...support.tiny_bert import (
     ATTENTIONS,
     INT8,
     LINEARS,
+    assert_same_state,
     calibrate,
     calibration_batches,
     one_scale,
@@ -70,6 +72,13 @@ def model(tiny_bert: Path) -> Any:
     return model
 
 
+def shifts_of(model: Any, plan: Plan, ranges: Ranges) -> tuple[dict[str, Shift], list[str]]:
+    with record_inputs(model, plan) as seen:
+        for each in calibration_batches():
+            forward(model, each)
+    return choose_shifts(model, plan, seen, ranges)
+
+
 def test_it_is_for_key_and_value_with_one_scale_in_an_int8_attention(model: Any) -> None:
     assert folds_kv_bias(plan_of(recipe(*STRAIGHT), model)) == ATTENTIONS
     assert list_bias_free_linears(plan_of(recipe(*STRAIGHT), model)) == KEYS_AND_VALUES
@@ -96,11 +105,8 @@ def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model: Any) 
             model.get_submodule(name).bias.normal_(generator=torch.Generator().manual_seed(0))
     plan, batch = plan_of(recipe(*STRAIGHT, QUERY), model), padded_batch()
     before = forward(model, batch)
-    with record_inputs(model, plan) as seen:
-        for each in calibration_batches():
-            forward(model, each)
     ranges = Ranges({name: np.zeros(1) for name in QUERIES}, {})
-    shifts, notes = choose_shifts(model, plan, seen, ranges)
+    shifts, notes = shifts_of(model, plan, ranges)
     assert (list(shifts), notes) == (ATTENTIONS, [])
     without = copy.deepcopy(model)
     for each in shifts.values():
@@ -137,10 +143,7 @@ def test_what_a_shift_cannot_do_is_said(model: Any) -> None:
             linear.weight.zero_()
             linear.bias.fill_(100.0)
     plan = plan_of(recipe(*STRAIGHT, QUERY), model)
-    with record_inputs(model, plan) as seen:
-        for each in calibration_batches():
-            forward(model, each)
-    shifts, (warning,) = choose_shifts(model, plan, seen, Ranges({}, {}))
+    shifts, (warning,) = shifts_of(model, plan, Ranges({}, {}))
     assert all(name in warning for name in ATTENTIONS)
     assert "int8/per-channel for their query" in warning
     assert not any(any(shifts[name].added[norm]) for name, norm in folds_q_bias(plan).items())
@@ -259,10 +262,7 @@ def test_calibration_keeps_the_biases_out_and_restores_bit_for_bit(
         assert name not in made.record.biases
     again = load_model(str(tiny_bert))
     ptq.restore(again, made.plan, CalibrationRecord.model_validate_json(made.record.model_dump_json()))
-    for (name, ours), theirs in zip(
-        made.model.state_dict().items(), again.state_dict().values(), strict=True
-    ):
-        assert torch.equal(ours, theirs), name
+    assert_same_state(made.model, again)
     with quantizers_off(again):
         exact, plain = forward(again, padded_batch()), forward(load_model(str(tiny_bert)), padded_batch())
     assert float((exact - plain).abs().max()) < 0.2 * float(plain.abs().max())  # bias correction alone
@@ -273,9 +273,7 @@ def test_codes_of_k_and_v_are_as_good_as_with_scales_per_channel(model: Any, tmp
     model.save_pretrained(tmp_path)
     errors = {}
     for what, rules in (("channel", []), ("tensor", STRAIGHT)):
-        found = load_model(str(tmp_path))
-        plan = plan_of(recipe(*rules), found)
-        ptq.calibrate(found, plan, calibration_batches(), recipe(*rules).calibration)
+        found = calibrate(tmp_path, recipe(*rules)).model
         truth = forward(load_model(str(tmp_path)), padded_batch((16, 16)))
         errors[what] = float((forward(found, padded_batch((16, 16))) - truth).square().mean())
     assert errors["tensor"] < 3 * errors["channel"]

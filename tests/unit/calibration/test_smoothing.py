@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from qdqbench.quantize.calibration import ptq, smoothing
-from qdqbench.quantize.calibration.fakequant import quantizers as quantizers_module
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, list_quantizers, quantizers_off
 from qdqbench.quantize.calibration.record import CalibrationRecord, ChannelSplit, Smoothing
 from qdqbench.quantize.calibration.smoothing import LARGEST_FACTOR
 from qdqbench.quantize.models.families.known import BERT
@@ -24,15 +24,19 @@ from ...support.tiny_bert import (
     ATTENTIONS,
     INT8,
     INTERMEDIATE,
-    LAYERS,
     LINEARS,
     Batch,
+    Quantized,
+    assert_same_state,
+    calibrate,
+    calibrate_model,
     calibration_batches,
     exported_of,
     padded_batch,
     plan_of,
     recipe_with,
     run_onnx,
+    watched,
 )
 
 QKV, OUTPUT, FFN_IN, FFN_OUT = LINEARS[:3], LINEARS[3], LINEARS[4], LINEARS[5]
@@ -54,7 +58,7 @@ def smoothed(model: Any, *rules: dict[str, Any], smooth: float | str = "none", *
 
     def run(inner: Any) -> None:
         for batch in calibration_batches():
-            quantizers_module.forward(inner, batch)
+            forward(inner, batch)
 
     return smoothing.smooth(model, plan, smoothing.measure_ranges(model, plan, run))
 
@@ -92,11 +96,9 @@ def test_no_output_changes_by_a_bit(
     assert set(found.inputs) >= {*QKV, FFN_IN}
     assert (OUTPUT in found.columns) == bool(rules)
     assert (QKV[0] in found.rows) == bool(changes)
-    with quantizers_module.quantizers_off(model):
+    with quantizers_off(model):
         for batch in batches():
-            assert torch.equal(
-                quantizers_module.forward(model, batch), quantizers_module.forward(untouched, batch)
-            )
+            assert torch.equal(forward(model, batch), forward(untouched, batch))
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), untouched.parameters(), strict=True))
 
 
@@ -125,12 +127,10 @@ def test_factors(tiny_bert: Path, smooth: float | str) -> None:
 def test_inputs_follow_the_formula(tiny_bert: Path) -> None:
     """Equation 4 of the paper, over columns of q, k and v together."""
     untouched, model = load_model(str(tiny_bert)), load_model(str(tiny_bert))
-    seen: list[torch.Tensor] = []
-    untouched.get_submodule(QKV[0]).register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0].abs().flatten(0, 1).amax(dim=0))
-    )
-    for batch in calibration_batches():
-        quantizers_module.forward(untouched, batch)
+    with watched(untouched, QKV[:1], inputs=True) as found:
+        for batch in calibration_batches():
+            forward(untouched, batch)
+    seen = [given.abs().flatten(0, 1).amax(dim=0) for given in found[QKV[0]]]
     columns = [untouched.get_submodule(name).weight.detach().abs().amax(dim=0) for name in QKV]
     ranges, weights = torch.stack(seen).amax(dim=0), torch.stack(columns).amax(dim=0)
     exponents = torch.log2(ranges.double() ** 0.7 / weights.double() ** 0.3)
@@ -148,30 +148,20 @@ def test_the_gain_is_that_of_the_layernorm_before(tiny_bert: Path) -> None:
 
 def test_q_and_k_get_one_range(tiny_bert: Path) -> None:
     model = load_model(str(tiny_bert))
-    query, key = (model.get_submodule(f"{ATTENTIONS[0]}.{part}") for part in ("query", "key"))
+    query = model.get_submodule(QKV[0])
     query.weight.data[3] *= 16
     query.bias.data[3] *= 16
-    ratios: dict[str, torch.Tensor] = {}
 
     def measure() -> torch.Tensor:
-        largest: dict[str, torch.Tensor] = {}
-        hooks = [
-            module.register_forward_hook(
-                lambda _, __, out, name=name: largest.update({name: out.abs().flatten(0, 1).amax(dim=0)})
-            )
-            for name, module in (("query", query), ("key", key))
-        ]
-        with quantizers_module.quantizers_off(model):
-            quantizers_module.forward(model, calibration_batches()[2])
-        for hook in hooks:
-            hook.remove()
-        return (largest["query"] / largest["key"]).log2()
+        with quantizers_off(model), watched(model, QKV[:2]) as made:
+            forward(model, calibration_batches()[2])
+        of_query, of_key = (outputs[0].abs().flatten(0, 1).amax(dim=0) for outputs in made.values())
+        return (of_query / of_key).log2()
 
-    ratios["before"] = measure()
+    before = measure()
     found = smoothed(model, smooth=0.5, **ALL_INT8)
-    ratios["after"] = measure()
     assert found.rows[f"{ATTENTIONS[0]}.query"][3] <= 0.5
-    assert ratios["after"].std() < 0.6 * ratios["before"].std()
+    assert measure().std() < 0.6 * before.std()
 
 
 def test_dead_channels_are_left_alone(tiny_bert: Path) -> None:
@@ -191,15 +181,11 @@ def test_dead_channels_are_left_alone(tiny_bert: Path) -> None:
     assert found.columns[OUTPUT][4] == 1.0
     assert found.rows[f"{ATTENTIONS[1]}.query"][6] == 1.0
     assert found.inputs[LINEARS[6]][9] == 1.0
-    gain = smoothed(load_dead_norm(tiny_bert), smooth="gain")
+    model = load_model(str(tiny_bert))
+    model.bert.encoder.layer[0].attention.output.LayerNorm.weight.data[2] = 0
+    gain = smoothed(model, smooth="gain")
     assert gain.columns[FFN_IN][2] == 1.0
     assert all(np.isfinite(factors).all() for factors in gain.columns.values())
-
-
-def load_dead_norm(folder: Path) -> Any:
-    model = load_model(str(folder))
-    model.bert.encoder.layer[0].attention.output.LayerNorm.weight.data[2] = 0
-    return model
 
 
 @settings(deadline=None)
@@ -252,15 +238,11 @@ def test_one_linear_alone(tiny_bert: Path) -> None:
 def logit_error(folder: Path, make: Callable[[Path], Any], smooth: float | str) -> tuple[float, float]:
     """Relative logit error of the fake-quant model, and the largest amax over rms before the feed-forward."""
     model, exact = make(folder), make(folder)
-    recipe = recipe_with(rules=[EVERY], calibration={"smoothing": smooth})
-    record = ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+    record = calibrate_model(model, recipe_with(rules=[EVERY], calibration={"smoothing": smooth})).record
     states = [state for name, state in record.quantizers.items() if "intermediate.dense.input" in name]
     ratios = [state.amax / state.rms for state in states if isinstance(state.amax, float) and state.rms]
     assert len(ratios) == 2
-    pairs = [
-        (quantizers_module.forward(model, batch), quantizers_module.forward(exact, batch))
-        for batch in batches()
-    ]
+    pairs = [(forward(model, batch), forward(exact, batch)) for batch in batches()]
     error = sum(float((ours - theirs).square().sum()) for ours, theirs in pairs)
     return error / sum(float(theirs.square().sum()) for _, theirs in pairs), max(ratios)
 
@@ -309,8 +291,7 @@ def test_a_trained_model_is_rebuilt_from_plain_weights(tiny_bert: Path) -> None:
     recipe = recipe_with(
         rules=rules, calibration={"smoothing": 0.5, "bias_correction": True}, residual="int8", **ALL_INT8
     )
-    plan = plan_of(recipe, model)
-    record = ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)
+    _, plan, record = calibrate_model(model, recipe)
     assert record.biases
     assert record.smoothing.inputs
     assert record.smoothing.rows
@@ -320,17 +301,11 @@ def test_a_trained_model_is_rebuilt_from_plain_weights(tiny_bert: Path) -> None:
             value.mul_(1 + 0.01 * torch.randn(value.shape, generator=generator))
     plain = load_model(str(tiny_bert))
     plain.load_state_dict(smoothing.remove_factors(model, record.smoothing))
-    with quantizers_module.quantizers_off(model):
-        assert torch.equal(
-            quantizers_module.forward(model, padded_batch()), quantizers_module.forward(plain, padded_batch())
-        )
+    with quantizers_off(model):
+        assert torch.equal(forward(model, padded_batch()), forward(plain, padded_batch()))
     ptq.restore(plain, plan, record.model_copy(update={"biases": {}}))
-    ours, theirs = model.state_dict(), plain.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    assert torch.equal(
-        quantizers_module.forward(model, padded_batch()), quantizers_module.forward(plain, padded_batch())
-    )
+    assert_same_state(model, plain)
+    assert torch.equal(forward(model, padded_batch()), forward(plain, padded_batch()))
 
 
 @pytest.mark.parametrize("value", [float("nan"), 2.0**-149])
@@ -343,28 +318,25 @@ def test_factors_that_cannot_come_out_are_named(value: float) -> None:
 
 
 def test_off_and_on_again(tiny_bert: Path) -> None:
-    model = load_model(str(tiny_bert))
-    recipe = recipe_with("bert-int8-attention")
-    ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
-    quantizers = quantizers_module.list_quantizers(model)
+    model = calibrate(tiny_bert, recipe_with("bert-int8-attention")).model
+    quantizers = list_quantizers(model)
     quantizers[f"{QKV[0]}.input_quantizer"].disable()  # stays so
-    before = quantizers_module.forward(model, padded_batch())
+    before = forward(model, padded_batch())
 
     def fail() -> None:
-        assert quantizers_module.list_quantizers(model) == {}
-        exact = quantizers_module.forward(load_model(str(tiny_bert)), padded_batch())
-        assert torch.equal(quantizers_module.forward(model, padded_batch()), exact)
+        assert list_quantizers(model) == {}
+        exact = forward(load_model(str(tiny_bert)), padded_batch())
+        assert torch.equal(forward(model, padded_batch()), exact)
         raise RuntimeError("on purpose")
 
-    with pytest.raises(RuntimeError, match="on purpose"), quantizers_module.quantizers_off(model):
+    with pytest.raises(RuntimeError, match="on purpose"), quantizers_off(model):
         fail()
-    assert set(quantizers) - set(quantizers_module.list_quantizers(model)) == {f"{QKV[0]}.input_quantizer"}
-    assert torch.equal(quantizers_module.forward(model, padded_batch()), before)
+    assert set(quantizers) - set(list_quantizers(model)) == {f"{QKV[0]}.input_quantizer"}
+    assert torch.equal(forward(model, padded_batch()), before)
 
 
 FIRSTS, SECONDS = LINEARS[4::6], LINEARS[5::6]
 MASSIVE, EXTRA = 7, 32
-Found = tuple[Any, Any, CalibrationRecord]
 RANGES = hnp.arrays(np.float64, 40, elements=st.floats(0, 2.0**20, allow_subnormal=False))
 
 
@@ -380,19 +352,15 @@ def outlying(folder: Path) -> Any:
     return model
 
 
-def calibrated(folder: Path, *rules: dict[str, Any], per: str = "channel", **calibration: Any) -> Found:
-    model = outlying(folder)
+def calibrated(folder: Path, *rules: dict[str, Any], per: str = "channel", **calibration: Any) -> Quantized:
     every = EVERY | {"weights": f"int8/per-{per}"}
-    recipe = recipe_with(
-        rules=[every, *rules], calibration={"outlier_channel_splitting": EXTRA} | calibration
-    )
-    plan = plan_of(recipe, model)
-    return model, plan, ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)
+    calibration = {"outlier_channel_splitting": EXTRA} | calibration
+    return calibrate_model(outlying(folder), recipe_with(rules=[every, *rules], calibration=calibration))
 
 
 def answers(model: Any, batches: list[Batch] | None = None) -> torch.Tensor:
     batches = batches or [padded_batch((9, 9), seed=3), padded_batch((12, 5), seed=4)]
-    return torch.cat([quantizers_module.forward(model, batch) for batch in batches])
+    return torch.cat([forward(model, batch) for batch in batches])
 
 
 @settings(max_examples=200)
@@ -426,10 +394,11 @@ def test_an_activation_and_its_weight_share_the_copies() -> None:
 def test_answers_stay_until_something_is_quantized(tiny_bert: Path, smoothing: Any) -> None:
     model, _, record = calibrated(tiny_bert, smoothing=smoothing)
     assert list(record.splits) == SECONDS
+    assert model.config.intermediate_size == INTERMEDIATE + EXTRA
     assert all(MASSIVE in each.outliers for each in record.splits.values())
     for name in SECONDS:
         assert model.get_submodule(name).weight.shape[1] == INTERMEDIATE + EXTRA
-    with quantizers_module.quantizers_off(model):
+    with quantizers_off(model):
         torch.testing.assert_close(answers(model), answers(outlying(tiny_bert)), rtol=1e-5, atol=1e-4)
 
 
@@ -473,9 +442,7 @@ def test_the_record_rebuilds_every_bit(tiny_bert: Path, changes: dict[str, Any])
     model, plan, record = calibrated(tiny_bert, **changes)
     again = outlying(tiny_bert)
     ptq.restore(again, plan, CalibrationRecord.model_validate_json(record.model_dump_json()))
-    ours, theirs = model.state_dict(), again.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert_same_state(model, again)
     assert torch.equal(answers(model), answers(again))
 
 
@@ -483,7 +450,7 @@ def test_only_int8_feed_forwards_are_split(tiny_bert: Path) -> None:
     model, _, record = calibrated(tiny_bert, {"match": "encoder.layer.1.output.dense", "precision": "fp16"})
     assert list(record.splits) == SECONDS[:1]
     assert model.config.intermediate_size == INTERMEDIATE
-    with quantizers_module.quantizers_off(model):
+    with quantizers_off(model):
         torch.testing.assert_close(answers(model), answers(outlying(tiny_bert)), rtol=1e-5, atol=1e-4)
 
 
@@ -508,11 +475,10 @@ def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert: Path) -> 
     trained = outlying(tiny_bert)
     weights = smoothing.remove_copies(smoothing.remove_factors(model, record.smoothing), record.splits, BERT)
     trained.load_state_dict({name: weights[name] for name in trained.state_dict()})
-    with quantizers_module.quantizers_off(model):
+    with quantizers_off(model):
         torch.testing.assert_close(answers(model), answers(trained), rtol=1e-5, atol=1e-4)
     ptq.restore(trained, plan, record)
-    ours, theirs = model.state_dict(), trained.state_dict()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert_same_state(model, trained)
 
 
 def test_there_must_be_something_to_split(tiny_bert: Path) -> None:
@@ -529,9 +495,3 @@ def test_one_way_at_a_time(tiny_bert: Path) -> None:
 def test_kernels_need_aligned_sizes(count: int) -> None:
     with pytest.raises(ValueError, match="outlier_channel_splitting"):
         recipe_with(calibration={"outlier_channel_splitting": count})
-
-
-def test_layers_are_counted(tiny_bert: Path) -> None:
-    model, _, record = calibrated(tiny_bert)
-    assert len(record.splits) == LAYERS
-    assert model.config.intermediate_size == INTERMEDIATE + EXTRA

@@ -9,28 +9,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.quantize.calibration import ptq, softmax
+from qdqbench.quantize.calibration import softmax
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX
-from qdqbench.quantize.calibration.record import CalibrationRecord, select_record
+from qdqbench.quantize.calibration.record import select_record
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
 
 from ...support.families import write_model
-from ...support.tiny_bert import ATTENTIONS, INT8, LINEARS, padded_batch, plan_of, recipe_with
+from ...support.tiny_bert import (
+    ATTENTIONS,
+    INT8,
+    LINEARS,
+    Quantized,
+    calibrate_model,
+    padded_batch,
+    recipe_with,
+)
 
 RECIPE = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
 RULES = [{"match": "encoder.layer.*"} | INT8]
 LONG_BATCHES = [padded_batch((length,) * 4, seed=length) for length in (12, 120)]
 
 
-def calibrated(folder: Path, how: str, model: Any = None) -> tuple[Any, Plan, CalibrationRecord]:
-    model = model or load_model(str(folder))
+def calibrated(folder: Path, how: str, model: Any = None) -> Quantized:
     recipe = recipe_with(rules=RULES, calibration={"softmax_scale": how}, **RECIPE)
-    plan = plan_of(recipe, model)
-    return model, plan, ptq.calibrate(model, plan, LONG_BATCHES, recipe.calibration)
+    return calibrate_model(model or load_model(str(folder)), recipe, LONG_BATCHES)
 
 
 def summed(p: torch.Tensor, v: torch.Tensor, *amaxes: float) -> softmax._SoftmaxSums:
@@ -98,9 +104,8 @@ def test_the_attention_of_any_family_is_measured(model_type: str, tmp_path: Path
     recipe = load_recipe(f"{model_type}-int8-attention")
     recipe = recipe.model_copy(update={"calibration": Calibration(softmax_scale="min-error")})
     folder, batch = str(write_model(tmp_path, model_type)), padded_batch((40, 12))
-    plain, model = quantizers.forward(load_model(folder), batch), load_model(folder)
-    plan = plan_of(recipe, model)
-    record = ptq.calibrate(model, plan, [padded_batch((60,) * 4)], recipe.calibration)
+    plain = quantizers.forward(load_model(folder), batch)
+    model, plan, record = calibrate_model(load_model(folder), recipe, [padded_batch((60,) * 4)])
     assert {row.module for row in record.softmax} == set(plan.attention)
     assert all(0 < row.error < 1 for row in record.softmax)
     if model_type == "modernbert":  # its linears have no bias
