@@ -27,13 +27,7 @@ from qdqbench.eval.runs.report.report import refresh_reports
 from qdqbench.quantize.engine.backend import preferred_backend
 from qdqbench.quantize.models.families.known import MODEL_SHAPES
 from qdqbench.quantize.models.identity import Pooling, model_fingerprint
-from qdqbench.quantize.pipeline.ownership import (
-    RunIdentity,
-    default_folder,
-    locked_folder,
-    model_location,
-    owned_folder,
-)
+from qdqbench.quantize.pipeline import ownership
 from qdqbench.quantize.pipeline.session import read_config
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe
 from qdqbench.quantize.utils.errors import UserError
@@ -98,7 +92,7 @@ def bench(  # noqa: PLR0913
         raise UserError(f"--exclude {', '.join(unknown)}: no system is called that, but {', '.join(known)}")
     plan = _plan(options, cpu)
     progress("exporting")
-    place = options.out or path or default_folder("bench", options.model, own_recipe.name)
+    place = options.out or path or ownership.default_folder("bench", options.model, own_recipe.name)
     with ExitStack() as stack:
         stack.enter_context(_owned_folder(place, path, own_recipe, options, note))
         work = CpuWork() if cpu else GpuWork(stack.enter_context(background(os.cpu_count() or 1)))
@@ -181,11 +175,13 @@ def _owned_folder(
     if target is not None and place.resolve() == target.resolve():
         if options.overwrite:
             raise UserError(f"--overwrite would move the run that is measured, {target}; give another --out")
-        return locked_folder(place)
+        return ownership.locked_folder(place)
     name = read_config(target).model if target else options.model
     known = None if name in MODEL_SHAPES or name is None else model_fingerprint(name)
-    identity = RunIdentity(kind="bench", recipe=recipe.name, model=model_location(name), model_sha256=known)
-    return owned_folder(place, identity, overwrite=options.overwrite, say=note)
+    identity = ownership.RunIdentity(
+        kind="bench", recipe=recipe.name, model=ownership.model_location(name), model_sha256=known
+    )
+    return ownership.owned_folder(place, identity, overwrite=options.overwrite, say=note)
 
 
 def _export_all(  # noqa: PLR0913, PLR0917

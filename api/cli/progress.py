@@ -54,8 +54,6 @@ class Eta:
 
 @dataclass
 class Status:
-    """Task in progress: the whole, and its current phase."""
-
     what: str = ""
     whole: Eta = field(default_factory=Eta)
     phase: str = ""
@@ -126,8 +124,6 @@ def log_heartbeat(line: Callable[[], str]) -> Heartbeat:
 
 
 class Display:
-    """Display of progress: bars on a terminal, and lines below them; lines in a log file."""
-
     def __init__(self, bars: "Progress | None", *, quiet: bool = False) -> None:
         self.bars, self.now = bars, Status()
         self.step = self.note = ""  # what a terminal shows below the bars: what is done, what came of it

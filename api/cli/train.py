@@ -1,7 +1,6 @@
 """The commands `finetune` and `study`; registered in cli.py. Everything heavy is imported inside."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,10 +25,12 @@ def finetune(*, options: FinetuneOptions, json: Json = False) -> None:
     from qdqbench.eval.runs.report.training import finetuning_report, write_finetuning
     from qdqbench.quantize.pipeline.ownership import default_folder
     from qdqbench.quantize.training.finetune import RESULT, finetune, require_all
+    from qdqbench.quantize.training.loop import join_group, new_accelerator
 
     task = options.find_task()
     folder = options.out or default_folder("finetune", options.model, task.name)
-    with _own_folder("finetune", options, task, folder), _processes(options.precision) as accelerator:
+    with _own_folder("finetune", options, task, folder), join_group():
+        accelerator = new_accelerator(options.precision)
         with progress.seeds(options.seeds, quiet=not accelerator.is_main_process) as report:
             request = _request(options, task, folder, accelerator, options.max_length)
             result = finetune(replace(request, keep_head=options.keep_head, report=report), accelerator)
@@ -56,15 +57,13 @@ def study(
     from qdqbench.quantize.pipeline.ownership import default_folder
     from qdqbench.quantize.recipe.schema import find_recipe
     from qdqbench.quantize.training.finetune import require_all
+    from qdqbench.quantize.training.loop import join_group, new_accelerator
 
     recipes = [options.adapt(find_recipe(name, options.model, options.revision)) for name in recipe]
     task = options.find_task()
     folder = options.out or default_folder("study", options.model, task.name)
-    with (
-        _own_folder("study", options, task, folder),
-        _processes(options.precision) as accelerator,
-        progress.status() as say,
-    ):
+    with _own_folder("study", options, task, folder), join_group(), progress.status() as say:
+        accelerator = new_accelerator(options.precision)
         longest = max(each.export.max_length for each in recipes)
         request = _request(options, task, folder, accelerator, longest)
         found = study(request, recipes, accelerator, say)
@@ -115,11 +114,3 @@ def _request(
         command=command_line(),
         revision=options.revision,
     )
-
-
-@contextmanager
-def _processes(precision: str) -> "Iterator[Accelerator]":
-    from qdqbench.quantize.training.loop import join_group, new_accelerator
-
-    with join_group():
-        yield new_accelerator(precision)

@@ -1,18 +1,12 @@
 """The commands that choose what becomes INT8, and how. Everything heavy is imported inside."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from qdqbench._options import (
-    AutoOptions,
-    CalibrationOptions,
-    RecipeOptions,
-    SearchCommandOptions,
-    SensitivityOptions,
-)
+from qdqbench._options import AutoOptions, CalibrationOptions, SearchCommandOptions, SensitivityOptions
 from qdqbench.cli import progress
 from qdqbench.cli.options import RecipeName, command, note
 from qdqbench.cli.terminal import Json, command_line, show_report
@@ -20,8 +14,8 @@ from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.pipeline.session import RunConfig, Session
-    from qdqbench.quantize.utils.progress import Progress
+    from qdqbench.eval.reporting.document import Report
+    from qdqbench.quantize.pipeline.session import RunConfig
 
 WORK = "work"
 EMBEDDED_MODEL = Path("embedded", "model", "config.json")
@@ -95,18 +89,9 @@ def sensitivity(
     """Measure which layer costs the accuracy: each alone in INT8, and everything but it; write a recipe."""
     from qdqbench.eval.selection.sensitivity.measure import Measurement
     from qdqbench.eval.selection.sensitivity.report import choice_text, sensitivity_report
-    from qdqbench.eval.selection.trials.report import write_result
-    from qdqbench.quantize.pipeline.ownership import run_folder
 
     config = options.config(options.find_recipe(recipe).ptq, command_line())
-    folder = run_folder("sensitivity", config, options.out)
-    with _open_session("sensitivity", config, folder, options) as (session, show_progress):
-        measurement = Measurement(session, options.samples, show_progress)
-        if measurement.trials.store.resume_note:
-            note(measurement.trials.store.resume_note)
-        found = measurement.run()
-        write_result(found, sensitivity_report(found), folder)
-    written = f"recipe: {folder / found.choice.file}", f"report: {folder / 'sensitivity.html'}"
+    found, written = _measure("sensitivity", config, options, Measurement, sensitivity_report)
     show_report(found, json, sensitivity_report, *written)
     if not found.choice.reached:
         raise CheckFailed(choice_text(found))
@@ -117,40 +102,33 @@ def compare_calibration(
     recipe: RecipeName = DEFAULT_RECIPE, *, options: CalibrationOptions, json: Json = False
 ) -> None:
     """Compare calibration methods in one table; write the recipe with the best one."""
-    from qdqbench.eval.selection.methods import (
-        MethodComparison,
-        list_sections,
-        methods_report,
-        require_quantized,
-    )
-    from qdqbench.eval.selection.trials.report import write_result
-    from qdqbench.eval.selection.trials.store import RECIPE_FILE
-    from qdqbench.quantize.pipeline.ownership import run_folder
+    from qdqbench.eval.selection import methods
 
     config = options.config(options.find_recipe(recipe).ptq, command_line())
-    folder = run_folder("methods", config, options.out)
-    methods, smoothing = options.method or (), options.smoothing or ()
+    chosen = {"methods": options.method or (), "smooths": options.smoothing or ()}
     # a wrong name fails before anything is loaded
-    list_sections(config.recipe.calibration, methods, smoothing)
-    require_quantized(config.recipe)
-    with _open_session("methods", config, folder, options) as (session, show_progress):
-        comparison = MethodComparison(session, options.samples, methods, smoothing, show_progress)
-        if comparison.trials.store.resume_note:
-            note(comparison.trials.store.resume_note)
-        found = comparison.run()
-        write_result(found, methods_report(found), folder)
-    written = f"recipe: {folder / RECIPE_FILE}", f"report: {folder / 'methods.html'}"
-    show_report(found, json, methods_report, *written)
+    methods.list_sections(config.recipe.calibration, *chosen.values())
+    methods.require_quantized(config.recipe)
+    measured = partial(methods.MethodComparison, **chosen)
+    found, written = _measure("methods", config, options, measured, methods.methods_report)
+    show_report(found, json, methods.methods_report, *written)
 
 
-@contextmanager
-def _open_session(
-    kind: str, config: "RunConfig", folder: Path, options: RecipeOptions
-) -> "Iterator[tuple[Session, Progress]]":
+def _measure(
+    kind: str,
+    config: "RunConfig",
+    options: SensitivityOptions | CalibrationOptions,
+    measured: Any,
+    report: "Callable[[Any], Report]",
+) -> tuple[Any, list[str]]:
+    """Return what `measured`, made of a session, finds, and where its recipe and report are."""
+    from qdqbench.eval.selection.trials.report import write_result
+    from qdqbench.eval.selection.trials.store import RECIPE_FILE
     from qdqbench.eval.stages import stages
-    from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder
+    from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
     from qdqbench.quantize.pipeline.session import Session
 
+    folder = run_folder(kind, config, options.out)
     session = Session(config, folder)
     identity = identity_of(kind, session)
     ready = partial(session.require_inputs, evaluates=kind == "methods")
@@ -161,4 +139,9 @@ def _open_session(
         session.progress = lambda done, total: show_progress(done, total, "embedded default")
         if config.model is None:
             stages.embedded(session)
-        yield session, show_progress
+        measurement = measured(session, options.samples, progress=show_progress)
+        if measurement.trials.store.resume_note:
+            note(measurement.trials.store.resume_note)
+        found = measurement.run()
+        write_result(found, report(found), folder)
+    return found, [f"recipe: {folder / RECIPE_FILE}", f"report: {folder / f'{kind}.html'}"]

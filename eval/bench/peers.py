@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
-from qdqbench.quantize.models.attention import use_attention
 from qdqbench.quantize.models.families.family import QKV
 from qdqbench.quantize.models.families.known import TYPES, family_of
 from qdqbench.quantize.models.inputs import MASK, TOKENS
+from qdqbench.quantize.models.load import use_attention
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.errors import UserError

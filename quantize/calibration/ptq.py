@@ -9,28 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qdqbench.quantize.calibration import record as records
 from qdqbench.quantize.calibration import smoothing, softmax
 from qdqbench.quantize.calibration.bias import apply_biases, correct_biases, note_missing_biases
-from qdqbench.quantize.calibration.fakequant.quantizers import (
-    RESIDUAL_QUANTIZER,
-    _silent,
-    forward,
-    get_quantizer_kind,
-    import_modelopt,
-    list_quantizers,
-    register_residuals,
-    round_weight_scales,
-    smooth_input,
-)
-from qdqbench.quantize.calibration.record import (
-    CalibrationRecord,
-    ChannelSplit,
-    Shift,
-    Smoothing,
-    read_quantizer_state,
-    require_plausible,
-    require_shared,
-)
+from qdqbench.quantize.calibration.fakequant import quantizers as fake
 from qdqbench.quantize.recipe.plan import (
     Plan,
     folds_kv_bias,
@@ -60,7 +42,7 @@ def _resolve_overrides(
     changed before.
     """
     folded = _list_folded(plan)
-    known = {name for name in names if get_quantizer_kind(name) not in ("weight", "softmax")}
+    known = {name for name in names if fake.get_quantizer_kind(name) not in ("weight", "softmax")}
     amax_by_name: dict[str, float] = {}
     wrong = []
     for name, amax in overrides.items():
@@ -134,18 +116,18 @@ def _make_modelopt_config(plan: Plan) -> dict[str, dict[str, Any]]:
         config |= {f"{name}.{x}_bmm_quantizer": per_tensor for x in "qkv"}
         # until `calibrate` chooses another
         config[f"{name}.p_bmm_quantizer"] = {**per_tensor, "constant_amax": softmax.PLAIN}
-    return config | {f"{name}.{RESIDUAL_QUANTIZER}": per_tensor for name in plan.residual}
+    return config | {f"{name}.{fake.RESIDUAL_QUANTIZER}": per_tensor for name in plan.residual}
 
 
 def insert_quantizers(model: "PreTrainedModel", plan: Plan) -> dict[str, Any]:
     """Insert ModelOpt's fake quantizers, in place and not calibrated; return those of the plan by name."""
-    mtq = import_modelopt()
+    mtq = fake.import_modelopt()
     config = _make_modelopt_config(plan)
     entries = [{"quantizer_name": name, "cfg": cfg} for name, cfg in config.items()]
     denied = {"quantizer_name": "*", "enable": False}
-    with _silent(), register_residuals(model, plan.residual):
+    with fake._silent(), fake.register_residuals(model, plan.residual):
         mtq.quantize(model, {"quant_cfg": [denied, *entries], "algorithm": None}, None)
-    inserted = list_quantizers(model)
+    inserted = fake.list_quantizers(model)
     if set(config) != set(inserted):
         raise CheckFailed(
             f"ModelOpt enabled other quantizers than the recipe asks for: missing "
@@ -161,7 +143,7 @@ def calibrate(
     batches: Iterable[Batch],
     settings: Calibration,
     progress: Callable[[int], None] = lambda _: None,
-) -> CalibrationRecord:
+) -> records.CalibrationRecord:
     """Insert quantizers and calibrate them, in place; memory does not grow with the samples.
 
     Args:
@@ -177,7 +159,7 @@ def calibrate(
     from qdqbench.quantize.calibration import histograms
     from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 
-    mtq = import_modelopt()
+    mtq = fake.import_modelopt()
     _require_finite_weights(model)
     lengths: list[int] = []
 
@@ -185,7 +167,7 @@ def calibrate(
         lengths.clear()
         with use_quick_linears(inner.device.type, again=True):
             for batch in batches:
-                forward(inner, batch)
+                fake.forward(inner, batch)
                 lengths.extend(batch["attention_mask"].sum(axis=1).tolist())
                 progress(len(batch["input_ids"]))
         if not lengths:
@@ -212,7 +194,7 @@ def calibrate(
         quantizers[f"{name}.p_bmm_quantizer"].amax = amax
     histograms.install_calibrators(quantizers, plan)
     report_phase("calibrating")
-    with _silent(), _record_rms(quantizers) as moments:
+    with fake._silent(), _record_rms(quantizers) as moments:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
     notes = [*_note_shared(model, plan), *note_kept_biases(plan), *chosen.notes]
     notes += _revive_dead_channels(model, quantizers)
@@ -221,12 +203,14 @@ def calibrate(
             linear: Any = model.get_submodule(name)
             histograms.clip_weight(linear.weight_quantizer, linear.weight.detach())
     smoothing.share_scales(plan, quantizers)
-    round_weight_scales(quantizers)
+    fake.round_weight_scales(quantizers)
     replaced, of_overrides, far_off = _apply_overrides(quantizers, fixed)
     notes, warnings = notes + of_overrides, warnings + far_off
-    states = {name: read_quantizer_state(name, q, moments.get(name)) for name, q in quantizers.items()}
-    require_plausible(states)
-    require_shared(states, plan)
+    states = {
+        name: records.read_quantizer_state(name, q, moments.get(name)) for name, q in quantizers.items()
+    }
+    records.require_plausible(states)
+    records.require_shared(states, plan)
     biases: dict[str, list[float]] = {}
     corrected = [name for name in plan.int8 if name not in list_bias_free_linears(plan)]
     if settings.bias_correction:
@@ -235,7 +219,7 @@ def calibrate(
         with use_evaluation(model):
             biases = correct_biases(model, corrected, batches)
         notes += note_missing_biases(model, corrected)
-    return CalibrationRecord(
+    return records.CalibrationRecord(
         method=settings.method,
         methods={n: s.method for n, s in plan.scaling.items() if s.method != settings.method},
         shifts=shifts,
@@ -255,7 +239,7 @@ def calibrate(
 
 def _prepare(
     model: "PreTrainedModel", plan: Plan, extra: int, forward_loop: Callable[["PreTrainedModel"], None]
-) -> tuple[dict[str, Shift], Smoothing, dict[str, ChannelSplit], list[str]]:
+) -> tuple[dict[str, records.Shift], records.Smoothing, dict[str, records.ChannelSplit], list[str]]:
     """Shift, smooth, and split outlier channels, in one pass over the data; only what the plan asks for."""
     seconds = plan.family.splittable(plan.int8) if extra else []
     with smoothing.record_inputs(model, plan) as seen:
@@ -264,7 +248,7 @@ def _prepare(
     for shift in shifts.values():
         apply_biases(model, shift.added)
     moved = smoothing.equalize(model, plan, smoothing.smooth(model, plan, ranges, folds_kv_bias(plan)))
-    splits: dict[str, ChannelSplit] = {}
+    splits: dict[str, records.ChannelSplit] = {}
     for name in seconds:
         second: Any = model.get_submodule(name)
         weights = smoothing.column_ranges(second.weight)
@@ -273,7 +257,7 @@ def _prepare(
     return shifts, moved, splits, warnings
 
 
-def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> None:
+def restore(model: "PreTrainedModel", plan: Plan, record: records.CalibrationRecord) -> None:
     """Rebuild the calibrated fake-quant model from `calibration.json`, scales bit for bit.
 
     Copies of outlier channels are part of it, so `model` may come out wider than it was.
@@ -283,7 +267,7 @@ def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> 
     quantizers = insert_quantizers(model, plan)
     if set(quantizers) != set(record.quantizers):
         raise UserError("calibration.json is of another recipe or model; run `qdqbench quantize` again")
-    require_shared(record.quantizers, plan)
+    records.require_shared(record.quantizers, plan)
     for shift in record.shifts.values():
         apply_biases(model, shift.added)
     smoothing.apply_factors(model, record.smoothing)
@@ -315,7 +299,7 @@ def _record_rms(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
     moments: dict[str, float] = {}
 
     def watch(name: str, quantizer: Any, inputs: tuple[Any, ...]) -> None:
-        power = float(smooth_input(quantizer, inputs[0]).double().square().sum())
+        power = float(fake.smooth_input(quantizer, inputs[0]).double().square().sum())
         if not math.isfinite(power):  # ModelOpt would fail here without naming the layer
             raise CheckFailed(f"calibration met NaN or infinity at {name}; look at the layers before it")
         sums[name] = sums.get(name, 0.0) + power
@@ -323,7 +307,7 @@ def _record_rms(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
 
     with ExitStack() as hooks:
         for name, quantizer in quantizers.items():
-            if get_quantizer_kind(name) != "weight":
+            if fake.get_quantizer_kind(name) != "weight":
                 hooks.enter_context(quantizer.register_forward_pre_hook(partial(watch, name)))
         yield moments
     moments |= {name: math.sqrt(sums[name] / counts[name]) for name in sums}
@@ -346,7 +330,7 @@ def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) 
     notes = []
     for name, quantizer in quantizers.items():
         amax = quantizer.amax
-        if get_quantizer_kind(name) != "weight" or amax is None or not torch.isfinite(amax).all():
+        if fake.get_quantizer_kind(name) != "weight" or amax is None or not torch.isfinite(amax).all():
             continue
         dead = amax == 0
         if dead.any() and not dead.all():

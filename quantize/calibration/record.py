@@ -6,11 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qdqbench.quantize.calibration.fakequant.quantizers import (
-    RESIDUAL_QUANTIZER,
-    QuantizerKind,
-    get_quantizer_kind,
-)
+from qdqbench.quantize.calibration.fakequant import quantizers as fake
 from qdqbench.quantize.recipe.plan import Plan, folds_q_bias
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.utils import files
@@ -29,7 +25,7 @@ MAX_AMAX_OVER_RMS = 5000.0  # BERT outliers reach 90; a value like this leaves t
 class QuantizerState(Strict):
     """One quantizer: enough to rebuild it with a bit-identical scale."""
 
-    kind: QuantizerKind
+    kind: fake.QuantizerKind
     axis: int | None
     amax: float | list[float]  # a list when per-channel; float32 values, exact in JSON
     rms: float | None = None  # of an activation while calibrating
@@ -104,7 +100,7 @@ def read_quantizer_state(name: str, quantizer: Any, rms: float | None) -> Quanti
     values = [] if amax is None else amax.detach().float().cpu().flatten().tolist()
     scalar = amax is not None and quantizer.axis is None
     return QuantizerState(
-        kind=get_quantizer_kind(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
+        kind=fake.get_quantizer_kind(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
     )
 
 
@@ -155,9 +151,9 @@ def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
     lost = []
     for name in plan.residual:
         readers = [f"{linear}.input_quantizer" for linear in plan.family.residual_readers(name)]
-        amax = [states[key].amax for key in (f"{name}.{RESIDUAL_QUANTIZER}", *readers)]
+        amax = [states[key].amax for key in (f"{name}.{fake.RESIDUAL_QUANTIZER}", *readers)]
         if len(set(amax)) > 1:
-            lost.append(f"{name}.{RESIDUAL_QUANTIZER} ({', '.join(f'{value:g}' for value in amax)})")
+            lost.append(f"{name}.{fake.RESIDUAL_QUANTIZER} ({', '.join(f'{value:g}' for value in amax)})")
     if lost:
         raise CheckFailed(
             f"an INT8 residual and the linears that read the same tensor need one amax, and these differ: "

@@ -17,23 +17,9 @@ import onnx
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.models.identity import (
-    FIELD,
-    choose_pooling,
-    find_model_file,
-    model_commit,
-    read_sentence_folder,
-)
+from qdqbench.quantize.models import identity
 from qdqbench.quantize.models.load import load_config, read_class_names
-from qdqbench.quantize.pipeline.artifacts import (
-    GPU,
-    backend_of,
-    engine_file,
-    engine_profiles,
-    graph_for_tensorrt,
-    graph_path,
-    recipe_profiles,
-)
+from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.tasks.rows import OVERLAP
@@ -114,9 +100,9 @@ def read_labels(session: Session) -> list[str]:
 
 def _read_pooling(session: Session) -> dict[str, Any]:
     name, revision = session.model_name, session.config.revision
-    folder = read_sentence_folder(name, model_commit(name, revision))
-    saved = getattr(load_config(name, revision), FIELD, None)
-    return choose_pooling(name, folder, saved, session.config.pooling).model_dump(mode="json")
+    folder = identity.read_sentence_folder(name, identity.model_commit(name, revision))
+    saved = getattr(load_config(name, revision), identity.FIELD, None)
+    return identity.choose_pooling(name, folder, saved, session.config.pooling).model_dump(mode="json")
 
 
 @dataclass(frozen=True)
@@ -163,7 +149,7 @@ def find_runtimes(folder: Path, results: Results, own: BackendName, gpu_graph: P
     if gpu_graph is not None:
         shown["tensorrt"] = f"not tried in the run; `sh {BUILD_SCRIPT}` builds its engine first"
     runtimes = {backend: Runtime(backend, text) for backend, text in shown.items()}
-    for built, home in ((results.gpu_engine, folder / GPU), (results.engine, folder)):
+    for built, home in ((results.gpu_engine, folder / artifacts.GPU), (results.engine, folder)):
         if built is not None:
             runtime = _describe_engine(home, built, results)
             runtimes[runtime.backend] = runtime
@@ -174,7 +160,7 @@ def find_runtimes(folder: Path, results: Results, own: BackendName, gpu_graph: P
 
 
 def _describe_engine(home: Path, built: EngineResult, results: Results) -> Runtime:
-    engine, stage = engine_file(home, built), results.stages.get("engine")
+    engine, stage = artifacts.engine_file(home, built), results.stages.get("engine")
     sidecar = read_sidecar(engine)
     ran = built is results.engine and stage is not None and stage.status == "done"
     targets = ", ".join(built.compute_capability)
@@ -196,7 +182,7 @@ def _describe_engine(home: Path, built: EngineResult, results: Results) -> Runti
 def find_license(name: str, revision: str | None) -> str | None:
     try:
         with quiet("transformers"):
-            card = find_model_file(name, "README.md", model_commit(name, revision))
+            card = identity.find_model_file(name, "README.md", identity.model_commit(name, revision))
         text = files.read_bounded(Path(card), MOST_CARD_BYTES, "a model card", "another") if card else ""
     except Exception:
         return None
@@ -221,11 +207,11 @@ def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: P
     `results` have no characters that garble a page. Another folder `out`, new or of an earlier call, gets
     copies; `deploy` in the run gets hard links.
     """
-    graph = graph_path(session)
+    graph = artifacts.graph_path(session)
     if not graph.is_file():
         raise UserError(f"{session.folder} has no {graph.name}; run `qdqbench report {session.folder}` first")
-    gpu_graph = graph_for_tensorrt(session, graph)
-    runtimes = find_runtimes(session.folder, results, backend_of(session.recipe), gpu_graph)
+    gpu_graph = artifacts.graph_for_tensorrt(session, graph)
+    runtimes = find_runtimes(session.folder, results, artifacts.backend_of(session.recipe), gpu_graph)
     task = session.config.task
     texts = describe_texts(task.kind, len(task.text_columns))
     model_json = _describe_model(session, graph, texts, runtimes) | {"failed": verdict.failed}
@@ -257,7 +243,9 @@ def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: P
         shapes = dict.fromkeys(model_json["inputs"], (-1, -1))
         # of an engine that is built elsewhere: the recipe's, else those that the run has
         built = [r.sidecar.profiles for r in runtimes if r.sidecar and r.sidecar.compute_capability]
-        profiles = recipe_profiles(session.recipe) or (built[0] if built else engine_profiles(session))
+        profiles = artifacts.recipe_profiles(session.recipe) or (
+            built[0] if built else artifacts.engine_profiles(session)
+        )
         context["trtexec"] = build_options(context["gpu_model"], "built", shapes, profiles)
         content[BUILD_SCRIPT] = render("build_tensorrt.sh", context)
     for runtime in runtimes:
@@ -283,7 +271,7 @@ def _describe_model(
 ) -> dict[str, Any]:
     read, kind = read_model(graph).graph, session.config.task.kind
     sidecars = [runtime.sidecar for runtime in runtimes if runtime.sidecar is not None]
-    limits = [sidecar.profiles for sidecar in sidecars] or [engine_profiles(session)]
+    limits = [sidecar.profiles for sidecar in sidecars] or [artifacts.engine_profiles(session)]
     longest = min(max(each.max[1] for each in profiles) for profiles in limits)
     length = min(session.recipe.export.max_length, longest)
     rows = min(max(p.max[0] for p in profiles if p.max[1] >= length) for profiles in limits)

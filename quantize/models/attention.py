@@ -2,35 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.models.families.known import family_of
-
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
 ATTENTION = "qdq_eager"
 UNROUNDED = "unrounded_weight"  # of a linear whose weight is rounded for a while: as it was
 MASK_FILL = -1e4  # finite in FP16; exp(-1e4) is exactly 0 in FP32 and FP16
-
-
-def use_attention(model: "PreTrainedModel", implementation: str) -> None:
-    """Switch every attention of a model to `ATTENTION` or "sdpa", in place.
-
-    ModelOpt's attention changes, while it runs, what all models of `ATTENTION` run: not for models in two
-    threads. A family whose attention does not go through transformers' AttentionInterface is first made to.
-    """
-    if implementation == ATTENTION:
-        _register_attention()
-    family = family_of(model.config)
-    if family.attention and not family.rewritten:
-        model.set_attn_implementation(implementation)
-        return
-    if family.attention:
-        from qdqbench.quantize.models.rewritten import use_interface
-
-        use_interface(model)
-    # transformers would not switch a rewritten one; any other stays as it is, with this mask
-    model.config._attn_implementation = implementation
 
 
 def _register_attention() -> None:

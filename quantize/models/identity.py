@@ -221,7 +221,6 @@ def embedding_notes(name: str, revision: str | None, max_length: int) -> list[st
 
 @contextmanager
 def explain_load_errors(name: str, what: str = "model") -> Iterator[None]:
-    """Turn the many ways in which a load fails into a UserError of one sentence."""
     where = "the folder" if Path(name).is_dir() else "no such folder here, and as a hub id"
     try:
         yield

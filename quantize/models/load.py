@@ -4,17 +4,9 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from qdqbench.quantize.models.attention import ATTENTION, use_attention
+from qdqbench.quantize.models import identity
+from qdqbench.quantize.models.attention import ATTENTION, _register_attention
 from qdqbench.quantize.models.families.known import BERT, family_of
-from qdqbench.quantize.models.identity import (
-    FIELD,
-    Pooling,
-    choose_pooling,
-    explain_load_errors,
-    model_commit,
-    read_config,
-    read_sentence_folder,
-)
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.kind import TaskKind
@@ -29,20 +21,23 @@ TANH, SAME = "gelu_pytorch_tanh", "gelu_new"  # one function, as one operator an
 
 
 def load_model(
-    name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION, pooling: Pooling | None = None
+    name: str,
+    revision: str | None = None,
+    kind: TaskKind = CLASSIFICATION,
+    pooling: identity.Pooling | None = None,
 ) -> "PreTrainedModel":
     """Load an FP32 model with its head, in eval mode; never run code from the repository.
 
     Where the kind embeds, `pooling` is of an encoder that does not say itself how tokens become an embedding.
     """
-    with quiet("transformers"), explain_load_errors(name):
-        commit = model_commit(name, revision)
-        folder = read_sentence_folder(name, commit) if kind.embeds else None
+    with quiet("transformers"), identity.explain_load_errors(name):
+        commit = identity.model_commit(name, revision)
+        folder = identity.read_sentence_folder(name, commit) if kind.embeds else None
         inside = folder.encoder if folder else ""
         config = _supported_config(name, commit, inside)
         if kind.embeds:
-            chosen = choose_pooling(name, folder, getattr(config, FIELD, None), pooling)
-            setattr(config, FIELD, chosen.model_dump(mode="json"))
+            chosen = identity.choose_pooling(name, folder, getattr(config, identity.FIELD, None), pooling)
+            setattr(config, identity.FIELD, chosen.model_dump(mode="json"))
         _require_head(config, name, kind)
         model, loading = _pretrained(name, kind, commit, config, subfolder=inside)
         lost = {*loading["missing_keys"]}
@@ -54,6 +49,26 @@ def load_model(
         missing = name_list(sorted(lost))
         raise UserError(f"model {name} lacks weights for {missing}; fine-tune it for {kind.name} first")
     return prepare_model(model)
+
+
+def use_attention(model: "PreTrainedModel", implementation: str) -> None:
+    """Switch every attention of a model to `ATTENTION` or "sdpa", in place.
+
+    ModelOpt's attention changes, while it runs, what all models of `ATTENTION` run: not for models in two
+    threads. A family whose attention does not go through transformers' AttentionInterface is first made to.
+    """
+    if implementation == ATTENTION:
+        _register_attention()
+    family = family_of(model.config)
+    if family.attention and not family.rewritten:
+        model.set_attn_implementation(implementation)
+        return
+    if family.attention:
+        from qdqbench.quantize.models.rewritten import use_interface
+
+        use_interface(model)
+    # transformers would not switch a rewritten one; any other stays as it is, with this mask
+    model.config._attn_implementation = implementation
 
 
 def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
@@ -88,8 +103,8 @@ def load_encoder(  # noqa: PLR0913
         dropout: of hidden states and attention; None: as the model says.
         keep_head: resume the model's own classifier instead of a new one.
     """
-    with quiet("transformers"), explain_load_errors(name):
-        commit = model_commit(name, revision)
+    with quiet("transformers"), identity.explain_load_errors(name):
+        commit = identity.model_commit(name, revision)
         config = _supported_config(name, commit)
         known, config.num_labels, config.problem_type = config.num_labels, num_labels, kind.problem_type
         if classes:
@@ -142,9 +157,9 @@ def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **op
 
 
 def load_config(name: str, revision: str | None = None) -> Any:
-    with quiet("transformers"), explain_load_errors(name):
-        commit = model_commit(name, revision)
-        folder = read_sentence_folder(name, commit)
+    with quiet("transformers"), identity.explain_load_errors(name):
+        commit = identity.model_commit(name, revision)
+        folder = identity.read_sentence_folder(name, commit)
         return _supported_config(name, commit, folder.encoder if folder else "")
 
 
@@ -155,7 +170,7 @@ def read_class_names(name: str, revision: str | None, kind: TaskKind) -> list[st
 
 
 def _supported_config(name: str, commit: str | None, inside: str = "") -> Any:
-    config = read_config(name, commit, inside)
+    config = identity.read_config(name, commit, inside)
     family_of(config, name).require_supported(config, name)
     return config
 
@@ -176,9 +191,9 @@ def load_tokenizer(
     """Load a fast tokenizer with a pad token."""
     from transformers import AutoTokenizer
 
-    with quiet("transformers"), explain_load_errors(name, "tokenizer"):
-        commit = model_commit(name, revision)
-        folder = read_sentence_folder(name, commit) if kind.embeds else None
+    with quiet("transformers"), identity.explain_load_errors(name, "tokenizer"):
+        commit = identity.model_commit(name, revision)
+        folder = identity.read_sentence_folder(name, commit) if kind.embeds else None
         inside = folder.encoder if folder else ""
         options = {"revision": commit, "trust_remote_code": False, "use_fast": True, "subfolder": inside}
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
@@ -235,8 +250,8 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
 
 
 def read_model_config(name: str, revision: str | None = None) -> Any:
-    with quiet("transformers"), explain_load_errors(name):
-        return read_config(name, model_commit(name, revision))
+    with quiet("transformers"), identity.explain_load_errors(name):
+        return identity.read_config(name, identity.model_commit(name, revision))
 
 
 def create_untrained(name: str, config: Any) -> "PreTrainedModel":
@@ -247,7 +262,7 @@ def create_untrained(name: str, config: Any) -> "PreTrainedModel":
         raise UserError(f"{what} whose weights are quantized already ({method}); give the original model")
     if config.is_encoder_decoder:
         raise UserError(f"{what}, an encoder with a decoder; only encoders are supported")
-    with quiet("transformers"), explain_load_errors(name):
+    with quiet("transformers"), identity.explain_load_errors(name):
         model = _find_class(config)._from_config(config, attn_implementation="eager").eval()
     if (tokens := BERT.inputs[0]) not in inspect.signature(model.forward).parameters:
         raise UserError(f"{what}, which does not read {tokens}; only encoders of text are supported")

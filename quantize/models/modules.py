@@ -24,7 +24,6 @@ class ModuleInfo:
 
 
 def module_table(model: "PreTrainedModel") -> dict[str, ModuleInfo]:
-    """Return every module by name with its class, or its place in the family."""
     from torch import nn
 
     family = family_of(model.config)

@@ -5,16 +5,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from qdqbench.quantize.engine import profiles as shapes
 from qdqbench.quantize.engine.backend import preferred_backend
 from qdqbench.quantize.engine.build import list_gemms
 from qdqbench.quantize.engine.cpu_runtimes import Compute, choose_compute
-from qdqbench.quantize.engine.profiles import (
-    LARGEST_BATCH,
-    Profile,
-    bucket_profiles,
-    choose_edges,
-    span_profiles,
-)
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe
@@ -83,12 +77,12 @@ def engine_profiles(session: Session) -> list[Any]:
     if session.recipe.auto_shapes:
         return auto_profiles(session)
     profiles = recipe_profiles(session.recipe)
-    return [span_profiles(profiles)] if backend_of(session.recipe) in CPU_BACKENDS else profiles
+    return [shapes.span_profiles(profiles)] if backend_of(session.recipe) in CPU_BACKENDS else profiles
 
 
-def recipe_profiles(recipe: Recipe) -> list[Profile]:
+def recipe_profiles(recipe: Recipe) -> list[shapes.Profile]:
     bounds = (zip(each.batch, each.length, strict=True) for each in recipe.engine.profiles)
-    return [Profile(*sizes) for sizes in bounds]
+    return [shapes.Profile(*sizes) for sizes in bounds]
 
 
 def row_lengths(session: Session) -> Int64:
@@ -102,15 +96,15 @@ def length_edges(session: Session) -> list[int] | None:
     """
     if not session.recipe.auto_shapes or backend_of(session.recipe) in CPU_BACKENDS:
         return None
-    return choose_edges(row_lengths(session), session.recipe.export.max_length)
+    return shapes.choose_edges(row_lengths(session), session.recipe.export.max_length)
 
 
-def auto_profiles(session: Session) -> list[Profile]:
+def auto_profiles(session: Session) -> list[shapes.Profile]:
     batch, longest = session.config.batch_size, session.recipe.export.max_length
     if edges := length_edges(session):
-        return bucket_profiles(edges, longest, batch)
+        return shapes.bucket_profiles(edges, longest, batch)
     typical = int(np.median(row_lengths(session)))
-    return [Profile((1, 1), (batch, typical), (max(batch, LARGEST_BATCH), longest))]
+    return [shapes.Profile((1, 1), (batch, typical), (max(batch, shapes.LARGEST_BATCH), longest))]
 
 
 def describe_lengths(session: Session) -> Lengths | None:

@@ -16,14 +16,7 @@ from qdqbench.quantize.models.load import load_matching_tokenizer, load_model, r
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.rows import (
-    CalibrationBatches,
-    Split,
-    encode,
-    has_only_texts,
-    load_split,
-    require_order,
-)
+from qdqbench.quantize.tasks import rows
 from qdqbench.quantize.tasks.task import Task, check_model_fits
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.encoded import Encoded
@@ -183,20 +176,22 @@ class Session:
         """Return the fake-quant model that is exported: after QAT where the recipe has it, else after PTQ."""
         return self.new_qat_model() if self.recipe.qat else self.new_ptq_model()
 
-    def split(self, name: str, *, limit: int | None, seed: int | None = None, labelled: bool = True) -> Split:
+    def split(
+        self, name: str, *, limit: int | None, seed: int | None = None, labelled: bool = True
+    ) -> rows.Split:
         task, source = self.config.task, self.data_source
-        split = load_split(task, source, name, limit=limit, seed=seed, labelled=labelled)
+        split = rows.load_split(task, source, name, limit=limit, seed=seed, labelled=labelled)
         self.notes += [note for note in split.notes if note not in self.notes]
         self._warn(split.warnings)
         return split
 
-    def calibration_batches(self) -> CalibrationBatches:
+    def calibration_batches(self) -> rows.CalibrationBatches:
         settings, task = self.recipe.calibration, self.config.task
-        texts = has_only_texts(task, self.data_source, settings.split)
+        texts = rows.has_only_texts(task, self.data_source, settings.split)
         labelled = not (task.kind.calibrates_unlabelled or texts)
         split = self.split(settings.split, limit=settings.samples, seed=settings.seed, labelled=labelled)
         longest = self.recipe.export.max_length
-        return CalibrationBatches(split, task, self.tokenizer, longest, settings.batch_size, self.pad_id)
+        return rows.CalibrationBatches(split, task, self.tokenizer, longest, settings.batch_size, self.pad_id)
 
     def require_inputs(self, *, calibrates: bool = True, evaluates: bool = True) -> None:
         """Raise `UserError` where model, recipe or data do not load or fit, before anything is written."""
@@ -211,14 +206,16 @@ class Session:
             self.eval_splits  # noqa: B018
 
     @functools.cached_property
-    def eval_splits(self) -> dict[str, tuple[Split, Encoded]]:
+    def eval_splits(self) -> dict[str, tuple[rows.Split, Encoded]]:
         task, splits = self.config.task, {}
         for name in task.eval_splits:
             report_phase(f"reading {name}")
             split = self.split(name, limit=self.config.limit)
             if task.kind is CLASSIFICATION:
-                require_order(split, task, read_class_names(self.model_name, self.config.revision, task.kind))
-            encoded = encode(split, task, self.tokenizer, self.recipe.export.max_length)
+                rows.require_order(
+                    split, task, read_class_names(self.model_name, self.config.revision, task.kind)
+                )
+            encoded = rows.encode(split, task, self.tokenizer, self.recipe.export.max_length)
             splits[name] = split, encoded
             self._warn(encoded.warnings)
         return splits

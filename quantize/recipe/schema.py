@@ -14,18 +14,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import BERT, FAMILIES, family_of
 from qdqbench.quantize.models.load import load_config
-from qdqbench.quantize.recipe.sections import (
-    AUTO,
-    FORMS,
-    Calibration,
-    EngineSettings,
-    Export,
-    GateSettings,
-    ModelSection,
-    Precision,
-    Qat,
-    Rule,
-)
+from qdqbench.quantize.recipe import sections
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, MAX_NAMED
@@ -41,20 +30,24 @@ class Recipe(Frozen):
     version: Literal[1] = field("Version of this format.", ...)
     name: str = field("Names run folders, files and rows of tables.", ..., pattern=r"^[a-z0-9][a-z0-9._-]*$")
     description: str = field("One line for `qdqbench recipes list`.", "")
-    model: ModelSection = field("Which models the recipe is for.", ModelSection())
-    precision: Precision = field("Compute precision, and what stays out of INT8.", Precision())
-    rules: tuple[Rule, ...] = field("What becomes INT8, and exceptions; the later one wins.", ())
+    model: sections.ModelSection = field("Which models the recipe is for.", sections.ModelSection())
+    precision: sections.Precision = field(
+        "Compute precision, and what stays out of INT8.", sections.Precision()
+    )
+    rules: tuple[sections.Rule, ...] = field("What becomes INT8, and exceptions; the later one wins.", ())
     attention: Literal["fp16", "int8"] = field(
         "q, k, v, softmax and output of attentions, but for rules.", "fp16"
     )
     residual: Literal["fp16", "int8"] = field(
         "What LayerNorms of the encoder add to a linear's output, but for rules.", "fp16"
     )
-    calibration: Calibration = field("Data and method that set each amax.", Calibration())
-    export: Export = field("Form of the ONNX file.", Export())
-    engine: EngineSettings = field("Where the ONNX file is built, and for which shapes.", EngineSettings())
-    qat: Qat | None = field("Training after PTQ, with its Q/DQ in place; null: none.")
-    gate: GateSettings = field("What must hold for exit status 0.", GateSettings())
+    calibration: sections.Calibration = field("Data and method that set each amax.", sections.Calibration())
+    export: sections.Export = field("Form of the ONNX file.", sections.Export())
+    engine: sections.EngineSettings = field(
+        "Where the ONNX file is built, and for which shapes.", sections.EngineSettings()
+    )
+    qat: sections.Qat | None = field("Training after PTQ, with its Q/DQ in place; null: none.")
+    gate: sections.GateSettings = field("What must hold for exit status 0.", sections.GateSettings())
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -99,7 +92,7 @@ class Recipe(Frozen):
 
     @property
     def auto_shapes(self) -> bool:
-        return self.engine.shapes == AUTO
+        return self.engine.shapes == sections.AUTO
 
     @property
     def ptq(self) -> "Recipe":
@@ -200,7 +193,7 @@ def adapt_recipe(
     if max_length is not None:
         kept = data["engine"]["shapes"]
         longest = max((each.length[2] for each in recipe.engine.profiles), default=max_length)
-        for each in [] if kept == AUTO else [kept] if isinstance(kept, dict) else kept:
+        for each in [] if kept == sections.AUTO else [kept] if isinstance(kept, dict) else kept:
             each["length"] = [
                 max_length if size == longest else min(size, max_length) for size in each["length"]
             ]
@@ -274,7 +267,7 @@ def dump_short_recipe(recipe: Recipe) -> str:
 def _explain(error: ValidationError) -> str:
     parts = []
     for item in error.errors():
-        location = tuple(part for part in item["loc"] if part not in FORMS)
+        location = tuple(part for part in item["loc"] if part not in sections.FORMS)
         where = ".".join(str(part) for part in location)
         if item["type"] == "extra_forbidden":
             section: Any = Recipe

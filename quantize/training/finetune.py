@@ -29,15 +29,7 @@ from qdqbench.quantize.tasks.rows import (
 from qdqbench.quantize.tasks.task import Task, merge_splits, with_classes
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.tasks.types.kind import join_outputs
-from qdqbench.quantize.training.loop import (
-    HeldOut,
-    Job,
-    divide,
-    group_decayed,
-    is_collapsed,
-    predict_rows,
-    train,
-)
+from qdqbench.quantize.training import loop
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -176,7 +168,7 @@ def _train_seed(
             "ones among them"
         )
     try:
-        run = train(job, accelerator)
+        run = loop.train(job, accelerator)
     except CheckFailed as error:
         return job.run.model_copy(update={"status": "failed", "reason": str(error)})
     scores = _validate(request, data, model, accelerator)
@@ -223,8 +215,8 @@ def _new_job(
     settings: Training,
     identity: dict[str, Any],
     accelerator: Accelerator,
-) -> Job:
-    divided = divide(data.train, data.pad_id, settings.holdout, settings.seed)
+) -> loop.Job:
+    divided = loop.divide(data.train, data.pad_id, settings.holdout, settings.seed)
     model = _load_base(request, settings)
     task, kind, encoded, judged = request.task, request.task.kind, data.train, divided.judged
     labels = torch.from_numpy(encoded.labels).to(accelerator.device)
@@ -234,16 +226,16 @@ def _new_job(
         places, counts = (torch.from_numpy(x).to(labels.device) for x in encoded.places(rows))
         return kind.loss(answers, labels[places], counts)
 
-    def judge(plain: Any) -> HeldOut:
-        answers = predict_rows(accelerator, plain, kind, judged, data.pad_id)
+    def judge(plain: Any) -> loop.HeldOut:
+        answers = loop.predict_rows(accelerator, plain, kind, judged, data.pad_id)
         if not np.isfinite(answers).all():
-            return HeldOut(float("nan"), {}, True)
+            return loop.HeldOut(float("nan"), {}, True)
         values = metrics.compute(task, answers, judged.gold)
         score = next(iter(values.values()))
         mean = kind.mean_loss(answers, judged.labels, judged.answers)
-        return HeldOut(score, {"loss": mean, **values}, is_collapsed(task, answers, judged.labels))
+        return loop.HeldOut(score, {"loss": mean, **values}, loop.is_collapsed(task, answers, judged.labels))
 
-    return Job(
+    return loop.Job(
         model=model,
         data=divided,
         settings=settings,
@@ -251,7 +243,7 @@ def _new_job(
         judge=judge,
         folder=request.folder / f"seed-{settings.seed}" / CHECKPOINTS,
         identity=identity,
-        groups=group_decayed(model, settings.weight_decay),
+        groups=loop.group_decayed(model, settings.weight_decay),
         report=lambda row, steps: request.report(settings.seed, row, steps),
     )
 
@@ -262,7 +254,7 @@ def _validate(
     """Compute metrics of the validation split in FP32; of MNLI's second one under a suffix."""
     task = request.task
     scored = [
-        (predict_rows(accelerator, model, task.kind, each, data.pad_id), each.gold)
+        (loop.predict_rows(accelerator, model, task.kind, each, data.pad_id), each.gold)
         for each in data.evaluation.values()
     ]
     return {

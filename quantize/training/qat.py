@@ -17,21 +17,10 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PreTrainedModel
 
+from qdqbench.quantize.calibration import record as records
+from qdqbench.quantize.calibration import smoothing
 from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers
-from qdqbench.quantize.calibration.record import (
-    CalibrationRecord,
-    get_state_shifts,
-    read_quantizer_state,
-    require_plausible,
-    write_record,
-)
-from qdqbench.quantize.calibration.smoothing import (
-    group_shared_scales,
-    keep_equal,
-    remove_copies,
-    remove_factors,
-)
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.pipeline.session import CHECKPOINTS, QAT, RECORD, Session
@@ -40,21 +29,7 @@ from qdqbench.quantize.recipe.sections import Qat
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import encode
 from qdqbench.quantize.tasks.types.kind import join_outputs
-from qdqbench.quantize.training.loop import (
-    HeldOut,
-    Job,
-    TrainingData,
-    count_processes,
-    divide,
-    group_decayed,
-    is_collapsed,
-    join_group,
-    leave_group,
-    new_accelerator,
-    predict_rows,
-    share_batches,
-    train,
-)
+from qdqbench.quantize.training import loop
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -90,7 +65,7 @@ def unshift_states(session: Session, accelerator: Accelerator) -> Callable[[Stat
     """Return what takes the shifts of calibration out of hidden states, which the teacher has not."""
     moved = {
         number: torch.tensor(values, device=accelerator.device)
-        for number, values in get_state_shifts(session.ptq_record, session.plan).items()
+        for number, values in records.get_state_shifts(session.ptq_record, session.plan).items()
     }
     return lambda hidden: tuple(
         state - moved[number] if number in moved else state for number, state in enumerate(hidden)
@@ -100,14 +75,16 @@ def unshift_states(session: Session, accelerator: Accelerator) -> Callable[[Stat
 class Distillation:
     """The FP32 model as teacher; its answers to the train split are computed once."""
 
-    def __init__(self, session: Session, settings: Qat, accelerator: Accelerator, data: TrainingData) -> None:
+    def __init__(
+        self, session: Session, settings: Qat, accelerator: Accelerator, data: loop.TrainingData
+    ) -> None:
         self.task, self.parts = session.config.task, settings.distill
         self.accelerator, self.data = accelerator, data
         self.teacher = session.new_model().to(accelerator.device)
         self.teacher.requires_grad_(False)
         self.unshift = unshift_states(session, accelerator)
         encoded = data.encoded
-        answers = predict_rows(accelerator, self.teacher, self.task.kind, encoded, data.pad_id)
+        answers = loop.predict_rows(accelerator, self.teacher, self.task.kind, encoded, data.pad_id)
         if bad := int((~np.isfinite(answers)).any(axis=1).sum()):
             raise CheckFailed(
                 f"{bad} of {len(answers)} answers of the FP32 model to training rows are NaN or infinite"
@@ -134,11 +111,11 @@ class Distillation:
             total = total + parts.hidden * compute_hidden_distance(mine, hidden, batch["attention_mask"])
         return total  # type: ignore[no-any-return]
 
-    def judge(self, model: Any) -> HeldOut:
+    def judge(self, model: Any) -> loop.HeldOut:
         task, parts, judged, wanted = self.task, self.parts, self.data.judged, self.held_out
-        answers = predict_rows(self.accelerator, model, task.kind, judged, self.data.pad_id)
+        answers = loop.predict_rows(self.accelerator, model, task.kind, judged, self.data.pad_id)
         if not np.isfinite(answers).all():
-            return HeldOut(float("nan"), {}, True)
+            return loop.HeldOut(float("nan"), {}, True)
         pair = torch.from_numpy(answers), torch.from_numpy(wanted)
         distance = task.kind.distance(*pair, parts.temperature, torch.from_numpy(judged.answers))
         scores = {"distance": float(distance) / judged.rows}
@@ -152,13 +129,13 @@ class Distillation:
             scores = {"objective": score, **scores}
         reference = metrics.select_reference(task, judged.gold, wanted)
         labels = judged.labels
-        constant = is_collapsed(task, answers, labels) and not is_collapsed(task, wanted, labels)
-        return HeldOut(-score, {**scores, **metrics.compute(task, answers, reference)}, constant)
+        constant = loop.is_collapsed(task, answers, labels) and not loop.is_collapsed(task, wanted, labels)
+        return loop.HeldOut(-score, {**scores, **metrics.compute(task, answers, reference)}, constant)
 
     def _judge_hidden(self, model: Any) -> float:
         accelerator, judged = self.accelerator, self.data.judged
         total = torch.zeros((), device=accelerator.device)
-        for _, inputs in share_batches(accelerator, self.teacher, judged, self.data.pad_id):
+        for _, inputs in loop.share_batches(accelerator, self.teacher, judged, self.data.pad_id):
             with torch.inference_mode(), accelerator.autocast():
                 hidden = model(**inputs, output_hidden_states=True).hidden_states
                 target = self.teacher(**inputs, output_hidden_states=True).hidden_states
@@ -191,7 +168,7 @@ def prepare_student(session: Session, settings: Qat) -> PreTrainedModel:
             bias.requires_grad_(False)
     native.use_native(model)
     if settings.amax == "learned":
-        native.learn_amax(model, together=group_shared_scales(session.plan))
+        native.learn_amax(model, together=smoothing.group_shared_scales(session.plan))
     only_hidden = not (settings.distill.logits or settings.distill.labels)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and settings.dropout is not None:
@@ -202,15 +179,15 @@ def prepare_student(session: Session, settings: Qat) -> PreTrainedModel:
     return model
 
 
-def new_job(session: Session, settings: Qat, accelerator: Accelerator) -> Job:
+def new_job(session: Session, settings: Qat, accelerator: Accelerator) -> loop.Job:
     task = session.config.task
     split = session.split(task.train_split, limit=None)
     encoded = encode(split, task, session.tokenizer, session.recipe.export.max_length)
-    data = divide(encoded, session.pad_id, settings.holdout, settings.seed)
+    data = loop.divide(encoded, session.pad_id, settings.holdout, settings.seed)
     model = prepare_student(session, settings)
     distillation = Distillation(session, settings, accelerator, data)
     model.to(accelerator.device)
-    tie = keep_equal(model, session.ptq_record.splits)
+    tie = smoothing.keep_equal(model, session.ptq_record.splits)
     tie()
 
     def after_step() -> None:
@@ -219,11 +196,11 @@ def new_job(session: Session, settings: Qat, accelerator: Accelerator) -> Job:
 
     ratios = native.list_learned(model)  # of amax, with a rate of their own
     learned = {id(ratio) for ratio in ratios}
-    groups = group_decayed(model, settings.weight_decay)
+    groups = loop.group_decayed(model, settings.weight_decay)
     groups = [{**g, "params": [p for p in g["params"] if id(p) not in learned]} for g in groups]
     if ratios := [ratio for ratio in ratios if ratio.requires_grad]:
         groups.append({"params": ratios, "weight_decay": 0.0, "lr": settings.amax_learning_rate})
-    return Job(
+    return loop.Job(
         model=model,
         data=data,
         settings=settings,
@@ -239,7 +216,9 @@ def new_job(session: Session, settings: Qat, accelerator: Accelerator) -> Job:
     )
 
 
-def _identity(session: Session, settings: Qat, record: CalibrationRecord, fingerprint: str) -> dict[str, Any]:
+def _identity(
+    session: Session, settings: Qat, record: records.CalibrationRecord, fingerprint: str
+) -> dict[str, Any]:
     recipe = session.recipe
     placed = [rule.model_dump(mode="json") for rule in recipe.rules], recipe.attention, recipe.export.gelu
     return {
@@ -276,8 +255,8 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
     """
     if is_main_process():
         lead("ptq")
-    with join_group():
-        accelerator = new_accelerator(get_settings(session).precision)
+    with loop.join_group():
+        accelerator = loop.new_accelerator(get_settings(session).precision)
         if not is_main_process():
             if broadcast_object_list([None])[0]:
                 _train_quantized(session, accelerator)
@@ -299,19 +278,21 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
 
 
 def train_qat(session: Session) -> list[Path]:
-    if session.accelerator is None and count_processes() > 1:
+    if session.accelerator is None and loop.count_processes() > 1:
         raise UserError(
-            f"{count_processes()} processes would each go through this run; under a launcher use "
+            f"{loop.count_processes()} processes would each go through this run; under a launcher use "
             "`-m qdqbench qat`"
         )
     session.before_training()
-    return _train_quantized(session, session.accelerator or new_accelerator(get_settings(session).precision))
+    return _train_quantized(
+        session, session.accelerator or loop.new_accelerator(get_settings(session).precision)
+    )
 
 
 def _train_quantized(session: Session, accelerator: Accelerator) -> list[Path]:
     job = new_job(session, get_settings(session), accelerator)
-    run = train(job, accelerator)
-    leave_group()  # what follows is done by the main process alone
+    run = loop.train(job, accelerator)
+    loop.leave_group()  # what follows is done by the main process alone
     model: Any = job.model
     native.settle_learned(model)
     native.use_modelopt(model)
@@ -326,19 +307,21 @@ def _write_trained(session: Session, model: PreTrainedModel, run: TrainingRun) -
     """Write model, record and training log, and prove that they rebuild every weight and scale."""
     folder, record = session.folder / QAT, session.ptq_record
     states = {
-        name: read_quantizer_state(name, quantizer, record.quantizers[name].rms)
+        name: records.read_quantizer_state(name, quantizer, record.quantizers[name].rms)
         for name, quantizer in list_quantizers(model).items()
     }
-    require_plausible(states)
+    records.require_plausible(states)
     plain = session.new_model()  # no quantizers, no smoothing factors in weights, no copies
-    weights = remove_copies(remove_factors(model, record.smoothing), record.splits, family_of(model.config))
+    weights = smoothing.remove_copies(
+        smoothing.remove_factors(model, record.smoothing), record.splits, family_of(model.config)
+    )
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
     with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
         plain.save_pretrained(temporary)
         session.tokenizer.save_pretrained(temporary)
     # what was added to biases is in the trained ones
     trained = {"quantizers": states, "shifts": {}, "centers": {}, "biases": {}}
-    write_record(folder / "calibration.json", record.model_copy(update=trained))
+    records.write_record(folder / "calibration.json", record.model_copy(update=trained))
     with files.atomic_folder(folder / "modelopt") as temporary, quiet("transformers"):
         save_modelopt(model, temporary)
     rebuilt = session.new_qat_model().state_dict()

@@ -100,9 +100,8 @@ def write_model(folder: Path, kind: str, steps: int = 120) -> Path:
     task = get_task(kind)
     task = with_classes(task, TAGS) if kind == "tokens" else task
     table = tagged(600, 7) if kind == "tokens" else asked(600, 7, longest=12)
-    dataset = datasets.Dataset.from_dict(
-        {name: table[name] for name in (*task.text_columns, task.label_column)}
-    )
+    columns = (*task.text_columns, task.label_column)
+    dataset = datasets.Dataset.from_dict({name: table[name] for name in columns})
     encoded = encode(Split(dataset, "", "", 600, ()), task, tokenizer(), POSITIONS)
     model, labels = new_model(kind), torch.from_numpy(encoded.labels)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -44,9 +44,8 @@ def test_every_block_of_the_document_runs(tmp_path, monkeypatch, capsys):
     assert len(engine.to_frame()) == len(engine.layers)
     assert [*seen["bench"].to_frame().batch.unique()] == [1]
     assert seen["changed"].name == "mine"
-    (block,) = re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    text = (ROOT / "README.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     exec(compile(block, "README.md", "exec"), {name: seen[name] for name in ("model", "samples")})
     assert_the_notebook_runs()  # where its run is finished already
 

@@ -9,24 +9,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from .tiny import EVAL_ROWS, MAIN, environment, listing, rows, write_split
+from .tiny import EVAL_ROWS, MAIN, environment, listing, refused, rows, write_split
 
+VALID = "version: 1\nname: mine\n"
 LATEST = ("results.json", "report.md", "report.html")
-
-
-def one_sentence(done, code, *told):
-    """Exit status, and one line on stderr that tells everything asked for."""
-    assert done.code == code, done
-    assert done.out == ""
-    assert re.fullmatch(r"qdqbench: [^\n]{20,}\n", done.err), done.err
-    assert "Traceback" not in done.err
-    assert "unexpected failure" not in done.err, done.err
-    for text in told:
-        assert re.search(text, done.err), (text, done.err)
 
 
 def nothing_half_written(out):
@@ -49,8 +40,7 @@ def copied(sst2, tmp_path):
     return model, data
 
 
-def config_edited(model, file="config.json", **changes):
-    path = model / file
+def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
@@ -64,122 +54,98 @@ def overwrite(path, start, count):
     path.write_bytes(data)
 
 
-def relabelled(data, split, change):
+def keep_only(folder, *names):
+    for path in folder.iterdir():
+        if path.name not in names:
+            path.unlink()
+
+
+def change_rows(path, change):
     table = rows("sst2", EVAL_ROWS, 100)
     change(table)
-    (data / "sst2" / f"{split}.parquet").unlink()
-    write_split(data / "sst2" / f"{split}.parquet", table)
+    path.unlink()
+    write_split(path, table)
 
 
-def set_label(value):
-    return lambda table: table.update(label=[value] * EVAL_ROWS)
+def set_all(name, value):
+    return lambda table: table.update({name: [value] * EVAL_ROWS})
 
 
-def some_labels(value):
-    return lambda table: table["label"].__setitem__(3, value)
+def set_one(name, value):
+    return lambda table: table[name].__setitem__(5, value)
 
 
-def no_rows(data, split):
+def remove_rows(path):
     import pyarrow
     import pyarrow.parquet
 
-    path = data / "sst2" / f"{split}.parquet"
     pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).slice(0, 0), path)
 
 
-# What is done to the model or the data, and what the sentence must tell.
+CONFIG, WEIGHTS = "model/config.json", "model/model.safetensors"
+TRAIN, VALIDATION = "data/sst2/train.parquet", "data/sst2/validation.parquet"
+# What is done to a file or folder, and what the sentence must tell.
 DAMAGED = {
-    "config-missing": (lambda m, d: (m / "config.json").unlink(), [r"model", r"config\.json|model_type"]),
-    "config-not-json": (
-        lambda m, d: cut(m / "config.json", 0.5),
-        [r"cannot load model", r"config\.json.* is not a valid JSON"],
-    ),
+    "config-missing": (CONFIG, Path.unlink, [r"model", r"config\.json|model_type"]),
+    "config-not-json": (CONFIG, partial(cut, share=0.5), [r"load model", r"config\.json.* not a valid JSON"]),
     "other-architecture": (
-        lambda m, d: config_edited(m, model_type="mobilebert"),
+        CONFIG,
+        partial(edit, model_type="mobilebert"),
         [r"'mobilebert'", r"supported here: bert"],
     ),
-    "unknown-architecture": (
-        lambda m, d: config_edited(m, model_type="nonesuch"),
-        [r"does not know", r"nonesuch"],
-    ),
-    "no-weights": (lambda m, d: (m / "model.safetensors").unlink(), [r"cannot load model", r"safetensors"]),
-    "empty-weights": (lambda m, d: cut(m / "model.safetensors", 0), [r"cannot load model"]),
-    "truncated-weights": (lambda m, d: cut(m / "model.safetensors", 0.6), [r"cannot load model"]),
-    "corrupted-header": (lambda m, d: overwrite(m / "model.safetensors", 0, 64), [r"cannot load model"]),
-    "not-a-number-weights": (
-        lambda m, d: overwrite(m / "model.safetensors", -40000, 30000),
-        [r"NaN|not finite|infinite"],
-    ),
+    "unknown-architecture": (CONFIG, partial(edit, model_type="nonesuch"), [r"does not know", r"nonesuch"]),
+    "no-weights": (WEIGHTS, Path.unlink, [r"cannot load model", r"safetensors"]),
+    "empty-weights": (WEIGHTS, partial(cut, share=0), [r"cannot load model"]),
+    "truncated-weights": (WEIGHTS, partial(cut, share=0.6), [r"cannot load model"]),
+    "corrupted-header": (WEIGHTS, partial(overwrite, start=0, count=64), [r"cannot load model"]),
+    "nan-weights": (WEIGHTS, partial(overwrite, start=-40000, count=30000), [r"NaN|not finite|infinite"]),
     "no-tokenizer": (
-        lambda m, d: [
-            path.unlink() for path in m.iterdir() if path.name not in ("config.json", "model.safetensors")
-        ],
+        "model",
+        lambda path: keep_only(path, "config.json", "model.safetensors"),
         [r"tokenizer"],
     ),
     "no-pad-token": (
-        lambda m, d: config_edited(m, "tokenizer_config.json", pad_token=None),
+        "model/tokenizer_config.json",
+        partial(edit, pad_token=None),
         [r"tokenizer of model .* has no pad token", r"key pad_token"],
     ),
-    "shapes-differ": (
-        lambda m, d: config_edited(m, intermediate_size=96),
-        [r"cannot load model|lacks weights"],
-    ),
-    "too-few-positions": (
-        lambda m, d: config_edited(m, max_position_embeddings=64),
-        [r"cannot load|positions"],
-    ),
-    "truncated-data": (
-        lambda m, d: cut(d / "sst2" / "validation.parquet", 0.6),
-        [r"validation\.parquet", r"damaged"],
-    ),
-    "no-such-split": (
-        lambda m, d: (d / "sst2" / "validation.parquet").unlink(),
-        [r"'validation'", r"looked for"],
-    ),
-    "no-rows-to-evaluate": (lambda m, d: no_rows(d, "validation"), [r"validation\.parquet", r"no rows"]),
-    "no-rows-to-calibrate": (lambda m, d: no_rows(d, "train"), [r"train\.parquet", r"no rows"]),
-    "no-train-split": (lambda m, d: (d / "sst2" / "train.parquet").unlink(), [r"'train'", r"looked for"]),
-    "no-labels": (
-        lambda m, d: relabelled(d, "validation", set_label(-1)),
-        [r"labels", r"all -1", r"validation"],
-    ),
-    "some-labels-missing": (
-        lambda m, d: relabelled(d, "validation", some_labels(None)),
-        [r"missing in 1 of 96", r"labelled split"],
-    ),
-    "a-label-too-many": (
-        lambda m, d: relabelled(d, "validation", some_labels(2)),
-        [r"0 to 2", r"classes 0 to 1"],
-    ),
-    "labels-are-texts": (
-        lambda m, d: relabelled(d, "validation", set_label("yes")),
-        [r"string", r"integers from 0 to 1"],
-    ),
-    "texts-are-numbers": (
-        lambda m, d: relabelled(d, "validation", lambda t: t.update(sentence=[1] * EVAL_ROWS)),
-        [r"'sentence'", r"not texts"],
-    ),
-    "a-text-is-missing": (
-        lambda m, d: relabelled(d, "validation", lambda t: t["sentence"].__setitem__(5, None)),
-        [r"'sentence'", r"row 5"],
-    ),
-    "a-column-is-missing": (
-        lambda m, d: relabelled(d, "validation", lambda t: t.update(text=t.pop("sentence"))),
-        [r"no column sentence", r"its columns are label, idx, text"],
-    ),
+    "shapes-differ": (CONFIG, partial(edit, intermediate_size=96), [r"cannot load model|lacks weights"]),
+    "few-positions": (CONFIG, partial(edit, max_position_embeddings=64), [r"cannot load|positions"]),
+    "truncated-data": (VALIDATION, partial(cut, share=0.6), [r"validation\.parquet", r"damaged"]),
+    "no-such-split": (VALIDATION, Path.unlink, [r"'validation'", r"looked for"]),
+    "no-rows-to-evaluate": (VALIDATION, remove_rows, [r"validation\.parquet", r"no rows"]),
+    "no-rows-to-calibrate": (TRAIN, remove_rows, [r"train\.parquet", r"no rows"]),
+    "no-train-split": (TRAIN, Path.unlink, [r"'train'", r"looked for"]),
+}
+# What is done to the table of the validation split.
+DAMAGED |= {
+    name: (VALIDATION, partial(change_rows, change=change), told)
+    for name, change, told in [
+        ("no-labels", set_all("label", -1), [r"labels", r"all -1", r"validation"]),
+        ("some-labels-missing", set_one("label", None), [r"missing in 1 of 96", r"labelled split"]),
+        ("a-label-too-many", set_one("label", 2), [r"0 to 2", r"classes 0 to 1"]),
+        ("labels-are-texts", set_all("label", "yes"), [r"string", r"integers from 0 to 1"]),
+        ("texts-are-numbers", set_all("sentence", 1), [r"'sentence'", r"not texts"]),
+        ("a-text-is-missing", set_one("sentence", None), [r"'sentence'", r"row 5"]),
+        (
+            "a-column-is-missing",
+            lambda table: table.update(text=table.pop("sentence")),
+            [r"no column sentence", r"its columns are label, idx, text"],
+        ),
+    ]
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DAMAGED)
 def test_damaged_model_or_data(case, copied, tmp_path, qdqbench):
-    damage, told = DAMAGED[case]
+    name, damage, told = DAMAGED[case]
     model, data = copied
-    damage(model, data)
+    damage(tmp_path / name)
     out = tmp_path / "run"
     done = qdqbench("run", "--model", model, "--task", "sst2", "--data", data, "--out", out)
     # a NaN is found by a check of the logits, after the stage ran
-    one_sentence(done, 2 if case == "not-a-number-weights" else 1, *told)
+    refused(done, *told, code=2 if case == "nan-weights" else 1)
     assert not out.exists()
 
 
@@ -189,170 +155,105 @@ def test_damage_in_the_middle_of_a_run(a_run, sst2, copied, qdqbench):
     assert qdqbench("run", "--model", model, "--task", "sst2", "--data", data, "--out", a_run).code == 0
     cut(model / "model.safetensors", 0.5)
     done = qdqbench("report", a_run)
-    one_sentence(done, 1, "cannot load model")
+    refused(done, "cannot load model")
     for name in LATEST:
         assert not (a_run / name).exists()
 
 
-# What is asked for does not exist or does not fit.
+# What is asked for does not exist or does not fit: the command, what its sentence must tell, and the recipe.
 
+OTHER_RULES = "rules: [{match: 'encoder.leyer.*', weights: int8/per-channel, input: int8/per-tensor}]"
 OPTIONS = {
-    "model-missing": (lambda g, t: ["run", "--model", t / "nowhere", *g.options[2:]], 1, [r"nowhere"]),
-    "model-is-a-file": (
-        lambda g, t: ["run", "--model", g.model / "config.json", *g.options[2:]],
-        1,
-        [r"config\.json"],
-    ),
-    "model-without-task": (
-        lambda g, t: ["run", "--model", g.model],
-        1,
-        [r"--model and --task belong together"],
-    ),
-    "task-without-model": (
-        lambda g, t: ["run", "--task", "sst2"],
-        1,
-        [r"--model and --task belong together"],
-    ),
+    "model-missing": ("run --model {dir}/nowhere --task sst2 {data}", [r"nowhere"]),
+    "model-is-a-file": ("run --model {folder}/config.json --task sst2 {data}", [r"config\.json"]),
+    "model-without-task": ("run {model}", [r"--model and --task belong together"]),
+    "task-without-model": ("run --task sst2", [r"--model and --task belong together"]),
     "data-missing": (
-        lambda g, t: ["run", *g.options[:4], "--data", t / "nowhere"],
-        1,
+        "run {model} --task sst2 --data {dir}/nowhere",
         [r"data folder .*nowhere does not exist"],
     ),
-    "data-is-a-file": (
-        lambda g, t: ["run", *g.options[:4], "--data", g.model / "config.json"],
-        1,
-        [r"has no column sentence"],
-    ),
+    "data-is-a-file": ("run {model} --task sst2 --data {folder}/config.json", [r"has no column sentence"]),
     "unknown-task": (
-        lambda g, t: ["run", *g.options[:2], "--task", "sst", *g.options[4:]],
-        1,
+        "run {model} --task sst {data}",
         [r"unknown task 'sst'", r"'sst2'", r"--text-column\b(?!s)"],
     ),
-    "task-for-other-labels": (
-        lambda g, t: ["run", *g.options[:2], "--task", "mnli", *g.options[4:]],
-        1,
-        [r"mnli"],
-    ),
-    "task-for-regression": (
-        lambda g, t: ["run", *g.options[:2], "--task", "stsb", *g.options[4:]],
-        1,
-        [r"stsb"],
-    ),
+    "task-for-other-labels": ("run {model} --task mnli {data}", [r"mnli"]),
+    "task-for-regression": ("run {model} --task stsb {data}", [r"stsb"]),
     "unknown-text-column": (
-        lambda g, t: ["run", *g.options, "--text-column", "sentense"],
-        1,
+        "run {sst2} --text-column sentense",
         [r"sentense \(nearest: sentence\)", r"--text-column\b(?!s)"],
     ),
     "unknown-label-column": (
-        lambda g, t: ["run", *g.options, "--label-column", "lable"],
-        1,
+        "run {sst2} --label-column lable",
         [r"lable \(nearest: label\)", r"--label-column"],
     ),
-    "text-column-twice": (
-        lambda g, t: ["run", *g.options, "--text-column", "sentence", "--text-column", "sentence"],
-        1,
-        [r"all different"],
-    ),
-    "number-of-labels-missing": (
-        lambda g, t: ["run", *g.options[:2], "--task", "mine", *g.options[4:], "--text-column", "sentence"],
-        1,
-        [r"--num-labels"],
-    ),
-    "number-of-labels-wrong": (lambda g, t: ["run", *g.options, "--num-labels", "5"], 1, [r"5 classes"]),
-    "unknown-metric": (
-        lambda g, t: ["run", *g.options, "--metric", "bleu"],
-        1,
-        [r"bleu", r"accuracy, f1, matthews"],
-    ),
+    "text-column-twice": ("run {sst2} --text-column sentence --text-column sentence", [r"all different"]),
+    "labels-not-counted": ("run {model} --task mine {data} --text-column sentence", [r"--num-labels"]),
+    "number-of-labels-wrong": ("run {sst2} --num-labels 5", [r"5 classes"]),
+    "unknown-metric": ("run {sst2} --metric bleu", [r"bleu", r"accuracy, f1, matthews"]),
     "unknown-recipe": (
-        lambda g, t: ["run", "bert-int8-linear", *g.options],
-        1,
+        "run bert-int8-linear {sst2}",
         [r"'bert-int8-linear'", r"nearest is 'bert-int8-linears'"],
     ),
-    "broken-recipe": (
-        lambda g, t: ["run", broken(t, "rules: [{match: x"), *g.options],
-        1,
-        [r"not valid recipe YAML"],
-    ),
-    "recipe-is-a-list": (lambda g, t: ["run", broken(t, "- 1"), *g.options], 1, [r"holds no recipe"]),
+    "broken-recipe": ("run {recipe} {sst2}", [r"not valid recipe YAML"], "rules: [{match: x"),
+    "recipe-is-a-list": ("run {recipe} {sst2}", [r"holds no recipe"], "- 1"),
     "recipe-matches-nothing": (
-        lambda g, t: [
-            "run",
-            broken(
-                t,
-                VALID
-                + "rules: [{match: 'encoder.leyer.*', weights: int8/per-channel, input: int8/per-tensor}]",
-            ),
-            *g.options,
-        ],
-        1,
+        "run {recipe} {sst2}",
         [r"encoder\.leyer", r"encoder\.layer"],
+        f"{VALID}{OTHER_RULES}",
     ),
     "recipe-of-no-samples": (
-        lambda g, t: ["run", broken(t, VALID + "calibration: {samples: 0}"), *g.options],
-        1,
+        "run {recipe} {sst2}",
         [r"calibration\.samples", r"greater than 0"],
+        f"{VALID}calibration: {{samples: 0}}",
     ),
     "recipe-longer-than-the-model": (
-        lambda g, t: ["run", broken(t, VALID + "export: {max_length: 256}"), *g.options],
-        1,
+        "run {recipe} {sst2}",
         [r"export\.max_length is 256", r"128 positions"],
+        f"{VALID}export: {{max_length: 256}}",
     ),
     "recipe-shorter-than-the-data": (
-        lambda g, t: ["run", broken(t, VALID + "engine: {shapes: {length: [4, 4, 4]}}"), *g.options],
-        1,
+        "run {recipe} {sst2}",
         [r"evaluation samples have more than the 4 tokens that engine\.shapes takes", r"export\.max_length"],
+        f"{VALID}engine: {{shapes: {{length: [4, 4, 4]}}}}",
     ),
-    "revision-of-a-folder": (lambda g, t: ["run", *g.options, "--revision", "v1"], 1, [r"drop --revision"]),
-    "revision-of-nothing": (lambda g, t: ["run", "--revision", "v1"], 1, [r"belongs to --model"]),
-    "until-unknown": (
-        lambda g, t: ["run", *g.options, "--until", "nonesuch"],
-        1,
-        [r"'nonesuch'", r"baseline"],
-    ),
-    "no-such-command": (lambda g, t: ["rum"], 1, [r"rum"]),
-    "no-such-option": (lambda g, t: ["run", *g.options, "--tusk", "sst2"], 1, [r"--tusk"]),
-    "limit-of-nothing": (lambda g, t: ["run", *g.options, "--limit", "0"], 1, [r"--limit"]),
-    "limit-is-no-number": (lambda g, t: ["run", *g.options, "--limit", "many"], 1, [r"--limit"]),
-    "argument-missing": (lambda g, t: ["check"], 1, [r"(?i)target"]),
-    "hub-set-of-no-name": (lambda g, t: ["run", *g.options[:4], "--data", "hub:"], 1, [r"hub:OWNER/NAME"]),
+    "revision-of-a-folder": ("run {sst2} --revision v1", [r"drop --revision"]),
+    "revision-of-nothing": ("run --revision v1", [r"belongs to --model"]),
+    "until-unknown": ("run {sst2} --until nonesuch", [r"'nonesuch'", r"baseline"]),
+    "no-such-command": ("rum", [r"rum"]),
+    "no-such-option": ("run {sst2} --tusk sst2", [r"--tusk"]),
+    "limit-of-nothing": ("run {sst2} --limit 0", [r"--limit"]),
+    "limit-is-no-number": ("run {sst2} --limit many", [r"--limit"]),
+    "argument-missing": ("check", [r"(?i)target"]),
+    "hub-set-of-no-name": ("run {model} --task sst2 --data hub:", [r"hub:OWNER/NAME"]),
 }
-VALID = "version: 1\nname: mine\n"
-
-
-def broken(folder, text):
-    path = folder / "recipe.yaml"
-    path.write_text(text)
-    return path
 
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options(case, sst2, tmp_path, qdqbench, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # a missing folder may be a hub id
-    build, code, told = OPTIONS[case]
-    arguments, out = build(sst2, tmp_path), tmp_path / "run"
-    if arguments[0] == "run":
-        arguments += ["--out", out]
-    one_sentence(qdqbench(*arguments), code, *told)
+    line, told, *recipe = OPTIONS[case]
+    (tmp_path / "recipe.yaml").write_text("".join(recipe))
+    given = {"model": f"--model {sst2.model}", "data": f"--data {sst2.data}", "sst2": " ".join(sst2.options)}
+    line = line.format(dir=tmp_path, folder=sst2.model, recipe=tmp_path / "recipe.yaml", **given)
+    out = tmp_path / "run"
+    refused(qdqbench(*line.split(), *(["--out", out] if line.startswith("run") else [])), *told)
     assert not out.exists()
 
 
 # The run directory.
 
 
-def test_out_is_a_file(sst2, tmp_path, qdqbench):
+def test_out_is_a_file_or_holds_others(sst2, tmp_path, qdqbench):
     out = tmp_path / "file"
     out.write_text("mine")
-    one_sentence(qdqbench("run", *sst2.options, "--out", out), 1, "is a file", "--out")
-    one_sentence(qdqbench("run", *sst2.options, "--out", out / "run"), 1, "cannot write|is a file", "--out")
+    refused(qdqbench("run", *sst2.options, "--out", out), "is a file", "--out")
+    refused(qdqbench("run", *sst2.options, "--out", out / "run"), "cannot write|is a file", "--out")
     assert out.read_text() == "mine"
-
-
-def test_out_holds_other_files(sst2, tmp_path, qdqbench):
     out = tmp_path / "folder"
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
-    one_sentence(qdqbench("run", *sst2.options, "--out", out), 1, "holds other files", "--out")
+    refused(qdqbench("run", *sst2.options, "--out", out), "holds other files", "--out")
     assert listing(out) == ["thesis.txt"]
 
 
@@ -365,7 +266,7 @@ def test_out_cannot_be_written(sst2, tmp_path, qdqbench, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "mkdtemp", refuse)
         done = qdqbench("run", *sst2.options, "--out", tmp_path / "run")
-    one_sentence(done, 1, "cannot write .*run", "Permission denied", "--out")
+    refused(done, "cannot write .*run", "Permission denied", "--out")
     nothing_half_written(tmp_path / "run")
 
 
@@ -382,7 +283,7 @@ def test_disk_is_full(sst2, tmp_path, qdqbench, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(np, "savez", full)
         done = qdqbench("run", *sst2.options, "--out", out)
-    one_sentence(done, 1, r"cannot write \S*logits/fp32\.npz: no space left on device", r"MB is free on /")
+    refused(done, r"cannot write \S*logits/fp32\.npz: no space left on device", r"MB is free on /")
     # a stage that ran beside the baseline may have ended, and is kept
     assert not [*out.glob("logits/*"), *out.glob("results.json")]
 
@@ -390,29 +291,29 @@ def test_disk_is_full(sst2, tmp_path, qdqbench, monkeypatch):
 @pytest.mark.parametrize("command", ["quantize", "export", "build", "evaluate", "report"])
 def test_stage_command_on_something_else(command, tmp_path, qdqbench):
     (tmp_path / "thesis.txt").write_text("mine")
-    one_sentence(qdqbench(command, tmp_path), 1, "no run directory", "qdqbench run")
-    one_sentence(qdqbench(command, tmp_path / "nowhere"), 1, "no run directory", "qdqbench run")
-    one_sentence(qdqbench(command, tmp_path / "thesis.txt"), 1, "no run directory")
+    refused(qdqbench(command, tmp_path), "no run directory", "qdqbench run")
+    refused(qdqbench(command, tmp_path / "nowhere"), "no run directory", "qdqbench run")
+    refused(qdqbench(command, tmp_path / "thesis.txt"), "no run directory")
     assert listing(tmp_path) == ["thesis.txt"]
 
 
 def test_quantize_of_a_recipe_that_quantizes_nothing(sst2, tmp_path, qdqbench):
     out = tmp_path / "run"
     assert qdqbench("run", "bert-fp16", *sst2.options, "--out", out, "--until", "baseline").code == 0
-    one_sentence(qdqbench("quantize", out), 1, "no stage 'quantize'")
+    refused(qdqbench("quantize", out), "no stage 'quantize'")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 99}', "\xff"])
 def test_run_of_another_version(text, a_run, qdqbench):
     (a_run / "run.json").write_text(text, encoding="latin-1")
-    one_sentence(qdqbench("report", a_run), 1, r"run\.json")
+    refused(qdqbench("report", a_run), r"run\.json")
 
 
 def test_a_mistake_leaves_a_finished_run_as_it_is(a_run, sst2, qdqbench):
     """Seen: `--max-length` beyond the model's positions took the report of the run in that folder with it."""
     before = {name: (a_run / name).read_bytes() for name in ("run.json", "results.json", "report.html")}
     done = qdqbench("run", "bert-int8-linears", *sst2.options, "--out", a_run, "--max-length", 4096)
-    one_sentence(done, 1, "export.max_length is 4096")
+    refused(done, "export.max_length is 4096")
     assert {name: (a_run / name).read_bytes() for name in before} == before
 
 
@@ -426,45 +327,45 @@ def test_unreadable_manifest_means_that_nothing_is_reused(text, a_run, qdqbench)
 
 
 def test_profile_before_the_report(sst2, tmp_path, qdqbench):
-    one_sentence(qdqbench("timings", tmp_path), 1, r"results\.json", "run")
+    refused(qdqbench("timings", tmp_path), r"results\.json", "run")
     (tmp_path / "results.json").write_text("{}")
-    one_sentence(qdqbench("timings", tmp_path), 1, r"results\.json")
+    refused(qdqbench("timings", tmp_path), r"results\.json")
 
 
 # ONNX files that are none.
 
 ONNX = {
-    "missing": (lambda path: path.unlink(), [r"model\.onnx"]),
-    "a-folder": (lambda path: (path.unlink(), path.mkdir()), [r"model\.onnx"]),
-    "empty": (lambda path: cut(path, 0), [r"model\.onnx"]),
-    "truncated-early": (lambda path: cut(path, 0.01), [r"model\.onnx"]),
-    "truncated": (lambda path: cut(path, 0.5), [r"model\.onnx", r"truncated|corrupted|not"]),
-    "truncated-late": (lambda path: cut(path, 0.999), [r"model\.onnx"]),
-    "corrupted": (lambda path: overwrite(path, 100, 400), [r"model\.onnx"]),
-    "text": (lambda path: path.write_text("hello"), [r"model\.onnx"]),
-    "random": (lambda path: path.write_bytes(bytes(range(256)) * 64), [r"model\.onnx"]),
+    "missing": Path.unlink,
+    "a-folder": lambda path: (path.unlink(), path.mkdir()),
+    "empty": partial(cut, share=0),
+    "truncated-early": partial(cut, share=0.01),
+    "truncated": partial(cut, share=0.5),
+    "truncated-late": partial(cut, share=0.999),
+    "corrupted": partial(overwrite, start=100, count=400),
+    "text": lambda path: path.write_text("hello"),
+    "random": lambda path: path.write_bytes(bytes(range(256)) * 64),
 }
 
 
 @pytest.mark.parametrize("case", ONNX)
 @pytest.mark.parametrize("options", [[], ["--recipe", "bert-int8-linears"]], ids=["alone", "recipe"])
 def test_check_of_a_file_that_is_no_graph(case, options, finished_run, tmp_path, qdqbench):
-    damage, told = ONNX[case]
     path = Path(shutil.copy(finished_run / "model.int8.onnx", tmp_path / "model.onnx"))
-    damage(path)
-    one_sentence(qdqbench("check", path, *options), 1, *told)
+    ONNX[case](path)
+    told = [r"model\.onnx", *([r"truncated|corrupted|not"] if case == "truncated" else [])]
+    refused(qdqbench("check", path, *options), *told)
 
 
 def test_check_against_an_unknown_recipe(finished_run, qdqbench):
     done = qdqbench("check", finished_run / "model.int8.onnx", "--recipe", "nonesuch")
-    one_sentence(done, 1, "nonesuch", "bert-int8-linears")
+    refused(done, "nonesuch", "bert-int8-linears")
 
 
 # Interrupted runs: each name is called in the middle of a stage.
 
 INTERRUPTED = {
     "baseline": "qdqbench.quantize.tasks.types.encoded.pad",
-    "quantize": "qdqbench.quantize.calibration.ptq.forward",
+    "quantize": "qdqbench.quantize.calibration.fakequant.quantizers.forward",
     "export": "qdqbench.quantize.graph.export.save",
     "check": "qdqbench.eval.stages.stages.to_json",
     "parity": "qdqbench.eval.metrics.parity.session_of",
@@ -536,9 +437,8 @@ def test_ctrl_c_at_the_keyboard(sst2, tmp_path):
     # background jobs of a shell ignore Ctrl-C, and what they start inherits that
     heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     command = [sys.executable, "-c", heeds + MAIN, "run", *sst2.options, "--out", str(out)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment(), **pipes) as process:
         until = time.monotonic() + 120
         while not (out / "stages.json").exists() and time.monotonic() < until:
             assert process.poll() is None
@@ -564,9 +464,8 @@ def test_debug_shows_the_traceback(tmp_path):
     quiet = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment())
     assert quiet.returncode == 1
     assert re.fullmatch(r"qdqbench: .*nowhere\.onnx.*\n", quiet.stderr)
-    loud = subprocess.run(
-        [*arguments, "--debug"], capture_output=True, text=True, check=False, env=environment()
-    )
+    arguments.append("--debug")
+    loud = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment())
     assert loud.returncode == 1
     assert "Traceback (most recent call last)" in loud.stderr
     assert "UserError" in loud.stderr
@@ -591,6 +490,6 @@ def test_unexpected_failure_is_one_sentence_too(finished_run, qdqbench, monkeypa
 
 def test_no_stray_files_outside_the_run_directory(sst2, tmp_path, qdqbench, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    one_sentence(qdqbench("run", "nonesuch", *sst2.options), 1, "nonesuch")
-    one_sentence(qdqbench("run", "--task", "sst2"), 1, "belong together")
+    refused(qdqbench("run", "nonesuch", *sst2.options), "nonesuch")
+    refused(qdqbench("run", "--task", "sst2"), "belong together")
     assert os.listdir(tmp_path) == []

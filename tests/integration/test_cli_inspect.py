@@ -17,6 +17,7 @@ from qdqbench.quantize.pipeline import inspect_target
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 from ..support.layer_tables import bert, inspector_json
+from .tiny import fine, refused
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 HEAD = ["/bert/pooler/dense/Gemm", "/classifier/Gemm"]
@@ -44,8 +45,7 @@ def wide(monkeypatch):
 
 @pytest.mark.parametrize("schema", [10, 11])
 def test_a_saved_table(schema, saved, qdqbench):
-    done = qdqbench("inspect", saved(schema=schema), "--json")
-    assert (done.code, done.err) == (0, "")
+    done = fine(qdqbench("inspect", saved(schema=schema), "--json"))
     told = json.loads(done.out)
     assert (told["gemms"], told["int8_gemms"], told["not_int8"]) == (14, 12, HEAD)
     assert (told["attention_fused"], told["attention_int8"]) == (2, 0)
@@ -60,8 +60,7 @@ def test_a_saved_table(schema, saved, qdqbench):
 @pytest.mark.parametrize("columns", [80, 100])
 def test_the_table_as_a_terminal_shows_it(columns, saved, qdqbench, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
-    done = qdqbench("inspect", saved(merged=False))
-    assert (done.code, done.err) == (0, "")
+    done = fine(qdqbench("inspect", saved(merged=False)))
     assert all(len(line) <= columns for line in done.out.split("\n"))
     shown = "\n".join(line.rstrip() for line in done.out.split("\n"))
     golden = GOLDEN / f"inspect_{columns}.txt"
@@ -125,8 +124,7 @@ def test_a_saved_profile(saved, tmp_path, qdqbench, wide):
     told = json.loads(done.out)["time"]
     assert (done.code, told["total"], told["unmatched"]) == (0, total, {"lost": 1.0})
     assert list(told["by_block"]) == ["embeddings", "layer.0", "layer.1", "head", "other"]
-    shown = qdqbench("inspect", saved(), "--profile", tmp_path / "times.json")
-    assert (shown.code, shown.err) == (0, "")
+    shown = fine(qdqbench("inspect", saved(), "--profile", tmp_path / "times.json"))
     assert f"{total:.3f} ms in all" in shown.out
     for kind, ms in told["by_kind"].items():
         assert re.search(rf"{kind} +{ms:.4f} +{ms / total:.1%}", shown.out)
@@ -170,8 +168,7 @@ def test_no_profile(text, saved, tmp_path, qdqbench):
 
 
 def test_a_run(finished_run, qdqbench, wide):
-    done = qdqbench("inspect", finished_run, "--json")
-    assert (done.code, done.err) == (0, "")
+    done = fine(qdqbench("inspect", finished_run, "--json"))
     told, built = json.loads(done.out), json.loads((finished_run / "build.json").read_text())
     assert (told["int8_gemms"], told["expected_int8_gemms"], told["not_int8"]) == (12, 12, [])
     assert told["gemms"] == 14
@@ -183,10 +180,13 @@ def test_a_run(finished_run, qdqbench, wide):
     assert "12 of 12 the recipe wants, 12 of 14 of all" in shown.out
 
 
-def test_the_engine_file_of_a_run_is_held_to_its_recipe(finished_run, qdqbench):
+def test_an_engine_or_table_held_to_a_recipe(finished_run, qdqbench):
     engine = finished_run / "engine" / "model.int8.engine"
     told = json.loads(qdqbench("inspect", engine, "--json").out)
     assert (told["expected_int8_gemms"], told["int8_gemms"]) == (12, 12)
+    arguments = ["inspect", finished_run / "layers.json", "--onnx", finished_run / "model.int8.onnx"]
+    for recipe, code in [("bert-int8-linears", 0), ("bert-int8-ffn", 0), ("bert-int8-attention", 2)]:
+        assert qdqbench(*arguments, "--recipe", recipe, "--json").code == code
 
 
 def test_a_recipe_that_the_engine_does_not_meet(finished_run, qdqbench, wide):
@@ -195,12 +195,6 @@ def test_a_recipe_that_the_engine_does_not_meet(finished_run, qdqbench, wide):
     assert "4 of 16 GEMMs do not run in INT8 and 0 of 2 attentions" in done.err
     assert "12 of 16 the recipe wants" in done.out
     assert "not INT8 layer.0-1: attention MatMul, attention MatMul_1: runs as kgen on Half" in done.out
-
-
-def test_a_saved_table_held_to_a_recipe(finished_run, qdqbench):
-    arguments = ["inspect", finished_run / "layers.json", "--onnx", finished_run / "model.int8.onnx"]
-    for recipe, code in [("bert-int8-linears", 0), ("bert-int8-ffn", 0), ("bert-int8-attention", 2)]:
-        assert qdqbench(*arguments, "--recipe", recipe, "--json").code == code
 
 
 def test_a_run_whose_engine_lost_int8(a_run, qdqbench):
@@ -222,28 +216,22 @@ def test_a_run_whose_engine_lost_int8(a_run, qdqbench):
 @pytest.mark.parametrize("target", ["run", "engine"])
 def test_an_engine_of_another_graph(target, a_run, qdqbench):
     shutil.copy(a_run / "model.fp16.onnx", a_run / "model.int8.onnx")
-    done = qdqbench("inspect", a_run if target == "run" else a_run / "engine" / "model.int8.engine")
-    assert (done.code, done.out) == (1, "")
-    assert "was built from another model.int8.onnx" in done.err
+    refused(
+        qdqbench("inspect", a_run if target == "run" else a_run / "engine" / "model.int8.engine"),
+        "was built from another model.int8.onnx",
+    )
 
 
-def test_a_run_without_an_engine(a_run, qdqbench):
+def test_a_run_without_a_sidecar_or_an_engine(a_run, qdqbench):
+    engine = a_run / "engine" / "model.int8.engine"
+    sidecar.sidecar_path(engine).unlink()
+    refused(qdqbench("inspect", engine), "so nothing says what model.int8.engine is")
     (a_run / "build.json").write_text(json.dumps({"skipped": "tensorrt_rtx is not installed"}))
     done = qdqbench("inspect", a_run)
     assert (done.code, done.out) == (3, "")
     assert "tensorrt_rtx is not installed" in done.err
     (a_run / "build.json").unlink()
-    done = qdqbench("inspect", a_run)
-    assert done.code == 1
-    assert "qdqbench build" in done.err
-
-
-def test_an_engine_without_a_sidecar(a_run, qdqbench):
-    engine = a_run / "engine" / "model.int8.engine"
-    sidecar.sidecar_path(engine).unlink()
-    done = qdqbench("inspect", engine)
-    assert done.code == 1
-    assert "so nothing says what model.int8.engine is" in done.err
+    refused(qdqbench("inspect", a_run), "qdqbench build")
 
 
 @pytest.fixture
@@ -254,16 +242,6 @@ def lone_engine(a_run, tmp_path):
     for name in (path.name, f"{path.name}.json"):
         shutil.copy(a_run / "engine" / name, path.parent / name)
     return path
-
-
-def test_an_engine_alone_needs_its_table_or_a_gpu(lone_engine, a_run, qdqbench, monkeypatch):
-    monkeypatch.setattr(inspect_target, "find_gpu", lambda: None)
-    done = qdqbench("inspect", lone_engine)
-    assert (done.code, done.out) == (3, "")
-    assert "model.int8.layers.json" in done.err
-    shutil.copy(a_run / "layers.json", lone_engine.with_suffix(".layers.json"))
-    told = json.loads(qdqbench("inspect", lone_engine, "--json").out)
-    assert (told["int8_gemms"], told["expected_int8_gemms"]) == (12, None)
 
 
 def test_a_table_beside_two_engines_is_of_neither(lone_engine, a_run, qdqbench, monkeypatch):
@@ -283,9 +261,8 @@ def test_the_inspector_reads_an_engine_without_a_table(lone_engine, a_run, qdqbe
     rows, asked = read_table(a_run / "layers.json"), []
     for module in (inspect_target, sidecar, backend):
         monkeypatch.setattr(module, "find_gpu", lambda: H200)
-    monkeypatch.setattr(
-        backend, "inspect_engine", lambda *given: asked.append(given[2]) or inspector_json(rows)
-    )
+    table = inspector_json(rows)
+    monkeypatch.setattr(backend, "inspect_engine", lambda *given: asked.append(given[2]) or table)
     told = json.loads(qdqbench("inspect", lone_engine, "--json").out)
     assert asked == [lone_engine.read_bytes()]
     assert told["int8_gemms"] == 12
@@ -315,8 +292,7 @@ class FakeEngine(contextlib.nullcontext):
 def test_kernel_times_measured_here(options, shape, finished_run, qdqbench, monkeypatch):
     monkeypatch.setattr(inspect_target, "find_gpu", lambda: H200)
     monkeypatch.setattr(inspect_target, "Engine", FakeEngine)
-    done = qdqbench("inspect", finished_run, "--profile", "gpu", *options)
-    assert (done.code, done.err) == (0, "")
+    done = fine(qdqbench("inspect", finished_run, "--profile", "gpu", *options))
     assert f"0.500 ms in all at batch {shape[0]}, {shape[1]} tokens" in done.out
     seen = FakeEngine.seen
     assert (seen["path"], seen["onnx"]) == (
@@ -327,10 +303,17 @@ def test_kernel_times_measured_here(options, shape, finished_run, qdqbench, monk
     np.testing.assert_array_equal(seen["input_ids"], np.zeros(shape, np.int64))
 
 
-def test_kernel_times_need_a_gpu(finished_run, qdqbench, monkeypatch):
+def test_without_a_gpu(finished_run, qdqbench, monkeypatch, lone_engine, a_run):
     monkeypatch.setattr(inspect_target, "find_gpu", lambda: None)
     done = qdqbench("inspect", finished_run, "--profile", "gpu")
     assert (done.code, done.out) == (3, "")
+    monkeypatch.setattr(inspect_target, "find_gpu", lambda: None)
+    done = qdqbench("inspect", lone_engine)
+    assert (done.code, done.out) == (3, "")
+    assert "model.int8.layers.json" in done.err
+    shutil.copy(a_run / "layers.json", lone_engine.with_suffix(".layers.json"))
+    told = json.loads(qdqbench("inspect", lone_engine, "--json").out)
+    assert (told["int8_gemms"], told["expected_int8_gemms"]) == (12, None)
 
 
 @pytest.mark.parametrize(("block", "code"), [(None, 0), ("layer.1", 2)])

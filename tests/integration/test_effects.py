@@ -8,7 +8,7 @@ import pytest
 
 from qdqbench.eval.runs.report.sections import EVALUATE_FP16
 
-from .tiny import results
+from .tiny import fine, results
 
 
 def test_a_run_says_what_it_changed(finished_run, given):
@@ -48,8 +48,7 @@ def test_fp16_is_evaluated_once_it_is_asked_for_and_kept(finished_run, a_run, qd
     assert results(finished_run)["fp16"] is None
     assert "fp16" not in results(finished_run)["timings"]
     assert EVALUATE_FP16 in (finished_run / "report.html").read_text(encoding="utf-8")
-    done = qdqbench("report", a_run, "--fp16", "--json")
-    assert (done.code, done.err) == (0, "")
+    done = fine(qdqbench("report", a_run, "--fp16", "--json"))
     found = json.loads(done.out)
     assert found["fp16"]["n"] == found["vs_fp16"]["n"] == 96
     deployed = [row for row in found["stages"].values() if row["status"] == "done"][-1]

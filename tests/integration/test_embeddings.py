@@ -44,9 +44,8 @@ def folder(tmp_path_factory):
 class TestTexts:
     def test_a_run_without_labels(self, qdqbench, embedder, lines, folder):
         pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
-        done = qdqbench(
-            "run", "int8-attention", "--model", embedder, "--task", "embed", "--data", lines, "--out", folder
-        )
+        options = ["--model", embedder, "--task", "embed", "--data", lines, "--out", folder]
+        done = qdqbench("run", "int8-attention", *options)
         assert done.code == 0, done.err
         found = results(folder)
         assert found["data"]["evaluation"] == {"validation": 120}
@@ -68,9 +67,8 @@ class TestTexts:
         assert found["engine"]["attention_int8"] == 2
         assert found["parity"]["passed"]
         graph = onnx.load(folder / "model.int8.onnx").graph
-        assert [(v.name, v.type.tensor_type.shape.dim[1].dim_value) for v in graph.output] == [
-            ("sentence_embedding", HIDDEN)
-        ]
+        widths = [(v.name, v.type.tensor_type.shape.dim[1].dim_value) for v in graph.output]
+        assert widths == [("sentence_embedding", HIDDEN)]
         html = (folder / "report.html").read_text()
         assert "How near the embeddings of each stage are to those of FP32" in html
         assert "### Embeddings against those of FP32" in (folder / "report.md").read_text()

@@ -13,7 +13,7 @@ from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 
 from ..support.families import LAYERS, write_model
 from .test_run import edited, needs_rtx
-from .tiny import EVAL_ROWS, entries, results, write_data
+from .tiny import EVAL_ROWS, entries, fine, results, write_data
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +46,7 @@ def test_the_path_of_a_family(family, name, sentences, tmp_path, qdqbench):
     vocabulary = entries()
     model = write_model(tmp_path / "model", family.model_types[0], vocabulary)
     recipe, out = edited(tmp_path / f"{name}.yaml", short, name), tmp_path / "run"
-    done = qdqbench("run", recipe, "--model", model, "--task", "sst2", "--data", sentences, "--out", out)
-    assert (done.code, done.err) == (0, "")
+    fine(qdqbench("run", recipe, "--model", model, "--task", "sst2", "--data", sentences, "--out", out))
     found, asked = results(out), load_recipe(name)
     linears = LAYERS * len(family.linears)
     assert len(found["quantized_layers"]) == linears
@@ -89,8 +88,7 @@ def test_a_family_is_trained(family, sentences, tmp_path, qdqbench):
     model = write_model(tmp_path / "model", family.model_types[0], entries())
     out = tmp_path / "run"
     given = ["--model", model, "--task", "sst2", "--data", sentences, "--out", out]
-    done = qdqbench("qat", recipe, *given)
-    assert (done.code, done.err) == (0, "")
+    fine(qdqbench("qat", recipe, *given))
     found = results(out)
     assert found["training"]["steps"] == 4
     assert all(found["stages"][name]["status"] == "done" for name in ("ptq", "fake_quant", "onnxruntime"))
@@ -105,8 +103,7 @@ def test_the_layers_of_a_family_are_ranked(family, sentences, tmp_path, qdqbench
     model = write_model(tmp_path / "model", family.model_types[0], entries())
     out = tmp_path / "sensitivity"
     given = ["--model", model, "--task", "sst2", "--data", sentences, "--samples", "16", "--out", out]
-    done = qdqbench("sensitivity", recipe, *given)
-    assert (done.code, done.err) == (0, "")
+    fine(qdqbench("sensitivity", recipe, *given))
     rows = json.loads((out / "sensitivity.json").read_text())["rows"]
     linears = {name for row in rows if row["group"] == "linear" for name in row["modules"] or [row["name"]]}
     assert LAYERS * len(family.linears) <= len(linears)

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from .tiny import MAIN, environment, listing
+from .tiny import MAIN, environment, listing, refused
 
 QAT = "bert-int8-attention-qat"
 COMMANDS = {  # with what names a recipe
@@ -58,10 +58,7 @@ def test_a_mistake_leaves_nothing_behind(  # noqa: PLR0917
     line = words(command, **given)
     if mistake == "recipe":
         line = ["nowhere" if word.startswith("bert-") else word for word in line]
-    done = qdqbench(*line)
-    assert (done.code, done.out) == (1, "")
-    assert "nowhere" in done.err
-    assert done.err.count("\n") == 1
+    refused(qdqbench(*line), "nowhere")
     assert os.listdir(tmp_path) == []
 
 
@@ -69,10 +66,11 @@ def test_another_recipe_is_refused_and_the_run_is_moved_aside(a_run, sst2, qdqbe
     before = listing(a_run)
     (a_run / "notes.txt").write_text("mine")
     other = ["run", "bert-fp16", *sst2.options, "--until", "baseline"]
-    done = qdqbench(*other, "--out", a_run)
-    assert done.code == 1
-    assert f"{a_run} holds a finished run of recipe bert-int8-linears" in done.err
-    assert "asked for is recipe bert-fp16" in done.err
+    refused(
+        qdqbench(*other, "--out", a_run),
+        f"{a_run} holds a finished run of recipe bert-int8-linears",
+        "asked for is recipe bert-fp16",
+    )
     assert listing(a_run) == sorted([*before, "notes.txt"])
     done = qdqbench(*other, "--out", a_run, "--overwrite")
     assert done.code == 0

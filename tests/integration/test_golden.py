@@ -17,6 +17,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from .tiny import fine
+
 RECORDED = Path(__file__).parents[1] / "golden" / "tiny_run.json"
 OF_FINISHED_RUN, OTHER = "bert-int8-linears", "bert-int8-attention"
 EVALUATED = {"baseline": "fp32", "fake_quant": "fake_quant", "onnxruntime": "onnxruntime"}  # stage -> logits
@@ -145,8 +147,7 @@ def test_numbers_are_as_recorded(recipe, sst2, tmp_path, qdqbench, request):
     else:
         folder = tmp_path / "run"
         for stage in EVALUATED:
-            done = qdqbench("run", recipe, *sst2.options, "--out", folder, "--until", stage)
-            assert (done.code, done.err) == (0, "")
+            fine(qdqbench("run", recipe, *sst2.options, "--out", folder, "--until", stage))
     found = measured(folder, sst2.model)
     if os.environ.get("RECORD_GOLDEN"):
         record(recipe, found)

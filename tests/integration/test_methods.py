@@ -1,7 +1,6 @@
 """`qdqbench compare-calibration` on a tiny model: its files, what it refuses; no validation row chooses."""
 
 import json
-import re
 
 import pytest
 
@@ -10,7 +9,7 @@ from qdqbench.eval.selection.trials.results import DRAW
 from qdqbench.eval.selection.trials.store import Trials
 from qdqbench.quantize.recipe.schema import load_recipe
 
-from .tiny import EVAL_ROWS, TRAIN_ROWS, listing, rows, write_split
+from .tiny import EVAL_ROWS, TRAIN_ROWS, fine, listing, refused, rows, write_split
 
 FILES = [
     *("methods.html", "methods.json", "methods.md"),
@@ -33,20 +32,10 @@ def lasting(found):
     return kept
 
 
-def refused(done, *told):
-    assert done.code == 1, done
-    assert done.out == ""
-    assert re.fullmatch(r"qdqbench: [^\n]{20,}\n", done.err), done.err
-    assert "unexpected" not in done.err
-    for text in told:
-        assert text in done.err
-
-
 def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     out, path = tmp_path / "out", recipe("bert-int8-ffn")
-    done = qdqbench("compare-calibration", path, *sst2.options, "--out", out, "--samples", 96)
-    assert (done.code, done.err) == (0, "")
+    done = fine(qdqbench("compare-calibration", path, *sst2.options, "--out", out, "--samples", 96))
     assert listing(out) == FILES
     found = read_methods(out)
     assert not [row.trial.failure for row in found.rows if row.trial.failure]
@@ -158,18 +147,19 @@ def test_the_choice_sees_no_validation_row(qdqbench, sst2, recipe, tmp_path):
 def test_named_rows_of_a_regression(qdqbench, given, recipe, tmp_path):
     stsb = given("stsb")
     out = tmp_path / "out"
-    done = qdqbench(
-        "compare-calibration",
-        recipe("bert-int8-ffn"),
-        *stsb.options,
-        "--out",
-        out,
-        "--samples",
-        500,
-        *NARROW,
-        "--json",
+    done = fine(
+        qdqbench(
+            "compare-calibration",
+            recipe("bert-int8-ffn"),
+            *stsb.options,
+            "--out",
+            out,
+            "--samples",
+            500,
+            *NARROW,
+            "--json",
+        )
     )
-    assert (done.code, done.err) == (0, "")
     found = read_methods(out)
     assert json.loads(done.out) == json.loads(found.model_dump_json())
     assert found.divergence == "squared"
@@ -182,8 +172,7 @@ def test_named_rows_of_a_regression(qdqbench, given, recipe, tmp_path):
 def test_both_splits_of_mnli(qdqbench, given, recipe, tmp_path):
     mnli, out = given("mnli"), tmp_path / "out"
     few = ("--samples", 64, "--limit", 48, *NARROW)
-    done = qdqbench("compare-calibration", recipe(ATTENTION), *mnli.options, "--out", out, *few)
-    assert (done.code, done.err) == (0, "")
+    fine(qdqbench("compare-calibration", recipe(ATTENTION), *mnli.options, "--out", out, *few))
     found = read_methods(out)
     assert list(found.fp32) == ["validation_matched", "validation_mismatched"]
     assert {scores.n for scores in found.fp32.values()} == {48}
@@ -205,8 +194,7 @@ def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_p
     monkeypatch.setattr(methods, "apply_methods", broken)
     out = tmp_path / "out"
     options = (recipe(ATTENTION), *sst2.options, "--samples", 64, "--out")
-    done = qdqbench("compare-calibration", *options, out, *NARROW)
-    assert (done.code, done.err) == (0, "")
+    done = fine(qdqbench("compare-calibration", *options, out, *NARROW))
     assert "amax is a joke" in done.out
     found = read_methods(out)
     assert [row.trial.failure and row.trial.failure.text for row in found.rows] == ["amax is a joke", None]
@@ -242,9 +230,8 @@ def test_wrong_options(case, qdqbench, sst2, recipe, tmp_path):
 )
 def test_wrong_data(case, qdqbench, sst2, recipe, tmp_path):
     calibration, told = case
-    done = qdqbench(
-        "compare-calibration", recipe(ATTENTION, **calibration), *sst2.options, "--out", tmp_path / "out"
-    )
+    options = [*sst2.options, "--out", tmp_path / "out"]
+    done = qdqbench("compare-calibration", recipe(ATTENTION, **calibration), *options)
     refused(done, told)
     assert not (tmp_path / "out").exists()
 

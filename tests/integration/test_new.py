@@ -7,7 +7,7 @@ from qdqbench.quantize.models.families import known
 from ..support.unknown import write_unknown
 from .test_families import sentences  # noqa: F401  (a fixture)
 from .test_run import needs_rtx
-from .tiny import results, tokenizer
+from .tiny import fine, refused, results, tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -19,18 +19,18 @@ def test_the_path_of_an_unknown_type(sentences, tmp_path, qdqbench, monkeypatch)
     monkeypatch.setattr(known, "_DESCRIBED", {})
     model = write_unknown(tmp_path / "model", "roformer", list(tokenizer().get_vocab()))
     given = ["--model", model, "--task", "sst2", "--data", sentences, "--out", tmp_path / "run"]
-    refused = qdqbench("run", *given)
-    assert refused.code == 1
-    assert f"model {model} is a 'roformer'" in refused.err
-    assert f"`qdqbench recipes new --model {model}` writes a recipe" in refused.err
+    refused(
+        qdqbench("run", *given),
+        f"model {model} is a 'roformer'",
+        f"`qdqbench recipes new --model {model}` writes a recipe",
+    )
     assert not (tmp_path / "run").exists()
 
     written = tmp_path / "mine.yaml"
     assert qdqbench("recipes", "new", "--model", model, "--out", written).code == 0
     # random answers lie on the edge, so how many turn says nothing
     written.write_text(written.read_text().replace("max_drop: 0.01", "max_drop: 1.0"))
-    done = qdqbench("run", written, *given)
-    assert (done.code, done.err) == (0, "")
+    fine(qdqbench("run", written, *given))
     found = results(tmp_path / "run")
     assert len(found["quantized_layers"]) == 12
     assert found["engine"]["int8_gemms"] == found["engine"]["expected_int8_gemms"] == 12

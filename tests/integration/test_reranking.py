@@ -37,9 +37,8 @@ def plain_scores(model, table):
     from qdqbench.quantize.utils.system.quiet import quiet
 
     with quiet("transformers"):
-        encoder = AutoModelForSequenceClassification.from_pretrained(
-            model, attn_implementation="eager"
-        ).eval()
+        made = AutoModelForSequenceClassification.from_pretrained(model, attn_implementation="eager")
+        encoder = made.eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
     batch = tokenizer(table["query"], table["passage"], padding=True, return_tensors="pt")
     with torch.no_grad():

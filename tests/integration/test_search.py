@@ -19,7 +19,7 @@ from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.system.quiet import quiet
 
-from .tiny import MAIN, Outcome, call_alone, environment, listing
+from .tiny import MAIN, Outcome, call_alone, environment, listing, refused
 
 pytestmark = pytest.mark.slow
 TRIALS = 10
@@ -66,7 +66,7 @@ def searched(given, files, made_once, tmp_path_factory):
     return made / "out", Outcome(**json.loads((made / "told.json").read_text()))
 
 
-def test_the_outcome_is_whole(searched):
+def test_the_outcome_is_whole_and_confirmed_on_validation(searched):
     out, done = searched
     assert (done.code, done.err) == (0, "")
     found = read_search(out / "search.json")
@@ -82,9 +82,6 @@ def test_the_outcome_is_whole(searched):
     assert all(t.int8_share > 0 and t.speedup is None for t in tried if t.int8_linears)
     assert found.source.mode == "int8-share"
     assert "INT8 share" in found.warnings[0]
-
-
-def test_the_chosen_recipe_is_confirmed_on_validation(searched):
     out, _ = searched
     found = read_search(out / "search.json")
     recipe = load_recipe(str(out / "recipe.yaml"))
@@ -153,20 +150,18 @@ def test_more_trials_go_on(searched, given, files, qdqbench):
 
 def test_bad_files_are_told_before_a_study_is_made(searched, given, files, tmp_path, qdqbench):
     out = tmp_path / "out"
-    done = qdqbench(*options(given, files, out, "--sensitivity", tmp_path / "nowhere.json"))
-    assert done.code == 1
-    assert "nowhere.json" in done.err
-    assert "unexpected" not in done.err
+    refused(qdqbench(*options(given, files, out, "--sensitivity", tmp_path / "nowhere.json")), "nowhere.json")
     assert not out.exists()
 
 
-def test_a_finished_search_is_not_replaced_by_another(searched, given, files, qdqbench):
+def test_another_search_in_its_folder_is_refused(searched, given, files, qdqbench):
     out, _ = searched
     before = (out / "search.json").read_bytes()
-    done = qdqbench(*options(given, files, out, "--study-name", "another"))
-    assert done.code == 1
-    assert "holds the finished search" in done.err
+    refused(qdqbench(*options(given, files, out, "--study-name", "another")), "holds the finished search")
     assert (out / "search.json").read_bytes() == before
+    out, _ = searched
+    done = qdqbench(*options(given, files, out, "--batch", 8))
+    refused(done, "made with other settings (batch and length)")
 
 
 @pytest.mark.long
@@ -176,14 +171,6 @@ def test_a_budget_of_time_ends_it_with_a_report(given, files, tmp_path, qdqbench
     assert done.code == (0 if found.outcome.passed else 2), done.err
     assert len(found.trials) == 1
     assert f"1 of {TRIALS} trials fitted into 0.001 s; the same command resumes" in found.warnings
-
-
-def test_a_study_of_other_settings_is_refused(searched, given, files, qdqbench):
-    out, _ = searched
-    done = qdqbench(*options(given, files, out, "--batch", 8))
-    assert done.code == 1
-    assert "made with other settings (batch and length)" in done.err
-    assert done.err.count("\n") == 1
 
 
 def test_a_speedup_that_nothing_can_measure_is_refused(given, files, tmp_path, qdqbench):
@@ -202,9 +189,7 @@ def test_other_files_in_the_folder_are_left_alone(given, files, tmp_path, qdqben
 def test_too_few_rows_say_what_to_lower(given, files, tmp_path, qdqbench):
     words = options(given, files, tmp_path / "out")
     words[1] = "bert-int8-linears"  # 512 calibration samples of 256 rows
-    done = qdqbench(*words)
-    assert done.code == 1
-    assert "calibration.samples" in done.err
+    refused(qdqbench(*words), "calibration.samples")
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from qdqbench.eval.selection.trials.store import Trials
 from qdqbench.quantize.recipe.schema import load_recipe
 
 from ..support.pages import offline
-from .tiny import LAYERS, listing
+from .tiny import LAYERS, fine, listing, refused
 
 FILES = [
     *("recipe.yaml", "sensitivity.html", "sensitivity.json", "sensitivity.md"),
@@ -20,17 +20,14 @@ VOLATILE = {"created", "command", "timings"}
 
 def lasting(folder):
     """What does not depend on when it was measured."""
-    return {
-        k: v for k, v in json.loads((folder / "sensitivity.json").read_text()).items() if k not in VOLATILE
-    }
+    found = json.loads((folder / "sensitivity.json").read_text())
+    return {name: value for name, value in found.items() if name not in VOLATILE}
 
 
 def test_everything_is_measured_and_written(qdqbench, sst2, recipe, tmp_path):
     out = tmp_path / "out"
-    done = qdqbench(
-        "sensitivity", recipe("bert-int8-attention"), *sst2.options, "--out", out, "--samples", 96
-    )
-    assert (done.code, done.err) == (0, "")
+    options = [*sst2.options, "--out", out, "--samples", 96]
+    done = fine(qdqbench("sensitivity", recipe("bert-int8-attention"), *options))
     assert listing(out) == FILES
     found = read_sensitivity(out)
     assert found == read_sensitivity(out / "sensitivity.json")
@@ -56,15 +53,13 @@ def test_written_recipe_runs(qdqbench, sst2, recipe, tmp_path, monkeypatch):
 
     monkeypatch.setattr(sensitivity_choice, "point_holds", lambda point, full, limit: point.kept >= 3)
     out = tmp_path / "out"
-    done = qdqbench(
-        "sensitivity", recipe("bert-int8-attention"), *sst2.options, "--out", out, "--samples", 32
-    )
+    options = [*sst2.options, "--out", out, "--samples", 32]
+    done = qdqbench("sensitivity", recipe("bert-int8-attention"), *options)
     assert done.code == 0, done.err
     found = read_sensitivity(out)
     assert (found.choice.kept, found.choice.reached) == (3, True)
     assert [point.kept for point in found.curve] == [0, 1, 2, 3, 4, 8]
-    done = qdqbench("run", out / "recipe.yaml", *sst2.options, "--out", tmp_path / "run", "--until", "check")
-    assert (done.code, done.err) == (0, "")
+    fine(qdqbench("run", out / "recipe.yaml", *sst2.options, "--out", tmp_path / "run", "--until", "check"))
     quantizers = json.loads((tmp_path / "run" / "calibration.json").read_text())["quantizers"]
     modules = {name.rpartition(".")[0] for name in quantizers}
     chosen = found.curve[3]
@@ -149,22 +144,18 @@ def test_draw_is_beside_calibration_and_validation_is_not_read(qdqbench, sst2, r
     assert drawn["sentence"][:] == split.dataset["sentence"][226:]
 
 
-@pytest.mark.parametrize(
-    "case", [({"samples": 256}, "0 are left"), ({"split": "validation"}, "the judge of task 'sst2'")]
-)
+CASES = [({"samples": 256}, "0 are left"), ({"split": "validation"}, "the judge of task 'sst2'")]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_no_data_to_measure_on(qdqbench, sst2, recipe, tmp_path, case):
     (calibration, said), out = case, tmp_path / "out"
-    done = qdqbench("sensitivity", recipe(**calibration), *sst2.options, "--out", out)
-    assert done.code == 1
-    assert said in done.err
-    assert done.err.count("\n") == 1
+    refused(qdqbench("sensitivity", recipe(**calibration), *sst2.options, "--out", out), said)
     assert not out.exists()
 
 
 def test_folder_of_something_else(qdqbench, sst2, recipe, tmp_path):
-    done = qdqbench("sensitivity", recipe(), *sst2.options, "--out", tmp_path)
-    assert done.code == 1
-    assert "holds other files" in done.err
+    refused(qdqbench("sensitivity", recipe(), *sst2.options, "--out", tmp_path), "holds other files")
     done = qdqbench("sensitivity", recipe(), *sst2.options, "--out", recipe())
     assert (done.code, "is a file" in done.err) == (1, True)
 

@@ -21,7 +21,7 @@ from ..support import fake_served
 from ..support.http_client import Client, finished
 from ..tools import load_serve
 from .served import Asked, with_cpu_engine
-from .tiny import MAIN, environment
+from .tiny import MAIN, environment, refused
 
 EVIL = "<img src=x onerror=alert()><b>bad</b>"
 
@@ -60,19 +60,13 @@ def test_an_endpoint_answers_as_the_run_was_evaluated(finished_run, tmp_path):
 
 
 def test_a_run_that_cannot_be_served_is_told_why(finished_run, tmp_path, qdqbench):
-    done = qdqbench("serve", tmp_path)
-    assert (done.code, done.out) == (1, "")
-    assert "is no run directory" in done.err
+    refused(qdqbench("serve", tmp_path), "is no run directory")
     run = with_cpu_engine(finished_run, tmp_path / "run")
     (run / "model.fp32.onnx").unlink()
-    done = qdqbench("serve", run)
-    assert done.code == 1
-    assert "the FP32 model to compare with, does not exist" in done.err
+    refused(qdqbench("serve", run), "the FP32 model to compare with, does not exist")
     built = json.loads((run / "build.json").read_text())
     (run / "build.json").write_text(json.dumps(built | {"file": "../../evil.engine"}))
-    done = qdqbench("serve", run)
-    assert done.code == 1
-    assert "names an engine outside of the run, '../../evil.engine'" in done.err
+    refused(qdqbench("serve", run), "names an engine outside of the run, '../../evil.engine'")
     (run / "build.json").write_text(json.dumps({"skipped": "no GPU here"}))
     done = qdqbench("serve", run)
     assert done.code == 3
@@ -214,9 +208,8 @@ def test_a_server_answers_to_the_address_that_it_prints():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_a_run_until_a_signal(finished_run, tmp_path, number):
     run = with_cpu_engine(finished_run, tmp_path / "run")
-    process, port = started(
-        sys.executable, "-c", MAIN, "serve", run, "--port", 0, "--workers", 2, start_new_session=True
-    )
+    command = [sys.executable, "-c", MAIN, "serve", run, "--port", 0, "--workers", 2]
+    process, port = started(*command, start_new_session=True)
 
     async def main():
         client = Client(port)
@@ -240,9 +233,8 @@ def test_the_command_serves_a_run_until_a_signal(finished_run, tmp_path, number)
 
 def test_a_signal_ends_a_server_whose_workers_load():
     settings = json.dumps({"port": 0, "no_fp32": True, "order": {"loads": 60.0}})
-    process = subprocess.Popen(
-        [sys.executable, fake_served.__file__, settings], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, fake_served.__file__, settings]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         end = time.monotonic() + 30
         while not load_serve.workers_of(process.pid):

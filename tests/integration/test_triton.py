@@ -22,6 +22,7 @@ from qdqbench.quantize.utils.errors import UserError
 
 from ..support import triton_stub
 from ..support.triton_stub import InferenceRequest, Repository, Tensor
+from .tiny import refused
 
 pytestmark = pytest.mark.skipif(
     not (triton_stub.BINDINGS / "tritonclient").is_dir(), reason="needs tests/fetch_bindings.sh"
@@ -283,9 +284,10 @@ def test_files_that_come_into_the_folder_meanwhile_stay(finished_run, tmp_path, 
 def test_what_cannot_be_exported_is_told(finished_run, tmp_path, qdqbench):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
-    done = qdqbench("export-triton", finished_run, "--out", tmp_path / "full")
-    assert (done.code, done.out) == (1, "")
-    assert "holds files; give an empty or new folder" in done.err
+    refused(
+        qdqbench("export-triton", finished_run, "--out", tmp_path / "full"),
+        "holds files; give an empty or new folder",
+    )
     done = qdqbench("export-triton", tmp_path, "--out", tmp_path / "out")
     assert "no run directory" in done.err
     with pytest.raises(UserError, match="other signs than letters"):

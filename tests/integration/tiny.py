@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -62,6 +63,21 @@ def call_alone(*arguments) -> Outcome:
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         code = _exit_code(arguments)
     return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def fine(done: Outcome) -> Outcome:
+    """Of a command that ends well and has nothing to say on stderr."""
+    assert (done.code, done.err) == (0, ""), done
+    return done
+
+
+def refused(done: Outcome, *told: str, code: int = 1) -> None:
+    """One sentence on stderr, which holds every text or regular expression, and nothing on stdout."""
+    assert (done.code, done.out) == (code, ""), done
+    assert re.fullmatch(r"qdqbench: [^\n]{20,}\n", done.err), done.err
+    assert "unexpected failure" not in done.err, done.err
+    for text in told:
+        assert text in done.err or re.search(text, done.err), (text, done.err)
 
 
 def _exit_code(arguments) -> int:

@@ -140,9 +140,12 @@ def half_scale(model: onnx.ModelProto) -> None:
     old_opset(model, 18)
 
 
-def fused_by_onnxruntime(model: onnx.ModelProto, name: str, operator: str) -> None:
-    node(model, name).op_type, node(model, name).domain = operator, "com.microsoft"
-    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+def fused_by_onnxruntime(name: str, operator: str) -> Edit:
+    def edit(model: onnx.ModelProto) -> None:
+        node(model, name).op_type, node(model, name).domain = operator, "com.microsoft"
+        model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+
+    return edit
 
 
 def plugin(model: onnx.ModelProto) -> None:
@@ -197,9 +200,8 @@ def cast_instead_of_dq(model: onnx.ModelProto) -> None:
 
 def subgraph(model: onnx.ModelProto) -> None:
     value = helper.make_tensor_value_info("branch.out", TensorProto.FLOAT16, None)
-    branch = helper.make_graph(
-        [helper.make_node("Identity", ["/layer/norm1.out"], ["branch.out"])], "branch", [], [value]
-    )
+    inner = helper.make_node("Identity", ["/layer/norm1.out"], ["branch.out"])
+    branch = helper.make_graph([inner], "branch", [], [value])
     give(model, "yes", True, np.bool_)
     insert(model, "/first", 0, make("If", "/if", then_branch=branch, else_branch=branch))
     node(model, "/if").input[0] = "yes"
@@ -213,7 +215,7 @@ class Case:
     node: str  # where
     edit: Edit
     form: str = "factored"
-    refused: bool = False  # by the parser of TensorRT-RTX 1.7
+    is_refused: bool = False  # by the parser of TensorRT-RTX 1.7
     # linears in INT8 in an engine of TensorRT-RTX 1.7.1, built ahead of time; None: none was built
     int8: int | None = 4
 
@@ -223,40 +225,33 @@ class Case:
         return model
 
 
+def refused(code: str, node: str, edit: Edit, form: str = "factored") -> Case:
+    return Case(code, node, edit, form, is_refused=True, int8=None)
+
+
 ONE_BAD = {bad: np.r_[np.full(HIDDEN - 1, 0.01), bad] for bad in (0, np.nan)}
 CASES = [
     Case("half-quantized", QUERY, unquantized("/layer/query/input"), int8=3),
     Case("half-quantized", QUERY, vector_before_matmul, int8=3),
-    Case("non-zero-zero-point", INPUT, stored("/layer/query/input.zero_point", 3), refused=True, int8=None),
-    Case(
+    refused("non-zero-zero-point", INPUT, stored("/layer/query/input.zero_point", 3)),
+    refused(
         "non-zero-zero-point",
         WEIGHT,
         stored("/layer/query.weight_zero_point", np.eye(1, HIDDEN, 5)[0]),
         "fp16",
-        refused=True,
-        int8=None,
     ),
-    Case("bad-scale", INPUT, stored("/layer/query/input.scale", 0), refused=True, int8=None),
-    Case("bad-scale", INPUT, stored("/layer/query/input.scale", -0.02), refused=True, int8=None),
-    Case("bad-scale", INPUT, stored("/layer/query/input.scale", np.nan), refused=True, int8=None),
+    refused("bad-scale", INPUT, stored("/layer/query/input.scale", 0)),
+    refused("bad-scale", INPUT, stored("/layer/query/input.scale", -0.02)),
+    refused("bad-scale", INPUT, stored("/layer/query/input.scale", np.nan)),
     Case("bad-scale", INPUT, stored("/layer/query/input.scale", np.inf)),
-    Case(
-        "bad-scale", WEIGHT, stored("/layer/query.weight_scale", ONE_BAD[0]), "fp32", refused=True, int8=None
-    ),
-    Case(
-        "bad-scale",
-        WEIGHT,
-        stored("/layer/query.weight_scale", ONE_BAD[np.nan]),
-        "fp32",
-        refused=True,
-        int8=None,
-    ),
+    refused("bad-scale", WEIGHT, stored("/layer/query.weight_scale", ONE_BAD[0]), "fp32"),
+    refused("bad-scale", WEIGHT, stored("/layer/query.weight_scale", ONE_BAD[np.nan]), "fp32"),
     Case("per-channel-activation", INPUT, vector_activation, int8=3),
     Case("wrong-weight-axis", WEIGHT, lambda model: set_axis(model, WEIGHT, 0), "fp16", int8=3),
     Case("wrong-weight-axis", WEIGHT, transposed_weight, "fp32", int8=3),
     Case("wrong-weight-axis", "/classifier/weight/DQ", quantized_gemm, "fp32"),
     Case("uint8", INPUT, stored("/layer/query/input.zero_point", 0, np.uint8)),
-    Case("uint8", INPUT, stored("/layer/query/input.zero_point", 128, np.uint8), refused=True, int8=None),
+    refused("uint8", INPUT, stored("/layer/query/input.zero_point", 128, np.uint8)),
     Case("quantized-layernorm", NORM, quantized(NORM)),
     Case("quantized-layernorm", NORM, quantized(NORM, 1)),
     Case("quantized-layernorm", "/norm0/ReduceMean", written_out_norm),
@@ -265,15 +260,9 @@ CASES = [
     Case("quantized-softmax", "/gate", softmax_without_attention),
     Case("split-residual", "/layer/Add", quantized("/layer/Add", 1)),  # an FP16 scale of the same value
     Case("quantized-residual", "/layer/Add", residual_like_its_readers, "fp32"),
-    Case(
-        "mixed-types",
-        "/layer/query/Add",
-        stored("/layer/query.bias", np.zeros(HIDDEN), np.float32),
-        refused=True,
-        int8=None,
-    ),
-    Case("mixed-types", NORM, stored(f"{NORM}.scale", np.ones(HIDDEN), np.float32), refused=True, int8=None),
-    Case("mixed-types", QUERY, rewired(QUERY, 1, f"{WEIGHT}.out"), refused=True, int8=None),
+    refused("mixed-types", "/layer/query/Add", stored("/layer/query.bias", np.zeros(HIDDEN), np.float32)),
+    refused("mixed-types", NORM, stored(f"{NORM}.scale", np.ones(HIDDEN), np.float32)),
+    refused("mixed-types", QUERY, rewired(QUERY, 1, f"{WEIGHT}.out")),
     Case("mixed-types", INPUT, rewired(INPUT, 0, "/layer/norm0.out")),
     Case("mixed-types", "/classifier/Gemm", declared_as_fp32),
     Case("constant-overflows-fp16", "/mask/Mul", stored("fill", -np.inf)),
@@ -288,33 +277,14 @@ CASES = [
     Case("partial-attention", CONTEXT, relu_before_output),
     Case("attention-head-size", "/layer/self/MatMul", wide_heads),
     Case("float-weight", "/layer/query/weight/Q", float_weight, "fp32"),
-    Case("unsupported-op", QUERY, product_of_codes, "fp32", refused=True, int8=None),
-    Case("no-plain-form", INPUT, dynamic, refused=True, int8=None),
-    Case(
-        "no-plain-form",
-        QUERY,
-        lambda model: fused_by_onnxruntime(model, QUERY, "QAttention"),
-        refused=True,
-        int8=None,
-    ),
-    Case(
-        "onnxruntime-operators",
-        NORM,
-        lambda model: fused_by_onnxruntime(model, NORM, "SkipLayerNormalization"),
-        refused=True,
-        int8=None,
-    ),
+    refused("unsupported-op", QUERY, product_of_codes, "fp32"),
+    refused("no-plain-form", INPUT, dynamic),
+    refused("no-plain-form", QUERY, fused_by_onnxruntime(QUERY, "QAttention")),
+    refused("onnxruntime-operators", NORM, fused_by_onnxruntime(NORM, "SkipLayerNormalization")),
     Case("dynamic-scale", INPUT, computed_scale, int8=3),
     Case("scale-mismatch", "/layer/query/input/DQ", other_scale),
-    Case(
-        "zero-point-shape",
-        WEIGHT,
-        stored("/layer/query.weight_zero_point", 0),
-        "fp16",
-        refused=True,
-        int8=None,
-    ),
-    Case("not-int8", WEIGHT, int32_weight, refused=True, int8=None),
+    refused("zero-point-shape", WEIGHT, stored("/layer/query.weight_zero_point", 0), "fp16"),
+    refused("not-int8", WEIGHT, int32_weight),
     Case("blocked-scale", WEIGHT, blocked, int8=None),
     Case("q-without-dq", "/x/Q", cast_instead_of_dq),
     Case("dq-without-q", "/layer/query/input/DQ", cast_instead_of_q),
@@ -324,12 +294,6 @@ CASES = [
     Case("not-checked", "/if", subgraph),
     Case("not-checked", NORM, plugin),
     Case("invalid-onnx", "/layer/Add", lambda model: node(model, "/layer/Add").input.pop()),
-    Case(
-        "invalid-onnx",
-        "/layer/query/Add",
-        changed("/layer/query/Add", "op_type", "Plus"),
-        refused=True,
-        int8=None,
-    ),
+    refused("invalid-onnx", "/layer/query/Add", changed("/layer/query/Add", "op_type", "Plus")),
 ]
 IDS = [f"{number}-{case.code}" for number, case in enumerate(CASES)]

@@ -128,9 +128,8 @@ def plan_of(recipe: Recipe, model: Any) -> Plan:
 def calibrate_model(model: Any, recipe: Recipe, batches: list[Batch] | None = None) -> Quantized:
     """A model that becomes a fake-quant one, in place."""
     plan = plan_of(recipe, model)
-    return Quantized(
-        model, plan, ptq.calibrate(model, plan, batches or calibration_batches(), recipe.calibration)
-    )
+    record = ptq.calibrate(model, plan, batches or calibration_batches(), recipe.calibration)
+    return Quantized(model, plan, record)
 
 
 def calibrate(folder: Path, recipe: Recipe) -> Quantized:
@@ -204,9 +203,8 @@ def copied(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def tensor(model: onnx.ModelProto, name: str) -> npt.NDArray[Any]:
     """An initializer as a writable array."""
-    found: npt.NDArray[Any] = numpy_helper.to_array(
-        next(t for t in model.graph.initializer if t.name == name)
-    )
+    stored = next(t for t in model.graph.initializer if t.name == name)
+    found: npt.NDArray[Any] = numpy_helper.to_array(stored)
     return found.copy()
 
 

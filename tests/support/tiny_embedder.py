@@ -41,9 +41,8 @@ def write_sentence_folder(
 
     (folder / inside).mkdir(parents=True, exist_ok=True)
     write_tiny_bert(folder / inside, new_bert().bert)
-    (folder / inside / "sentence_bert_config.json").write_text(
-        json.dumps({"max_seq_length": 64, "do_lower_case": False})
-    )
+    settings = {"max_seq_length": 64, "do_lower_case": False}
+    (folder / inside / "sentence_bert_config.json").write_text(json.dumps(settings))
     write_modules(
         folder, mode, normalize=normalize, dense=bool(dense), inside=inside, modules=modules, **pooling
     )

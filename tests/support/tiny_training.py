@@ -45,9 +45,8 @@ def job(folder: Path, *, dropout: float = 0.0, loss=None, collapsed=lambda step:
     model, labels, judged = Bag(dropout), torch.from_numpy(data.encoded.labels), []
 
     def cross_entropy(wrapped, rows, batch):
-        return torch.nn.functional.cross_entropy(
-            wrapped(**batch), labels[torch.from_numpy(rows)], reduction="sum"
-        )
+        targets = labels[torch.from_numpy(rows)]
+        return torch.nn.functional.cross_entropy(wrapped(**batch), targets, reduction="sum")
 
     def judge(plain):
         judged.append(len(judged))

@@ -125,9 +125,8 @@ class Repository:
 
         if model not in self._loaded:
             sys.modules["triton_python_backend_utils"] = backend_module()
-            spec = importlib.util.spec_from_file_location(
-                f"{model}_model", self.folder / model / "1" / "model.py"
-            )
+            path = self.folder / model / "1" / "model.py"
+            spec = importlib.util.spec_from_file_location(f"{model}_model", path)
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             made = module.TritonPythonModel()

@@ -71,8 +71,6 @@ def quantize_exactly(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
 
 @dataclass
 class _Scale:
-    """Scales of a quantizer as the kernels want them, and the amax that they were made from."""
-
     amax: torch.Tensor
     version: int
     low: int

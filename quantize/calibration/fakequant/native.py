@@ -25,28 +25,18 @@ from torch import nn
 from torch.nn import functional
 
 from qdqbench.quantize.calibration.fakequant import modelopt
+from qdqbench.quantize.calibration.fakequant import quantizers as fake
 from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
-from qdqbench.quantize.calibration.fakequant.quantizers import (
-    FP16_BITS,
-    INT8_MAX,
-    RESIDUAL_QUANTIZER,
-    get_quantizer_kind,
-    import_modelopt,
-    list_quantizers,
-    quantize_residual,
-    round_weight_scales,
-    use_rounded_weights,
-)
 from qdqbench.quantize.models.families.known import family_of
 
-import_modelopt()
+fake.import_modelopt()
 
 from modelopt.torch.quantization.nn import QuantModule, TensorQuantizer  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DROPPED_BITS = 24 - FP16_BITS  # of FP32's significant bits
+DROPPED_BITS = 24 - fake.FP16_BITS  # of FP32's significant bits
 LOWEST_RATIO = 2.0**-7  # one code of the calibrated scale
 BACKEND = "qdqbench_native"
 PARAMETER = "amax_ratio"
@@ -89,12 +79,12 @@ class _LearnedQuantize(torch.autograd.Function):
             zero = _constant(0, torch.int32, scale.device)
             on = _constant(1, torch.int64, scale.device)
             output, inside = torch._fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
-                inputs, scale, zero, on, low, INT8_MAX
+                inputs, scale, zero, on, low, fake.INT8_MAX
             )
         else:  # an integer zero point is checked by the host
             zero = _constant(0, torch.float32, scale.device).expand_as(scale)
             output, inside = torch.ops.aten.fake_quantize_per_channel_affine_cachemask(
-                inputs, scale, zero, axis, low, INT8_MAX
+                inputs, scale, zero, axis, low, fake.INT8_MAX
             )
         ctx.save_for_backward(inputs, output, inside, gain)
         ctx.axis = axis
@@ -146,7 +136,7 @@ class Learned:
     @property
     def factor(self) -> float:
         """The paper's gradient scale."""
-        return float((self.count * INT8_MAX) ** -0.5)
+        return float((self.count * fake.INT8_MAX) ** -0.5)
 
     @property
     def seen(self) -> tuple[int, int]:
@@ -175,7 +165,7 @@ class ScaleTable:
     def current(self, item: Learned) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scale and gain of an item: scalars or [channels]."""
         if torch.compiler.is_compiling():
-            scale = item.ratio.detach() * item.amax / INT8_MAX
+            scale = item.ratio.detach() * item.amax / fake.INT8_MAX
             return (round_up(scale) if item.rounded else scale), item.factor / item.ratio.detach()
         if not self.seen or self.seen[item.place] != item.seen:
             self._refresh()
@@ -185,7 +175,7 @@ class ScaleTable:
     @torch.no_grad()
     def _refresh(self) -> None:
         ratios = torch.cat([item.ratio.flatten() for item in self.items])
-        scales = ratios * torch.cat([item.amax.flatten() for item in self.items]) / INT8_MAX
+        scales = ratios * torch.cat([item.amax.flatten() for item in self.items]) / fake.INT8_MAX
         round_up(scales[self.exact :])
         self.factors = self.factors.to(ratios.device)
         self.scales, self.gains = map(self._split, (scales, self.factors / ratios))
@@ -208,7 +198,7 @@ class FakeQuantLinear(nn.Linear):
 def _residual_class(original: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> Any:
-        rounded = quantize_residual(self.residual_quantizer, input_tensor)
+        rounded = fake.quantize_residual(self.residual_quantizer, input_tensor)
         return original.forward(self, hidden_states, rounded)
 
     return type(f"Native{original.__name__}", (original,), {"forward": forward})
@@ -258,7 +248,7 @@ def _shorten(module: nn.Module) -> None:
             short = original
         elif original is nn.Linear and active <= {"input_quantizer", "weight_quantizer"}:
             short = FakeQuantLinear
-        elif active == {RESIDUAL_QUANTIZER}:
+        elif active == {fake.RESIDUAL_QUANTIZER}:
             short = _residual_class(original)
     if short is not None:
         module.__dict__["_modelopt_class"] = type(module)
@@ -267,10 +257,10 @@ def _shorten(module: nn.Module) -> None:
 
 def _group_readers(model: "PreTrainedModel") -> Iterator[list[Any]]:
     """Return the quantizers of one tensor with equal scales and factors: q, k, v and an INT8 residual."""
-    enabled, family = list_quantizers(model), family_of(model.config)
+    enabled, family = fake.list_quantizers(model), family_of(model.config)
     for name, _ in model.named_modules():
         readers = [f"{linear}.input_quantizer" for linear in family.residual_readers(name)]
-        group = [enabled[key] for key in (*readers, f"{name}.{RESIDUAL_QUANTIZER}") if key in enabled]
+        group = [enabled[key] for key in (*readers, f"{name}.{fake.RESIDUAL_QUANTIZER}") if key in enabled]
         if len(group) > 1 and set(readers) <= set(enabled) and all(_equal(group[0], q) for q in group[1:]):
             yield group
 
@@ -291,7 +281,7 @@ def use_native(model: "PreTrainedModel") -> None:
     if not tensor_quantizer.is_registered_quant_backend(BACKEND):
         tensor_quantizer.register_quant_backend(BACKEND, modelopt.fake_quantize)
     _undo(model)
-    for quantizer in list_quantizers(model).values():
+    for quantizer in fake.list_quantizers(model).values():
         quantizer.backend = BACKEND
         modelopt.prepare_scales(quantizer)
     groups = list(_group_readers(model))
@@ -321,7 +311,7 @@ def _undo(model: "PreTrainedModel") -> None:
             modelopt.forget_scale(module)
             module.__dict__.pop("shared", None)
             module.__dict__.pop("exact", None)
-    for quantizer in list_quantizers(model).values():
+    for quantizer in fake.list_quantizers(model).values():
         if quantizer.backend == BACKEND:
             quantizer.backend = None
 
@@ -333,7 +323,7 @@ def use_evaluation(model: "PreTrainedModel") -> Iterator[None]:
     ModelOpt itself would first compile its own kernels on a GPU, and takes more steps on a CPU.
     """
     use_native(model)
-    for quantizer in list_quantizers(model).values():
+    for quantizer in fake.list_quantizers(model).values():
         quantizer.exact = quantizer.amax.device.type == "cpu"
     try:
         yield
@@ -344,7 +334,11 @@ def use_evaluation(model: "PreTrainedModel") -> Iterator[None]:
 @contextmanager
 def use_frozen_weights(model: "PreTrainedModel") -> Iterator[None]:
     """Do as `use_evaluation`, with weights rounded and laid out once: the model only runs meanwhile."""
-    with use_evaluation(model), use_rounded_weights(model), use_quick_linears(model.device.type, again=True):
+    with (
+        use_evaluation(model),
+        fake.use_rounded_weights(model),
+        use_quick_linears(model.device.type, again=True),
+    ):
         yield
 
 
@@ -358,7 +352,9 @@ def learn_amax(model: "PreTrainedModel", together: Iterable[Sequence[str]] = ())
     Returns the parameters, in model order; they stay positive only if `keep_positive` sees to it.
     """
     use_native(model)
-    possible = {n: q for n, q in list_quantizers(model).items() if get_quantizer_kind(n) != "softmax"}
+    possible = {
+        n: q for n, q in fake.list_quantizers(model).items() if fake.get_quantizer_kind(n) != "softmax"
+    }
     equal = [*_group_readers(model), *([possible[name] for name in group] for group in together)]
     groups = {id(quantizer): group for group in equal for quantizer in group}
     items: list[Learned] = []
@@ -374,7 +370,7 @@ def learn_amax(model: "PreTrainedModel", together: Iterable[Sequence[str]] = ())
 
 
 def _make_learned(model: "PreTrainedModel", name: str, quantizer: Any) -> Learned:
-    kind, module = get_quantizer_kind(name), model.get_submodule(name.rpartition(".")[0])
+    kind, module = fake.get_quantizer_kind(name), model.get_submodule(name.rpartition(".")[0])
     per_channel = quantizer.axis is not None
     if kind == "weight":
         weight: Any = module.weight
@@ -412,12 +408,12 @@ def settle_learned(model: "PreTrainedModel") -> None:
     Bit for bit, as a weight's scale was rounded up to 11 significant bits all along; its amax is 127 times
     that, as calibration makes it. Without learned ratios this is `use_modelopt`.
     """
-    changed = {name: q for name, q in list_quantizers(model).items() if "learned" in q.__dict__}
+    changed = {name: q for name, q in fake.list_quantizers(model).items() if "learned" in q.__dict__}
     with torch.no_grad():
         values = {name: q.learned.ratio * q.learned.amax for name, q in changed.items()}
     for name, quantizer in changed.items():
         quantizer.amax = values[name].reshape(quantizer.amax.shape)
-    round_weight_scales(changed)
+    fake.round_weight_scales(changed)
     for quantizer in changed.values():
         quantizer._parameters.pop(PARAMETER, None)
         del quantizer.__dict__["learned"]

@@ -15,16 +15,7 @@ from qdqbench.quantize.deployment.write import describe_texts, read_labels, rend
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
-from qdqbench.quantize.pipeline.artifacts import (
-    BUILD,
-    Skipped,
-    backend_of,
-    engine_file,
-    engine_profiles,
-    graph_for_tensorrt,
-    graph_path,
-    read_built,
-)
+from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.ownership import locked_for_reading
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
@@ -81,7 +72,7 @@ def export_triton(folder: Path, out: Path, name: str | None = None) -> TritonExp
 
 
 def _export(session: Session, out: Path, name: str | None) -> TritonExport:
-    folder, graph = session.folder, graph_path(session)
+    folder, graph = session.folder, artifacts.graph_path(session)
     if not graph.is_file():
         raise UserError(f"{folder} has no {graph.name} yet; run `qdqbench build {folder}` first")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -91,13 +82,15 @@ def _export(session: Session, out: Path, name: str | None) -> TritonExport:
     elif not re.fullmatch(r"\w{1,100}", name, re.ASCII):
         raise UserError(f"--name {name!r} has other signs than letters, digits and _; give another")
     engine, sidecar = _find_plan(folder, graph)
-    for_tensorrt = graph_for_tensorrt(session, graph)
+    for_tensorrt = artifacts.graph_for_tensorrt(session, graph)
     plan: Plan = "built" if engine else "script" if for_tensorrt else "none"
-    on_cpu = "openvino" if backend_of(session.recipe) == "openvino" else "onnxruntime"
+    on_cpu = "openvino" if artifacts.backend_of(session.recipe) == "openvino" else "onnxruntime"
     backend = "tensorrt" if engine else on_cpu
     sources = ({"tensorrt": engine} if engine else {}) | dict.fromkeys(ONNX, graph)
     ensembles = [name, *(f"{name}_on_{each}" for each in sources)]
-    context = _describe_model(session, graph, sidecar.profiles if sidecar else engine_profiles(session)) | {
+    context = _describe_model(
+        session, graph, sidecar.profiles if sidecar else artifacts.engine_profiles(session)
+    ) | {
         "name": name,
         "backend": backend,
         "slug": re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50] or "model",
@@ -128,10 +121,14 @@ def _export(session: Session, out: Path, name: str | None) -> TritonExport:
 
 
 def _find_plan(folder: Path, graph: Path) -> tuple[Path | None, Sidecar | None]:
-    built = read_built(folder) if (folder / BUILD).is_file() else Skipped(skipped="not built")
-    if isinstance(built, Skipped):
+    built = (
+        artifacts.read_built(folder)
+        if (folder / artifacts.BUILD).is_file()
+        else artifacts.Skipped(skipped="not built")
+    )
+    if isinstance(built, artifacts.Skipped):
         return None, None
-    engine = engine_file(folder, built)
+    engine = artifacts.engine_file(folder, built)
     sidecar = read_sidecar(engine)
     if built.backend != "tensorrt":
         return None, sidecar  # TensorRT-RTX's engines are none of TensorRT's

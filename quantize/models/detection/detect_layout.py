@@ -298,7 +298,6 @@ def find_layer_list(attentions: Collection[str], modules: Mapping[str, Any], nam
 
 
 def mask_numbers(name: str) -> str:
-    """Return a module's name with * for each number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 

@@ -31,8 +31,11 @@ def amax(found):
     return {name: state.amax for name, state in found.record.quantizers.items()}
 
 
-def test_scales_are_those_of_a_run(made, tiny_bert):
+def test_scales_are_those_of_a_run_and_in_the_table(made, tiny_bert):
     assert amax(made) == amax(calibrate(tiny_bert, recipe()))
+    table = made.to_frame()
+    assert [*table.name] == [*made.record.quantizers]
+    assert {"module", "kind", "amax", "amax_over_rms"} <= {*table.columns}
 
 
 def test_the_model_that_was_given_is_not_changed(model):
@@ -47,21 +50,13 @@ def test_the_model_that_was_given_is_not_changed(model):
 def test_samples_in_every_form_give_the_same_scales(made, model):
     """One sample an item, tensors, and padded batches: no quantizer sees the padding."""
     batches = calibration_batches()
-    single = [
-        {key: list(map(int, batch[key][row])) for key in batch} for batch in batches for row in range(8)
-    ]
+    single = [{key: [*map(int, batch[key][row])] for key in batch} for batch in batches for row in range(8)]
     assert amax(qdqbench.quantize(model, single, recipe())) == amax(made)
     padded = []
     for batch in batches:
         wide = {key: np.pad(values, ((0, 0), (0, 4))) for key, values in batch.items()}
         padded.append({key: torch.from_numpy(values) for key, values in wide.items()})
     assert amax(qdqbench.quantize(model, padded, recipe())) == amax(made)
-
-
-def test_the_table_has_a_row_a_quantizer(made):
-    table = made.to_frame()
-    assert [*table.name] == [*made.record.quantizers]
-    assert {"module", "kind", "amax", "amax_over_rms"} <= {*table.columns}
 
 
 def test_an_export_holds_to_the_recipe(made, tmp_path):

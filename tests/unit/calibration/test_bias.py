@@ -17,18 +17,7 @@ from qdqbench.quantize.calibration.fakequant import quantizers as quantizers_mod
 from qdqbench.quantize.calibration.fakequant.quantizers import quantizers_off
 from qdqbench.quantize.models.load import load_model
 
-from ...support.tiny_bert import (
-    ATTENTIONS,
-    INT8,
-    LINEARS,
-    Batch,
-    calibrate,
-    calibrate_model,
-    calibration_batches,
-    padded_batch,
-    recipe_with,
-    watched,
-)
+from ...support import tiny_bert as bert
 
 CORRECTED = {"bias_correction": True}
 LAYERS = [f"bert.encoder.layer.{layer}" for layer in range(2)]
@@ -38,20 +27,20 @@ def biases_of(model: Any) -> dict[str, torch.Tensor]:
     return {n.removesuffix(".bias"): p.detach().clone() for n, p in model.named_parameters() if "bias" in n}
 
 
-def outputs(model: Any, names: list[str], batches: list[Batch]) -> dict[str, list[torch.Tensor]]:
+def outputs(model: Any, names: list[str], batches: list[bert.Batch]) -> dict[str, list[torch.Tensor]]:
     """Output of modules for each batch."""
-    with watched(model, names) as found:
+    with bert.watched(model, names) as found:
         for batch in batches:
             quantizers_module.forward(model, batch)
     return found
 
 
 def means(model: Any, names: list[str]) -> dict[str, torch.Tensor]:
-    found = outputs(model, names, calibration_batches())
+    found = outputs(model, names, bert.calibration_batches())
     return {n: torch.cat([v.flatten(0, 1) for v in vs]).double().mean(dim=0) for n, vs in found.items()}
 
 
-def errors(model: Any, exact: Any, batches: list[Batch]) -> list[float]:
+def errors(model: Any, exact: Any, batches: list[bert.Batch]) -> list[float]:
     """Squared error of each encoder layer's output."""
     ours, theirs = outputs(model, LAYERS, batches), outputs(exact, LAYERS, batches)
     return [
@@ -62,14 +51,14 @@ def errors(model: Any, exact: Any, batches: list[Batch]) -> list[float]:
 
 def coarse(folder: Path, *rules: dict[str, str], **changes: Any) -> tuple[Any, Any]:
     """A calibrated model and its plan; clipping at the 90th percentile moves means far."""
-    every = {"match": "encoder.layer.*", "method": "percentile/90"} | INT8
-    return calibrate(folder, recipe_with(rules=[every, *rules], **changes))[:2]
+    every = {"match": "encoder.layer.*", "method": "percentile/90"} | bert.INT8
+    return bert.calibrate(folder, bert.recipe_with(rules=[every, *rules], **changes))[:2]
 
 
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention"])
 def test_the_mean_is_that_of_fp32(tiny_bert: Path, name: str) -> None:
-    plain = calibrate(tiny_bert, recipe_with(name)).model
-    model, _, record = calibrate(tiny_bert, recipe_with(name, calibration=CORRECTED))
+    plain = bert.calibrate(tiny_bert, bert.recipe_with(name)).model
+    model, _, record = bert.calibrate(tiny_bert, bert.recipe_with(name, calibration=CORRECTED))
     assert len(record.biases) >= 6
     accepted = list(record.biases)
     exact = means(load_model(str(tiny_bert)), accepted)
@@ -81,9 +70,12 @@ def test_the_mean_is_that_of_fp32(tiny_bert: Path, name: str) -> None:
 
 def test_it_helps_where_clipping_moved_the_means(tiny_bert: Path) -> None:
     model, plan = coarse(tiny_bert)
-    exact, batches = load_model(str(tiny_bert)), [*calibration_batches(), padded_batch((11, 11), seed=5)]
+    exact, batches = (
+        load_model(str(tiny_bert)),
+        [*bert.calibration_batches(), bert.padded_batch((11, 11), seed=5)],
+    )
     before = errors(model, exact, batches)
-    added = correct_biases(model, plan.int8, calibration_batches())
+    added = correct_biases(model, plan.int8, bert.calibration_batches())
     assert len(added) >= 8
     after = errors(model, exact, batches)
     assert all(now < 0.9 * was for now, was in zip(after, before, strict=True))
@@ -92,12 +84,11 @@ def test_it_helps_where_clipping_moved_the_means(tiny_bert: Path) -> None:
 def test_torch_s_kernels_correct_the_same(tiny_bert: Path) -> None:
     """On a GPU they stand in for ModelOpt's arithmetic."""
     model, plan = coarse(tiny_bert, attention="int8", precision={"never_quantize": ["layernorm"]})
-    expected = correct_biases(copy.deepcopy(model), plan.int8, calibration_batches())
-    quantizers = {
-        name: (type(q), q.amax.clone()) for name, q in quantizers_module.list_quantizers(model).items()
-    }
+    expected = correct_biases(copy.deepcopy(model), plan.int8, bert.calibration_batches())
+    found = quantizers_module.list_quantizers(model)
+    quantizers = {name: (type(q), q.amax.clone()) for name, q in found.items()}
     native.use_native(model)
-    ours = correct_biases(model, plan.int8, calibration_batches())
+    ours = correct_biases(model, plan.int8, bert.calibration_batches())
     native.use_modelopt(model)
     assert list(ours) == list(expected)
     assert len(ours) >= 8
@@ -114,18 +105,16 @@ def test_of_each_layer_the_error_never_grows(tiny_bert: Path) -> None:
     """Layer by layer with the same inputs, in every state from first to last."""
     model, plan = coarse(tiny_bert)
     exact = load_model(str(tiny_bert))
-    previous = errors(model, exact, calibration_batches())
+    previous = errors(model, exact, bert.calibration_batches())
     for layer in LAYERS:
         inside = [name for name in plan.int8 if name.startswith(f"{layer}.")]
-        correct_biases(model, inside, calibration_batches())
-        now = errors(model, exact, calibration_batches())
+        correct_biases(model, inside, bert.calibration_batches())
+        now = errors(model, exact, bert.calibration_batches())
         assert now[LAYERS.index(layer)] <= previous[LAYERS.index(layer)]
         previous = now
 
 
-def test_what_linears_made_before_is_not_computed_again(
-    tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_made_before_is_not_computed_again(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit what running them again gives, in a third fewer linears."""
     model, plan = coarse(tiny_bert)
     models = {"replayed": model, "again": copy.deepcopy(model)}
@@ -136,7 +125,7 @@ def test_what_linears_made_before_is_not_computed_again(
             linear.input_quantizer.register_forward_pre_hook(lambda *_, way=way: runs.update([way]))
         if way == "again":
             monkeypatch.setattr(bias_correction, "replay_outputs", lambda *_: nullcontext())
-        found[way] = correct_biases(each, plan.int8, calibration_batches())
+        found[way] = correct_biases(each, plan.int8, bert.calibration_batches())
     assert found["replayed"] == found["again"]
     assert len(found["again"]) >= 8
     # a layer runs six times, six linears in four groups: the last three runs leave out 3, 4 and 5 of them
@@ -146,18 +135,18 @@ def test_what_linears_made_before_is_not_computed_again(
 OUTLIER = 5  # a token that stands once in 32
 
 
-def with_outlier_tokens(folder: Path) -> tuple[Any, list[Batch]]:
+def with_outlier_tokens(folder: Path) -> tuple[Any, list[bert.Batch]]:
     """One token excites a feed-forward unit a hundredfold: clipped there, it rules the mean of all."""
     model = load_model(str(folder))
     embeddings = model.bert.embeddings.word_embeddings.weight.data
     embeddings[:, 3] = 0.0
     embeddings[OUTLIER] = 0.0
     embeddings[OUTLIER, 3] = 50.0
-    unit = model.get_submodule(LINEARS[4])
+    unit = model.get_submodule(bert.LINEARS[4])
     unit.weight.data[0] = 0.0
     unit.weight.data[0, 3] = 200.0
     unit.bias.data[0] = -400.0
-    batches = [padded_batch((16,) * 8, seed=seed) for seed in range(3)]
+    batches = [bert.padded_batch((16,) * 8, seed=seed) for seed in range(3)]
     for batch in batches:
         batch["input_ids"][batch["input_ids"] == OUTLIER] = OUTLIER + 1
         batch["input_ids"][::2, 7] = OUTLIER
@@ -166,9 +155,9 @@ def with_outlier_tokens(folder: Path) -> tuple[Any, list[Batch]]:
 
 def test_a_mean_that_outliers_rule_is_taken_back(tiny_bert: Path) -> None:
     model, batches = with_outlier_tokens(tiny_bert)
-    exact, name = with_outlier_tokens(tiny_bert)[0], LINEARS[5]
-    recipe = recipe_with(rules=[{"match": name, "method": "percentile/90"} | INT8])
-    plan = calibrate_model(model, recipe, batches).plan
+    exact, name = with_outlier_tokens(tiny_bert)[0], bert.LINEARS[5]
+    recipe = bert.recipe_with(rules=[{"match": name, "method": "percentile/90"} | bert.INT8])
+    plan = bert.calibrate_model(model, recipe, batches).plan
     before, kept = errors(model, exact, batches)[0], biases_of(model)
     target, clipped = (torch.cat(outputs(m, [name], batches)[name]).flatten(0, 1) for m in (exact, model))
     plainly = {name: (target - clipped).double().mean(dim=0).float().tolist()}
@@ -181,17 +170,17 @@ def test_a_mean_that_outliers_rule_is_taken_back(tiny_bert: Path) -> None:
 
 
 def test_only_int8_linears_of_the_encoder_change(tiny_bert: Path) -> None:
-    fp16 = [name for name in LINEARS if name.startswith(f"{LAYERS[1]}.attention")]
+    fp16 = [name for name in bert.LINEARS if name.startswith(f"{LAYERS[1]}.attention")]
     model, plan = coarse(
         tiny_bert,
-        {"match": "*", "type": "Linear"} | INT8,
+        {"match": "*", "type": "Linear"} | bert.INT8,
         {"match": "encoder.layer.1.attention.*", "type": "Linear", "precision": "fp16"},
     )
     weights = {n: p.detach().clone() for n, p in model.named_parameters() if not n.endswith("bias")}
     before = biases_of(model)
-    added = correct_biases(model, plan.int8, calibration_batches())
+    added = correct_biases(model, plan.int8, bert.calibration_batches())
     assert added
-    assert set(added) <= set(LINEARS) - set(fp16)
+    assert set(added) <= set(bert.LINEARS) - set(fp16)
     after = biases_of(model)
     assert {n for n in before if not torch.equal(before[n], after[n])} == set(added)
     assert all(torch.equal(value, model.get_parameter(name)) for name, value in weights.items())
@@ -201,15 +190,15 @@ def test_only_int8_linears_of_the_encoder_change(tiny_bert: Path) -> None:
 def test_quantizers_are_left_as_they_were(tiny_bert: Path) -> None:
     model, plan = coarse(tiny_bert, attention="int8", precision={"never_quantize": ["layernorm"]})
     off = [
-        f"{LINEARS[1]}.input_quantizer",
-        f"{LINEARS[4]}.weight_quantizer",
-        f"{ATTENTIONS[1]}.q_bmm_quantizer",
+        f"{bert.LINEARS[1]}.input_quantizer",
+        f"{bert.LINEARS[4]}.weight_quantizer",
+        f"{bert.ATTENTIONS[1]}.q_bmm_quantizer",
     ]
     for name in off:
         model.get_submodule(name).disable()
     before = {name: q.amax.clone() for name, q in quantizers_module.list_quantizers(model).items()}
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-    correct_biases(model, plan.int8, calibration_batches())
+    correct_biases(model, plan.int8, bert.calibration_batches())
     after = quantizers_module.list_quantizers(model)
     assert list(after) == list(before)
     assert all(torch.equal(after[name].amax, amax) for name, amax in before.items())
@@ -220,18 +209,18 @@ def test_nothing_to_correct_without_quantizers(tiny_bert: Path) -> None:
     model, plan = coarse(tiny_bert)
     before = biases_of(model)
     with quantizers_off(model):
-        added = correct_biases(model, plan.int8, calibration_batches())
+        added = correct_biases(model, plan.int8, bert.calibration_batches())
     assert added == {}
     assert all(torch.equal(bias, before[name]) for name, bias in biases_of(model).items())
 
 
 def test_a_linear_without_bias_is_left(tiny_bert: Path) -> None:
     model, plan = coarse(tiny_bert)
-    query, key = LINEARS[:2]
-    assert {query, key} <= set(correct_biases(model, plan.int8, calibration_batches()))
+    query, key = bert.LINEARS[:2]
+    assert {query, key} <= set(correct_biases(model, plan.int8, bert.calibration_batches()))
     model, plan = coarse(tiny_bert)
     model.get_submodule(query).bias = None
-    added = correct_biases(model, plan.int8, calibration_batches())
+    added = correct_biases(model, plan.int8, bert.calibration_batches())
     assert query not in added
     assert key in added
 
@@ -239,7 +228,7 @@ def test_a_linear_without_bias_is_left(tiny_bert: Path) -> None:
 def test_what_was_added_gives_the_same_biases(tiny_bert: Path) -> None:
     model, plan = coarse(tiny_bert)
     before = biases_of(model)
-    added = correct_biases(model, plan.int8, calibration_batches())
+    added = correct_biases(model, plan.int8, bert.calibration_batches())
     after = biases_of(model)
     twin = load_model(str(tiny_bert))
     apply_biases(twin, added)
@@ -252,10 +241,10 @@ def test_no_more_batches_than_needed_are_taken(tiny_bert: Path, monkeypatch: pyt
     monkeypatch.setattr(bias_correction, "TOKENS", 100)
     taken: list[int] = []
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[bert.Batch]:
         for seed in range(100):
             taken.append(seed)
-            yield padded_batch((8,) * 4, seed)
+            yield bert.padded_batch((8,) * 4, seed)
 
     correct_biases(model, plan.int8, batches())
     assert len(taken) == 4  # 32 tokens each

@@ -146,6 +146,4 @@ def test_values_are_centred_in_their_rows_where_there_are_biases() -> None:
         torch.testing.assert_close(answers(model), before, rtol=1e-4, atol=1e-4)
     left = quantized(new_modernbert(), attention=True, softmax_scale="min-error").record
     assert left.centers == {}
-    assert left.notes[0].startswith(
-        "values of INT8 attentions were not centered where model.layers.0.attn.Wqkv"
-    )
+    assert left.notes[0].startswith("values of INT8 attentions were not centered where model.layers.0.attn")

@@ -26,29 +26,16 @@ from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
-from ...support.tiny_bert import (
-    ATTENTIONS,
-    INT8,
-    LINEARS,
-    Batch,
-    assert_same_state,
-    calibrate,
-    calibration_batches,
-    padded_batch,
-    plan_of,
-    quantized,
-    recipe_with,
-    watched,
-)
+from ...support import tiny_bert as bert
 
 QKV = ("query", "key", "value")
 LENGTHS = (9, 4, 16, 4, 9, 11)
 
 
-def largest_inputs(model: Any, batch: Batch, *, padding: bool = False) -> dict[str, float]:
+def largest_inputs(model: Any, batch: bert.Batch, *, padding: bool = False) -> dict[str, float]:
     """Largest magnitude that enters each encoder linear, by hooks; over unpadded positions by default."""
     seen = torch.from_numpy(batch["attention_mask"]).bool()
-    with watched(model, LINEARS, inputs=True) as found:
+    with bert.watched(model, bert.LINEARS, inputs=True) as found:
         quantizers.forward(model, batch)
     return {n: float((given if padding else given[seen]).abs().max()) for n, (given,) in found.items()}
 
@@ -64,18 +51,18 @@ def rounded_up(amax: npt.NDArray[np.float32]) -> list[float]:
 
 
 def test_input_amax_is_the_largest_over_unpadded_tokens(tiny_bert: Path) -> None:
-    batch = padded_batch(LENGTHS)
+    batch = bert.padded_batch(LENGTHS)
     samples = [
         Sample(row, batch["input_ids"][row, :length], batch["token_type_ids"][row, :length], False)
         for row, length in enumerate(LENGTHS)
     ]
     batches = (made for _, made in equal_length_batches(samples, 2, pad_id=0))
     model, untouched = load_model(str(tiny_bert)), load_model(str(tiny_bert))
-    record = ptq.calibrate(model, plan_of(recipe_with(), model), batches, Calibration())
-    amax = {n: record.quantizers[f"{n}.input_quantizer"].amax for n in LINEARS}
+    record = ptq.calibrate(model, bert.plan_of(bert.recipe_with(), model), batches, Calibration())
+    amax = {n: record.quantizers[f"{n}.input_quantizer"].amax for n in bert.LINEARS}
     assert amax == pytest.approx(largest_inputs(untouched, batch), rel=1e-5)
     padded = largest_inputs(untouched, batch, padding=True)
-    assert any(padded[name] > 1.01 * amax[name] for name in LINEARS)  # so the padding would have shown
+    assert any(padded[name] > 1.01 * amax[name] for name in bert.LINEARS)  # so the padding would have shown
     assert record.data["samples"] == len(LENGTHS)
     assert record.data["tokens"] == sum(LENGTHS)
     quantiles = {"min": 4, "p50": 9, "p90": 11, "p99": 11, "max": 16}
@@ -85,10 +72,10 @@ def test_input_amax_is_the_largest_over_unpadded_tokens(tiny_bert: Path) -> None
 def test_weight_amax_per_channel_and_per_tensor(tiny_bert: Path) -> None:
     weights = dict(load_model(str(tiny_bert)).named_parameters())
     channel, per_tensor = (
-        quantized(tiny_bert, name).record.quantizers
+        bert.quantized(tiny_bert, name).record.quantizers
         for name in ("bert-int8-linears", "bert-int8-linears-per-tensor")
     )
-    for name in LINEARS:
+    for name in bert.LINEARS:
         magnitudes = weights[f"{name}.weight"].detach().abs()
         state = channel[f"{name}.weight_quantizer"]
         assert (state.kind, state.axis) == ("weight", 0)
@@ -99,8 +86,8 @@ def test_weight_amax_per_channel_and_per_tensor(tiny_bert: Path) -> None:
 
 
 def test_exactly_the_planned_quantizers(tiny_bert: Path) -> None:
-    model, plan, record = calibrate(tiny_bert, recipe_with(rules=[{"match": "*"} | INT8]))
-    linears = [*LINEARS, "bert.pooler.dense", "classifier"]
+    model, plan, record = bert.calibrate(tiny_bert, bert.recipe_with(rules=[{"match": "*"} | bert.INT8]))
+    linears = [*bert.LINEARS, "bert.pooler.dense", "classifier"]
     wanted = {f"{name}.{kind}_quantizer" for name in linears for kind in ("weight", "input")}
     assert set(record.quantizers) == set(quantizers.list_quantizers(model)) == wanted
     assert not any("LayerNorm" in name for name in quantizers.list_quantizers(model))
@@ -108,23 +95,23 @@ def test_exactly_the_planned_quantizers(tiny_bert: Path) -> None:
 
 
 def test_int8_attention(tiny_bert: Path) -> None:
-    record = quantized(tiny_bert, "bert-int8-attention").record
+    record = bert.quantized(tiny_bert, "bert-int8-attention").record
     model = load_model(str(tiny_bert))
-    parts = {f"{name}.{part}": f"{name}.{part[0]}_bmm" for name in ATTENTIONS for part in QKV}
-    with watched(model, parts) as made:
-        for batch in calibration_batches():
+    parts = {f"{name}.{part}": f"{name}.{part[0]}_bmm" for name in bert.ATTENTIONS for part in QKV}
+    with bert.watched(model, parts) as made:
+        for batch in bert.calibration_batches():
             quantizers.forward(model, batch)
     for part, outputs in made.items():
         largest = max(float(output.abs().max()) for output in outputs)
         assert record.quantizers[f"{parts[part]}_quantizer"].amax == pytest.approx(largest, rel=1e-6)
-    for name in ATTENTIONS:
+    for name in bert.ATTENTIONS:
         softmax = record.quantizers[f"{name}.p_bmm_quantizer"]
         assert (softmax.kind, softmax.axis, softmax.amax) == ("softmax", None, 1.0)
-    assert len(record.quantizers) == 2 * len(LINEARS) + 4 * len(ATTENTIONS)
+    assert len(record.quantizers) == 2 * len(bert.LINEARS) + 4 * len(bert.ATTENTIONS)
 
 
 ATTENTION: dict[str, Any] = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
-EVERY = {"match": "encoder.layer.*"} | INT8
+EVERY = {"match": "encoder.layer.*"} | bert.INT8
 WAYS: dict[str, dict[str, Any]] = {
     "per-channel": {},
     "per-tensor": {"name": "bert-int8-linears-per-tensor"},
@@ -151,7 +138,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_of_calibrating_is_restored_bit_for_bit(tiny_bert: Path, tmp_path: Path, way: str) -> None:
-    model, plan, record = calibrate(tiny_bert, recipe_with(**WAYS[way]))
+    model, plan, record = bert.calibrate(tiny_bert, bert.recipe_with(**WAYS[way]))
     calibration.write_record(tmp_path / "calibration.json", record)
     twin, read = load_model(str(tiny_bert)), calibration.read_record(tmp_path / "calibration.json")
     assert read == record
@@ -162,35 +149,35 @@ def test_each_way_of_calibrating_is_restored_bit_for_bit(tiny_bert: Path, tmp_pa
     assert set(record.smoothing.inputs) == {
         name.removesuffix(".input_quantizer") for name in mine if mine[name].pre_quant_scale is not None
     }
-    assert_same_state(model, twin)
-    for batch in (padded_batch(), padded_batch((12, 5), seed=4)):
+    bert.assert_same_state(model, twin)
+    for batch in (bert.padded_batch(), bert.padded_batch((12, 5), seed=4)):
         answers = quantizers.forward(model, batch)
         assert torch.equal(answers, quantizers.forward(twin, batch))
         assert not torch.equal(answers, quantizers.forward(load_model(str(tiny_bert)), batch))
 
 
 def test_how_it_was_calibrated_is_recorded(tiny_bert: Path) -> None:
-    record = calibrate(tiny_bert, recipe_with(**WAYS["everything"])).record
+    record = bert.calibrate(tiny_bert, bert.recipe_with(**WAYS["everything"])).record
     assert record.method == "percentile/99"
-    second = [name for name in (*LINEARS, *ATTENTIONS) if "layer.1." in name]
+    second = [name for name in (*bert.LINEARS, *bert.ATTENTIONS) if "layer.1." in name]
     assert record.methods == dict.fromkeys(second, "mse")
-    plain = quantized(tiny_bert).record
+    plain = bert.quantized(tiny_bert).record
     assert (plain.methods, plain.smoothing, plain.biases) == ({}, calibration.Smoothing(), {})
 
 
 def test_smoothing_and_correction_pass_over_the_same_data(tiny_bert: Path) -> None:
-    class Counted(list[Batch]):
+    class Counted(list[bert.Batch]):
         passes = 0
 
-        def __iter__(self) -> Iterator[Batch]:
+        def __iter__(self) -> Iterator[bert.Batch]:
             self.passes += 1
             return super().__iter__()
 
     passes = []
     for way in ("entropy", "gain", "smoothing", "everything"):
-        model, batches, seen = load_model(str(tiny_bert)), Counted(calibration_batches()), []
-        recipe = recipe_with(**WAYS[way])
-        record = ptq.calibrate(model, plan_of(recipe, model), batches, recipe.calibration, seen.append)
+        model, batches, seen = load_model(str(tiny_bert)), Counted(bert.calibration_batches()), []
+        recipe = bert.recipe_with(**WAYS[way])
+        record = ptq.calibrate(model, bert.plan_of(recipe, model), batches, recipe.calibration, seen.append)
         passes.append(batches.passes)
         assert record.data["samples"] == 24  # each sample counts once
         assert sum(seen) == 24 * {"entropy": 1, "gain": 2}.get(way, 3)
@@ -200,30 +187,32 @@ def test_smoothing_and_correction_pass_over_the_same_data(tiny_bert: Path) -> No
 @pytest.mark.parametrize("how", ["none", 0.65])
 def test_amax_and_rms_are_of_all_that_is_rounded(tiny_bert: Path, how: float | str) -> None:
     """Behind the factors of smoothing."""
-    record = calibrate(tiny_bert, recipe_with(calibration={"smoothing": how})).record
+    record = bert.calibrate(tiny_bert, bert.recipe_with(calibration={"smoothing": how})).record
     model = load_model(str(tiny_bert))
-    factors = np.array(record.smoothing.inputs.get(LINEARS[0], 1.0), dtype=np.float32)
-    with watched(model, LINEARS[:1], inputs=True) as seen:
-        for batch in calibration_batches():
+    factors = np.array(record.smoothing.inputs.get(bert.LINEARS[0], 1.0), dtype=np.float32)
+    with bert.watched(model, bert.LINEARS[:1], inputs=True) as seen:
+        for batch in bert.calibration_batches():
             quantizers.forward(model, batch)
-    rounded = np.concatenate([(given.numpy() * factors).ravel() for given in seen[LINEARS[0]]])
-    state = record.quantizers[f"{LINEARS[0]}.input_quantizer"]
+    rounded = np.concatenate([(given.numpy() * factors).ravel() for given in seen[bert.LINEARS[0]]])
+    state = record.quantizers[f"{bert.LINEARS[0]}.input_quantizer"]
     assert state.amax == pytest.approx(np.abs(rounded).max(), rel=1e-6)
     assert state.rms == pytest.approx(math.sqrt(float(np.square(rounded.astype(np.float64)).mean())))
 
 
 def test_a_smoothed_record_of_another_model(tiny_bert: Path) -> None:
-    record = calibrate(tiny_bert, recipe_with(**WAYS["everything"])).record.model_copy(deep=True)
+    record = bert.calibrate(tiny_bert, bert.recipe_with(**WAYS["everything"])).record.model_copy(deep=True)
     for named in (record.smoothing.inputs, record.biases, record.quantizers):
         for name in [n for n in named if "layer.1." in n]:
             named[name.replace("layer.1.", "layer.7.")] = named.pop(name)  # type: ignore[attr-defined]
     model = load_model(str(tiny_bert))
     with pytest.raises(UserError, match="is of another recipe or model"):
-        ptq.restore(model, plan_of(recipe_with(**WAYS["everything"]), model), record)
+        ptq.restore(model, bert.plan_of(bert.recipe_with(**WAYS["everything"]), model), record)
 
 
 def test_a_record_of_an_older_version(tiny_bert: Path, tmp_path: Path) -> None:
-    fields = quantized(tiny_bert).record.model_dump(mode="json", exclude={"methods", "smoothing", "biases"})
+    fields = bert.quantized(tiny_bert).record.model_dump(
+        mode="json", exclude={"methods", "smoothing", "biases"}
+    )
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps(fields | {"schema_version": 1}))
     said = r"calibration\.json is no calibration record of this version of qdqbench \(.*\); quantize again$"
@@ -273,9 +262,9 @@ class TestMaximumOfCodes:
 
 def test_a_record_of_another_recipe(tiny_bert: Path) -> None:
     model = load_model(str(tiny_bert))
-    plan = plan_of(recipe_with("bert-int8-ffn"), model)
+    plan = bert.plan_of(bert.recipe_with("bert-int8-ffn"), model)
     with pytest.raises(UserError, match="is of another recipe or model"):
-        ptq.restore(model, plan, quantized(tiny_bert).record)
+        ptq.restore(model, plan, bert.quantized(tiny_bert).record)
 
 
 @pytest.mark.parametrize(
@@ -289,13 +278,13 @@ def test_a_record_that_is_none(tmp_path: Path, content: str, told: str) -> None:
 
 
 def test_rows_of_the_results(tiny_bert: Path) -> None:
-    record = quantized(tiny_bert).record
+    record = bert.quantized(tiny_bert).record
     rows = {row.name: row for row in record.rows()}
     assert list(rows) == list(record.quantizers)
-    weight = rows[f"{LINEARS[0]}.weight_quantizer"]
+    weight = rows[f"{bert.LINEARS[0]}.weight_quantizer"]
     amax = record.quantizers[weight.name].amax
     assert isinstance(amax, list)
-    assert (weight.module, weight.amax, weight.amax_min) == (LINEARS[0], max(amax), min(amax))
+    assert (weight.module, weight.amax, weight.amax_min) == (bert.LINEARS[0], max(amax), min(amax))
     assert weight.amax_over_rms is None
     assert all(row.amax_over_rms > 1 for row in rows.values() if row.kind == "input" and row.amax_over_rms)
 
@@ -305,52 +294,55 @@ class TestUnusable:
 
     def fail(self, model: Any, plan: Plan | None = None) -> str:
         with pytest.raises(CheckFailed) as error:
-            ptq.calibrate(model, plan or plan_of(recipe_with(), model), calibration_batches(), Calibration())
+            ptq.calibrate(
+                model,
+                plan or bert.plan_of(bert.recipe_with(), model),
+                bert.calibration_batches(),
+                Calibration(),
+            )
         assert "\n" not in str(error.value)
         return str(error.value)
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_weights_that_are_not_finite(self, tiny_bert: Path, value: float) -> None:
         model = load_model(str(tiny_bert))
-        for name in (LINEARS[-1], LINEARS[-2]):
+        for name in (bert.LINEARS[-1], bert.LINEARS[-2]):
             model.get_submodule(name).weight.data[3, 3] = value
         message = self.fail(model)
-        assert f"NaN or infinity in {LINEARS[-2]}.weight, {LINEARS[-1]}.weight;" in message
+        assert f"NaN or infinity in {bert.LINEARS[-2]}.weight, {bert.LINEARS[-1]}.weight;" in message
 
     def test_activations_that_are_not_finite(self, tiny_bert: Path) -> None:
         model = load_model(str(tiny_bert))
-        for name in (LINEARS[4], LINEARS[5]):  # finite weights whose product is not
+        for name in (bert.LINEARS[4], bert.LINEARS[5]):  # finite weights whose product is not
             model.get_submodule(name).weight.data.fill_(3e38)
-        assert f"met NaN or infinity at {LINEARS[5]}.input_quantizer;" in self.fail(model)
+        assert f"met NaN or infinity at {bert.LINEARS[5]}.input_quantizer;" in self.fail(model)
 
     def test_an_input_that_is_always_zero(self, tiny_bert: Path) -> None:
         model = load_model(str(tiny_bert))
-        value = model.get_submodule(LINEARS[2])  # layer 0: the attention of zeros is zero
+        value = model.get_submodule(bert.LINEARS[2])  # layer 0: the attention of zeros is zero
         value.weight.data.mul_(1e-30)
         value.bias.data.zero_()
-        dead = model.get_submodule(LINEARS[4])
+        dead = model.get_submodule(bert.LINEARS[4])
         dead.weight.data.zero_()
         dead.bias.data.zero_()
         message = self.fail(model)
-        assert f"{LINEARS[5]}.input_quantizer: not positive (0)" in message
-        assert f"{LINEARS[4]}.weight_quantizer: not positive (0)" in message
-        assert f"{LINEARS[2]}.weight_quantizer: " in message
-        assert f"{LINEARS[3]}.input_quantizer: " in message
+        assert f"{bert.LINEARS[5]}.input_quantizer: not positive (0)" in message
+        assert f"{bert.LINEARS[4]}.weight_quantizer: not positive (0)" in message
+        assert f"{bert.LINEARS[2]}.weight_quantizer: " in message
+        assert f"{bert.LINEARS[3]}.input_quantizer: " in message
         assert "4 unusable amax values" in message
 
     def test_an_input_beyond_fp16(self, tiny_bert: Path) -> None:
         model = load_model(str(tiny_bert))
         model.bert.encoder.layer[0].attention.output.LayerNorm.weight.data.mul_(1e6)
-        assert f"{LINEARS[4]}.input_quantizer: " in (message := self.fail(model))
+        assert f"{bert.LINEARS[4]}.input_quantizer: " in (message := self.fail(model))
         assert "outside 1e-06 to 65504" in message
 
     def test_an_implausible_outlier(self) -> None:
         good = calibration.QuantizerState(kind="input", axis=None, amax=90.0, rms=1.0)
         calibration.require_plausible({"good": good})
         bad = good.model_copy(update={"amax": 6000.0})
-        with pytest.raises(
-            CheckFailed, match=r"2 unusable .*a: 6000 times its root mean square; b: 6000 times"
-        ):
+        with pytest.raises(CheckFailed, match=r"2 unusable .*a: 6000 times its root mean square; b: 6000"):
             calibration.require_plausible({"a": bad, "good": good, "b": bad})
         calibration.require_plausible({"softmax": bad.model_copy(update={"kind": "softmax"})})
 
@@ -363,23 +355,24 @@ class TestUnusable:
     def test_no_batches(self, tiny_bert: Path, batches: Any) -> None:
         model = load_model(str(tiny_bert))
         with pytest.raises(UserError, match="calibration saw no samples of split 'train'"):
-            ptq.calibrate(model, plan_of(recipe_with(), model), batches, Calibration())
+            ptq.calibrate(model, bert.plan_of(bert.recipe_with(), model), batches, Calibration())
 
     def test_a_plan_of_another_model(self, tiny_bert: Path) -> None:
         model = load_model(str(tiny_bert))
-        plan = Plan(int8={LINEARS[0]: "channel", "bert.encoder.layer.7.output.dense": "channel"})
+        plan = Plan(int8={bert.LINEARS[0]: "channel", "bert.encoder.layer.7.output.dense": "channel"})
         assert "missing bert.encoder.layer.7.output.dense.input_quantizer" in self.fail(model, plan)
 
 
 def test_dead_channels_are_revived_and_noted(tiny_bert: Path) -> None:
     model = load_model(str(tiny_bert))
-    query = model.get_submodule(LINEARS[0])
+    query = model.get_submodule(bert.LINEARS[0])
     query.weight.data[4:7] = 0
     before = copy.deepcopy(model)
-    record = ptq.calibrate(model, plan_of(recipe_with(), model), calibration_batches(), Calibration())
-    name = f"{LINEARS[0]}.weight_quantizer"
+    plan = bert.plan_of(bert.recipe_with(), model)
+    record = ptq.calibrate(model, plan, bert.calibration_batches(), Calibration())
+    name = f"{bert.LINEARS[0]}.weight_quantizer"
     assert record.notes == [f"{name}: 3 output channels are all zero"]
-    magnitudes = before.get_submodule(LINEARS[0]).weight.detach().abs().amax(dim=1)
+    magnitudes = before.get_submodule(bert.LINEARS[0]).weight.detach().abs().amax(dim=1)
     magnitudes[4:7] = magnitudes.max()
     assert record.quantizers[name].amax == rounded_up(magnitudes.numpy())
     assert torch.equal(query.weight_quantizer(query.weight)[4:7], torch.zeros(3, 32))
@@ -390,17 +383,17 @@ def test_batches_are_taken_one_at_a_time(tiny_bert: Path) -> None:
     seen: list[int] = []
     living: list[weakref.ref[Any]] = []
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[bert.Batch]:
         for seed in range(12):
             assert sum(seen) == 4 * seed  # all earlier ones are through the model
             gc.collect()
             held.append(sum(reference() is not None for reference in living))
-            batch = padded_batch((8,) * 4, seed)
+            batch = bert.padded_batch((8,) * 4, seed)
             living.extend(weakref.ref(array) for array in batch.values())
             yield batch
 
     model = load_model(str(tiny_bert))
-    ptq.calibrate(model, plan_of(recipe_with(), model), batches(), Calibration(), seen.append)
+    ptq.calibrate(model, bert.plan_of(bert.recipe_with(), model), batches(), Calibration(), seen.append)
     assert len(held) == 12
     assert max(held) <= 3  # the arrays of the latest batch
 
@@ -408,5 +401,6 @@ def test_batches_are_taken_one_at_a_time(tiny_bert: Path) -> None:
 def test_settings_are_recorded(tiny_bert: Path) -> None:
     model = load_model(str(tiny_bert))
     settings = Calibration(seed=7)
-    record = ptq.calibrate(model, plan_of(recipe_with(), model), calibration_batches(), settings)
+    plan = bert.plan_of(bert.recipe_with(), model)
+    record = ptq.calibrate(model, plan, bert.calibration_batches(), settings)
     assert (record.method, record.seed, record.data["samples"]) == ("max", 7, 24)

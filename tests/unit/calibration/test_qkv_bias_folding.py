@@ -10,20 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration import ptq, smoothing
 from qdqbench.quantize.calibration.bias import apply_biases
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
 from qdqbench.quantize.calibration.record import CalibrationRecord, Shift, Smoothing
-from qdqbench.quantize.calibration.smoothing import (
-    LARGEST_REST,
-    RIDGE_LAMBDA,
-    Ranges,
-    choose_shifts,
-    compute_moved_biases,
-    equalize,
-    record_inputs,
-    solve_shift,
-)
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import (
     Plan,
@@ -72,11 +62,11 @@ def model(tiny_bert: Path) -> Any:
     return model
 
 
-def shifts_of(model: Any, plan: Plan, ranges: Ranges) -> tuple[dict[str, Shift], list[str]]:
-    with record_inputs(model, plan) as seen:
+def shifts_of(model: Any, plan: Plan, ranges: smoothing.Ranges) -> tuple[dict[str, Shift], list[str]]:
+    with smoothing.record_inputs(model, plan) as seen:
         for each in calibration_batches():
             forward(model, each)
-    return choose_shifts(model, plan, seen, ranges)
+    return smoothing.choose_shifts(model, plan, seen, ranges)
 
 
 def test_it_is_for_key_and_value_with_one_scale_in_an_int8_attention(model: Any) -> None:
@@ -105,18 +95,18 @@ def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model: Any) 
             model.get_submodule(name).bias.normal_(generator=torch.Generator().manual_seed(0))
     plan, batch = plan_of(recipe(*STRAIGHT, QUERY), model), padded_batch()
     before = forward(model, batch)
-    ranges = Ranges({name: np.zeros(1) for name in QUERIES}, {})
+    ranges = smoothing.Ranges({name: np.zeros(1) for name in QUERIES}, {})
     shifts, notes = shifts_of(model, plan, ranges)
     assert (list(shifts), notes) == (ATTENTIONS, [])
     without = copy.deepcopy(model)
     for each in shifts.values():
-        assert each.rest < LARGEST_REST
+        assert each.rest < smoothing.LARGEST_REST
         apply_biases(model, each.added)
     torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
     for name in QUERIES:
         assert ranges.inputs[name].shape == (model.config.hidden_size,)
         without.get_submodule(name).bias.data.zero_()
-    apply_biases(model, compute_moved_biases(model, plan))
+    apply_biases(model, smoothing.compute_moved_biases(model, plan))
     assert not any(model.get_submodule(name).bias.any() for name in KEYS_AND_VALUES | QUERIES)
     lost, rest = (float((forward(each, batch) - before).abs().max()) for each in (without, model))
     assert rest < 0.1 * lost
@@ -143,7 +133,7 @@ def test_what_a_shift_cannot_do_is_said(model: Any) -> None:
             linear.weight.zero_()
             linear.bias.fill_(100.0)
     plan = plan_of(recipe(*STRAIGHT, QUERY), model)
-    shifts, (warning,) = shifts_of(model, plan, Ranges({}, {}))
+    shifts, (warning,) = shifts_of(model, plan, smoothing.Ranges({}, {}))
     assert all(name in warning for name in ATTENTIONS)
     assert "int8/per-channel for their query" in warning
     assert not any(any(shifts[name].added[norm]) for name, norm in folds_q_bias(plan).items())
@@ -164,13 +154,13 @@ def test_no_shift_near_the_chosen_one_is_better(seed: int, scale: float) -> None
             x @ key[at : at + size].T @ (bias - query @ shift)[at : at + size] / np.sqrt(size)
             for at in range(0, width, size)
         ]
-        return float(np.square(scores).mean() + RIDGE_LAMBDA * np.square(shift / half).mean())
+        return float(np.square(scores).mean() + smoothing.RIDGE_LAMBDA * np.square(shift / half).mean())
 
-    found, rest = solve_shift(query, key, bias, size, x.T @ x / len(x), half)
+    found, rest = smoothing.solve_shift(query, key, bias, size, x.T @ x / len(x), half)
     best = cost(found)
     assert best <= cost(np.zeros(width)) * (1 + 1e-9)
     assert rest**2 == pytest.approx(
-        best - RIDGE_LAMBDA * np.square(found / half).mean(), abs=1e-9 * cost(0 * half)
+        best - smoothing.RIDGE_LAMBDA * np.square(found / half).mean(), abs=1e-9 * cost(0 * half)
     )
     for _ in range(5):
         assert best <= cost(found * (1 + 0.01 * rng.standard_normal(width))) * (1 + 1e-9)
@@ -207,9 +197,9 @@ def test_the_model_stays_the_same(model: Any) -> None:
     plan = plan_of(recipe(*STRAIGHT), model)
     batch = padded_batch()
     before = forward(model, batch)
-    moved = equalize(model, plan, Smoothing())
+    moved = smoothing.equalize(model, plan, Smoothing())
     np.testing.assert_array_equal(forward(model, batch), before)  # powers of two
-    apply_biases(model, compute_moved_biases(model, plan))
+    apply_biases(model, smoothing.compute_moved_biases(model, plan))
     for name in KEYS_AND_VALUES:
         assert not model.get_submodule(name).bias.any()
     torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
@@ -219,12 +209,11 @@ def test_the_model_stays_the_same(model: Any) -> None:
 
 def test_rows_of_q_and_k_become_alike(model: Any) -> None:
     """Where q has one scale too; the value of a merged one gets the range of both."""
-    equalize(model, plan_of(recipe(*STRAIGHT, QUERY, qkv_scales="shared"), model), Smoothing())
+    smoothing.equalize(model, plan_of(recipe(*STRAIGHT, QUERY, qkv_scales="shared"), model), Smoothing())
     for layer in model.bert.encoder.layer:
         attention = layer.attention.self
-        query, key, value = (
-            getattr(attention, part).weight.detach().abs().amax(1) for part in ("query", "key", "value")
-        )
+        weights = (getattr(attention, part).weight.detach() for part in ("query", "key", "value"))
+        query, key, value = (weight.abs().amax(1) for weight in weights)
         alive = (query > 0) & (key > 0)
         assert ((query / key)[alive].log2().abs() <= 1).all()
         assert float(value.max() / key.max()) == pytest.approx(1, abs=0.5)
@@ -236,7 +225,7 @@ def test_rows_get_about_one_range(model: Any) -> None:
         return max(float(rows[rows > 0].max() / rows[rows > 0].min()) for rows in weights)
 
     assert spread() > 8
-    equalize(model, plan_of(recipe(*STRAIGHT), model), Smoothing())
+    smoothing.equalize(model, plan_of(recipe(*STRAIGHT), model), Smoothing())
     assert spread() <= 2
 
 
@@ -244,15 +233,13 @@ def test_factors_that_are_there_already_are_multiplied(model: Any) -> None:
     name = LINEARS[0]
     rows = [2.0] * len(model.get_submodule(name).weight)
     plan = plan_of(recipe(*STRAIGHT), model)
-    alone = equalize(copy.deepcopy(model), plan, Smoothing())
-    moved = equalize(model, plan, Smoothing(rows={name: rows}))
+    alone = smoothing.equalize(copy.deepcopy(model), plan, Smoothing())
+    moved = smoothing.equalize(model, plan, Smoothing(rows={name: rows}))
     assert moved.rows[name] == [2 * factor for factor in alone.rows[name]]
 
 
 @pytest.mark.parametrize("also", [[], [QUERY]])
-def test_calibration_keeps_the_biases_out_and_restores_bit_for_bit(
-    tiny_bert: Path, also: list[dict[str, Any]]
-) -> None:
+def test_calibration_keeps_the_biases_out_and_restores(tiny_bert: Path, also: list[dict[str, Any]]) -> None:
     asked = recipe(*STRAIGHT, *also, smoothing=0.65, bias_correction=True, softmax_scale="min-error")
     made = calibrate(tiny_bert, asked)
     assert folds_kv_bias(made.plan) == ATTENTIONS

@@ -20,44 +20,27 @@ from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
-from ...support.tiny_bert import (
-    ATTENTIONS,
-    INT8,
-    INTERMEDIATE,
-    LINEARS,
-    Batch,
-    Quantized,
-    assert_same_state,
-    calibrate,
-    calibrate_model,
-    calibration_batches,
-    exported_of,
-    padded_batch,
-    plan_of,
-    recipe_with,
-    run_onnx,
-    watched,
-)
+from ...support import tiny_bert as bert
 
-QKV, OUTPUT, FFN_IN, FFN_OUT = LINEARS[:3], LINEARS[3], LINEARS[4], LINEARS[5]
-EVERY = {"match": "encoder.layer.*"} | INT8
+QKV, OUTPUT, FFN_IN, FFN_OUT = bert.LINEARS[:3], bert.LINEARS[3], bert.LINEARS[4], bert.LINEARS[5]
+EVERY = {"match": "encoder.layer.*"} | bert.INT8
 OUTPUTS = {"match": "*.attention.output.dense"}
 CHANNEL = 5
 OUTLIER = 64.0
 
 
-def batches() -> list[Batch]:
-    return [*calibration_batches(), padded_batch((9, 9), seed=3)]
+def batches() -> list[bert.Batch]:
+    return [*bert.calibration_batches(), bert.padded_batch((9, 9), seed=3)]
 
 
 def smoothed(model: Any, *rules: dict[str, Any], smooth: float | str = "none", **changes: Any) -> Smoothing:
     """Insert quantizers and smooth; `model` is changed."""
-    recipe = recipe_with(rules=[EVERY, *rules], calibration={"smoothing": smooth}, **changes)
-    plan = plan_of(recipe, model)
+    recipe = bert.recipe_with(rules=[EVERY, *rules], calibration={"smoothing": smooth}, **changes)
+    plan = bert.plan_of(recipe, model)
     ptq.insert_quantizers(model, plan)
 
     def run(inner: Any) -> None:
-        for batch in calibration_batches():
+        for batch in bert.calibration_batches():
             forward(inner, batch)
 
     return smoothing.smooth(model, plan, smoothing.measure_ranges(model, plan, run))
@@ -114,7 +97,7 @@ def test_factors(tiny_bert: Path, smooth: float | str) -> None:
             assert abs(exponents.mean()) <= 0.5
     for name, factors in found.inputs.items():
         assert np.array_equal(1 / np.array(factors), found.columns[name])
-    for layer, attention in enumerate(ATTENTIONS):
+    for layer, attention in enumerate(bert.ATTENTIONS):
         query, key, value = (f"{attention}.{part}" for part in ("query", "key", "value"))
         assert found.inputs[query] == found.inputs[key] == found.inputs[value]
         assert np.array_equal(1 / np.array(found.rows[query]), found.rows[key])
@@ -127,8 +110,8 @@ def test_factors(tiny_bert: Path, smooth: float | str) -> None:
 def test_inputs_follow_the_formula(tiny_bert: Path) -> None:
     """Equation 4 of the paper, over columns of q, k and v together."""
     untouched, model = load_model(str(tiny_bert)), load_model(str(tiny_bert))
-    with watched(untouched, QKV[:1], inputs=True) as found:
-        for batch in calibration_batches():
+    with bert.watched(untouched, QKV[:1], inputs=True) as found:
+        for batch in bert.calibration_batches():
             forward(untouched, batch)
     seen = [given.abs().flatten(0, 1).amax(dim=0) for given in found[QKV[0]]]
     columns = [untouched.get_submodule(name).weight.detach().abs().amax(dim=0) for name in QKV]
@@ -153,14 +136,14 @@ def test_q_and_k_get_one_range(tiny_bert: Path) -> None:
     query.bias.data[3] *= 16
 
     def measure() -> torch.Tensor:
-        with quantizers_off(model), watched(model, QKV[:2]) as made:
-            forward(model, calibration_batches()[2])
+        with quantizers_off(model), bert.watched(model, QKV[:2]) as made:
+            forward(model, bert.calibration_batches()[2])
         of_query, of_key = (outputs[0].abs().flatten(0, 1).amax(dim=0) for outputs in made.values())
         return (of_query / of_key).log2()
 
     before = measure()
     found = smoothed(model, smooth=0.5, **ALL_INT8)
-    assert found.rows[f"{ATTENTIONS[0]}.query"][3] <= 0.5
+    assert found.rows[f"{bert.ATTENTIONS[0]}.query"][3] <= 0.5
     assert measure().std() < 0.6 * before.std()
 
 
@@ -169,18 +152,18 @@ def test_dead_channels_are_left_alone(tiny_bert: Path) -> None:
     norm = model.bert.encoder.layer[0].attention.output.LayerNorm
     norm.weight.data[[2, 7]] = 0
     norm.bias.data[[2, 7]] = 0
-    model.get_submodule(f"{ATTENTIONS[0]}.value").weight.data[4] = 0
-    model.get_submodule(f"{ATTENTIONS[0]}.value").bias.data[4] = 0
-    model.get_submodule(f"{ATTENTIONS[1]}.query").weight.data[6] = 0
-    model.get_submodule(f"{ATTENTIONS[1]}.query").bias.data[6] = 0
-    for name in LINEARS[6:9]:
+    model.get_submodule(f"{bert.ATTENTIONS[0]}.value").weight.data[4] = 0
+    model.get_submodule(f"{bert.ATTENTIONS[0]}.value").bias.data[4] = 0
+    model.get_submodule(f"{bert.ATTENTIONS[1]}.query").weight.data[6] = 0
+    model.get_submodule(f"{bert.ATTENTIONS[1]}.query").bias.data[6] = 0
+    for name in bert.LINEARS[6:9]:
         model.get_submodule(name).weight.data[:, 9] = 0
     found = smoothed(model, OUTPUTS | {"smoothing": 0.5}, smooth=0.5, **ALL_INT8)
     assert [found.inputs[FFN_IN][channel] for channel in (2, 7)] == [1.0, 1.0]
-    assert found.rows[f"{ATTENTIONS[0]}.value"][4] == 1.0
+    assert found.rows[f"{bert.ATTENTIONS[0]}.value"][4] == 1.0
     assert found.columns[OUTPUT][4] == 1.0
-    assert found.rows[f"{ATTENTIONS[1]}.query"][6] == 1.0
-    assert found.inputs[LINEARS[6]][9] == 1.0
+    assert found.rows[f"{bert.ATTENTIONS[1]}.query"][6] == 1.0
+    assert found.inputs[bert.LINEARS[6]][9] == 1.0
     model = load_model(str(tiny_bert))
     model.bert.encoder.layer[0].attention.output.LayerNorm.weight.data[2] = 0
     gain = smoothed(model, smooth="gain")
@@ -221,16 +204,12 @@ def test_gain_without_a_layernorm_is_one_sentence(tiny_bert: Path, rule: dict[st
     assert "\n" not in str(error.value)
 
 
-def test_linears_of_other_alphas_do_not_share(tiny_bert: Path) -> None:
+def test_linears_alone_or_of_other_alphas_do_not_share(tiny_bert: Path) -> None:
     found = smoothed(load_model(str(tiny_bert)), {"match": "*.query", "smoothing": 0.9}, smooth=0.4)
     query, key, value = (found.inputs[name] for name in QKV)
     assert key == value != query
-
-
-def test_one_linear_alone(tiny_bert: Path) -> None:
-    found = smoothed(
-        load_model(str(tiny_bert)), {"match": "encoder.layer.0.intermediate.dense", "smoothing": 0.5}
-    )
+    rule = {"match": "encoder.layer.0.intermediate.dense", "smoothing": 0.5}
+    found = smoothed(load_model(str(tiny_bert)), rule)
     assert [*found.inputs] == [*found.columns] == [FFN_IN]
     assert found.rows == {}
 
@@ -238,7 +217,8 @@ def test_one_linear_alone(tiny_bert: Path) -> None:
 def logit_error(folder: Path, make: Callable[[Path], Any], smooth: float | str) -> tuple[float, float]:
     """Relative logit error of the fake-quant model, and the largest amax over rms before the feed-forward."""
     model, exact = make(folder), make(folder)
-    record = calibrate_model(model, recipe_with(rules=[EVERY], calibration={"smoothing": smooth})).record
+    recipe = bert.recipe_with(rules=[EVERY], calibration={"smoothing": smooth})
+    record = bert.calibrate_model(model, recipe).record
     states = [state for name, state in record.quantizers.items() if "intermediate.dense.input" in name]
     ratios = [state.amax / state.rms for state in states if isinstance(state.amax, float) and state.rms]
     assert len(ratios) == 2
@@ -263,9 +243,7 @@ weights = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(
 
 @settings(deadline=None)
 @given(data=st.data(), rows=st.integers(1, 5), columns=st.integers(1, 5), bias=st.booleans())
-def test_factors_come_out_of_trained_weights_bit_for_bit(
-    data: Any, rows: int, columns: int, bias: bool
-) -> None:
+def test_factors_come_out_of_trained_weights(data: Any, rows: int, columns: int, bias: bool) -> None:
     model: Any = torch.nn.ModuleDict({"a": torch.nn.Linear(columns, rows, bias=bias), "b": torch.nn.ReLU()})
     trained = {
         name: torch.from_numpy(data.draw(hnp.arrays(np.float32, tuple(value.shape), elements=weights)))
@@ -288,10 +266,9 @@ def test_factors_come_out_of_trained_weights_bit_for_bit(
 def test_a_trained_model_is_rebuilt_from_plain_weights(tiny_bert: Path) -> None:
     model = with_outlier(tiny_bert)
     rules = [EVERY, OUTPUTS | {"smoothing": 0.5}]
-    recipe = recipe_with(
-        rules=rules, calibration={"smoothing": 0.5, "bias_correction": True}, residual="int8", **ALL_INT8
-    )
-    _, plan, record = calibrate_model(model, recipe)
+    changes = {"smoothing": 0.5, "bias_correction": True}
+    recipe = bert.recipe_with(rules=rules, calibration=changes, residual="int8", **ALL_INT8)
+    _, plan, record = bert.calibrate_model(model, recipe)
     assert record.biases
     assert record.smoothing.inputs
     assert record.smoothing.rows
@@ -302,10 +279,10 @@ def test_a_trained_model_is_rebuilt_from_plain_weights(tiny_bert: Path) -> None:
     plain = load_model(str(tiny_bert))
     plain.load_state_dict(smoothing.remove_factors(model, record.smoothing))
     with quantizers_off(model):
-        assert torch.equal(forward(model, padded_batch()), forward(plain, padded_batch()))
+        assert torch.equal(forward(model, bert.padded_batch()), forward(plain, bert.padded_batch()))
     ptq.restore(plain, plan, record.model_copy(update={"biases": {}}))
-    assert_same_state(model, plain)
-    assert torch.equal(forward(model, padded_batch()), forward(plain, padded_batch()))
+    bert.assert_same_state(model, plain)
+    assert torch.equal(forward(model, bert.padded_batch()), forward(plain, bert.padded_batch()))
 
 
 @pytest.mark.parametrize("value", [float("nan"), 2.0**-149])
@@ -318,24 +295,24 @@ def test_factors_that_cannot_come_out_are_named(value: float) -> None:
 
 
 def test_off_and_on_again(tiny_bert: Path) -> None:
-    model = calibrate(tiny_bert, recipe_with("bert-int8-attention")).model
+    model = bert.calibrate(tiny_bert, bert.recipe_with("bert-int8-attention")).model
     quantizers = list_quantizers(model)
     quantizers[f"{QKV[0]}.input_quantizer"].disable()  # stays so
-    before = forward(model, padded_batch())
+    before = forward(model, bert.padded_batch())
 
     def fail() -> None:
         assert list_quantizers(model) == {}
-        exact = forward(load_model(str(tiny_bert)), padded_batch())
-        assert torch.equal(forward(model, padded_batch()), exact)
+        exact = forward(load_model(str(tiny_bert)), bert.padded_batch())
+        assert torch.equal(forward(model, bert.padded_batch()), exact)
         raise RuntimeError("on purpose")
 
     with pytest.raises(RuntimeError, match="on purpose"), quantizers_off(model):
         fail()
     assert set(quantizers) - set(list_quantizers(model)) == {f"{QKV[0]}.input_quantizer"}
-    assert torch.equal(forward(model, padded_batch()), before)
+    assert torch.equal(forward(model, bert.padded_batch()), before)
 
 
-FIRSTS, SECONDS = LINEARS[4::6], LINEARS[5::6]
+FIRSTS, SECONDS = bert.LINEARS[4::6], bert.LINEARS[5::6]
 MASSIVE, EXTRA = 7, 32
 RANGES = hnp.arrays(np.float64, 40, elements=st.floats(0, 2.0**20, allow_subnormal=False))
 
@@ -352,14 +329,17 @@ def outlying(folder: Path) -> Any:
     return model
 
 
-def calibrated(folder: Path, *rules: dict[str, Any], per: str = "channel", **calibration: Any) -> Quantized:
+def calibrated(
+    folder: Path, *rules: dict[str, Any], per: str = "channel", **calibration: Any
+) -> bert.Quantized:
     every = EVERY | {"weights": f"int8/per-{per}"}
     calibration = {"outlier_channel_splitting": EXTRA} | calibration
-    return calibrate_model(outlying(folder), recipe_with(rules=[every, *rules], calibration=calibration))
+    recipe = bert.recipe_with(rules=[every, *rules], calibration=calibration)
+    return bert.calibrate_model(outlying(folder), recipe)
 
 
-def answers(model: Any, batches: list[Batch] | None = None) -> torch.Tensor:
-    batches = batches or [padded_batch((9, 9), seed=3), padded_batch((12, 5), seed=4)]
+def answers(model: Any, batches: list[bert.Batch] | None = None) -> torch.Tensor:
+    batches = batches or [bert.padded_batch((9, 9), seed=3), bert.padded_batch((12, 5), seed=4)]
     return torch.cat([forward(model, batch) for batch in batches])
 
 
@@ -379,11 +359,8 @@ def test_what_is_chosen_fits_and_only_helps(
         assert (2 * left[divided] > np.sort(left)[-smoothing.LIKE - 1]).all()  # not more copies than it takes
 
 
-def test_nothing_stands_out_of_equal_ranges() -> None:
+def test_equal_ranges_and_shared_copies() -> None:
     assert smoothing.choose_channels(np.ones(64), np.ones(64), 64) == ChannelSplit(extra=64, outliers={})
-
-
-def test_an_activation_and_its_weight_share_the_copies() -> None:
     ranges = np.ones(64)
     ranges[MASSIVE] = 4
     found = smoothing.choose_channels(ranges, ranges, EXTRA)
@@ -394,10 +371,10 @@ def test_an_activation_and_its_weight_share_the_copies() -> None:
 def test_answers_stay_until_something_is_quantized(tiny_bert: Path, smoothing: Any) -> None:
     model, _, record = calibrated(tiny_bert, smoothing=smoothing)
     assert list(record.splits) == SECONDS
-    assert model.config.intermediate_size == INTERMEDIATE + EXTRA
+    assert model.config.intermediate_size == bert.INTERMEDIATE + EXTRA
     assert all(MASSIVE in each.outliers for each in record.splits.values())
     for name in SECONDS:
-        assert model.get_submodule(name).weight.shape[1] == INTERMEDIATE + EXTRA
+        assert model.get_submodule(name).weight.shape[1] == bert.INTERMEDIATE + EXTRA
     with quantizers_off(model):
         torch.testing.assert_close(answers(model), answers(outlying(tiny_bert)), rtol=1e-5, atol=1e-4)
 
@@ -435,21 +412,22 @@ def test_copies_differ_and_fit_fp16() -> None:
     assert (layout.columns == 0).sum() == len(layout.channels) - 40 - 31 - 1
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"bias_correction": True, "smoothing": 0.5, "weights_method": "mse"}]
-)
+ALSO = {"bias_correction": True, "smoothing": 0.5, "weights_method": "mse"}
+
+
+@pytest.mark.parametrize("changes", [{}, ALSO])
 def test_the_record_rebuilds_every_bit(tiny_bert: Path, changes: dict[str, Any]) -> None:
     model, plan, record = calibrated(tiny_bert, **changes)
     again = outlying(tiny_bert)
     ptq.restore(again, plan, CalibrationRecord.model_validate_json(record.model_dump_json()))
-    assert_same_state(model, again)
+    bert.assert_same_state(model, again)
     assert torch.equal(answers(model), answers(again))
 
 
 def test_only_int8_feed_forwards_are_split(tiny_bert: Path) -> None:
     model, _, record = calibrated(tiny_bert, {"match": "encoder.layer.1.output.dense", "precision": "fp16"})
     assert list(record.splits) == SECONDS[:1]
-    assert model.config.intermediate_size == INTERMEDIATE
+    assert model.config.intermediate_size == bert.INTERMEDIATE
     with quantizers_off(model):
         torch.testing.assert_close(answers(model), answers(outlying(tiny_bert)), rtol=1e-5, atol=1e-4)
 
@@ -457,9 +435,9 @@ def test_only_int8_feed_forwards_are_split(tiny_bert: Path) -> None:
 @pytest.mark.parametrize("form", ["channel", "factored"])
 def test_the_graph_computes_what_the_model_does(tiny_bert: Path, form: str) -> None:
     model, plan, _ = calibrated(tiny_bert, per="tensor" if form == "factored" else "channel")
-    batch = padded_batch((9, 9), seed=3)
-    graph = exported_of(model, plan, form)
-    np.testing.assert_allclose(run_onnx(graph, batch), answers(model, [batch]), rtol=1e-3, atol=2e-3)
+    batch = bert.padded_batch((9, 9), seed=3)
+    graph = bert.exported_of(model, plan, form)
+    np.testing.assert_allclose(bert.run_onnx(graph, batch), answers(model, [batch]), rtol=1e-3, atol=2e-3)
 
 
 def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert: Path) -> None:
@@ -478,15 +456,12 @@ def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert: Path) -> 
     with quantizers_off(model):
         torch.testing.assert_close(answers(model), answers(trained), rtol=1e-5, atol=1e-4)
     ptq.restore(trained, plan, record)
-    assert_same_state(model, trained)
+    bert.assert_same_state(model, trained)
 
 
-def test_there_must_be_something_to_split(tiny_bert: Path) -> None:
+def test_what_cannot_be_split(tiny_bert: Path) -> None:
     with pytest.raises(UserError, match=r"second linear of feed-forwards, and none of them is INT8"):
         calibrated(tiny_bert, {"match": "*.output.dense", "precision": "fp16"})
-
-
-def test_one_way_at_a_time(tiny_bert: Path) -> None:
     with pytest.raises(UserError, match=r"layer\.1\.output\.dense, and so would smoothing; drop one"):
         calibrated(tiny_bert, {"match": "encoder.layer.1.output.dense", "smoothing": 0.5})
 
@@ -494,4 +469,4 @@ def test_one_way_at_a_time(tiny_bert: Path) -> None:
 @pytest.mark.parametrize("count", [-32, 8, 2048])
 def test_kernels_need_aligned_sizes(count: int) -> None:
     with pytest.raises(ValueError, match="outlier_channel_splitting"):
-        recipe_with(calibration={"outlier_channel_splitting": count})
+        bert.recipe_with(calibration={"outlier_channel_splitting": count})

@@ -18,25 +18,17 @@ from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
 
+from ...support import tiny_bert as bert
 from ...support.families import write_model
-from ...support.tiny_bert import (
-    ATTENTIONS,
-    INT8,
-    LINEARS,
-    Quantized,
-    calibrate_model,
-    padded_batch,
-    recipe_with,
-)
 
 RECIPE = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
-RULES = [{"match": "encoder.layer.*"} | INT8]
-LONG_BATCHES = [padded_batch((length,) * 4, seed=length) for length in (12, 120)]
+RULES = [{"match": "encoder.layer.*"} | bert.INT8]
+LONG_BATCHES = [bert.padded_batch((length,) * 4, seed=length) for length in (12, 120)]
 
 
-def calibrated(folder: Path, how: str, model: Any = None) -> Quantized:
-    recipe = recipe_with(rules=RULES, calibration={"softmax_scale": how}, **RECIPE)
-    return calibrate_model(model or load_model(str(folder)), recipe, LONG_BATCHES)
+def calibrated(folder: Path, how: str, model: Any = None) -> bert.Quantized:
+    recipe = bert.recipe_with(rules=RULES, calibration={"softmax_scale": how}, **RECIPE)
+    return bert.calibrate_model(model or load_model(str(folder)), recipe, LONG_BATCHES)
 
 
 def summed(p: torch.Tensor, v: torch.Tensor, *amaxes: float) -> softmax._SoftmaxSums:
@@ -52,9 +44,7 @@ def summed(p: torch.Tensor, v: torch.Tensor, *amaxes: float) -> softmax._Softmax
     shift=st.floats(-3, 3),
 )
 @settings(max_examples=40)
-def test_the_error_is_that_of_centred_values_by_hand(
-    seed: int, amax: float, sharp: float, shift: float
-) -> None:
+def test_the_error_of_centred_values_by_hand(seed: int, amax: float, sharp: float, shift: float) -> None:
     random = torch.Generator().manual_seed(seed)
     p = torch.softmax(sharp * torch.randn(2, 3, 40, 40, generator=random), dim=-1)
     v = torch.randn(2, 3, 40, 4, generator=random) + shift
@@ -82,19 +72,19 @@ def test_even_attention_is_all_lost_and_all_in_the_centre(length: int, value: fl
 
 
 def test_centring_changes_no_answer_and_lowers_the_error(tiny_bert: Path) -> None:
-    batch = padded_batch((120, 90))
+    batch = bert.padded_batch((120, 90))
     plain = quantizers.forward(load_model(str(tiny_bert)), batch)
     of_max, of_error = (calibrated(tiny_bert, how) for how in ("fixed", "min-error"))
     model, _, record = of_error
     assert record.centers
     with quantizers.quantizers_off(model):
         torch.testing.assert_close(quantizers.forward(model, batch), plain, rtol=1e-4, atol=1e-4)
-    for name in ATTENTIONS:
+    for name in bert.ATTENTIONS:
         before, after = ([r for r in found.softmax if r.module == name] for found in (of_max[2], record))
         assert [row.length for row in before] == [row.length for row in after] == [64, 128]
         assert np.mean([row.error**2 for row in after]) < np.mean([row.error**2 for row in before])
         assert all(row.clipped == 0 and not row.centered for row in before)
-    assert {record.quantizers[f"{name}.p_bmm_quantizer"].amax for name in ATTENTIONS} <= set(
+    assert {record.quantizers[f"{name}.p_bmm_quantizer"].amax for name in bert.ATTENTIONS} <= set(
         np.float32(softmax.AMAXES).tolist()
     )
 
@@ -103,9 +93,9 @@ def test_centring_changes_no_answer_and_lowers_the_error(tiny_bert: Path) -> Non
 def test_the_attention_of_any_family_is_measured(model_type: str, tmp_path: Path) -> None:
     recipe = load_recipe(f"{model_type}-int8-attention")
     recipe = recipe.model_copy(update={"calibration": Calibration(softmax_scale="min-error")})
-    folder, batch = str(write_model(tmp_path, model_type)), padded_batch((40, 12))
+    folder, batch = str(write_model(tmp_path, model_type)), bert.padded_batch((40, 12))
     plain = quantizers.forward(load_model(folder), batch)
-    model, plan, record = calibrate_model(load_model(folder), recipe, [padded_batch((60,) * 4)])
+    model, plan, record = bert.calibrate_model(load_model(folder), recipe, [bert.padded_batch((60,) * 4)])
     assert {row.module for row in record.softmax} == set(plan.attention)
     assert all(0 < row.error < 1 for row in record.softmax)
     if model_type == "modernbert":  # its linears have no bias
@@ -114,33 +104,31 @@ def test_the_attention_of_any_family_is_measured(model_type: str, tmp_path: Path
         torch.testing.assert_close(quantizers.forward(model, batch), plain, rtol=1e-3, atol=1e-3)
 
 
-def test_auto_chooses_where_calibration_saw_long_inputs_only(
-    tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_chooses_where_inputs_were_long(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = calibrated(tiny_bert, "auto")[2]
     assert short == calibrated(tiny_bert, "fixed")[2]
     assert not short.centers
-    assert short.quantizers[f"{ATTENTIONS[0]}.p_bmm_quantizer"].amax == softmax.PLAIN
+    assert short.quantizers[f"{bert.ATTENTIONS[0]}.p_bmm_quantizer"].amax == softmax.PLAIN
     monkeypatch.setattr(softmax, "LONG", 100)
     assert calibrated(tiny_bert, "auto")[2] == calibrated(tiny_bert, "min-error")[2]
 
 
 def test_without_a_bias_the_values_stay_where_they_are(tiny_bert: Path) -> None:
     model: Any = load_model(str(tiny_bert))
-    model.get_submodule(LINEARS[2]).bias = None
+    model.get_submodule(bert.LINEARS[2]).bias = None
     record = calibrated(tiny_bert, "min-error", model)[2]
-    assert set(record.centers) == {LINEARS[8], LINEARS[9]}
+    assert set(record.centers) == {bert.LINEARS[8], bert.LINEARS[9]}
     assert {(row.module, row.centered) for row in record.softmax} == {
-        (ATTENTIONS[0], False),
-        (ATTENTIONS[1], True),
+        (bert.ATTENTIONS[0], False),
+        (bert.ATTENTIONS[1], True),
     }
 
 
 def test_a_part_of_a_calibration_keeps_what_its_scales_were_measured_with(tiny_bert: Path) -> None:
     _, plan, record = calibrated(tiny_bert, "min-error")
-    part = Plan(int8=plan.int8, attention=(ATTENTIONS[1],), scaling=plan.scaling)
+    part = Plan(int8=plan.int8, attention=(bert.ATTENTIONS[1],), scaling=plan.scaling)
     alone = select_record(part, record, record)
     assert alone.centers == record.centers  # the inputs of the output projections are centred too
-    assert {row.module for row in alone.softmax} == {ATTENTIONS[1]}
+    assert {row.module for row in alone.softmax} == {bert.ATTENTIONS[1]}
     plain = calibrated(tiny_bert, "fixed")[2]
-    assert set(select_record(part, plain, record).centers) == {LINEARS[8], LINEARS[9]}
+    assert set(select_record(part, plain, record).centers) == {bert.LINEARS[8], bert.LINEARS[9]}

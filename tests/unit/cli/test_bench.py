@@ -95,14 +95,14 @@ def test_bench_on_a_cpu(measured):
     assert not bench.target.random_weights
     assert "random token ids" in bench.target.calibration
     assert set(bench.target.files) == {"model.int8.onnx", "model.fp16.onnx", "model.fp32.onnx"}
-
-
-def test_the_twins_are_those_of_a_run(measured):
     folder, _ = measured
     ops = [node.op_type for node in onnx.load(folder / "work" / "model.int8.onnx").graph.node]
     assert ops.count("QuantizeLinear") >= 4
     twin = onnx.load(folder / "work" / "model.fp16.onnx").graph
     assert not any(node.op_type == "QuantizeLinear" for node in twin.node)
+    table = markdown(read_records([measured[0] / "bench.json"]))
+    for part in ("ONNX Runtime FP32", "engines for any shape", "INT8 over the fastest FP32 or BF16"):
+        assert part in table
 
 
 def test_what_is_exported_is_reused(measured, tiny_bert, monkeypatch):
@@ -110,12 +110,6 @@ def test_what_is_exported_is_reused(measured, tiny_bert, monkeypatch):
     monkeypatch.setattr(bench_target, "_calibrate", lambda session: pytest.fail("calibrated again"))
     target = model_target(str(tiny_bert), load_recipe("bert-int8-linears"), folder / "work", 0)
     assert list(target.graphs) == ["int8", "fp16", "fp32"]
-
-
-def test_tables_of_a_bench_on_a_cpu(measured):
-    table = markdown(read_records([measured[0] / "bench.json"]))
-    for part in ("ONNX Runtime FP32", "engines for any shape", "INT8 over the fastest FP32 or BF16"):
-        assert part in table
 
 
 def test_no_gpu_is_a_missing_device_before_anything_is_exported(tiny_bert, tmp_path, monkeypatch):

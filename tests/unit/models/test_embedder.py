@@ -112,9 +112,8 @@ def test_an_older_folder_has_its_encoder_inside(tmp_path: Path) -> None:
     old = write_sentence_folder(tmp_path / "old", inside="0_Transformer")
     new = write_sentence_folder(tmp_path / "new")
     batch = padded_batch()
-    np.testing.assert_array_equal(
-        embed(load_model(str(old), kind=PAIRS), batch), embed(load_model(str(new), kind=PAIRS), batch)
-    )
+    made = (embed(load_model(str(folder), kind=PAIRS), batch) for folder in (old, new))
+    np.testing.assert_array_equal(*made)
     assert load_tokenizer(str(old), kind=PAIRS).get_vocab() == load_tokenizer(str(new)).get_vocab()
 
 
@@ -143,12 +142,10 @@ def refusal(folder: Path, pooling: Pooling | None = None) -> str:
 
 
 class TestRefused:
-    def test_a_plain_encoder_that_nobody_tells_how(self, tmp_path: Path) -> None:
+    def test_a_plain_encoder_untold_or_contradicted(self, tmp_path: Path) -> None:
         message = refusal(tiny_embedder.plain_encoder(write_sentence_folder(tmp_path)))
         assert "does not say how the tokens of a text become its embedding" in message
         assert "give --pooling mean, cls or last" in message
-
-    def test_pooling_that_the_folder_contradicts(self, tmp_path: Path) -> None:
         message = refusal(write_sentence_folder(tmp_path), Pooling(mode="cls", normalize=True))
         assert "says itself that it pools by mean, with normalization; drop --pooling" in message
         load_model(str(tmp_path), kind=PAIRS, pooling=Pooling(mode="mean", normalize=True))
@@ -175,17 +172,13 @@ class TestRefused:
         path.write_text(json.dumps(dict.fromkeys((MEAN, CLS), False) | {MEAN: True} | flags))
         assert f"pools by {named}; supported here is one of mean, cls and last token" in refusal(folder)
 
-    def test_an_activation(self, tmp_path: Path) -> None:
+    def test_a_dense_that_cannot_be_read(self, tmp_path: Path) -> None:
         message = refusal(write_sentence_folder(tmp_path, dense={"width": 8, "activation": "SiLU"}))
         assert "has the activation 'SiLU' after its Dense (2_Dense/config.json)" in message
-
-    def test_a_dense_of_other_sizes(self, tmp_path: Path) -> None:
         folder = write_sentence_folder(tmp_path, dense={"width": 8, "activation": "Tanh"})
         path = folder / "2_Dense" / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"out_features": 16}))
         assert f"'weight': (8, {HIDDEN})" in refusal(folder)
-
-    def test_a_dense_with_pickled_weights(self, tmp_path: Path) -> None:
         folder = write_sentence_folder(tmp_path, dense={"width": 8, "activation": "Tanh"})
         (folder / "2_Dense" / "model.safetensors").rename(folder / "2_Dense" / "pytorch_model.bin")
         assert "has no 2_Dense/model.safetensors" in refusal(folder)

@@ -25,16 +25,8 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
 
+from ...support import tiny_bert as bert
 from ...support.families import write_model
-from ...support.tiny_bert import (
-    ATTENTIONS,
-    LAYERS,
-    LINEARS,
-    VOCABULARY,
-    new_bert,
-    padded_batch,
-    write_tiny_bert,
-)
 from ...support.tiny_modernbert import new_modernbert
 
 
@@ -65,7 +57,7 @@ def test_the_attention_is_that_of_transformers(tiny_bert: Path, lengths: tuple[i
 
     with quiet("transformers"):
         theirs = BertForSequenceClassification.from_pretrained(tiny_bert, attn_implementation="eager").eval()
-    batch = padded_batch(lengths)
+    batch = bert.padded_batch(lengths)
     ours = load_model(str(tiny_bert))
     inputs = {name: torch.from_numpy(array) for name, array in batch.items()}
     with torch.inference_mode():
@@ -78,7 +70,7 @@ def test_the_attention_is_that_of_transformers(tiny_bert: Path, lengths: tuple[i
 
 def test_padding_changes_nothing(tiny_bert: Path) -> None:
     model = load_model(str(tiny_bert))
-    batch = padded_batch((9, 4, 16))
+    batch = bert.padded_batch((9, 4, 16))
     together = forward(model, batch)
     for row, length in enumerate((9, 4, 16)):
         alone = forward(model, {name: array[row : row + 1, :length] for name, array in batch.items()})
@@ -88,7 +80,7 @@ def test_padding_changes_nothing(tiny_bert: Path) -> None:
 def test_the_model_is_fp32_whatever_its_weights_are_and_does_not_train(tmp_path: Path) -> None:
     import torch
 
-    model = load_model(str(write_tiny_bert(tmp_path, new_bert().half())))
+    model = load_model(str(bert.write_tiny_bert(tmp_path, bert.new_bert().half())))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not any(module.training for module in model.modules())
 
@@ -99,10 +91,10 @@ def test_the_module_table(tiny_bert: Path) -> None:
     def names(kind: str) -> list[str]:
         return [name for name, info in table.items() if info.kind == kind]
 
-    assert names("Linear") == [*LINEARS, "bert.pooler.dense", "classifier"]
-    assert names("Attention") == ATTENTIONS
-    assert [table[name].head_size for name in ATTENTIONS] == [16, 16]
-    assert names("Softmax") == [f"{name}.softmax" for name in ATTENTIONS]
+    assert names("Linear") == [*bert.LINEARS, "bert.pooler.dense", "classifier"]
+    assert names("Attention") == bert.ATTENTIONS
+    assert [table[name].head_size for name in bert.ATTENTIONS] == [16, 16]
+    assert names("Softmax") == [f"{name}.softmax" for name in bert.ATTENTIONS]
     assert len(names("LayerNorm")) == 5
     assert len(names("Embedding")) == 3
     assert table["bert.encoder.layer.0"].kind == "other"
@@ -117,7 +109,7 @@ def test_description(tiny_bert: Path) -> None:
 
 
 def test_one_output_is_a_regression(tmp_path: Path) -> None:
-    write_tiny_bert(tmp_path, new_bert(labels=1))
+    bert.write_tiny_bert(tmp_path, bert.new_bert(labels=1))
     assert describe_model(str(tmp_path), load_model(str(tmp_path)))["problem_type"] == "regression"
 
 
@@ -134,7 +126,7 @@ def test_the_tokenizer(tiny_bert: Path) -> None:
     tokenizer: Any = load_tokenizer(str(tiny_bert))
     tokens = tokenizer.convert_ids_to_tokens(tokenizer("ab. c")["input_ids"])
     assert tokens == ["[CLS]", "a", "##b", ".", "c", "[SEP]"]
-    assert len(tokenizer) == len(VOCABULARY)
+    assert len(tokenizer) == len(bert.VOCABULARY)
 
 
 class TestTanhGelu:
@@ -155,9 +147,9 @@ class TestTanhGelu:
         pairs = zip(model.named_modules(), exact.named_modules(), strict=True)
         changed = [name for (name, ours), (_, theirs) in pairs if type(ours) is not type(theirs)]
         activation = "bert.encoder.layer.{}.intermediate.intermediate_act_fn"
-        assert changed == [activation.format(layer) for layer in range(LAYERS)]
+        assert changed == [activation.format(layer) for layer in range(bert.LAYERS)]
         assert module_table(model) == module_table(exact)  # so a recipe's plan is the same
-        batch = padded_batch()
+        batch = bert.padded_batch()
         difference = (forward(model, batch) - forward(exact, batch)).abs().max()
         assert 0 < difference < 0.01
         again = forward(model, batch)
@@ -167,18 +159,16 @@ class TestTanhGelu:
     def test_the_gelu_of_a_head_stays(self) -> None:
         model = prepare_model(new_modernbert())
         use_tanh_gelu(model, "tiny")
-        found = {
-            name: type(module).__name__ for name, module in model.named_modules() if name.endswith(".act")
-        }
+        found = {n: type(module).__name__ for n, module in model.named_modules() if n.endswith(".act")}
         assert found.pop("head.act") == "GELUActivation"
         assert {*found.values()} == {"GELUTanh"}
 
     def test_the_tanh_form_in_steps_becomes_one_operator(self, folder: Path) -> None:
         edit_json(folder / "config.json", hidden_act="gelu_new")
         model = load_model(str(folder))
-        before = forward(model, padded_batch())
+        before = forward(model, bert.padded_batch())
         use_tanh_gelu(model, "tiny")
-        np.testing.assert_allclose(forward(model, padded_batch()), before, atol=1e-5)
+        np.testing.assert_allclose(forward(model, bert.padded_batch()), before, atol=1e-5)
         assert model.config.hidden_act == "gelu_pytorch_tanh"
         assert not any(type(module).__name__ == "NewGELUActivation" for module in model.modules())
 
@@ -186,12 +176,10 @@ class TestTanhGelu:
     def test_another_activation_is_refused(self, folder: Path, activation: str) -> None:
         edit_json(folder / "config.json", hidden_act=activation)
         model = load_model(str(folder))
-        before = forward(model, padded_batch())
-        with pytest.raises(
-            UserError, match=rf"model mine computes '{activation}'; set export\.gelu to exact"
-        ):
+        before = forward(model, bert.padded_batch())
+        with pytest.raises(UserError, match=rf"mine computes '{activation}'; set export\.gelu to exact"):
             use_tanh_gelu(model, "mine")
-        np.testing.assert_array_equal(forward(model, padded_batch()), before)
+        np.testing.assert_array_equal(forward(model, bert.padded_batch()), before)
 
 
 class TestRefused:
@@ -215,7 +203,7 @@ class TestRefused:
 
     def test_no_classifier_head(self, folder: Path) -> None:
         with quiet("transformers"):
-            new_bert().bert.save_pretrained(folder)
+            bert.new_bert().bert.save_pretrained(folder)
         message = failure(load_model, folder)
         assert "lacks weights for classifier.bias, classifier.weight; fine-tune it" in message
 
@@ -238,7 +226,7 @@ class TestRefused:
         import torch
 
         (folder / "model.safetensors").unlink()
-        torch.save(new_bert().state_dict(), folder / "pytorch_model.bin")
+        torch.save(bert.new_bert().state_dict(), folder / "pytorch_model.bin")
         assert "safetensors" in failure(load_model, folder)
 
     def test_broken_files(self, folder: Path) -> None:
@@ -258,9 +246,8 @@ class TestRefused:
         write_model(tmp_path, "roberta")
         load_matching_tokenizer(str(tmp_path))
         edit_json(tmp_path / "config.json", pad_token_id=0)
-        assert "pads with id 1, but the model counts its positions by pad_token_id 0" in failure(
-            load_matching_tokenizer, tmp_path
-        )
+        told = "pads with id 1, but the model counts its positions by pad_token_id 0"
+        assert told in failure(load_matching_tokenizer, tmp_path)
 
     def test_positions_behind_the_padding_are_fewer(self, tmp_path: Path) -> None:
         config = load_config(str(write_model(tmp_path, "camembert")))

@@ -9,8 +9,8 @@ import pytest
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
 from qdqbench.quantize.calibration.ptq import calibrate
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
-from qdqbench.quantize.models.attention import ATTENTION, use_attention
-from qdqbench.quantize.models.load import load_model, prepare_model
+from qdqbench.quantize.models.attention import ATTENTION
+from qdqbench.quantize.models.load import load_model, prepare_model, use_attention
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
 

@@ -88,9 +88,8 @@ def test_overwrite_moves_everything_aside_and_deletes_nothing(tmp_path):
     old = tmp_path / "run.old-2"
     assert everything(old) == before
     assert (old / "link").is_symlink()
-    assert told == [
-        f"{folder}: a finished run of recipe bert-int8-linears, model /m/one, task sst2 is now in {old}"
-    ]
+    moved = "a finished run of recipe bert-int8-linears, model /m/one, task sst2 is now in"
+    assert told == [f"{folder}: {moved} {old}"]
 
 
 def test_what_cannot_be_moved_stays(tmp_path, monkeypatch):

@@ -94,9 +94,8 @@ def test_what_other_code_made_is_told_before_it_is_made_again(line):
     known["stages"]["a"]["made_with"]["code"] = "another"
     known["stages"]["c"]["made_with"]["code"] = "another"
     path.write_text(json.dumps(known))
-    assert explain_stale(folder, ["a", "b", "c", "d"]) == (
-        "a, c made again: what is there was made with other code of qdqbench"
-    )
+    said = "a, c made again: what is there was made with other code of qdqbench"
+    assert explain_stale(folder, ["a", "b", "c", "d"]) == said
     known["stages"]["a"]["made_with"]["versions"]["torch"] = "1.0"
     path.write_text(json.dumps(known))
     assert "a, c made again: what is there was made with torch 1.0 (now " in explain_stale(folder, ["a", "c"])
@@ -215,11 +214,9 @@ def test_ancestors():
 
 
 class TestOpening:
-    def test_a_new_folder(self, tmp_path):
+    def test_a_folder_new_or_an_existing_run(self, tmp_path):
         session = open_run(config(limit=5), tmp_path / "deep" / "run")
         assert read_config(session.folder) == session.config == config(limit=5)
-
-    def test_an_existing_run_is_taken_up_with_the_new_configuration(self, tmp_path):
         open_run(config(), tmp_path)
         open_run(config(limit=5), tmp_path)
         assert read_config(tmp_path).limit == 5
@@ -231,11 +228,9 @@ class TestOpening:
                 open_run(config(), path)
         assert os.listdir(tmp_path) == ["f"]
 
-    def test_a_folder_that_is_no_run(self, tmp_path):
+    def test_no_run_of_this_version(self, tmp_path):
         with pytest.raises(UserError, match=r"is no run directory \(it has no run\.json\)"):
             read_config(tmp_path)
-
-    def test_a_run_of_another_version(self, tmp_path):
         (tmp_path / CONFIG).write_text('{"schema_version": 2}')
         with pytest.raises(UserError, match="is no run configuration of this version of qdqbench"):
             read_config(tmp_path)

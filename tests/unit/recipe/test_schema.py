@@ -9,26 +9,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qdqbench.quantize.models.families.known import FAMILIES, family_of
-from qdqbench.quantize.recipe.schema import (
-    MAX_RECIPE_BYTES,
-    Recipe,
-    dump_recipe,
-    family_free_recipes,
-    load_recipe,
-    parse_recipe,
-    shipped_recipes,
-)
+from qdqbench.quantize.recipe import schema
 from qdqbench.quantize.utils.errors import UserError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "recipe_bert_int8_linears.yaml"
-SHIPPED = list(shipped_recipes())
+SHIPPED = list(schema.shipped_recipes())
 HEAD = "version: 1\nname: a\n"
 INT8 = "weights: int8/per-channel, input: int8/per-tensor"
 
 
 def refusal(text):
     with pytest.raises(UserError) as error:
-        parse_recipe(text, "my.yaml")
+        schema.parse_recipe(text, "my.yaml")
     message = str(error.value)
     assert message.startswith("my.yaml")
     assert "\n" not in message
@@ -37,43 +29,38 @@ def refusal(text):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_family_has_recipes(family):
-    own = {name for name, file in shipped_recipes().items() if file.parent.name == family.name}
+    folders = {name: file.parent.name for name, file in schema.shipped_recipes().items()}
+    assert {*folders.values()} <= {family.name for family in FAMILIES}
+    own = {name for name, folder in folders.items() if folder == family.name}
     assert {f"{family.name}-fp16", f"{family.name}-int8-linears"} <= own
     for name in own:
         assert name.startswith(f"{family.name}-")
-        assert (load_recipe(name).name, load_recipe(name).model.family) == (name, family.name)
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_a_family_free_name_is_that_of_the_family(family):
-    assert load_recipe("int8-linears", lambda: family) == load_recipe(f"{family.name}-int8-linears")
+        assert (schema.load_recipe(name).name, schema.load_recipe(name).model.family) == (name, family.name)
+    linears = schema.load_recipe(f"{family.name}-int8-linears")
+    assert schema.load_recipe("int8-linears", lambda: family) == linears
 
 
 def test_a_full_name_and_a_file_ask_for_no_family(tmp_path):
     def never():
         raise AssertionError
 
-    assert load_recipe("bert-fp16", never).name == "bert-fp16"
+    assert schema.load_recipe("bert-fp16", never).name == "bert-fp16"
     (tmp_path / "mine.yaml").write_text(HEAD)
-    assert load_recipe(str(tmp_path / "mine.yaml"), never).name == "a"
-
-
-def test_no_recipe_is_of_an_unknown_family():
-    assert {file.parent.name for file in shipped_recipes().values()} <= {family.name for family in FAMILIES}
+    assert schema.load_recipe(str(tmp_path / "mine.yaml"), never).name == "a"
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_recipes_round_trip(name):
-    recipe = load_recipe(name)
+    recipe = schema.load_recipe(name)
     assert recipe.name == name
     assert recipe.description
-    assert parse_recipe(dump_recipe(recipe), "dump") == recipe
+    assert schema.parse_recipe(schema.dump_recipe(recipe), "dump") == recipe
     assert recipe.quantizes == ("int8" in name)
 
 
 @pytest.mark.parametrize("what", ["int8-residual", "int8-residual-fused"])
 def test_families_have_the_settings_of_bert(what):
-    mine, *others = (load_recipe(name) for name in SHIPPED if name.endswith(f"-{what}"))
+    mine, *others = (schema.load_recipe(name) for name in SHIPPED if name.endswith(f"-{what}"))
     assert mine.name == f"bert-{what}"
     assert len(others) == 4
     for other in others:
@@ -83,13 +70,16 @@ def test_families_have_the_settings_of_bert(what):
 
 def test_the_resolved_recipe_is_as_the_golden_file():
     # after a wanted change of the schema: qdqbench recipes show bert-int8-linears --resolved > the file
-    assert dump_recipe(load_recipe("bert-int8-linears")) == GOLDEN.read_text(encoding="utf-8")
+    assert schema.dump_recipe(schema.load_recipe("bert-int8-linears")) == GOLDEN.read_text(encoding="utf-8")
 
 
 def test_a_minimal_recipe_quantizes_nothing():
-    recipe = parse_recipe(HEAD, "a")
+    recipe = schema.parse_recipe(HEAD, "a")
     assert not recipe.quantizes
     assert recipe.rules == ()
+    plain = recipe.calibration
+    assert (plain.method, plain.weights_method, plain.smoothing) == ("max", "max", "none")
+    assert not plain.bias_correction
 
 
 @pytest.mark.parametrize(
@@ -110,23 +100,17 @@ def test_an_unknown_key_names_the_nearest(text, key, nearest):
 
 def test_the_gelu_of_a_recipe():
     """Exact unless a recipe says otherwise, as every shipped INT8 recipe does."""
-    assert parse_recipe(HEAD, "a").export.gelu == "exact"
-    assert parse_recipe(HEAD + "export: {gelu: tanh}", "a").export.gelu == "tanh"
-    forms = {name: load_recipe(name).export.gelu for name in SHIPPED}
+    assert schema.parse_recipe(HEAD, "a").export.gelu == "exact"
+    assert schema.parse_recipe(HEAD + "export: {gelu: tanh}", "a").export.gelu == "tanh"
+    forms = {name: schema.load_recipe(name).export.gelu for name in SHIPPED}
     assert forms == {name: "tanh" if "int8" in name else "exact" for name in SHIPPED}
 
 
 def test_a_long_key_makes_no_long_sentence():
     keys = "".join(f"{number}{'A' * 9000}: 1\n" for number in range(40))
     with pytest.raises(UserError) as caught:
-        parse_recipe(keys, "file.yaml")
+        schema.parse_recipe(keys, "file.yaml")
     assert len(str(caught.value)) < 10_000
-
-
-def test_an_unknown_key_near_nothing_lists_the_keys():
-    assert "unknown key 'gate.xyzzy', known keys: max_drop, require_int8" in refusal(
-        HEAD + "gate: {xyzzy: 1}"
-    )
 
 
 def test_every_mistake_is_named_at_once():
@@ -160,6 +144,8 @@ def test_every_mistake_is_named_at_once():
         (HEAD + "export: {gelu: erf}", "export.gelu: Input should be 'exact' or 'tanh'"),
         (HEAD + "export: {gelu: true}", "export.gelu"),
         (HEAD + "gate: {max_drop: .nan}", "gate.max_drop"),
+        (HEAD + "gate: {xyzzy: 1}", "unknown key 'gate.xyzzy', known keys: max_drop, require_int8"),
+        ("a: " + "[" * 20_000, "not valid recipe YAML"),
         (HEAD + "calibration: {samples: -1}", "calibration.samples"),
         (HEAD + "calibration: {seed: -1}", "calibration.seed"),
         (HEAD + "rules: [{match: '', precision: fp16}]", "rules.0.match"),
@@ -195,10 +181,7 @@ def test_refused(text, words):
         (f"{INT8}, method: percentile/100.1", "none of max, mse, entropy and percentile/P"),
         (f"{INT8}, method: percentile/inf", "none of max, mse, entropy and percentile/P"),
         (f"{INT8}, weights_method: entropy", "rules.0.weights_method: Input should be 'max' or 'mse'"),
-        (
-            "type: Attention, precision: int8, weights: int8/per-tensor, input: int8/per-tensor",
-            "give either weights",
-        ),
+        ("type: Attention, precision: int8, weights: int8/per-tensor, input: int8/per-tensor", "give either"),
         ("type: Linear, precision: int8", "precision int8 is for type Attention"),
         ("precision: fp32, smoothing: 0.5", "precision fp32 needs no calibration"),
         ("type: Embedding, method: max", "type Embedding is never quantized"),
@@ -218,48 +201,29 @@ def test_a_half_given_rule(rule, words):
             "attention: int8\nprecision: {never_quantize: [layernorm]}\nexport: {max_length: 513}",
             "lengths up to 512 only, and export.max_length is 513",
         ),
-        (
-            "engine: {shapes: {batch: [4, 2, 8]}}",
-            "batch must be [min, opt, max] in rising order, not [4, 2, 8]",
-        ),
+        ("engine: {shapes: {batch: [4, 2, 8]}}", "batch must be [min, opt, max] in rising order, not [4"),
         ("engine: {shapes: {length: [16, 128, 64]}}", "length must be [min, opt, max]"),
         ("engine: {shapes: {length: [0, 1, 2]}}", "engine.shapes.length.0"),
         ("engine: {shapes: {length: [1, 2]}}", "engine.shapes.length"),
-        (
-            "export: {max_length: 64}",
-            "engine.shapes.length goes to 128, but export.max_length truncates at 64",
-        ),
+        ("export: {max_length: 64}", "shapes.length goes to 128, but export.max_length truncates at 64"),
     ],
 )
 def test_parts_that_do_not_fit_together(text, words):
     assert words in refusal(HEAD + text)
 
 
-@pytest.mark.parametrize(
-    "method", ["max", "mse", "entropy", "percentile/99.99", "percentile/100", "percentile/50.5"]
-)
+@pytest.mark.parametrize("method", ["max", "mse", "entropy", "percentile/99.99", "percentile/100"])
 @pytest.mark.parametrize("smoothing", [0, 0.5, 1, "gain", "none"])
 def test_calibration_of_a_recipe_and_of_its_rules(method, smoothing):
     how = f"method: {method}, weights_method: mse, smoothing: {smoothing}"
-    recipe = parse_recipe(
-        HEAD + f"calibration: {{{how}, bias_correction: true}}\nrules: [{{match: '*', {how}}}]", "a"
-    )
+    text = HEAD + f"calibration: {{{how}, bias_correction: true}}\nrules: [{{match: '*', {how}}}]"
+    recipe = schema.parse_recipe(text, "a")
     for section in (recipe.calibration, recipe.rules[0]):
         assert (section.method, section.weights_method, section.smoothing) == (method, "mse", smoothing)
     assert recipe.rules[0].refines
     assert recipe.calibration.bias_correction
     assert not recipe.quantizes  # a rule that only refines asks for nothing in INT8
-    assert parse_recipe(dump_recipe(recipe), "again") == recipe
-
-
-def test_a_calibration_section_is_plain_unless_it_says_more():
-    section = parse_recipe(HEAD, "a").calibration
-    assert (section.method, section.weights_method, section.smoothing, section.bias_correction) == (
-        "max",
-        "max",
-        "none",
-        False,
-    )
+    assert schema.parse_recipe(schema.dump_recipe(recipe), "again") == recipe
 
 
 ATTENTION_RULE = "rules: [{match: '*', type: Attention, precision: int8}]"
@@ -277,14 +241,13 @@ ATTENTION_RULE = "rules: [{match: '*', type: Attention, precision: int8}]"
 )
 def test_an_int8_attention_by_rule_is_held_to_the_same(text, words):
     assert words in refusal(HEAD + text)
-    allowed = parse_recipe(HEAD + f"{ATTENTION_RULE}\nprecision: {{never_quantize: [layernorm]}}", "a")
-    assert allowed.int8_attention
-    assert allowed.attention == "fp16"
 
 
-def test_int8_attention_up_to_512():
-    text = "attention: int8\nprecision: {never_quantize: [layernorm]}\nexport: {max_length: 512}"
-    assert parse_recipe(HEAD + text, "a").attention == "int8"
+@pytest.mark.parametrize(("text", "attention"), [(ATTENTION_RULE, "fp16"), ("attention: int8", "int8")])
+def test_int8_attention_up_to_512(text, attention):
+    text += "\nprecision: {never_quantize: [layernorm]}\nexport: {max_length: 512}"
+    allowed = schema.parse_recipe(HEAD + text, "a")
+    assert (allowed.int8_attention, allowed.attention) == (True, attention)
 
 
 def test_an_alias_bomb_is_refused_at_once():
@@ -295,32 +258,28 @@ def test_an_alias_bomb_is_refused_at_once():
     assert time.perf_counter() - start < 5
 
 
-def test_deep_nesting_is_refused():
-    assert "not valid recipe YAML" in refusal("a: " + "[" * 20_000)
-
-
 class TestFiles:
     def test_a_file_of_your_own(self, tmp_path):
         path = tmp_path / "mine.yaml"
         path.write_text(HEAD + "description: für alle", encoding="utf-8")
-        assert load_recipe(str(path)).description == "für alle"
+        assert schema.load_recipe(str(path)).description == "für alle"
 
     def test_a_huge_file_is_not_read(self, tmp_path):
         path = tmp_path / "huge.yaml"
-        path.write_bytes(b"#" * (MAX_RECIPE_BYTES + 1))
-        with pytest.raises(UserError, match=f"is {MAX_RECIPE_BYTES + 1} bytes; a recipe has at most"):
-            load_recipe(str(path))
+        path.write_bytes(b"#" * (schema.MAX_RECIPE_BYTES + 1))
+        with pytest.raises(UserError, match=f"is {schema.MAX_RECIPE_BYTES + 1} bytes; a recipe has at most"):
+            schema.load_recipe(str(path))
 
     def test_bytes_that_are_not_utf8(self, tmp_path):
         path = tmp_path / "latin.yaml"
         path.write_bytes(HEAD.encode() + "description: für alle".encode("latin-1"))
         with pytest.raises(UserError, match=r"latin\.yaml is not UTF-8 text"):
-            load_recipe(str(path))
+            schema.load_recipe(str(path))
 
     def test_no_such_recipe_names_the_nearest_and_all(self):
         with pytest.raises(UserError, match="nearest is 'bert-int8-linears'") as error:
-            load_recipe("bert-int8-linear")
-        assert all(name in str(error.value) for name in family_free_recipes())
+            schema.load_recipe("bert-int8-linear")
+        assert all(name in str(error.value) for name in schema.family_free_recipes())
 
     @pytest.mark.parametrize(
         ("name", "family", "told"),
@@ -329,27 +288,25 @@ class TestFiles:
             ("nonesuch", None, r"names after a family, as in bert-int8-linears: fp16,"),
             ("int8-linear", "bert", "nearest is 'int8-linears'"),
             ("nonesuch", "bert", r"names for a model: fp16,"),
+            ("int8-linears", None, r"in each family \(bert, roberta, .*such as bert-int8"),
+            (
+                "int8-residual-qat",
+                "camembert",
+                r"roberta has no recipe 'int8-residual-qat', .*for bert.*fp16",
+            ),
         ],
     )
     def test_names_without_a_family_are_offered_only_with_a_model(self, name, family, told):
         with pytest.raises(UserError, match=told):
-            load_recipe(name, (lambda: family_of(family)) if family else None)
-
-    def test_a_name_of_several_families_without_a_model(self):
-        with pytest.raises(UserError, match=r"in each family \(bert, roberta, .*such as bert-int8"):
-            load_recipe("int8-linears")
-
-    def test_a_name_that_the_family_does_not_have(self):
-        with pytest.raises(UserError, match=r"roberta has no recipe 'int8-residual-qat', .*for bert.*fp16"):
-            load_recipe("int8-residual-qat", lambda: family_of("camembert"))
+            schema.load_recipe(name, (lambda: family_of(family)) if family else None)
 
     @pytest.mark.parametrize("name", ["", ".", "/", "no\0name", "x" * 5000])
     def test_a_name_that_is_no_file(self, name):
         with pytest.raises(UserError, match="no recipe or file is called"):
-            load_recipe(name)
+            schema.load_recipe(name)
 
 
-keys = st.sampled_from([*Recipe.model_fields, "weights", "match", "shapes", "batch", "<<", "version: 1"])
+keys = st.sampled_from([*schema.Recipe.model_fields, "weights", "match", "shapes", "batch", "<<", "version:"])
 yamlish = st.lists(
     keys
     | st.sampled_from([*"{}[]:,&*!|>-?#\n '\"\t%@=~", "!!int ", "!!map ", "!!timestamp ", "0x_", "1:6"])
@@ -377,7 +334,7 @@ yamlish = st.lists(
 @example(text=HEAD + "=: 1")
 def test_random_text_is_a_recipe_or_a_user_error(text):
     try:
-        recipe = parse_recipe(text, "random")
+        recipe = schema.parse_recipe(text, "random")
     except UserError:
         return
     assert recipe.version == 1
@@ -393,11 +350,11 @@ json_values = st.recursive(
 
 
 @settings(max_examples=300, deadline=None)
-@given(changes=st.dictionaries(st.sampled_from(list(Recipe.model_fields)), json_values, max_size=3))
+@given(changes=st.dictionaries(st.sampled_from(list(schema.Recipe.model_fields)), json_values, max_size=3))
 def test_random_values_are_a_recipe_or_a_user_error(changes):
     text = yaml.safe_dump({"version": 1, "name": "a"} | changes)
     try:
-        recipe = parse_recipe(text, "random")
+        recipe = schema.parse_recipe(text, "random")
     except UserError:
         return
-    assert parse_recipe(dump_recipe(recipe), "again") == recipe
+    assert schema.parse_recipe(schema.dump_recipe(recipe), "again") == recipe

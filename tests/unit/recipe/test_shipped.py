@@ -4,108 +4,92 @@ import re
 from pathlib import Path
 
 from qdqbench.quantize.models.families.known import FAMILIES, family_of
+from qdqbench.quantize.recipe import shipped
 from qdqbench.quantize.recipe.schema import shipped_recipes
-from qdqbench.quantize.recipe.shipped import (
-    SHOWN,
-    TASKS,
-    Accuracy,
-    Figure,
-    Speed,
-    choose_start,
-    describe_choice,
-    describe_conditions,
-    find_fastest,
-    format_speed,
-    format_worst,
-    list_shipped,
-    read_figures,
-)
 
 ROOT = Path(__file__).parents[3]
 
 
 def accuracy(task, points, stderr=0.1, stage="engine"):
-    return Accuracy(
+    return shipped.Accuracy(
         model="m", task=task, metric="f1", points=points, stderr=stderr, n=9, stage=stage, where="one GPU"
     )
 
 
 def figure(name, speed, losses=(0.0, 0.0, 0.0), device="gpu", **more):
-    model, batch, length = SHOWN[device]
+    model, batch, length = shipped.SHOWN[device]
     about = {"length": length, "low": None, "high": None, "over": "FP16", "where": "one GPU"}
-    return Figure(
+    return shipped.Figure(
         recipe=name,
         device=device,
-        accuracy=tuple(accuracy(task, points, **more) for task, points in zip(TASKS, losses, strict=False)),
+        accuracy=tuple(
+            accuracy(task, points, **more) for task, points in zip(shipped.TASKS, losses, strict=False)
+        ),
         speed=(
-            Speed(model=model, batch=1, value=9, **about),
-            Speed(model="another", batch=batch, value=9, **about),
-            Speed(model=model, batch=batch, value=speed, **about),
+            shipped.Speed(model=model, batch=1, value=9, **about),
+            shipped.Speed(model="another", batch=batch, value=9, **about),
+            shipped.Speed(model=model, batch=batch, value=speed, **about),
         ),
     )
 
 
 def test_the_fastest_that_holds_is_the_one_to_start_with():
     slow, fast = figure("slow", 1.2), figure("fast", 1.5)
-    assert find_fastest("gpu", (slow, fast)) == "fast"
-    assert find_fastest("cpu", (slow, fast)) is None
-    assert find_fastest("gpu", (slow, figure("fast", 1.5, (0.0, -0.6, 0.0)))) == "slow"
-    assert (
-        find_fastest("gpu", (slow, figure("fast", 1.5, (0.0, -0.6, 0.0), stderr=0.9))) == "slow"
-    )  # cannot tell
-    assert find_fastest("gpu", (slow, figure("fast", 1.5, (0.0, 0.0)))) == "slow"  # a task is missing
-    assert find_fastest("gpu", (slow, figure("fast", 1.5, stage="fake_quant"))) == "slow"  # no engine ran
-    assert find_fastest("gpu", (figure("slower", 0.9),)) is None
+    assert shipped.find_fastest("gpu", (slow, fast)) == "fast"
+    assert shipped.find_fastest("cpu", (slow, fast)) is None
+    assert shipped.find_fastest("gpu", (slow, figure("fast", 1.5, (0.0, -0.6, 0.0)))) == "slow"
+    unclear = figure("fast", 1.5, (0.0, -0.6, 0.0), stderr=0.9)
+    assert shipped.find_fastest("gpu", (slow, unclear)) == "slow"
+    assert shipped.find_fastest("gpu", (slow, figure("fast", 1.5, (0.0, 0.0)))) == "slow"  # a task is missing
+    # no engine ran
+    assert shipped.find_fastest("gpu", (slow, figure("fast", 1.5, stage="fake_quant"))) == "slow"
+    assert shipped.find_fastest("gpu", (figure("slower", 0.9),)) is None
     lost = fast.model_copy(update={"accuracy": (*fast.accuracy, accuracy("another", -3.0))})
-    assert find_fastest("gpu", (slow, lost)) == "slow"
+    assert shipped.find_fastest("gpu", (slow, lost)) == "slow"
 
 
 def test_the_worst_task_is_shown_and_what_no_engine_ran_is_called_so():
-    assert format_worst(figure("x", 1.0, (0.2, -0.3, 0.1))) == f"-0.30 ± 0.10 {TASKS[1]}"
-    assert format_worst(figure("x", 1.0, (-0.001,), stderr=None)) == f"+0.00 {TASKS[0]}"
+    assert shipped.format_worst(figure("x", 1.0, (0.2, -0.3, 0.1))) == f"-0.30 ± 0.10 {shipped.TASKS[1]}"
+    assert shipped.format_worst(figure("x", 1.0, (-0.001,), stderr=None)) == f"+0.00 {shipped.TASKS[0]}"
     drawn = figure("x", 1.0, (-0.3,), stage="onnxruntime")
-    assert format_worst(drawn) == f"-0.30 ± 0.10 {TASKS[0]} (graph)"
-    assert any("no engine of it ran" in line for line in describe_conditions([drawn]))
-    assert format_speed(figure("x", 1.234)) == "1.23x"
-    empty = Figure(recipe="x", device="gpu", accuracy=(), speed=())
-    assert (format_worst(empty), format_speed(empty)) == ("not measured", "not measured")
-    assert describe_conditions([empty]) == []
+    assert shipped.format_worst(drawn) == f"-0.30 ± 0.10 {shipped.TASKS[0]} (graph)"
+    assert any("no engine of it ran" in line for line in shipped.describe_conditions([drawn]))
+    assert shipped.format_speed(figure("x", 1.234)) == "1.23x"
+    empty = shipped.Figure(recipe="x", device="gpu", accuracy=(), speed=())
+    assert (shipped.format_worst(empty), shipped.format_speed(empty)) == ("not measured", "not measured")
+    assert shipped.describe_conditions([empty]) == []
 
 
 def test_a_family_whose_own_engine_lost_more_is_not_sent_there():
-    shown = {row.recipe: row for row in list_shipped()}
-    lost = [each for each in read_figures() if each.lost]
+    shown = {row.recipe: row for row in shipped.list_shipped()}
+    lost = [each for each in shipped.read_figures() if each.lost]
     assert lost
     assert all(each.device not in shown[each.recipe].start_on for each in lost)
     assert [row.recipe for row in shown.values() if "gpu" in row.start_on]
 
 
 def test_a_family_without_the_fastest_recipe_starts_with_the_next():
-    best = choose_start()["gpu"]
+    best = shipped.choose_start()["gpu"]
     for family in FAMILIES:
-        (start,) = (row for row in list_shipped(family) if "gpu" in row.start_on)
+        (start,) = (row for row in shipped.list_shipped(family) if "gpu" in row.start_on)
         held = f"{family.name}-{best}" in shipped_recipes()
         assert (start.name == best) == held
 
 
-def test_figures_are_of_shipped_recipes():
-    assert {each.recipe for each in read_figures()} <= {*shipped_recipes()}
-    assert len({(each.recipe, each.device) for each in read_figures()}) == len(read_figures())
+def test_figures_and_recipes_of_one_family():
+    assert {each.recipe for each in shipped.read_figures()} <= {*shipped_recipes()}
+    assert len({(each.recipe, each.device) for each in shipped.read_figures()}) == len(shipped.read_figures())
+    rows = shipped.list_shipped(family_of("xlm-roberta"))
+    assert {row.recipe for row in rows} == {name for name in shipped_recipes() if name.startswith("roberta-")}
+    assert all("xlm-roberta" in row.model_types and row.description for row in rows)
 
 
 def test_the_documents_recommend_what_the_figures_do():
-    chosen = choose_start()
+    chosen = shipped.choose_start()
     assert {*chosen} == {"gpu", "cpu"}
     said = f"`{chosen['gpu']}` on a GPU and with `{chosen['cpu']}` on a CPU"
     assert said in " ".join((ROOT / "recipes" / "README.md").read_text().split())
-    assert describe_choice(chosen).startswith(
-        f"Start with {chosen['gpu']} on a GPU and {chosen['cpu']} on a CPU:"
-    )
+    start = f"Start with {chosen['gpu']} on a GPU and {chosen['cpu']} on a CPU:"
+    assert shipped.describe_choice(chosen).startswith(start)
     for file in (ROOT / "recipes").glob("*/*.yaml"):  # which would have to be changed by hand
         assert not re.search("start here|fastest", file.read_text(), re.IGNORECASE)
-
-
-def test_recipes_of_one_family():
-    rows = list_shipped(family_of("xlm-roberta"))
-    assert {row.recipe for row in rows} == {name for name in shipped_recipes() if name.startswith("roberta-")}
-    assert all("xlm-roberta" in row.model_types and row.description for row in rows)

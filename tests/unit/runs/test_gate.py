@@ -13,8 +13,8 @@ from qdqbench.eval.selection.search.confirm import judge_confirmed
 from qdqbench.eval.selection.search.results import ConfirmedRecipe
 from qdqbench.eval.selection.sensitivity.measure import choose_point
 from qdqbench.eval.selection.sensitivity.results import CurvePoint
-from qdqbench.quantize.recipe.schema import GateSettings as Asked
 from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.sections import GateSettings as Asked
 from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.utils.comparison import Comparison, Gate
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName

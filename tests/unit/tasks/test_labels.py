@@ -86,16 +86,13 @@ def test_separators_and_encodings_are_found_and_said(tmp_path, name, mark, encod
     assert any(said in line for line in (*notes, *warnings)) if said else not notes
 
 
-def test_one_file_is_split_the_same_way_each_time(tmp_path):
+def test_one_file_is_split_the_same_way_each_time_if_it_can_be(tmp_path):
     path = write(tmp_path, "all.csv", [(f"text {n}", n % 2) for n in range(50)])
     judged, trained = read(OWN, path)[0], read(OWN, path, "train")[0]
     assert len(judged) == 10
     assert sorted(judged + trained) == sorted(f"text {n}" for n in range(50))
     assert judged == read(OWN, path)[0]
     assert "one file" in read(OWN, path)[2][0]
-
-
-def test_one_file_of_one_row_has_no_two_parts(tmp_path):
     path = write(tmp_path, "all.csv", [("text", 0)])
     assert len(read(OWN, path, "train")[0]) == 1
     with pytest.raises(UserError, match="is one file of 1 rows, too few"):

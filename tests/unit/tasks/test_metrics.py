@@ -28,21 +28,17 @@ def some(task, n, seed=0):
         labels = np.round(generator.uniform(0, 5, n) * 2).astype(np.float32) / 2  # ties, as in STS-B
         return scores(labels + generator.normal(0, 1.5, n)), labels
     labels = generator.integers(task.num_labels, size=n)
-    return one_hot(labels, task.num_labels) + generator.normal(0, 0.7, (n, task.num_labels)).astype(
-        np.float32
-    ), labels
+    noise = generator.normal(0, 0.7, (n, task.num_labels)).astype(np.float32)
+    return one_hot(labels, task.num_labels) + noise, labels
 
 
-def test_known_values_of_classes():
+def test_known_values():
     # 3 true positives, 1 false positive, 2 false negatives, 4 true negatives
     labels = np.array([1, 1, 1, 0, 1, 1, 0, 0, 0, 0])
     predicted = np.array([1, 1, 1, 1, 0, 0, 0, 0, 0, 0])
     found = metrics.compute(BINARY, one_hot(predicted), labels)
     assert list(found) == ["f1", "accuracy", "matthews"]
     assert found == pytest.approx({"f1": 6 / 9, "accuracy": 0.7, "matthews": 10 / np.sqrt(4 * 5 * 5 * 6)})
-
-
-def test_known_values_of_scores():
     found = metrics.compute(STSB, scores([1, 2, 3, 40]), np.array([1, 2, 3, 4], dtype=np.float32))
     assert list(found) == ["pearson", "spearman"]
     assert found["spearman"] == pytest.approx(1)

@@ -59,14 +59,11 @@ def test_formats_give_the_same_texts_and_labels(tmp_path, suffix):
     assert len(split.fingerprint) == 64
 
 
-def test_task_folder_wins_then_the_folder_itself(tmp_path):
+def test_task_folder_and_first_format_win(tmp_path):
     sst2(tmp_path / "validation.csv", 2)
     assert load(tmp_path).rows == 2
     sst2(tmp_path / "sst2/validation.csv", 4)
     assert load(tmp_path).rows == 4
-
-
-def test_second_format_is_noted(tmp_path):
     sst2(tmp_path / "validation.csv", 2)
     sst2(tmp_path / "validation.parquet", 4)
     split = load(tmp_path)
@@ -90,11 +87,6 @@ def test_shards_are_joined_in_order_and_must_be_complete(tmp_path):
         load(tmp_path, split="train")
     sst2(tmp_path / "train-00000-of-00002.parquet", 2, sentence=["a", "b"])
     assert load(tmp_path, split="train").dataset[:]["sentence"] == ["a", "b", "c", "d"]
-
-
-def test_a_file_that_is_not_there_is_called_a_file(tmp_path):
-    with pytest.raises(UserError, match=r"data file .*mine\.csv does not exist"):
-        load(tmp_path / "mine.csv")
 
 
 def test_fingerprint_follows_the_content_in_folders_of_any_name(tmp_path):
@@ -185,6 +177,8 @@ def test_missing_file_says_what_was_looked_for_and_what_is_there(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         load(tmp_path / "nowhere")
     assert load(tmp_path / "sst2/train.parquet").rows == 1  # one file with all six is data too
+    with pytest.raises(UserError, match=r"data file .*mine\.csv does not exist"):
+        load(tmp_path / "mine.csv")
 
 
 @pytest.fixture
@@ -239,9 +233,8 @@ def test_loading_prints_nothing_and_leaves_nothing_behind(tmp_path):
         f"print(data.load_split(tasks.get_task('sst2'), {str(tmp_path / 'data')!r}, 'validation').rows)"
     )
     environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "HF_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("6\n", "")
     left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert left == ["validation.parquet"]

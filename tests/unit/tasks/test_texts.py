@@ -15,14 +15,11 @@ def lines_of(path: Path, data: bytes) -> list[str]:
     return read_lines([path])
 
 
-def test_a_line_is_a_text(tmp_path: Path) -> None:
+def test_a_line_of_utf8_is_a_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     assert lines_of(path, b"\xef\xbb\xbfone\r\ntwo, \xc3\xa4\n\n  3  ") == ["one", "two, ä", "", "  3  "]
     assert lines_of(path, "a\u2028b\x0bc\nd".encode()) == ["a\u2028b\x0bc", "d"]
     assert lines_of(path, b"") == []
-
-
-def test_other_encodings_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.txt is not UTF-8 text \(invalid start byte at byte 1\); conv"):
         lines_of(tmp_path / "a.txt", b"a\xff\n")
 

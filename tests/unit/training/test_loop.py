@@ -265,20 +265,16 @@ def test_answers_that_do_not_depend_on_the_input():
     assert not is_collapsed(classes, one_class, labels)
     same = np.tile(one_class[:1], (5, 1))
     assert is_collapsed(classes, same, labels)
-    assert is_collapsed(
-        classes, same + np.arange(5, dtype=np.float32)[:, None], labels
-    )  # equal probabilities
+    moved = same + np.arange(5, dtype=np.float32)[:, None]  # equal probabilities
+    assert is_collapsed(classes, moved, labels)
     assert not is_collapsed(classes, same, np.ones(5, np.int64))
     assert is_collapsed(scores, same[:, :1], np.arange(5.0))
     assert not is_collapsed(scores, one_class[:, :1], np.arange(5.0))
 
 
-def test_patience_ends_the_run(tmp_path, accelerator):
+def test_patience_or_missing_room_ends_the_run(tmp_path, accelerator):
     outcome = train(scored(tiny.job(tmp_path, num_evals=6, patience=2), -1, -2, -3), accelerator)
     assert (outcome.steps, outcome.best_step, outcome.stopped) == (9, 3, "no gain in 2 evaluations")
-
-
-def test_checkpoints_that_cannot_be_written(tmp_path, accelerator):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="checkpoints cannot be written"):
         train(tiny.job(tmp_path / "file"), accelerator)
@@ -376,9 +372,8 @@ def test_mnli_counts_the_samples_of_its_first_split(monkeypatch):
         "predict_rows",
         lambda a, m, kind, each, pad: np.eye(3, dtype=np.float32)[np.arange(len(each.gold)) % 3],
     )
-    splits = {
-        name: SimpleNamespace(gold=np.arange(count) % 3) for name, count in (("matched", 60), ("mm", 90))
-    }
+    counts = {"matched": 60, "mm": 90}
+    splits = {name: SimpleNamespace(gold=np.arange(count) % 3) for name, count in counts.items()}
     data = SimpleNamespace(evaluation=splits, pad_id=0)
     found = finetune._validate(SimpleNamespace(task=get_task("mnli")), data, None, None)
     assert found["n"] == 60

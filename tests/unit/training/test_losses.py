@@ -46,13 +46,10 @@ def test_the_distance_is_kl_times_the_square_of_the_temperature():
     )
 
 
-def test_a_regression_takes_squared_errors():
+def test_plain_losses():
     student, teacher = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.5], [0.0]])
     assert SCORES.kind.distance(student, teacher, 3.0, each(student)).item() == 4.25
     assert SCORES.kind.loss(student, torch.tensor([0.0, 2.0]), each(student)).item() == 1.0
-
-
-def test_label_loss_is_cross_entropy():
     found = logits(0, 5, 3)
     labels = torch.tensor([0, 1, 2, 1, 0])
     expected = -torch.log_softmax(found, dim=1)[torch.arange(5), labels].sum()
@@ -87,8 +84,7 @@ def test_hidden_distances_add_up_over_samples_and_are_relative():
     ]
     assert whole == pytest.approx(sum(parts), rel=1e-5)
     zero = tuple(torch.zeros_like(layer) for layer in mine)
-    assert compute_hidden_distance(zero, wanted, mask).item() == pytest.approx(
-        4, rel=1e-5
-    )  # all of the power
+    # all of the power
+    assert compute_hidden_distance(zero, wanted, mask).item() == pytest.approx(4, rel=1e-5)
     scaled = compute_hidden_distance(tuple(5 * m for m in mine), tuple(5 * w for w in wanted), mask).item()
     assert scaled == pytest.approx(whole, rel=1e-5)

@@ -49,18 +49,14 @@ def test_what_a_library_in_another_language_says_of_it(small):
         with files.atomic_path(small / "weights.pt") as temporary:
             torch.save(torch.zeros(MEGABYTE), temporary)
 
-    with pytest.raises(
-        UserError, match=r"cannot write .*weights\.pt: .*needs more: 1\.0 MB is free on .*small;"
-    ):
+    with pytest.raises(UserError, match=r"cannot write .*weights\.pt: .* 1\.0 MB is free on .*small;"):
         save()
     assert not [*small.iterdir()]
 
 
 def test_it_is_told_before_the_work_where_the_size_is_known(small):
     files.require_room(small / "new" / "folder", MEGABYTE // 2, "model.onnx")
-    with pytest.raises(
-        UserError, match=r"folder/model\.onnx: no space .* it needs 2\.0 MB, and 1\.0 MB is free"
-    ):
+    with pytest.raises(UserError, match=r"model\.onnx: no space .* it needs 2\.0 MB, and 1\.0 MB is free"):
         files.require_room(small / "new" / "folder", 2 * MEGABYTE, "model.onnx")
     assert not [*small.iterdir()]
 

@@ -51,12 +51,6 @@ def test_files_are_for_others_too(tmp_path):
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_folder_that_is_a_file_is_one_sentence(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write .*file/x: .*; choose another --out folder"):
-        files.write_text(tmp_path / "file" / "x", "")
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {"a": [1.0, float("-inf")]}])
 def test_json_is_strict(tmp_path, value):
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -111,6 +105,9 @@ def test_what_cannot_be_written_is_told_before_and_nothing_is_left(tmp_path):
     for folder in (tmp_path / "file" / "x", Path("/proc/qdqbench")):
         with pytest.raises(UserError, match="choose another --out"):
             files.require_writable(folder)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write .*file/x: .*; choose another --out folder"):
+        files.write_text(tmp_path / "file" / "x", "")
 
 
 @pytest.mark.parametrize("reader", [files.read_json, partial(read_arrays, again="write it again")])

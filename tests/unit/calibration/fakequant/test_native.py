@@ -21,15 +21,7 @@ from qdqbench.quantize.calibration.fakequant import native, quantizers
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import Plan
 
-from ....support.tiny_bert import (
-    ATTENTIONS,
-    LINEARS,
-    Quantized,
-    calibrate,
-    calibration_batches,
-    padded_batch,
-    recipe_with,
-)
+from ....support import tiny_bert as bert
 
 RECIPES: dict[str, dict[str, Any]] = {
     "linears": {},
@@ -53,16 +45,16 @@ ranges = st.floats(-20, 16).map(lambda exponent: float(np.float32(2**exponent)))
 
 
 @pytest.fixture(params=RECIPES)
-def fake_quant(tiny_bert: Path, request: Any) -> Quantized:
+def fake_quant(tiny_bert: Path, request: Any) -> bert.Quantized:
     return fresh(tiny_bert, request.param)
 
 
-def fresh(folder: Path, name: str) -> Quantized:
-    return calibrate(folder, recipe_with(**{"name": "bert-int8-linears", **RECIPES[name]}))
+def fresh(folder: Path, name: str) -> bert.Quantized:
+    return bert.calibrate(folder, bert.recipe_with(**{"name": "bert-int8-linears", **RECIPES[name]}))
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array) for name, array in padded_batch().items()}
+    return {name: torch.from_numpy(array) for name, array in bert.padded_batch().items()}
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -157,9 +149,7 @@ def test_weight_scales_are_rounded_as_calibration_does(scales: list[float]) -> N
 @settings(deadline=None)
 @given(x=values, amax=st.floats(2.0**-7, 2.0**7, width=32), ratio=st.floats(0.25, 1.5, width=32))
 @example(x=SMALLEST, amax=0.125, ratio=1.0)
-def test_learned_gradient_is_that_of_lsq(
-    x: Any, amax: float, ratio: float, axis: int | None, rounded: bool
-) -> None:
+def test_gradient_of_lsq(x: Any, amax: float, ratio: float, axis: int | None, rounded: bool) -> None:
     x, bound = case(x, amax, axis)
     quantizer = quantizer_of(bound, axis)
     parameter = torch.nn.Parameter(torch.full((len(x),) if axis == 0 else (), ratio))
@@ -194,16 +184,15 @@ def test_learned_gradient_is_that_of_torch() -> None:
     scale, _ = native.ScaleTable([item]).current(item)
     item.quantized(x).square().sum().backward()
     leaf, other = scale.clone().reshape(1).requires_grad_(), x.detach().clone().requires_grad_()
-    theirs = torch._fake_quantize_learnable_per_tensor_affine(
-        other, leaf, torch.zeros(1), -128, 127, (32 * 127) ** -0.5
-    )
+    learnable = torch._fake_quantize_learnable_per_tensor_affine
+    theirs = learnable(other, leaf, torch.zeros(1), -128, 127, (32 * 127) ** -0.5)
     theirs.square().sum().backward()
     assert leaf.grad is not None
     assert torch.equal(x.grad, other.grad)  # type: ignore[arg-type]
     torch.testing.assert_close(ratio.grad, (leaf.grad * scale / ratio).reshape(()), rtol=1e-4, atol=0)
 
 
-def test_same_model_and_undone(fake_quant: Quantized) -> None:
+def test_same_model_and_undone(fake_quant: bert.Quantized) -> None:
     model, expected = fake_quant.model, logits(fake_quant.model)
     before = {name: (type(m), {**m.__dict__}) for name, m in model.named_modules()}
     native.use_native(model)
@@ -227,23 +216,23 @@ def test_same_model_and_undone(fake_quant: Quantized) -> None:
 
 
 def test_evaluated_on_a_gpu_by_torch_s_kernels_and_put_back(
-    fake_quant: Quantized, monkeypatch: pytest.MonkeyPatch
+    fake_quant: bert.Quantized, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, expected = fake_quant.model, logits(fake_quant.model)
     kinds = {name: type(module) for name, module in model.named_modules()}
     monkeypatch.setattr(runners, "gpu", lambda: torch.device("cpu"))  # stands for one
     with runners.evaluating(model) as placed:
-        ours = torch.from_numpy(runners.torch_runner(placed)(padded_batch()))
+        ours = torch.from_numpy(runners.torch_runner(placed)(bert.padded_batch()))
         assert {q.backend for q in quantizers.list_quantizers(placed).values()} == {native.BACKEND}
     assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
     assert torch.equal(logits(model), expected)
     assert {name: type(module) for name, module in model.named_modules()} == kinds
 
 
-def test_evaluated_on_a_cpu_as_modelopt_does_to_the_bit(fake_quant: Quantized) -> None:
+def test_evaluated_on_a_cpu_as_modelopt_does_to_the_bit(fake_quant: bert.Quantized) -> None:
     model = fake_quant.model
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    batches = [*calibration_batches(), padded_batch()]
+    batches = [*bert.calibration_batches(), bert.padded_batch()]
     run = runners.torch_runner(model)
     expected = [run(batch) for batch in batches]
     with runners.evaluating(model):
@@ -262,7 +251,7 @@ def test_a_scale_that_is_zero_to_fp16_gives_zeros_as_modelopt_has_it() -> None:
     assert not expected[0].any()
 
 
-def test_every_weight_gets_a_gradient(fake_quant: Quantized) -> None:
+def test_every_weight_gets_a_gradient(fake_quant: bert.Quantized) -> None:
     model = fake_quant.model
     native.use_native(model)
     with torch.inference_mode():
@@ -276,11 +265,11 @@ def test_every_weight_gets_a_gradient(fake_quant: Quantized) -> None:
     assert all((ratio.grad != 0).any() for ratio in ratios)
 
 
-def test_quantizers_of_one_tensor_quantize_it_once(fake_quant: Quantized) -> None:
+def test_quantizers_of_one_tensor_quantize_it_once(fake_quant: bert.Quantized) -> None:
     model = fake_quant.model
     native.use_native(model)
-    layer = ATTENTIONS[0].removesuffix(".attention.self")
-    names = [f"{ATTENTIONS[0]}.{part}.input_quantizer" for part in ("query", "key", "value")]
+    layer = bert.ATTENTIONS[0].removesuffix(".attention.self")
+    names = [f"{bert.ATTENTIONS[0]}.{part}.input_quantizer" for part in ("query", "key", "value")]
     groups = [names + [f"{layer}.attention.output.residual_quantizer"] * bool(fake_quant.plan.residual)]
     if fake_quant.plan.residual:
         groups.append([f"{layer}.intermediate.dense.input_quantizer", f"{layer}.output.residual_quantizer"])
@@ -303,7 +292,7 @@ def test_quantizers_of_one_tensor_quantize_it_once(fake_quant: Quantized) -> Non
 def test_a_shared_tensor_is_quantized_again_when_anything_changed(tiny_bert: Path) -> None:
     model = fresh(tiny_bert, "linears").model
     native.learn_amax(model)
-    query, key = (model.get_submodule(name).input_quantizer for name in LINEARS[:2])
+    query, key = (model.get_submodule(name).input_quantizer for name in bert.LINEARS[:2])
     x = torch.linspace(-5, 5, 320).reshape(1, 10, 32)
     first = query(x)
     assert key(x) is first
@@ -337,12 +326,12 @@ def test_scales_are_made_once_and_without_a_host_sync(tiny_bert: Path) -> None:
         model(**inputs()).logits.sum().backward()
     counts = {event.key: event.count for event in profiler.key_averages()}
     assert not {"aten::item", "aten::_local_scalar_dense"} & counts.keys()
-    assert counts["aten::fake_quantize_per_channel_affine"] == len(LINEARS)
+    assert counts["aten::fake_quantize_per_channel_affine"] == len(bert.LINEARS)
     # query, key and value share one of the three
-    assert counts["aten::fake_quantize_per_tensor_affine"] == len(LINEARS) - 4 + 4 * len(ATTENTIONS)
+    assert counts["aten::fake_quantize_per_tensor_affine"] == len(bert.LINEARS) - 4 + 4 * len(bert.ATTENTIONS)
 
 
-def test_learning_starts_where_calibration_ended(fake_quant: Quantized) -> None:
+def test_learning_starts_where_calibration_ended(fake_quant: bert.Quantized) -> None:
     model = fake_quant.model
     native.use_native(model)
     expected = logits(model)
@@ -356,7 +345,7 @@ def test_learning_starts_where_calibration_ended(fake_quant: Quantized) -> None:
     assert sum(name.endswith(native.PARAMETER) for name in model.state_dict()) == len(ratios)
 
 
-def test_settled_scales_are_those_of_training(tiny_bert: Path, fake_quant: Quantized) -> None:
+def test_settled_scales_are_those_of_training(tiny_bert: Path, fake_quant: bert.Quantized) -> None:
     model, plan, record = fake_quant
     keys = model.state_dict().keys()
     native.learn_amax(model)
@@ -377,7 +366,7 @@ def test_settled_scales_are_those_of_training(tiny_bert: Path, fake_quant: Quant
             assert torch.equal(mantissa * 2**11, (mantissa * 2**11).round())
         if name.endswith("p_bmm_quantizer"):
             assert quantizer.amax == 1
-    for attention in ATTENTIONS:
+    for attention in bert.ATTENTIONS:
         scales = {float(restored[f"{attention}.{n}.input_quantizer"].amax) for n in ("query", "key", "value")}
         assert len(scales) == 1
         assert scales != {record.quantizers[f"{attention}.query.input_quantizer"].amax}

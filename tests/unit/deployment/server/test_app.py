@@ -161,9 +161,8 @@ def test_rows_count_from_arrival_so_that_nobody_waits_for_the_tokenizer_in_vain(
 
     async def main(service):
         start = time.monotonic()
-        made = await asyncio.gather(
-            *(called(service, "POST", "/v1/predict", {"texts": texts}) for _ in range(8))
-        )
+        posts = (called(service, "POST", "/v1/predict", {"texts": texts}) for _ in range(8))
+        made = await asyncio.gather(*posts)
         assert sorted(each[0] for each in made) == [200, 200, *[503] * 6]
         assert time.monotonic() - start < 0.6  # 1.6 s, were all of them tokenized
 
@@ -233,7 +232,7 @@ def test_the_largest_batch_is_one_that_fits_into_the_time_of_a_request():
     assert {rows for _, rows in model.sizes} == {4}  # 0.08 s of 0.15 s; 8 would take 0.16 s
     assert 0.08 <= model.slowest_s <= 0.15
     with pytest.raises(
-        UserError, match=r"one row of 16 tokens takes 0\.\d s, more than --timeout 0\.3; raise it"
+        UserError, match=r"row of 16 tokens takes 0\.\d s, more than --timeout 0\.3; raise it"
     ):
         warm_up(Engine(per_batch=0.4), sizes, 0.3)
 

@@ -142,9 +142,7 @@ def test_what_is_no_http_is_told_in_json():
 def test_an_address_that_cannot_be_had_is_told():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            UserError, match=rf"cannot listen on 127\.0\.0\.1 port {port} \(Address already in use\)"
-        ):
+        with pytest.raises(UserError, match=rf"cannot listen on .* port {port} \(Address already in use\)"):
             server._listen("127.0.0.1", port)
     with pytest.raises(UserError, match="give another --host or --port"):
         server._listen("no-such-host.invalid", 80)

@@ -60,9 +60,8 @@ def test_layers_that_are_like_those_of_bert(model_type: str) -> None:
     own = model_type in ("megatron-bert", "roformer", "rembert")
     assert found.family.attention == (None if own else BERT.attention)
     before = model_type in ("megatron-bert", "xlm-roberta-xl", "roberta-prelayernorm")
-    assert set(found.family.norms.values()) == (
-        {"attention input", "ffn input"} if before else {"attention", "ffn"}
-    )
+    norms = {"attention input", "ffn input"} if before else {"attention", "ffn"}
+    assert set(found.family.norms.values()) == norms
     assert len(found.family.residuals) == (0 if before else 2)
     counted = model_type in ("data2vec-text", "xlm-roberta-xl", "roberta-prelayernorm")
     assert found.family.positions_follow_padding == counted

@@ -182,9 +182,7 @@ def test_training_attends_to_something_wherever_padding_is(
 
 
 @every_model
-def test_a_sample_as_long_as_the_positions_runs_and_a_longer_one_does_not(
-    family: Family, model_type: str
-) -> None:
+def test_a_sample_as_long_as_the_positions_runs_and_no_longer_one(family: Family, model_type: str) -> None:
     import torch
 
     model = prepare_model(new_model(model_type))
@@ -230,13 +228,10 @@ def test_what_a_recipe_asks_for_stands_in_the_file(family: Family, tmp_path: Pat
     assert len(parity.rows) == runs * (len(family.linears) + 4)
 
 
-def test_a_shared_layer_runs_several_times() -> None:
+def test_a_shared_layer_runs_several_times_wherever_numbers_stand() -> None:
     groups = [f"albert.encoder.albert_layer_groups.{number}" for number in (0, 1)]
     assert ALBERT.runs(new_model("albert")) == [groups[0], groups[0], groups[1], groups[1]]
     assert BERT.runs(new_model("bert")) == BERT.layer_names(new_model("bert"))
-
-
-def test_numbers_may_stand_inside_the_path_of_the_layers() -> None:
     shared = replace(BERT, layers="encoder.albert_layer_groups.*.albert_layers")
     place = shared.place("albert.encoder.albert_layer_groups.0.albert_layers.3.attention.query")
     assert place == ("albert.encoder.albert_layer_groups.0.albert_layers", 3, "attention.query")
@@ -247,13 +242,11 @@ class TestOtherNamesAreLoud:
         with pytest.raises(UserError, match=r"family bert has no linears such as .*attention\.q_lin"):
             BERT.kind("distilbert.transformer.layer.0.attention.q_lin")
 
-    def test_a_recipe_of_another_family(self) -> None:
+    def test_a_recipe_or_model_of_another_family(self) -> None:
         table = module_table(new_model("distilbert"))
         recipe = recipe_with(rules=[{"match": "transformer.layer.*", "type": "Linear", **INT8}])
         with pytest.raises(UserError, match=r"family bert has no linears such as distilbert\.transformer"):
             resolve(recipe, table, "distilbert")
-
-    def test_a_model_of_another_family_than_the_recipe(self) -> None:
         config = new_model("roberta").config
         with pytest.raises(UserError, match=r"recipe mine is for model family 'bert', but .* is a 'roberta'"):
             require_family("mine", "bert", "folder", config)

@@ -168,12 +168,9 @@ def test_blocks_change_nothing(monkeypatch, block):
     np.testing.assert_array_equal(overlap(a, b), whole)
 
 
-def test_neighbours_do_not_depend_on_length():
+def test_neighbours_are_told_by_angle_then_by_order():
     a = np.random.default_rng(0).normal(size=(30, 8)).astype(np.float32)
     np.testing.assert_array_equal(overlap(a, a * np.linspace(0.5, 9, 30)[:, None]), 1)
-
-
-def test_equal_texts_are_neighbours_in_their_order():
     a = np.ones((6, 2), dtype=np.float32)
     assert nearest(a, 2)[5] == {0, 1}
     b = a.copy()

@@ -31,9 +31,8 @@ class FakeHub:
         try:
             return SimpleNamespace(sha=self.commits[repo_type, repository, revision])
         except KeyError:
-            raise RepositoryNotFoundError(
-                "404: not found", response=SimpleNamespace(headers={}, request=None)
-            ) from None
+            nothing = SimpleNamespace(headers={}, request=None)
+            raise RepositoryNotFoundError("404: not found", response=nothing) from None
 
 
 @pytest.fixture(autouse=True)

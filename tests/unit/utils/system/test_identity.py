@@ -25,9 +25,8 @@ def session(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "data" / "train.csv").write_text("sentence,label\na,0\n")
     recipe = load_recipe("bert-int8-attention-qat")
-    config = RunConfig(
-        recipe=recipe, model=str(tmp_path / "model"), task=GLUE["sst2"], data=str(tmp_path / "data")
-    )
+    places = {name: str(tmp_path / name) for name in ("model", "data")}
+    config = RunConfig(recipe=recipe, task=GLUE["sst2"], **places)
     return Session(config, tmp_path)
 
 
@@ -72,9 +71,10 @@ def sensitivity_settings(session):
     return json.loads(trials.path.read_text())
 
 
-@pytest.mark.parametrize(
-    "identity_of", [stage_key, qat_identity, finetune_identity, search_settings, sensitivity_settings]
-)
+IDENTITIES = [stage_key, qat_identity, finetune_identity, search_settings, sensitivity_settings]
+
+
+@pytest.mark.parametrize("identity_of", IDENTITIES)
 @pytest.mark.parametrize("changed", ["versions", "_code_hash"])
 def test_another_version_is_another_identity(identity_of, changed, session, monkeypatch):
     before = copy.deepcopy(identity_of(session))

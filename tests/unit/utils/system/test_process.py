@@ -194,8 +194,7 @@ def test_a_command_works_with_closed_streams(tmp_path):
         "import os, sys; from qdqbench.cli import app; app.main = lambda: print('word') or "
         f"open({str(tmp_path / 'file')!r}, 'w').write('text'); app.program()"
     )
-    done = subprocess.run(
-        ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code], check=False, timeout=60
-    )
+    closed = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-']
+    done = subprocess.run([*closed, sys.executable, code], check=False, timeout=60)
     assert done.returncode == 0
     assert (tmp_path / "file").read_text() == "text"
