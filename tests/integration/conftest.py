@@ -99,24 +99,11 @@ def _one_profile(request) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def finished_run(given, made_once) -> Path:
     """A whole run of the default recipe, never to be written to."""
-    from qdqbench.eval.runs.run import run_until
-    from qdqbench.quantize.pipeline.pipeline import open_run
-    from qdqbench.quantize.pipeline.session import RunConfig
-    from qdqbench.quantize.recipe.schema import load_recipe
-    from qdqbench.quantize.tasks.task import get_task
-
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
-    sst2 = given("sst2")
-    config = RunConfig(
-        recipe=load_recipe("bert-int8-linears"),
-        model=str(sst2.model),
-        task=get_task("sst2"),
-        data=str(sst2.data),
-    )
 
     def run(folder):
         with one_profile():
-            run_until(open_run(config, folder), None)
+            given().run("bert-int8-linears", folder)
 
     return made_once("finished", run)
 

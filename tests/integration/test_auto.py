@@ -28,9 +28,8 @@ OUT = "auto"
 def clipped(tmp_path) -> Path:
     """A recipe that clips what a model says most with: a far better one is easily found."""
     recipe = load_recipe("bert-int8-linears")
-    section = recipe.calibration.model_copy(
-        update={"samples": 64, "method": "percentile/60", "smoothing": "none", "bias_correction": False}
-    )
+    changed = {"samples": 64, "method": "percentile/60", "smoothing": "none", "bias_correction": False}
+    section = recipe.calibration.model_copy(update=changed)
     path = tmp_path / "clipped.yaml"
     path.write_text(dump_recipe(recipe.model_copy(update={"name": "clipped", "calibration": section})))
     return path

@@ -148,9 +148,8 @@ def test_it_goes_as_soon_as_the_run_changes(a_run, qdqbench):
 
 def test_a_failed_run_is_marked_and_each_use_warns(a_run, blocked):
     found = Results.model_validate(results(a_run))
-    low = GateIssue(
-        code="accuracy", state="failed", stage="engine", metric="accuracy", value=0.2, stderr=0, limit=0
-    )
+    known = {"stage": "engine", "metric": "accuracy", "value": 0.2, "stderr": 0, "limit": 0}
+    low = GateIssue(code="accuracy", state="failed", **known)
     gate = found.gate.model_copy(update={"passed": False, "issues": [low]})
     why = issue_sentence(low)
     assert refresh(a_run, found.model_copy(update={"gate": gate})) == []

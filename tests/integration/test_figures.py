@@ -46,9 +46,8 @@ def pages(finished_run: Path) -> tuple[Results, list[list[str]], list[list[str]]
     parser = Cells()
     parser.feed((finished_run / "report.html").read_text(encoding="utf-8"))
     lines = (finished_run / "report.md").read_text(encoding="utf-8").splitlines()
-    tables = [
-        [cell.strip(" `*") for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")
-    ]
+    rows = [line.strip("| ").split("|") for line in lines if line.startswith("|")]
+    tables = [[cell.strip(" `*") for cell in row] for row in rows]
     stream = StringIO()
     Console(file=stream, width=200).print(render_screen(run_report(results)))
     return results, parser.rows, tables, stream.getvalue()

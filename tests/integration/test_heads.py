@@ -87,9 +87,8 @@ def test_scores_are_those_of_seqeval_and_of_transformers_own_head(runs, given):
     said = []
     for row in rows:
         with torch.inference_mode():
-            tags = model(**words(row["tokens"], is_split_into_words=True, return_tensors="pt")).logits.argmax(
-                2
-            )
+            batch = words(row["tokens"], is_split_into_words=True, return_tensors="pt")
+            tags = model(**batch).logits.argmax(2)
         said.append([heads.TAGS[tag] for tag in tags[0, 1:-1]])  # each word is one token
     expected = f1_score([row["ner_tags"] for row in rows], said)
     assert results(runs["tokens"])["stages"]["fp32"]["metrics"]["f1"] == pytest.approx(expected)

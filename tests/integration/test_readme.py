@@ -224,13 +224,12 @@ def test_every_option_in_the_text_exists():
         groups += getattr(command, "commands", {}).values()
         for parameter in command.params:
             known |= {*parameter.opts, *parameter.secondary_opts}
+    tools = ("pip ", "python", "make ", "mypy ", "pytest ", "ruff ", "trtexec ", "polygraphy ")
     named = {
         option
         for document in DOCUMENTS
         for span in spans(document)
-        if not span.startswith(
-            ("pip ", "python", "make ", "mypy ", "pytest ", "ruff ", "trtexec ", "polygraphy ")
-        )
+        if not span.startswith(tools)
         for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)
     }
     assert "--debug" in named
@@ -262,9 +261,8 @@ def test_every_option_of_a_script_exists():
 )
 def test_every_yaml_is_a_recipe(text):
     """Parts of a recipe too, completed with what every recipe has."""
-    head = "".join(
-        f"{k}: {v}\n" for k, v in {"version": 1, "name": "x"}.items() if k not in yaml.safe_load(text)
-    )
+    known = yaml.safe_load(text)
+    head = "".join(f"{k}: {v}\n" for k, v in {"version": 1, "name": "x"}.items() if k not in known)
     parse_recipe(head + text, "the document")
 
 

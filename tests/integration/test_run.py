@@ -156,22 +156,18 @@ def test_the_quantizers_and_the_report_of_a_run(finished_run):
 DEPLOYED = [  # of a run for TensorRT-RTX
     f"deploy/{name}"
     for name in (
-        "README.md",
-        "SHA256SUMS",
-        "build_tensorrt.sh",
-        "config.json",
-        "model.json",
-        "model.onnx",
-        "model.py",
-        "recipe.yaml",
-        "requirements.txt",
-        "run_onnxruntime.py",
-        "run_openvino.py",
-        "run_tensorrt.py",
-        "run_tensorrt_rtx.py",
-        "tensorrt_rtx.engine",
-        "tokenizer/tokenizer.json",
-        "tokenizer/tokenizer_config.json",
+        *(
+            "README.md",
+            "SHA256SUMS",
+            "build_tensorrt.sh",
+            "config.json",
+            "model.json",
+            "model.onnx",
+            "model.py",
+        ),
+        *("recipe.yaml", "requirements.txt", "run_onnxruntime.py", "run_openvino.py", "run_tensorrt.py"),
+        *("run_tensorrt_rtx.py", "tensorrt_rtx.engine"),
+        *("tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"),
     )
 ]
 

@@ -104,15 +104,11 @@ def test_the_search_rows_are_not_those_that_calibrate(given, files):
     from qdqbench.eval.selection.search.space import make_space
     from qdqbench.eval.selection.search.workspace import Workspace
     from qdqbench.quantize.models.modules import module_table
-    from qdqbench.quantize.pipeline.session import RunConfig, Session
-    from qdqbench.quantize.tasks.task import get_task
+    from qdqbench.quantize.pipeline.session import Session
 
-    sst2 = given("sst2")
-    recipe = load_recipe(str(files / "mine.yaml"))
-    config = RunConfig(recipe=recipe, model=str(sst2.model), task=get_task("sst2"), data=str(sst2.data))
-    session = Session(config, files)
+    session = Session(given().config(files / "mine.yaml"), files)
     model = session.fp32_model
-    work = Workspace(session, make_space(recipe, module_table(model), model.base_model_prefix), 192)
+    work = Workspace(session, make_space(session.recipe, module_table(model), model.base_model_prefix), 192)
     texts = session.split("train", limit=64 + 192, seed=0).dataset["sentence"]
     assert len(work.trials.draw.labels) == 192
     calibrating = session.calibration_batches().split.dataset["sentence"]

@@ -9,7 +9,7 @@ from qdqbench.eval.selection.trials.store import Trials
 from qdqbench.quantize.recipe.schema import load_recipe
 
 from ..support.pages import offline
-from .tiny import LAYERS, fine, listing, refused
+from .tiny import LAYERS, Given, fine, listing, refused
 
 FILES = [
     *("recipe.yaml", "sensitivity.html", "sensitivity.json", "sensitivity.md"),
@@ -122,8 +122,8 @@ def test_draw_is_beside_calibration_and_validation_is_not_read(qdqbench, sst2, r
     shutil.copytree(sst2.data / "sst2", data / "sst2")
     (data / "sst2" / "validation.parquet").unlink()
     out = tmp_path / "out"
-    options = ["--model", sst2.model, "--task", "sst2", "--data", data, "--out", out, "--json"]
-    done = qdqbench("sensitivity", recipe(samples=226), *options, "--samples", 64)
+    given, path = Given(sst2.model, "sst2", data), recipe(samples=226)
+    done = qdqbench("sensitivity", path, *given.options, "--out", out, "--json", "--samples", 64)
     found = json.loads(done.out)
     assert found["data"]["samples"] == 30
     assert any("measured on 30 samples, not 64" in note for note in found["notes"])
@@ -132,15 +132,9 @@ def test_draw_is_beside_calibration_and_validation_is_not_read(qdqbench, sst2, r
 
     split = load_split(get_task("sst2"), str(data), "train", limit=256, seed=0)
     from qdqbench.eval.selection.trials.store import draw_samples
-    from qdqbench.quantize.pipeline.session import RunConfig, Session
+    from qdqbench.quantize.pipeline.session import Session
 
-    config = RunConfig(
-        recipe=load_recipe(str(recipe(samples=226))),
-        model=str(sst2.model),
-        task=get_task("sst2"),
-        data=str(data),
-    )
-    drawn = draw_samples(Session(config, out), 64)[0].dataset
+    drawn = draw_samples(Session(given.config(path), out), 64)[0].dataset
     assert drawn["sentence"][:] == split.dataset["sentence"][226:]
 
 

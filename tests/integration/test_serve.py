@@ -28,9 +28,8 @@ EVIL = "<img src=x onerror=alert()><b>bad</b>"
 
 def started(*command, word="http://127.0.0.1:", **options):
     """A server's process and its port."""
-    process = subprocess.Popen(
-        [*map(str, command)], stdout=subprocess.PIPE, text=True, env=environment(), **options
-    )
+    words = [*map(str, command)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment(), **options)
     while line := process.stdout.readline():
         if word in line:
             return process, int(line.partition(word)[2].split()[0].split("/")[0])

@@ -158,22 +158,7 @@ def test_labels_out_of_range(given, qdqbench, tmp_path):
 @pytest.fixture(scope="module")
 def trained(given, made_once):
     """A finished QAT run, never to be written to."""
-    from qdqbench.eval.runs.run import run_until
-    from qdqbench.quantize.pipeline.pipeline import open_run
-    from qdqbench.quantize.pipeline.session import RunConfig
-    from qdqbench.quantize.tasks.task import get_task
-
-    def train(folder):
-        sst2 = given("sst2")
-        config = RunConfig(
-            recipe=load_recipe(recipe(folder)),
-            model=str(sst2.model),
-            task=get_task("sst2"),
-            data=str(sst2.data),
-        )
-        run_until(open_run(config, folder / "run"), None)
-
-    return made_once("trained", train) / "run"
+    return made_once("trained", lambda folder: given().run(recipe(folder), folder / "run")) / "run"
 
 
 def test_qat_goes_down_the_whole_path(trained):

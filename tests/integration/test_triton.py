@@ -93,9 +93,8 @@ def test_a_text_that_cannot_be_read_has_an_error_of_its_own(repository):
     # as for a question that leaves no room for its context
     model.tokenizer.enable_truncation(8, strategy="only_second")
     model.inputs = ["TEXT", "TEXT_PAIR"]
-    pairs = [
-        [Tensor("TEXT", column([text])), Tensor("TEXT_PAIR", column(["me"]))] for text in ("who", "a " * 50)
-    ]
+    texts = ("who", "a " * 50)
+    pairs = [[Tensor("TEXT", column([text])), Tensor("TEXT_PAIR", column(["me"]))] for text in texts]
     answers = model.execute([InferenceRequest(pair) for pair in pairs])
     assert [answer.error() is not None for answer in answers] == [False, True]
 
@@ -115,9 +114,8 @@ def test_configurations_fit_each_other_and_the_engine(exported, repository, fini
     plan = next(config for config in built if config.platform == "tensorrt_plan")
     assert [*plan.instance_group[0].profile] == [str(number) for number, _ in enumerate(profiles)]
     for config in (*repository.configs.values(), *built):
-        folder = next(
-            path.parent for path in exported.rglob("config.pbtxt") if path.parent.name == config.name
-        )
+        files = exported.rglob("config.pbtxt")
+        folder = next(path.parent for path in files if path.parent.name == config.name)
         for output in config.output:
             if output.label_filename:
                 assert len((folder / output.label_filename).read_text().splitlines()) == 2

@@ -41,6 +41,22 @@ class Given:
     def options(self) -> list[str]:
         return ["--model", str(self.model), "--task", self.task, "--data", str(self.data)]
 
+    def config(self, recipe):
+        """That of a run with a recipe, given by its name or path."""
+        from qdqbench.quantize.pipeline.session import RunConfig
+        from qdqbench.quantize.recipe.schema import load_recipe
+        from qdqbench.quantize.tasks.task import get_task
+
+        model, data = str(self.model), str(self.data)
+        return RunConfig(recipe=load_recipe(str(recipe)), model=model, task=get_task(self.task), data=data)
+
+    def run(self, recipe, folder):
+        """A whole one, in this process."""
+        from qdqbench.eval.runs.run import run_until
+        from qdqbench.quantize.pipeline.pipeline import open_run
+
+        run_until(open_run(self.config(recipe), folder), None)
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -21,9 +21,8 @@ def float_layer() -> onnx.ModelProto:
 def samples(count: int = 4) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(1)
     mask = np.zeros((1, 1, 1, LENGTH), np.float32)
-    return [
-        {"x": rng.standard_normal((1, LENGTH, HIDDEN)).astype(np.float32), "mask": mask} for _ in range(count)
-    ]
+    shape = (1, LENGTH, HIDDEN)
+    return [{"x": rng.standard_normal(shape).astype(np.float32), "mask": mask} for _ in range(count)]
 
 
 class Reader:

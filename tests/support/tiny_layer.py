@@ -89,21 +89,18 @@ def healthy(form: str = "factored", *, int8_attention: bool = True) -> onnx.Mode
     scores = net.add("Mul", scores, net.constant("scaling", 0.25), name="/layer/self/Mul")
     fill = net.add("Mul", "mask", net.constant("fill", -1e4), name="/mask/Mul")
     softmax = net.add("Add", scores, fill, name="/layer/self/Add")
-    softmax = quantize(
-        net.add("Softmax", softmax, name="/layer/self/Softmax", axis=-1), "/layer/self/p", 1 / 127
-    )
+    softmax = net.add("Softmax", softmax, name="/layer/self/Softmax", axis=-1)
+    softmax = quantize(softmax, "/layer/self/p", 1 / 127)
     context = net.add("MatMul", softmax, v, name="/layer/self/MatMul_1")
     context = net.add("Transpose", context, name="/layer/self/Transpose", perm=[0, 2, 1, 3])
     shape = net.constant("merged", [1, LENGTH, HIDDEN], np.int64)
     context = net.add("Reshape", context, shape, name="/layer/self/Reshape")
     residual = net.add("Add", net.linear(context, "/layer/output"), start, name="/layer/Add")
-    first = net.add(
-        "Gather", net.norm(residual, "/layer/norm1"), net.constant("zero", 0, np.int64), name="/first", axis=1
-    )
+    last = net.norm(residual, "/layer/norm1")
+    first = net.add("Gather", last, net.constant("zero", 0, np.int64), name="/first", axis=1)
     weight = net.constant("classifier.weight", net.rng.normal(size=(3, HIDDEN)))
-    net.add(
-        "Gemm", first, weight, net.constant("classifier.bias", np.zeros(3)), name="/classifier/Gemm", transB=1
-    )
+    bias = net.constant("classifier.bias", np.zeros(3))
+    net.add("Gemm", first, weight, bias, name="/classifier/Gemm", transB=1)
     inputs = [("x", (1, LENGTH, HIDDEN)), ("mask", (1, 1, 1, LENGTH))]
     graph = helper.make_graph(
         net.nodes,

@@ -14,13 +14,6 @@ from hypothesis.extra import numpy as hnp
 
 from qdqbench.quantize.calibration import histograms
 from qdqbench.quantize.calibration.fakequant import quantizers
-from qdqbench.quantize.calibration.histograms import (
-    BINS,
-    CANDIDATES,
-    MAGNITUDES,
-    ActivationCalibrator,
-    clip_weight,
-)
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import CheckFailed
 
@@ -38,8 +31,8 @@ magnitudes = st.floats(2.0**-20, 2.0**20, width=32) | st.just(0.0)
 batches = st.lists(hnp.arrays(np.float32, st.integers(1, 40), elements=magnitudes), min_size=1, max_size=6)
 
 
-def collected(parts: list[Floats], method: str = "percentile/99.9") -> ActivationCalibrator:
-    calibrator = ActivationCalibrator(method)
+def collected(parts: list[Floats], method: str = "percentile/99.9") -> histograms.ActivationCalibrator:
+    calibrator = histograms.ActivationCalibrator(method)
     for part in parts:
         calibrator.collect(torch.from_numpy(part))
     return calibrator
@@ -49,7 +42,7 @@ def amax_of(values: Floats, method: str) -> float:
     return amax_in(collected([values.astype(np.float32)], method))
 
 
-def amax_in(calibrator: ActivationCalibrator) -> float:
+def amax_in(calibrator: histograms.ActivationCalibrator) -> float:
     found = calibrator.compute_amax()
     assert found is not None
     assert (found.dtype, found.shape) == (torch.float32, ())
@@ -66,8 +59,8 @@ def heavy_tailed(seed: int, outliers: float = 0.0) -> Floats:
 
 def error_of(values: Floats, amax: float) -> float:
     """Squared error of INT8 codes with this amax."""
-    scale = amax / (MAGNITUDES - 1)
-    rounded = np.clip(np.rint(values / scale), -MAGNITUDES, MAGNITUDES - 1) * scale
+    scale = amax / (histograms.MAGNITUDES - 1)
+    rounded = np.clip(np.rint(values / scale), -histograms.MAGNITUDES, histograms.MAGNITUDES - 1) * scale
     return float(np.square(rounded - values).sum())
 
 
@@ -81,7 +74,7 @@ def between(values: Floats, edges: npt.NDArray[np.float64], slack: float) -> npt
 def test_the_histogram_is_bounded_and_loses_no_value(parts: list[Floats]) -> None:
     calibrator = collected(parts)
     values = np.concatenate(parts)
-    assert calibrator.counts.shape == (BINS,)
+    assert calibrator.counts.shape == (histograms.BINS,)
     assert calibrator.counts.sum() == values.size
     assert calibrator.largest == values.max()
     if not values.any():
@@ -89,7 +82,7 @@ def test_the_histogram_is_bounded_and_loses_no_value(parts: list[Floats]) -> Non
         return
     assert calibrator.limit / 2 < calibrator.largest <= calibrator.limit
     # doubling gives the histogram of all values at the final width: a value on an edge may be on either side
-    edges = np.arange(1, BINS) * (calibrator.limit / BINS)
+    edges = np.arange(1, histograms.BINS) * (calibrator.limit / histograms.BINS)
     below = np.cumsum(calibrator.counts)[:-1]
     assert (between(values, edges, -1e-6) <= below).all()
     assert (below <= between(values, edges, 1e-6)).all()
@@ -105,7 +98,7 @@ def test_the_cut_into_batches_moves_amax_by_a_bin_width(values: Floats, cuts: li
     whole = collected([values], method)
     parted = collected(np.split(values, sorted(set(cuts))), method)
     limit = max(whole.limit, parted.limit)
-    assert abs(amax_in(whole) - amax_in(parted)) <= 1.001 * limit / BINS
+    assert abs(amax_in(whole) - amax_in(parted)) <= 1.001 * limit / histograms.BINS
 
 
 @settings(deadline=None)
@@ -120,17 +113,17 @@ def test_chunks_count_what_one_histogram_of_all_counts(values: Floats, chunk: in
     magnitudes = torch.from_numpy(values).abs()
     if found.limit:
         assert found.limit == found.largest == float(magnitudes.max())
-        whole = torch.histc(magnitudes, bins=BINS, min=0, max=found.limit)
+        whole = torch.histc(magnitudes, bins=histograms.BINS, min=0, max=found.limit)
         assert found.counts.tolist() == whole.to(torch.int64).tolist()
     assert found.counts.sum() == values.size
 
 
 def test_counts_are_exact_beyond_what_float32_counts() -> None:
     equal, larger = 2**24 + 1000, 2**20
-    calibrator = ActivationCalibrator("percentile/90")
+    calibrator = histograms.ActivationCalibrator("percentile/90")
     calibrator.collect(torch.cat([torch.full((equal,), 0.5), torch.ones(larger)]))
     assert calibrator.counts.sum() == equal + larger
-    assert calibrator.counts[BINS // 2] == equal
+    assert calibrator.counts[histograms.BINS // 2] == equal
     assert amax_in(calibrator) == pytest.approx(0.5, rel=0.01)  # 94% of all values
 
 
@@ -156,21 +149,21 @@ def test_amax_is_above_zero_and_at_most_the_largest(method: str, parts: list[Flo
 def test_percentile_is_that_of_numpy_within_a_bin(percentile: float, seed: int) -> None:
     values = heavy_tailed(seed, outliers=10)
     found = amax_of(values, f"percentile/{percentile}")
-    width = 2 * np.abs(values).max() / BINS
+    width = 2 * np.abs(values).max() / histograms.BINS
     assert abs(found - np.percentile(np.abs(values), percentile, method="inverted_cdf")) <= width
 
 
 @pytest.mark.parametrize("outliers", [0, 50])
 def test_the_whole_percentile_is_the_largest_value(outliers: int) -> None:
     values = heavy_tailed(1, outliers)
-    assert amax_of(values, "percentile/100") == pytest.approx(np.abs(values).max(), rel=2 / BINS)
+    assert amax_of(values, "percentile/100") == pytest.approx(np.abs(values).max(), rel=2 / histograms.BINS)
 
 
 def test_values_on_an_edge_and_zeros_count() -> None:
     """1.5 of 2 is where bin 3072 begins."""
     calibrator = collected([np.full(10, 1.0, np.float32), np.full(990, 1.5, np.float32)], "percentile/90")
     assert calibrator.limit == 2.0
-    assert amax_in(calibrator) == pytest.approx(1.5, rel=2 / BINS)
+    assert amax_in(calibrator) == pytest.approx(1.5, rel=2 / histograms.BINS)
     calibrator = collected([np.ones(10, np.float32)], "percentile/90")
     before = amax_in(calibrator)
     calibrator.collect(torch.zeros(1000))
@@ -182,8 +175,8 @@ def test_more_values_than_int32_holds_keep_their_outlier() -> None:
     few, many = (collected([values, np.array([8.0], np.float32)], "percentile/100") for _ in range(2))
     many.counts[:512] *= 2**32
     assert many.counts.sum() > 2**31
-    assert amax_in(many) == pytest.approx(amax_in(few), rel=2 / BINS)
-    assert amax_in(few) == pytest.approx(8.0, rel=2 / BINS)
+    assert amax_in(many) == pytest.approx(amax_in(few), rel=2 / histograms.BINS)
+    assert amax_in(few) == pytest.approx(8.0, rel=2 / histograms.BINS)
 
 
 @pytest.mark.parametrize("outliers", [0, 5, 50])
@@ -194,7 +187,7 @@ def test_mse_is_the_best_of_a_brute_force_search(seed: int, outliers: int) -> No
     tried = np.linspace(largest / 32, largest, 2000)
     best = min(error_of(values, amax) for amax in tried)
     found = amax_of(values, "mse")
-    step = largest / CANDIDATES
+    step = largest / histograms.CANDIDATES
     assert error_of(values, found) <= max(error_of(values, found - step), error_of(values, found + step))
     assert error_of(values, found) <= 1.02 * best
     assert error_of(values, found) <= 1.0001 * error_of(values, largest)  # bins are not values
@@ -237,7 +230,7 @@ def test_reset_forgets_everything() -> None:
 
 
 def test_no_batch_makes_the_calibrator_larger() -> None:
-    def held(calibrator: ActivationCalibrator) -> int:
+    def held(calibrator: histograms.ActivationCalibrator) -> int:
         arrays = [v for v in vars(calibrator).values() if isinstance(v, (np.ndarray, torch.Tensor))]
         return sum(int(array.nbytes) for array in arrays)
 
@@ -245,7 +238,7 @@ def test_no_batch_makes_the_calibrator_larger() -> None:
     before = held(calibrator)
     for power in range(12):
         calibrator.collect(torch.from_numpy(heavy_tailed(power)) * 4.0**power)
-    assert before == held(calibrator) == BINS * 8
+    assert before == held(calibrator) == histograms.BINS * 8
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -301,7 +294,7 @@ def test_clipping_never_makes_a_weight_worse(seed: int, tail: float, axis: int |
     quantizer = weight_quantizer(weight, axis)
     before, shape = quantizer(weight), quantizer.amax.shape
     largest = quantizer.amax.clone()
-    clip_weight(quantizer, weight)
+    histograms.clip_weight(quantizer, weight)
     axes = 1 if axis == 0 else (0, 1)
     was = (before - weight).square().sum(dim=axes)
     assert ((quantizer(weight) - weight).square().sum(dim=axes) <= was).all()
@@ -317,7 +310,7 @@ def test_clipping_pays_where_few_weights_are_large(axis: int | None) -> None:
     quantizer = weight_quantizer(weight.repeat(1, 8), axis)
     flat = torch.cat([weight, weight[:, 1:].repeat(1, 200)], dim=1)
     was = (quantizer(flat) - flat).square().sum()
-    clip_weight(quantizer, flat)
+    histograms.clip_weight(quantizer, flat)
     assert (quantizer(flat) - flat).square().sum() < 0.9 * was
 
 

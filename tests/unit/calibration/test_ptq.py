@@ -146,9 +146,10 @@ def test_each_way_of_calibrating_is_restored_bit_for_bit(tiny_bert: Path, tmp_pa
     mine, other = quantizers.list_quantizers(model), quantizers.list_quantizers(twin)
     assert list(mine) == list(other)
     assert all(torch.equal(mine[n].amax, other[n].amax) for n in mine)
-    assert set(record.smoothing.inputs) == {
-        name.removesuffix(".input_quantizer") for name in mine if mine[name].pre_quant_scale is not None
+    smoothed = {
+        name.removesuffix(".input_quantizer") for name, q in mine.items() if q.pre_quant_scale is not None
     }
+    assert set(record.smoothing.inputs) == smoothed
     bert.assert_same_state(model, twin)
     for batch in (bert.padded_batch(), bert.padded_batch((12, 5), seed=4)):
         answers = quantizers.forward(model, batch)
@@ -210,9 +211,8 @@ def test_a_smoothed_record_of_another_model(tiny_bert: Path) -> None:
 
 
 def test_a_record_of_an_older_version(tiny_bert: Path, tmp_path: Path) -> None:
-    fields = bert.quantized(tiny_bert).record.model_dump(
-        mode="json", exclude={"methods", "smoothing", "biases"}
-    )
+    newer = {"methods", "smoothing", "biases"}
+    fields = bert.quantized(tiny_bert).record.model_dump(mode="json", exclude=newer)
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps(fields | {"schema_version": 1}))
     said = r"calibration\.json is no calibration record of this version of qdqbench \(.*\); quantize again$"

@@ -159,9 +159,8 @@ def test_no_shift_near_the_chosen_one_is_better(seed: int, scale: float) -> None
     found, rest = smoothing.solve_shift(query, key, bias, size, x.T @ x / len(x), half)
     best = cost(found)
     assert best <= cost(np.zeros(width)) * (1 + 1e-9)
-    assert rest**2 == pytest.approx(
-        best - smoothing.RIDGE_LAMBDA * np.square(found / half).mean(), abs=1e-9 * cost(0 * half)
-    )
+    gained = smoothing.RIDGE_LAMBDA * np.square(found / half).mean()
+    assert rest**2 == pytest.approx(best - gained, abs=1e-9 * cost(0 * half))
     for _ in range(5):
         assert best <= cost(found * (1 + 0.01 * rng.standard_normal(width))) * (1 + 1e-9)
 

@@ -17,14 +17,6 @@ from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench import target as bench_target
 from qdqbench.eval.bench.results import BenchTarget, read_bench, row_of
 from qdqbench.eval.bench.systems import Config, profiles_of
-from qdqbench.eval.bench.target import (
-    BatchedSplit,
-    batched_splits,
-    check_lengths,
-    model_target,
-    run_target,
-    softmax_notes,
-)
 from qdqbench.quantize.calibration.record import read_record
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.profiles import Profile
@@ -108,7 +100,7 @@ def test_bench_on_a_cpu(measured):
 def test_what_is_exported_is_reused(measured, tiny_bert, monkeypatch):
     folder, _ = measured
     monkeypatch.setattr(bench_target, "_calibrate", lambda session: pytest.fail("calibrated again"))
-    target = model_target(str(tiny_bert), load_recipe("bert-int8-linears"), folder / "work", 0)
+    target = bench_target.model_target(str(tiny_bert), load_recipe("bert-int8-linears"), folder / "work", 0)
     assert list(target.graphs) == ["int8", "fp16", "fp32"]
 
 
@@ -175,7 +167,9 @@ def test_a_built_in_shape_is_seeded_and_labelled(tmp_path, monkeypatch):
     monkeypatch.setitem(MODEL_SHAPES, "bert-tiny", TINY_SHAPE)
     sums = []
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
-        target = model_target("bert-tiny", load_recipe("bert-int8-linears"), tmp_path / folder, seed)
+        target = bench_target.model_target(
+            "bert-tiny", load_recipe("bert-int8-linears"), tmp_path / folder, seed
+        )
         sums.append(target.about.files["model.int8.onnx"])
         assert target.about.kind == "shape"
         assert target.about.random_weights
@@ -186,13 +180,13 @@ def test_a_built_in_shape_is_seeded_and_labelled(tmp_path, monkeypatch):
 
 def test_an_int8_softmax_gets_a_scale_for_the_lengths_that_are_measured(tmp_path, monkeypatch):
     monkeypatch.setitem(MODEL_SHAPES, "bert-tiny", TINY_SHAPE)
-    target = model_target("bert-tiny", load_recipe("bert-int8-attention"), tmp_path, 0, 320)
+    target = bench_target.model_target("bert-tiny", load_recipe("bert-int8-attention"), tmp_path, 0, 320)
     rows = read_record(target.session.record_path).softmax
     # of even attention over 320 tokens scale 1/127 makes nothing but zeros
     assert {row.length for row in rows} == {384}
     assert all(row.error < 0.3 for row in rows)
-    assert softmax_notes(target, (128, 320)) == []
-    (said,) = softmax_notes(target, (320, 512))
+    assert bench_target.softmax_notes(target, (128, 320)) == []
+    (said,) = bench_target.softmax_notes(target, (320, 512))
     assert "calibration saw 320 tokens at most: at 512 the INT8 softmax loses more" in said
 
 
@@ -215,13 +209,13 @@ def some_target(tmp_path, recipe="bert-int8-linears", kind="shape"):
 
 def test_lengths_that_do_not_fit_are_refused(tmp_path):
     target = some_target(tmp_path)
-    check_lengths(target, [128, 512])
+    bench_target.check_lengths(target, [128, 512])
     with pytest.raises(UserError, match="--length 513, 1024 is too long: bert-base has 512 positions"):
-        check_lengths(target, [128, 513, 1024])
+        bench_target.check_lengths(target, [128, 513, 1024])
     target = some_target(tmp_path, recipe_with("bert-int8-attention"))
     target.about.shape["positions"] = 2048
     with pytest.raises(UserError, match="fused up to 512"):
-        check_lengths(target, [1024])
+        bench_target.check_lengths(target, [1024])
 
 
 def test_attention_that_a_rule_puts_into_int8_has_the_same_limit(tmp_path):
@@ -234,22 +228,22 @@ def test_attention_that_a_rule_puts_into_int8_has_the_same_limit(tmp_path):
     target = some_target(tmp_path, recipe)
     target.about.shape["positions"] = 2048
     with pytest.raises(UserError, match="fused up to 512"):
-        check_lengths(target, [1024])
+        bench_target.check_lengths(target, [1024])
 
 
 def test_dataset_need_data_and_a_tokenizer(tmp_path):
     target = some_target(tmp_path)
     with pytest.raises(UserError, match="needs --data"):
-        batched_splits(target, "sst2", batches=[8], data=None, tokenizer=None, buckets=True)
+        bench_target.batched_splits(target, "sst2", batches=[8], data=None, tokenizer=None, buckets=True)
     with pytest.raises(UserError, match="needs --tokenizer"):
-        batched_splits(target, "sst2", batches=[8], data="hub", tokenizer=None, buckets=True)
+        bench_target.batched_splits(target, "sst2", batches=[8], data="hub", tokenizer=None, buckets=True)
 
 
 @pytest.fixture
 def words(tmp_path, tiny_bert):
     """A target, and its split of 40 sentences of 1 to 100 words as batches."""
     target, data = some_target(tmp_path), str(write_texts(tmp_path / "data"))
-    make = partial(batched_splits, target, "sst2", data=data, tokenizer=str(tiny_bert))
+    make = partial(bench_target.batched_splits, target, "sst2", data=data, tokenizer=str(tiny_bert))
     return target, make
 
 
@@ -301,12 +295,11 @@ def test_a_run_that_exported_nothing_is_refused(tiny_bert, tmp_path):
     from qdqbench.quantize.pipeline.session import RunConfig
     from qdqbench.quantize.tasks.task import get_task
 
-    config = RunConfig(
-        recipe=load_recipe("bert-fp16"), model=str(tiny_bert), task=get_task("sst2"), data="hub"
-    )
+    recipe = load_recipe("bert-fp16")
+    config = RunConfig(recipe=recipe, model=str(tiny_bert), task=get_task("sst2"), data="hub")
     open_run(config, tmp_path / "run")
     with pytest.raises(UserError, match=r"has no model\.fp32\.onnx, model\.fp16\.onnx; write them with"):
-        run_target(tmp_path / "run")
+        bench_target.run_target(tmp_path / "run")
 
 
 def split_of(*shapes, rows=None):
@@ -316,7 +309,9 @@ def split_of(*shapes, rows=None):
         for shape in shapes
     ]
     counts = list(rows or [shape[0] for shape in shapes])
-    return BatchedSplit("sst2", 32, batches, counts, sum(counts), sum(rows * n for rows, n in shapes))
+    return bench_target.BatchedSplit(
+        "sst2", 32, batches, counts, sum(counts), sum(rows * n for rows, n in shapes)
+    )
 
 
 def test_profiles_are_exactly_the_shape_or_the_recipes(tmp_path, monkeypatch):

@@ -79,9 +79,8 @@ def deployed(request, tmp_path, monkeypatch):
     """Folder with the scripts of a kind of task, a tokenizer of single words, and an engine that is none."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    tokenizer = Tokenizer(
-        models.WordLevel({"[UNK]": 0, "a": 1, "good": 2, "film": 3, "[CLS]": 4}, unk_token="[UNK]")
-    )
+    words = {"[UNK]": 0, "a": 1, "good": 2, "film": 3, "[CLS]": 4}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A", pair="[CLS] $A $B:1", special_tokens=[("[CLS]", 4)]

@@ -131,9 +131,10 @@ def test_what_no_code_is_for_is_refused(field: str, value: Any, tmp_path: Path) 
         load_model(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "recipe", ["mpnet-int8-attention", "deberta-v2-int8-attention", "deberta-v2-int8-linears"]
-)
+INT8 = ["mpnet-int8-attention", "deberta-v2-int8-attention", "deberta-v2-int8-linears"]
+
+
+@pytest.mark.parametrize("recipe", INT8)
 def test_smoothing_moves_no_score_and_heads_are_joined(recipe: str) -> None:
     name = "mpnet" if recipe.startswith("mpnet") else "deberta-v3"
     model, notes = prepare_model(new_model(name)), list[str]()

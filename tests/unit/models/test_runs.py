@@ -23,9 +23,7 @@ def test_from_every_layer_on_the_answers_are_the_same(model_type: str) -> None:
     assert len(embedded) == 1
     hidden, runs = embedded[0], family_of(model.config).runs(model)
     for number in range(len(runs) + 1):
-        other = {
-            name: array[:, ::-1].copy() if name == "input_ids" else array for name, array in BATCH.items()
-        }
+        other = BATCH | {"input_ids": BATCH["input_ids"][:, ::-1].copy()}
         given = other if number else BATCH  # the tokens are not looked at
         with resume_from(model, number, hidden):
             np.testing.assert_allclose(forward(model, given), expected, atol=1e-6)

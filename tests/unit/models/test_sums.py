@@ -18,9 +18,8 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from ...support.families import LAYERS, new_model, write_model
 from ...support.tiny_bert import calibration_batches, padded_batch
 
-SUMS = [
-    f"distilbert.transformer.layer.{n}.{name}" for n in range(LAYERS) for name in ("attention_sum", "ffn_sum")
-]
+NAMES = ("attention_sum", "ffn_sum")
+SUMS = [f"distilbert.transformer.layer.{n}.{name}" for n in range(LAYERS) for name in NAMES]
 
 
 def test_answers_and_hidden_states_are_those_of_transformers() -> None:

@@ -56,9 +56,8 @@ def test_another_recipe_model_task_or_command_is_refused(tmp_path, change, told)
     begun(folder)
     said = refusal(owned_folder(folder, RUN.model_copy(update=change)))
     assert "holds a finished run of recipe bert-int8-linears, model /m/one, task sst2, and" in said
-    assert re.search(
-        rf"{told}.*; give another --out, or --overwrite to move that to .*run\.old and start over$", said
-    )
+    mended = r"give another --out, or --overwrite to move that to .*run\.old and start over$"
+    assert re.search(f"{told}.*; {mended}", said)
     assert (folder / "results.json").read_text() == "1234"
 
 

@@ -266,9 +266,8 @@ class TestScaling:
         names = ("self", "query", "key", "value", "intermediate.dense")
         smoothed = [name for name in found if name.endswith(names)]
         assert len(smoothed) == 10
-        assert {name: scaling.smoothing for name, scaling in found.items()} == (
-            dict.fromkeys(found, "none") | dict.fromkeys(smoothed, 0.65)
-        )
+        wanted = dict.fromkeys(found, "none") | dict.fromkeys(smoothed, 0.65)
+        assert {name: scaling.smoothing for name, scaling in found.items()} == wanted
 
     def test_rules_refine_field_by_field_and_the_later_wins(self):
         found = self.of(

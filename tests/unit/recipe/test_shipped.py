@@ -11,9 +11,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def accuracy(task, points, stderr=0.1, stage="engine"):
-    return shipped.Accuracy(
-        model="m", task=task, metric="f1", points=points, stderr=stderr, n=9, stage=stage, where="one GPU"
-    )
+    about = {"model": "m", "metric": "f1", "n": 9, "where": "one GPU"}
+    return shipped.Accuracy(task=task, points=points, stderr=stderr, stage=stage, **about)
 
 
 def figure(name, speed, losses=(0.0, 0.0, 0.0), device="gpu", **more):

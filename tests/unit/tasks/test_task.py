@@ -30,9 +30,10 @@ def test_unknown_name_says_the_nearest_and_how_to_name_columns():
         get_task("sst-2")
 
 
-@pytest.mark.parametrize(
-    ("labels", "metrics"), [(1, ("pearson", "spearman")), (2, ("accuracy",)), (5, ("accuracy",))]
-)
+OWN = [(1, ("pearson", "spearman")), (2, ("accuracy",)), (5, ("accuracy",))]
+
+
+@pytest.mark.parametrize(("labels", "metrics"), OWN)
 def test_own_task(labels, metrics):
     task = get_task("reviews", text_columns=["title", "body"], label_column="stars", num_labels=labels)
     assert (task.text_columns, task.label_column, task.metrics) == (("title", "body"), "stars", metrics)

@@ -19,16 +19,6 @@ from hypothesis import strategies as st
 from qdqbench.quantize.recipe.sections import Distill, Training
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.training import finetune, loop
-from qdqbench.quantize.training.loop import (
-    divide,
-    epoch_batches,
-    evaluation_steps,
-    is_collapsed,
-    new_accelerator,
-    split_batch,
-    total_steps,
-    train,
-)
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 from ...support import tiny_training as tiny
@@ -42,7 +32,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def accelerator():
-    return new_accelerator("fp32")
+    return loop.new_accelerator("fp32")
 
 
 def killed_after(job, evaluations, accelerator):
@@ -57,15 +47,15 @@ def killed_after(job, evaluations, accelerator):
 
     job.judge = counted
     with pytest.raises(Killed):
-        train(job, accelerator)
+        loop.train(job, accelerator)
 
 
 def test_it_learns_and_keeps_the_best_weights(tmp_path, accelerator):
     job = tiny.job(tmp_path)
-    outcome = train(job, accelerator)
+    outcome = loop.train(job, accelerator)
     judged = {row.step: row.score for row in outcome.log if row.score is not None}
-    assert outcome.steps == total_steps(job.data, job.settings) == 18
-    assert set(judged) == evaluation_steps(18, 4)
+    assert outcome.steps == loop.total_steps(job.data, job.settings) == 18
+    assert set(judged) == loop.evaluation_steps(18, 4)
     best = judged[outcome.best_step]
     assert best == max(judged.values()) > -0.4  # ln 2 is what a constant answer gets
     assert job.judge(job.model).score == pytest.approx(best, abs=1e-6)
@@ -83,18 +73,18 @@ def test_the_weights_before_training_can_be_the_best(tmp_path, accelerator):
     job = scored(tiny.job(tmp_path, learning_rate=0.9, max_grad_norm=1e9, epochs=1), -1, -2, -3, -4, -5)
     job.judge_first = True
     before = tiny.weights(job).clone()
-    assert train(job, accelerator).best_step == 0
+    assert loop.train(job, accelerator).best_step == 0
     assert torch.equal(tiny.weights(job), before)
 
 
 @pytest.mark.parametrize("evaluations", [1, 3])
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, accelerator, evaluations):
     whole = tiny.job(tmp_path / "whole", dropout=0.3)
-    train(whole, accelerator)
+    loop.train(whole, accelerator)
     killed_after(tiny.job(tmp_path / "killed", dropout=0.3), evaluations, accelerator)
     torch.manual_seed(99)  # the state of the new process is another one
     resumed = tiny.job(tmp_path / "killed", dropout=0.3)
-    outcome = train(resumed, accelerator)
+    outcome = loop.train(resumed, accelerator)
     assert any("resumed after step" in note for note in outcome.notes)
     assert outcome.steps == 18
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
@@ -103,25 +93,25 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, accelerator, evaluations):
 @pytest.mark.parametrize("name", ["optimizer.bin", loop.CHECKPOINT_FILE])
 def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(tmp_path, accelerator, name):
     whole = tiny.job(tmp_path / "whole", dropout=0.3)
-    train(whole, accelerator)
+    loop.train(whole, accelerator)
     killed_after(tiny.job(tmp_path / "killed", dropout=0.3), 3, accelerator)
     last = sorted((tmp_path / "killed").glob("step-*"))[-1]
     (last / name).write_bytes((last / name).read_bytes()[:-10])
     resumed = tiny.job(tmp_path / "killed", dropout=0.3)
-    train(resumed, accelerator)
+    loop.train(resumed, accelerator)
     assert any(f"{last.name} is damaged ({name})" in note for note in resumed.notes)
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
 
 
 def test_the_checkpoint_before_a_damaged_one_has_its_best_too(tmp_path, accelerator):
     whole = scored(tiny.job(tmp_path / "whole"), -0.5, -1.0, -0.1, -2.0)
-    best = train(whole, accelerator).best_step
+    best = loop.train(whole, accelerator).best_step
     killed_after(scored(tiny.job(tmp_path / "killed"), -0.5, -1.0, -0.1), 3, accelerator)
     found = sorted((tmp_path / "killed").glob("step-*"))
     assert len(found) == 3  # the last, which is the best, the one before, and the best of that time
     (found[-1] / loop.WEIGHTS).unlink()
     resumed = scored(tiny.job(tmp_path / "killed"), -0.1, -2.0)
-    assert train(resumed, accelerator).best_step == best
+    assert loop.train(resumed, accelerator).best_step == best
     assert any(f"{found[-1].name} is damaged (model.safetensors)" in note for note in resumed.notes)
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
 
@@ -135,7 +125,7 @@ def test_a_checkpoint_without_its_best_is_passed_over(tmp_path, accelerator, gon
     else:
         (best / loop.WEIGHTS).write_bytes(b"")
     resumed = tiny.job(tmp_path)
-    assert train(resumed, accelerator).steps == 18
+    assert loop.train(resumed, accelerator).steps == 18
     lost = loop.CHECKPOINT_FILE if gone else loop.WEIGHTS
     assert any(f"{last.name} is damaged ({best.name}/{lost})" in note for note in resumed.notes)
     assert resumed.notes[-1] == "no whole checkpoint was left; the training began again"
@@ -167,14 +157,14 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, accelerator, key, ther
         path.write_text(json.dumps(stored))
     said = rf"checkpoint of another run: it differs in {key} \(there {there}, here {here}\)"
     with pytest.raises(UserError, match=said):
-        train(tiny.job(tmp_path, precision="fp32"), accelerator)
+        loop.train(tiny.job(tmp_path, precision="fp32"), accelerator)
 
 
 def test_accumulation_changes_rounding_only(tmp_path, accelerator):
     results = []
     for parts in (1, 3):
         job = tiny.job(tmp_path / str(parts), gradient_accumulation_steps=parts)
-        train(job, accelerator)
+        loop.train(job, accelerator)
         results.append(tiny.weights(job))
     assert torch.allclose(*results, atol=2e-5)
 
@@ -197,7 +187,7 @@ def test_nan_stops_the_run_and_says_where(value, slope, what, tmp_path, accelera
 
     job.loss = breaks
     with pytest.raises(CheckFailed, match=f"^{what} became NaN or infinite at step 7; lower"):
-        train(job, accelerator)
+        loop.train(job, accelerator)
 
 
 def test_attention_is_not_trained_by_cudnn(tmp_path, accelerator):
@@ -209,7 +199,7 @@ def test_attention_is_not_trained_by_cudnn(tmp_path, accelerator):
         return plain(model, rows, batch)
 
     job.loss = looks
-    train(job, accelerator)
+    loop.train(job, accelerator)
     assert torch.backends.cuda.cudnn_sdp_enabled()  # PyTorch's default, again
     assert not any(seen)
 
@@ -218,14 +208,14 @@ def test_a_model_that_answers_the_same_stops_the_run(tmp_path, accelerator):
     job = tiny.job(tmp_path, collapsed=lambda number: number >= 1)
     job.judge_first = True
     with pytest.raises(CheckFailed, match=r"diverged: after step 9 .* lower learning_rate \(now 0.05\)"):
-        train(job, accelerator)
+        loop.train(job, accelerator)
 
 
 @pytest.mark.parametrize("judge_first", [True, False])  # at step 0, and half of the steps with a new head
 def test_a_model_may_answer_the_same_at_first(tmp_path, accelerator, judge_first):
     job = tiny.job(tmp_path, collapsed=lambda number: number < 2)
     job.judge_first = judge_first
-    train(job, accelerator)
+    loop.train(job, accelerator)
 
 
 def far(folder, *scores):
@@ -236,7 +226,7 @@ def far(folder, *scores):
 
 def test_a_model_far_from_its_teacher_stops_the_run(tmp_path, accelerator):
     with pytest.raises(CheckFailed, match=r"held-out rows grew from 0.02 to 0.4 after step 9; lower"):
-        train(far(tmp_path, -0.02, -0.3, -0.4), accelerator)
+        loop.train(far(tmp_path, -0.02, -0.3, -0.4), accelerator)
 
 
 @pytest.mark.parametrize(
@@ -248,41 +238,41 @@ def test_a_model_far_from_its_teacher_stops_the_run(tmp_path, accelerator):
     ],
 )
 def test_a_model_that_is_not_far_goes_on(tmp_path, accelerator, scores):
-    outcome = train(far(tmp_path, *scores), accelerator)
+    outcome = loop.train(far(tmp_path, *scores), accelerator)
     assert (outcome.steps, outcome.best_step) == (18, 0)
 
 
 def test_a_resumed_run_knows_how_far_it_was(tmp_path, accelerator):
     killed_after(far(tmp_path, -0.02, -0.3), 2, accelerator)
     with pytest.raises(CheckFailed, match=r"grew from 0.02 to 0.4"):
-        train(far(tmp_path, -0.4), accelerator)
+        loop.train(far(tmp_path, -0.4), accelerator)
 
 
 def test_answers_that_do_not_depend_on_the_input():
     classes, scores = get_task("sst2"), get_task("stsb")
     labels, draw = np.array([1, 1, 1, 1, 0]), np.random.default_rng(0)
     one_class = np.array([[0.0, 3.0]], np.float32) + draw.normal(0, 0.1, (5, 2)).astype(np.float32)
-    assert not is_collapsed(classes, one_class, labels)
+    assert not loop.is_collapsed(classes, one_class, labels)
     same = np.tile(one_class[:1], (5, 1))
-    assert is_collapsed(classes, same, labels)
+    assert loop.is_collapsed(classes, same, labels)
     moved = same + np.arange(5, dtype=np.float32)[:, None]  # equal probabilities
-    assert is_collapsed(classes, moved, labels)
-    assert not is_collapsed(classes, same, np.ones(5, np.int64))
-    assert is_collapsed(scores, same[:, :1], np.arange(5.0))
-    assert not is_collapsed(scores, one_class[:, :1], np.arange(5.0))
+    assert loop.is_collapsed(classes, moved, labels)
+    assert not loop.is_collapsed(classes, same, np.ones(5, np.int64))
+    assert loop.is_collapsed(scores, same[:, :1], np.arange(5.0))
+    assert not loop.is_collapsed(scores, one_class[:, :1], np.arange(5.0))
 
 
 def test_patience_or_missing_room_ends_the_run(tmp_path, accelerator):
-    outcome = train(scored(tiny.job(tmp_path, num_evals=6, patience=2), -1, -2, -3), accelerator)
+    outcome = loop.train(scored(tiny.job(tmp_path, num_evals=6, patience=2), -1, -2, -3), accelerator)
     assert (outcome.steps, outcome.best_step, outcome.stopped) == (9, 3, "no gain in 2 evaluations")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="checkpoints cannot be written"):
-        train(tiny.job(tmp_path / "file"), accelerator)
+        loop.train(tiny.job(tmp_path / "file"), accelerator)
 
 
 def test_two_processes_do_what_one_does(tmp_path, accelerator):
     one = tiny.job(tmp_path / "one")
-    train(one, accelerator)
+    loop.train(one, accelerator)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     done = subprocess.run(
         [*command, str(HERE / "two_processes.py"), str(tmp_path / "two")],
@@ -301,7 +291,7 @@ def test_two_processes_do_what_one_does(tmp_path, accelerator):
 @given(rows=st.integers(1, 200), world=st.integers(1, 5), accumulate=st.integers(1, 4))
 def test_shares_are_the_batch(rows, world, accumulate):
     batch = np.arange(rows) * 3
-    parts = [split_batch(batch, rank, world, accumulate) for rank in range(world)]
+    parts = [loop.split_batch(batch, rank, world, accumulate) for rank in range(world)]
     assert all(part and all(len(rows) for rows in part) for part in parts)
     assert all(len(part) <= accumulate for part in parts)
     together = np.concatenate([rows for part in parts for rows in part])
@@ -311,26 +301,26 @@ def test_shares_are_the_batch(rows, world, accumulate):
 
 @given(seed=st.integers(0, 2**31), epoch=st.integers(0, 50), size=st.integers(1, 100))
 def test_every_epoch_sees_every_row_once(seed, epoch, size):
-    data = divide(tiny.sentences(), 0, 0.2, seed)
-    batches = epoch_batches(data, size, seed, epoch)
+    data = loop.divide(tiny.sentences(), 0, 0.2, seed)
+    batches = loop.epoch_batches(data, size, seed, epoch)
     assert sorted(np.concatenate(batches)) == sorted(data.rows)
     assert all(len(batch) <= size for batch in batches)
-    again = epoch_batches(data, size, seed, epoch)
+    again = loop.epoch_batches(data, size, seed, epoch)
     assert all(np.array_equal(a, b) for a, b in zip(batches, again, strict=True))
     assert not set(data.rows) & set(data.held_out)
     assert len(data.rows) + len(data.held_out) == tiny.ROWS
 
 
 def test_epochs_differ():
-    data = divide(tiny.sentences(), 0, 0.2, 0)
-    first, second = (np.concatenate(epoch_batches(data, 16, 0, epoch)) for epoch in (0, 1))
+    data = loop.divide(tiny.sentences(), 0, 0.2, 0)
+    first, second = (np.concatenate(loop.epoch_batches(data, 16, 0, epoch)) for epoch in (0, 1))
     assert not np.array_equal(first, second)
 
 
 @pytest.mark.parametrize(("most", "steps"), [(None, 15), (4, 4), (100, 15)])
 def test_max_steps_end_the_epochs_early(most, steps):
-    data = divide(tiny.sentences(), 0, 0.2, 0)
-    assert total_steps(data, Training(epochs=3, batch_size=16, max_steps=most)) == steps
+    data = loop.divide(tiny.sentences(), 0, 0.2, 0)
+    assert loop.total_steps(data, Training(epochs=3, batch_size=16, max_steps=most)) == steps
 
 
 def test_emulated_bf16_is_none(monkeypatch):
@@ -382,12 +372,12 @@ def test_mnli_counts_the_samples_of_its_first_split(monkeypatch):
 
 def test_too_few_rows_to_hold_out():
     with pytest.raises(UserError, match="90 samples, of which 1 would be held out"):
-        divide(tiny.sentences(), 0, 0.01, 0)
+        loop.divide(tiny.sentences(), 0, 0.01, 0)
 
 
 @given(steps=st.integers(1, 500), evaluations=st.integers(1, 600))
 def test_the_last_step_is_always_judged(steps, evaluations):
-    due = evaluation_steps(steps, evaluations)
+    due = loop.evaluation_steps(steps, evaluations)
     assert max(due) == steps
     assert min(due) >= 1
     assert len(due) == min(steps, evaluations)

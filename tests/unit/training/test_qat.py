@@ -15,15 +15,19 @@ from qdqbench.quantize.recipe.plan import list_bias_free_linears
 from qdqbench.quantize.recipe.sections import Qat
 from qdqbench.quantize.training.qat import prepare_student, unshift_states
 
-from ...support.tiny_bert import INT8, LAYERS, calibrate, one_scale, padded_batch, recipe_with
+from ...support.tiny_bert import INT8, LAYERS, Quantized, calibrate, one_scale, padded_batch, recipe_with
+
+
+def session_of(made: Quantized) -> Any:
+    return SimpleNamespace(
+        plan=made.plan, ptq_record=made.record, new_ptq_model=lambda: copy.deepcopy(made.model)
+    )
 
 
 def test_a_shift_is_no_distance_and_a_bias_that_is_gone_stays_so(tiny_bert: Path) -> None:
     rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *one_scale("query", "key", "value")]
     made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules))
-    session: Any = SimpleNamespace(
-        plan=made.plan, ptq_record=made.record, new_ptq_model=lambda: copy.deepcopy(made.model)
-    )
+    session = session_of(made)
     unshift = unshift_states(session, SimpleNamespace(device="cpu"))  # type: ignore[arg-type]
     batch = {name: torch.from_numpy(array) for name, array in padded_batch((16,)).items()}
     with torch.no_grad(), quantizers_off(made.model):
@@ -42,10 +46,7 @@ def test_scales_of_merged_ones_are_learned_as_one(tiny_bert: Path) -> None:
     rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *one_scale("query", "key", "value")]
     export = {"opset": 20, "max_length": 128, "qkv_scales": "shared"}
     made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules, export=export))
-    session: Any = SimpleNamespace(
-        plan=made.plan, ptq_record=made.record, new_ptq_model=lambda: copy.deepcopy(made.model)
-    )
-    student = prepare_student(session, Qat(epochs=1, learning_rate=1e-5, amax="learned"))
+    student = prepare_student(session_of(made), Qat(epochs=1, learning_rate=1e-5, amax="learned"))
     with torch.no_grad():
         for number, ratio in enumerate(native.list_learned(student)):
             ratio.mul_(1 + 0.01 * number)

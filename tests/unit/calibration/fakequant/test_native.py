@@ -273,13 +273,9 @@ def test_quantizers_of_one_tensor_quantize_it_once(fake_quant: bert.Quantized) -
     groups = [names + [f"{layer}.attention.output.residual_quantizer"] * bool(fake_quant.plan.residual)]
     if fake_quant.plan.residual:
         groups.append([f"{layer}.intermediate.dense.input_quantizer", f"{layer}.output.residual_quantizer"])
-    seen: dict[str, list[torch.Tensor]] = {}
-    for name in itertools.chain(*groups):
-        model.get_submodule(name).register_forward_hook(
-            lambda _, __, out, name=name: seen.setdefault(name, []).append(out)
-        )
-    model(**inputs())
-    model(**inputs())
+    with bert.watched(model, itertools.chain(*groups)) as seen:
+        model(**inputs())
+        model(**inputs())
     for group in groups:
         for first, second in zip(seen[group[0]], seen[group[-1]], strict=True):
             assert first is second

@@ -269,9 +269,7 @@ def test_restored_bit_for_bit_and_without_traces(tiny_bert: Path, made: dict[str
 
 
 @pytest.mark.parametrize(("reader", "adder"), [(bert.LINEARS[1], PARTS[0]), (bert.LINEARS[4], PARTS[1])])
-def test_a_record_whose_scales_went_apart_is_refused(
-    tiny_bert: Path, made: dict[str, bert.Quantized], reader: str, adder: str
-) -> None:
+def test_scales_that_went_apart_are_refused(tiny_bert: Path, made: Any, reader: str, adder: str) -> None:
     _, plan, record = made["plain"]
     broken = record.model_copy(deep=True)
     broken.quantizers[f"{reader}.input_quantizer"].amax *= 1.5  # type: ignore[operator]
@@ -434,9 +432,8 @@ def test_a_graph_without_them_expects_none(tiny_bert: Path, made: dict[str, bert
     graph = export.finish_graph(export.trace(model, 20), plan, settings)
     assert list_int8_norms(graph) == []
     missing = check_model(graph, expected_quantized=expected(made["plain"].plan)).findings
-    assert sorted(row.node for row in missing) == sorted(
-        f"/{name.replace('.', '/').replace('layer/', 'layer.')}/Add" for name in ADDERS
-    )
+    adds = (f"/{name.replace('.', '/').replace('layer/', 'layer.')}/Add" for name in ADDERS)
+    assert sorted(row.node for row in missing) == sorted(adds)
 
 
 def test_a_chain_without_end_is_not_followed() -> None:

@@ -32,9 +32,8 @@ def running_state(port):
 @asynccontextmanager
 async def listening():
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        config = uvicorn.Config(
-            answer, http=server._Protocol, lifespan="off", log_level="critical", timeout_keep_alive=9
-        )
+        quiet = {"lifespan": "off", "log_level": "critical"}
+        config = uvicorn.Config(answer, http=server._Protocol, timeout_keep_alive=9, **quiet)
         running = running_servers[bound.getsockname()[1]] = uvicorn.Server(config)
         task = asyncio.create_task(running.serve(sockets=[bound]))
         try:
@@ -77,9 +76,8 @@ def test_a_client_that_does_not_read_is_closed_and_one_that_reads_slowly_is_not(
     large = b"x" * (4 << 20)
 
     async def send_large(scope, receive, send):
-        await send(
-            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4194304")]}
-        )
+        headers = [(b"content-length", b"4194304")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": large})
 
     monkeypatch.setattr(sys.modules[__name__], "answer", send_large)

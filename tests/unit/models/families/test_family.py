@@ -15,20 +15,8 @@ from qdqbench.quantize.calibration.ptq import calibrate
 from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.models.attention import MASK_FILL
-from qdqbench.quantize.models.families import known as family_module
+from qdqbench.quantize.models.families import known as families
 from qdqbench.quantize.models.families.family import ENCODER_KINDS, Family
-from qdqbench.quantize.models.families.known import (
-    ALBERT,
-    BERT,
-    DISTILBERT,
-    ELECTRA,
-    FAMILIES,
-    MODEL_SHAPES,
-    MPNET,
-    ROBERTA,
-    family_of,
-    require_family,
-)
 from qdqbench.quantize.models.inputs import pad_columns, select_inputs
 from qdqbench.quantize.models.load import load_encoder, load_model, prepare_model
 from qdqbench.quantize.models.modules import module_table
@@ -43,7 +31,8 @@ from ....support.families import new_model, write_model
 from ....support.tiny_bert import INT8, new_bert, padded_batch, recipe_with
 
 every_model = pytest.mark.parametrize(
-    ("family", "model_type"), [pytest.param(f, name, id=name) for f in FAMILIES for name in f.model_types]
+    ("family", "model_type"),
+    [pytest.param(f, name, id=name) for f in families.FAMILIES for name in f.model_types],
 )
 
 
@@ -58,22 +47,22 @@ every_model = pytest.mark.parametrize(
 )
 def test_what_makes_the_input_of_an_attention_is_known(model_type: str, makers: list[str | None]) -> None:
     model = new_model(model_type)
-    table, family = module_table(model), family_of(model.config)
+    table, family = module_table(model), families.family_of(model.config)
     attentions = [name for name, info in table.items() if info.kind == "Attention"]
     assert [family.read_by(name, table) for name in attentions] == makers
 
 
 def test_a_model_may_have_no_linear_or_no_layernorm_behind_its_embeddings() -> None:
     first = "electra.encoder.layer.0.attention.self"
-    assert ELECTRA.read_by(first, {}) == "electra.embeddings.LayerNorm"
-    assert replace(ELECTRA, embeddings_norm="").read_by(first, {}) is None
-    assert replace(ELECTRA, norms={}).read_by(first, {}) is None
+    assert families.ELECTRA.read_by(first, {}) == "electra.embeddings.LayerNorm"
+    assert replace(families.ELECTRA, embeddings_norm="").read_by(first, {}) is None
+    assert replace(families.ELECTRA, norms={}).read_by(first, {}) is None
 
 
 @every_model
 def test_a_description_finds_its_parts_in_a_model(family: Family, model_type: str) -> None:
     model = new_model(model_type)
-    assert family_of(model.config) is family
+    assert families.family_of(model.config) is family
     table, names = module_table(model), {name for name, _ in model.named_modules()}
 
     def of(kind: str) -> list[str]:
@@ -188,7 +177,7 @@ def test_a_sample_as_long_as_the_positions_runs_and_no_longer_one(family: Family
     model = prepare_model(new_model(model_type))
     assert family.positions(model.config) == 128
     for length in (128, 129):
-        batch = {name: torch.ones(1, length, dtype=torch.long) * 7 for name in BERT.inputs}
+        batch = {name: torch.ones(1, length, dtype=torch.long) * 7 for name in families.BERT.inputs}
         batch["attention_mask"] = torch.ones(1, length, dtype=torch.long)
         batch["token_type_ids"] = torch.zeros(1, length, dtype=torch.long)
         if length == 128 or family.rotary:  # which has no table of positions
@@ -205,7 +194,9 @@ def test_the_graph_has_the_inputs_of_the_family(family: Family, model_type: str,
     assert [value.name for value in graph.input] == list(family.inputs)
 
 
-@pytest.mark.parametrize("family", [DISTILBERT, ELECTRA, MPNET], ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", [families.DISTILBERT, families.ELECTRA, families.MPNET], ids=lambda family: family.name
+)
 def test_what_a_recipe_asks_for_stands_in_the_file(family: Family, tmp_path: Path) -> None:
     """The other families go the whole path, to an engine, in a test that is not long."""
     model = load_model(str(write_model(tmp_path, family.model_types[0])))
@@ -230,9 +221,9 @@ def test_what_a_recipe_asks_for_stands_in_the_file(family: Family, tmp_path: Pat
 
 def test_a_shared_layer_runs_several_times_wherever_numbers_stand() -> None:
     groups = [f"albert.encoder.albert_layer_groups.{number}" for number in (0, 1)]
-    assert ALBERT.runs(new_model("albert")) == [groups[0], groups[0], groups[1], groups[1]]
-    assert BERT.runs(new_model("bert")) == BERT.layer_names(new_model("bert"))
-    shared = replace(BERT, layers="encoder.albert_layer_groups.*.albert_layers")
+    assert families.ALBERT.runs(new_model("albert")) == [groups[0], groups[0], groups[1], groups[1]]
+    assert families.BERT.runs(new_model("bert")) == families.BERT.layer_names(new_model("bert"))
+    shared = replace(families.BERT, layers="encoder.albert_layer_groups.*.albert_layers")
     place = shared.place("albert.encoder.albert_layer_groups.0.albert_layers.3.attention.query")
     assert place == ("albert.encoder.albert_layer_groups.0.albert_layers", 3, "attention.query")
 
@@ -240,7 +231,7 @@ def test_a_shared_layer_runs_several_times_wherever_numbers_stand() -> None:
 class TestOtherNamesAreLoud:
     def test_a_linear_that_the_family_does_not_have(self) -> None:
         with pytest.raises(UserError, match=r"family bert has no linears such as .*attention\.q_lin"):
-            BERT.kind("distilbert.transformer.layer.0.attention.q_lin")
+            families.BERT.kind("distilbert.transformer.layer.0.attention.q_lin")
 
     def test_a_recipe_or_model_of_another_family(self) -> None:
         table = module_table(new_model("distilbert"))
@@ -249,12 +240,12 @@ class TestOtherNamesAreLoud:
             resolve(recipe, table, "distilbert")
         config = new_model("roberta").config
         with pytest.raises(UserError, match=r"recipe mine is for model family 'bert', but .* is a 'roberta'"):
-            require_family("mine", "bert", "folder", config)
-        assert require_family("mine", "roberta", "folder", config) is ROBERTA
+            families.require_family("mine", "bert", "folder", config)
+        assert families.require_family("mine", "roberta", "folder", config) is families.ROBERTA
 
     def test_an_unknown_model_type(self) -> None:
         with pytest.raises(UserError, match=r"is a 'gpt2'; supported here: bert, .*albert"):
-            family_of("gpt2")
+            families.family_of("gpt2")
 
 
 def distilbert_recipe(rules: list[Any]) -> Any:
@@ -268,7 +259,7 @@ def test_a_plan_of_another_family() -> None:
     every = {"match": "transformer.layer.*", "type": "Linear", **INT8}
     plan = resolve(distilbert_recipe([every]), table, "distilbert")
     second = {name.rpartition("layer.1.")[2] for name in plan.int8 if ".layer.1." in name}
-    assert second == {*DISTILBERT.linears}
+    assert second == {*families.DISTILBERT.linears}
     smoothed = {name.rpartition(".")[2] for name in plan.int8 if plan.scaling_of(name).smoothing == 0.5}
     assert smoothed == {"q_lin", "k_lin", "v_lin", "lin1"}
     rules = [every, {"match": "*.1.attention.out_lin", "precision": "fp16"}]
@@ -277,7 +268,7 @@ def test_a_plan_of_another_family() -> None:
 
 
 def test_padding_is_of_the_pad_token_and_masked() -> None:
-    batch = {name: np.ones((1, 2), np.int64) for name in BERT.inputs}
+    batch = {name: np.ones((1, 2), np.int64) for name in families.BERT.inputs}
     made = {name: array.tolist() for name, array in pad_columns(batch, 2, pad_id=7).items()}
     masked = [[1, 1, 0, 0]]
     assert made == {"input_ids": [[1, 1, 7, 7]], "attention_mask": masked, "token_type_ids": masked}
@@ -291,13 +282,13 @@ PARAMETERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODEL_SHAPES)
+@pytest.mark.parametrize("name", families.MODEL_SHAPES)
 def test_a_size_has_the_published_number_of_parameters(name: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     with torch.device("meta"):
-        config = AutoConfig.for_model(**MODEL_SHAPES[name], num_labels=2)
+        config = AutoConfig.for_model(**families.MODEL_SHAPES[name], num_labels=2)
         model = AutoModelForSequenceClassification.from_config(config)
     counted = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     assert counted == pytest.approx(PARAMETERS[name], rel=0.01)
@@ -332,7 +323,7 @@ def source_names(path: Path) -> list[str]:
 
 
 def test_no_other_file_knows_the_names_of_bert() -> None:
-    home = Path(family_module.__file__).parent
+    home = Path(families.__file__).parent
     packages = [home.parents[1], Path(calibrations.__file__).parents[2]]
     files = [path for root in packages for path in root.rglob("*.py") if path.parent != home]
     assert len(files) > 150

@@ -27,7 +27,7 @@ from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 
 from ....support.families import INTERMEDIATE, LAYERS, write_model
-from ....support.tiny_bert import calibration_batches, padded_batch
+from ....support.tiny_bert import calibration_batches, padded_batch, watched
 
 GROUPS, RUNS = LAYERS, 2 * LAYERS
 LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.0"
@@ -90,18 +90,15 @@ def test_one_amax_is_that_of_all_runs(made: Made) -> None:
     settings = made.recipe.calibration.model_copy(update=changes)
     for name in plan.scaling:
         plan.scaling[name] = type(plan.scaling[name])()
-    seen: dict[str, list[float]] = {name: [] for name in FFN}
-    watched = load_model(made.folder)
-    for name in FFN:
-        watched.get_submodule(name).register_forward_pre_hook(
-            lambda _, inputs, name=name: seen[name].append(float(inputs[0].abs().max()))
-        )
-    for batch in calibration_batches():
-        forward(watched, batch)
+    other = load_model(made.folder)
+    with watched(other, FFN, inputs=True) as seen:
+        for batch in calibration_batches():
+            forward(other, batch)
     record = ptq.calibrate(plain, plan, calibration_batches(), settings)
     for name in FFN:
         assert len(seen[name]) == RUNS // GROUPS * len(calibration_batches())
-        assert record.quantizers[f"{name}.input_quantizer"].amax == pytest.approx(max(seen[name]))
+        largest = max(float(each.abs().max()) for each in seen[name])
+        assert record.quantizers[f"{name}.input_quantizer"].amax == pytest.approx(largest)
     assert any("share the weights" in note for note in record.notes)
 
 

@@ -10,14 +10,6 @@ from qdqbench.eval.metrics.compare import agreement_of, compare
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import EMBED, GLUE, get_task, score_embeddings
 from qdqbench.quantize.tasks.types import embedding
-from qdqbench.quantize.tasks.types.embedding import (
-    PAIRS,
-    TEXTS_ALONE,
-    cosines,
-    overlap,
-    unit,
-    weighted_percentile,
-)
 from qdqbench.quantize.tasks.types.encoded import RowLayout
 from qdqbench.quantize.utils.comparison import COSINE_EDGES
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -87,11 +79,15 @@ def test_counts_of_the_chart_hold_every_text():
 
 def test_divergence_is_the_distance_from_fp32_by_sample():
     reference, answers = vectors(8).astype(float), vectors(8, noise=0.3).astype(float)
-    texts = TEXTS_ALONE.divergence(reference, answers, reference)
+    texts = embedding.TEXTS_ALONE.divergence(reference, answers, reference)
     assert texts.shape == (8,)
     assert (texts > 0).all()
-    np.testing.assert_allclose(PAIRS.divergence(reference, answers, None), texts.reshape(4, 2).mean(axis=1))
-    np.testing.assert_allclose(TEXTS_ALONE.divergence(reference, 3 * reference, None), 0, atol=1e-12)
+    np.testing.assert_allclose(
+        embedding.PAIRS.divergence(reference, answers, None), texts.reshape(4, 2).mean(axis=1)
+    )
+    np.testing.assert_allclose(
+        embedding.TEXTS_ALONE.divergence(reference, 3 * reference, None), 0, atol=1e-12
+    )
 
 
 def test_distance_of_qat_is_twice_the_divergence_of_normalized_embeddings():
@@ -100,8 +96,8 @@ def test_distance_of_qat_is_twice_the_divergence_of_normalized_embeddings():
     reference, answers = vectors(8).astype(float), vectors(8, noise=0.3).astype(float)
     reference, answers = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (reference, answers))
     made, teacher = torch.from_numpy(answers).requires_grad_(), torch.from_numpy(reference)
-    distance = PAIRS.distance(made, teacher, 1.0, torch.ones(8))
-    twice = 2 * TEXTS_ALONE.divergence(reference, answers, None).sum()
+    distance = embedding.PAIRS.distance(made, teacher, 1.0, torch.ones(8))
+    twice = 2 * embedding.TEXTS_ALONE.divergence(reference, answers, None).sum()
     assert float(distance.detach()) == pytest.approx(twice)
     distance.backward()
     assert made.grad is not None
@@ -109,22 +105,22 @@ def test_distance_of_qat_is_twice_the_divergence_of_normalized_embeddings():
 
 
 def test_one_embedding_for_all_is_seen():
-    assert TEXTS_ALONE.constant(np.ones((5, 4)), np.zeros(5))
-    assert not TEXTS_ALONE.constant(vectors(5), np.zeros(5))
+    assert embedding.TEXTS_ALONE.constant(np.ones((5, 4)), np.zeros(5))
+    assert not embedding.TEXTS_ALONE.constant(vectors(5), np.zeros(5))
 
 
 def test_too_few_texts():
     with pytest.raises(UserError, match="10 texts are too few to compare their 10 nearest neighbours"):
-        TEXTS_ALONE.targets(None, EMBED, RowLayout(np.arange(10), []))
+        embedding.TEXTS_ALONE.targets(None, EMBED, RowLayout(np.arange(10), []))
 
 
 class TestTasks:
     def test_a_task_for_embeddings(self):
-        assert STSB.kind is PAIRS
+        assert STSB.kind is embedding.PAIRS
         assert score_embeddings(GLUE["stsb"], ("pearson",)).metrics == ("pearson",)
         assert score_embeddings(EMBED, ()) is EMBED
         own = get_task("mine", text_columns=("a", "b"), num_labels=1)
-        assert score_embeddings(own, ()).kind is PAIRS
+        assert score_embeddings(own, ()).kind is embedding.PAIRS
 
     @pytest.mark.parametrize("name", ["sst2", "mrpc"])
     def test_a_task_about_something_else(self, name):
@@ -140,7 +136,9 @@ class TestTasks:
 
 def nearest(vectors, count):
     """By the definition, in loops: the largest cosine, of equal ones the first."""
-    similar = (unit(vectors.astype(np.float32)) @ unit(vectors.astype(np.float32)).T).round(6)
+    similar = (
+        embedding.unit(vectors.astype(np.float32)) @ embedding.unit(vectors.astype(np.float32)).T
+    ).round(6)
     found = []
     for row in range(len(vectors)):
         others = [other for other in range(len(vectors)) if other != row]
@@ -154,7 +152,7 @@ small = st.integers(-2, 2).map(float)
 @given(arrays.arrays(np.float32, (7, 3), elements=small), arrays.arrays(np.float32, (7, 3), elements=small))
 def test_overlap_is_that_of_sorted_lists(a, b):
     wanted = [len(mine & other) / 3 for mine, other in zip(nearest(a, 3), nearest(b, 3), strict=True)]
-    np.testing.assert_allclose(overlap(a, b, 3), wanted)
+    np.testing.assert_allclose(embedding.overlap(a, b, 3), wanted)
 
 
 @pytest.mark.parametrize("block", [1, 7, 40, 1 << 20])
@@ -162,32 +160,32 @@ def test_blocks_change_nothing(monkeypatch, block):
     rng = np.random.default_rng(0)
     a = rng.normal(size=(40, 8)).astype(np.float32)
     b = a + 0.4 * rng.normal(size=a.shape).astype(np.float32)
-    whole = overlap(a, b)
+    whole = embedding.overlap(a, b)
     assert 0.3 < whole.mean() < 0.9
     monkeypatch.setattr(embedding, "BLOCK", block)
-    np.testing.assert_array_equal(overlap(a, b), whole)
+    np.testing.assert_array_equal(embedding.overlap(a, b), whole)
 
 
 def test_neighbours_are_told_by_angle_then_by_order():
     a = np.random.default_rng(0).normal(size=(30, 8)).astype(np.float32)
-    np.testing.assert_array_equal(overlap(a, a * np.linspace(0.5, 9, 30)[:, None]), 1)
+    np.testing.assert_array_equal(embedding.overlap(a, a * np.linspace(0.5, 9, 30)[:, None]), 1)
     a = np.ones((6, 2), dtype=np.float32)
     assert nearest(a, 2)[5] == {0, 1}
     b = a.copy()
     b[0] = [1, -1]  # now 1 and 2 are the first
-    assert overlap(a, b, 2)[5] == 0.5
+    assert embedding.overlap(a, b, 2)[5] == 0.5
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_few_texts_have_fewer_neighbours(count):
     a = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32)
-    np.testing.assert_array_equal(overlap(a, a), np.ones(count))
+    np.testing.assert_array_equal(embedding.overlap(a, a), np.ones(count))
 
 
 def test_cosines():
     a = np.array([[1, 0], [1, 1], [0, 0], [0, 0], [3, 4]], dtype=np.float32)
     b = np.array([[2, 0], [0, 5], [0, 0], [1, 0], [-3, -4]], dtype=np.float32)
-    np.testing.assert_allclose(cosines(a, b), [1, 0.5**0.5, 1, 0, -1])
+    np.testing.assert_allclose(embedding.cosines(a, b), [1, 0.5**0.5, 1, 0, -1])
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=20), st.floats(0.01, 0.99))
@@ -196,4 +194,4 @@ def test_a_percentile_of_resamples_is_that_of_repeated_samples(values, share):
     even = np.full(len(values), 1 / len(values))
     weights = np.random.default_rng(len(values)).multinomial(len(values), even, size=5)
     wanted = [np.quantile(np.repeat(values, counts), share, method="inverted_cdf") for counts in weights]
-    np.testing.assert_array_equal(weighted_percentile(weights.astype(float), values, share), wanted)
+    np.testing.assert_array_equal(embedding.weighted_percentile(weights.astype(float), values, share), wanted)
