@@ -105,11 +105,11 @@ def compare_calibration(
     from qdqbench.eval.selection import methods
 
     config = options.config(options.find_recipe(recipe).ptq, command_line())
-    chosen = {"methods": options.method or (), "smooths": options.smoothing or ()}
+    named, smooths = options.method or (), options.smoothing or ()
     # a wrong name fails before anything is loaded
-    methods.list_sections(config.recipe.calibration, *chosen.values())
+    methods.list_sections(config.recipe.calibration, named, smooths)
     methods.require_quantized(config.recipe)
-    measured = partial(methods.MethodComparison, **chosen)
+    measured = partial(methods.MethodComparison, methods=named, smooths=smooths)
     found, written = _measure("methods", config, options, measured, methods.methods_report)
     show_report(found, json, methods.methods_report, *written)
 

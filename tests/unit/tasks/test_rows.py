@@ -64,9 +64,9 @@ def test_task_folder_and_first_format_win(tmp_path):
     assert load(tmp_path).rows == 2
     sst2(tmp_path / "sst2/validation.csv", 4)
     assert load(tmp_path).rows == 4
-    sst2(tmp_path / "validation.csv", 2)
-    sst2(tmp_path / "validation.parquet", 4)
-    split = load(tmp_path)
+    sst2(tmp_path / "other/validation.csv", 2)
+    sst2(tmp_path / "other/validation.parquet", 4)
+    split = load(tmp_path / "other")
     assert split.rows == 4
     assert "validation.csv not" in split.warnings[0]
 

@@ -358,7 +358,7 @@ def test_a_process_that_fails_alone_waits_for_none(monkeypatch, capsys, error, l
 
 def test_mnli_counts_the_samples_of_its_first_split(monkeypatch):
     monkeypatch.setattr(
-        finetune,
+        loop,
         "predict_rows",
         lambda a, m, kind, each, pad: np.eye(3, dtype=np.float32)[np.arange(len(each.gold)) % 3],
     )
