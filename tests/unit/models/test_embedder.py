@@ -175,11 +175,11 @@ class TestRefused:
     def test_a_dense_that_cannot_be_read(self, tmp_path: Path) -> None:
         message = refusal(write_sentence_folder(tmp_path, dense={"width": 8, "activation": "SiLU"}))
         assert "has the activation 'SiLU' after its Dense (2_Dense/config.json)" in message
-        folder = write_sentence_folder(tmp_path, dense={"width": 8, "activation": "Tanh"})
+        folder = write_sentence_folder(tmp_path / "sizes", dense={"width": 8, "activation": "Tanh"})
         path = folder / "2_Dense" / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"out_features": 16}))
         assert f"'weight': (8, {HIDDEN})" in refusal(folder)
-        folder = write_sentence_folder(tmp_path, dense={"width": 8, "activation": "Tanh"})
+        folder = write_sentence_folder(tmp_path / "pickled", dense={"width": 8, "activation": "Tanh"})
         (folder / "2_Dense" / "model.safetensors").rename(folder / "2_Dense" / "pytorch_model.bin")
         assert "has no 2_Dense/model.safetensors" in refusal(folder)
 

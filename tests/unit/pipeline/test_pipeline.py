@@ -217,9 +217,9 @@ class TestOpening:
     def test_a_folder_new_or_an_existing_run(self, tmp_path):
         session = open_run(config(limit=5), tmp_path / "deep" / "run")
         assert read_config(session.folder) == session.config == config(limit=5)
-        open_run(config(), tmp_path)
-        open_run(config(limit=5), tmp_path)
-        assert read_config(tmp_path).limit == 5
+        open_run(config(), tmp_path / "run")
+        open_run(config(limit=5), tmp_path / "run")
+        assert read_config(tmp_path / "run").limit == 5
 
     def test_a_foreign_folder_or_file_is_refused_and_untouched(self, tmp_path):
         (tmp_path / "f").write_text("x")
