@@ -95,7 +95,7 @@ def sensitivity(
     """Measure which layer costs the accuracy: each alone in INT8, and everything but it; write a recipe."""
     from qdqbench.eval.selection.sensitivity.measure import Measurement
     from qdqbench.eval.selection.sensitivity.report import choice_text, sensitivity_report
-    from qdqbench.eval.selection.trials.report import write_result
+    from qdqbench.eval.selection.trials.results import write_result
     from qdqbench.quantize.pipeline.ownership import run_folder
 
     config = options.config(options.find_recipe(recipe).ptq, command_line())
@@ -123,7 +123,7 @@ def compare_calibration(
         methods_report,
         require_quantized,
     )
-    from qdqbench.eval.selection.trials.report import write_result
+    from qdqbench.eval.selection.trials.results import write_result
     from qdqbench.eval.selection.trials.store import RECIPE_FILE
     from qdqbench.quantize.pipeline.ownership import run_folder
 

@@ -1,7 +1,7 @@
 """ONNX Runtime against the fake-quant model, layer by layer with the same inputs (docs/graph.md)."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -226,18 +226,12 @@ def _recorded(
     def behind(names: Iterator[str], _: Any, __: Any, output: Any) -> None:
         outputs[next(names)] = output.detach().float().cpu().numpy()
 
-    hooks = [
-        modules[name].register_forward_pre_hook(partial(before, iter(uses)))
-        for name, uses in _uses(quantizers).items()
-    ] + [
-        modules[name].register_forward_hook(partial(behind, iter(uses)))
-        for name, uses in _uses(others).items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, uses in _uses(quantizers).items():
+            hooks.enter_context(modules[name].register_forward_pre_hook(partial(before, iter(uses))))
+        for name, uses in _uses(others).items():
+            hooks.enter_context(modules[name].register_forward_hook(partial(behind, iter(uses))))
         yield inputs, outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _uses(names: list[str]) -> dict[str, list[str]]:

@@ -47,14 +47,12 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u206
 
 
 def label(name: str) -> str:
-    """Return how the field writes the name of a stage, metric, task or backend."""
     if name.endswith(SECOND):
         return f"{label(name.removesuffix(SECOND))} (mismatched)"
     return LABELS.get(name, name.replace("_", " "))
 
 
 def model_label(name: str) -> str:
-    """Return the last part of a model's folder or hub id, or "embedded default"."""
     path = Path(name)
     return "embedded default" if path.parts[-2:] == ("embedded", "model") else path.name or name
 
@@ -202,5 +200,4 @@ def known(value: float | None, form: str) -> str:
 
 
 def share_text(value: float | None) -> str:
-    """Return a share in percent; None is not a number."""
     return "not a number" if value is None else f"{value:.2%}"

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,6 @@ from qdqbench.quantize.pipeline.artifacts import (
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import QAT, Session
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
-from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.rows import source_commit
 from qdqbench.quantize.training.loop import RECORD
 from qdqbench.quantize.utils import files
@@ -42,36 +40,8 @@ from qdqbench.quantize.utils.comparison import Comparison, Gate, LayerErrors, Mo
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase
-from qdqbench.quantize.utils.results import FileRow, Results, StageResult, Timing, TrainingRun
+from qdqbench.quantize.utils.results import FileRow, Results, StageResult, Timing
 from qdqbench.quantize.utils.system.environment import describe_environment, now
-
-
-@dataclass(frozen=True)
-class ExportedRun:
-    """Model and graph of a finished export."""
-
-    recipe: Recipe
-    plan: Plan
-    record: CalibrationRecord
-    rewrites: dict[str, int]  # of the graph that the run is about
-    exact_gelu: bool  # of the FP32 model
-    half: bool  # what is not INT8 computes in FP16
-    training: TrainingRun | None = None
-
-    @classmethod
-    def of(cls, session: Session, training: TrainingRun | None) -> "ExportedRun":
-        config, graph = session.fp32_model.config, graph_path(session)
-        on_cpu = backend_of(session.recipe) in CPU_BACKENDS
-        return cls(
-            recipe=session.recipe,
-            plan=session.plan,
-            record=read_record(session.record_path),
-            rewrites=files.read_json(session.folder / REWRITES).get(graph.name, {}),
-            exact_gelu=getattr(config, session.plan.family.activation) == "gelu",
-            half=session.recipe.precision.compute == "fp16" and not on_cpu,
-            training=training,
-        )
-
 
 # a noun, and a sentence that takes its count; in the order in which a report lists them
 CHANGES = {
@@ -120,13 +90,20 @@ CHANGES = {
 }
 
 
-def model_changes(done: ExportedRun) -> list[ModelChange]:
-    """Return the changes of a model besides Q/DQ, each with how often it was made."""
-    record, plan, rewrites = done.record, done.plan, done.rewrites
+def model_changes(
+    plan: Plan, record: CalibrationRecord, rewrites: dict[str, int], *, to_tanh: bool, half: bool, trained: int
+) -> list[ModelChange]:
+    """Return the changes of a model besides Q/DQ, each with how often it was made.
+
+    Args:
+        rewrites: of the graph that the run is about.
+        to_tanh: GELU is exact in FP32, and has its tanh form in the graph.
+        half: what is not INT8 computes in FP16.
+        trained: the step of training whose weights were kept.
+    """
     bias_free, splits = list_bias_free_linears(plan), record.splits.values()
-    to_tanh = done.exact_gelu and done.recipe.export.gelu == "tanh"
-    counts = {
-        "training": done.training.best_step if done.training else 0,
+    counts = rewrites | {
+        "training": trained,
         "bias correction": len(record.biases),
         "tanh GELU": rewrites.get("tanh GELU", 0) if to_tanh else 0,
         "given ranges": len(record.replaced),
@@ -138,8 +115,7 @@ def model_changes(done: ExportedRun) -> list[ModelChange]:
         "centred values": len({row.module for row in record.softmax if row.centered}),
         "INT8 attention": len(plan.attention),
         "INT8 residuals": len(plan.residual),
-        "FP16": len(plan.high) if done.half else 0,
-        **{name: rewrites.get(name, 0) for name in ("joined heads", "tokens first", "short GELU")},
+        "FP16": len(plan.high) if half else 0,
     }
     facts = {
         "tried": count_of(sum(name not in bias_free for name in plan.int8), "INT8 linear"),
@@ -149,7 +125,7 @@ def model_changes(done: ExportedRun) -> list[ModelChange]:
     return [
         ModelChange(what=what, count=count, description=sentence.format(count_of(count, noun), **facts))
         for what, (noun, sentence) in CHANGES.items()
-        if (count := counts[what])
+        if (count := counts.get(what, 0))
     ]
 
 
@@ -329,7 +305,16 @@ def _add_effects(session: Session, results: Results) -> None:
     if session.recipe.quantizes:
         errors = files.read_json(session.folder / LAYER_ERRORS)
         results.layer_errors = LayerErrors.model_validate(errors)
-        results.model_changes = model_changes(ExportedRun.of(session, results.training))
+        recipe, plan = session.recipe, session.plan
+        exact_gelu = getattr(session.fp32_model.config, plan.family.activation) == "gelu"
+        results.model_changes = model_changes(
+            plan,
+            read_record(session.record_path),
+            files.read_json(session.folder / REWRITES).get(graph_path(session).name, {}),
+            to_tanh=exact_gelu and recipe.export.gelu == "tanh",
+            half=recipe.precision.compute == "fp16" and backend_of(recipe) not in CPU_BACKENDS,
+            trained=results.training.best_step if results.training else 0,
+        )
 
 
 def softmax_warnings(session: Session, record: CalibrationRecord) -> list[str]:

@@ -463,7 +463,6 @@ def _changed_samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[Comp
 
 
 def _layers(runs: list[LoadedRun]) -> Iterator[ComparedLayer]:
-    """Yield what is compared of activations, linears and blocks, in model order."""
     tables: dict[str, list[dict[str, float | None]]] = {what: [] for what in LAYERS}
     for results in (run.results for run in runs):
         activations = [row for row in results.quantizers if row.kind != "weight"]

@@ -210,7 +210,6 @@ def read_engine_sizes(folder: Path, engine: EngineResult | None) -> list[EngineS
 
 
 def _read_fresh_bench(folder: Path) -> Bench | None:
-    """Return the bench if the run's files did not change since."""
     if not (folder / BENCH_FILE).is_file():
         return None
     try:

@@ -142,7 +142,6 @@ def run_to(
 
 
 def _warn_unreadable(session: Session) -> None:
-    """Raise an alarm where no stage of this run can be right, by its FP32 evaluation."""
     issue = judge_baseline(session, score_stage(session, "fp32"))
     if issue is not None and issue.state == "failed":
         session.alarm(issue_sentence(issue))
@@ -162,7 +161,6 @@ def require_inputs(session: Session, until: str | None = None) -> None:
 
 
 def _require_room(session: Session, names: set[str]) -> None:
-    """Reject data outside engine.shapes before anything is calibrated."""
     if {"verify", "engine"} & names:
         for _, encoded in session.eval_splits.values():
             require_room(engine_profiles(session), encoded.lengths, session.config.batch_size)

@@ -176,7 +176,6 @@ def _session(request: FinetuneRequest, recipe: Recipe, seed: int) -> Session:
 def _measure(
     request: FinetuneRequest, recipe: Recipe, model: TrainingRun, say: Callable[[str], None]
 ) -> StudyRow:
-    """Measure PTQ and QAT of one recipe and seed; a failure is a result."""
     name = f"seed {model.seed}: {recipe.name}"
     say(name)
     row = StudyRow(seed=model.seed, recipe=recipe.name, status="failed", reason=model.reason)
@@ -201,7 +200,6 @@ def _measure(
 
 
 def summarize(rows: list[StudyRow], metric: str) -> StudySummary:
-    """Return mean and standard deviation over seeds; differences are paired by seed."""
     by_seed = []
     for row in rows:
         fp32, ptq, qat = row.fp32[metric], row.ptq[metric], row.qat[metric]

@@ -21,14 +21,17 @@ from qdqbench.eval.selection.trials.calibrations import (
     collect_ranges,
     describe_cost,
 )
-from qdqbench.eval.selection.trials.report import change_cell, divergence_cell, noise_text, sqnr_text
 from qdqbench.eval.selection.trials.results import (
     DRAW,
     CalibrationCost,
     DrawRecord,
     Scores,
     Trial,
+    change_cell,
+    divergence_cell,
     failure_of,
+    noise_text,
+    sqnr_text,
 )
 from qdqbench.eval.selection.trials.store import TRIALS, Trials, named_by, write_recipe
 from qdqbench.quantize.calibration.bias import correct_biases
@@ -388,7 +391,6 @@ def _metric(methods: Methods, split: str) -> str:
 
 
 def _share(methods: Methods, trial: Trial) -> str:
-    """Return the divergence over that of the recipe as it is."""
     given = methods.given.trial
     return "" if given.failure or not given.divergence else f"{trial.divergence / given.divergence:.0%}"
 
@@ -438,7 +440,6 @@ def _shorten(name: str) -> str:
 
 
 def _draw_split(methods: Methods, split: str) -> str:
-    """Draw divergences on the draw, or differences of the metric on an evaluation split."""
     rows = [(each, each.trial.scores[split]) for each in methods.rows if not each.trial.failure]
     is_draw = split == DRAW
     title = f"{label(methods.metric)} against FP32, {split}"

@@ -90,7 +90,6 @@ def verify_stage(session: Session) -> list[Path]:
 
 
 def cannot_run(session: Session) -> str | None:
-    """Explain why the engine of this run cannot run here; None where it can."""
     built, gpu = artifacts.read_built(session.folder), find_gpu()
     if isinstance(built, Skipped):
         return f"no engine was built: {built.skipped}"
@@ -177,7 +176,6 @@ def quantize_stage(session: Session) -> list[Path]:
 
 
 def export_stage(session: Session) -> list[Path]:
-    """Write the FP32 and FP16 twins, and the INT8 graph when the recipe quantizes."""
     recipe = session.recipe
     backend, folder = backend_of(recipe), session.folder
     outputs = session.config.task.kind.outputs

@@ -59,7 +59,6 @@ class Deviation:
 
 
 def likely_cause(evidence: Deviation) -> tuple[str, str]:
-    """Return cause and advice; ("unknown", ...) where no rule fits."""
     for rule in (_overflow, _mask, _partial_attention, _scale_or_bias):
         if (found := rule(evidence)) is not None:
             return found
@@ -354,7 +353,6 @@ class _Search:
 
 
 def nodes_before(index: GraphIndex, tensor: str) -> set[str]:
-    """Return tensors that a tensor is computed from."""
     found: set[str] = set()
     waiting = [tensor]
     while waiting:
@@ -382,7 +380,6 @@ def _own_inputs(
 
 
 def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
-    """Name the node, its kernels and the likely cause."""
     result, index = search.result, GraphIndex(search.stitched.model)
     tensor = str(result.tensor).removesuffix(blocks.TURNED_BACK)
     node = index.producers[tensor]
@@ -401,7 +398,6 @@ def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
 
 
 def bisect_lines(result: BisectResult) -> list[str]:
-    """Describe the result in plain words, one line each."""
     lines = [f"{name}: {_error_text(row)}" for name, row in result.blocks.items()]
     if result.block is None:
         return [*lines, "no block is wrong", *result.notes]

@@ -142,7 +142,6 @@ class QuantizationCost:
 
 
 def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: str) -> ShapeCheck:
-    """Compare answers [answers, width] of one batch with the reference's."""
     good = np.isfinite(got).all(axis=1)
     difference = np.abs(got[good].astype(np.float64) - reference[good])
     return ShapeCheck(
@@ -201,21 +200,15 @@ def check_answers(  # noqa: PLR0913
     from scipy import stats
 
     metric, n = task.metrics[0], len(gold)
-    check = PredictionsCheck(
-        n=n,
-        nonfinite=int((~np.isfinite(got)).any(axis=1).sum()),
-        metric=metric,
-        drop=None,
-        drop_limit=None,
-        disagreements=None,
-        disagreement_limit=None,
-        mean_abs_logit_diff=None,
-        quantization_mean_abs_logit_diff=float(np.abs(reference.astype(np.float64) - fp32).mean()),
-        mean_limit=TWO_ROUNDINGS * cost.mean,
-        ks_statistic=None,
-        ks_p=None,
-        ks_p_limit=KS_P / got.shape[1],
-    )
+    known = {
+        "n": n,
+        "nonfinite": int((~np.isfinite(got)).any(axis=1).sum()),
+        "metric": metric,
+        "quantization_mean_abs_logit_diff": float(np.abs(reference.astype(np.float64) - fp32).mean()),
+        "mean_limit": TWO_ROUNDINGS * cost.mean,
+        "ks_p_limit": KS_P / got.shape[1],
+    }
+    check = PredictionsCheck.model_validate(dict.fromkeys(PredictionsCheck.model_fields) | known)
     if check.nonfinite:
         return check
     found = compare(task, reference, got, gold, seed=seed)

@@ -120,7 +120,6 @@ def block_cases(lengths: Int64, profile: Profile, seed: int) -> list[InputCase]:
 
 
 def batch_of(encoded: Encoded, case: InputCase, pad_id: int) -> dict[str, Int64]:
-    """Return the int64 [B, L] arrays of a case."""
     _, batch = encoded.batch(case.rows, pad_id)
     return pad_columns(batch, case.length - batch["input_ids"].shape[1], pad_id)
 
@@ -192,7 +191,6 @@ class _Data:
 
     @property
     def rows(self) -> Int64:
-        """Return the rows of the drawn samples."""
         return self.encoded.rows_of(self.samples)
 
 

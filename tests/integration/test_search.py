@@ -104,8 +104,7 @@ def test_the_chosen_recipe_is_confirmed_on_validation(searched):
 
 
 def test_the_search_rows_are_not_those_that_calibrate(given, files):
-    from qdqbench.eval.selection.search.space import make_space
-    from qdqbench.eval.selection.search.workspace import Workspace
+    from qdqbench.eval.selection.search.workspace import Workspace, make_space
     from qdqbench.quantize.models.modules import module_table
     from qdqbench.quantize.pipeline.session import RunConfig, Session
     from qdqbench.quantize.tasks.task import get_task

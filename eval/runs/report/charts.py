@@ -86,7 +86,6 @@ def precision_grid(results: Results) -> Grid:
 
 
 def _ordered(kinds: Iterable[str]) -> list[str]:
-    """Return each kind once, in the order of computation, unknown ones last."""
     unique = dict.fromkeys(kinds)
     return sorted(unique, key=lambda kind: PART_KINDS.index(kind) if kind in PART_KINDS else len(PART_KINDS))
 
@@ -132,7 +131,6 @@ def _runs_in(row: LayerRow) -> str:
 
 
 def accuracy_svg(results: Results, labels: dict[str, str]) -> str:
-    """Draw each metric by stage with one standard error, FP32's band and the gate's limit."""
     stages = results.stages
     measured = [row for row in stages.values() if row.status == "done" and row.metrics]
     if not measured:
@@ -275,7 +273,6 @@ def agreement_svg(results: Results, labels: dict[str, str]) -> str:
 
 
 def parity_svg(results: Results) -> str:
-    """Draw by encoder layer the part of its own limit that each tensor uses, in percent."""
     points: Points = defaultdict(dict)
     for row in results.parity.rows if results.parity else ():
         layer, kind = place(row.name)

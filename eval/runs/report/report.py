@@ -60,7 +60,6 @@ MOST_FILES = 6  # that a terminal lists
 
 
 def write_reports(results: Results, folder: Path) -> list[Path]:
-    """Write `report.md` and `report.html` (one file, no external request); return their paths."""
     return write_report(run_report(results, bench_of(folder), folder), folder, "report")
 
 
@@ -444,7 +443,6 @@ def stages_report(results: Results, folder: Path) -> doc.Report:
 
 
 def stage_cell(results: Results, name: str) -> doc.Cell:
-    """Return the result of a stage in one line; empty where its files say it."""
     scored = "fp32" if name == "baseline" else name
     if reason := results.skipped.get(scored):
         return doc.Cell(f"skipped: {reason}", "unclear")

@@ -207,7 +207,6 @@ def parity_section(results: Results) -> doc.Section:
 
 
 def lengths_sections(results: Results) -> list[doc.Section]:
-    """Return the lengths that the engine profiles follow, for `shapes: auto`."""
     if (lengths := results.lengths) is None:
         return []
     calibrated = results.data.get("calibration")
@@ -301,7 +300,6 @@ def _answer_blocks(verification: Verification) -> list[doc.Block]:
 
 
 def ranges_section(results: Results) -> doc.Section:
-    """Return what calibration saw at each quantizer, and what INT8 costs each softmax."""
     blocks: list[doc.Block] = [doc.Prose("Nothing was calibrated.", "quiet")]
     if results.quantizers:
         draws = [partial(charts.ranges_svg, results, measure) for measure in charts.RANGE_TITLES]
@@ -519,7 +517,6 @@ def _error_blocks(errors: LayerErrors) -> list[doc.Block]:
 
 
 def errors_svg(errors: LayerErrors, what: str) -> str:
-    """Draw errors of linears alone, or of blocks alone and accumulated, by encoder layer, in percent."""
     points: charts.Points = defaultdict(dict)
     for it in errors.rows:
         if it.what != what:

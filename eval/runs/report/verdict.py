@@ -57,7 +57,6 @@ def _title(results: Results, checks: list[str]) -> str:
 
 
 def _speed_clause(speed: list[Speedup]) -> str:
-    """Name the configs with the lowest and the highest speed-up."""
     if not speed:
         return "speed unknown until `qdqbench bench RUN`"
     ordered = sorted(speed, key=lambda row: row.value)
@@ -103,7 +102,6 @@ def _int8(results: Results) -> list[str]:
 
 
 def last_measured(results: Results) -> tuple[str, StageResult] | None:
-    """Return the measured stage that is nearest to deployment."""
     done = [(name, row) for name, row in results.stages.items() if row.status == "done" and row.metrics]
     return done[-1] if done else None
 

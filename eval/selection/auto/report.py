@@ -17,7 +17,7 @@ from qdqbench.eval.reporting.formats import (
 )
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.auto.results import AUTO_FILE, Auto, AutoStep, SkipReason, StepKind
-from qdqbench.eval.selection.trials.report import latency_text, noise_text, speed_text
+from qdqbench.eval.selection.trials.results import latency_text, noise_text, speed_text
 from qdqbench.quantize.utils.comparison import Comparison
 
 TITLES: dict[StepKind, str] = {
@@ -120,7 +120,6 @@ def reason_lines(auto: Auto) -> list[str]:
 
 
 def explain_step(auto: Auto, step: AutoStep) -> str:
-    """Return why a step was skipped or failed, in words; empty where it was done."""
     if step.failure is not None:
         return step.failure.text
     if step.skipped is None:
@@ -249,7 +248,6 @@ def _title(step: AutoStep) -> str:
 
 
 def _change_cell(scores: dict[str, Comparison]) -> doc.Cell:
-    """Return differences of the primary metric in points, by evaluation split; a terminal has the first."""
     texts = [
         f"{delta_points(-each.drop, each.drop_stderr)}{' ~' if each.within_noise else ''}"
         for each in scores.values()

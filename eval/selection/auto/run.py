@@ -43,8 +43,7 @@ from qdqbench.eval.selection.search.workspace import measured_source
 from qdqbench.eval.selection.sensitivity.measure import Measurement, make_recipe
 from qdqbench.eval.selection.sensitivity.report import sensitivity_report
 from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CurvePoint
-from qdqbench.eval.selection.trials.report import write_result
-from qdqbench.eval.selection.trials.results import Failure, Origin, failure_of
+from qdqbench.eval.selection.trials.results import Failure, Origin, failure_of, write_result
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Store, describe_session, hash_of
 from qdqbench.quantize.engine.build import count_attentions, require_int8
 from qdqbench.quantize.models.families.known import family_named
@@ -291,7 +290,6 @@ class AutoRun:
         files.write_json(folder / STAGES_FILE, manifest | {"stages": {"baseline": baseline}})
 
     def _time(self, session: Session) -> tuple[Source | None, Speedup | Failure]:
-        """Return the speed-up of a run's engine over its engine without INT8, or why there is none."""
         shape = self.options.batch, self.options.length
         try:
             source = measured_source(session, self.options)
@@ -484,7 +482,6 @@ def choose_trial(trials: Sequence[SearchTrial], min_speedup: float | None) -> Se
 
 
 def find_qat_settings(base: Recipe) -> Qat:
-    """Return the training of a shipped recipe of the family, else the default."""
     name = f"{family_named(base.model.family).name}-int8-attention-qat"
     return (load_recipe(name).qat if name in shipped_recipes() else None) or DEFAULT_QAT
 

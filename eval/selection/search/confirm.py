@@ -19,8 +19,7 @@ from qdqbench.eval.selection.search.results import (
 )
 from qdqbench.eval.selection.search.study import Worker, list_trials
 from qdqbench.eval.selection.search.workspace import Workspace
-from qdqbench.eval.selection.trials.report import write_result
-from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_of
+from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_of, write_result
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, describe_session, named_by, write_recipe
 from qdqbench.quantize.engine.runtime.runners import open_runner
 from qdqbench.quantize.pipeline.artifacts import backend_of
@@ -154,7 +153,6 @@ def compare_drops(searched: Trial, row: ConfirmedRecipe) -> DropAgreement | None
 
 
 def judge_confirmed(row: ConfirmedRecipe, gate: GateSettings, metric: str) -> list[GateIssue]:
-    """Return what keeps the gate from holding on evaluation data, or holds only within noise."""
     if row.failure is not None:
         return [GateIssue(code="recipe", state="failed", detail=row.failure.text)]
     issues = []

@@ -15,8 +15,16 @@ from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import Ranking, SearchTrial, Source, choose_trial, mark_trials
-from qdqbench.eval.selection.search.space import PLAIN, Params, make_space, rank_by_rows
-from qdqbench.eval.selection.search.workspace import Measure, Workspace, open_source, plan_key
+from qdqbench.eval.selection.search.workspace import (
+    PLAIN,
+    Measure,
+    Params,
+    Workspace,
+    make_space,
+    open_source,
+    plan_key,
+    rank_by_rows,
+)
 from qdqbench.eval.selection.sensitivity.measure import Measurement
 from qdqbench.eval.selection.sensitivity.results import Sensitivity, read_sensitivity, sensitivity_file
 from qdqbench.eval.selection.trials.results import DRAW, Failure, failure_of
@@ -204,7 +212,6 @@ def first_trials(work: Workspace, ranking: Ranking) -> list[tuple[Params, dict[s
 
 
 def rank_units(work: Workspace, file: Path | None) -> Ranking:
-    """Return the order of units by a sensitivity: of a file, or measured now on a few rows."""
     session = work.session
     if file is not None:
         units, attention = rank_by_rows(work.space, read_ranking(session, file).rows, str(file))
@@ -271,7 +278,6 @@ def count_trials(study: optuna.Study) -> tuple[int, int, int]:
 
 
 def list_finished(study: optuna.Study) -> list[FrozenTrial]:
-    """Return trials that came to an end: complete, or failed and not queued again."""
     trials = study.get_trials(deepcopy=False)
     again = {number for trial in trials for number in trial.system_attrs.get("retry_history", [])}
     return [
@@ -364,13 +370,10 @@ def list_trials(worker: Worker) -> list[SearchTrial]:
     died = Failure(code="error", text="its process died")
     trials = []
     for frozen in list_finished(worker.study):
-        if "trial" in frozen.user_attrs:
-            known = frozen.user_attrs["trial"] | {"number": frozen.number}
-            trials.append(SearchTrial.model_validate(known))
-            continue
-        origin, shipped = (frozen.user_attrs.get(name, "") for name in ("origin", "shipped"))
-        known = {"origin": origin or "tpe", "shipped": shipped, "params": frozen.params}
-        trials.append(SearchTrial(number=frozen.number, recipe=None, failure=died, **known))
+        known = frozen.user_attrs
+        lost = {"recipe": None, "origin": known.get("origin", "tpe"), "shipped": known.get("shipped", "")}
+        lost |= {"params": frozen.params, "failure": died}
+        trials.append(SearchTrial.model_validate(known.get("trial", lost) | {"number": frozen.number}))
     mark_trials(trials, worker.gate, worker.options.objective)
     return trials
 

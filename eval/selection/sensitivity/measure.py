@@ -60,7 +60,6 @@ class Candidate:
 
     @property
     def units(self) -> frozenset[str]:
-        """Return what `Switches` switches."""
         return frozenset([self.name] if self.diagnostic else self.modules)
 
     @property

@@ -7,7 +7,7 @@ from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
 from qdqbench.eval.reporting.formats import DIVERGENCES, cleaned, count_of, label, seconds, sentence
 from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CandidateRow, Sensitivity, ranking
-from qdqbench.eval.selection.trials.report import change_cell, divergence_cell, noise_text, sqnr_text
+from qdqbench.eval.selection.trials.results import change_cell, divergence_cell, noise_text, sqnr_text
 from qdqbench.quantize.models.families.family import QKV
 from qdqbench.quantize.models.families.known import part_of
 
@@ -182,7 +182,6 @@ def all_but_svg(sensitivity: Sensitivity) -> str:
 
 
 def column(row: CandidateRow) -> str:
-    """Return the column of a row: q, k and v have one each."""
     place = part_of(row.name) if row.kind == "qkv" else None
     return place[1] if place else row.kind
 

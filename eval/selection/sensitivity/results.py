@@ -90,7 +90,6 @@ def sensitivity_file(path: Path) -> Path:
 
 
 def read_sensitivity(path: Path) -> Sensitivity:
-    """Read `sensitivity.json`, or the one in a folder."""
     file = sensitivity_file(path)
     return read(file, Sensitivity, "sensitivity report", "run `qdqbench sensitivity` again")
 

@@ -1,9 +1,13 @@
 """Schema of a trial: a recipe that was tried, what it costs, and how it was found."""
 
+from pathlib import Path
 from typing import Any, Literal
 
+from qdqbench.eval.reporting.document import Cell, Report
+from qdqbench.eval.reporting.render import write_report
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.types.kind import Divergence
+from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.schema import Strict
@@ -28,7 +32,6 @@ class Failure(Strict):
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return an exception as data; its text is one line of at most 500 characters."""
     codes: dict[type[Exception], FailureCode]
     codes = {UserError: "input", CheckFailed: "check", MissingDevice: "device"}
     code = codes.get(type(error), "error")
@@ -127,3 +130,37 @@ class DrawRecord(ChoiceRecord):
     divergence: Divergence
     """`kl`: KL(FP32 || INT8) per sample in nat; `squared`: squared error over the variance of FP32 logits;
     `cosine`: 1 - cosine to FP32 embeddings."""
+
+
+def change_cell(value: float, comparison: Comparison) -> Cell:
+    text = f"{value + 0.0:+.4f} ± {comparison.drop_stderr:.4f}"
+    noise = comparison.within_noise
+    return Cell(f"{text} (noise)" if noise else text, short=f"{text} ~" if noise else None, sort=value)
+
+
+def divergence_cell(comparison: Comparison) -> Cell:
+    value = comparison.distance
+    text = f"{value:.2e} ± {comparison.divergence_stderr:.0e}"
+    return Cell(text, short=f"{value:.2e}", sort=value)
+
+
+def sqnr_text(comparison: Comparison) -> str:
+    return "equal" if comparison.sqnr_db is None else f"{comparison.sqnr_db:.1f} dB"
+
+
+def noise_text(comparison: Comparison) -> str:
+    return "within noise" if comparison.within_noise else "beyond noise"
+
+
+def speed_text(speedup: Speedup | None) -> str:
+    return f"{speedup.value:.2f}x" if speedup else ""
+
+
+def latency_text(speedup: Speedup | None) -> str:
+    return f"{speedup.system_ms:.3g}" if speedup else ""
+
+
+def write_result(result: ChoiceRecord, report: Report, folder: Path) -> list[Path]:
+    record = folder / report.page.record
+    files.write_text(record, result.model_dump_json(indent=2) + "\n")
+    return [record, *write_report(report, folder, record.stem)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qdqbench.eval.selection.search import study
 from qdqbench.eval.selection.search.results import Ranking
-from qdqbench.eval.selection.search.space import FLIPS, FRAMES, SECTION, make_space, rank_by_rows
+from qdqbench.eval.selection.search.workspace import FLIPS, FRAMES, SECTION, make_space, rank_by_rows
 from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import (

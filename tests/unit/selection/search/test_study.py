@@ -14,7 +14,6 @@ import pytest
 from qdqbench.eval.selection.search import study as study_module
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import Ranking, Source
-from qdqbench.eval.selection.search.space import make_space
 from qdqbench.eval.selection.search.study import (
     count_trials,
     list_finished,
@@ -22,7 +21,7 @@ from qdqbench.eval.selection.search.study import (
     open_storage,
     run_trials,
 )
-from qdqbench.eval.selection.search.workspace import plan_key
+from qdqbench.eval.selection.search.workspace import make_space, plan_key
 from qdqbench.eval.selection.trials.results import Failure
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
