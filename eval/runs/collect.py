@@ -90,8 +90,14 @@ CHANGES = {
 }
 
 
-def model_changes(
-    plan: Plan, record: CalibrationRecord, rewrites: dict[str, int], *, to_tanh: bool, half: bool, trained: int
+def model_changes(  # noqa: PLR0913
+    plan: Plan,
+    record: CalibrationRecord,
+    rewrites: dict[str, int],
+    *,
+    to_tanh: bool,
+    half: bool,
+    trained: int,
 ) -> list[ModelChange]:
     """Return the changes of a model besides Q/DQ, each with how often it was made.
 

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from qdqbench.eval.metrics.gate import NOISE
 from qdqbench.eval.metrics.runners import placed
@@ -55,10 +55,8 @@ EXTRA = 64  # channels for copies where the recipe does not split
 class MethodRow(Strict):
     """One calibration section."""
 
-    trial: Trial
-    """Recipe with another calibration section."""
-    best: bool = False
-    """True for the lowest divergence on the draw."""
+    trial: Trial = Field(description="Recipe with another calibration section.")
+    best: bool = Field(default=False, description="True for the lowest divergence on the draw.")
     above_best: float | None = None
     """Divergence minus that of the best row, paired by sample; null if it failed."""
     above_best_stderr: float | None = None
@@ -89,12 +87,9 @@ class MethodRow(Strict):
 class Methods(DrawRecord):
     """Everything that `qdqbench compare-calibration` measured."""
 
-    fp32: dict[str, Scores]
-    """Metrics of FP32 by evaluation split."""
-    rows: list[MethodRow]
-    """Calibration sections, the recipe's own first."""
-    timings: dict[str, float]
-    """`total_s`: time of the whole comparison in seconds."""
+    fp32: dict[str, Scores] = Field(description="Metrics of FP32 by evaluation split.")
+    rows: list[MethodRow] = Field(description="Calibration sections, the recipe's own first.")
+    timings: dict[str, float] = Field(description="`total_s`: time of the whole comparison in seconds.")
 
     @property
     def best(self) -> MethodRow:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from qdqbench.eval.metrics.gate import limit
 from qdqbench.eval.selection.search.options import Objective
 from qdqbench.eval.selection.trials.results import DRAW, ChoiceRecord, Scores, Trial
@@ -29,16 +31,12 @@ class PlacedTrial(Trial):
 class SearchTrial(PlacedTrial):
     """One point of the search space; its scores are those on the draw."""
 
-    number: int
-    """Number in the study."""
-    params: dict[str, Any] = {}
-    """Parameters in the search space."""
+    number: int = Field(description="Number in the study.")
+    params: dict[str, Any] = Field(default={}, description="Parameters in the search space.")
     shipped: str = ""
     """Name of the shipped recipe that it is derived from; empty for others."""
-    int8_linears: int = 0
-    """Linear layers in INT8."""
-    int8_attention: int = 0
-    """Attention layers in INT8."""
+    int8_linears: int = Field(default=0, description="Linear layers in INT8.")
+    int8_attention: int = Field(default=0, description="Attention layers in INT8.")
     duplicate_of: int | None = None
     """Number of an earlier trial with the same recipe, whose values it has; null for a new one."""
     holds: bool = False
@@ -65,8 +63,7 @@ class SearchTrial(PlacedTrial):
 class ConfirmedRecipe(PlacedTrial):
     """A recipe on evaluation data, which no trial has seen; its scores are those of fake-quant by split."""
 
-    name: str
-    """Name of the recipe."""
+    name: str = Field(description="Name of the recipe.")
     engine: dict[str, Comparison] = {}
     """Comparisons of the chosen recipe's engine with FP32 by split; empty if none ran."""
     # a shipped recipe that is at least as accurate and as fast as the chosen one, one of both strictly more
@@ -82,14 +79,10 @@ class ConfirmedRecipe(PlacedTrial):
 class DropAgreement(Strict):
     """The chosen recipe's drop where it was searched, and where it was confirmed."""
 
-    searched: float
-    """Drop of the chosen recipe on the search rows."""
-    searched_stderr: float
-    """Paired standard error of `searched`."""
-    confirmed: float
-    """Drop of the chosen recipe on the evaluation split."""
-    confirmed_stderr: float
-    """Paired standard error of `confirmed`."""
+    searched: float = Field(description="Drop of the chosen recipe on the search rows.")
+    searched_stderr: float = Field(description="Paired standard error of `searched`.")
+    confirmed: float = Field(description="Drop of the chosen recipe on the evaluation split.")
+    confirmed_stderr: float = Field(description="Paired standard error of `confirmed`.")
     within_noise: bool
     """True if they differ by at most two standard errors of their difference."""
 
@@ -99,20 +92,14 @@ class Source(Strict):
 
     mode: Literal["latency", "int8-share"]
     """Second objective: latency measured here, or the INT8 share of multiply-adds."""
-    gpu: str | None = None
-    """Name of the GPU; null without one."""
-    cpu: str | None = None
-    """Name of the CPU if engines run on it; else null."""
+    gpu: str | None = Field(default=None, description="Name of the GPU; null without one.")
+    cpu: str | None = Field(default=None, description="Name of the CPU if engines run on it; else null.")
     baseline_precision: str = "FP16"
     """Precision of the baseline engine, and of the layers that are not in INT8: `FP16`, `BF16` or `FP32`."""
-    backend: str = ""
-    """Backend of the engines."""
-    version: str = ""
-    """Version of the backend."""
-    batch: int
-    """Batch size in sequences."""
-    length: int
-    """Sequence length in tokens."""
+    backend: str = Field(default="", description="Backend of the engines.")
+    version: str = Field(default="", description="Version of the backend.")
+    batch: int = Field(description="Batch size in sequences.")
+    length: int = Field(description="Sequence length in tokens.")
 
     @property
     def label(self) -> str:
@@ -126,8 +113,7 @@ class Ranking(Strict):
 
     units: list[tuple[int, str]]
     """Units (layer and kind) in the order in which they leave INT8, the most costly first."""
-    attention: list[int]
-    """Attention layers by number, the most costly in INT8 first."""
+    attention: list[int] = Field(description="Attention layers by number, the most costly in INT8 first.")
     file: str | None = None
     """Path of the sensitivity that it is from; null for one of its own."""
     samples: int | None = None
@@ -143,39 +129,26 @@ class SearchOutcome(Strict):
     """Number of the chosen trial; null if none satisfies the gate."""
     best: int | None = None
     """Number of the trial nearest to the gate if none satisfies it; else null."""
-    holding: int = 0
-    """Number of trials that satisfy the gate."""
+    holding: int = Field(default=0, description="Number of trials that satisfy the gate.")
     equal: int = 1
     """Number of these within 1% of the fastest, of which the most accurate was chosen."""
-    issues: list[GateIssue] = []
-    """Issues of the gate on evaluation data."""
+    issues: list[GateIssue] = Field(default=[], description="Issues of the gate on evaluation data.")
 
 
 class Search(ChoiceRecord):
     """Every number of one search."""
 
-    recipe: dict[str, Any]
-    """Base recipe with every default filled in."""
-    model: str
-    """Folder or hub id."""
-    task: str
-    """Name of the task."""
-    settings: dict[str, Any]
-    """Settings that all workers of the study share."""
-    study: str
-    """Name of the study."""
-    objective: Objective
-    """First objective."""
-    ranking: Ranking
-    """Order in which units and attention layers leave INT8."""
-    source: Source
-    """Second objective and its device."""
-    fp32: dict[str, Scores]
-    """Metrics of FP32 by evaluation split."""
-    trials: list[SearchTrial]
-    """Finished trials."""
-    outcome: SearchOutcome
-    """Chosen trial, and whether it passes."""
+    recipe: dict[str, Any] = Field(description="Base recipe with every default filled in.")
+    model: str = Field(description="Folder or hub id.")
+    task: str = Field(description="Name of the task.")
+    settings: dict[str, Any] = Field(description="Settings that all workers of the study share.")
+    study: str = Field(description="Name of the study.")
+    objective: Objective = Field(description="First objective.")
+    ranking: Ranking = Field(description="Order in which units and attention layers leave INT8.")
+    source: Source = Field(description="Second objective and its device.")
+    fp32: dict[str, Scores] = Field(description="Metrics of FP32 by evaluation split.")
+    trials: list[SearchTrial] = Field(description="Finished trials.")
+    outcome: SearchOutcome = Field(description="Chosen trial, and whether it passes.")
     confirmed: list[ConfirmedRecipe]
     """Recipes on evaluation data: the chosen one first, then the given and the shipped ones."""
     agreement: DropAgreement | None

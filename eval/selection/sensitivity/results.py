@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from qdqbench.eval.selection.trials.results import DrawRecord, Scores
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.schema import Strict, read
@@ -16,19 +18,15 @@ class CandidateRow(Strict):
 
     name: str
     """Name as in recipes, without the name of the base model; for a kind its name."""
-    group: Group
-    """`linear`, `attention`, `block` or `kind`."""
+    group: Group = Field(description="`linear`, `attention`, `block` or `kind`.")
     kind: str
     """`qkv`, `output`, `ffn-in`, `ffn-out`, `attention`, `pooler`, `classifier`, `LayerNorm input`,
     `embeddings`, or `block`."""
     layer: int | None
     """Number of the encoder layer; null outside of the encoder and for kinds."""
-    modules: list[str]
-    """Full names of the modules that are switched."""
-    diagnostic: bool
-    """True if no recipe can put it in INT8."""
-    only: Comparison
-    """This alone in INT8."""
+    modules: list[str] = Field(description="Full names of the modules that are switched.")
+    diagnostic: bool = Field(description="True if no recipe can put it in INT8.")
+    only: Comparison = Field(description="This alone in INT8.")
     all_but: Comparison | None
     """Everything but this in INT8; null if it is not part of everything."""
 
@@ -36,14 +34,11 @@ class CandidateRow(Strict):
 class CurvePoint(Strict):
     """The linears that cost the most kept out of INT8, everything else in INT8."""
 
-    kept: int
-    """Number of linear layers kept out of INT8."""
-    linears: list[str]
-    """Full names of these layers, in the order of the ranking."""
+    kept: int = Field(description="Number of linear layers kept out of INT8.")
+    linears: list[str] = Field(description="Full names of these layers, in the order of the ranking.")
     attention: list[str]
     """Attention modules that leave INT8 with their output linear layer."""
-    comparison: Comparison
-    """All other layers in INT8."""
+    comparison: Comparison = Field(description="All other layers in INT8.")
 
 
 class SensitivityChoice(Strict):
@@ -53,25 +48,19 @@ class SensitivityChoice(Strict):
     """Number of linear layers kept out of INT8; 0 if the drop of everything in INT8 is within noise."""
     reached: bool
     """True if drop and divergence hold; else it is the best point that was measured."""
-    file: str
-    """File of the recipe."""
+    file: str = Field(description="File of the recipe.")
 
 
 class Sensitivity(DrawRecord):
     """Everything that `qdqbench sensitivity` measured."""
 
-    fp32: Scores
-    """Metrics of the model without quantizers on the draw."""
-    full: Comparison
-    """Everything in INT8."""
+    fp32: Scores = Field(description="Metrics of the model without quantizers on the draw.")
+    full: Comparison = Field(description="Everything in INT8.")
     int8: list[str]
     """Full names of the linear layers and attention modules that "everything" is."""
-    rows: list[CandidateRow]
-    """Candidates, in the order of the model."""
-    curve: list[CurvePoint]
-    """Points by rising number of linear layers kept out of INT8."""
-    choice: SensitivityChoice
-    """Recipe that was written."""
+    rows: list[CandidateRow] = Field(description="Candidates, in the order of the model.")
+    curve: list[CurvePoint] = Field(description="Points by rising number of linear layers kept out of INT8.")
+    choice: SensitivityChoice = Field(description="Recipe that was written.")
     timings: dict[str, float]
     """Times in seconds: `candidates_s` of all measurements, those of interrupted runs included;
     `this_run_s`."""

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from qdqbench.eval.reporting.document import Cell, Report
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.quantize.recipe.schema import Recipe
@@ -23,8 +25,7 @@ class Failure(Strict):
 
     code: FailureCode
     """Kind of failure; `input` and `device` can be fixed, so that the same command tries again."""
-    text: str
-    """Message in one line."""
+    text: str = Field(description="Message in one line.")
 
     @property
     def is_retryable(self) -> bool:
@@ -42,12 +43,9 @@ def failure_of(error: Exception) -> Failure:
 class Scores(Strict):
     """Metrics of FP32 on one split."""
 
-    metrics: dict[str, float]
-    """Metrics of the task, the primary one first."""
-    stderr: dict[str, float]
-    """Standard error of each metric."""
-    n: int
-    """Number of samples."""
+    metrics: dict[str, float] = Field(description="Metrics of the task, the primary one first.")
+    stderr: dict[str, float] = Field(description="Standard error of each metric.")
+    n: int = Field(description="Number of samples.")
 
 
 class CalibrationCost(Strict):
@@ -60,15 +58,13 @@ class CalibrationCost(Strict):
     quantized."""
     amax_over_rms_at: str | None
     """Quantizer of that activation; null if no activation is quantized."""
-    notes: list[str] = []
-    """Changes of the model by calibration."""
+    notes: list[str] = Field(default=[], description="Changes of the model by calibration.")
 
 
 class Trial(Strict):
     """One recipe that was tried."""
 
-    recipe: Recipe | None
-    """Recipe; null for a candidate of a sensitivity."""
+    recipe: Recipe | None = Field(description="Recipe; null for a candidate of a sensitivity.")
     origin: Origin
     """Origin of the recipe: `given` by the user, `shipped`, `unquantized` (nothing in INT8), `calibration`
     (another calibration section), `candidate` (one group of tensors, of `sensitivity`), `ranking` (by
@@ -79,10 +75,8 @@ class Trial(Strict):
     """Cost of the calibration; null if not calibrated here."""
     speedup: Speedup | None = None
     """Speed-up over an engine without INT8; null if not measured."""
-    failure: Failure | None = None
-    """Reason why it has no scores; null if it has."""
-    seconds: float = 0.0
-    """Time of the trial in seconds."""
+    failure: Failure | None = Field(default=None, description="Reason why it has no scores; null if it has.")
+    seconds: float = Field(default=0.0, description="Time of the trial in seconds.")
     divergences: list[float] = []
     """Divergence of each sample of the draw, in the store only."""
 
@@ -95,38 +89,26 @@ class Trial(Strict):
 class ChoiceRecord(Strict):
     """Fields that results of all four commands share; `trials.store.describe_session` fills it."""
 
-    schema_version: Literal[3] = 3
-    """Version of this schema."""
-    created: str
-    """Time of the end, ISO 8601, UTC."""
-    command: str
-    """Command line."""
-    metric: str
-    """Primary metric of the task."""
-    warnings: list[str]
-    """Caveats of the figures."""
-    notes: list[str]
-    """Notes on how the data were read and calibrated."""
-    environment: dict[str, Any]
-    """Versions, hardware, git hash."""
+    schema_version: Literal[3] = Field(default=3, description="Version of this schema.")
+    created: str = Field(description="Time of the end, ISO 8601, UTC.")
+    command: str = Field(description="Command line.")
+    metric: str = Field(description="Primary metric of the task.")
+    warnings: list[str] = Field(description="Caveats of the figures.")
+    notes: list[str] = Field(description="Notes on how the data were read and calibrated.")
+    environment: dict[str, Any] = Field(description="Versions, hardware, git hash.")
 
 
 class DrawRecord(ChoiceRecord):
     """Fields that results on a draw of train rows share; `Trials.describe` fills it."""
 
-    recipe: dict[str, Any]
-    """Recipe with every default filled in."""
-    model: dict[str, Any]
-    """Name and SHA-256 of its files."""
-    task: dict[str, Any]
-    """Name, columns, metrics, label names."""
+    recipe: dict[str, Any] = Field(description="Recipe with every default filled in.")
+    model: dict[str, Any] = Field(description="Name and SHA-256 of its files.")
+    task: dict[str, Any] = Field(description="Name, columns, metrics, label names.")
     data: dict[str, Any]
     """Source, split, fingerprint, rows, `calibration` and scored `samples`, seed of the draw; of methods
     the rows of each `evaluation` split too."""
-    seed: int
-    """Seed of the bootstrap; the draws use the recipe's `calibration.seed`."""
-    batch_size: int
-    """Batch size of the evaluation in samples."""
+    seed: int = Field(description="Seed of the bootstrap; the draws use the recipe's `calibration.seed`.")
+    batch_size: int = Field(description="Batch size of the evaluation in samples.")
     divergence: Divergence
     """`kl`: KL(FP32 || INT8) per sample in nat; `squared`: squared error over the variance of FP32 logits;
     `cosine`: 1 - cosine to FP32 embeddings."""
