@@ -16,20 +16,7 @@ from qdqbench.eval.stages.stages import FP16_STAGE
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibration.softmax import LONG
 from qdqbench.quantize.models.identity import describe_model
-from qdqbench.quantize.pipeline.artifacts import (
-    FP32,
-    GPU,
-    GPU_INT8,
-    LAYER_ERRORS,
-    REWRITES,
-    Skipped,
-    backend_of,
-    describe_lengths,
-    graph_path,
-    read_built,
-    read_engine_run,
-    read_verified,
-)
+from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import QAT, Session
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
@@ -137,7 +124,7 @@ def model_changes(  # noqa: PLR0913
 
 # of the output of an INT8 attention: up to 128 tokens with scale 1/127 MiniLM is below it
 MOST_SOFTMAX_ERROR = 0.2
-ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx", GPU_INT8)
+ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx", artifacts.GPU_INT8)
 
 
 def collect(session: Session, timings: dict[str, Timing], until: str | None = None) -> Results:
@@ -149,12 +136,12 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
     """
     folder, config, whole = session.folder, session.config, until is None
     readers: dict[str, Callable[[], Any]] = {
-        "build": lambda: read_built(folder),
-        "gpu_build": lambda: read_built(folder / GPU),
-        "verify": lambda: read_verified(folder),
+        "build": lambda: artifacts.read_built(folder),
+        "gpu_build": lambda: artifacts.read_built(folder / artifacts.GPU),
+        "verify": lambda: artifacts.read_verified(folder),
     }
     outcomes = {name: read() for name, read in readers.items() if name in timings}
-    skipped = {name: done.skipped for name, done in outcomes.items() if isinstance(done, Skipped)}
+    skipped = {name: done.skipped for name, done in outcomes.items() if isinstance(done, artifacts.Skipped)}
     outcomes = {name: done for name, done in outcomes.items() if name not in skipped}
     report_phase("scoring")
     stages = stage_results(session, None if whole else timings)
@@ -166,8 +153,8 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
     else:
         names = [name for stage in timings for name in read_finished(folder)[stage].outputs]
     sizes = {name: (folder / name).stat().st_size for name in names}
-    onnx = [name for name in names if name.endswith(".onnx") and FP32 in sizes]
-    ratios = {name: sizes[name] / sizes[FP32] for name in onnx}
+    onnx = [name for name in names if name.endswith(".onnx") and artifacts.FP32 in sizes]
+    ratios = {name: sizes[name] / sizes[artifacts.FP32] for name in onnx}
     qat_scored = "qat" in timings and "fake_quant" in timings
     results = Results(
         until=until,
@@ -199,7 +186,7 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
         qat_vs_ptq=_compare_stages(session, "ptq", "fake_quant") if qat_scored else None,
         engine=outcomes.get("build"),
         gpu_engine=outcomes.get("gpu_build"),
-        lengths=describe_lengths(session) if whole else None,
+        lengths=artifacts.describe_lengths(session) if whole else None,
         verification=outcomes.get("verify"),
         gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop),
         timings=timings,
@@ -236,8 +223,8 @@ def stage_results(session: Session, done: Collection[str] | None = None) -> dict
         if stage == "fake_quant" and not session.recipe.quantizes:
             reason = "the recipe quantizes nothing"
         elif stage == "engine":
-            ran = read_engine_run(session.folder)
-            reason, detail = (ran.skipped, "") if isinstance(ran, Skipped) else (None, ran.detail)
+            ran = artifacts.read_engine_run(session.folder)
+            reason, detail = (ran.skipped, "") if isinstance(ran, artifacts.Skipped) else (None, ran.detail)
         skipped = StageResult(status="skipped", reason=reason)
         result[name] = skipped if reason else score_stage(session, name, detail)
     return result
@@ -309,16 +296,16 @@ def _add_effects(session: Session, results: Results) -> None:
             half = read_logits(path)[both.split]
             results.vs_fp16 = compare(task, half, both.answers, both.gold, seed=seed)
     if session.recipe.quantizes:
-        errors = files.read_json(session.folder / LAYER_ERRORS)
+        errors = files.read_json(session.folder / artifacts.LAYER_ERRORS)
         results.layer_errors = LayerErrors.model_validate(errors)
         recipe, plan = session.recipe, session.plan
         exact_gelu = getattr(session.fp32_model.config, plan.family.activation) == "gelu"
         results.model_changes = model_changes(
             plan,
             read_record(session.record_path),
-            files.read_json(session.folder / REWRITES).get(graph_path(session).name, {}),
+            files.read_json(session.folder / artifacts.REWRITES).get(artifacts.graph_path(session).name, {}),
             to_tanh=exact_gelu and recipe.export.gelu == "tanh",
-            half=recipe.precision.compute == "fp16" and backend_of(recipe) not in CPU_BACKENDS,
+            half=recipe.precision.compute == "fp16" and artifacts.backend_of(recipe) not in CPU_BACKENDS,
             trained=results.training.best_step if results.training else 0,
         )
 

@@ -47,8 +47,7 @@ class RunLatency(Strict):
     config: str = Field(description="Config of the bench, such as `b32 s128`.")
     system: str = Field(description="Name of the fastest INT8 engine.")
     median_ms: float = Field(description="Latency in ms: median over rounds of the rounds' medians.")
-    speedup: Speedup | None
-    """Speed-up over the fastest system without INT8; null if none was measured."""
+    speedup: Speedup | None = Field(description="Speed-up over the fastest system without INT8, or null.")
 
 
 class ComparedRun(Strict):
@@ -59,18 +58,15 @@ class ComparedRun(Strict):
     model: str = Field(description="Name of the model.")
     recipe: str = Field(description="Name of the recipe.")
     task: str = Field(description="Name of the task.")
-    stage: str
-    """Stage nearest to deployment that was scored, whose predictions are compared."""
+    stage: str = Field(description="Scored stage nearest to deployment, whose predictions are compared.")
     n: int = Field(description="Number of samples that it scored.")
     metrics: dict[str, float] = Field(description="Metrics of that stage, the primary one first.")
     stderr: dict[str, float] = Field(description="Standard errors of the metrics, where known.")
     fp32: dict[str, float] = Field(description="Metrics of the run's own FP32.")
-    vs_fp32: Comparison | None
-    """Comparison with the run's own FP32; null if they were not compared."""
+    vs_fp32: Comparison | None = Field(description="Comparison with the run's own FP32; null without.")
     backend: str | None = Field(description="Backend of the engine; null if none was built.")
     int8: int | None = Field(description="Matrix products that the engine runs in INT8; null without one.")
-    expected_int8: int | None
-    """Matrix products that the recipe puts in INT8; null without an engine."""
+    expected_int8: int | None = Field(description="Matrix products that should be in INT8; null without one.")
     planned_int8: int = Field(description="Linear layers that the recipe puts in INT8.")
     onnx_bytes: int | None
     """Size in bytes of the quantized ONNX file, or of the FP16 graph if nothing is quantized; null without
@@ -80,7 +76,7 @@ class ComparedRun(Strict):
     failures: list[GateCode] = Field(description="Codes of the gate's failed checks.")
     warnings: list[str] = Field(description="Warnings of its `results.json`.")
     device: str | None
-    """Device of its bench; null without one, or if its files changed since."""
+    """Device of its bench; null without one, or if files changed since."""
     latency: list[RunLatency] = Field(description="Latency by config of its bench.")
 
 
@@ -99,18 +95,15 @@ class SamplePrediction(Strict):
     """Prediction of one model for a sample."""
 
     prediction: str = Field(description="Class, score or text.")
-    margin: float | None
-    """Probability of the class minus that of the next; null without competing classes."""
-    right: bool | None
-    """True if it agrees with the label; null if predictions are neither right nor wrong."""
+    margin: float | None = Field(description="Probability of the class minus the next; null without classes.")
+    right: bool | None = Field(description="True if it is right, false if wrong; null if neither.")
 
 
 class ComparedSample(Strict):
     """A sample with different answers, or scores that differ most."""
 
     task: str = Field(description="Name of the task.")
-    sample: int
-    """Row of the evaluation split, or number of the sample if it has several rows."""
+    sample: int = Field(description="Row of the evaluation split; number of the sample if it has several.")
     text: str | None = Field(description="Text of the sample; null if the data were not found.")
     label: str | None = Field(description="Label in words; null for a task without labels.")
     predictions: dict[str, SamplePrediction]
@@ -124,8 +117,7 @@ class ComparedLayer(Strict):
     what: Literal["amax", "output error", "block error"]
     """Quantity: amax of a quantizer, output error of a linear layer, output error of a block."""
     name: str = Field(description="Name of the quantizer, linear layer or block.")
-    values: dict[str, float | None]
-    """Values by run; null if the run has none, or if it is not a number."""
+    values: dict[str, float | None] = Field(description="Values by run; null if not known or not a number.")
 
 
 class RunComparison(Tabular):
@@ -136,8 +128,7 @@ class RunComparison(Tabular):
     command: str = Field(description="Command line.")
     runs: list[ComparedRun] = Field(description="Runs, in the order given.")
     pairs: list[ComparedPair] = Field(description="Each pair of runs.")
-    samples: list[ComparedSample]
-    """Samples with different predictions, or whose scores differ most."""
+    samples: list[ComparedSample] = Field(description="Samples with different predictions or scores.")
     sample_count: int = Field(description="Number of such samples before the list was cut.")
     layers: list[ComparedLayer] = Field(description="Quantizers, linear layers and blocks of several runs.")
     notes: list[str] = Field(description="Parts that could not be compared, with the reason.")

@@ -41,10 +41,8 @@ class StudyRow(Strict):
     ptq: dict[str, float] = Field(default={}, description="Metrics of the fake-quant model before QAT.")
     qat: dict[str, float] = Field(default={}, description="Metrics of the fake-quant model after QAT.")
     steps: int = Field(default=0, description="Optimizer steps of the QAT.")
-    best_step: int = 0
-    """Step of the QAT whose weights were kept; 0: the weights before training."""
-    samples_per_s: float | None = None
-    """Samples per second of the QAT; null without a step."""
+    best_step: int = Field(default=0, description="Step whose weights were kept; 0: before training.")
+    samples_per_s: float | None = Field(default=None, description="Samples per second; null without a step.")
 
 
 class StudySummary(Strict):

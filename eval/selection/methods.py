@@ -61,8 +61,7 @@ class MethodRow(Strict):
     """Divergence minus that of the best row, paired by sample; null if it failed."""
     above_best_stderr: float | None = None
     """Standard error of `above_best`, paired by sample; null if it failed."""
-    ties: bool = False
-    """True if `above_best` is at most two of its standard errors; true for the best row."""
+    ties: bool = Field(default=False, description="True if `above_best` is at most two standard errors.")
 
     @property
     def section(self) -> Calibration:

@@ -24,13 +24,7 @@ from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of, tensor
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.inputs import select_inputs
-from qdqbench.quantize.pipeline.artifacts import (
-    Skipped,
-    expected_gemms,
-    graph_path,
-    read_built,
-    read_verified,
-)
+from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
@@ -439,14 +433,14 @@ def bisect_run(folder: Path) -> BisectResult:
         UserError: no run directory, no engine in it, or one that is not for this machine.
     """
     session = Session(read_config(folder), folder)
-    built = read_built(folder)
-    if find_gpu() is None and (isinstance(built, Skipped) or not built.on_cpu):
+    built = artifacts.read_built(folder)
+    if find_gpu() is None and (isinstance(built, artifacts.Skipped) or not built.on_cpu):
         raise MissingDevice("bisecting runs engines, and CUDA shows no GPU here; run it on the engine's GPU")
-    if isinstance(built, Skipped):
+    if isinstance(built, artifacts.Skipped):
         raise UserError(f"{folder} has no engine ({built.skipped}); build it first")
-    path = graph_path(session)
+    path = artifacts.graph_path(session)
     sidecar = check_sidecar(folder / "engine" / built.file, path)
-    gemms = expected_gemms(session)
+    gemms = artifacts.expected_gemms(session)
 
     def run_engine(model: onnx.ModelProto, feeds: Feeds) -> dict[str, Array]:
         with engine_of(model, sidecar, gemms) as (engine, _):
@@ -458,8 +452,8 @@ def bisect_run(folder: Path) -> BisectResult:
     quantized = session.recipe.quantizes
     reference = session.fake_quant_model if quantized else session.fp32_model
     half = session.recipe.precision.compute == "fp16" and not built.on_cpu
-    verified = read_verified(folder)
-    rows = [] if isinstance(verified, Skipped) else verified.blocks
+    verified = artifacts.read_verified(folder)
+    rows = [] if isinstance(verified, artifacts.Skipped) else verified.blocks
     with session.fp32_shifted() if quantized else nullcontext() as fp32:
         tensors = blocks.reference_blocks(reference, fp32, batch, half=half)
     mask = batch["attention_mask"].astype(bool)

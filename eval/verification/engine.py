@@ -11,17 +11,8 @@ import onnx
 
 from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.eval.metrics.runners import Predict
+from qdqbench.eval.verification import checks
 from qdqbench.eval.verification.blocks import Uncut, reference_blocks, stitch
-from qdqbench.eval.verification.checks import (
-    BF16_LIMIT,
-    MIN_LIMIT,
-    BlockSums,
-    QuantizationCost,
-    check_answers,
-    check_padding,
-    check_shape,
-    verification_failures,
-)
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.profiles import Profile
@@ -206,14 +197,16 @@ def verify_engine(session: Session) -> Verification:
         raise MissingDevice(f"no engine was built: {built.skipped}")
     path, graph = session.folder / "engine" / built.file, graph_path(session)
     sidecar = check_sidecar(path, graph)
-    rounding = BF16_LIMIT if sidecar.compute == "bf16" else MIN_LIMIT
+    rounding = checks.BF16_LIMIT if sidecar.compute == "bf16" else checks.MIN_LIMIT
     profiles, task, seed = sidecar.profiles, session.config.task, session.config.seed
     with open_runner(path, graph, pad_id=session.pad_id, outputs=task.kind.outputs) as run:
         data = _read_data(session, widest(profiles).max[1])
-        cost = QuantizationCost.of(data.reference, data.fp32, rounding)
+        cost = checks.QuantizationCost.of(data.reference, data.fp32, rounding)
         shapes = _run_shapes(run, data, profiles, session)
         few = data.rows[:PADDING_SAMPLES].tolist()
-        padding = check_padding(padding_answers(run, data.encoded, few, profiles, session.pad_id), cost)
+        padding = checks.check_padding(
+            padding_answers(run, data.encoded, few, profiles, session.pad_id), cost
+        )
         answers = _run_rows(run, data, profiles, session)
     blocks: list[BlockCheck] = []
     uncut, gemms = None, built.int8_gemms
@@ -230,7 +223,7 @@ def verify_engine(session: Session) -> Verification:
         stitched_int8_gemms=gemms,
         shapes=shapes,
         padding=padding,
-        predictions=check_answers(
+        predictions=checks.check_answers(
             task,
             answers,
             data.reference[places],
@@ -252,7 +245,7 @@ def verify_engine(session: Session) -> Verification:
             f"the blocks were judged in an engine with {gemms} INT8 GEMMs, the deployed one has "
             f"{built.int8_gemms}: cutting it changed what the builder fuses"
         )
-    result.failures = verification_failures(result, str(session.folder))
+    result.failures = checks.verification_failures(result, str(session.folder))
     result.passed = not result.failures
     return result
 
@@ -274,7 +267,7 @@ def _run_shapes(run: Predict, data: _Data, profiles: Sequence[Profile], session:
     for case in track("shapes", shape_cases(data.encoded.lengths, profiles, session.config.seed)):
         n, reference = len(case.rows), data.reference[data.encoded.answers_of(np.array(case.rows))]
         got = _answer(run, data.encoded, case, session.pad_id, n)
-        found.append(check_shape(got, reference, (n, case.length), case.what))
+        found.append(checks.check_shape(got, reference, (n, case.length), case.what))
     return found
 
 
@@ -301,7 +294,7 @@ def _run_blocks(
     half = np.dtype(np.float16) in stitched.types.values()
     quantized = session.recipe.quantizes
     model = session.fake_quant_model if quantized else session.fp32_model
-    sums = {block.name: BlockSums(block.name) for block in stitched.blocks}
+    sums = {block.name: checks.BlockSums(block.name) for block in stitched.blocks}
     cases = block_cases(data.encoded.lengths, widest(sidecar.profiles), session.config.seed)
     report_phase("building the engine of blocks")
     with (

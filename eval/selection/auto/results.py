@@ -37,14 +37,12 @@ class Proposal(Strict):
     """Source of a step's recipe."""
 
     base: str = Field(description="Name of the recipe that it changes.")
-    samples: int | None = None
-    """Train rows that it was chosen on; null if none were used."""
+    samples: int | None = Field(default=None, description="Train rows that it was chosen on; null without.")
     share: float | None = None
     """Share of the base's divergence that is left; null if not measured."""
     method: str = Field(default="", description="Calibration section in words.")
     linears: list[str] = Field(default=[], description="Linear layers that are kept out of INT8.")
-    trial: int | None = None
-    """Number of the trial in the search; null without a search."""
+    trial: int | None = Field(default=None, description="Number of the trial of the search; null without.")
     trials: int | None = Field(default=None, description="Number of trials of the search; null without one.")
     speedup: float | None = Field(default=None, description="Speed-up of the trial; null if not measured.")
 
@@ -54,16 +52,14 @@ class StepRun(Strict):
 
     folder: str = Field(description="Run directory, relative to the folder of `auto`.")
     engine: str | None
-    """Path of the engine, relative to the folder of `auto`; null if none was built."""
+    """Engine, relative to the folder of `auto`; null if none was built."""
     int8_linears: int = Field(description="Linear layers in INT8.")
     int8_attention: int = Field(description="Attention layers in INT8.")
     stage: str = Field(description="Last stage that was measured, whose scores these are.")
     previous: str | None = Field(description="Name of the last measured step before it; null for the first.")
-    vs_previous: dict[str, Comparison]
-    """Comparisons with that step by evaluation split; empty for the first."""
+    vs_previous: dict[str, Comparison] = Field(description="Comparisons with that step by evaluation split.")
     source: Source | None = Field(description="Device and baseline of the speed-up; null without one.")
-    not_timed: Failure | None
-    """Reason why there is no speed-up; null if there is one or none is required."""
+    not_timed: Failure | None = Field(description="Reason why a required speed-up is missing; else null.")
     issues: list[GateIssue] = Field(description="Issues that keep it from passing.")
     nested: NestedFolds | None = None
     """Nested evaluation of a step that passes after others were tried; null if nothing was chosen by
@@ -81,9 +77,9 @@ class AutoStep(Trial):
     changes nothing about what is unmet; `only_speed`: only speed is unmet; `budget`: its estimate exceeds
     what is left; `misfit`: its recipe does not fit the model. Else null."""
     proposal: Proposal | None = None
-    """Origin of the recipe; null if none was proposed."""
+    """Origin of the recipe; null if there is none."""
     estimate_s: float | None = None
-    """Estimated time before it started in seconds; null if not known."""
+    """Estimated time in seconds; null if not known."""
     run: StepRun | None = Field(default=None, description="Run of the recipe; null unless done.")
 
     @property

@@ -19,8 +19,7 @@ EQUAL = 1.01  # engines within 1% of each other count as equally fast: rounds di
 class PlacedTrial(Trial):
     """A recipe with both objectives of a search."""
 
-    int8_share: float = 0.0
-    """INT8 share of the multiply-adds of the encoder, from 0 to 1."""
+    int8_share: float = Field(default=0.0, description="INT8 share of the encoder's multiply-adds, 0 to 1.")
 
     @property
     def gain(self) -> float:
@@ -33,16 +32,13 @@ class SearchTrial(PlacedTrial):
 
     number: int = Field(description="Number in the study.")
     params: dict[str, Any] = Field(default={}, description="Parameters in the search space.")
-    shipped: str = ""
-    """Name of the shipped recipe that it is derived from; empty for others."""
+    shipped: str = Field(default="", description="Shipped recipe that it is derived from, or empty.")
     int8_linears: int = Field(default=0, description="Linear layers in INT8.")
     int8_attention: int = Field(default=0, description="Attention layers in INT8.")
     duplicate_of: int | None = None
     """Number of an earlier trial with the same recipe, whose values it has; null for a new one."""
-    holds: bool = False
-    """True if it satisfies the gate; a drop that exceeds `max_drop` within noise does."""
-    on_front: bool = False
-    """True if no other trial is better in one objective and as good in the other."""
+    holds: bool = Field(default=False, description="True if it satisfies the gate, also within noise.")
+    on_front: bool = Field(default=False, description="True if it is on the Pareto front.")
 
     @property
     def is_scored(self) -> bool:
@@ -83,8 +79,7 @@ class DropAgreement(Strict):
     searched_stderr: float = Field(description="Paired standard error of `searched`.")
     confirmed: float = Field(description="Drop of the chosen recipe on the evaluation split.")
     confirmed_stderr: float = Field(description="Paired standard error of `confirmed`.")
-    within_noise: bool
-    """True if they differ by at most two standard errors of their difference."""
+    within_noise: bool = Field(description="True if they differ by at most two standard errors.")
 
 
 class Source(Strict):
@@ -114,24 +109,18 @@ class Ranking(Strict):
     units: list[tuple[int, str]]
     """Units (layer and kind) in the order in which they leave INT8, the most costly first."""
     attention: list[int] = Field(description="Attention layers by number, the most costly in INT8 first.")
-    file: str | None = None
-    """Path of the sensitivity that it is from; null for one of its own."""
-    samples: int | None = None
-    """Train rows of a sensitivity of its own; null for a given one."""
+    file: str | None = Field(default=None, description="File of the sensitivity; null for one of its own.")
+    samples: int | None = Field(default=None, description="Train rows of its own sensitivity; else null.")
 
 
 class SearchOutcome(Strict):
     """The trial that the gate asks for, and whether it holds on evaluation data."""
 
-    passed: bool = False
-    """True if the chosen trial passes the gate on evaluation data."""
-    chosen: int | None = None
-    """Number of the chosen trial; null if none satisfies the gate."""
-    best: int | None = None
-    """Number of the trial nearest to the gate if none satisfies it; else null."""
+    passed: bool = Field(default=False, description="True if the chosen trial passes on evaluation data.")
+    chosen: int | None = Field(default=None, description="Number of the chosen trial; null if none holds.")
+    best: int | None = Field(default=None, description="Trial nearest to the gate if none holds; else null.")
     holding: int = Field(default=0, description="Number of trials that satisfy the gate.")
-    equal: int = 1
-    """Number of these within 1% of the fastest, of which the most accurate was chosen."""
+    equal: int = Field(default=1, description="Number of these that are within 1% of the fastest.")
     issues: list[GateIssue] = Field(default=[], description="Issues of the gate on evaluation data.")
 
 
@@ -151,8 +140,7 @@ class Search(ChoiceRecord):
     outcome: SearchOutcome = Field(description="Chosen trial, and whether it passes.")
     confirmed: list[ConfirmedRecipe]
     """Recipes on evaluation data: the chosen one first, then the given and the shipped ones."""
-    agreement: DropAgreement | None
-    """Drop in search and confirmation; null without a chosen recipe."""
+    agreement: DropAgreement | None = Field(description="Both drops of the chosen recipe; null without one.")
 
     @property
     def chosen(self) -> SearchTrial | None:

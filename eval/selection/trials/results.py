@@ -23,8 +23,7 @@ FailureCode = Literal["input", "check", "device", "error"]
 class Failure(Strict):
     """Why a recipe could not be tried."""
 
-    code: FailureCode
-    """Kind of failure; `input` and `device` can be fixed, so that the same command tries again."""
+    code: FailureCode = Field(description="Kind of failure; `input` and `device` are tried again.")
     text: str = Field(description="Message in one line.")
 
     @property
@@ -51,13 +50,11 @@ class Scores(Strict):
 class CalibrationCost(Strict):
     """Cost of a calibration, and the widest activation that it found."""
 
-    seconds: float
-    """Time of the passes over the data, shared or not, and of the recipe's extra steps in seconds."""
+    seconds: float = Field(description="Time of the passes over the data and of extra steps, in seconds.")
     amax_over_rms: float | None
     """Largest outlier measure of an activation (amax / root mean square); null if no activation is
     quantized."""
-    amax_over_rms_at: str | None
-    """Quantizer of that activation; null if no activation is quantized."""
+    amax_over_rms_at: str | None = Field(description="Quantizer of that activation; null if there is none.")
     notes: list[str] = Field(default=[], description="Changes of the model by calibration.")
 
 
@@ -74,11 +71,10 @@ class Trial(Strict):
     calibration: CalibrationCost | None = None
     """Cost of the calibration; null if not calibrated here."""
     speedup: Speedup | None = None
-    """Speed-up over an engine without INT8; null if not measured."""
+    """Speed-up over an engine without INT8, or null."""
     failure: Failure | None = Field(default=None, description="Reason why it has no scores; null if it has.")
     seconds: float = Field(default=0.0, description="Time of the trial in seconds.")
-    divergences: list[float] = []
-    """Divergence of each sample of the draw, in the store only."""
+    divergences: list[float] = Field(default=[], description="Divergences by sample, in the store only.")
 
     @property
     def divergence(self) -> float:
