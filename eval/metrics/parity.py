@@ -184,8 +184,7 @@ def _boundaries(index: GraphIndex) -> dict[str, Boundary]:
         tensor = producer.input[0] if producer is not None and cast else node.input[0]
         scale = index.constant(node.input[1])
         assert scale is not None, f"{node.name} has no constant scale"
-        boundary = found.setdefault(tensor, Boundary(tensor))
-        boundary.quantizers[use_of(node.name)] = float(scale)
+        found.setdefault(tensor, Boundary(tensor)).quantizers[use_of(node.name)] = float(scale)
     return found
 
 

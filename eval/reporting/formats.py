@@ -1,7 +1,6 @@
 """How numbers, names and text are written in reports."""
 
 import html
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -99,10 +98,6 @@ def seconds(count: float) -> str:
     return f"{count:.2f} s" if count < 9.995 else f"{count:.1f} s"
 
 
-def decibel(error: float) -> str:
-    return f"{-20 * math.log10(error):.1f}" if error else ""
-
-
 def types(names: list[str]) -> str:
     """Return datatypes with their number: `3 FP16, INT8`."""
     counted = Counter(datatype(name) for name in names)
@@ -138,7 +133,6 @@ def fenced(block: str, language: str = "") -> str:
 
 
 def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Return nested mappings as dotted names and printable values."""
     if isinstance(value, dict):
         start = f"{prefix}." if prefix else ""
         return [row for key, item in value.items() for row in flat(item, f"{start}{key}")]
@@ -186,7 +180,6 @@ DATATYPES = {"half": "FP16", "float": "FP32", "bfloat16": "BF16"} | {
 
 
 def datatype(name: str) -> str:
-    """Return the field's name of a builder's datatype: Half is FP16; unknown names stay."""
     return DATATYPES.get(name.lower(), name)
 
 

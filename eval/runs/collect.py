@@ -257,8 +257,7 @@ def _model(session: Session, whole: bool) -> dict[str, Any]:
     if not whole:
         return {"name": session.model_name, "sha256": session.model_sha256}
     model = session.fp32_model
-    info = describe_model(session.model_name, model, session.config.revision)
-    return info | {
+    return describe_model(session.model_name, model, session.config.revision) | {
         "parameters": sum(p.numel() for p in model.parameters()),
         "embedded": session.config.model is None,
     }

@@ -18,13 +18,7 @@ from qdqbench.eval.metrics.logits import Logits, read_answers
 from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting.formats import cleaned, count_of, in_points, known, label, model_label, size
 from qdqbench.eval.reporting.render import write_report
-from qdqbench.eval.runs.report.verdict import (
-    GATE_STATES,
-    differing_text,
-    last_measured,
-    noise_text,
-    quantized_file,
-)
+from qdqbench.eval.runs.report import verdict
 from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
@@ -137,18 +131,15 @@ class RunComparison(Tabular):
         for run in self.runs:
             flat = run.model_dump(exclude={"metrics", "stderr", "fp32", "vs_fp32", "latency"})
             metric, versus = next(iter(run.metrics)), run.vs_fp32
-            yield (
-                flat
-                | {
-                    "metric": metric,
-                    "value": run.metrics[metric],
-                    "stderr": run.stderr.get(metric),
-                    "fp32": run.fp32.get(metric),
-                    "delta": versus.delta.get(metric) if versus else None,
-                    "delta_stderr": versus.delta_stderr.get(metric) if versus else None,
-                }
-                | {f"ms at {each.config}": each.median_ms for each in run.latency}
-            )
+            flat |= {
+                "metric": metric,
+                "value": run.metrics[metric],
+                "stderr": run.stderr.get(metric),
+                "fp32": run.fp32.get(metric),
+                "delta": versus.delta.get(metric) if versus else None,
+                "delta_stderr": versus.delta_stderr.get(metric) if versus else None,
+            }
+            yield flat | {f"ms at {each.config}": each.median_ms for each in run.latency}
 
 
 MOST_SAMPLES = 500  # that are kept, of each task
@@ -245,7 +236,7 @@ def _load(folder: Path, name: str) -> LoadedRun:
     if not (folder / RESULTS_FILE).is_file():
         raise UserError(f"{folder} has no {RESULTS_FILE}; run `qdqbench report {folder}` first")
     results = read_results(folder)
-    if (last := last_measured(results)) is None or last[0] == "fp32":
+    if (last := verdict.last_measured(results)) is None or last[0] == "fp32":
         raise UserError(f"{folder} has scored nothing but FP32; run it to its end first")
     (fp32, labels), (answers, _) = (_read_unchanged(folder, stage) for stage in ("fp32", last[0]))
     split = next(iter(fp32))
@@ -268,7 +259,7 @@ def _read_unchanged(folder: Path, stage: str) -> tuple[Logits, dict[str, Array]]
 
 def describe_run(run: LoadedRun) -> ComparedRun:
     results, row = run.results, run.results.stages[run.stage]
-    engine, file = results.engine, quantized_file(results)
+    engine, file = results.engine, verdict.quantized_file(results)
     bench = None if run.stale_bench else run.bench
     device = str(bench.environment.get("gpu", "GPU")) if bench else None
     return ComparedRun(
@@ -307,11 +298,7 @@ def _latencies(bench: Bench) -> Iterator[RunLatency]:
 
 
 def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunComparison:
-    """Compare two or more finished runs.
-
-    Raises:
-        UserError: as `load_runs`.
-    """
+    """Compare two or more finished runs; a UserError is as in `load_runs`."""
     runs = load_runs(folders)
     notes: list[str] = []
     samples, total = [], 0
@@ -342,7 +329,6 @@ def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunC
 
 
 def why_not_paired(first: LoadedRun, second: LoadedRun) -> str | None:
-    """Explain why two runs did not answer the same samples; None where they did."""
     if (first.task.name, first.task.kind) != (second.task.name, second.task.kind):
         return f"{first.name} is of task {first.task.name}, {second.name} of {second.task.name}"
     if first.task.metrics != second.task.metrics:
@@ -451,9 +437,6 @@ def _not_comparable(runs: list[LoadedRun]) -> list[str]:
     return notes
 
 
-# Report
-
-
 def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
     """Write `compare.html`, `compare.md`, `compare.json`, and runs, pairs, samples and layers as CSV."""
     import pandas
@@ -499,9 +482,12 @@ def _run_blocks(runs: list[ComparedRun]) -> list[doc.Block]:
         runs,
         ("run", lambda run: doc.Cell(run.name, note=f"{run.recipe}, model {run.model}")),
         ("result", lambda run: _points_cell(run.metrics, run.stderr)),
-        ("against FP32", _delta_cell),
+        (
+            "against FP32",
+            lambda run: _points_cell(at.delta, at.delta_stderr, "+") if (at := run.vs_fp32) else None,
+        ),
         *((f"{config}, ms", partial(_latency_cell, config)) for config in configs),
-        ("gate", lambda run: doc.Cell(run.gate, GATE_STATES.get(run.gate, "unclear"))),
+        ("gate", lambda run: doc.Cell(run.gate, verdict.GATE_STATES.get(run.gate, "unclear"))),
         ("INT8", _int8_text),
         (
             "ONNX file",
@@ -538,10 +524,6 @@ def _points_cell(values: dict[str, float], errors: dict[str, float], sign: str =
     return doc.Cell("\n".join(lines), sort=next(iter(values.values()), None))
 
 
-def _delta_cell(run: ComparedRun) -> doc.Cell:
-    return _points_cell(run.vs_fp32.delta, run.vs_fp32.delta_stderr, "+") if run.vs_fp32 else doc.Cell()
-
-
 def _delta_text(versus: Comparison, metric: str) -> str:
     return in_points(versus.delta[metric], versus.delta_stderr.get(metric), "+")
 
@@ -550,10 +532,10 @@ def _latency_cell(config: str, run: ComparedRun) -> doc.Cell:
     latency = next((latency for latency in run.latency if latency.config == config), None)
     if latency is None:
         return doc.Cell()
-    if (ratio := latency.speedup) is None:
-        return doc.Cell(f"{latency.median_ms:.3g}")
-    state = doc.bad_unless(ratio.verdict != "slower")
-    return doc.Cell(f"{latency.median_ms:.3g}", state, f"{ratio.value:.2f}x over {ratio.baseline}")
+    ratio = latency.speedup
+    note = f"{ratio.value:.2f}x over {ratio.baseline}" if ratio else ""
+    slower = ratio is not None and ratio.verdict == "slower"
+    return doc.Cell(f"{latency.median_ms:.3g}", doc.bad_unless(not slower), note)
 
 
 def _latency_text(latency: RunLatency) -> str:
@@ -577,9 +559,9 @@ def _engine_size(run: ComparedRun) -> str:
 def _pair_text(pair: ComparedPair, versus: Comparison) -> str:
     metric = next(iter(versus.delta))
     difference = f"{label(metric)} {_delta_text(versus, metric)}"
-    parts = [f"{pair.second} against {pair.first}: {difference}", noise_text(versus)]
+    parts = [f"{pair.second} against {pair.first}: {difference}", verdict.noise_text(versus)]
     if versus.disagreements is not None:
-        parts.append(f"{differing_text(versus)} answers differ")
+        parts.append(f"{verdict.differing_text(versus)} answers differ")
     if versus.mcnemar_p is not None:
         parts.append(f"McNemar p {versus.mcnemar_p:.2g}")
     return ", ".join(parts)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -20,7 +19,7 @@ from qdqbench.quantize.training.qat import get_settings
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.results import Spread, TrainingRun, training_line
-from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.schema import Strict
 from qdqbench.quantize.utils.system.environment import now
 
 if TYPE_CHECKING:
@@ -73,10 +72,6 @@ class Study(Strict):
     summary: dict[str, StudySummary] = Field(description="Statistics by recipe with a seed that is done.")
     warnings: list[str] = Field(description="Warnings of the fine-tunings, and failures.")
     environment: dict[str, Any] = Field(description="Versions of the libraries, hardware, git hash.")
-
-
-def read_study(path: Path) -> Study:
-    return read(path, Study, "study", "run `qdqbench study` again")
 
 
 def study(

@@ -219,8 +219,7 @@ class MethodComparison:
                 prepares = splitting > 0 or any(smoothing != "none" for *_, smoothing in scaling)
                 passes += 1 + prepares + bool(case.plan.attention)
             group.append(case)
-        drawn = self.session.recipe.calibration.samples
-        self._total = trials.rows * (1 + len(cases)) + drawn * passes
+        self._total = trials.rows * (1 + len(cases)) + self.session.recipe.calibration.samples * passes
         trials.fp32  # noqa: B018  (before anything is calibrated)
         self._done = trials.rows
         tried: dict[str, Trial] = {}
@@ -437,8 +436,7 @@ def _draw_split(methods: Methods, split: str) -> str:
     rows = [(each, each.trial.scores[split]) for each in methods.rows if not each.trial.failure]
     is_draw = split == DRAW
     title = f"{label(methods.metric)} against FP32, {split}"
-    figure = svg.figure_of(0.7 + 0.24 * len(rows))
-    axes: Any = figure.add_subplot()
+    figure, axes = svg.axes_of(0.7 + 0.24 * len(rows))
     if is_draw:
         title = "divergence from FP32, train rows"
         points = [(versus.distance, versus.divergence_stderr or 0.0) for _, versus in rows]

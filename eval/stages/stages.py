@@ -241,12 +241,10 @@ def graph_stage(name: str, needs: tuple[str, ...], graph: Callable[[Session], Pa
 def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:
     """Draw samples in random order, so that the batches are padded."""
     _, encoded = next(iter(session.eval_splits.values()))
-    count = encoded.rows
-    order = np.random.default_rng(session.config.seed).permutation(count)[:PARITY_SAMPLES]
+    order = np.random.default_rng(session.config.seed).permutation(encoded.rows)[:PARITY_SAMPLES]
     for start in range(0, len(order), PARITY_BATCH):
         session.progress(start, len(order))
-        rows = order[start : start + PARITY_BATCH].tolist()
-        yield encoded.batch(rows, session.pad_id)[1]
+        yield encoded.batch(order[start : start + PARITY_BATCH].tolist(), session.pad_id)[1]
 
 
 def _model(session: Session) -> Any:

@@ -289,8 +289,7 @@ class _Search:
         vanished: list[str] = []
         for start in range(0, len(candidates), per_step):
             chunk = candidates[start : start + per_step]
-            rows = self._compare(chunk)
-            wrong = next((row for row in rows if self._jumps(row)), None)
+            wrong = next((row for row in self._compare(chunk) if self._jumps(row)), None)
             if wrong is not None:
                 result.error, result.tensor = wrong, wrong.tensor
                 break
@@ -375,8 +374,7 @@ def _own_inputs(
 
 def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
     result, index = search.result, GraphIndex(search.stitched.model)
-    tensor = str(result.tensor).removesuffix(blocks.TURNED_BACK)
-    node = index.producers[tensor]
+    node = index.producers[str(result.tensor).removesuffix(blocks.TURNED_BACK)]
     result.node, result.operator = node.name, node.op_type
     result.layers = [row.name for row in layers if node.name in row.onnx or node.name in row.name]
     evidence = Deviation(
@@ -417,7 +415,6 @@ def _error_text(row: TensorError) -> str:
 
 
 def run_onnxruntime(model: onnx.ModelProto, feeds: Feeds) -> dict[str, Array]:
-    """Return all outputs of a graph in ONNX Runtime without optimizations."""
     session = session_of(model.SerializeToString(), "the cut graph")
     names = [value.name for value in model.graph.output]
     wanted = {value.name for value in model.graph.input}

@@ -124,8 +124,7 @@ def padding_answers(
     rows = rows[:large]
 
     def alone(row: int, length: int) -> Floats:
-        case = InputCase("alone", [row] * small, max(low, length))
-        return _answer(run, encoded, case, pad_id, 1)
+        return _answer(run, encoded, InputCase("alone", [row] * small, max(low, length)), pad_id, 1)
 
     case = InputCase("together", together, max(low, int(lengths[together].max())))
     filled = _answer(run, encoded, case, pad_id, len(rows))
@@ -134,9 +133,7 @@ def padding_answers(
 
 
 def _answer(run: Predict, encoded: Encoded, case: InputCase, pad_id: int, n: int) -> Floats:
-    """Return the answers to the first `n` rows of a case."""
-    made = run(batch_of(encoded, case, pad_id))[:n]
-    answers: Floats = encoded.kept(np.array(case.rows[:n]), made)
+    answers: Floats = encoded.kept(np.array(case.rows[:n]), run(batch_of(encoded, case, pad_id))[:n])
     return answers
 
 
@@ -289,8 +286,7 @@ def _run_blocks(
     """Build the stitched engine, feed it the reference's block inputs, and judge each block."""
     from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
 
-    family = session.plan.family
-    stitched = stitch(read_model(graph_path(session)), family)
+    stitched = stitch(read_model(graph_path(session)), session.plan.family)
     half = np.dtype(np.float16) in stitched.types.values()
     quantized = session.recipe.quantizes
     model = session.fake_quant_model if quantized else session.fp32_model

@@ -201,8 +201,7 @@ def layer_chart(points: Points, title: str, name: str, limit: float | None = Non
     shared: dict[tuple[tuple[int, float], ...], list[str]] = defaultdict(list)
     for kind in _ordered(points):
         shared[tuple(sorted(points[kind].items()))].append(kind)
-    figure = svg.figure_of(2.75)
-    axes = figure.add_subplot()
+    figure, axes = svg.axes_of(2.75)
     others = cycle(OTHERS)
     for line, kinds in shared.items():
         layers, heights = zip(*line, strict=True)
@@ -226,8 +225,7 @@ def layer_chart(points: Points, title: str, name: str, limit: float | None = Non
 def lengths_svg(results: Results) -> str:
     if (lengths := results.lengths) is None:
         return ""
-    figure = svg.figure_of(2.0)
-    axes = figure.add_subplot()
+    figure, axes = svg.axes_of(2.0)
     tokens, rows = zip(*lengths.histogram, strict=True)
     axes.bar(tokens, rows, width=0.9, color=svg.BLUE)
     for number, bucket in enumerate(lengths.buckets):

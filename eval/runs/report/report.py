@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from qdqbench.eval.bench.report import bench_blocks, bench_of
 from qdqbench.eval.bench.results import Bench
@@ -94,7 +93,8 @@ def too_slow(folder: Path) -> list[str]:
 def run_report(results: Results, bench: Bench | str | None = None, folder: Path | None = None) -> doc.Report:
     """Return the report of a run; without a bench and a folder, what a terminal shows of it."""
     results = cleaned(results)
-    recipe, begin = results.recipe, where_to_begin(folder / DEPLOY, Path(DEPLOY)) if folder else None
+    recipe, form = results.recipe, "To deploy it: `{}`; {}try it with `{}`"
+    deploy = where_to_begin(folder / DEPLOY, Path(DEPLOY), form) if folder else ""
     name = model_label(str(results.model.get("name", "model")))
     inputs = [
         *flat(results.model, "model"),
@@ -102,7 +102,6 @@ def run_report(results: Results, bench: Bench | str | None = None, folder: Path 
         *flat(results.data, "data"),
         ("seed", str(results.seed)),
     ]
-    deploy = f"To deploy it: `{begin.folder}`; {begin.warning}try it with `{begin.command}`" if begin else ""
     qat: list[doc.Block] = [f"{verdict.qat_clause(results)}.", *training_blocks(results.training)]
     return doc.Report(
         doc.page_of(
@@ -134,9 +133,6 @@ def run_report(results: Results, bench: Bench | str | None = None, folder: Path 
         warnings=results.warnings,
         notes=results.notes,
     )
-
-
-# Tiles
 
 
 def _tiles(results: Results) -> list[doc.Tile]:
@@ -224,9 +220,6 @@ def missing_engines(results: Results) -> str:
     return f"{' and '.join(lacking)} not built: `qdqbench bench RUN` builds them" if lacking else ""
 
 
-# Accuracy
-
-
 def _accuracy_section(results: Results) -> doc.Section:
     stages = results.stages
     metrics = [*dict.fromkeys(metric for stage in stages.values() for metric in stage.metrics)]
@@ -264,7 +257,6 @@ def _accuracy_section(results: Results) -> doc.Section:
 
 
 def _against(show: Callable[[Comparison], doc.Value]) -> Callable[[tuple[str, StageResult]], doc.Value]:
-    """Return the column that shows a stage's comparison with FP32, empty for FP32 itself."""
     return lambda pair: show(pair[1].vs_fp32) if pair[1].vs_fp32 else None
 
 
@@ -298,9 +290,6 @@ def _stages_table(results: Results, metrics: list[str]) -> doc.Table:
         instead=skipped,
         look="full cards",
     )
-
-
-# Speed and cost
 
 
 def _speed_section(results: Results, bench: Bench | str | None) -> list[doc.Section]:
@@ -351,9 +340,6 @@ def _cost_section(results: Results) -> doc.Section:
     return doc.Section("cost", "Cost", [parts])
 
 
-# The folder `deploy`
-
-
 def hand_off(session: Session, results: Results) -> list[str]:
     """Write the deploy folder of a finished run; return why that failed, as warnings."""
     try:
@@ -379,9 +365,8 @@ def deploy(folder: Path, out: Path | None = None) -> Path:
     session = Session(read_config(folder), folder)
     if not (folder / RESULTS_FILE).is_file():
         raise UserError(f"{folder} is not finished; run `qdqbench report {folder}`, which makes it")
-    results = read_results(folder)
     with locked_folder(folder) if out is None else locked_for_reading(folder):
-        _write_deploy(session, results, out)
+        _write_deploy(session, read_results(folder), out)
     return out or folder / DEPLOY
 
 
@@ -393,29 +378,19 @@ def _write_deploy(session: Session, results: Results, out: Path | None) -> None:
     write_deploy(session, results, RunVerdict(said.title, said.sentence, failed, lines), out)
 
 
-class EntryPoint(NamedTuple):
-    """Folder `deploy`, what to know before its use, and the command to try it."""
+def where_to_begin(place: Path, called: Path, form: str = "{}; {}try it: {}") -> str:
+    """Return how to begin with a folder `deploy`, called so for its reader; empty where there is none.
 
-    folder: str
-    warning: str
-    command: str
-
-    def __str__(self) -> str:
-        return f"{self.folder}; {self.warning}try it: {self.command}"
-
-
-def where_to_begin(place: Path, called: Path) -> EntryPoint | None:
-    """Return how to begin with a folder `deploy`, called so for its reader; None where there is none."""
+    Args:
+        form: takes the folder, what to know before its use, and the command to try it.
+    """
     if not (place / TOLD).is_file():
-        return None
+        return ""
     about = files.read_json(place / TOLD)
     warning = "" if about["ran"] else "the engine never ran; "
     warning = "NOT FOR USE, the run failed; " if about["failed"] else warning
     command = f"python {shlex.quote(str(called / about['script']))} {about['example']}"
-    return EntryPoint(str(called), warning, command)
-
-
-# A run up to a stage
+    return form.format(called, warning, command)
 
 
 def stages_report(results: Results, folder: Path) -> doc.Report:

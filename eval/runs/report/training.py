@@ -268,8 +268,7 @@ def curves_svg(runs: list[TrainingRun], identity: str, title: str, name: str | N
         return ""
     several = len(runs) > 1
     rows = -(-(len(curves) + 1) // LEGEND_COLUMNS) if several else 1
-    figure = svg.figure_of(2.3 + 0.17 * rows)
-    axes = figure.add_subplot()
+    figure, axes = svg.axes_of(2.3 + 0.17 * rows)
     for number, run, points in curves:
         failed = ", failed" if run.status == "failed" else ""
         axes.plot(

@@ -216,8 +216,7 @@ def stage_label(results: Results, name: str) -> str:
 
 
 def worst_first(parity: Parity | None) -> list[ParityRow]:
-    rows = parity.rows if parity else []
-    return sorted(rows, key=lambda row: -row.nearest[0])
+    return sorted(parity.rows if parity else [], key=lambda row: -row.nearest[0])
 
 
 def part_text(row: ParityRow) -> str:

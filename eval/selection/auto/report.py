@@ -1,7 +1,6 @@
 """The report of `auto`: a page, Markdown and a screen."""
 
 from functools import partial
-from typing import Any
 
 from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
@@ -91,7 +90,6 @@ def headline(auto: Auto) -> str:
 
 
 def unmet_lines(auto: Auto) -> list[str]:
-    """Return what keeps the chosen recipe from holding, or why no step finished, in sentences."""
     if auto.chosen is not None:
         return [issue_sentence(issue) for issue in auto.chosen.unmet]
     reasons = _group_names({step.name: explain_step(auto, step) for step in auto.steps})
@@ -247,19 +245,20 @@ def _title(step: AutoStep) -> str:
     return step.name if step.kind == "shipped" else TITLES[step.kind]
 
 
-def _change_cell(scores: dict[str, Comparison]) -> doc.Cell:
-    texts = [
-        f"{delta_points(-each.drop, each.drop_stderr)}{' ~' if each.within_noise else ''}"
+def _differences(scores: dict[str, Comparison], unit: str, noise: str) -> list[str]:
+    return [
+        f"{delta_points(-each.drop, each.drop_stderr)}{unit}{noise if each.within_noise else ''}"
         for each in scores.values()
     ]
+
+
+def _change_cell(scores: dict[str, Comparison]) -> doc.Cell:
+    texts = _differences(scores, "", " ~")
     return doc.Cell(" / ".join(texts), short=texts[0] if texts else "")
 
 
 def _difference(scores: dict[str, Comparison]) -> str:
-    return " and ".join(
-        f"{delta_points(-each.drop, each.drop_stderr)} points{' (within noise)' if each.within_noise else ''}"
-        for each in scores.values()
-    )
+    return " and ".join(_differences(scores, " points", " (within noise)"))
 
 
 def _explanation(auto: Auto) -> list[str]:
@@ -283,8 +282,7 @@ def steps_svg(auto: Auto) -> str:
     done = [step for step in auto.steps if step.run]
     if not done:
         return ""
-    figure = svg.figure_of(0.9 + 0.3 * len(done))
-    axes: Any = figure.add_subplot()
+    figure, axes = svg.axes_of(0.9 + 0.3 * len(done))
     axes.axvline(0.0, color=svg.MUTED, linewidth=0.8)
     axes.axvline(-100 * auto.gate.max_drop, **svg.LIMIT_LINE)
     for place, step in enumerate(done):

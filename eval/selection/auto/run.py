@@ -122,7 +122,6 @@ class Evaluation:
     def compare(
         self, reference: Logits, answers: Logits, samples: Mapping[str, Int64] | None = None
     ) -> dict[str, Comparison]:
-        """Compare answers with others by split, of these samples alone where they are given."""
         scores = {}
         for name in answers:
             encoded, both = self.encoded[name], (reference[name], answers[name])
@@ -166,7 +165,6 @@ class Evaluation:
         )
 
     def _choose(self, fp32: Logits, tried: Sequence[StepAnswers], samples: Mapping[str, Int64]) -> int:
-        """Return the number of the step that these samples choose, as `choose_step` does."""
         drops = []
         for at, each in enumerate(tried):
             scores = self.compare(fp32, each.logits, samples)
@@ -340,23 +338,18 @@ class AutoRun:
 
 
 def list_proposers(auto: AutoRun) -> list[Proposer]:
+    def propose_shipped(recipe: Recipe) -> Proposer:
+        folder, proposal = auto.folder / recipe.name, Proposal(base=recipe.name)
+        propose = lambda before, left: (recipe, proposal)  # noqa: E731
+        return Proposer(recipe.name, "shipped", propose, lambda: auto.open_session(recipe, folder).plan)
+
     return [
-        *(_propose_shipped(auto, recipe) for recipe in auto.recipes),
+        *map(propose_shipped, auto.recipes),
         Proposer("methods", "methods", partial(propose_methods, auto)),
         Proposer("islands", "islands", partial(propose_islands, auto)),
         Proposer("search", "search", partial(propose_search, auto)),
         Proposer("qat", "qat", propose_qat),
     ]
-
-
-def _propose_shipped(auto: AutoRun, recipe: Recipe) -> Proposer:
-    folder, proposal = auto.folder / recipe.name, Proposal(base=recipe.name)
-    return Proposer(
-        recipe.name,
-        "shipped",
-        lambda before, left: (recipe, proposal),
-        lambda: auto.open_session(recipe, folder).plan,
-    )
 
 
 def choose_base(before: Sequence[AutoStep], *, moved: bool = False) -> Recipe:

@@ -37,7 +37,6 @@ def finish_search(worker: Worker, folder: Path) -> Search:
     """Choose and confirm; write `search.json`, the reports and the recipe into `folder`."""
     trials = list_trials(worker)
     outcome = choose_trial(trials, worker.gate)
-    chosen = next((trial for trial in trials if trial.number == outcome.chosen), None)
     session, evaluated = worker.work.session, worker.work.confirmations
     about = describe_session(session)
     about["environment"] |= {"optuna": metadata.version("optuna"), **versions()}
@@ -58,7 +57,7 @@ def finish_search(worker: Worker, folder: Path) -> Search:
         agreement=None,
     )
     (folder / RECIPE_FILE).unlink(missing_ok=True)
-    if chosen is not None and chosen.recipe is not None:
+    if (chosen := found.chosen) is not None and chosen.recipe is not None:
         worker.work.progress("validating FP32")
         found.fp32 = {split: evaluated.fp32_scores(split) for split in evaluated.encoded}
         found.confirmed = confirm_recipes(worker, chosen, chosen.recipe)
@@ -128,13 +127,12 @@ def _confirm(
 def rivals_of(base: Recipe) -> list[Recipe]:
     """Return shipped recipes of a family without training, for a CPU those without INT8 residuals."""
     shipped = (load_recipe(name) for name in shipped_recipes())
-    reads_residuals = backend_of(base) in INT8_RESIDUALS
     return [
         recipe
         for recipe in shipped
         if recipe.qat is None
         and recipe.model.family == base.model.family
-        and (reads_residuals or not recipe.int8_residual)
+        and (backend_of(base) in INT8_RESIDUALS or not recipe.int8_residual)
     ]
 
 

@@ -177,10 +177,6 @@ def _trials(found: Search, speed: str) -> doc.Section:
     ranking = found.ranking
     source = f"file {ranking.file}" if ranking.file else f"sensitivity on {ranking.samples} train rows"
 
-    def origin(each: SearchTrial) -> doc.Cell:
-        shipped = each.origin == "shipped"
-        return doc.Cell(f"shipped {each.shipped}" if shipped else ORIGINS[each.origin], look="nowrap")
-
     def int8(each: SearchTrial) -> doc.Cell:
         return doc.Cell(f"{each.int8_linears} linears, {each.int8_attention} attentions", look="nowrap")
 
@@ -194,7 +190,7 @@ def _trials(found: Search, speed: str) -> doc.Section:
         ("holds", lambda each: "yes" if each.holds else ""),
         ("ms", lambda each: latency_text(each.speedup)),
         ("divergence", lambda each: f"{each.divergence:.3g}" if each.scores else ""),
-        ("from", origin),
+        ("from", lambda each: doc.Cell(ORIGINS.get(each.origin, f"shipped {each.shipped}"), look="nowrap")),
         ("INT8", int8),
         ("calibration", lambda each: doc.Cell(_calibration_text(each), look="text")),
         ("remark", _trial_remark),
@@ -273,8 +269,7 @@ def draw_front(found: Search) -> str:
         own = f"{trial.origin} recipe" if trial.origin in ("shipped", "given") else own
         return {own, "shipped recipe"} if trial.number in shipped else {own}
 
-    figure = svg.figure_of(3.6)
-    axes = figure.add_subplot()
+    figure, axes = svg.axes_of(3.6)
     front = sorted(point(trial) for trial in done if trial.on_front)
     axes.step(*zip(*front, strict=True), where="post", color=svg.BLUE, linewidth=1, alpha=0.6)
     for name, color, marker in MARKS:

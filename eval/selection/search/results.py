@@ -42,7 +42,6 @@ class SearchTrial(PlacedTrial):
 
     @property
     def is_scored(self) -> bool:
-        """Return whether it has values and no earlier trial has the same."""
         return self.failure is None and DRAW in self.scores and self.duplicate_of is None
 
     def loss(self, objective: Objective) -> float:
@@ -62,13 +61,11 @@ class ConfirmedRecipe(PlacedTrial):
     name: str = Field(description="Name of the recipe.")
     engine: dict[str, Comparison] = {}
     """Comparisons of the chosen recipe's engine with FP32 by split; empty if none ran."""
-    # a shipped recipe that is at least as accurate and as fast as the chosen one, one of both strictly more
     dominates: bool = False
     """True for a shipped recipe as accurate and as fast as the chosen one, and better in one of both."""
 
     @property
     def score(self) -> Comparison | None:
-        """Return the scores of the first split; None: it failed."""
         return next(iter(self.scores.values()), None)
 
 

@@ -207,8 +207,7 @@ def point_holds(point: CurvePoint, full: Comparison, max_drop: float) -> bool:
 
 def choose_point(curve: list[CurvePoint], max_drop: float) -> tuple[CurvePoint, bool]:
     """Return the first point that holds, else the one with the least divergence; and whether it holds."""
-    full = curve[0].comparison
-    good = next((point for point in curve if point_holds(point, full, max_drop)), None)
+    good = next((point for point in curve if point_holds(point, curve[0].comparison, max_drop)), None)
     return good or min(curve, key=lambda point: point.comparison.distance), good is not None
 
 
@@ -490,8 +489,7 @@ class Measurement:
     def _total(self) -> int:
         """Return the number of measurements without the bisection of the curve."""
         keys = {key for candidate in self.found.candidates for key in self._units(candidate)}
-        linears = len({*self.found.plan.int8} & self.found.everything)
-        return len(keys) + 1 + len(kept_counts(linears))
+        return len(keys) + 1 + len(kept_counts(len({*self.found.plan.int8} & self.found.everything)))
 
     def _row(self, candidate: Candidate) -> CandidateRow:
         values = [self.trials.store.trials[key].scores[DRAW] for key in self._units(candidate)]

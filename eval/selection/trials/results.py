@@ -118,8 +118,7 @@ def change_cell(value: float, comparison: Comparison) -> Cell:
 
 def divergence_cell(comparison: Comparison) -> Cell:
     value = comparison.distance
-    text = f"{value:.2e} ± {comparison.divergence_stderr:.0e}"
-    return Cell(text, short=f"{value:.2e}", sort=value)
+    return Cell(f"{value:.2e} ± {comparison.divergence_stderr:.0e}", short=f"{value:.2e}", sort=value)
 
 
 def sqnr_text(comparison: Comparison) -> str:
