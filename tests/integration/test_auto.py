@@ -28,9 +28,8 @@ OUT = "auto"
 def clipped(tmp_path) -> Path:
     """A recipe that clips what a model says most with: a far better one is easily found."""
     recipe = load_recipe("bert-int8-linears")
-    section = recipe.calibration.model_copy(
-        update={"samples": 64, "method": "percentile/60", "smoothing": "none", "bias_correction": False}
-    )
+    changes = {"samples": 64, "method": "percentile/60", "smoothing": "none", "bias_correction": False}
+    section = recipe.calibration.model_copy(update=changes)
     path = tmp_path / "clipped.yaml"
     path.write_text(dump_recipe(recipe.model_copy(update={"name": "clipped", "calibration": section})))
     return path
@@ -41,21 +40,7 @@ def read_auto(folder):
 
 
 def options(given, out, *more):
-    return [
-        str(word)
-        for word in (
-            "auto",
-            "--model",
-            given.model,
-            "--task",
-            given.task,
-            "--data",
-            given.data,
-            "--out",
-            out,
-            *more,
-        )
-    ]
+    return ["auto", *given.options, "--out", str(out), *map(str, more)]
 
 
 @pytest.mark.long
@@ -141,9 +126,6 @@ def test_bad_input_is_told_before_anything_is_written(sst2, tmp_path, qdqbench):
         assert said in done.err
         assert done.err.count("\n") == 1
         assert not out.exists()
-
-
-def test_a_folder_of_something_else_is_left_alone(sst2, tmp_path, qdqbench):
     (tmp_path / "mine.txt").write_text("mine")
     assert qdqbench(*options(sst2, tmp_path)).code == 1
     assert listing(tmp_path) == ["mine.txt"]
@@ -155,12 +137,8 @@ def test_a_killed_command_resumes(sst2, tmp_path, qdqbench):
     out = tmp_path / OUT
     words = options(sst2, out, "int8-linears", "--samples", 96, "--trials", 8)
     words += ["--min-speedup", "50", "--backend", "openvino"]  # nothing is so fast: search is tried
-    process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, *words],
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([sys.executable, "-c", MAIN, *words], env=environment(), **quiet)
     deadline = time.monotonic() + 300
     while not (out / "search").exists():
         assert process.poll() is None

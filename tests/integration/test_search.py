@@ -48,9 +48,9 @@ def files(tmp_path_factory):
     return root
 
 
-def options(given, files, out, *more, recipe="mine.yaml", trials=TRIALS):
+def options(given, files, out, *more, trials=TRIALS):
     sst2 = given("sst2")
-    words = [files / recipe, *sst2.options, "--out", out, "--trials", trials, "--samples", 96]
+    words = [files / "mine.yaml", *sst2.options, "--out", out, "--trials", trials, "--samples", 96]
     return [str(word) for word in ("search", *words, "--speed", "int8-share", *more)]
 
 
@@ -123,8 +123,8 @@ def test_the_search_rows_are_not_those_that_calibrate(given, files):
 
 def test_the_chosen_recipe_runs(searched, given, qdqbench, tmp_path):
     out, _ = searched
-    done = qdqbench("run", out / "recipe.yaml", *given("sst2").options, "--out", tmp_path / "run",
-                    "--until", "export")  # fmt: skip
+    words = (*given("sst2").options, "--out", tmp_path / "run", "--until", "export")
+    done = qdqbench("run", out / "recipe.yaml", *words)
     assert done.code == 0, done.err
 
 
@@ -150,21 +150,20 @@ def test_more_trials_go_on(searched, given, files, qdqbench):
     assert all(kept[trial.number] == trial.scores for trial in before)
 
 
-def test_bad_files_are_told_before_a_study_is_made(searched, given, files, tmp_path, qdqbench):
-    out = tmp_path / "out"
-    done = qdqbench(*options(given, files, out, "--sensitivity", tmp_path / "nowhere.json"))
-    assert done.code == 1
-    assert "nowhere.json" in done.err
-    assert "unexpected" not in done.err
-    assert not out.exists()
-
-
-def test_a_finished_search_is_not_replaced_by_another(searched, given, files, qdqbench):
-    out, _ = searched
+@pytest.mark.parametrize(
+    "case",
+    [
+        (["--study-name", "another"], "holds the finished search"),
+        (["--batch", 8], "made with other settings (batch and length)"),
+    ],
+)
+def test_a_finished_search_is_not_replaced_by_another(searched, given, files, qdqbench, case):
+    (more, told), (out, _) = case, searched
     before = (out / "search.json").read_bytes()
-    done = qdqbench(*options(given, files, out, "--study-name", "another"))
+    done = qdqbench(*options(given, files, out, *more))
     assert done.code == 1
-    assert "holds the finished search" in done.err
+    assert told in done.err
+    assert done.err.count("\n") == 1
     assert (out / "search.json").read_bytes() == before
 
 
@@ -177,20 +176,6 @@ def test_a_budget_of_time_ends_it_with_a_report(given, files, tmp_path, qdqbench
     assert f"1 of {TRIALS} trials fitted into 0.001 s; the same command resumes" in found.warnings
 
 
-def test_a_study_of_other_settings_is_refused(searched, given, files, qdqbench):
-    out, _ = searched
-    done = qdqbench(*options(given, files, out, "--batch", 8))
-    assert done.code == 1
-    assert "made with other settings (batch and length)" in done.err
-    assert done.err.count("\n") == 1
-
-
-def test_a_speedup_that_nothing_can_measure_is_refused(given, files, tmp_path, qdqbench):
-    done = qdqbench(*options(given, files, tmp_path / "out", recipe="fast.yaml"))
-    assert done.code == 3
-    assert "gate.min_speedup of recipe mine needs a measured latency" in done.err
-
-
 def test_other_files_in_the_folder_are_left_alone(given, files, tmp_path, qdqbench):
     (tmp_path / "mine.txt").write_text("mine")
     done = qdqbench(*options(given, files, tmp_path))
@@ -198,12 +183,23 @@ def test_other_files_in_the_folder_are_left_alone(given, files, tmp_path, qdqben
     assert listing(tmp_path) == ["mine.txt"]
 
 
-def test_too_few_rows_say_what_to_lower(given, files, tmp_path, qdqbench):
-    words = options(given, files, tmp_path / "out")
-    words[1] = "bert-int8-linears"  # 512 calibration samples of 256 rows
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("fast.yaml", [], 3, "gate.min_speedup of recipe mine needs a measured latency"),
+        ("bert-int8-linears", [], 1, "calibration.samples"),  # 512 of 256 rows
+        ("mine.yaml", ["--sensitivity", "nowhere.json"], 1, "nowhere.json"),  # before a study is made
+    ],
+)
+def test_what_cannot_be_searched_is_told(given, files, tmp_path, qdqbench, case):
+    (recipe, more, code, told), out = case, tmp_path / "out"
+    words = options(given, files, out, *more)
+    words[1] = str(files / recipe) if recipe.endswith(".yaml") else recipe
     done = qdqbench(*words)
-    assert done.code == 1
-    assert "calibration.samples" in done.err
+    assert done.code == code
+    assert told in done.err
+    assert "unexpected" not in done.err
+    assert not more or not out.exists()
 
 
 @pytest.mark.long

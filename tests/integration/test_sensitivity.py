@@ -1,6 +1,7 @@
 """`qdqbench sensitivity` on a tiny model: what it writes, what it refuses, and that a kill loses nothing."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -20,24 +21,20 @@ VOLATILE = {"created", "command", "timings"}
 
 def lasting(folder):
     """What does not depend on when it was measured."""
-    return {
-        k: v for k, v in json.loads((folder / "sensitivity.json").read_text()).items() if k not in VOLATILE
-    }
+    found = json.loads((folder / "sensitivity.json").read_text())
+    return {name: value for name, value in found.items() if name not in VOLATILE}
 
 
 def test_everything_is_measured_and_written(qdqbench, sst2, recipe, tmp_path):
     out = tmp_path / "out"
-    done = qdqbench(
-        "sensitivity", recipe("bert-int8-attention"), *sst2.options, "--out", out, "--samples", 96
-    )
+    options = (recipe("bert-int8-attention"), *sst2.options, "--out", out)
+    done = qdqbench("sensitivity", *options, "--samples", 96)
     assert (done.code, done.err) == (0, "")
     assert listing(out) == FILES
     found = read_sensitivity(out)
     assert found == read_sensitivity(out / "sensitivity.json")
-    groups = [row.group for row in found.rows]
-    assert [groups.count(each) for each in ("linear", "attention", "block", "kind")] == [
-        6 * LAYERS + 2, LAYERS, LAYERS, 9
-    ]  # fmt: skip
+    groups = Counter(row.group for row in found.rows)
+    assert groups == {"linear": 6 * LAYERS + 2, "attention": LAYERS, "block": LAYERS, "kind": 9}
     assert len(found.int8) == 7 * LAYERS
     assert len(ranking(found.rows)) == 6 * LAYERS
     assert found.data["samples"] == 96
@@ -56,9 +53,8 @@ def test_written_recipe_runs(qdqbench, sst2, recipe, tmp_path, monkeypatch):
 
     monkeypatch.setattr(sensitivity_choice, "point_holds", lambda point, full, limit: point.kept >= 3)
     out = tmp_path / "out"
-    done = qdqbench(
-        "sensitivity", recipe("bert-int8-attention"), *sst2.options, "--out", out, "--samples", 32
-    )
+    options = (recipe("bert-int8-attention"), *sst2.options, "--out", out)
+    done = qdqbench("sensitivity", *options, "--samples", 32)
     assert done.code == 0, done.err
     found = read_sensitivity(out)
     assert (found.choice.kept, found.choice.reached) == (3, True)
@@ -132,19 +128,14 @@ def test_draw_is_beside_calibration_and_validation_is_not_read(qdqbench, sst2, r
     found = json.loads(done.out)
     assert found["data"]["samples"] == 30
     assert any("measured on 30 samples, not 64" in note for note in found["notes"])
+    from qdqbench.eval.selection.trials.store import draw_samples
+    from qdqbench.quantize.pipeline.session import RunConfig, Session
     from qdqbench.quantize.tasks.rows import load_split
     from qdqbench.quantize.tasks.task import get_task
 
-    split = load_split(get_task("sst2"), str(data), "train", limit=256, seed=0)
-    from qdqbench.eval.selection.trials.store import draw_samples
-    from qdqbench.quantize.pipeline.session import RunConfig, Session
-
-    config = RunConfig(
-        recipe=load_recipe(str(recipe(samples=226))),
-        model=str(sst2.model),
-        task=get_task("sst2"),
-        data=str(data),
-    )
+    task, path = get_task("sst2"), recipe(samples=226)
+    split = load_split(task, str(data), "train", limit=256, seed=0)
+    config = RunConfig(recipe=load_recipe(str(path)), model=str(sst2.model), task=task, data=str(data))
     drawn = draw_samples(Session(config, out), 64)[0].dataset
     assert drawn["sentence"][:] == split.dataset["sentence"][226:]
 

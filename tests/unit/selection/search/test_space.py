@@ -52,7 +52,7 @@ PARAMS = st.fixed_dictionaries(
 PLAIN = {"method": "max", "smoothing": "none", "weights_method": "max"} | dict.fromkeys(FLIPS, 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(PARAMS, st.randoms(use_true_random=False))
 def test_every_point_is_a_recipe_with_exactly_its_units(params, random):
     order = list(SPACE.units)
