@@ -309,16 +309,15 @@ def _add_effects(session: Session, results: Results) -> None:
         )
 
 
-def softmax_warnings(session: Session, record: CalibrationRecord) -> list[str]:
+def softmax_warnings(session: Session, record: CalibrationRecord) -> Iterator[str]:
     """Warn where the INT8 softmax loses much, or was not measured at the lengths of the evaluation data."""
     if not record.softmax:
-        return []
-    warnings = []
+        return
     if bad := [row for row in record.softmax if row.error > MOST_SOFTMAX_ERROR]:
         worst = max(bad, key=lambda row: row.error)
         centered = any(row.centered for row in record.softmax)
         cure = "" if centered else "set calibration.softmax_scale: min-error, or "
-        warnings.append(
+        yield (
             f"the INT8 softmax puts the output of {name_list(dict.fromkeys(row.module for row in bad))} off "
             f"by up to {worst.error:.0%} (at {worst.length} tokens, {worst.zeroed:.0%} of the attention "
             f"rounds to zero); {cure}keep them out with rules of type Attention and precision fp16"
@@ -326,9 +325,8 @@ def softmax_warnings(session: Session, record: CalibrationRecord) -> list[str]:
     lengths = np.concatenate([encoded.lengths for _, encoded in session.eval_splits.values()])
     seen = max(int(record.data["lengths"]["max"]), LONG)
     if longer := int((lengths > seen).sum()):
-        warnings.append(
+        yield (
             f"{longer} of {len(lengths)} evaluation samples have more than the {seen} tokens up to which "
             f"the INT8 softmax was measured (the longest has {lengths.max()}), and it loses more the longer "
             "they are; calibrate on samples as long"
         )
-    return warnings

@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -129,44 +129,42 @@ def run_report(results: Results, bench: Bench | str | None = None, folder: Path 
         ],
         verdict=verdict.run_verdict(results),
         lead=[doc.Prose(deploy, "quiet")] if deploy else [],
-        tiles=_tiles(results),
+        tiles=[*_tiles(results)],
         warnings=results.warnings,
         notes=results.notes,
     )
 
 
-def _tiles(results: Results) -> list[doc.Tile]:
+def _tiles(results: Results) -> Iterator[doc.Tile]:
     engine, planned = results.engine, len(results.quantized_layers)
-    tiles = []
     if engine is not None and engine.expected_int8_gemms:
         count, asked = engine.int8_gemms, engine.expected_int8_gemms
         holds = count >= asked and not engine.not_int8
-        tiles.append(doc.Tile("INT8 linears", f"{count} / {asked}", "in the engine", doc.bad_unless(holds)))
+        yield doc.Tile("INT8 linears", f"{count} / {asked}", "in the engine", doc.bad_unless(holds))
     elif engine is None and planned:
-        tiles.append(doc.Tile("INT8 linears", str(planned), "planned, not proven"))
+        yield doc.Tile("INT8 linears", str(planned), "planned, not proven")
     last, gain = verdict.last_measured(results), results.qat_vs_ptq
     if last is not None and (versus := last[1].vs_fp32) is not None:
         metric = next(iter(last[1].metrics))
         holds = not charts.drop_fails(last[1], metric, results.gate.max_drop)
-        tiles.append(_delta_tile(f"{label(metric)} against FP32", versus, metric, holds))
+        yield _delta_tile(f"{label(metric)} against FP32", versus, metric, holds)
     if gain is not None:
         metric, delta = next(iter(gain.delta.items()))
         title = f"{label(metric)}, QAT against PTQ"
-        tiles.append(_delta_tile(title, gain, metric, gain.within_noise or delta > 0))
-    tiles.append(_speed_tile(results))
+        yield _delta_tile(title, gain, metric, gain.within_noise or delta > 0)
+    yield _speed_tile(results)
     if engine is not None:
         others = [f"{row.precision.upper()} {size(row.bytes)}" for row in results.unquantized_engines]
         remark = ", ".join(filter(None, [*others, missing_engines(results)]))
-        tiles.append(doc.Tile("engine", size(engine.bytes), remark))
+        yield doc.Tile("engine", size(engine.bytes), remark)
     if (smaller := verdict.quantized_file(results)) is not None:
         name, ratio, count = smaller
-        tiles.append(doc.Tile("ONNX file against FP32", f"{ratio:.2f}", f"{size(count)}, {name}"))
-    tiles += _proof_tiles(results)
+        yield doc.Tile("ONNX file against FP32", f"{ratio:.2f}", f"{size(count)}, {name}")
+    yield from _proof_tiles(results)
     if results.timings:
         peak = max(timing.peak_rss_bytes for timing in results.timings.values())
         total = seconds(sum(timing.wall_s for timing in results.timings.values()))
-        tiles.append(doc.Tile("total stage time", total, f"peak memory {size(peak)}"))
-    return tiles
+        yield doc.Tile("total stage time", total, f"peak memory {size(peak)}")
 
 
 def _delta_tile(title: str, versus: Comparison, metric: str, holds: bool) -> doc.Tile:
@@ -190,22 +188,18 @@ def _speed_tile(results: Results) -> doc.Tile:
     return doc.Tile("speed", f"{least.value:.2f}x", remark, state)
 
 
-def _proof_tiles(results: Results) -> list[doc.Tile]:
-    tiles = []
+def _proof_tiles(results: Results) -> Iterator[doc.Tile]:
     if (parity := results.parity) is not None and parity.rows:
         worst = verdict.worst_first(parity)[0]
         remark = f"of its own limit: {verdict.remark_of(worst)}"
-        tiles.append(
-            doc.Tile("layer parity", verdict.part_text(worst), remark, doc.bad_unless(parity.passed))
-        )
+        yield doc.Tile("layer parity", verdict.part_text(worst), remark, doc.bad_unless(parity.passed))
     if (verified := results.verification) is not None:
         held = f"{sum(row.holds for row in verified.blocks)} / {len(verified.blocks)}"
         remark = f"follow {label(verified.reference)} on {sections.device_text(results.engine)}"
         if verified.blocks_not_checked:
             held, remark = "not checked", verified.blocks_not_checked
         state = doc.bad_unless(all(row.holds for row in verified.blocks))
-        tiles.append(doc.Tile("engine blocks", held, remark, state))
-    return tiles
+        yield doc.Tile("engine blocks", held, remark, state)
 
 
 def missing_engines(results: Results) -> str:

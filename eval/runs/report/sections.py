@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, config_label
@@ -367,25 +367,21 @@ def findings_section(results: Results) -> doc.Section:
     return doc.Section("findings", "Findings of `check`", [table])
 
 
-def answer_sections(results: Results) -> list[doc.Section]:
-    sections = []
+def answer_sections(results: Results) -> Iterator[doc.Section]:
     if (changed := results.changed_predictions) is not None:
-        sections.append(doc.Section("changed", "Answers that changed", _changed_blocks(results, changed)))
+        yield doc.Section("changed", "Answers that changed", _changed_blocks(results, changed))
     if (classes := results.classes) is not None:
         blocks = _class_blocks(classes, verdict.stage_label(results, classes.stage))
-        sections.append(doc.Section("classes", "Class by class", blocks))
-    return sections
+        yield doc.Section("classes", "Class by class", blocks)
 
 
-def layer_sections(results: Results) -> list[doc.Section]:
-    sections = []
+def layer_sections(results: Results) -> Iterator[doc.Section]:
     if results.model_changes:
         rows = [(change.what, change.description) for change in results.model_changes]
         pairs = doc.Pairs(rows, definitions=True)
-        sections.append(doc.Section("besides", "What the recipe changed besides Q/DQ", [pairs]))
+        yield doc.Section("besides", "What the recipe changed besides Q/DQ", [pairs])
     if (errors := results.layer_errors) is not None:
-        sections.append(doc.Section("errors", "Error of INT8, layer by layer", _error_blocks(errors)))
-    return sections
+        yield doc.Section("errors", "Error of INT8, layer by layer", _error_blocks(errors))
 
 
 def _changed_blocks(results: Results, changed: ChangedPredictions) -> list[doc.Block]:

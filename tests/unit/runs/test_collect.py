@@ -30,7 +30,7 @@ def session_of(*lengths: int) -> Any:
     ],
 )
 def test_little_loss_and_known_lengths_are_not_worth_a_word(record: Any, lengths: tuple[int, ...]) -> None:
-    assert softmax_warnings(session_of(*lengths), record) == []
+    assert [*softmax_warnings(session_of(*lengths), record)] == []
 
 
 @pytest.mark.parametrize("centered", [False, True])

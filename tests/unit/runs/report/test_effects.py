@@ -91,7 +91,7 @@ def test_the_sections_hold_what_results_hold(tmp_path):
     assert "not found" in text
     assert "not found" in markdown
     assert sections.EVALUATE_FP16 in text
-    worst = re.findall(r"`[^`]+` ([\d.]+)%", sections.layer_sections(full())[-1].blocks[0])
+    worst = re.findall(r"`[^`]+` ([\d.]+)%", [*sections.layer_sections(full())][-1].blocks[0])
     assert [float(share) for share in worst] == [4.0, 3.0, 2.0]
 
 
@@ -133,7 +133,7 @@ def test_a_list_that_was_cut_says_so():
 
 
 def confusions(results):
-    blocks = sections.answer_sections(results)[0].blocks
+    blocks = next(sections.answer_sections(results)).blocks
     parts = [part for block in blocks if isinstance(block, Columns) for part in block.parts]
     return [block for part in parts for block in part if isinstance(block, Table)]
 
