@@ -67,7 +67,7 @@ def print_results(results: "Results", folder: Path, *, json: bool) -> None:
     failures = "; ".join(map(issue_sentence, results.gate.failures))
     if results.until is None:
         begin = where_to_begin(folder / DEPLOY, folder / DEPLOY)
-        places = {"report": str(folder / "report.html"), **({"deploy": str(begin)} if begin else {})}
+        places = {"report": str(folder / "report.html"), **({"deploy": begin} if begin else {})}
         show_report(results, json, run_report, *(f"{name}: {path}" for name, path in places.items()))
         failures = f"the gate does not hold: {failures}"
     else:

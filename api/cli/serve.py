@@ -54,7 +54,7 @@ def deploy(
     with status() as announce:
         announce("writing")
         made = write(run, out)
-    begin = str(where_to_begin(made, made))
+    begin = where_to_begin(made, made)
     if json:
         paths = (path for path in sorted(made.rglob("*")) if path.is_file())
         sizes = {str(path.relative_to(made)): path.stat().st_size for path in paths}

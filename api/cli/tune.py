@@ -122,7 +122,7 @@ def _measure(
     report: "Callable[[Any], Report]",
 ) -> tuple[Any, list[str]]:
     """Return what `measured`, made of a session, finds, and where its recipe and report are."""
-    from qdqbench.eval.selection.trials.report import write_result
+    from qdqbench.eval.selection.trials.results import write_result
     from qdqbench.eval.selection.trials.store import RECIPE_FILE
     from qdqbench.eval.stages import stages
     from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder

@@ -59,7 +59,6 @@ class Predictions:
         return None if self.right is None else bool(self.right[sample])
 
     def word(self, sample: int) -> str:
-        """Return a prediction in words: a class, a score, a span, or the classes of its words."""
         value = self.predicted[sample]
         if isinstance(value, str):
             if not value:
@@ -147,7 +146,6 @@ class PairedAnswers:
 
     @cached_property
     def distance(self) -> Float64:
-        """Return the divergence of both predictions by sample, [samples]."""
         both = self.fp32.astype(np.float64), self.answers.astype(np.float64)
         return np.asarray(self.task.kind.divergence(*both, self.gold), dtype=np.float64)
 

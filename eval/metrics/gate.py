@@ -7,9 +7,7 @@ from qdqbench.quantize.utils.comparison import Comparison, GateIssue
 from qdqbench.quantize.utils.speedup import Speedup
 
 NOISE = 2  # paired standard errors up to which a difference is noise
-
 RULE_OF_THREE = 3  # samples that may differ where none did (Hanley and Lippman-Hand 1983), at 95 %
-
 MOST_SAMPLES = 10**9  # that are asked for: a drop at `max_drop` itself takes any number
 
 Judgement = Literal["holds", "holds within noise", "fails"]

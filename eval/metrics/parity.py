@@ -1,7 +1,7 @@
 """ONNX Runtime against the fake-quant model, layer by layer with the same inputs (docs/graph.md)."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -184,8 +184,7 @@ def _boundaries(index: GraphIndex) -> dict[str, Boundary]:
         tensor = producer.input[0] if producer is not None and cast else node.input[0]
         scale = index.constant(node.input[1])
         assert scale is not None, f"{node.name} has no constant scale"
-        boundary = found.setdefault(tensor, Boundary(tensor))
-        boundary.quantizers[use_of(node.name)] = float(scale)
+        found.setdefault(tensor, Boundary(tensor)).quantizers[use_of(node.name)] = float(scale)
     return found
 
 
@@ -226,18 +225,12 @@ def _recorded(
     def behind(names: Iterator[str], _: Any, __: Any, output: Any) -> None:
         outputs[next(names)] = output.detach().float().cpu().numpy()
 
-    hooks = [
-        modules[name].register_forward_pre_hook(partial(before, iter(uses)))
-        for name, uses in _uses(quantizers).items()
-    ] + [
-        modules[name].register_forward_hook(partial(behind, iter(uses)))
-        for name, uses in _uses(others).items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, uses in _uses(quantizers).items():
+            hooks.enter_context(modules[name].register_forward_pre_hook(partial(before, iter(uses))))
+        for name, uses in _uses(others).items():
+            hooks.enter_context(modules[name].register_forward_hook(partial(behind, iter(uses))))
         yield inputs, outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _uses(names: list[str]) -> dict[str, list[str]]:

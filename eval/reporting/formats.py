@@ -1,7 +1,6 @@
 """How numbers, names and text are written in reports."""
 
 import html
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -47,14 +46,12 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u206
 
 
 def label(name: str) -> str:
-    """Return how the field writes the name of a stage, metric, task or backend."""
     if name.endswith(SECOND):
         return f"{label(name.removesuffix(SECOND))} (mismatched)"
     return LABELS.get(name, name.replace("_", " "))
 
 
 def model_label(name: str) -> str:
-    """Return the last part of a model's folder or hub id, or "embedded default"."""
     path = Path(name)
     return "embedded default" if path.parts[-2:] == ("embedded", "model") else path.name or name
 
@@ -101,10 +98,6 @@ def seconds(count: float) -> str:
     return f"{count:.2f} s" if count < 9.995 else f"{count:.1f} s"
 
 
-def decibel(error: float) -> str:
-    return f"{-20 * math.log10(error):.1f}" if error else ""
-
-
 def types(names: list[str]) -> str:
     """Return datatypes with their number: `3 FP16, INT8`."""
     counted = Counter(datatype(name) for name in names)
@@ -140,7 +133,6 @@ def fenced(block: str, language: str = "") -> str:
 
 
 def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Return nested mappings as dotted names and printable values."""
     if isinstance(value, dict):
         start = f"{prefix}." if prefix else ""
         return [row for key, item in value.items() for row in flat(item, f"{start}{key}")]
@@ -188,7 +180,6 @@ DATATYPES = {"half": "FP16", "float": "FP32", "bfloat16": "BF16"} | {
 
 
 def datatype(name: str) -> str:
-    """Return the field's name of a builder's datatype: Half is FP16; unknown names stay."""
     return DATATYPES.get(name.lower(), name)
 
 
@@ -202,5 +193,4 @@ def known(value: float | None, form: str) -> str:
 
 
 def share_text(value: float | None) -> str:
-    """Return a share in percent; None is not a number."""
     return "not a number" if value is None else f"{value:.2%}"

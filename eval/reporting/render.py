@@ -175,8 +175,7 @@ def render_screen(report: doc.Report) -> "Group":
         parts.append(Text(report.page.heading, style="bold"))
         border = STYLES.get(verdict.state, "none")
         parts.append(Panel(body, title=Text(verdict.title), border_style=border, title_align="left"))
-    blocks = [*report.lead, *(block for section in report.sections for block in section.blocks)]
-    parts += _screen(blocks)
+    parts += _screen([*report.lead, *(block for section in report.sections for block in section.blocks)])
     for lines, name, style in ((report.warnings, "warning", "yellow"), (report.notes, "note", "dim")):
         parts += [
             Text(f"{name}: {line}", style=style) for line in formats.first(lines, MOST_REMARKS, "the report")

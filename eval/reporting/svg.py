@@ -26,6 +26,11 @@ def figure_of(height: float) -> Any:
     return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
+def axes_of(height: float) -> tuple[Any, Any]:
+    figure = figure_of(height)
+    return figure, figure.add_subplot()
+
+
 def svg_of(figure: Any, name: str, description: str) -> str:
     """Return SVG text for a page: no header or metadata, ids of its own, the page's font and color."""
     import matplotlib as mpl

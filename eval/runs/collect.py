@@ -2,7 +2,6 @@
 
 import importlib.metadata
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,60 +16,18 @@ from qdqbench.eval.stages.stages import FP16_STAGE
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibration.softmax import LONG
 from qdqbench.quantize.models.identity import describe_model
-from qdqbench.quantize.pipeline.artifacts import (
-    FP32,
-    GPU,
-    GPU_INT8,
-    LAYER_ERRORS,
-    REWRITES,
-    Skipped,
-    backend_of,
-    describe_lengths,
-    graph_path,
-    read_built,
-    read_engine_run,
-    read_verified,
-)
+from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import QAT, RECORD, Session
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
-from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.rows import source_commit
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Comparison, Gate, LayerErrors, ModelChange, Parity
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase
-from qdqbench.quantize.utils.results import FileRow, Results, StageResult, Timing, TrainingRun
+from qdqbench.quantize.utils.results import FileRow, Results, StageResult, Timing
 from qdqbench.quantize.utils.system.environment import describe_environment, now
-
-
-@dataclass(frozen=True)
-class ExportedRun:
-    """Model and graph of a finished export."""
-
-    recipe: Recipe
-    plan: Plan
-    record: CalibrationRecord
-    rewrites: dict[str, int]  # of the graph that the run is about
-    exact_gelu: bool  # of the FP32 model
-    half: bool  # what is not INT8 computes in FP16
-    training: TrainingRun | None = None
-
-    @classmethod
-    def of(cls, session: Session, training: TrainingRun | None) -> "ExportedRun":
-        config, graph = session.fp32_model.config, graph_path(session)
-        on_cpu = backend_of(session.recipe) in CPU_BACKENDS
-        return cls(
-            recipe=session.recipe,
-            plan=session.plan,
-            record=read_record(session.record_path),
-            rewrites=files.read_json(session.folder / REWRITES).get(graph.name, {}),
-            exact_gelu=getattr(config, session.plan.family.activation) == "gelu",
-            half=session.recipe.precision.compute == "fp16" and not on_cpu,
-            training=training,
-        )
-
 
 # a noun, and a sentence that takes its count; in the order in which a report lists them
 CHANGES = {
@@ -119,13 +76,26 @@ CHANGES = {
 }
 
 
-def model_changes(done: ExportedRun) -> list[ModelChange]:
-    """Return the changes of a model besides Q/DQ, each with how often it was made."""
-    record, plan, rewrites = done.record, done.plan, done.rewrites
+def model_changes(  # noqa: PLR0913
+    plan: Plan,
+    record: CalibrationRecord,
+    rewrites: dict[str, int],
+    *,
+    to_tanh: bool,
+    half: bool,
+    trained: int,
+) -> list[ModelChange]:
+    """Return the changes of a model besides Q/DQ, each with how often it was made.
+
+    Args:
+        rewrites: of the graph that the run is about.
+        to_tanh: GELU is exact in FP32, and has its tanh form in the graph.
+        half: what is not INT8 computes in FP16.
+        trained: the step of training whose weights were kept.
+    """
     bias_free, splits = list_bias_free_linears(plan), record.splits.values()
-    to_tanh = done.exact_gelu and done.recipe.export.gelu == "tanh"
-    counts = {
-        "training": done.training.best_step if done.training else 0,
+    counts = rewrites | {
+        "training": trained,
         "bias correction": len(record.biases),
         "tanh GELU": rewrites.get("tanh GELU", 0) if to_tanh else 0,
         "given ranges": len(record.replaced),
@@ -137,8 +107,7 @@ def model_changes(done: ExportedRun) -> list[ModelChange]:
         "centred values": len({row.module for row in record.softmax if row.centered}),
         "INT8 attention": len(plan.attention),
         "INT8 residuals": len(plan.residual),
-        "FP16": len(plan.high) if done.half else 0,
-        **{name: rewrites.get(name, 0) for name in ("joined heads", "tokens first", "short GELU")},
+        "FP16": len(plan.high) if half else 0,
     }
     facts = {
         "tried": count_of(sum(name not in bias_free for name in plan.int8), "INT8 linear"),
@@ -148,13 +117,13 @@ def model_changes(done: ExportedRun) -> list[ModelChange]:
     return [
         ModelChange(what=what, count=count, description=sentence.format(count_of(count, noun), **facts))
         for what, (noun, sentence) in CHANGES.items()
-        if (count := counts[what])
+        if (count := counts.get(what, 0))
     ]
 
 
 # of the output of an INT8 attention: up to 128 tokens with scale 1/127 MiniLM is below it
 MOST_SOFTMAX_ERROR = 0.2
-ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx", GPU_INT8)
+ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx", artifacts.GPU_INT8)
 
 
 def collect(session: Session, timings: dict[str, Timing], until: str | None = None) -> Results:
@@ -166,12 +135,12 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
     """
     folder, config, whole = session.folder, session.config, until is None
     readers: dict[str, Callable[[], Any]] = {
-        "build": lambda: read_built(folder),
-        "gpu_build": lambda: read_built(folder / GPU),
-        "verify": lambda: read_verified(folder),
+        "build": lambda: artifacts.read_built(folder),
+        "gpu_build": lambda: artifacts.read_built(folder / artifacts.GPU),
+        "verify": lambda: artifacts.read_verified(folder),
     }
     outcomes = {name: read() for name, read in readers.items() if name in timings}
-    skipped = {name: done.skipped for name, done in outcomes.items() if isinstance(done, Skipped)}
+    skipped = {name: done.skipped for name, done in outcomes.items() if isinstance(done, artifacts.Skipped)}
     outcomes = {name: done for name, done in outcomes.items() if name not in skipped}
     report_phase("scoring")
     stages = stage_results(session, None if whole else timings)
@@ -183,8 +152,8 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
     else:
         names = [name for stage in timings for name in read_finished(folder)[stage].outputs]
     sizes = {name: (folder / name).stat().st_size for name in names}
-    onnx = [name for name in names if name.endswith(".onnx") and FP32 in sizes]
-    ratios = {name: sizes[name] / sizes[FP32] for name in onnx}
+    onnx = [name for name in names if name.endswith(".onnx") and artifacts.FP32 in sizes]
+    ratios = {name: sizes[name] / sizes[artifacts.FP32] for name in onnx}
     qat_scored = {"ptq", "fake_quant"} <= timings.keys()
     results = Results(
         until=until,
@@ -216,7 +185,7 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
         qat_vs_ptq=_compare_stages(session, "ptq", "fake_quant") if qat_scored else None,
         engine=outcomes.get("build"),
         gpu_engine=outcomes.get("gpu_build"),
-        lengths=describe_lengths(session) if whole else None,
+        lengths=artifacts.describe_lengths(session) if whole else None,
         verification=outcomes.get("verify"),
         gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop),
         timings=timings,
@@ -253,8 +222,8 @@ def stage_results(session: Session, done: Collection[str] | None = None) -> dict
         if stage == "fake_quant" and not session.recipe.quantizes:
             reason = "the recipe quantizes nothing"
         elif stage == "engine":
-            ran = read_engine_run(session.folder)
-            reason, detail = (ran.skipped, "") if isinstance(ran, Skipped) else (None, ran.detail)
+            ran = artifacts.read_engine_run(session.folder)
+            reason, detail = (ran.skipped, "") if isinstance(ran, artifacts.Skipped) else (None, ran.detail)
         skipped = StageResult(status="skipped", reason=reason)
         result[name] = skipped if reason else score_stage(session, name, detail)
     return result
@@ -287,8 +256,7 @@ def _model(session: Session, whole: bool) -> dict[str, Any]:
     if not whole:
         return {"name": session.model_name, "sha256": session.model_sha256}
     model = session.fp32_model
-    info = describe_model(session.model_name, model, session.config.revision)
-    return info | {
+    return describe_model(session.model_name, model, session.config.revision) | {
         "parameters": sum(p.numel() for p in model.parameters()),
         "embedded": session.config.model is None,
     }
@@ -326,21 +294,29 @@ def _add_effects(session: Session, results: Results) -> None:
             half = read_logits(path)[both.split]
             results.vs_fp16 = compare(task, half, both.answers, both.gold, seed=seed)
     if session.recipe.quantizes:
-        errors = files.read_json(session.folder / LAYER_ERRORS)
+        errors = files.read_json(session.folder / artifacts.LAYER_ERRORS)
         results.layer_errors = LayerErrors.model_validate(errors)
-        results.model_changes = model_changes(ExportedRun.of(session, results.training))
+        recipe, plan = session.recipe, session.plan
+        exact_gelu = getattr(session.fp32_model.config, plan.family.activation) == "gelu"
+        results.model_changes = model_changes(
+            plan,
+            read_record(session.record_path),
+            files.read_json(session.folder / artifacts.REWRITES).get(artifacts.graph_path(session).name, {}),
+            to_tanh=exact_gelu and recipe.export.gelu == "tanh",
+            half=recipe.precision.compute == "fp16" and artifacts.backend_of(recipe) not in CPU_BACKENDS,
+            trained=results.training.best_step if results.training else 0,
+        )
 
 
-def softmax_warnings(session: Session, record: CalibrationRecord) -> list[str]:
+def softmax_warnings(session: Session, record: CalibrationRecord) -> Iterator[str]:
     """Warn where the INT8 softmax loses much, or was not measured at the lengths of the evaluation data."""
     if not record.softmax:
-        return []
-    warnings = []
+        return
     if bad := [row for row in record.softmax if row.error > MOST_SOFTMAX_ERROR]:
         worst = max(bad, key=lambda row: row.error)
         centered = any(row.centered for row in record.softmax)
         cure = "" if centered else "set calibration.softmax_scale: min-error, or "
-        warnings.append(
+        yield (
             f"the INT8 softmax puts the output of {name_list(dict.fromkeys(row.module for row in bad))} off "
             f"by up to {worst.error:.0%} (at {worst.length} tokens, {worst.zeroed:.0%} of the attention "
             f"rounds to zero); {cure}keep them out with rules of type Attention and precision fp16"
@@ -348,9 +324,8 @@ def softmax_warnings(session: Session, record: CalibrationRecord) -> list[str]:
     lengths = np.concatenate([encoded.lengths for _, encoded in session.eval_splits.values()])
     seen = max(int(record.data["lengths"]["max"]), LONG)
     if longer := int((lengths > seen).sum()):
-        warnings.append(
+        yield (
             f"{longer} of {len(lengths)} evaluation samples have more than the {seen} tokens up to which "
             f"the INT8 softmax was measured (the longest has {lengths.max()}), and it loses more the longer "
             "they are; calibrate on samples as long"
         )
-    return warnings

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, config_label, headline_of, read_bench, row_of
@@ -17,13 +18,7 @@ from qdqbench.eval.metrics.logits import Logits, read_answers
 from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting.formats import cleaned, count_of, in_points, known, label, model_label, size
 from qdqbench.eval.reporting.render import write_report
-from qdqbench.eval.runs.report.verdict import (
-    GATE_STATES,
-    differing_text,
-    last_measured,
-    noise_text,
-    quantized_file,
-)
+from qdqbench.eval.runs.report import verdict
 from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
@@ -43,73 +38,47 @@ from qdqbench.quantize.utils.system.environment import now
 class RunLatency(Strict):
     """The INT8 of a run in one config of its bench."""
 
-    config: str
-    """Config of the bench, such as `b32 s128`."""
-    system: str
-    """Name of the fastest INT8 engine."""
-    median_ms: float
-    """Latency in ms: median over rounds of the rounds' medians."""
-    speedup: Speedup | None
-    """Speed-up over the fastest system without INT8; null if none was measured."""
+    config: str = Field(description="Config of the bench, such as `b32 s128`.")
+    system: str = Field(description="Name of the fastest INT8 engine.")
+    median_ms: float = Field(description="Latency in ms: median over rounds of the rounds' medians.")
+    speedup: Speedup | None = Field(description="Speed-up over the fastest system without INT8, or null.")
 
 
 class ComparedRun(Strict):
     """One run, as its own results have it."""
 
-    name: str
-    """Last parts of its path that make the name unique."""
-    folder: str
-    """Path of the run directory as given."""
-    model: str
-    """Name of the model."""
-    recipe: str
-    """Name of the recipe."""
-    task: str
-    """Name of the task."""
-    stage: str
-    """Stage nearest to deployment that was scored, whose predictions are compared."""
-    n: int
-    """Number of samples that it scored."""
-    metrics: dict[str, float]
-    """Metrics of that stage, the primary one first."""
-    stderr: dict[str, float]
-    """Standard errors of the metrics, where known."""
-    fp32: dict[str, float]
-    """Metrics of the run's own FP32."""
-    vs_fp32: Comparison | None
-    """Comparison with the run's own FP32; null if they were not compared."""
-    backend: str | None
-    """Backend of the engine; null if none was built."""
-    int8: int | None
-    """Matrix products that the engine runs in INT8; null without one."""
-    expected_int8: int | None
-    """Matrix products that the recipe puts in INT8; null without an engine."""
-    planned_int8: int
-    """Linear layers that the recipe puts in INT8."""
+    name: str = Field(description="Last parts of its path that make the name unique.")
+    folder: str = Field(description="Path of the run directory as given.")
+    model: str = Field(description="Name of the model.")
+    recipe: str = Field(description="Name of the recipe.")
+    task: str = Field(description="Name of the task.")
+    stage: str = Field(description="Scored stage nearest to deployment, whose predictions are compared.")
+    n: int = Field(description="Number of samples that it scored.")
+    metrics: dict[str, float] = Field(description="Metrics of that stage, the primary one first.")
+    stderr: dict[str, float] = Field(description="Standard errors of the metrics, where known.")
+    fp32: dict[str, float] = Field(description="Metrics of the run's own FP32.")
+    vs_fp32: Comparison | None = Field(description="Comparison with the run's own FP32; null without.")
+    backend: str | None = Field(description="Backend of the engine; null if none was built.")
+    int8: int | None = Field(description="Matrix products that the engine runs in INT8; null without one.")
+    expected_int8: int | None = Field(description="Matrix products that should be in INT8; null without one.")
+    planned_int8: int = Field(description="Linear layers that the recipe puts in INT8.")
     onnx_bytes: int | None
     """Size in bytes of the quantized ONNX file, or of the FP16 graph if nothing is quantized; null without
     a file."""
-    engine_bytes: int | None
-    """Size of the engine in bytes; null without one."""
-    gate: GateState
-    """State of the gate."""
-    failures: list[GateCode]
-    """Codes of the gate's failed checks."""
-    warnings: list[str]
-    """Warnings of its `results.json`."""
+    engine_bytes: int | None = Field(description="Size of the engine in bytes; null without one.")
+    gate: GateState = Field(description="State of the gate.")
+    failures: list[GateCode] = Field(description="Codes of the gate's failed checks.")
+    warnings: list[str] = Field(description="Warnings of its `results.json`.")
     device: str | None
-    """Device of its bench; null without one, or if its files changed since."""
-    latency: list[RunLatency]
-    """Latency by config of its bench."""
+    """Device of its bench; null without one, or if files changed since."""
+    latency: list[RunLatency] = Field(description="Latency by config of its bench.")
 
 
 class ComparedPair(Strict):
     """Two runs on the same samples: the second against the first."""
 
-    first: str
-    """Name of the run that is the baseline."""
-    second: str
-    """Name of the run that is compared with it."""
+    first: str = Field(description="Name of the run that is the baseline.")
+    second: str = Field(description="Name of the run that is compared with it.")
     not_paired: str | None = None
     """Reason why they cannot be paired: another task, other samples; null if they are."""
     comparison: Comparison | None = None
@@ -119,29 +88,21 @@ class ComparedPair(Strict):
 class SamplePrediction(Strict):
     """Prediction of one model for a sample."""
 
-    prediction: str
-    """Class, score or text."""
-    margin: float | None
-    """Probability of the class minus that of the next; null without competing classes."""
-    right: bool | None
-    """True if it agrees with the label; null if predictions are neither right nor wrong."""
+    prediction: str = Field(description="Class, score or text.")
+    margin: float | None = Field(description="Probability of the class minus the next; null without classes.")
+    right: bool | None = Field(description="True if it is right, false if wrong; null if neither.")
 
 
 class ComparedSample(Strict):
     """A sample with different answers, or scores that differ most."""
 
-    task: str
-    """Name of the task."""
-    sample: int
-    """Row of the evaluation split, or number of the sample if it has several rows."""
-    text: str | None
-    """Text of the sample; null if the data were not found."""
-    label: str | None
-    """Label in words; null for a task without labels."""
+    task: str = Field(description="Name of the task.")
+    sample: int = Field(description="Row of the evaluation split; number of the sample if it has several.")
+    text: str | None = Field(description="Text of the sample; null if the data were not found.")
+    label: str | None = Field(description="Label in words; null for a task without labels.")
     predictions: dict[str, SamplePrediction]
     """Predictions by run; those of FP32 as `FP32`, or `FP32 of NAME` if the runs have different models."""
-    distance: float
-    """Divergence of the two predictions that differ most."""
+    distance: float = Field(description="Divergence of the two predictions that differ most.")
 
 
 class ComparedLayer(Strict):
@@ -149,50 +110,36 @@ class ComparedLayer(Strict):
 
     what: Literal["amax", "output error", "block error"]
     """Quantity: amax of a quantizer, output error of a linear layer, output error of a block."""
-    name: str
-    """Name of the quantizer, linear layer or block."""
-    values: dict[str, float | None]
-    """Values by run; null if the run has none, or if it is not a number."""
+    name: str = Field(description="Name of the quantizer, linear layer or block.")
+    values: dict[str, float | None] = Field(description="Values by run; null if not known or not a number.")
 
 
 class RunComparison(Tabular):
     """A whole comparison."""
 
-    schema_version: Literal[2] = 2
-    """Version of this schema."""
-    created: str
-    """Time of the end, ISO 8601, UTC."""
-    command: str
-    """Command line."""
-    runs: list[ComparedRun]
-    """Runs, in the order given."""
-    pairs: list[ComparedPair]
-    """Each pair of runs."""
-    samples: list[ComparedSample]
-    """Samples with different predictions, or whose scores differ most."""
-    sample_count: int
-    """Number of such samples before the list was cut."""
-    layers: list[ComparedLayer]
-    """Quantizers, linear layers and blocks of several runs."""
-    notes: list[str]
-    """Parts that could not be compared, with the reason."""
+    schema_version: Literal[2] = Field(default=2, description="Version of this schema.")
+    created: str = Field(description="Time of the end, ISO 8601, UTC.")
+    command: str = Field(description="Command line.")
+    runs: list[ComparedRun] = Field(description="Runs, in the order given.")
+    pairs: list[ComparedPair] = Field(description="Each pair of runs.")
+    samples: list[ComparedSample] = Field(description="Samples with different predictions or scores.")
+    sample_count: int = Field(description="Number of such samples before the list was cut.")
+    layers: list[ComparedLayer] = Field(description="Quantizers, linear layers and blocks of several runs.")
+    notes: list[str] = Field(description="Parts that could not be compared, with the reason.")
 
     def rows(self) -> Iterator[dict[str, Any]]:
         for run in self.runs:
             flat = run.model_dump(exclude={"metrics", "stderr", "fp32", "vs_fp32", "latency"})
             metric, versus = next(iter(run.metrics)), run.vs_fp32
-            yield (
-                flat
-                | {
-                    "metric": metric,
-                    "value": run.metrics[metric],
-                    "stderr": run.stderr.get(metric),
-                    "fp32": run.fp32.get(metric),
-                    "delta": versus.delta.get(metric) if versus else None,
-                    "delta_stderr": versus.delta_stderr.get(metric) if versus else None,
-                }
-                | {f"ms at {each.config}": each.median_ms for each in run.latency}
-            )
+            flat |= {
+                "metric": metric,
+                "value": run.metrics[metric],
+                "stderr": run.stderr.get(metric),
+                "fp32": run.fp32.get(metric),
+                "delta": versus.delta.get(metric) if versus else None,
+                "delta_stderr": versus.delta_stderr.get(metric) if versus else None,
+            }
+            yield flat | {f"ms at {each.config}": each.median_ms for each in run.latency}
 
 
 MOST_SAMPLES = 500  # that are kept, of each task
@@ -289,7 +236,7 @@ def _load(folder: Path, name: str) -> LoadedRun:
     if not (folder / RESULTS_FILE).is_file():
         raise UserError(f"{folder} has no {RESULTS_FILE}; run `qdqbench report {folder}` first")
     results = read_results(folder)
-    if (last := last_measured(results)) is None or last[0] == "fp32":
+    if (last := verdict.last_measured(results)) is None or last[0] == "fp32":
         raise UserError(f"{folder} has scored nothing but FP32; run it to its end first")
     (fp32, labels), (answers, _) = (_read_unchanged(folder, stage) for stage in ("fp32", last[0]))
     split = next(iter(fp32))
@@ -312,7 +259,7 @@ def _read_unchanged(folder: Path, stage: str) -> tuple[Logits, dict[str, Array]]
 
 def describe_run(run: LoadedRun) -> ComparedRun:
     results, row = run.results, run.results.stages[run.stage]
-    engine, file = results.engine, quantized_file(results)
+    engine, file = results.engine, verdict.quantized_file(results)
     bench = None if run.stale_bench else run.bench
     device = str(bench.environment.get("gpu", "GPU")) if bench else None
     return ComparedRun(
@@ -351,11 +298,7 @@ def _latencies(bench: Bench) -> Iterator[RunLatency]:
 
 
 def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunComparison:
-    """Compare two or more finished runs.
-
-    Raises:
-        UserError: as `load_runs`.
-    """
+    """Compare two or more finished runs; a UserError is as in `load_runs`."""
     runs = load_runs(folders)
     notes: list[str] = []
     samples, total = [], 0
@@ -386,7 +329,6 @@ def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunC
 
 
 def why_not_paired(first: LoadedRun, second: LoadedRun) -> str | None:
-    """Explain why two runs did not answer the same samples; None where they did."""
     if (first.task.name, first.task.kind) != (second.task.name, second.task.kind):
         return f"{first.name} is of task {first.task.name}, {second.name} of {second.task.name}"
     if first.task.metrics != second.task.metrics:
@@ -463,7 +405,6 @@ def _changed_samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[Comp
 
 
 def _layers(runs: list[LoadedRun]) -> Iterator[ComparedLayer]:
-    """Yield what is compared of activations, linears and blocks, in model order."""
     tables: dict[str, list[dict[str, float | None]]] = {what: [] for what in LAYERS}
     for results in (run.results for run in runs):
         activations = [row for row in results.quantizers if row.kind != "weight"]
@@ -494,9 +435,6 @@ def _not_comparable(runs: list[LoadedRun]) -> list[str]:
         if len(distinct) > 1:
             notes.append(f"the runs {said}: {', '.join(distinct)}")
     return notes
-
-
-# Report
 
 
 def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
@@ -544,9 +482,12 @@ def _run_blocks(runs: list[ComparedRun]) -> list[doc.Block]:
         runs,
         ("run", lambda run: doc.Cell(run.name, note=f"{run.recipe}, model {run.model}")),
         ("result", lambda run: _points_cell(run.metrics, run.stderr)),
-        ("against FP32", _delta_cell),
+        (
+            "against FP32",
+            lambda run: _points_cell(at.delta, at.delta_stderr, "+") if (at := run.vs_fp32) else None,
+        ),
         *((f"{config}, ms", partial(_latency_cell, config)) for config in configs),
-        ("gate", lambda run: doc.Cell(run.gate, GATE_STATES.get(run.gate, "unclear"))),
+        ("gate", lambda run: doc.Cell(run.gate, verdict.GATE_STATES.get(run.gate, "unclear"))),
         ("INT8", _int8_text),
         (
             "ONNX file",
@@ -583,10 +524,6 @@ def _points_cell(values: dict[str, float], errors: dict[str, float], sign: str =
     return doc.Cell("\n".join(lines), sort=next(iter(values.values()), None))
 
 
-def _delta_cell(run: ComparedRun) -> doc.Cell:
-    return _points_cell(run.vs_fp32.delta, run.vs_fp32.delta_stderr, "+") if run.vs_fp32 else doc.Cell()
-
-
 def _delta_text(versus: Comparison, metric: str) -> str:
     return in_points(versus.delta[metric], versus.delta_stderr.get(metric), "+")
 
@@ -595,10 +532,10 @@ def _latency_cell(config: str, run: ComparedRun) -> doc.Cell:
     latency = next((latency for latency in run.latency if latency.config == config), None)
     if latency is None:
         return doc.Cell()
-    if (ratio := latency.speedup) is None:
-        return doc.Cell(f"{latency.median_ms:.3g}")
-    state = doc.bad_unless(ratio.verdict != "slower")
-    return doc.Cell(f"{latency.median_ms:.3g}", state, f"{ratio.value:.2f}x over {ratio.baseline}")
+    ratio = latency.speedup
+    note = f"{ratio.value:.2f}x over {ratio.baseline}" if ratio else ""
+    slower = ratio is not None and ratio.verdict == "slower"
+    return doc.Cell(f"{latency.median_ms:.3g}", doc.bad_unless(not slower), note)
 
 
 def _latency_text(latency: RunLatency) -> str:
@@ -622,9 +559,9 @@ def _engine_size(run: ComparedRun) -> str:
 def _pair_text(pair: ComparedPair, versus: Comparison) -> str:
     metric = next(iter(versus.delta))
     difference = f"{label(metric)} {_delta_text(versus, metric)}"
-    parts = [f"{pair.second} against {pair.first}: {difference}", noise_text(versus)]
+    parts = [f"{pair.second} against {pair.first}: {difference}", verdict.noise_text(versus)]
     if versus.disagreements is not None:
-        parts.append(f"{differing_text(versus)} answers differ")
+        parts.append(f"{verdict.differing_text(versus)} answers differ")
     if versus.mcnemar_p is not None:
         parts.append(f"McNemar p {versus.mcnemar_p:.2g}")
     return ", ".join(parts)

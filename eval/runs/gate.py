@@ -101,7 +101,6 @@ def _judge_drops(session: Session, results: Results) -> Iterator[GateIssue]:
 
 
 def _judge_engine(engine: EngineResult | Skipped) -> Iterator[GateIssue]:
-    """Yield an engine that does not run in INT8 what the recipe asks, or is not there to prove it."""
     if isinstance(engine, Skipped):
         detail = f"INT8 is not proven, no engine was built: {engine.skipped}"
         yield GateIssue(code="require_int8", state="failed", detail=detail)
@@ -210,7 +209,6 @@ def read_engine_sizes(folder: Path, engine: EngineResult | None) -> list[EngineS
 
 
 def _read_fresh_bench(folder: Path) -> Bench | None:
-    """Return the bench if the run's files did not change since."""
     if not (folder / BENCH_FILE).is_file():
         return None
     try:
@@ -304,7 +302,6 @@ def find_baseline(task: Task, answers: Floats, gold: metrics.Gold) -> Baseline |
 
 
 def reads_its_input(value: float, stderr: float, baseline: Baseline) -> bool | None:
-    """Return whether a metric is above the baseline beyond noise; None if inconclusive."""
     if value > baseline.value + NOISE * stderr:
         return True
     return False if value < baseline.value - NOISE * stderr else None

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from qdqbench.eval.metrics.answers import FILE
 from qdqbench.eval.runs.collect import collect, score_stage
@@ -24,10 +23,7 @@ from qdqbench.quantize.pipeline.session import CONFIG, Session
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.results import RESULTS_FILE, Results, Timing, write_results
-
-if TYPE_CHECKING:
-    from qdqbench.quantize.utils.results import LogRow
+from qdqbench.quantize.utils.results import RESULTS_FILE, LogRow, Results, Timing, write_results
 
 BASELINE = "baseline"
 EVALUATED = (BASELINE, "ptq", "fake_quant", "onnxruntime", "engine")
@@ -43,7 +39,7 @@ class StageProgress:
     done: float = 0
     total: float = 0  # 0: the stage starts; 1: `done` is a part of it, no number of steps
     reused: bool = False  # what is there is used again
-    row: "LogRow | None" = None  # of a training's log
+    row: LogRow | None = None  # of a training's log
     alarm: str = ""  # what makes the rest of the run worth nothing
     said: str = ""  # what is to know before it begins
     number: int = 1  # of the stage, among
@@ -142,7 +138,6 @@ def run_to(
 
 
 def _warn_unreadable(session: Session) -> None:
-    """Raise an alarm where no stage of this run can be right, by its FP32 evaluation."""
     issue = judge_baseline(session, score_stage(session, "fp32"))
     if issue is not None and issue.state == "failed":
         session.alarm(issue_sentence(issue))
@@ -162,7 +157,6 @@ def require_inputs(session: Session, until: str | None = None) -> None:
 
 
 def _require_room(session: Session, names: set[str]) -> None:
-    """Reject data outside engine.shapes before anything is calibrated."""
     if {"verify", "engine"} & names:
         for _, encoded in session.eval_splits.values():
             require_room(engine_profiles(session), encoded.lengths, session.config.batch_size)

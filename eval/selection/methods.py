@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from qdqbench.eval.metrics.gate import NOISE
 from qdqbench.eval.metrics.runners import placed
@@ -21,14 +21,17 @@ from qdqbench.eval.selection.trials.calibrations import (
     collect_ranges,
     describe_cost,
 )
-from qdqbench.eval.selection.trials.report import change_cell, divergence_cell, noise_text, sqnr_text
 from qdqbench.eval.selection.trials.results import (
     DRAW,
     CalibrationCost,
     DrawRecord,
     Scores,
     Trial,
+    change_cell,
+    divergence_cell,
     failure_of,
+    noise_text,
+    sqnr_text,
 )
 from qdqbench.eval.selection.trials.store import TRIALS, Trials, named_by, write_recipe
 from qdqbench.quantize.calibration.bias import correct_biases
@@ -52,16 +55,13 @@ EXTRA = 64  # channels for copies where the recipe does not split
 class MethodRow(Strict):
     """One calibration section."""
 
-    trial: Trial
-    """Recipe with another calibration section."""
-    best: bool = False
-    """True for the lowest divergence on the draw."""
+    trial: Trial = Field(description="Recipe with another calibration section.")
+    best: bool = Field(default=False, description="True for the lowest divergence on the draw.")
     above_best: float | None = None
     """Divergence minus that of the best row, paired by sample; null if it failed."""
     above_best_stderr: float | None = None
     """Standard error of `above_best`, paired by sample; null if it failed."""
-    ties: bool = False
-    """True if `above_best` is at most two of its standard errors; true for the best row."""
+    ties: bool = Field(default=False, description="True if `above_best` is at most two standard errors.")
 
     @property
     def section(self) -> Calibration:
@@ -86,12 +86,9 @@ class MethodRow(Strict):
 class Methods(DrawRecord):
     """Everything that `qdqbench compare-calibration` measured."""
 
-    fp32: dict[str, Scores]
-    """Metrics of FP32 by evaluation split."""
-    rows: list[MethodRow]
-    """Calibration sections, the recipe's own first."""
-    timings: dict[str, float]
-    """`total_s`: time of the whole comparison in seconds."""
+    fp32: dict[str, Scores] = Field(description="Metrics of FP32 by evaluation split.")
+    rows: list[MethodRow] = Field(description="Calibration sections, the recipe's own first.")
+    timings: dict[str, float] = Field(description="`total_s`: time of the whole comparison in seconds.")
 
     @property
     def best(self) -> MethodRow:
@@ -222,8 +219,7 @@ class MethodComparison:
                 prepares = splitting > 0 or any(smoothing != "none" for *_, smoothing in scaling)
                 passes += 1 + prepares + bool(case.plan.attention)
             group.append(case)
-        drawn = self.session.recipe.calibration.samples
-        self._total = trials.rows * (1 + len(cases)) + drawn * passes
+        self._total = trials.rows * (1 + len(cases)) + self.session.recipe.calibration.samples * passes
         trials.fp32  # noqa: B018  (before anything is calibrated)
         self._done = trials.rows
         tried: dict[str, Trial] = {}
@@ -388,7 +384,6 @@ def _metric(methods: Methods, split: str) -> str:
 
 
 def _share(methods: Methods, trial: Trial) -> str:
-    """Return the divergence over that of the recipe as it is."""
     given = methods.given.trial
     return "" if given.failure or not given.divergence else f"{trial.divergence / given.divergence:.0%}"
 
@@ -438,12 +433,10 @@ def _shorten(name: str) -> str:
 
 
 def _draw_split(methods: Methods, split: str) -> str:
-    """Draw divergences on the draw, or differences of the metric on an evaluation split."""
     rows = [(each, each.trial.scores[split]) for each in methods.rows if not each.trial.failure]
     is_draw = split == DRAW
     title = f"{label(methods.metric)} against FP32, {split}"
-    figure = svg.figure_of(0.7 + 0.24 * len(rows))
-    axes: Any = figure.add_subplot()
+    figure, axes = svg.axes_of(0.7 + 0.24 * len(rows))
     if is_draw:
         title = "divergence from FP32, train rows"
         points = [(versus.distance, versus.divergence_stderr or 0.0) for _, versus in rows]

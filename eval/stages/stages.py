@@ -101,7 +101,6 @@ def verify_stage(session: Session) -> list[Path]:
 
 
 def cannot_run(session: Session) -> str | None:
-    """Explain why the engine of this run cannot run here; None where it can."""
     built, gpu = artifacts.read_built(session.folder), find_gpu()
     if isinstance(built, Skipped):
         return f"no engine was built: {built.skipped}"
@@ -188,7 +187,6 @@ def quantize_stage(session: Session) -> list[Path]:
 
 
 def export_stage(session: Session) -> list[Path]:
-    """Write the FP32 and FP16 twins, and the INT8 graph when the recipe quantizes."""
     recipe = session.recipe
     backend, folder = backend_of(recipe), session.folder
     outputs = session.config.task.kind.outputs
@@ -254,12 +252,10 @@ def graph_stage(name: str, needs: tuple[str, ...], graph: Callable[[Session], Pa
 def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:
     """Draw samples in random order, so that the batches are padded."""
     _, encoded = next(iter(session.eval_splits.values()))
-    count = encoded.rows
-    order = np.random.default_rng(session.config.seed).permutation(count)[:PARITY_SAMPLES]
+    order = np.random.default_rng(session.config.seed).permutation(encoded.rows)[:PARITY_SAMPLES]
     for start in range(0, len(order), PARITY_BATCH):
         session.progress(start, len(order))
-        rows = order[start : start + PARITY_BATCH].tolist()
-        yield encoded.batch(rows, session.pad_id)[1]
+        yield encoded.batch(order[start : start + PARITY_BATCH].tolist(), session.pad_id)[1]
 
 
 def _model(session: Session) -> Any:

@@ -24,13 +24,7 @@ from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of, tensor
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.inputs import select_inputs
-from qdqbench.quantize.pipeline.artifacts import (
-    Skipped,
-    expected_gemms,
-    graph_path,
-    read_built,
-    read_verified,
-)
+from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
@@ -59,7 +53,6 @@ class Deviation:
 
 
 def likely_cause(evidence: Deviation) -> tuple[str, str]:
-    """Return cause and advice; ("unknown", ...) where no rule fits."""
     for rule in (_overflow, _mask, _partial_attention, _scale_or_bias):
         if (found := rule(evidence)) is not None:
             return found
@@ -296,8 +289,7 @@ class _Search:
         vanished: list[str] = []
         for start in range(0, len(candidates), per_step):
             chunk = candidates[start : start + per_step]
-            rows = self._compare(chunk)
-            wrong = next((row for row in rows if self._jumps(row)), None)
+            wrong = next((row for row in self._compare(chunk) if self._jumps(row)), None)
             if wrong is not None:
                 result.error, result.tensor = wrong, wrong.tensor
                 break
@@ -354,7 +346,6 @@ class _Search:
 
 
 def nodes_before(index: GraphIndex, tensor: str) -> set[str]:
-    """Return tensors that a tensor is computed from."""
     found: set[str] = set()
     waiting = [tensor]
     while waiting:
@@ -382,10 +373,8 @@ def _own_inputs(
 
 
 def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
-    """Name the node, its kernels and the likely cause."""
     result, index = search.result, GraphIndex(search.stitched.model)
-    tensor = str(result.tensor).removesuffix(blocks.TURNED_BACK)
-    node = index.producers[tensor]
+    node = index.producers[str(result.tensor).removesuffix(blocks.TURNED_BACK)]
     result.node, result.operator = node.name, node.op_type
     result.layers = [row.name for row in layers if node.name in row.onnx or node.name in row.name]
     evidence = Deviation(
@@ -401,7 +390,6 @@ def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
 
 
 def bisect_lines(result: BisectResult) -> list[str]:
-    """Describe the result in plain words, one line each."""
     lines = [f"{name}: {_error_text(row)}" for name, row in result.blocks.items()]
     if result.block is None:
         return [*lines, "no block is wrong", *result.notes]
@@ -427,7 +415,6 @@ def _error_text(row: TensorError) -> str:
 
 
 def run_onnxruntime(model: onnx.ModelProto, feeds: Feeds) -> dict[str, Array]:
-    """Return all outputs of a graph in ONNX Runtime without optimizations."""
     session = session_of(model.SerializeToString(), "the cut graph")
     names = [value.name for value in model.graph.output]
     wanted = {value.name for value in model.graph.input}
@@ -443,14 +430,14 @@ def bisect_run(folder: Path) -> BisectResult:
         UserError: no run directory, no engine in it, or one that is not for this machine.
     """
     session = Session(read_config(folder), folder)
-    built = read_built(folder)
-    if find_gpu() is None and (isinstance(built, Skipped) or not built.on_cpu):
+    built = artifacts.read_built(folder)
+    if find_gpu() is None and (isinstance(built, artifacts.Skipped) or not built.on_cpu):
         raise MissingDevice("bisecting runs engines, and CUDA shows no GPU here; run it on the engine's GPU")
-    if isinstance(built, Skipped):
+    if isinstance(built, artifacts.Skipped):
         raise UserError(f"{folder} has no engine ({built.skipped}); build it first")
-    path = graph_path(session)
+    path = artifacts.graph_path(session)
     sidecar = check_sidecar(folder / "engine" / built.file, path)
-    gemms = expected_gemms(session)
+    gemms = artifacts.expected_gemms(session)
 
     def run_engine(model: onnx.ModelProto, feeds: Feeds) -> dict[str, Array]:
         with engine_of(model, sidecar, gemms) as (engine, _):
@@ -462,8 +449,8 @@ def bisect_run(folder: Path) -> BisectResult:
     quantized = session.recipe.quantizes
     reference = session.fake_quant_model if quantized else session.fp32_model
     half = session.recipe.precision.compute == "fp16" and not built.on_cpu
-    verified = read_verified(folder)
-    rows = [] if isinstance(verified, Skipped) else verified.blocks
+    verified = artifacts.read_verified(folder)
+    rows = [] if isinstance(verified, artifacts.Skipped) else verified.blocks
     with session.fp32_shifted() if quantized else nullcontext() as fp32:
         tensors = blocks.reference_blocks(reference, fp32, batch, half=half)
     mask = batch["attention_mask"].astype(bool)

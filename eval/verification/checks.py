@@ -19,14 +19,8 @@ from qdqbench.eval.metrics import gate
 from qdqbench.eval.metrics.compare import compare
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.utils import results
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
-from qdqbench.quantize.utils.results import (
-    BlockCheck,
-    PaddingCheck,
-    PredictionsCheck,
-    ShapeCheck,
-    Verification,
-)
 from qdqbench.quantize.utils.schema import Strict
 
 MIN_LIMIT = 0.01  # relative error that FP16 alone may have; measured 0.004 end to end
@@ -97,7 +91,7 @@ class BlockSums:
         size = np.maximum(size, max(least, float(np.finfo(np.float32).tiny)))
         return float(np.max(error / size, initial=0)), float(np.max(cost / size, initial=0))
 
-    def check(self, rounding: float = MIN_LIMIT) -> BlockCheck:
+    def check(self, rounding: float = MIN_LIMIT) -> results.BlockCheck:
         """Compare the errors with their limits; `rounding` is what the datatype of the engine may cost."""
         with np.errstate(divide="ignore", invalid="ignore"):
             power = max(self.power, float(np.finfo(np.float32).tiny))
@@ -109,7 +103,7 @@ class BlockSums:
         def finite(value: float) -> float | None:  # JSON has no NaN
             return float(value) if not self.nonfinite and np.isfinite(value) else None
 
-        return BlockCheck(
+        return results.BlockCheck(
             name=self.name,
             n=self.n,
             error=finite(error),
@@ -141,11 +135,10 @@ class QuantizationCost:
         )
 
 
-def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: str) -> ShapeCheck:
-    """Compare answers [answers, width] of one batch with the reference's."""
+def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: str) -> results.ShapeCheck:
     good = np.isfinite(got).all(axis=1)
     difference = np.abs(got[good].astype(np.float64) - reference[good])
-    return ShapeCheck(
+    return results.ShapeCheck(
         batch=shape[0],
         length=shape[1],
         what=what,
@@ -154,11 +147,11 @@ def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: st
     )
 
 
-def check_padding(answers: Floats, cost: QuantizationCost) -> PaddingCheck:
+def check_padding(answers: Floats, cost: QuantizationCost) -> results.PaddingCheck:
     """Compare the same samples in three settings: answers [3, answers, width] agree within noise."""
     good = np.isfinite(answers).all(axis=(0, 2))
     spread = np.ptp(answers[:, good].astype(np.float64), axis=0)
-    return PaddingCheck(
+    return results.PaddingCheck(
         n=answers.shape[1],
         nonfinite=int((~good).sum()),
         mean_abs_logit_diff=float(spread.mean()) if good.any() else None,
@@ -186,7 +179,7 @@ def check_answers(  # noqa: PLR0913
     cost: QuantizationCost,
     max_drop: float,
     seed: int,
-) -> PredictionsCheck:
+) -> results.PredictionsCheck:
     """Compare the engine's answers to real samples with the reference's, [answers, width].
 
     The drop of the primary metric is judged as `gate.judge` does it. `max_drop` also holds for the share of
@@ -201,20 +194,16 @@ def check_answers(  # noqa: PLR0913
     from scipy import stats
 
     metric, n = task.metrics[0], len(gold)
-    check = PredictionsCheck(
-        n=n,
-        nonfinite=int((~np.isfinite(got)).any(axis=1).sum()),
-        metric=metric,
-        drop=None,
-        drop_limit=None,
-        disagreements=None,
-        disagreement_limit=None,
-        mean_abs_logit_diff=None,
-        quantization_mean_abs_logit_diff=float(np.abs(reference.astype(np.float64) - fp32).mean()),
-        mean_limit=TWO_ROUNDINGS * cost.mean,
-        ks_statistic=None,
-        ks_p=None,
-        ks_p_limit=KS_P / got.shape[1],
+    known = {
+        "n": n,
+        "nonfinite": int((~np.isfinite(got)).any(axis=1).sum()),
+        "metric": metric,
+        "quantization_mean_abs_logit_diff": float(np.abs(reference.astype(np.float64) - fp32).mean()),
+        "mean_limit": TWO_ROUNDINGS * cost.mean,
+        "ks_p_limit": KS_P / got.shape[1],
+    }
+    check = results.PredictionsCheck.model_validate(
+        dict.fromkeys(results.PredictionsCheck.model_fields) | known
     )
     if check.nonfinite:
         return check
@@ -228,13 +217,12 @@ def check_answers(  # noqa: PLR0913
     check.ks_statistic, check.ks_p = float(worst.statistic), float(worst.pvalue)
     if found.disagreements is not None:
         said = (task.kind.predict(answers, gold) for answers in (reference, fp32))
-        own = float(np.mean(np.not_equal(*said)))
-        check.disagreements, share = found.disagreements, own + max_drop
+        check.disagreements, share = found.disagreements, float(np.mean(np.not_equal(*said))) + max_drop
         check.disagreement_limit = n * share + 2 * float(np.sqrt(n * share * max(1 - share, 0)))
     return check
 
 
-def verification_failures(found: Verification, run: str) -> list[str]:
+def verification_failures(found: results.Verification, run: str) -> list[str]:
     """Return why an engine is wrong, one sentence each; `run` is the run directory, for the advice."""
     advice = f"run `qdqbench inspect {run} --bisect`"
     lines = [f"{_block_failure(row)}; {advice}" for row in found.blocks if not row.holds]
@@ -261,7 +249,7 @@ def verification_failures(found: Verification, run: str) -> list[str]:
     return lines
 
 
-def _block_failure(row: BlockCheck) -> str:
+def _block_failure(row: results.BlockCheck) -> str:
     if row.nonfinite or row.error is None:
         shapes = ", ".join(f"{b} x {length}" for b, length in row.nonfinite_shapes)
         return f"engine: {row.name} makes {row.nonfinite} NaN or infinite numbers in batches of {shapes}"
@@ -278,7 +266,7 @@ def _block_failure(row: BlockCheck) -> str:
     return f"engine: {row.name} is wrong for the reference's own input: {', '.join(parts)} ({cost})"
 
 
-def _answer_failures(row: PredictionsCheck, reference: str) -> Iterator[str]:
+def _answer_failures(row: results.PredictionsCheck, reference: str) -> Iterator[str]:
     assert row.drop is not None
     assert row.drop_limit is not None
     assert row.mean_abs_logit_diff is not None

@@ -11,17 +11,8 @@ import onnx
 
 from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.eval.metrics.runners import Predict
+from qdqbench.eval.verification import checks
 from qdqbench.eval.verification.blocks import Uncut, reference_blocks, stitch
-from qdqbench.eval.verification.checks import (
-    BF16_LIMIT,
-    MIN_LIMIT,
-    BlockSums,
-    QuantizationCost,
-    check_answers,
-    check_padding,
-    check_shape,
-    verification_failures,
-)
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.profiles import Profile
@@ -120,7 +111,6 @@ def block_cases(lengths: Int64, profile: Profile, seed: int) -> list[InputCase]:
 
 
 def batch_of(encoded: Encoded, case: InputCase, pad_id: int) -> dict[str, Int64]:
-    """Return the int64 [B, L] arrays of a case."""
     _, batch = encoded.batch(case.rows, pad_id)
     return pad_columns(batch, case.length - batch["input_ids"].shape[1], pad_id)
 
@@ -134,8 +124,7 @@ def padding_answers(
     rows = rows[:large]
 
     def alone(row: int, length: int) -> Floats:
-        case = InputCase("alone", [row] * small, max(low, length))
-        return _answer(run, encoded, case, pad_id, 1)
+        return _answer(run, encoded, InputCase("alone", [row] * small, max(low, length)), pad_id, 1)
 
     case = InputCase("together", together, max(low, int(lengths[together].max())))
     filled = _answer(run, encoded, case, pad_id, len(rows))
@@ -144,9 +133,7 @@ def padding_answers(
 
 
 def _answer(run: Predict, encoded: Encoded, case: InputCase, pad_id: int, n: int) -> Floats:
-    """Return the answers to the first `n` rows of a case."""
-    made = run(batch_of(encoded, case, pad_id))[:n]
-    answers: Floats = encoded.kept(np.array(case.rows[:n]), made)
+    answers: Floats = encoded.kept(np.array(case.rows[:n]), run(batch_of(encoded, case, pad_id))[:n])
     return answers
 
 
@@ -192,7 +179,6 @@ class _Data:
 
     @property
     def rows(self) -> Int64:
-        """Return the rows of the drawn samples."""
         return self.encoded.rows_of(self.samples)
 
 
@@ -208,14 +194,16 @@ def verify_engine(session: Session) -> Verification:
         raise MissingDevice(f"no engine was built: {built.skipped}")
     path, graph = session.folder / "engine" / built.file, graph_path(session)
     sidecar = check_sidecar(path, graph)
-    rounding = BF16_LIMIT if sidecar.compute == "bf16" else MIN_LIMIT
+    rounding = checks.BF16_LIMIT if sidecar.compute == "bf16" else checks.MIN_LIMIT
     profiles, task, seed = sidecar.profiles, session.config.task, session.config.seed
     with open_runner(path, graph, pad_id=session.pad_id, outputs=task.kind.outputs) as run:
         data = _read_data(session, widest(profiles).max[1])
-        cost = QuantizationCost.of(data.reference, data.fp32, rounding)
+        cost = checks.QuantizationCost.of(data.reference, data.fp32, rounding)
         shapes = _run_shapes(run, data, profiles, session)
         few = data.rows[:PADDING_SAMPLES].tolist()
-        padding = check_padding(padding_answers(run, data.encoded, few, profiles, session.pad_id), cost)
+        padding = checks.check_padding(
+            padding_answers(run, data.encoded, few, profiles, session.pad_id), cost
+        )
         answers = _run_rows(run, data, profiles, session)
     blocks: list[BlockCheck] = []
     uncut, gemms = None, built.int8_gemms
@@ -232,7 +220,7 @@ def verify_engine(session: Session) -> Verification:
         stitched_int8_gemms=gemms,
         shapes=shapes,
         padding=padding,
-        predictions=check_answers(
+        predictions=checks.check_answers(
             task,
             answers,
             data.reference[places],
@@ -254,7 +242,7 @@ def verify_engine(session: Session) -> Verification:
             f"the blocks were judged in an engine with {gemms} INT8 GEMMs, the deployed one has "
             f"{built.int8_gemms}: cutting it changed what the builder fuses"
         )
-    result.failures = verification_failures(result, str(session.folder))
+    result.failures = checks.verification_failures(result, str(session.folder))
     result.passed = not result.failures
     return result
 
@@ -276,7 +264,7 @@ def _run_shapes(run: Predict, data: _Data, profiles: Sequence[Profile], session:
     for case in track("shapes", shape_cases(data.encoded.lengths, profiles, session.config.seed)):
         n, reference = len(case.rows), data.reference[data.encoded.answers_of(np.array(case.rows))]
         got = _answer(run, data.encoded, case, session.pad_id, n)
-        found.append(check_shape(got, reference, (n, case.length), case.what))
+        found.append(checks.check_shape(got, reference, (n, case.length), case.what))
     return found
 
 
@@ -298,12 +286,11 @@ def _run_blocks(
     """Build the stitched engine, feed it the reference's block inputs, and judge each block."""
     from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
 
-    family = session.plan.family
-    stitched = stitch(read_model(graph_path(session)), family)
+    stitched = stitch(read_model(graph_path(session)), session.plan.family)
     half = np.dtype(np.float16) in stitched.types.values()
     quantized = session.recipe.quantizes
     model = session.fake_quant_model if quantized else session.fp32_model
-    sums = {block.name: BlockSums(block.name) for block in stitched.blocks}
+    sums = {block.name: checks.BlockSums(block.name) for block in stitched.blocks}
     cases = block_cases(data.encoded.lengths, widest(sidecar.profiles), session.config.seed)
     report_phase("building the engine of blocks")
     with (

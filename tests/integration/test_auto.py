@@ -40,21 +40,7 @@ def read_auto(folder):
 
 
 def options(given, out, *more):
-    return [
-        str(word)
-        for word in (
-            "auto",
-            "--model",
-            given.model,
-            "--task",
-            given.task,
-            "--data",
-            given.data,
-            "--out",
-            out,
-            *more,
-        )
-    ]
+    return ["auto", *given.options, "--out", str(out), *map(str, more)]
 
 
 @pytest.mark.long
@@ -151,12 +137,8 @@ def test_a_killed_command_resumes(sst2, tmp_path, qdqbench):
     out = tmp_path / OUT
     words = options(sst2, out, "int8-linears", "--samples", 96, "--trials", 8)
     words += ["--min-speedup", "50", "--backend", "openvino"]  # nothing is so fast: search is tried
-    process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, *words],
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([sys.executable, "-c", MAIN, *words], env=environment(), **quiet)
     deadline = time.monotonic() + 300
     while not (out / "search").exists():
         assert process.poll() is None

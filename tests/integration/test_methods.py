@@ -64,16 +64,8 @@ def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, t
 def test_a_killed_comparison_goes_on(qdqbench, sst2, recipe, tmp_path, monkeypatch):
     """Killed at its second row, then once more with a torn line, against one that was not."""
     three = ("--method", "max", "--method", "mse", "--method", "percentile/99.9", "--smoothing", "none")
-    options = (
-        "compare-calibration",
-        recipe(ATTENTION),
-        *sst2.options,
-        "--samples",
-        32,
-        "--limit",
-        32,
-        *three,
-    )
+    few = ("--samples", 32, "--limit", 32)
+    options = ("compare-calibration", recipe(ATTENTION), *sst2.options, *few, *three)
     assert qdqbench(*options, "--out", tmp_path / "whole").code == 0
     answer, made = Trials.answer, []
 
@@ -147,19 +139,9 @@ def test_the_choice_sees_no_validation_row(qdqbench, sst2, recipe, tmp_path):
 def test_named_rows_of_a_regression(qdqbench, given, recipe, tmp_path):
     stsb = given("stsb")
     out = tmp_path / "out"
-    done = fine(
-        qdqbench(
-            "compare-calibration",
-            recipe("bert-int8-ffn"),
-            *stsb.options,
-            "--out",
-            out,
-            "--samples",
-            500,
-            *NARROW,
-            "--json",
-        )
-    )
+    options = (recipe("bert-int8-ffn"), *stsb.options, "--out", out, "--samples", 500)
+    done = qdqbench("compare-calibration", *options, *NARROW, "--json")
+    assert (done.code, done.err) == (0, "")
     found = read_methods(out)
     assert json.loads(done.out) == json.loads(found.model_dump_json())
     assert found.divergence == "squared"
@@ -200,10 +182,8 @@ def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_p
     assert [row.trial.failure and row.trial.failure.text for row in found.rows] == ["amax is a joke", None]
     assert found.best.section.method == "percentile/99.9"
     nothing = tmp_path / "nothing"
-    refused(
-        qdqbench("compare-calibration", *options, nothing, "--method", "max", "--smoothing", "none"),
-        "amax is a joke",
-    )
+    none = ("--method", "max", "--smoothing", "none")
+    refused(qdqbench("compare-calibration", *options, nothing, *none), "amax is a joke")
     assert listing(nothing) == ["methods.trials.fp32.npz", "methods.trials.jsonl"]
 
 
@@ -225,22 +205,18 @@ def test_wrong_options(case, qdqbench, sst2, recipe, tmp_path):
 
 @pytest.mark.parametrize(
     "case",
-    [({"samples": 255}, "1 are left"), ({"split": "validation"}, "the judge of task")],
+    [
+        ({"samples": 255}, "1 are left"),
+        ({"split": "validation"}, "the judge of task"),
+        ("bert-fp16", "nothing into INT8"),
+    ],
     ids=lambda case: str(case[0]),
 )
-def test_wrong_data(case, qdqbench, sst2, recipe, tmp_path):
-    calibration, told = case
-    options = [*sst2.options, "--out", tmp_path / "out"]
-    done = qdqbench("compare-calibration", recipe(ATTENTION, **calibration), *options)
-    refused(done, told)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_recipe_without_int8(qdqbench, sst2, tmp_path):
-    refused(
-        qdqbench("compare-calibration", "bert-fp16", *sst2.options, "--out", tmp_path / "out"),
-        "nothing into INT8",
-    )
+def test_wrong_recipes(case, qdqbench, sst2, recipe, tmp_path):
+    (given, told), out = case, tmp_path / "out"
+    path = given if isinstance(given, str) else recipe(ATTENTION, **given)
+    refused(qdqbench("compare-calibration", path, *sst2.options, "--out", out), told)
+    assert not out.exists()
 
 
 def test_folders_of_others_are_left_alone(qdqbench, sst2, recipe, tmp_path):

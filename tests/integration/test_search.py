@@ -48,9 +48,9 @@ def files(tmp_path_factory):
     return root
 
 
-def options(given, files, out, *more, recipe="mine.yaml", trials=TRIALS):
+def options(given, files, out, *more, trials=TRIALS):
     sst2 = given("sst2")
-    words = [files / recipe, *sst2.options, "--out", out, "--trials", trials, "--samples", 96]
+    words = [files / "mine.yaml", *sst2.options, "--out", out, "--trials", trials, "--samples", 96]
     return [str(word) for word in ("search", *words, "--speed", "int8-share", *more)]
 
 
@@ -101,8 +101,7 @@ def test_the_outcome_is_whole_and_confirmed_on_validation(searched):
 
 
 def test_the_search_rows_are_not_those_that_calibrate(given, files):
-    from qdqbench.eval.selection.search.space import make_space
-    from qdqbench.eval.selection.search.workspace import Workspace
+    from qdqbench.eval.selection.search.workspace import Workspace, make_space
     from qdqbench.quantize.models.modules import module_table
     from qdqbench.quantize.pipeline.session import Session
 
@@ -117,8 +116,8 @@ def test_the_search_rows_are_not_those_that_calibrate(given, files):
 
 def test_the_chosen_recipe_runs(searched, given, qdqbench, tmp_path):
     out, _ = searched
-    done = qdqbench("run", out / "recipe.yaml", *given("sst2").options, "--out", tmp_path / "run",
-                    "--until", "export")  # fmt: skip
+    words = (*given("sst2").options, "--out", tmp_path / "run", "--until", "export")
+    done = qdqbench("run", out / "recipe.yaml", *words)
     assert done.code == 0, done.err
 
 
@@ -144,20 +143,21 @@ def test_more_trials_go_on(searched, given, files, qdqbench):
     assert all(kept[trial.number] == trial.scores for trial in before)
 
 
-def test_bad_files_are_told_before_a_study_is_made(searched, given, files, tmp_path, qdqbench):
-    out = tmp_path / "out"
-    refused(qdqbench(*options(given, files, out, "--sensitivity", tmp_path / "nowhere.json")), "nowhere.json")
-    assert not out.exists()
-
-
-def test_another_search_in_its_folder_is_refused(searched, given, files, qdqbench):
-    out, _ = searched
+@pytest.mark.parametrize(
+    "case",
+    [
+        (["--study-name", "another"], "holds the finished search"),
+        (["--batch", 8], "made with other settings (batch and length)"),
+    ],
+)
+def test_a_finished_search_is_not_replaced_by_another(searched, given, files, qdqbench, case):
+    (more, told), (out, _) = case, searched
     before = (out / "search.json").read_bytes()
-    refused(qdqbench(*options(given, files, out, "--study-name", "another")), "holds the finished search")
+    done = qdqbench(*options(given, files, out, *more))
+    assert done.code == 1
+    assert told in done.err
+    assert done.err.count("\n") == 1
     assert (out / "search.json").read_bytes() == before
-    out, _ = searched
-    done = qdqbench(*options(given, files, out, "--batch", 8))
-    refused(done, "made with other settings (batch and length)")
 
 
 @pytest.mark.long
@@ -169,12 +169,6 @@ def test_a_budget_of_time_ends_it_with_a_report(given, files, tmp_path, qdqbench
     assert f"1 of {TRIALS} trials fitted into 0.001 s; the same command resumes" in found.warnings
 
 
-def test_a_speedup_that_nothing_can_measure_is_refused(given, files, tmp_path, qdqbench):
-    done = qdqbench(*options(given, files, tmp_path / "out", recipe="fast.yaml"))
-    assert done.code == 3
-    assert "gate.min_speedup of recipe mine needs a measured latency" in done.err
-
-
 def test_other_files_in_the_folder_are_left_alone(given, files, tmp_path, qdqbench):
     (tmp_path / "mine.txt").write_text("mine")
     done = qdqbench(*options(given, files, tmp_path))
@@ -182,10 +176,23 @@ def test_other_files_in_the_folder_are_left_alone(given, files, tmp_path, qdqben
     assert listing(tmp_path) == ["mine.txt"]
 
 
-def test_too_few_rows_say_what_to_lower(given, files, tmp_path, qdqbench):
-    words = options(given, files, tmp_path / "out")
-    words[1] = "bert-int8-linears"  # 512 calibration samples of 256 rows
-    refused(qdqbench(*words), "calibration.samples")
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("fast.yaml", [], 3, "gate.min_speedup of recipe mine needs a measured latency"),
+        ("bert-int8-linears", [], 1, "calibration.samples"),  # 512 of 256 rows
+        ("mine.yaml", ["--sensitivity", "nowhere.json"], 1, "nowhere.json"),  # before a study is made
+    ],
+)
+def test_what_cannot_be_searched_is_told(given, files, tmp_path, qdqbench, case):
+    (recipe, more, code, told), out = case, tmp_path / "out"
+    words = options(given, files, out, *more)
+    words[1] = str(files / recipe) if recipe.endswith(".yaml") else recipe
+    done = qdqbench(*words)
+    assert done.code == code
+    assert told in done.err
+    assert "unexpected" not in done.err
+    assert not more or not out.exists()
 
 
 @pytest.mark.long

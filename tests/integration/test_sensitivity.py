@@ -1,6 +1,7 @@
 """`qdqbench sensitivity` on a tiny model: what it writes, what it refuses, and that a kill loses nothing."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -31,10 +32,8 @@ def test_everything_is_measured_and_written(qdqbench, sst2, recipe, tmp_path):
     assert listing(out) == FILES
     found = read_sensitivity(out)
     assert found == read_sensitivity(out / "sensitivity.json")
-    groups = [row.group for row in found.rows]
-    assert [groups.count(each) for each in ("linear", "attention", "block", "kind")] == [
-        6 * LAYERS + 2, LAYERS, LAYERS, 9
-    ]  # fmt: skip
+    groups = Counter(row.group for row in found.rows)
+    assert groups == {"linear": 6 * LAYERS + 2, "attention": LAYERS, "block": LAYERS, "kind": 9}
     assert len(found.int8) == 7 * LAYERS
     assert len(ranking(found.rows)) == 6 * LAYERS
     assert found.data["samples"] == 96
@@ -127,13 +126,12 @@ def test_draw_is_beside_calibration_and_validation_is_not_read(qdqbench, sst2, r
     found = json.loads(done.out)
     assert found["data"]["samples"] == 30
     assert any("measured on 30 samples, not 64" in note for note in found["notes"])
+    from qdqbench.eval.selection.trials.store import draw_samples
+    from qdqbench.quantize.pipeline.session import Session
     from qdqbench.quantize.tasks.rows import load_split
     from qdqbench.quantize.tasks.task import get_task
 
     split = load_split(get_task("sst2"), str(data), "train", limit=256, seed=0)
-    from qdqbench.eval.selection.trials.store import draw_samples
-    from qdqbench.quantize.pipeline.session import Session
-
     drawn = draw_samples(Session(given.config(path), out), 64)[0].dataset
     assert drawn["sentence"][:] == split.dataset["sentence"][226:]
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
-from qdqbench.eval.runs.study import read_study
+from qdqbench.eval.runs.study import Study
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.results import Finetuning, Results
 
@@ -384,7 +384,7 @@ def test_a_study_over_seeds(given, tmp_path, qdqbench):
     options = [*given("stsb").options, "--epochs", "1", "--seeds", "2", "--out", str(out)]
     done = qdqbench("study", recipe(tmp_path, epochs=1), *options)
     assert done.code == 0, done.err
-    found = read_study(out / "study.json")
+    found = Study.model_validate_json((out / "study.json").read_text())
     summary = found.summary["trained"]
     assert summary.qat.n == 2
     rows = [row.qat["pearson"] - row.fp32["pearson"] for row in found.rows]

@@ -48,7 +48,7 @@ from qdqbench.eval.reporting.formats import (
     versions_text,
 )
 from qdqbench.eval.runs.gate import issue_sentence
-from qdqbench.eval.runs.study import STUDY_FILE, conditions, read_study
+from qdqbench.eval.runs.study import STUDY_FILE, Study, conditions
 from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, load_recipe, shipped_recipes
@@ -165,7 +165,9 @@ def _summary(kind: str, value: dict[str, Any]) -> Record:
 
 READERS: dict[str, Callable[[Path], Any]] = {
     RESULTS_FILE: lambda path: run_of(read_results(path.parent)),
-    STUDY_FILE: lambda path: _summary("study", read_study(path).model_dump(mode="json")),
+    STUDY_FILE: lambda path: _summary(
+        "study", Study.model_validate_json(path.read_text()).model_dump(mode="json")
+    ),
     SEARCH_FILE: _search,
     SUMMARY_FILE: lambda path: _project(clean(files.read_json(path)), None),
     BENCH_FILE: lambda path: cleaned(read_bench(path)),

@@ -86,7 +86,6 @@ def precision_grid(results: Results) -> Grid:
 
 
 def _ordered(kinds: Iterable[str]) -> list[str]:
-    """Return each kind once, in the order of computation, unknown ones last."""
     unique = dict.fromkeys(kinds)
     return sorted(unique, key=lambda kind: PART_KINDS.index(kind) if kind in PART_KINDS else len(PART_KINDS))
 
@@ -132,7 +131,6 @@ def _runs_in(row: LayerRow) -> str:
 
 
 def accuracy_svg(results: Results, labels: dict[str, str]) -> str:
-    """Draw each metric by stage with one standard error, FP32's band and the gate's limit."""
     stages = results.stages
     measured = [row for row in stages.values() if row.status == "done" and row.metrics]
     if not measured:
@@ -203,8 +201,7 @@ def layer_chart(points: Points, title: str, name: str, limit: float | None = Non
     shared: dict[tuple[tuple[int, float], ...], list[str]] = defaultdict(list)
     for kind in _ordered(points):
         shared[tuple(sorted(points[kind].items()))].append(kind)
-    figure = svg.figure_of(2.75)
-    axes = figure.add_subplot()
+    figure, axes = svg.axes_of(2.75)
     others = cycle(OTHERS)
     for line, kinds in shared.items():
         layers, heights = zip(*line, strict=True)
@@ -228,8 +225,7 @@ def layer_chart(points: Points, title: str, name: str, limit: float | None = Non
 def lengths_svg(results: Results) -> str:
     if (lengths := results.lengths) is None:
         return ""
-    figure = svg.figure_of(2.0)
-    axes = figure.add_subplot()
+    figure, axes = svg.axes_of(2.0)
     tokens, rows = zip(*lengths.histogram, strict=True)
     axes.bar(tokens, rows, width=0.9, color=svg.BLUE)
     for number, bucket in enumerate(lengths.buckets):
@@ -275,7 +271,6 @@ def agreement_svg(results: Results, labels: dict[str, str]) -> str:
 
 
 def parity_svg(results: Results) -> str:
-    """Draw by encoder layer the part of its own limit that each tensor uses, in percent."""
     points: Points = defaultdict(dict)
     for row in results.parity.rows if results.parity else ():
         layer, kind = place(row.name)

@@ -2,10 +2,9 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from qdqbench.eval.bench.report import bench_blocks, bench_of
 from qdqbench.eval.bench.results import Bench
@@ -60,7 +59,6 @@ MOST_FILES = 6  # that a terminal lists
 
 
 def write_reports(results: Results, folder: Path) -> list[Path]:
-    """Write `report.md` and `report.html` (one file, no external request); return their paths."""
     return write_report(run_report(results, bench_of(folder), folder), folder, "report")
 
 
@@ -95,7 +93,8 @@ def too_slow(folder: Path) -> list[str]:
 def run_report(results: Results, bench: Bench | str | None = None, folder: Path | None = None) -> doc.Report:
     """Return the report of a run; without a bench and a folder, what a terminal shows of it."""
     results = cleaned(results)
-    recipe, begin = results.recipe, where_to_begin(folder / DEPLOY, Path(DEPLOY)) if folder else None
+    recipe, form = results.recipe, "To deploy it: `{}`; {}try it with `{}`"
+    deploy = where_to_begin(folder / DEPLOY, Path(DEPLOY), form) if folder else ""
     name = model_label(str(results.model.get("name", "model")))
     inputs = [
         *flat(results.model, "model"),
@@ -103,7 +102,6 @@ def run_report(results: Results, bench: Bench | str | None = None, folder: Path 
         *flat(results.data, "data"),
         ("seed", str(results.seed)),
     ]
-    deploy = f"To deploy it: `{begin.folder}`; {begin.warning}try it with `{begin.command}`" if begin else ""
     qat: list[doc.Block] = [f"{verdict.qat_clause(results)}.", *training_blocks(results.training)]
     return doc.Report(
         doc.page_of(
@@ -131,47 +129,42 @@ def run_report(results: Results, bench: Bench | str | None = None, folder: Path 
         ],
         verdict=verdict.run_verdict(results),
         lead=[doc.Prose(deploy, "quiet")] if deploy else [],
-        tiles=_tiles(results),
+        tiles=[*_tiles(results)],
         warnings=results.warnings,
         notes=results.notes,
     )
 
 
-# Tiles
-
-
-def _tiles(results: Results) -> list[doc.Tile]:
+def _tiles(results: Results) -> Iterator[doc.Tile]:
     engine, planned = results.engine, len(results.quantized_layers)
-    tiles = []
     if engine is not None and engine.expected_int8_gemms:
         count, asked = engine.int8_gemms, engine.expected_int8_gemms
         holds = count >= asked and not engine.not_int8
-        tiles.append(doc.Tile("INT8 linears", f"{count} / {asked}", "in the engine", doc.bad_unless(holds)))
+        yield doc.Tile("INT8 linears", f"{count} / {asked}", "in the engine", doc.bad_unless(holds))
     elif engine is None and planned:
-        tiles.append(doc.Tile("INT8 linears", str(planned), "planned, not proven"))
+        yield doc.Tile("INT8 linears", str(planned), "planned, not proven")
     last, gain = verdict.last_measured(results), results.qat_vs_ptq
     if last is not None and (versus := last[1].vs_fp32) is not None:
         metric = next(iter(last[1].metrics))
         holds = not charts.drop_fails(last[1], metric, results.gate.max_drop)
-        tiles.append(_delta_tile(f"{label(metric)} against FP32", versus, metric, holds))
+        yield _delta_tile(f"{label(metric)} against FP32", versus, metric, holds)
     if gain is not None:
         metric, delta = next(iter(gain.delta.items()))
         title = f"{label(metric)}, QAT against PTQ"
-        tiles.append(_delta_tile(title, gain, metric, gain.within_noise or delta > 0))
-    tiles.append(_speed_tile(results))
+        yield _delta_tile(title, gain, metric, gain.within_noise or delta > 0)
+    yield _speed_tile(results)
     if engine is not None:
         others = [f"{row.precision.upper()} {size(row.bytes)}" for row in results.unquantized_engines]
         remark = ", ".join(filter(None, [*others, missing_engines(results)]))
-        tiles.append(doc.Tile("engine", size(engine.bytes), remark))
+        yield doc.Tile("engine", size(engine.bytes), remark)
     if (smaller := verdict.quantized_file(results)) is not None:
         name, ratio, count = smaller
-        tiles.append(doc.Tile("ONNX file against FP32", f"{ratio:.2f}", f"{size(count)}, {name}"))
-    tiles += _proof_tiles(results)
+        yield doc.Tile("ONNX file against FP32", f"{ratio:.2f}", f"{size(count)}, {name}")
+    yield from _proof_tiles(results)
     if results.timings:
         peak = max(timing.peak_rss_bytes for timing in results.timings.values())
         total = seconds(sum(timing.wall_s for timing in results.timings.values()))
-        tiles.append(doc.Tile("total stage time", total, f"peak memory {size(peak)}"))
-    return tiles
+        yield doc.Tile("total stage time", total, f"peak memory {size(peak)}")
 
 
 def _delta_tile(title: str, versus: Comparison, metric: str, holds: bool) -> doc.Tile:
@@ -195,22 +188,18 @@ def _speed_tile(results: Results) -> doc.Tile:
     return doc.Tile("speed", f"{least.value:.2f}x", remark, state)
 
 
-def _proof_tiles(results: Results) -> list[doc.Tile]:
-    tiles = []
+def _proof_tiles(results: Results) -> Iterator[doc.Tile]:
     if (parity := results.parity) is not None and parity.rows:
         worst = verdict.worst_first(parity)[0]
         remark = f"of its own limit: {verdict.remark_of(worst)}"
-        tiles.append(
-            doc.Tile("layer parity", verdict.part_text(worst), remark, doc.bad_unless(parity.passed))
-        )
+        yield doc.Tile("layer parity", verdict.part_text(worst), remark, doc.bad_unless(parity.passed))
     if (verified := results.verification) is not None:
         held = f"{sum(row.holds for row in verified.blocks)} / {len(verified.blocks)}"
         remark = f"follow {label(verified.reference)} on {sections.device_text(results.engine)}"
         if verified.blocks_not_checked:
             held, remark = "not checked", verified.blocks_not_checked
         state = doc.bad_unless(all(row.holds for row in verified.blocks))
-        tiles.append(doc.Tile("engine blocks", held, remark, state))
-    return tiles
+        yield doc.Tile("engine blocks", held, remark, state)
 
 
 def missing_engines(results: Results) -> str:
@@ -223,9 +212,6 @@ def missing_engines(results: Results) -> str:
     built = {row.precision for row in results.unquantized_engines}
     lacking = [precision.upper() for precision in ("fp16", "fp32") if precision not in built]
     return f"{' and '.join(lacking)} not built: `qdqbench bench RUN` builds them" if lacking else ""
-
-
-# Accuracy
 
 
 def _accuracy_section(results: Results) -> doc.Section:
@@ -265,7 +251,6 @@ def _accuracy_section(results: Results) -> doc.Section:
 
 
 def _against(show: Callable[[Comparison], doc.Value]) -> Callable[[tuple[str, StageResult]], doc.Value]:
-    """Return the column that shows a stage's comparison with FP32, empty for FP32 itself."""
     return lambda pair: show(pair[1].vs_fp32) if pair[1].vs_fp32 else None
 
 
@@ -299,9 +284,6 @@ def _stages_table(results: Results, metrics: list[str]) -> doc.Table:
         instead=skipped,
         look="full cards",
     )
-
-
-# Speed and cost
 
 
 def _speed_section(results: Results, bench: Bench | str | None) -> list[doc.Section]:
@@ -352,9 +334,6 @@ def _cost_section(results: Results) -> doc.Section:
     return doc.Section("cost", "Cost", [parts])
 
 
-# The folder `deploy`
-
-
 def hand_off(session: Session, results: Results) -> list[str]:
     """Write the deploy folder of a finished run; return why that failed, as warnings."""
     try:
@@ -380,9 +359,8 @@ def deploy(folder: Path, out: Path | None = None) -> Path:
     session = Session(read_config(folder), folder)
     if not (folder / RESULTS_FILE).is_file():
         raise UserError(f"{folder} is not finished; run `qdqbench report {folder}`, which makes it")
-    results = read_results(folder)
     with locked_folder(folder) if out is None else locked_for_reading(folder):
-        _write_deploy(session, results, out)
+        _write_deploy(session, read_results(folder), out)
     return out or folder / DEPLOY
 
 
@@ -394,29 +372,19 @@ def _write_deploy(session: Session, results: Results, out: Path | None) -> None:
     write_deploy(session, results, RunVerdict(said.title, said.sentence, failed, lines), out)
 
 
-class EntryPoint(NamedTuple):
-    """Folder `deploy`, what to know before its use, and the command to try it."""
+def where_to_begin(place: Path, called: Path, form: str = "{}; {}try it: {}") -> str:
+    """Return how to begin with a folder `deploy`, called so for its reader; empty where there is none.
 
-    folder: str
-    warning: str
-    command: str
-
-    def __str__(self) -> str:
-        return f"{self.folder}; {self.warning}try it: {self.command}"
-
-
-def where_to_begin(place: Path, called: Path) -> EntryPoint | None:
-    """Return how to begin with a folder `deploy`, called so for its reader; None where there is none."""
+    Args:
+        form: takes the folder, what to know before its use, and the command to try it.
+    """
     if not (place / TOLD).is_file():
-        return None
+        return ""
     about = files.read_json(place / TOLD)
     warning = "" if about["ran"] else "the engine never ran; "
     warning = "NOT FOR USE, the run failed; " if about["failed"] else warning
     command = f"python {shlex.quote(str(called / about['script']))} {about['example']}"
-    return EntryPoint(str(called), warning, command)
-
-
-# A run up to a stage
+    return form.format(called, warning, command)
 
 
 def stages_report(results: Results, folder: Path) -> doc.Report:
@@ -444,7 +412,6 @@ def stages_report(results: Results, folder: Path) -> doc.Report:
 
 
 def stage_cell(results: Results, name: str) -> doc.Cell:
-    """Return the result of a stage in one line; empty where its files say it."""
     scored = "fp32" if name == "baseline" else name
     if reason := results.skipped.get(scored):
         return doc.Cell(f"skipped: {reason}", "unclear")

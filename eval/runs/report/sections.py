@@ -1,7 +1,8 @@
 """Sections of a run's report: what was proven, and what quantization changed."""
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, config_label
@@ -9,7 +10,6 @@ from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
 from qdqbench.eval.reporting.formats import (
     count_of,
-    decibel,
     known,
     label,
     number,
@@ -57,8 +57,6 @@ MARGIN = (
 )
 STYLES = {"int8": (svg.GREEN, "^"), "fp16": (svg.ORANGE, "s"), "fp32": (svg.BLUE, "o")}
 
-# What was proven
-
 
 def device_text(engine: EngineResult | None) -> str:
     return "this CPU" if engine is not None and engine.on_cpu else "the GPU"
@@ -71,11 +69,9 @@ def precision_section(results: Results) -> doc.Section:
         return doc.Cell(name, state, look=f"cell {name if name in COLORED else 'other'}", tip=tip)
 
     def cell(module: charts.GridCell | None) -> doc.Cell:
-        return (
-            datatype_cell(module.datatype, doc.bad_unless(module.as_asked), module.note)
-            if module
-            else doc.Cell()
-        )
+        if module is None:
+            return doc.Cell()
+        return datatype_cell(module.datatype, doc.bad_unless(module.as_asked), module.note)
 
     rows = [doc.row(layer, *map(cell, cells)) for layer, cells in grid.rows]
     kinds = doc.Table(["layer", *grid.kinds], rows, texts=range(len(grid.kinds) + 1), look="grid")
@@ -207,7 +203,6 @@ def parity_section(results: Results) -> doc.Section:
 
 
 def lengths_sections(results: Results) -> list[doc.Section]:
-    """Return the lengths that the engine profiles follow, for `shapes: auto`."""
     if (lengths := results.lengths) is None:
         return []
     calibrated = results.data.get("calibration")
@@ -301,7 +296,6 @@ def _answer_blocks(verification: Verification) -> list[doc.Block]:
 
 
 def ranges_section(results: Results) -> doc.Section:
-    """Return what calibration saw at each quantizer, and what INT8 costs each softmax."""
     blocks: list[doc.Block] = [doc.Prose("Nothing was calibrated.", "quiet")]
     if results.quantizers:
         draws = [partial(charts.ranges_svg, results, measure) for measure in charts.RANGE_TITLES]
@@ -373,28 +367,21 @@ def findings_section(results: Results) -> doc.Section:
     return doc.Section("findings", "Findings of `check`", [table])
 
 
-# What quantization changed
-
-
-def answer_sections(results: Results) -> list[doc.Section]:
-    sections = []
+def answer_sections(results: Results) -> Iterator[doc.Section]:
     if (changed := results.changed_predictions) is not None:
-        sections.append(doc.Section("changed", "Answers that changed", _changed_blocks(results, changed)))
+        yield doc.Section("changed", "Answers that changed", _changed_blocks(results, changed))
     if (classes := results.classes) is not None:
         blocks = _class_blocks(classes, verdict.stage_label(results, classes.stage))
-        sections.append(doc.Section("classes", "Class by class", blocks))
-    return sections
+        yield doc.Section("classes", "Class by class", blocks)
 
 
-def layer_sections(results: Results) -> list[doc.Section]:
-    sections = []
+def layer_sections(results: Results) -> Iterator[doc.Section]:
     if results.model_changes:
         rows = [(change.what, change.description) for change in results.model_changes]
         pairs = doc.Pairs(rows, definitions=True)
-        sections.append(doc.Section("besides", "What the recipe changed besides Q/DQ", [pairs]))
+        yield doc.Section("besides", "What the recipe changed besides Q/DQ", [pairs])
     if (errors := results.layer_errors) is not None:
-        sections.append(doc.Section("errors", "Error of INT8, layer by layer", _error_blocks(errors)))
-    return sections
+        yield doc.Section("errors", "Error of INT8, layer by layer", _error_blocks(errors))
 
 
 def _changed_blocks(results: Results, changed: ChangedPredictions) -> list[doc.Block]:
@@ -458,7 +445,6 @@ def _class_blocks(classes: Classes, stage: str) -> list[doc.Block]:
     def change(row: ClassRow) -> str:
         return "" if row.delta is None else with_error(row.delta, row.delta_stderr, "+.4f")
 
-    many = len(classes.rows) > MANY_CLASSES
     table = doc.table_of(
         classes.rows,
         ("class", lambda row: row.name),
@@ -469,7 +455,7 @@ def _class_blocks(classes: Classes, stage: str) -> list[doc.Block]:
         ("fixed", lambda row: row.fixed),
         (classes.unit, lambda row: row.n),
         look="sortable",
-        filter="classes" if many else "",
+        filter="classes" if len(classes.rows) > MANY_CLASSES else "",
         anchor="recall",
     )
     about = (
@@ -506,7 +492,7 @@ def _error_blocks(errors: LayerErrors) -> list[doc.Block]:
     columns: list[doc.Column[LayerError]] = [
         ("linear or block", lambda layer: doc.code(layer.name)),
         ("isolated, %", lambda layer: f"{100 * layer.isolated:.2f}"),
-        ("isolated, dB", lambda layer: decibel(layer.isolated)),
+        ("isolated, dB", lambda layer: f"{-20 * math.log10(layer.isolated):.1f}" if layer.isolated else ""),
         ("cumulative, %", lambda layer: known(layer.cumulative and 100 * layer.cumulative, ".2f")),
     ]
     table = doc.table_of(errors.rows, *columns, look="sortable", anchor="layer-errors")
@@ -519,7 +505,6 @@ def _error_blocks(errors: LayerErrors) -> list[doc.Block]:
 
 
 def errors_svg(errors: LayerErrors, what: str) -> str:
-    """Draw errors of linears alone, or of blocks alone and accumulated, by encoder layer, in percent."""
     points: charts.Points = defaultdict(dict)
     for it in errors.rows:
         if it.what != what:
@@ -607,8 +592,7 @@ def _fastest(bench: Bench, cell: BenchConfig, precision: str) -> BenchRow | None
 
 
 def _scatter_svg(points: list[tuple[str, float, StageResult]], metric: str, cell: str) -> str:
-    figure = svg.figure_of(2.6)
-    axes = figure.add_subplot()
+    figure, axes = svg.axes_of(2.6)
     for name, time, stage in points:
         error = stage.vs_fp32.delta_stderr.get(metric, 0.0) if stage.vs_fp32 else 0.0
         color, marker = STYLES[name]

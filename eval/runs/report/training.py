@@ -157,7 +157,6 @@ def _explanation(result: Finetuning) -> list[str]:
 
 
 def training_blocks(run: TrainingRun | None) -> list[doc.Block]:
-    """Return QAT as the report of its run shows it."""
     if run is None:
         return []
     measure = labelled_measure(score_name([run]))
@@ -223,7 +222,6 @@ def _reason(run: TrainingRun) -> str:
 
 
 def curve_blocks(runs: list[TrainingRun]) -> list[doc.Block]:
-    """Return training loss, the measure that chose the weights, then the other held-out ones, by step."""
     if not any(run.log for run in runs):
         return [doc.Prose(NO_STEP, "quiet")]
     chosen = score_name(runs)
@@ -264,15 +262,13 @@ def points_of(run: TrainingRun, name: str | None) -> list[tuple[int, float]]:
 
 
 def curves_svg(runs: list[TrainingRun], identity: str, title: str, name: str | None) -> str:
-    """Draw one measure over the steps, a line per seed, a star where the weights that were kept are."""
     curves = [(number, run, points_of(run, name)) for number, run in enumerate(runs)]
     curves = [curve for curve in curves if curve[2]]
     if not curves:
         return ""
     several = len(runs) > 1
     rows = -(-(len(curves) + 1) // LEGEND_COLUMNS) if several else 1
-    figure = svg.figure_of(2.3 + 0.17 * rows)
-    axes = figure.add_subplot()
+    figure, axes = svg.axes_of(2.3 + 0.17 * rows)
     for number, run, points in curves:
         failed = ", failed" if run.status == "failed" else ""
         axes.plot(

@@ -1,6 +1,7 @@
 """The verdict of a run, and its figures in words that every page and screen shares."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 from qdqbench.eval.reporting.document import State, Verdict
 from qdqbench.eval.reporting.formats import count_of, label, sentence, with_error
@@ -18,7 +19,7 @@ MEASURES = {"codes": "codes that differ", "step": "largest step", "output": "err
 def run_verdict(results: Results) -> Verdict:
     """Return the verdict: good where all that the gate asks was judged and holds, bad where a check fails."""
     gate = results.gate
-    checks = _failed_checks(results)
+    checks = [*_failed_checks(results)]
     clauses = [*_int8(results), accuracy_clause(results)]
     if results.trained:
         clauses.append(qat_clause(results))
@@ -57,7 +58,6 @@ def _title(results: Results, checks: list[str]) -> str:
 
 
 def _speed_clause(speed: list[Speedup]) -> str:
-    """Name the configs with the lowest and the highest speed-up."""
     if not speed:
         return "speed unknown until `qdqbench bench RUN`"
     ordered = sorted(speed, key=lambda row: row.value)
@@ -103,7 +103,6 @@ def _int8(results: Results) -> list[str]:
 
 
 def last_measured(results: Results) -> tuple[str, StageResult] | None:
-    """Return the measured stage that is nearest to deployment."""
     done = [(name, row) for name, row in results.stages.items() if row.status == "done" and row.metrics]
     return done[-1] if done else None
 
@@ -141,40 +140,36 @@ def qat_clause(results: Results) -> str:
     return f"QAT {verb} {gained} of {label(metric)} {both}"
 
 
-def _not_done(results: Results) -> list[str]:
-    notes = []
+def _not_done(results: Results) -> Iterator[str]:
     absent = {name: StageResult(status="skipped") for name in results.expected_stages}
     for name, row in (absent | results.stages).items():
         why = sentence(row.reason or "no reason was recorded")
         if row.status == "done":
             continue
         if name != "engine":
-            notes.append(f"{stage_name(results, name)} was skipped: {why}")
+            yield f"{stage_name(results, name)} was skipped: {why}"
         elif results.engine is None:
-            notes.append(f"No engine was built: {why}")
+            yield f"No engine was built: {why}"
         else:
             how = "ahead of time, without running it" if results.engine.ahead_of_time else "but not run"
-            notes.append(f"The engine was built {how}; its outputs are not verified: {why}")
+            yield f"The engine was built {how}; its outputs are not verified: {why}"
     if results.verification is not None and (reason := results.verification.blocks_not_checked):
-        notes.append(f"The engine's blocks are not verified, only its answers: {sentence(reason)}")
-    return notes
+        yield f"The engine's blocks are not verified, only its answers: {sentence(reason)}"
 
 
-def _failed_checks(results: Results) -> list[str]:
+def _failed_checks(results: Results) -> Iterator[str]:
     """Return checks that fail, whatever the gate asks."""
-    failures = []
     errors = [row for row in results.findings if row.severity == "error"]
     if errors:
         codes = ", ".join(f"{code} ({n})" for code, n in Counter(row.code for row in errors).items())
-        failures.append(f"check of the ONNX file: {count_of(len(errors), 'error')}: {codes}")
+        yield f"check of the ONNX file: {count_of(len(errors), 'error')}: {codes}"
     if results.parity is not None and not results.parity.passed:
         bad = sum(not row.holds for row in results.parity.rows)
-        failures.append(f"layer parity: {bad} of {len(results.parity.rows)} tensors are over their own limit")
+        yield f"layer parity: {bad} of {len(results.parity.rows)} tensors are over their own limit"
     if (engine := results.engine) is not None and results.gate.passed and engine.not_int8:
-        failures.append(f"not in INT8 in the engine: {', '.join(engine.not_int8)}")
+        yield f"not in INT8 in the engine: {', '.join(engine.not_int8)}"
     if engine is not None and results.gate.passed and engine.not_int8_residuals:
-        failures.append(f"residuals not in INT8 in the engine: {', '.join(engine.not_int8_residuals)}")
-    return failures
+        yield f"residuals not in INT8 in the engine: {', '.join(engine.not_int8_residuals)}"
 
 
 def quantized_file(results: Results) -> tuple[str, float, int] | None:
@@ -218,8 +213,7 @@ def stage_label(results: Results, name: str) -> str:
 
 
 def worst_first(parity: Parity | None) -> list[ParityRow]:
-    rows = parity.rows if parity else []
-    return sorted(rows, key=lambda row: -row.nearest[0])
+    return sorted(parity.rows if parity else [], key=lambda row: -row.nearest[0])
 
 
 def part_text(row: ParityRow) -> str:

@@ -1,7 +1,6 @@
 """The report of `auto`: a page, Markdown and a screen."""
 
 from functools import partial
-from typing import Any
 
 from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
@@ -17,7 +16,7 @@ from qdqbench.eval.reporting.formats import (
 )
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.auto.results import AUTO_FILE, Auto, AutoStep, SkipReason, StepKind
-from qdqbench.eval.selection.trials.report import latency_text, noise_text, speed_text
+from qdqbench.eval.selection.trials.results import latency_text, noise_text, speed_text
 from qdqbench.quantize.utils.comparison import Comparison
 
 TITLES: dict[StepKind, str] = {
@@ -91,7 +90,6 @@ def headline(auto: Auto) -> str:
 
 
 def unmet_lines(auto: Auto) -> list[str]:
-    """Return what keeps the chosen recipe from holding, or why no step finished, in sentences."""
     if auto.chosen is not None:
         return [issue_sentence(issue) for issue in auto.chosen.unmet]
     reasons = _group_names({step.name: explain_step(auto, step) for step in auto.steps})
@@ -120,7 +118,6 @@ def reason_lines(auto: Auto) -> list[str]:
 
 
 def explain_step(auto: Auto, step: AutoStep) -> str:
-    """Return why a step was skipped or failed, in words; empty where it was done."""
     if step.failure is not None:
         return step.failure.text
     if step.skipped is None:
@@ -248,20 +245,20 @@ def _title(step: AutoStep) -> str:
     return step.name if step.kind == "shipped" else TITLES[step.kind]
 
 
-def _change_cell(scores: dict[str, Comparison]) -> doc.Cell:
-    """Return differences of the primary metric in points, by evaluation split; a terminal has the first."""
-    texts = [
-        f"{delta_points(-each.drop, each.drop_stderr)}{' ~' if each.within_noise else ''}"
+def _differences(scores: dict[str, Comparison], unit: str, noise: str) -> list[str]:
+    return [
+        f"{delta_points(-each.drop, each.drop_stderr)}{unit}{noise if each.within_noise else ''}"
         for each in scores.values()
     ]
+
+
+def _change_cell(scores: dict[str, Comparison]) -> doc.Cell:
+    texts = _differences(scores, "", " ~")
     return doc.Cell(" / ".join(texts), short=texts[0] if texts else "")
 
 
 def _difference(scores: dict[str, Comparison]) -> str:
-    return " and ".join(
-        f"{delta_points(-each.drop, each.drop_stderr)} points{' (within noise)' if each.within_noise else ''}"
-        for each in scores.values()
-    )
+    return " and ".join(_differences(scores, " points", " (within noise)"))
 
 
 def _explanation(auto: Auto) -> list[str]:
@@ -285,8 +282,7 @@ def steps_svg(auto: Auto) -> str:
     done = [step for step in auto.steps if step.run]
     if not done:
         return ""
-    figure = svg.figure_of(0.9 + 0.3 * len(done))
-    axes: Any = figure.add_subplot()
+    figure, axes = svg.axes_of(0.9 + 0.3 * len(done))
     axes.axvline(0.0, color=svg.MUTED, linewidth=0.8)
     axes.axvline(-100 * auto.gate.max_drop, **svg.LIMIT_LINE)
     for place, step in enumerate(done):

@@ -43,8 +43,7 @@ from qdqbench.eval.selection.search.workspace import measured_source
 from qdqbench.eval.selection.sensitivity.measure import Measurement, make_recipe
 from qdqbench.eval.selection.sensitivity.report import sensitivity_report
 from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CurvePoint
-from qdqbench.eval.selection.trials.report import write_result
-from qdqbench.eval.selection.trials.results import Failure, Origin, failure_of
+from qdqbench.eval.selection.trials.results import Failure, Origin, failure_of, write_result
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Store, describe_session, hash_of
 from qdqbench.quantize.engine.build import count_attentions, require_int8
 from qdqbench.quantize.models.families.known import family_named
@@ -123,7 +122,6 @@ class Evaluation:
     def compare(
         self, reference: Logits, answers: Logits, samples: Mapping[str, Int64] | None = None
     ) -> dict[str, Comparison]:
-        """Compare answers with others by split, of these samples alone where they are given."""
         scores = {}
         for name in answers:
             encoded, both = self.encoded[name], (reference[name], answers[name])
@@ -167,7 +165,6 @@ class Evaluation:
         )
 
     def _choose(self, fp32: Logits, tried: Sequence[StepAnswers], samples: Mapping[str, Int64]) -> int:
-        """Return the number of the step that these samples choose, as `choose_step` does."""
         drops = []
         for at, each in enumerate(tried):
             scores = self.compare(fp32, each.logits, samples)
@@ -291,7 +288,6 @@ class AutoRun:
         files.write_json(folder / STAGES_FILE, manifest | {"stages": {"baseline": baseline}})
 
     def _time(self, session: Session) -> tuple[Source | None, Speedup | Failure]:
-        """Return the speed-up of a run's engine over its engine without INT8, or why there is none."""
         shape = self.options.batch, self.options.length
         try:
             source = measured_source(session, self.options)
@@ -342,23 +338,18 @@ class AutoRun:
 
 
 def list_proposers(auto: AutoRun) -> list[Proposer]:
+    def propose_shipped(recipe: Recipe) -> Proposer:
+        folder, proposal = auto.folder / recipe.name, Proposal(base=recipe.name)
+        propose = lambda before, left: (recipe, proposal)  # noqa: E731
+        return Proposer(recipe.name, "shipped", propose, lambda: auto.open_session(recipe, folder).plan)
+
     return [
-        *(_propose_shipped(auto, recipe) for recipe in auto.recipes),
+        *map(propose_shipped, auto.recipes),
         Proposer("methods", "methods", partial(propose_methods, auto)),
         Proposer("islands", "islands", partial(propose_islands, auto)),
         Proposer("search", "search", partial(propose_search, auto)),
         Proposer("qat", "qat", propose_qat),
     ]
-
-
-def _propose_shipped(auto: AutoRun, recipe: Recipe) -> Proposer:
-    folder, proposal = auto.folder / recipe.name, Proposal(base=recipe.name)
-    return Proposer(
-        recipe.name,
-        "shipped",
-        lambda before, left: (recipe, proposal),
-        lambda: auto.open_session(recipe, folder).plan,
-    )
 
 
 def choose_base(before: Sequence[AutoStep], *, moved: bool = False) -> Recipe:
@@ -484,7 +475,6 @@ def choose_trial(trials: Sequence[SearchTrial], min_speedup: float | None) -> Se
 
 
 def find_qat_settings(base: Recipe) -> Qat:
-    """Return the training of a shipped recipe of the family, else the default."""
     name = f"{family_named(base.model.family).name}-int8-attention-qat"
     return (load_recipe(name).qat if name in shipped_recipes() else None) or DEFAULT_QAT
 

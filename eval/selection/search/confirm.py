@@ -19,8 +19,7 @@ from qdqbench.eval.selection.search.results import (
 )
 from qdqbench.eval.selection.search.study import Worker, list_trials
 from qdqbench.eval.selection.search.workspace import Workspace
-from qdqbench.eval.selection.trials.report import write_result
-from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_of
+from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_of, write_result
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, describe_session, named_by, write_recipe
 from qdqbench.quantize.engine.runtime.runners import open_runner
 from qdqbench.quantize.pipeline.artifacts import backend_of
@@ -38,7 +37,6 @@ def finish_search(worker: Worker, folder: Path) -> Search:
     """Choose and confirm; write `search.json`, the reports and the recipe into `folder`."""
     trials = list_trials(worker)
     outcome = choose_trial(trials, worker.gate)
-    chosen = next((trial for trial in trials if trial.number == outcome.chosen), None)
     session, evaluated = worker.work.session, worker.work.confirmations
     about = describe_session(session)
     about["environment"] |= {"optuna": metadata.version("optuna"), **versions()}
@@ -59,7 +57,7 @@ def finish_search(worker: Worker, folder: Path) -> Search:
         agreement=None,
     )
     (folder / RECIPE_FILE).unlink(missing_ok=True)
-    if chosen is not None and chosen.recipe is not None:
+    if (chosen := found.chosen) is not None and chosen.recipe is not None:
         worker.work.progress("validating FP32")
         found.fp32 = {split: evaluated.fp32_scores(split) for split in evaluated.encoded}
         found.confirmed = confirm_recipes(worker, chosen, chosen.recipe)
@@ -129,13 +127,12 @@ def _confirm(
 def rivals_of(base: Recipe) -> list[Recipe]:
     """Return shipped recipes of a family without training, for a CPU those without INT8 residuals."""
     shipped = (load_recipe(name) for name in shipped_recipes())
-    reads_residuals = backend_of(base) in INT8_RESIDUALS
     return [
         recipe
         for recipe in shipped
         if recipe.qat is None
         and recipe.model.family == base.model.family
-        and (reads_residuals or not recipe.int8_residual)
+        and (backend_of(base) in INT8_RESIDUALS or not recipe.int8_residual)
     ]
 
 
@@ -154,7 +151,6 @@ def compare_drops(searched: Trial, row: ConfirmedRecipe) -> DropAgreement | None
 
 
 def judge_confirmed(row: ConfirmedRecipe, gate: GateSettings, metric: str) -> list[GateIssue]:
-    """Return what keeps the gate from holding on evaluation data, or holds only within noise."""
     if row.failure is not None:
         return [GateIssue(code="recipe", state="failed", detail=row.failure.text)]
     issues = []

@@ -11,8 +11,6 @@ Objective = Literal["divergence", "drop"]  # first objective: smaller is better
 
 
 class SearchOptions(Options):
-    """Options of a search."""
-
     trials: int = Field(default=40, ge=1, description="Recipes to try, over all workers.")
     budget: Duration | None = Field(
         default=None, description="Time after which no trial starts, such as 30m."

@@ -1,6 +1,5 @@
 """The report of a search: a page, Markdown and a screen."""
 
-import math
 import statistics
 from functools import partial
 
@@ -15,8 +14,7 @@ from qdqbench.eval.selection.search.results import (
     Search,
     SearchTrial,
 )
-from qdqbench.eval.selection.trials.report import latency_text, noise_text, speed_text
-from qdqbench.eval.selection.trials.results import DRAW, Origin
+from qdqbench.eval.selection.trials.results import DRAW, Origin, latency_text, noise_text, speed_text
 from qdqbench.quantize.recipe.schema import dump_short_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.utils.comparison import Comparison
@@ -131,13 +129,7 @@ def describe_choice(found: Search) -> str:
 
 
 def _confirmation(found: Search, speed: str) -> doc.Section:
-    fp32 = next(iter(found.fp32.values())).metrics[found.metric] if found.fp32 else math.nan
-    chosen = found.confirmed[0]
-
-    def failed(each: ConfirmedRecipe) -> doc.Row | None:
-        if each.score is not None:
-            return None
-        return doc.row(each.name, *[""] * 6, doc.Cell(_remark(each), "bad"), chosen=each is chosen)
+    fp32 = next(iter(found.fp32.values())).metrics[found.metric]
 
     def drop(each: ConfirmedRecipe) -> doc.Cell:
         return doc.Cell(_drop(each.score), short=f"{_drop(each.score)}{' ~' if _noise(each.score) else ''}")
@@ -145,28 +137,29 @@ def _confirmation(found: Search, speed: str) -> doc.Section:
     table = doc.table_of(
         found.confirmed,
         ("recipe", lambda each: each.name),
-        (label(found.metric), lambda each: f"{fp32 - next(iter(each.scores.values())).drop:.4f}"),
+        (label(found.metric), lambda each: f"{fp32 - each.score.drop:.4f}" if each.score else ""),
         ("drop, points", drop),
         ("noise", lambda each: _noise(each.score)),
         ("engine drop", lambda each: _drop(next(iter(each.engine.values()), None))),
         ("ms", lambda each: latency_text(each.speedup)),
-        (speed, _speed),
-        ("remark", lambda each: doc.Cell(_remark(each), doc.bad_unless(not each.dominates))),
-        chosen=lambda each: each is chosen,
-        instead=failed,
+        (speed, lambda each: _speed(each) if each.score else ""),
+        (
+            "remark",
+            lambda each: doc.Cell(_remark(each), doc.bad_unless(not (each.dominates or each.failure))),
+        ),
+        chosen=lambda each: each is found.confirmed[0],
         texts=(0, -1),
         look="full cards sortable",
         screen=(0, 1, 2, 5, 6),
         on=doc.EVERYWHERE,
     )
     remarks = [f"{each.name}: {text}" for each in found.confirmed if (text := _remark(each))]
-    blocks: list[doc.Block] = [doc.Prose(_describe_agreement(found), on=doc.EVERYWHERE), table]
-    blocks += [doc.Prose(text, "quiet", on=doc.SCREEN) for text in remarks]
-    return doc.Section("confirmed", "On validation, which no trial has seen", blocks)
+    agreement = doc.Prose(_describe_agreement(found), on=doc.EVERYWHERE)
+    quiet = (doc.Prose(text, "quiet", on=doc.SCREEN) for text in remarks)
+    return doc.Section("confirmed", "On validation, which no trial has seen", [agreement, table, *quiet])
 
 
 def _remark(each: ConfirmedRecipe) -> str:
-    """Return its failure, or its drops on the splits after the first, and whether it dominates."""
     if each.failure is not None:
         return each.failure.text
     texts = []
@@ -184,10 +177,6 @@ def _trials(found: Search, speed: str) -> doc.Section:
     ranking = found.ranking
     source = f"file {ranking.file}" if ranking.file else f"sensitivity on {ranking.samples} train rows"
 
-    def origin(each: SearchTrial) -> doc.Cell:
-        shipped = each.origin == "shipped"
-        return doc.Cell(f"shipped {each.shipped}" if shipped else ORIGINS[each.origin], look="nowrap")
-
     def int8(each: SearchTrial) -> doc.Cell:
         return doc.Cell(f"{each.int8_linears} linears, {each.int8_attention} attentions", look="nowrap")
 
@@ -201,7 +190,7 @@ def _trials(found: Search, speed: str) -> doc.Section:
         ("holds", lambda each: "yes" if each.holds else ""),
         ("ms", lambda each: latency_text(each.speedup)),
         ("divergence", lambda each: f"{each.divergence:.3g}" if each.scores else ""),
-        ("from", origin),
+        ("from", lambda each: doc.Cell(ORIGINS.get(each.origin, f"shipped {each.shipped}"), look="nowrap")),
         ("INT8", int8),
         ("calibration", lambda each: doc.Cell(_calibration_text(each), look="text")),
         ("remark", _trial_remark),
@@ -272,33 +261,24 @@ def draw_front(found: Search) -> str:
         return across, 100 * trial.scores[DRAW].drop if drop else trial.divergence
 
     shipped = {trial.duplicate_of for trial in found.trials if trial.origin == "shipped"}
-    groups: dict[str, list[tuple[float, float]]] = {name: [] for name, *_ in MARKS}
-    for trial in done:
-        mark = _mark(found, trial)
-        groups[mark].append(point(trial))
-        if trial.number in shipped and mark not in ("shipped recipe", "chosen"):
-            groups["shipped recipe"].append(point(trial))
-    figure = svg.figure_of(3.6)
-    axes = figure.add_subplot()
+
+    def marks(trial: SearchTrial) -> set[str]:
+        if trial.number == found.outcome.chosen:
+            return {"chosen"}
+        own = "Pareto front" if trial.on_front else "tried"
+        own = f"{trial.origin} recipe" if trial.origin in ("shipped", "given") else own
+        return {own, "shipped recipe"} if trial.number in shipped else {own}
+
+    figure, axes = svg.axes_of(3.6)
     front = sorted(point(trial) for trial in done if trial.on_front)
     axes.step(*zip(*front, strict=True), where="post", color=svg.BLUE, linewidth=1, alpha=0.6)
     for name, color, marker in MARKS:
-        if groups[name]:
-            size = {"tried": 14, "chosen": 130}.get(name, 34)
-            axes.scatter(
-                *zip(*groups[name], strict=True), s=size, color=color, marker=marker, label=name, zorder=3
-            )
+        if points := [point(trial) for trial in done if name in marks(trial)]:
+            look = {"s": {"tried": 14, "chosen": 130}.get(name, 34), "color": color, "marker": marker}
+            axes.scatter(*zip(*points, strict=True), **look, label=name, zorder=3)
     title = f"latency, ms, batch {found.source.batch}, {found.source.length} tokens"
     axes.set_xlabel(title if times else "share of multiply-adds that is not in INT8, %")
     svg.dress(axes, measure, grid="both")
     svg.legend(figure, 3, 2)
     against = "latency" if times else "INT8 share"
     return svg.svg_of(figure, "search-front", f"{measure} against {against} of {len(done)} recipes")
-
-
-def _mark(found: Search, trial: SearchTrial) -> str:
-    if trial.number == found.outcome.chosen:
-        return "chosen"
-    if trial.origin in ("shipped", "given"):
-        return f"{trial.origin} recipe"
-    return "Pareto front" if trial.on_front else "tried"

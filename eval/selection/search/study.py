@@ -13,10 +13,9 @@ import torch
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
+from qdqbench.eval.selection.search import workspace
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import Ranking, SearchTrial, Source, choose_trial, mark_trials
-from qdqbench.eval.selection.search.space import PLAIN, Params, make_space, rank_by_rows
-from qdqbench.eval.selection.search.workspace import Measure, Workspace, open_source, plan_key
 from qdqbench.eval.selection.sensitivity.measure import Measurement
 from qdqbench.eval.selection.sensitivity.results import Sensitivity, read_sensitivity, sensitivity_file
 from qdqbench.eval.selection.trials.results import DRAW, Failure, failure_of
@@ -49,10 +48,10 @@ class TrialFailed(Exception):
 
 @dataclass
 class Worker:
-    work: Workspace
+    work: workspace.Workspace
     options: SearchOptions
     source: Source
-    measure: Measure
+    measure: workspace.Measure
     study: optuna.Study
     ranking: Ranking
 
@@ -76,10 +75,10 @@ def open_worker(
     if options.sensitivity is not None:  # before a study is made for it
         read_ranking(session, options.sensitivity)
     model = session.fp32_model
-    space = make_space(session.recipe, module_table(model), model.base_model_prefix)
-    work = Workspace(session, space, options.samples, progress)
+    space = workspace.make_space(session.recipe, module_table(model), model.base_model_prefix)
+    work = workspace.Workspace(session, space, options.samples, progress)
     work.trials.drawn  # noqa: B018  (too few rows, too)
-    source, measure = open_source(session, options, work, stack)
+    source, measure = workspace.open_source(session, options, work, stack)
     settings = _settings(session, options, source)
     work.identity = hash_of(
         {name: settings[name] for name in ("model", "data", "task", *get_code_identity())}
@@ -139,7 +138,7 @@ def _queue_again() -> optuna.storages.RetryHeartbeatStaleTrialCallback:
     return optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=MOST_RETRIES)
 
 
-def _open_study(work: Workspace, options: SearchOptions, settings: dict[str, Any]) -> optuna.Study:
+def _open_study(work: workspace.Workspace, options: SearchOptions, settings: dict[str, Any]) -> optuna.Study:
     """Create a study and set it up, or join one.
 
     Units are ranked before the study exists, so that whoever creates it sets it up at once. Workers that
@@ -176,7 +175,9 @@ def _open_study(work: Workspace, options: SearchOptions, settings: dict[str, Any
     return study
 
 
-def first_trials(work: Workspace, ranking: Ranking) -> list[tuple[Params, dict[str, str]]]:
+def first_trials(
+    work: workspace.Workspace, ranking: Ranking
+) -> list[tuple[workspace.Params, dict[str, str]]]:
     """Return parameters and origins of the trials that every search starts with.
 
     These are the given recipe, the shipped ones in this space, nothing in INT8, and prefixes of the ranking.
@@ -203,13 +204,12 @@ def first_trials(work: Workspace, ranking: Ranking) -> list[tuple[Params, dict[s
     return trials
 
 
-def rank_units(work: Workspace, file: Path | None) -> Ranking:
-    """Return the order of units by a sensitivity: of a file, or measured now on a few rows."""
+def rank_units(work: workspace.Workspace, file: Path | None) -> Ranking:
     session = work.session
     if file is not None:
-        units, attention = rank_by_rows(work.space, read_ranking(session, file).rows, str(file))
+        units, attention = workspace.rank_by_rows(work.space, read_ranking(session, file).rows, str(file))
         return Ranking(units=units, attention=attention, file=file.name)
-    whole = work.space.assemble(set(work.space.units), set(work.space.attention), PLAIN)
+    whole = work.space.assemble(set(work.space.units), set(work.space.attention), workspace.PLAIN)
     config = session.config.model_copy(update={"recipe": disable_bias_correction(whole)})
     work.progress("measuring sensitivity")
     measured = Measurement(
@@ -217,7 +217,7 @@ def rank_units(work: Workspace, file: Path | None) -> Ranking:
         min(RANKED_SAMPLES, work.samples),
         lambda done, total, text: work.progress(f"measuring sensitivity, {done / total:.0%}"),
     )
-    units, attention = rank_by_rows(work.space, measured.run().rows, "the sensitivity")
+    units, attention = workspace.rank_by_rows(work.space, measured.run().rows, "the sensitivity")
     return Ranking(units=units, attention=attention, samples=measured.samples)
 
 
@@ -271,7 +271,6 @@ def count_trials(study: optuna.Study) -> tuple[int, int, int]:
 
 
 def list_finished(study: optuna.Study) -> list[FrozenTrial]:
-    """Return trials that came to an end: complete, or failed and not queued again."""
     trials = study.get_trials(deepcopy=False)
     again = {number for trial in trials for number in trial.system_attrs.get("retry_history", [])}
     return [
@@ -344,7 +343,7 @@ def _try_recipe(worker: Worker, point: optuna.Trial, trial: SearchTrial) -> Sear
     trial.recipe = recipe
     trial.int8_linears, trial.int8_attention = len(plan.int8), len(plan.attention)
     trial.int8_share = work.int8_share(plan, worker.options.length)
-    key = plan_key(disable_bias_correction(recipe), plan)
+    key = workspace.plan_key(disable_bias_correction(recipe), plan)
     earlier = [frozen for frozen in list_finished(worker.study) if frozen.user_attrs.get("key") == key]
     point.set_user_attr("key", key)
     if earlier and "trial" in earlier[0].user_attrs:
@@ -364,13 +363,10 @@ def list_trials(worker: Worker) -> list[SearchTrial]:
     died = Failure(code="error", text="its process died")
     trials = []
     for frozen in list_finished(worker.study):
-        if "trial" in frozen.user_attrs:
-            known = frozen.user_attrs["trial"] | {"number": frozen.number}
-            trials.append(SearchTrial.model_validate(known))
-            continue
-        origin, shipped = (frozen.user_attrs.get(name, "") for name in ("origin", "shipped"))
-        known = {"origin": origin or "tpe", "shipped": shipped, "params": frozen.params}
-        trials.append(SearchTrial(number=frozen.number, recipe=None, failure=died, **known))
+        known = frozen.user_attrs
+        lost = {"recipe": None, "origin": known.get("origin", "tpe"), "shipped": known.get("shipped", "")}
+        lost |= {"params": frozen.params, "failure": died}
+        trials.append(SearchTrial.model_validate(known.get("trial", lost) | {"number": frozen.number}))
     mark_trials(trials, worker.gate, worker.options.objective)
     return trials
 

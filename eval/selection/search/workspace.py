@@ -3,26 +3,21 @@
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.bench.measure import (
-    OpenEngine,
-    alone,
-    measure_speedup,
-    open_engine,
-    write_engine_graph,
-)
+from qdqbench.eval.bench.measure import OpenEngine, alone, measure_speedup, open_engine, write_engine_graph
 from qdqbench.eval.metrics.runners import evaluating, placed
 from qdqbench.eval.selection.search.options import SearchOptions
-from qdqbench.eval.selection.search.results import Source
-from qdqbench.eval.selection.search.space import Space, count_multiply_adds, int8_share
+from qdqbench.eval.selection.search.results import Ranking, Source
+from qdqbench.eval.selection.sensitivity.results import CandidateRow
 from qdqbench.eval.selection.trials.calibrations import describe_cost
 from qdqbench.eval.selection.trials.results import CalibrationCost, Origin, Trial, failure_of
-from qdqbench.eval.selection.trials.store import TRIALS, Trials, hash_of
+from qdqbench.eval.selection.trials.store import TRIALS, Trials, hash_of, named_by
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.record import (
     CalibrationRecord,
@@ -34,19 +29,278 @@ from qdqbench.quantize.calibration.record import (
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.engine.profiles import choose_profile
+from qdqbench.quantize.models.families.family import ENCODER_KINDS, Family, Place
+from qdqbench.quantize.models.families.known import family_named, family_of
+from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.pipeline.artifacts import backend_of, cpu_compute, engine_profiles
 from qdqbench.quantize.pipeline.session import Session
-from qdqbench.quantize.recipe.plan import Plan, resolve
+from qdqbench.quantize.recipe.plan import Plan, match_modules, resolve, short_name
 from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, INT8_ATTENTION_LENGTH, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.speedup import Speedup
 from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+Unit = tuple[int, str]  # layer and kind
+Params = dict[str, Any]
+FRAMES = ("all", "ffn")  # kinds that may be INT8; ffn: the feed-forward alone
+SECTION = {  # of the calibration; the first is taken where a recipe has none of them
+    "method": ("max", "percentile/99.99", "percentile/99.999", "mse", "entropy"),
+    "smoothing": ("none", "gain", "0.3", "0.5", "0.65", "0.8"),  # of LayerNorm outputs
+    "weights_method": ("max", "mse"),
+}
+PLAIN = {"method": "max", "smoothing": "none", "weights_method": "max"}
+FLIPS = ("flip_1", "flip_2")
+
+
+@dataclass(frozen=True)
+class Space:
+    """Changes that a search may make in a recipe, and the way from a trial's parameters to a recipe and back.
+
+    A BERT has dozens of linears and a search only dozens of trials, so the space follows a ranking of the
+    units (a layer's q, k and v, its attention output, its two feed-forward linears) by what INT8 costs in
+    each: how many of the worst stay out of INT8, and one or two exceptions.
+    """
+
+    base: Recipe
+    modules: Mapping[str, ModuleInfo]
+    prefix: str
+    units: dict[Unit, tuple[str, ...]]  # linears of each unit; in order of the ranking, worst first
+    attention: dict[int, str]  # layers whose attention may be INT8; in order of the ranking, worst first
+    granularity: str  # channel or tensor: weight scales of the searched linears
+    fixed: tuple[Rule, ...]  # rules that every trial ends with: FP32 islands, linears outside of the encoder
+
+    @property
+    def family(self) -> Family:
+        return family_named(self.base.model.family)
+
+    def ranked(self, ranking: Ranking) -> "Space":
+        units = {unit: self.units[unit] for unit in ranking.units}
+        attention = {layer: self.attention[layer] for layer in ranking.attention}
+        return replace(self, units=units, attention=attention)
+
+    def suggest(self, trial: Any) -> Params:
+        count = len(self.units)
+        params: Params = {"frame": trial.suggest_categorical("frame", FRAMES)}
+        params |= {name: trial.suggest_int(name, 0, count) for name in ("keep", *FLIPS)}
+        if self.attention:
+            params["attention_keep"] = trial.suggest_int("attention_keep", 0, len(self.attention))
+        return params | {name: trial.suggest_categorical(name, values) for name, values in SECTION.items()}
+
+    def int8_units(self, params: Params) -> set[Unit]:
+        """Return units in INT8: all after the first `keep` of the ranking, then flips (1: worst, 0: none)."""
+        units = list(self.units)
+        chosen = {u for u in units[params["keep"] :] if params["frame"] == "all" or u[1].startswith("ffn")}
+        for name in FLIPS:
+            if params[name]:
+                chosen ^= {units[params[name] - 1]}
+        return chosen
+
+    def int8_attention(self, params: Params, units: set[Unit]) -> set[int]:
+        """Return layers with INT8 attention; it is fused only where the output linear is INT8 too."""
+        keep = params.get("attention_keep", len(self.attention))
+        return {layer for layer in list(self.attention)[keep:] if (layer, "output") in units}
+
+    def recipe(self, params: Params, description: str = "") -> Recipe:
+        units = self.int8_units(params)
+        return self.assemble(units, self.int8_attention(params, units), params, description)
+
+    def assemble(
+        self, units: set[Unit], attention: set[int], how: Mapping[str, Any], description: str = ""
+    ) -> Recipe:
+        smoothing = how["smoothing"] if how["smoothing"] in ("none", "gain") else float(how["smoothing"])
+        fused = bool(attention) and attention == self._all_layers()
+        rules = self._linear_rules(units)
+        for layer in () if fused else sorted(attention):
+            name = short_name(self.attention[layer], self.prefix)
+            rules.append(Rule(match=name, type="Attention", precision="int8"))
+        data = self.base.model_dump(mode="json") | {
+            "name": named_by(self.base.name, "searched"),
+            "description": description,
+            "rules": [rule.model_dump(mode="json", exclude_none=True) for rule in (*rules, *self.fixed)],
+            "attention": "int8" if fused else "fp16",
+            "qat": None,
+        }
+        data["precision"]["never_quantize"] = ["layernorm"] if attention else ["layernorm", "softmax"]
+        data["calibration"] |= {name: how[name] for name in ("method", "weights_method")}
+        data["calibration"]["smoothing"] = smoothing
+        if not any(kind == "ffn-out" for _, kind in units):
+            data["calibration"]["outlier_channel_splitting"] = 0  # nothing is left to split
+        recipe = Recipe.model_validate(data)
+        plan = resolve(recipe, self.modules, self.prefix)
+        searched = {name for names in self.units.values() for name in names}
+        assert searched & {*plan.int8} == {name for unit in units for name in self.units[unit]}, recipe
+        assert {self.family.layer_of(name) for name in plan.attention} == attention, recipe
+        return recipe
+
+    def _all_layers(self) -> set[int]:
+        layers = {self.family.layer_of(name) for name, i in self.modules.items() if i.kind == "Attention"}
+        return {layer for layer in layers if layer is not None}
+
+    def _linear_rules(self, units: set[Unit]) -> list[Rule]:
+        """Return one INT8 rule for all and FP16 rules for exceptions, or INT8 rules where these are fewer."""
+        int8: dict[str, Any] = {"type": "Linear"} | _int8_formats(self.granularity)
+        if not units:
+            return []
+        chosen, kept = self._patterns(units), self._patterns(set(self.units) - units)
+        if set(self.units) == set(_linear_units(self.family, self.modules)) and 1 + len(kept) <= len(chosen):
+            encoder = self._place(next(iter(self.units.values()))[0]).layers
+            exceptions = [Rule(match=match, type="Linear", precision="fp16") for match in kept]
+            return [Rule(match=f"{encoder}.*", **int8), *exceptions]
+        return [Rule(match=match, **int8) for match in chosen]
+
+    def _patterns(self, units: set[Unit]) -> list[str]:
+        """Return patterns of exactly the linears of these units: kinds of all layers, then single ones."""
+        found, left = [], set(units)
+        for kind in ENCODER_KINDS:
+            of_kind = {unit for unit in self.units if unit[1] == kind}
+            if of_kind and of_kind <= left and len(of_kind) == len(self._all_layers()):
+                for pattern in self._unit_patterns(min(of_kind)):
+                    example = self._place(pattern)
+                    found.append(f"{example.layers}.*[0-9].{example.path}")
+                left -= of_kind
+        for layer in sorted({unit[0] for unit in left}):
+            of_layer = {unit for unit in self.units if unit[0] == layer}
+            if len(of_layer) == len(ENCODER_KINDS) and of_layer <= left:
+                found.append(f"{self._place(self.units[layer, 'output'][0]).layers}.{layer}.*")
+                left -= of_layer
+        return found + [pattern for unit in sorted(left) for pattern in self._unit_patterns(unit)]
+
+    def _unit_patterns(self, unit: Unit) -> list[str]:
+        """Return one pattern for the linears of a unit where it matches no other, else their names."""
+        around = self.units[unit][0].rpartition(".")[0]
+        inside = {n for n, i in self.modules.items() if i.kind == "Linear" and n.startswith(f"{around}.")}
+        if len(inside) > 1 and inside == set(self.units[unit]):
+            return [f"{short_name(around, self.prefix)}.*"]
+        return [short_name(name, self.prefix) for name in self.units[unit]]
+
+    def _place(self, name: str) -> Place:
+        place = self.family.place(short_name(name, self.prefix))
+        assert place is not None, name
+        return place
+
+    def project(self, plan: Plan, recipe: Recipe) -> Params:
+        """Return the parameters whose recipe is nearest to a plan."""
+        target = {unit for unit, names in self.units.items() if all(name in plan.int8 for name in names)}
+        inside = {self.family.layer_of(name) for name in plan.attention}
+        order = list(self.units)
+
+        def list_wrong(params: Params) -> list[int]:
+            return sorted(order.index(unit) + 1 for unit in self.int8_units(params) ^ target)
+
+        unflipped = dict.fromkeys(FLIPS, 0)
+        counts, layers = range(len(order) + 1), list(self.attention)
+        points = [{"frame": frame, "keep": keep} | unflipped for frame in FRAMES for keep in counts]
+        params: Params = min(points, key=lambda params: len(list_wrong(params)))
+        params |= dict(zip(FLIPS, list_wrong(params), strict=False))
+        if layers:
+            left = [len(set(layers[keep:]) ^ (inside & set(layers))) for keep in range(len(layers) + 1)]
+            params["attention_keep"] = left.index(min(left))
+        for name, values in SECTION.items():
+            own = str(getattr(recipe.calibration, name))
+            params[name] = own if own in values else values[0]
+        return params
+
+
+def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> Space:
+    """Return the space around a recipe, in model order.
+
+    What the recipe computes in FP32 stays there, and linears outside of the encoder stay as they are.
+    """
+    plan = resolve(base, modules, prefix)
+    if plan.residual:
+        raise UserError(
+            f"search moves linears between FP16 and INT8, and the INT8 residuals of recipe {base.name} need "
+            "INT8 linears around them; set residual: fp16 in a copy of the recipe and search that"
+        )
+    units = _linear_units(plan.family, modules)
+    free = {u: tuple(names) for u, names in units.items() if not any(n in plan.fp32 for n in names)}
+    if not free:
+        raise UserError(f"recipe {base.name} leaves nothing to search: every encoder linear is in FP32")
+    attention = {}
+    sizes = INT8_HEAD_SIZES if base.export.max_length <= INT8_ATTENTION_LENGTH else ()
+    for name, info in modules.items():
+        layer = plan.family.layer_of(name)
+        fits = info.kind == "Attention" and info.head_size in sizes and name not in plan.fp32
+        if fits and layer is not None:
+            attention[layer] = name
+    searched = {name for names in units.values() for name in names}
+    outside = [
+        Rule(match=name, type="Linear", **_int8_formats(scales))
+        for name, scales in plan.int8.items()
+        if name not in searched
+    ]
+    islands = [
+        rule for rule in base.rules if rule.precision == "fp32" and match_modules(rule, modules, prefix)
+    ]
+    formats = Counter(plan.int8[name] for name in searched if name in plan.int8)
+    granularity = formats.most_common(1)[0][0] if formats else "channel"
+    return Space(base, modules, prefix, free, attention, granularity, (*outside, *islands))
+
+
+def _linear_units(family: Family, modules: Mapping[str, ModuleInfo]) -> dict[Unit, list[str]]:
+    units: dict[Unit, list[str]] = {}
+    for name, info in modules.items():
+        layer = family.layer_of(name)
+        if info.kind == "Linear" and layer is not None and family.kind(name) in ENCODER_KINDS:
+            units.setdefault((layer, family.kind(name)), []).append(name)
+    return units
+
+
+def _int8_formats(granularity: str) -> dict[str, Any]:
+    return {"weights": f"int8/per-{granularity}", "input": "int8/per-tensor"}
+
+
+def rank_by_rows(space: Space, rows: list[CandidateRow], source: str) -> tuple[list[Unit], list[int]]:
+    """Return units and attentions by what INT8 costs for each multiply-add that it saves, worst first.
+
+    The cost is the divergence of "only this in INT8"; `source` names the rows in a message.
+    """
+    costs = {name: row.only.distance for row in rows if row.group == "linear" for name in row.modules}
+    heads = {row.layer: row.only.distance for row in rows if row.group == "attention"}
+    if not any(name in costs for names in space.units.values() for name in names):
+        raise UserError(f"{source} ranks no linear of this model; run `qdqbench sensitivity` on it first")
+    # a feed-forward linear has four times the work of an attention output, q, k and v together three times
+    work = {"qkv": 3.0, "output": 1.0, "ffn-in": 4.0, "ffn-out": 4.0}
+
+    def cost(unit: Unit) -> float:
+        return sum(costs.get(name, 0.0) for name in space.units[unit]) / work[unit[1]]
+
+    units = sorted(space.units, key=lambda unit: -cost(unit))
+    return units, sorted(space.attention, key=lambda layer: -heads.get(layer, 0.0))
+
+
+def count_multiply_adds(model: Any, modules: Mapping[str, ModuleInfo], length: int) -> dict[str, int]:
+    """Return the multiply-adds of a sequence of so many tokens in each linear and attention of the encoder.
+
+    Layers that share weights count once for every run. An attention has two products, q k and the
+    probabilities with v.
+    """
+    family, config = family_of(model.config), model.config
+    layer_of = {name: family.layer_of(name) for name in modules}
+    layers = {layer for layer in layer_of.values() if layer is not None}
+    runs = Counter(family.run_order(len(layers), config.num_hidden_layers))
+    counts = {}
+    for name, layer in layer_of.items():
+        if layer is None:
+            continue
+        if modules[name].kind == "Linear":
+            rows, columns = model.get_submodule(name).weight.shape
+            counts[name] = runs[layer] * length * rows * columns
+        elif modules[name].kind == "Attention":
+            counts[name] = runs[layer] * 2 * length**2 * config.hidden_size
+    return counts
+
+
+def int8_share(plan: Plan, counts: Mapping[str, int]) -> float:
+    return sum(counts.get(name, 0) for name in (*plan.int8, *plan.attention)) / sum(counts.values())
+
 
 MOST_RECORDS = 3  # calibrations in memory
 LEAST_SAMPLES = 32  # below it a drop means nothing

@@ -60,7 +60,6 @@ class Candidate:
 
     @property
     def units(self) -> frozenset[str]:
-        """Return what `Switches` switches."""
         return frozenset([self.name] if self.diagnostic else self.modules)
 
     @property
@@ -114,7 +113,7 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
     encoder = [name for name in linears if family.layer_of(name) is not None]
     everything = frozenset([*encoder, *base.int8, *base.attention])
     candidates = _candidates(plan, everything, modules, prefix)
-    notes = _notes(plan, base, modules)
+    notes = [*_notes(plan, base, modules)]
     return Choices(recipe, modules, prefix, base, plan, everything, candidates, notes)
 
 
@@ -149,31 +148,28 @@ def _candidates(
     return found
 
 
-def _notes(plan: Plan, base: Plan, modules: Mapping[str, ModuleInfo]) -> list[str]:
-    notes = [
+def _notes(plan: Plan, base: Plan, modules: Mapping[str, ModuleInfo]) -> Iterator[str]:
+    yield (
         "LayerNorm input and embeddings are diagnostic: no recipe can put them into INT8 today (LayerNorm "
         "paths are protected, embeddings are looked up and not multiplied)"
-    ]
+    )
     layer_of = plan.family.layer_of
     added = [name for name in plan.int8 if layer_of(name) is not None and name not in base.int8]
     if added:
-        notes.append(
+        yield (
             f"{len(added)} linears of the encoder are not INT8 in the recipe; here they are, per channel, "
             "and so in the written recipe unless it keeps them out"
         )
     if any(i.kind == "Attention" and name not in plan.attention for name, i in modules.items()):
-        notes.append(
-            f"attention is not measured: INT8 attention is fused for head sizes {HEAD_SIZES_TEXT} only"
-        )
+        yield f"attention is not measured: INT8 attention is fused for head sizes {HEAD_SIZES_TEXT} only"
     outside = [name for name in plan.int8 if layer_of(name) is None and name not in base.int8]
     if outside or not base.attention:
         names = [plan.family.kind(name) for name in outside]
         names += [] if base.attention else ["attention"]
-        notes.append(
+        yield (
             f"{', '.join(dict.fromkeys(names))}: not INT8 in the recipe, so not part of everything, and "
             "measured alone only"
         )
-    return notes
 
 
 SHARE = 0.5  # of the divergence of everything in INT8 that may be left
@@ -208,8 +204,7 @@ def point_holds(point: CurvePoint, full: Comparison, max_drop: float) -> bool:
 
 def choose_point(curve: list[CurvePoint], max_drop: float) -> tuple[CurvePoint, bool]:
     """Return the first point that holds, else the one with the least divergence; and whether it holds."""
-    full = curve[0].comparison
-    good = next((point for point in curve if point_holds(point, full, max_drop)), None)
+    good = next((point for point in curve if point_holds(point, curve[0].comparison, max_drop)), None)
     return good or min(curve, key=lambda point: point.comparison.distance), good is not None
 
 
@@ -491,8 +486,7 @@ class Measurement:
     def _total(self) -> int:
         """Return the number of measurements without the bisection of the curve."""
         keys = {key for candidate in self.found.candidates for key in self._units(candidate)}
-        linears = len({*self.found.plan.int8} & self.found.everything)
-        return len(keys) + 1 + len(kept_counts(linears))
+        return len(keys) + 1 + len(kept_counts(len({*self.found.plan.int8} & self.found.everything)))
 
     def _row(self, candidate: Candidate) -> CandidateRow:
         values = [self.trials.store.trials[key].scores[DRAW] for key in self._units(candidate)]
@@ -500,26 +494,22 @@ class Measurement:
         return CandidateRow(**known, only=values[0], all_but=values[1] if len(values) > 1 else None)
 
 
-def list_limits(recipe: Recipe, samples: int) -> list[str]:
-    notes = []
+def list_limits(recipe: Recipe, samples: int) -> Iterator[str]:
     if samples < FEW:
-        notes.append(
+        yield (
             f"{count_of(samples, 'sample')}: too few to judge a drop: a standard error of 0 says that no "
             f"answer changed, not that none would; take {FEW} or more"
         )
     if recipe.export.gelu == "tanh":
-        notes.append(
-            "FP32 is the recipe's model without quantizers; its GELU has the tanh form of the INT8 graph"
-        )
+        yield "FP32 is the recipe's model without quantizers; its GELU has the tanh form of the INT8 graph"
     if recipe.calibration.bias_correction:
-        notes.append(
+        yield (
             "measured without bias correction, which depends on everything that is in INT8; the written "
             "recipe has it"
         )
     smooths = {recipe.calibration.smoothing, *(rule.smoothing for rule in recipe.rules)} - {None, "none"}
     if smooths:
-        notes.append(
+        yield (
             "the factors of smoothing are those of everything in INT8; a recipe that keeps a linear in FP16 "
             "finds its own"
         )
-    return notes

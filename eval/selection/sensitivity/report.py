@@ -7,13 +7,15 @@ from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
 from qdqbench.eval.reporting.formats import DIVERGENCES, cleaned, count_of, label, seconds, sentence
 from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CandidateRow, Sensitivity, ranking
-from qdqbench.eval.selection.trials.report import change_cell, divergence_cell, noise_text, sqnr_text
+from qdqbench.eval.selection.trials.results import change_cell, divergence_cell, noise_text, sqnr_text
 from qdqbench.quantize.models.families.family import QKV
 from qdqbench.quantize.models.families.known import part_of
 
 WORST = 10
+WIDE = "full sortable names"
 WIDEST = 36  # characters of a name in a terminal
 COLUMNS = (
+    "name",
     "only this in INT8: divergence",
     "drop",
     "differing answers",
@@ -33,7 +35,7 @@ def sensitivity_report(sensitivity: Sensitivity) -> doc.Report:
     )
     linears = [*worst, *(each for each in linears if not each.all_but)]
     sections = [
-        doc.Section(anchor, title, [_table(sensitivity, rows)])
+        doc.Section(anchor, title, [doc.Table(COLUMNS, [_row(sensitivity, row) for row in rows], look=WIDE)])
         for anchor, title, rows in (
             ("linears", "Linears, the worst first", linears),
             ("attention", "Attention of a layer: q, k, v and softmax", attention),
@@ -127,12 +129,6 @@ def choice_text(sensitivity: Sensitivity) -> str:
     return f"{choice.file} keeps {count_of(choice.kept, 'linear')} out of INT8: {reason}"
 
 
-def _table(sensitivity: Sensitivity, rows: list[CandidateRow]) -> doc.Table:
-    return doc.Table(
-        ["name", *COLUMNS], [_row(sensitivity, each) for each in rows], look="full sortable names"
-    )
-
-
 def _row(sensitivity: Sensitivity, candidate: CandidateRow) -> doc.Row:
     only, rest, full = candidate.only, candidate.all_but, sensitivity.full
     name = doc.code(f"{candidate.name}{' (diagnostic)' if candidate.diagnostic else ''}")
@@ -182,7 +178,6 @@ def all_but_svg(sensitivity: Sensitivity) -> str:
 
 
 def column(row: CandidateRow) -> str:
-    """Return the column of a row: q, k and v have one each."""
     place = part_of(row.name) if row.kind == "qkv" else None
     return place[1] if place else row.kind
 
@@ -208,15 +203,18 @@ def _heat_map(  # noqa: PLR0913
     layers = sorted({layer for layer, _ in cells})
     columns = [each for each in CHART_COLUMNS if any(each == of for _, of in cells)]
     largest = max(cells.values())
-    figure = svg.figure_of(0.9 + 0.24 * len(layers))
-    axes = figure.add_subplot()
+    figure, axes = svg.axes_of(0.9 + 0.24 * len(layers))
     for (layer, kind), amount in cells.items():
         if kind not in columns:
             continue
         x, y = columns.index(kind), layers.index(layer)
-        shade = DARKEST * _shade(amount, largest, linear)
+        share = amount / largest if min(amount, largest) > 0 else 0.0
+        if share and not linear:
+            share = max(0.03, 1 + math.log10(share) / DECADES)
         corner, color = (x - 0.48, y - 0.46), svg.VERMILLION
-        axes.add_patch(Rectangle(corner, 0.96, 0.92, facecolor=color, alpha=shade, edgecolor="none"))
+        axes.add_patch(
+            Rectangle(corner, 0.96, 0.92, facecolor=color, alpha=DARKEST * share, edgecolor="none")
+        )
         axes.text(x, y, f"{times * amount:{form}}", ha="center", va="center")
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(layers) - 0.5, -0.5)
@@ -228,14 +226,6 @@ def _heat_map(  # noqa: PLR0913
     for side in axes.spines.values():
         side.set_visible(False)
     return svg.svg_of(figure, f"sensitivity-{name}", f"{title}, by encoder layer and kind")
-
-
-def _shade(amount: float, largest: float, linear: bool) -> float:
-    if largest <= 0 or amount <= 0:
-        return 0.0
-    if linear:
-        return amount / largest
-    return max(0.03, 1 + math.log10(amount / largest) / DECADES)
 
 
 def curve_svg(sensitivity: Sensitivity) -> str:

@@ -90,7 +90,6 @@ def _amax_by(seen: Any, method: str) -> torch.Tensor:
 def describe_cost(
     seconds: float, states: dict[str, QuantizerState], notes: Sequence[str] = ()
 ) -> CalibrationCost:
-    """Return what a calibration took, with its largest amax / rms of an activation."""
     ratios = [
         (state.amax / state.rms, name)
         for name, state in states.items()

@@ -69,7 +69,6 @@ def draw_samples(session: Session, samples: int, *, least: int = 2) -> tuple[Spl
 
 
 def describe_session(session: Session) -> dict[str, Any]:
-    """Return the fields of a `ChoiceRecord` as of now."""
     return {
         "created": now(),
         "command": session.config.command,
@@ -249,8 +248,8 @@ class Trials:
             if str(arrays["identity"]) == identity:
                 return {split: arrays[f"answers {split}"] for split in self.encoded}
         try:
-            answer = self.reference or (lambda: self.answer(placed(self.session.fp32_model), "FP32"))
-            answers = answer()
+            model = self.session.fp32_model
+            answers = self.reference() if self.reference else self.answer(placed(model), "FP32")
         except CheckFailed as error:
             raise UserError(
                 f"model {self.session.model_name} gives NaN or infinite logits in FP32, so there is nothing "

@@ -9,8 +9,7 @@ import pytest
 from qdqbench.eval.bench import measure as timing
 from qdqbench.eval.selection.search import workspace
 from qdqbench.eval.selection.search.options import SearchOptions
-from qdqbench.eval.selection.search.space import make_space
-from qdqbench.eval.selection.search.workspace import Workspace
+from qdqbench.eval.selection.search.workspace import Workspace, make_space
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.session import RunConfig, Session

@@ -24,9 +24,8 @@ LOGITS = {"sure no": [3, 0], "no": [1, 0], "yes": [0, 1]}
 
 
 def beside(task, before, after, gold, names):
-    return PairedAnswers(
-        task, "engine", "validation", *(np.array(x, dtype=np.float32) for x in (before, after)), gold, names
-    )
+    both = (np.array(logits, dtype=np.float32) for logits in (before, after))
+    return PairedAnswers(task, "engine", "validation", *both, gold, names)
 
 
 @pytest.fixture
@@ -39,30 +38,22 @@ def sentences():
 
 @pytest.fixture
 def texts():
-    return datasets.Dataset.from_dict(
-        {"sentence": ["a\nb", "<b>won</b>", "same", "=lost"], "label": [0, 0, 1, 0]}
-    )
+    words = ["a\nb", "<b>won</b>", "same", "=lost"]
+    return datasets.Dataset.from_dict({"sentence": words, "label": [0, 0, 1, 0]})
 
 
-def test_lost_answers_come_first_the_farthest_of_them_on_top(sentences, texts, tmp_path):
+def test_lost_answers_come_first_and_the_file_gets_more_than_the_page(sentences, texts, tmp_path):
     found = list_changed_answers(sentences, texts, tmp_path)
     assert (found.n, found.count, found.prediction_type) == (4, 3, "class")
     assert found.counts == {"regressed": 2, "fixed": 1}
     assert [row.sample for row in found.rows] == [3, 0, 1]
     first = found.rows[0]
-    assert (first.text, first.label, first.fp32, first.prediction) == (
-        "=lost",
-        "negative",
-        "negative",
-        "positive",
-    )
+    said = [first.text, first.label, first.fp32, first.prediction]
+    assert said == ["=lost", "negative", "negative", "positive"]
     assert first.fp32_margin == pytest.approx(np.tanh(1.5))
     assert first.margin == pytest.approx(np.tanh(0.5))
     assert first.distance > found.rows[1].distance > 0
     assert found.rows[1].text == "a b"
-
-
-def test_the_page_gets_some_and_the_file_gets_all(sentences, texts, tmp_path):
     found = list_changed_answers(sentences, texts, tmp_path, kept=1)
     assert (found.count, len(found.rows), found.file) == (3, 1, FILE)
     with (tmp_path / FILE).open(encoding="utf-8", newline="") as stream:
@@ -74,10 +65,8 @@ def test_the_page_gets_some_and_the_file_gets_all(sentences, texts, tmp_path):
 def test_scores_are_sorted_by_how_far_they_moved(tmp_path):
     task = get_task("stsb")
     both = beside(task, [[1], [2], [4]], [[1], [3], [4.5]], np.array([1.0, 2.5, 4.0], dtype=np.float32), [])
-    data = datasets.Dataset.from_dict(
-        {"sentence1": ["a", "b", "c"], "sentence2": ["x", "y", "z"], "label": [0.0] * 3}
-    )
-    found = list_changed_answers(both, data, tmp_path)
+    columns = {"sentence1": [*"abc"], "sentence2": [*"xyz"], "label": [0.0] * 3}
+    found = list_changed_answers(both, datasets.Dataset.from_dict(columns), tmp_path)
     assert found.counts == {"moved": 2}
     assert [(row.text, row.label, row.fp32, row.prediction, row.fp32_margin) for row in found.rows] == [
         ("b | y", "2.5", "2", "3", None),
@@ -145,19 +134,16 @@ def test_margin_is_the_distance_of_the_two_probabilities(rows):
     assert [found.word(n) for n in range(len(rows))] == ["yes" if b > a else "no" for a, b in logits]
 
 
-def test_answers_that_flipped():
-    task, labels = get_task("sst2"), np.array([0, 1, 1])
-    before = predict_answers(
-        task, np.array([[2, 1], [0, 1], [5, 1]], dtype=np.float32), labels, ["no", "yes"]
-    )
-    after = predict_answers(task, np.array([[1, 2], [0, 9], [5, 1]], dtype=np.float32), labels, ["no", "yes"])
+def predicted(task, gold, names, *logits):
+    return [predict_answers(get_task(task), np.array(x, dtype=np.float32), gold, names) for x in logits]
+
+
+def test_answers_flip_and_scores_never_do():
+    gold, logits = np.array([0, 1, 1]), ([[2, 1], [0, 1], [5, 1]], [[1, 2], [0, 9], [5, 1]])
+    before, after = predicted("sst2", gold, ["no", "yes"], *logits)
     assert find_changed(before, after).tolist() == [0]
     assert before.right.tolist() == [True, True, False]
-
-
-def test_scores_are_words_and_never_flip():
-    task, labels = get_task("stsb"), np.array([1.0, 2.0], dtype=np.float32)
-    before = predict_answers(task, np.array([[1.25], [2]], dtype=np.float32), labels, ["LABEL_0"])
-    after = predict_answers(task, np.array([[3], [4]], dtype=np.float32), labels, ["LABEL_0"])
+    gold = np.array([1.0, 2.0], dtype=np.float32)
+    before, after = predicted("stsb", gold, ["LABEL_0"], [[1.25], [2]], [[3], [4]])
     assert (before.word(0), before.margin, before.right) == ("1.25", None, None)
     assert not len(find_changed(before, after))

@@ -16,9 +16,8 @@ def written(tmp_path):
     counts = {"validation_matched": 60, "validation_mismatched": 90}
     labels = {f"{name}.labels": random.integers(0, 3, count) for name, count in counts.items()}
     for stage in ("fp32", "engine"):
-        logits = {
-            f"{name}.logits": random.normal(size=(n, 3)).astype(np.float32) for name, n in counts.items()
-        }
+        drawn = {name: random.normal(size=(n, 3)).astype(np.float32) for name, n in counts.items()}
+        logits = {f"{name}.logits": values for name, values in drawn.items()}
         np.savez(tmp_path / f"{stage}.npz", **logits, **labels)
     return tmp_path
 
@@ -29,14 +28,8 @@ def test_n_is_of_the_split_that_the_metric_is_of(written):
     gold = {name: engine[f"{name}.labels"] for name in ("validation_matched", "validation_mismatched")}
     found = score(task, written / "engine.npz", written / "fp32.npz", gold, 0, "")
     versus = {
-        name: compare(
-            task,
-            fp32[f"validation_{name}.logits"],
-            engine[f"validation_{name}.logits"],
-            engine[f"validation_{name}.labels"],
-            seed=0,
-        )
-        for name in ("matched", "mismatched")
+        name: compare(task, fp32[f"{name}.logits"], engine[f"{name}.logits"], labels, seed=0)
+        for name, labels in gold.items()
     }
     right = engine["validation_matched.logits"].argmax(1) == engine["validation_matched.labels"]
     assert found.metrics["accuracy"] == right.mean()
@@ -45,7 +38,7 @@ def test_n_is_of_the_split_that_the_metric_is_of(written):
     for field in ("delta", "delta_stderr"):
         pairs = zip(("accuracy", "accuracy_mm"), versus.values(), strict=True)
         assert getattr(found.vs_fp32, field) == {name: getattr(c, field)["accuracy"] for name, c in pairs}
-    assert found.vs_fp32.disagreements == versus["matched"].disagreements
+    assert found.vs_fp32.disagreements == versus["validation_matched"].disagreements
 
 
 @pytest.mark.parametrize(

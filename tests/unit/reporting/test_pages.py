@@ -2,31 +2,20 @@
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qdqbench.eval.bench.report import write_bench_reports
 from qdqbench.eval.bench.results import write_bench
 from qdqbench.eval.reporting.render import write_report
-from qdqbench.eval.runs.comparison import write_comparison
 from qdqbench.eval.runs.report.report import write_reports
-from qdqbench.eval.runs.report.training import write_finetuning
-from qdqbench.eval.selection.auto.report import auto_report
-from qdqbench.eval.selection.methods import methods_report
-from qdqbench.eval.selection.search.report import search_report
-from qdqbench.eval.selection.sensitivity.report import sensitivity_report
 
-from ...support.compared import sample_comparison
 from ...unit.bench.test_results import sample_bench
 from ...unit.runs.report.test_report import sample as sample_run
-from ...unit.runs.report.test_training_report import failed_run, finetuning, run_of
-from ...unit.selection.auto.test_report import sample as sample_auto
-from ...unit.selection.search.test_results import sample_search
-from ...unit.selection.sensitivity.test_report import sample as sample_sensitivity
-from ...unit.selection.test_methods import table
+from .test_terminal import SHOWN
 
 
 def _run(folder: Path) -> None:
@@ -34,18 +23,12 @@ def _run(folder: Path) -> None:
     write_reports(sample_run(), folder)
 
 
-KINDS: dict[str, Callable[[Path], Any]] = {
-    "report": _run,
-    "search": lambda folder: write_report(search_report(sample_search()), folder, "search"),
-    "methods": lambda folder: write_report(methods_report(table()), folder, "methods"),
-    "sensitivity": lambda folder: write_report(
-        sensitivity_report(sample_sensitivity()), folder, "sensitivity"
-    ),
-    "bench": lambda folder: write_bench_reports(sample_bench(), folder),
-    "finetune": lambda folder: write_finetuning(finetuning([run_of(0), run_of(1), failed_run(2)]), folder),
-    "auto": lambda folder: write_report(auto_report(sample_auto()), folder, "auto"),
-    "compare": lambda folder: write_comparison(sample_comparison(), folder),
-}
+def _write(kind: str, folder: Path) -> None:
+    write_report(SHOWN[kind](), folder, kind)
+
+
+OTHERS = ("search", "methods", "sensitivity", "bench", "finetune", "auto", "compare")
+KINDS: dict[str, Callable[[Path], Any]] = {"report": _run} | {name: partial(_write, name) for name in OTHERS}
 
 # Luminance contrast (WCAG 2.2, 1.4.3) of every element with text of its own against what it lies on.
 PALE = """() => {

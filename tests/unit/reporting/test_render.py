@@ -5,65 +5,44 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.reporting.document import (
-    EVERYWHERE,
-    PAGE,
-    SCREEN,
-    TEXT,
-    Bullets,
-    Cell,
-    Chart,
-    Code,
-    Columns,
-    Fold,
-    Page,
-    Pairs,
-    Prose,
-    Report,
-    Section,
-    Table,
-    Tile,
-    Verdict,
-    code,
-    row,
-)
+from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting.render import render_html, render_markdown, render_screen, write_report
 
-TABLE = Table(
+TABLE = doc.Table(
     ["name", "ms", "remark"],
     [
-        row(code("layer.0"), Cell("1.50", short="1.5", sort=1.5), None, chosen=True),
-        row("<b>|x|", Cell("0.90x", "bad", note="slower"), Cell(state="good", tip="why")),
-        row("third", Cell("failed: *why*", "bad")),
+        doc.row(doc.code("layer.0"), doc.Cell("1.50", short="1.5", sort=1.5), None, chosen=True),
+        doc.row("<b>|x|", doc.Cell("0.90x", "bad", note="slower"), doc.Cell(state="good", tip="why")),
+        doc.row("third", doc.Cell("failed: *why*", "bad")),
     ],
     texts=(0, -1),
     look="full sortable",
-    foot=[row("mean", "2")],
+    foot=[doc.row("mean", "2")],
     anchor="times",
     screen=(0, 1),
     most=2,
-    on=EVERYWHERE,
+    on=doc.EVERYWHERE,
 )
-REPORT = Report(
-    Page("speed", "bert", ["sst2"], "2026-07-01T12:00:00+00:00", "qdqbench bench", "bench.json", {}),
+REPORT = doc.Report(
+    doc.Page("speed", "bert", ["sst2"], "2026-07-01T12:00:00+00:00", "qdqbench bench", "bench.json", {}),
     [
-        Section(
+        doc.Section(
             "speed",
             "Speed of `x`",
             [
                 "Run `a|b` *now*.",
-                Prose("only seen on a screen", "bad", SCREEN),
+                doc.Prose("only seen on a screen", "bad", doc.SCREEN),
                 TABLE,
-                Fold("More", [Pairs([("seed", "7")], "settings"), Bullets(["a fault"], "bad")]),
-                Columns([[Chart(lambda: "<svg></svg>")], [Chart(lambda: "")]]),
-                Code("a: 1", "yaml", TEXT),
+                doc.Fold("More", [doc.Pairs([("seed", "7")], "settings"), doc.Bullets(["a fault"], "bad")]),
+                doc.Columns([[doc.Chart(lambda: "<svg></svg>")], [doc.Chart(lambda: "")]]),
+                doc.Code("a: 1", "yaml", doc.TEXT),
             ],
             "good",
         ),
-        Section("layers", "Layers", [Prose("only on the page", on=PAGE)], on=PAGE),
+        doc.Section("layers", "Layers", [doc.Prose("only on the page", on=doc.PAGE)], on=doc.PAGE),
     ],
-    verdict=Verdict("unclear", "Too few samples", "INT8 is `fast`", ["it failed"], ["it is open"]),
-    tiles=[Tile("speed", "0.9x", "over `FP16`", "bad")],
+    verdict=doc.Verdict("unclear", "Too few samples", "INT8 is `fast`", ["it failed"], ["it is open"]),
+    tiles=[doc.Tile("speed", "0.9x", "over `FP16`", "bad")],
     warnings=[f"warning {number}" for number in range(6)],
     notes=["a note"],
 )
@@ -121,7 +100,7 @@ def test_neither_file_is_written_where_a_chart_fails(tmp_path):
     def fail() -> str:
         raise ValueError("no chart")
 
-    broken = Report(REPORT.page, [Section("a", "A", [Chart(fail)])])
+    broken = doc.Report(REPORT.page, [doc.Section("a", "A", [doc.Chart(fail)])])
     with pytest.raises(ValueError, match="no chart"):
         write_report(broken, tmp_path, "a")
     assert [*tmp_path.iterdir()] == []

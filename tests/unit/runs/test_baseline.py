@@ -48,10 +48,5 @@ def test_no_order_mends_a_model_that_does_not_know_the_task():
     guessed = np.random.default_rng(0).integers(0, 3, len(RIGHT))
     task = get_task("mnli")
     assert find_label_order(task, np.eye(3, dtype=np.float32)[guessed], RIGHT, Baseline(0, 1 / 3), 0.04) == ""
-    one = get_task("stsb")
-    assert (
-        find_label_order(
-            one, -RIGHT[:, None].astype(np.float32), RIGHT.astype(np.float32), Baseline(None, 0.0), 0.1
-        )
-        == ""
-    )
+    scores = RIGHT.astype(np.float32)
+    assert find_label_order(get_task("stsb"), -scores[:, None], scores, Baseline(None, 0.0), 0.1) == ""

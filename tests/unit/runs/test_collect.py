@@ -11,12 +11,8 @@ from qdqbench.quantize.utils.results import SoftmaxRow
 
 
 def record_of(*errors: float, longest: int = 128, centered: bool = False) -> Any:
-    rows = [
-        SoftmaxRow(
-            module=f"layer.{n}", length=longest, amax=1, centered=centered, zeroed=0.3, clipped=0, error=error
-        )
-        for n, error in enumerate(errors)
-    ]
+    known = {"length": longest, "amax": 1, "centered": centered, "zeroed": 0.3, "clipped": 0}
+    rows = [SoftmaxRow(module=f"layer.{n}", error=error, **known) for n, error in enumerate(errors)]
     return SimpleNamespace(softmax=rows, data={"lengths": {"max": longest}})
 
 
@@ -34,7 +30,7 @@ def session_of(*lengths: int) -> Any:
     ],
 )
 def test_little_loss_and_known_lengths_are_not_worth_a_word(record: Any, lengths: tuple[int, ...]) -> None:
-    assert softmax_warnings(session_of(*lengths), record) == []
+    assert [*softmax_warnings(session_of(*lengths), record)] == []
 
 
 @pytest.mark.parametrize("centered", [False, True])

@@ -33,16 +33,10 @@ def run_gate(task: str, max_drop: float, **stages: Comparison) -> Gate:
     """The gate of a run whose stages have these differences from FP32, and nothing else to fail by."""
     recipe = SimpleNamespace(gate=Asked(max_drop=max_drop, require_int8=False), quantizes=True)
     session: Any = SimpleNamespace(config=SimpleNamespace(task=GLUE[task]), recipe=recipe)
-    nothing: dict[str, Any] = {
-        "findings": [],
-        "parity": None,
-        "verification": None,
-        "engine": None,
-        "speed": [],
-    }
+    nothing: dict[str, Any] = dict.fromkeys(("parity", "verification", "engine"))
     rows = {"fp32": StageResult(status="done")}
     rows |= {name: StageResult(status="done", vs_fp32=versus) for name, versus in stages.items()}
-    results: Any = SimpleNamespace(**nothing, stages=rows)
+    results: Any = SimpleNamespace(**nothing, findings=[], speed=[], stages=rows)
     return judge_gate(session, results)
 
 
@@ -56,10 +50,8 @@ def confirmation(max_drop: float, **stages: Comparison) -> list[str]:
 
 def test_what_a_search_confirms_a_run_does_not_fail() -> None:
     """Seen on a held-out task: the search confirmed both drops as noise, and `run` then failed the second."""
-    stages = {
-        "engine": comparison(accuracy=(0.0084, 0.0112)),
-        "fake_quant": comparison(accuracy=(0.0115, 0.0113)),
-    }
+    drops = {"engine": (0.0084, 0.0112), "fake_quant": (0.0115, 0.0113)}
+    stages = {name: comparison(accuracy=drop) for name, drop in drops.items()}
     assert confirmation(0.01, **stages) == ["within_noise"]
     gate = run_gate("rte", 0.01, **stages)
     assert gate.passed
@@ -100,21 +92,10 @@ def _point(kept: int, divergence: float, drop: float, error: float) -> CurvePoin
 
 def _answers(drop: float, drop_limit: float) -> PredictionsCheck:
     """An engine's answers with nothing wrong but, perhaps, their drop."""
-    return PredictionsCheck(
-        n=256,
-        nonfinite=0,
-        metric="accuracy",
-        drop=drop,
-        drop_limit=drop_limit,
-        disagreements=None,
-        disagreement_limit=None,
-        mean_abs_logit_diff=0.0,
-        quantization_mean_abs_logit_diff=0.1,
-        mean_limit=0.2,
-        ks_statistic=0.0,
-        ks_p=1.0,
-        ks_p_limit=0.001,
-    )
+    fields = {"n": 256, "nonfinite": 0, "metric": "accuracy", "drop": drop, "drop_limit": drop_limit}
+    fields |= {"mean_abs_logit_diff": 0.0, "quantization_mean_abs_logit_diff": 0.1, "mean_limit": 0.2}
+    fields |= {"ks_statistic": 0.0, "ks_p": 1.0, "ks_p_limit": 0.001}
+    return PredictionsCheck.model_validate(dict.fromkeys(PredictionsCheck.model_fields) | fields)
 
 
 @pytest.mark.parametrize("stage", ["fake_quant", "onnxruntime", "engine"])

@@ -23,10 +23,8 @@ from .report.test_training_report import run_of as training_run
 
 def partial_results(*stages: str, failures: Sequence[str] = (), **fields) -> Results:
     """Results of these stages, the first one reused."""
-    timings = {
-        name: Timing(wall_s=12.3, cpu_s=20.5, peak_rss_bytes=1, reused=number == 0)
-        for number, name in enumerate(stages)
-    }
+    cost = {"wall_s": 12.3, "cpu_s": 20.5, "peak_rss_bytes": 1}
+    timings = {name: Timing(**cost, reused=name == stages[0]) for name in stages}
     about: dict[str, Any] = dict.fromkeys(("created", "command"), "") | {"seed": 0}
     about |= {name: {} for name in ("recipe", "model", "task", "environment")}
     issues = [GateIssue(code="verification", state="failed", detail=text) for text in failures]
@@ -59,9 +57,11 @@ SCORED = StageResult(
     n=1200,
     vs_fp32=comparison({"accuracy": -0.01}, 0.002, n=1200, disagreements=31),
 )
-TRAINED = training_run(0).model_copy(
-    update={"steps": 90, "planned_steps": 100, "best_step": 50, "seconds": 61.0}
-)
+ALONE = SCORED.model_copy(update={"vs_fp32": None})
+STEPS = {"steps": 90, "planned_steps": 100, "best_step": 50, "seconds": 61.0}
+TRAINED = training_run(0).model_copy(update=STEPS)
+SIZES = {"fp32": (400, 1.0), "int8": (100, 0.25)}
+FILES = [FileRow(name=f"model.{n}.onnx", bytes=size, fp32_ratio=part) for n, (size, part) in SIZES.items()]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,7 @@ TRAINED = training_run(0).model_copy(
             CALIBRATED,
             "12 of 14 linears in INT8, 2 attentions; scales by max of 1 sample of train",
         ),
-        ("baseline", {"stages": {"fp32": SCORED.model_copy(update={"vs_fp32": None})}},
-         "accuracy 0.8750 ± 0.0125, n = 1,200"),
+        ("baseline", {"stages": {"fp32": ALONE}}, "accuracy 0.8750 ± 0.0125, n = 1,200"),
         (
             "engine",
             {"stages": {"engine": SCORED}},
@@ -81,16 +80,7 @@ TRAINED = training_run(0).model_copy(
             "31 of 1,200 answers differ",
         ),
         ("qat", {"training": TRAINED}, "90 of 100 steps in 61.0 s; step 50 is the best"),
-        (
-            "export",
-            {
-                "files": [
-                    FileRow(name="model.fp32.onnx", bytes=400, fp32_ratio=1.0),
-                    FileRow(name="model.int8.onnx", bytes=100, fp32_ratio=0.25),
-                ]
-            },
-            "2 ONNX files; of the size of FP32: model.int8.onnx 0.25",
-        ),
+        ("export", {"files": FILES}, "2 ONNX files; of the size of FP32: model.int8.onnx 0.25"),
         ("check", {}, "0 findings"),
         (
             "parity",
@@ -105,7 +95,7 @@ TRAINED = training_run(0).model_copy(
         ),
         ("verify", {"skipped": {"verify": "no GPU here to run it on"}}, "skipped: no GPU here to run it on"),
     ],
-)  # fmt: skip
+)
 def test_a_stage_says_what_it_made(stage, fields, text):
     assert stage_cell(partial_results(stage, **fields), stage).text == text
 
@@ -137,23 +127,16 @@ def test_every_stage_has_a_row_and_names_are_no_markup():
 
 def test_what_does_not_hold_is_named():
     finding = {"node": "/a", "why": "so", "fix": "mend"}
-    results = partial_results(
-        "build",
-        findings=[
-            FindingRow(severity="error", effect="wrong", code="wrong-axis", **finding),
-            FindingRow(severity="error", effect="wrong", code="wrong-axis", **finding),
-            FindingRow(severity="warning", effect="note", code="odd", **finding),
-        ],
-        parity=parity(9),
-        engine=engine(int8_gemms=11, not_int8=["/a/MatMul"]),
-    )
+    wrong = FindingRow(severity="error", effect="wrong", code="wrong-axis", **finding)
+    odd = FindingRow(severity="warning", effect="note", code="odd", **finding)
+    lost = {"engine": engine(int8_gemms=11, not_int8=["/a/MatMul"])}
+    results = partial_results("build", findings=[wrong, wrong, odd], parity=parity(9), **lost)
     *checks, second, third = failures_of(results)
     assert checks == ["check: wrong-axis at /a: so"] * 2
     assert second == "ONNX Runtime does not follow the fake-quant model in b"
     assert "1 of 12 GEMMs do not run in INT8" in third
     assert failures_of(partial_results("build", engine=engine(), parity=parity(0))) == []
     # a recipe may ask for no INT8; who builds the engine asks whether it has it
-    lost = {"engine": engine(int8_gemms=11, not_int8=["/a/MatMul"])}
     assert failures_of(partial_results("engine", **lost), None) == []
     assert len(failures_of(partial_results("verify", **lost), None)) == 1
 

@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 
 from qdqbench.eval.reporting.document import Table
-from qdqbench.eval.selection.methods import (
-    METHODS,
-    MethodRow,
-    Methods,
-    list_cases,
-    list_sections,
-    methods_report,
-)
+from qdqbench.eval.selection import methods as side_by_side
+from qdqbench.eval.selection.methods import METHODS, MethodRow, Methods, list_sections, methods_report
 from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Failure, Scores, Trial
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -28,9 +22,6 @@ from ...support.pages import HOSTILE
 from ...support.tiny_bert import recipe_with
 
 OWN = Calibration()
-
-
-# Rows.
 
 
 def differing(section: Calibration, own: Calibration) -> set[str]:
@@ -52,13 +43,8 @@ def test_default_rows_change_one_thing_beside_the_grid(own: Calibration) -> None
     assert len(found) == len({section.model_dump_json() for section in found})
     single = [section for section in found if len(differing(section, own)) == 1]
     changed = {next(iter(differing(section, own))) for section in single}
-    assert changed == {
-        "method",
-        "smoothing",
-        "weights_method",
-        "bias_correction",
-        "outlier_channel_splitting",
-    }
+    grid, others = {"method", "smoothing"}, {"weights_method", "bias_correction", "outlier_channel_splitting"}
+    assert changed == grid | others
     assert {section.method for section in found} == {*METHODS, own.method}
     assert {"none", own.smoothing, "gain"} <= {section.smoothing for section in found}
     assert all(differing(section, own) <= {"method", "smoothing"} or section in single for section in found)
@@ -71,9 +57,6 @@ def test_named_methods_and_smoothings_make_the_grid() -> None:
         (method, smoothing) for method in ("max", "mse") for smoothing in ("none", 0.4, "gain")
     }
     assert all(differing(section, OWN) <= {"method", "smoothing"} for section in found)
-
-
-def test_the_recipe_stays_when_it_is_not_named() -> None:
     assert list_sections(OWN, ("entropy",), ("0.4",))[0] == OWN
 
 
@@ -93,9 +76,6 @@ def test_what_is_no_method_is_named(methods: list[str], smooths: list[str], name
     assert "\n" not in str(caught.value)
 
 
-# The table.
-
-
 def comparison(delta: float, **changes: Any) -> Comparison:
     return records.comparison({"f1": delta}, 0.004, **changes)
 
@@ -112,9 +92,8 @@ def row(
 ) -> MethodRow:
     recipe = load_recipe("bert-int8-linears")
     section = recipe.calibration.model_copy(update={"method": method, "smoothing": smoothing})
-    trial = Trial(
-        recipe=recipe.model_copy(update={"calibration": section}), origin="given" if given else "calibration"
-    )
+    recipe = recipe.model_copy(update={"calibration": section})
+    trial = Trial(recipe=recipe, origin="given" if given else "calibration")
     if failed:
         trial.failure = Failure(code="check", text=HOSTILE)
         return MethodRow(trial=trial)
@@ -130,13 +109,9 @@ def row(
 
 
 def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> Methods:
+    data = {"split": "train", "samples": 256, "calibration": 512, "rows": 3668}
     return Methods(
-        **records.draw_record(
-            name,
-            task={"name": "mrpc"},
-            data={"split": "train", "samples": 256, "calibration": 512, "rows": 3668},
-            metric="f1",
-        ),
+        **records.draw_record(name, task={"name": "mrpc"}, data=data, metric="f1"),
         fp32={split: Scores(metrics={"f1": 0.855}, stderr={"f1": 0.01}, n=400) for split in splits},
         rows=[
             row("max", 0.005, given=True, splits=splits),
@@ -168,12 +143,8 @@ def test_each_validation_split_has_its_columns() -> None:
     report = methods_report(table(splits=("validation_matched", "validation_mismatched")))
     (grid,) = [block for block in report.sections[0].blocks if isinstance(block, Table)]
     shown = [name for name in grid.columns if "F1" in name]
-    assert shown == [
-        "F1 (matched)",
-        "F1 (matched) against FP32",
-        "F1 (mismatched)",
-        "F1 (mismatched) against FP32",
-    ]
+    names = ("F1 (matched)", "F1 (mismatched)")
+    assert shown == [f"{name}{against}" for name in names for against in ("", " against FP32")]
     assert grid.screen is not None
     assert [grid.columns[at] for at in grid.screen] == ["method", "divergence", *shown[1::2]]
 
@@ -183,6 +154,6 @@ def test_splitting_is_a_row_where_there_is_something_to_split(tiny_bert: Path, m
     rules = [{"match": match, "type": "Linear", "weights": "int8/per-channel", "input": "int8/per-tensor"}]
     task = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
     config = RunConfig(recipe=recipe_with(rules=rules), model=str(tiny_bert), task=task, data="none")
-    cases = list_cases(Session(config, tiny_bert), (), ())
+    cases = side_by_side.list_cases(Session(config, tiny_bert), (), ())
     split = {case.section.outlier_channel_splitting for case in cases}
     assert split == ({0, 64} if match == "encoder.layer.*" else {0})

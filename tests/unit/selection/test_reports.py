@@ -12,7 +12,7 @@ from qdqbench.eval.selection.auto.report import auto_report
 from qdqbench.eval.selection.methods import methods_report
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.sensitivity.report import sensitivity_report
-from qdqbench.eval.selection.trials.report import write_result
+from qdqbench.eval.selection.trials.results import write_result
 
 from ...support.pages import HOSTILE, offline, plain
 from .auto.test_report import sample as sample_auto

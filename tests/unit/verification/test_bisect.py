@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 
@@ -16,8 +16,13 @@ from qdqbench.eval.verification.bisect import BisectResult, bisect, bisect_lines
 from qdqbench.eval.verification.checks import compare_tensors, kept_positions
 from qdqbench.quantize.graph.index import GraphIndex
 from qdqbench.quantize.models.families.known import BERT
+from qdqbench.quantize.pipeline.pipeline import open_run
+from qdqbench.quantize.pipeline.session import RunConfig
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.results import LayerRow
+from qdqbench.quantize.utils.system import gpu
 
 from ...support.tiny_bert import HIDDEN, LAYERS, exported, padded_batch, tensor
 from ...support.tiny_layer import store
@@ -71,14 +76,11 @@ def test_the_first_wrong_tensor_is_named(  # noqa: PLR0917
     tiny_bert: Path, tmp_path: Path, part: str, value: float, node: str, cause: str, per_step: int
 ) -> None:
     node, edit = linear(node), scaled(f"{MODULE}.{part}", value)
-    rows = [
-        LayerRow(name="kernel", kind="gemm", onnx=["/other", node], inputs=[], constants=[], outputs=[]),
-        LayerRow(name=f"{node}_myl0_3", kind="gemm", onnx=[], inputs=[], constants=[], outputs=[]),
-        LayerRow(name="other", kind="kgen", onnx=["/other"], inputs=[], constants=[], outputs=[]),
-    ]
-    result = found(
-        tiny_bert, edit, exported(tiny_bert), tmp_path, layers=rows, per_step=per_step, suspects=[BLOCK]
-    )
+    kernels = {"kernel": ["/other", node], f"{node}_myl0_3": [], "other": ["/other"]}
+    none = dict.fromkeys(("inputs", "constants", "outputs"), ())
+    rows = [LayerRow(name=name, kind="gemm", onnx=nodes, **none) for name, nodes in kernels.items()]
+    how = {"layers": rows, "per_step": per_step, "suspects": [BLOCK]}
+    result = found(tiny_bert, edit, exported(tiny_bert), tmp_path, **how)
     assert (result.block, result.node) == (BLOCK, node)
     assert cause in result.cause
     assert result.layers == ["kernel", f"{node}_myl0_3"]
@@ -229,30 +231,21 @@ def test_padding_is_left_out(shape: tuple[int, ...], count: int) -> None:
     assert kept_positions(np.ones(shape), mask).size == count
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 99), factor=st.floats(0.1, 10))
 def test_error_of_a_tensor(seed: int, factor: float) -> None:
     truth = np.random.default_rng(seed).normal(size=(4, 6, 8)).astype(np.float32)
     row = compare_tensors("t", truth * np.float32(factor), truth, np.ones((4, 6), bool), 0.05)
     assert row.error == pytest.approx(abs(factor - 1), rel=1e-3, abs=1e-5)
-    assert row.holds == (
-        row.error is not None and row.error <= 0.05 and row.systematic <= row.systematic_limit
-    )
+    within = row.error is not None and row.error <= 0.05
+    assert row.holds == (within and row.systematic <= row.systematic_limit)
     assert not compare_tensors("t", truth * np.nan, truth, np.ones((4, 6), bool), 0.05).holds
 
 
 def test_without_a_run_or_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="is no run directory"):
         bisect_run(tmp_path)
-    from qdqbench.quantize.pipeline.pipeline import open_run
-    from qdqbench.quantize.pipeline.session import RunConfig
-    from qdqbench.quantize.recipe.schema import load_recipe
-    from qdqbench.quantize.tasks.task import get_task
-    from qdqbench.quantize.utils.system import gpu
-
-    config = RunConfig(
-        recipe=load_recipe("bert-int8-linears"), model=None, task=get_task("embedded"), data="hub"
-    )
+    recipe = load_recipe("bert-int8-linears")
+    config = RunConfig(recipe=recipe, model=None, task=get_task("embedded"), data="hub")
     open_run(config, tmp_path / "run")
     with pytest.raises(UserError, match="has no engine yet"):
         bisect_run(tmp_path / "run")

@@ -11,7 +11,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from qdqbench.eval.metrics.parity import compare_layers
-from qdqbench.eval.selection.search.space import make_space
+from qdqbench.eval.selection.search.workspace import make_space
 from qdqbench.eval.selection.sensitivity.measure import choices
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers

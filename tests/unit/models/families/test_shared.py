@@ -8,7 +8,7 @@ import onnx
 import pytest
 
 from qdqbench.eval.metrics.parity import compare_layers
-from qdqbench.eval.selection.search.space import count_multiply_adds, int8_share, make_space
+from qdqbench.eval.selection.search.workspace import count_multiply_adds, int8_share, make_space
 from qdqbench.eval.verification.bisect import run_onnxruntime
 from qdqbench.eval.verification.blocks import reference_blocks, stitch
 from qdqbench.eval.verification.checks import BlockSums

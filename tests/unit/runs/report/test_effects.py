@@ -4,21 +4,13 @@ import re
 
 import pytest
 
-from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, BenchSettings, BenchSystem, BenchTarget
+from qdqbench.eval.bench import results as timed
 from qdqbench.eval.reporting.document import Columns, Report, Table
 from qdqbench.eval.reporting.formats import cleaned
 from qdqbench.eval.reporting.render import render_html, render_markdown
 from qdqbench.eval.runs.report import sections
 from qdqbench.eval.runs.report.report import run_report
-from qdqbench.quantize.utils.comparison import (
-    ChangedPrediction,
-    ChangedPredictions,
-    Classes,
-    ClassRow,
-    LayerError,
-    LayerErrors,
-    ModelChange,
-)
+from qdqbench.quantize.utils import comparison as schema
 
 from ....support.pages import HOSTILE, Page
 from ....support.records import speedup
@@ -30,11 +22,11 @@ MODULE = "bert.encoder.layer.{}.output.dense"
 def answer(number, change="regressed", **fields):
     words = {"text": f"text {number}", "label": "good", "fp32": "good", "prediction": "bad"}
     known = {"fp32_margin": 0.25, "margin": 0.125, "change": change, "distance": 0.5}
-    return ChangedPrediction(sample=number, **(words | known | fields))
+    return schema.ChangedPrediction(sample=number, **(words | known | fields))
 
 
 def changed(rows, count=None, **counts):
-    return ChangedPredictions(
+    return schema.ChangedPredictions(
         stage="onnxruntime",
         split="validation",
         prediction_type="class",
@@ -48,24 +40,22 @@ def changed(rows, count=None, **counts):
 
 def confusion(names=("bad", "good")):
     rows = [
-        ClassRow(name=name, n=10, fp32=0.9, recall=0.8, delta=-0.1, delta_stderr=0.05, regressed=1, fixed=0)
+        schema.ClassRow(
+            name=name, n=10, fp32=0.9, recall=0.8, delta=-0.1, delta_stderr=0.05, regressed=1, fixed=0
+        )
         for name in names
     ]
     made = [[8 if a == b else 2 for b in range(len(names))] for a in range(len(names))]
     base = [[9 if a == b else 1 for b in range(len(names))] for a in range(len(names))]
-    return Classes(stage="onnxruntime", unit="samples", rows=rows, fp32=base, confusion=made)
+    return schema.Classes(stage="onnxruntime", unit="samples", rows=rows, fp32=base, confusion=made)
 
 
 def errors():
-    linears = [
-        LayerError(name=MODULE.format(n), what="linear", isolated=0.01 * (n + 1), cumulative=None)
-        for n in range(4)
-    ]
-    blocks = [
-        LayerError(name=f"layer.{n}", what="block", isolated=0.02, cumulative=0.02 * (n + 1))
-        for n in range(4)
-    ]
-    return LayerErrors(n=16, rows=[*linears, *blocks])
+    linears = [(MODULE.format(n), "linear", 0.01 * (n + 1), None) for n in range(4)]
+    blocks = [(f"layer.{n}", "block", 0.02, 0.02 * (n + 1)) for n in range(4)]
+    names = ("name", "what", "isolated", "cumulative")
+    rows = [schema.LayerError(**dict(zip(names, row, strict=True))) for row in linears + blocks]
+    return schema.LayerErrors(n=16, rows=rows)
 
 
 def full(text="text", **fields):
@@ -74,7 +64,7 @@ def full(text="text", **fields):
         "changed_predictions": changed(rows, **{"regressed": 1, "fixed": 1}),
         "classes": confusion((text, "good")),
         "layer_errors": errors(),
-        "model_changes": [ModelChange(what="tanh GELU", count=6, description=f"GELU {text}")],
+        "model_changes": [schema.ModelChange(what="tanh GELU", count=6, description=f"GELU {text}")],
     }
     return sample(**(given | fields))
 
@@ -90,9 +80,7 @@ def written_sections(results):
 def test_the_sections_hold_what_results_hold(tmp_path):
     markdown, html = written(full(), tmp_path)
     text = one_line(Page(html).text)
-    said = (
-        "Of 872 samples of validation 2 (0.2%) have another answer in ONNX Runtime than in FP32: 1 regressed,"
-    )
+    said = "Of 872 samples of validation 2 (0.2%) have another answer in ONNX Runtime than in FP32: 1 regr"
     for shown in (text, markdown):
         assert said in shown
         assert "-0.1000 ± 0.0500" in shown
@@ -103,17 +91,17 @@ def test_the_sections_hold_what_results_hold(tmp_path):
     assert "not found" in text
     assert "not found" in markdown
     assert sections.EVALUATE_FP16 in text
+    worst = re.findall(r"`[^`]+` ([\d.]+)%", [*sections.layer_sections(full())][-1].blocks[0])
+    assert [float(share) for share in worst] == [4.0, 3.0, 2.0]
 
 
-@pytest.mark.parametrize("part", ["changed_predictions", "classes", "layer_errors", "model_changes"])
+PARTS = ["changed_predictions", "classes", "layer_errors", "model_changes"]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_what_a_run_has_not_is_not_shown(part):
     _, html = written_sections(full(**{part: [] if part == "model_changes" else None}))
-    anchor = {
-        "changed_predictions": "changed",
-        "classes": "classes",
-        "layer_errors": "errors",
-        "model_changes": "besides",
-    }
+    anchor = dict(zip(PARTS, ("changed", "classes", "errors", "besides"), strict=True))
     assert f'id="{anchor[part]}"' not in html
     assert sum(f'id="{name}"' in html for name in anchor.values()) == 3
 
@@ -130,20 +118,14 @@ def test_columns_that_no_sample_fills_are_left_out():
     row = answer(1, "moved", label=None, margin=None, fp32_margin=None)
     _, html = written_sections(sample(changed_predictions=changed([row], **{"moved": 1})))
     heads = re.search(r'id="changed-answers".*?</thead>', html, re.DOTALL)[0]
-    assert re.findall(r"<th [^>]*>(.*?)</th>", heads) == [
-        "sample",
-        "text",
-        "class, FP32",
-        "class, ONNX Runtime",
-        "distance",
-    ]
+    names = "sample|text|class, FP32|class, ONNX Runtime|distance"
+    assert re.findall(r"<th [^>]*>(.*?)</th>", heads) == names.split("|")
     assert "1 (0.1%) moved in ONNX Runtime, against FP32." in html
 
 
 def test_a_list_that_was_cut_says_so():
-    results = sample(
-        changed_predictions=changed([answer(n) for n in range(3)], count=90, **{"regressed": 90})
-    )
+    some = changed([answer(n) for n in range(3)], count=90, **{"regressed": 90})
+    results = sample(changed_predictions=some)
     said = sections.changed_text(results, results.changed_predictions)
     assert said.endswith("The first 3 of 90 are listed, all are in changed.csv.")
     none = changed([])
@@ -151,7 +133,7 @@ def test_a_list_that_was_cut_says_so():
 
 
 def confusions(results):
-    blocks = sections.answer_sections(results)[0].blocks
+    blocks = next(sections.answer_sections(results)).blocks
     parts = [part for block in blocks if isinstance(block, Columns) for part in block.parts]
     return [block for part in parts for block in part if isinstance(block, Table)]
 
@@ -175,19 +157,20 @@ def test_fp16_stands_beside_fp32_or_the_command_for_it_does(tmp_path):
 
 def bench(times):
     rows = [
-        BenchRow(system=name, status="done", launches=9, median_ms=time, sequences_per_s=1.0)
+        timed.BenchRow(system=name, status="done", launches=9, median_ms=time, sequences_per_s=1.0)
         for name, time in times.items()
     ]
-    precisions = {name: name.rpartition("-")[2] for name in times}
     cell = {"kind": "fixed", "batch": 1, "length": 16, "sequences": 1, "shapes": 1, "real_tokens": 16}
-    return Bench.model_construct(
+    return timed.Bench.model_construct(
         systems=[
-            BenchSystem.model_construct(name=name, label=name, precision=precisions[name], backend="b")
+            timed.BenchSystem.model_construct(
+                name=name, label=name, precision=name.rpartition("-")[2], backend="b"
+            )
             for name in times
         ],
-        configs=[BenchConfig.model_construct(**cell, rows=rows)],
-        settings=BenchSettings.model_construct(dataset=None),
-        target=BenchTarget.model_construct(name="m"),
+        configs=[timed.BenchConfig.model_construct(**cell, rows=rows)],
+        settings=timed.BenchSettings.model_construct(dataset=None),
+        target=timed.BenchTarget.model_construct(name="m"),
     )
 
 
@@ -216,9 +199,3 @@ def test_no_chart_of_one_point_or_without_a_speed_of_these_files():
     assert sections.tradeoff_blocks(sample(speed=SPEED), bench({"int8": 1.0})) == []
     assert sections.tradeoff_blocks(sample(), bench({"int8": 1.0, "fp32": 2.0})) == []
     assert sections.tradeoff_blocks(sample(speed=SPEED), None) == []
-
-
-def test_worst_linears_come_in_order():
-    text = sections.layer_sections(full())[-1].blocks[0]
-    worst = re.findall(r"`[^`]+` ([\d.]+)%", text)
-    assert [float(share) for share in worst] == [4.0, 3.0, 2.0]

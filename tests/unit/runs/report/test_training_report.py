@@ -316,17 +316,17 @@ def test_charts_show_loss_and_every_held_out_measure() -> None:
     assert charts == charts_of([run_of(0), run_of(1)])
 
 
-def test_the_chart_of_a_qat_shows_where_it_began() -> None:
+def test_charts_show_where_a_qat_began_and_how_far_a_failed_seed_came() -> None:
     charts = charts_of([run_of(0, log=log_of(0, first=True))])
     assert "before training (PTQ)" not in texts(charts[0])
     assert "before training (PTQ)" in texts(charts[1])
     assert "seed 0" not in texts(charts[1])
-
-
-def test_a_failed_seed_is_drawn_as_far_as_it_came_without_a_star() -> None:
     charts = charts_of([run_of(0), failed_run(1, log=log_of(1))])
     assert "seed 1, failed" in texts(charts[0])
     assert "weights kept" not in texts(charts_of([failed_run(1, log=log_of(1))])[0])
+    assert charts_of([]) == []
+    row = LogRow(step=1, epoch=1, loss=math.nan, score=None)
+    assert charts_of([run_of(0, log=[row])]) == []
 
 
 @pytest.mark.parametrize(
@@ -346,15 +346,6 @@ def test_the_score_is_named_after_the_measure_that_it_is(
     assert training.score_name([run]) == name
     assert training.points_of(run, name) == [(5, values.get(name, score))]
     assert facts_of(run)[f"held-out {training.labelled_measure(name)}"] == f"{values.get(name, score):.4f}"
-
-
-def test_a_log_without_a_number_gives_no_chart() -> None:
-    assert charts_of([]) == []
-    row = LogRow(step=1, epoch=1, loss=math.nan, score=None)
-    assert charts_of([run_of(0, log=[row])]) == []
-
-
-# QAT in the report of a run
 
 
 @pytest.mark.parametrize(
@@ -398,11 +389,8 @@ def test_a_run_with_qat_shows_both_models_everywhere(tmp_path: Path) -> None:
     for place in (markdown, text, shown_text):
         assert place.index("FP32") < place.index("PTQ fake-quant") < place.index("QAT fake-quant")
     table = markdown.partition("## Accuracy")[2].partition("##")[0]
-    stages = [
-        line.split("|")[1].strip().partition(" (torch")[0]
-        for line in table.splitlines()
-        if re.match(r"\| .*0\.8", line)
-    ]
+    rows = [line.split("|")[1].strip() for line in table.splitlines() if re.match(r"\| .*0\.8", line)]
+    stages = [row.partition(" (torch")[0] for row in rows]
     assert stages == ["FP32", "PTQ fake-quant", "QAT fake-quant", "ONNX Runtime", "engine (TensorRT-RTX)"]
     chart = set(texts(html))
     assert {"PTQ fake-quant", "QAT fake-quant", "training loss", "before training (PTQ)"} <= chart
@@ -414,14 +402,11 @@ def test_a_run_with_qat_shows_both_models_everywhere(tmp_path: Path) -> None:
     assert not page.open
 
 
-def test_a_missing_ptq_stage_is_missed_only_with_qat() -> None:
+def test_a_missing_ptq_stage_is_missed_only_with_qat(tmp_path: Path) -> None:
     without = qat_run(stages=sample_run().stages)
     assert "PTQ fake-quant was skipped: no reason was recorded." in wording.run_verdict(without).notes
     assert not any("PTQ" in line for line in wording.run_verdict(sample_run()).notes)
     assert (sample_run().expected_stages, without.expected_stages) == (STAGES, QAT_STAGES)
-
-
-def test_a_run_without_qat_does_not_speak_of_it(tmp_path: Path) -> None:
     for text in (*written(sample_run(), tmp_path), terminal(sample_run())):
         assert not re.search(r"PTQ|QAT fake|uantization-aware", text)
 
@@ -434,9 +419,6 @@ def test_what_the_section_says_of_a_training() -> None:
     assert facts["trained on"] == "NVIDIA H200, BF16"
     assert facts["rows"] == "3,301, and 367 held out"
     assert training.training_blocks(None) == []
-
-
-def test_training_that_gained_nothing_says_so() -> None:
     facts = facts_of(run_of(0, log=log_of(0, first=True), best_step=0, stopped="no gain"))
     assert facts["weights kept"] == "of step 0: the weights before training, so it gained nothing"
     assert "before training" not in facts[DISTANCE]

@@ -5,15 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from qdqbench.eval.selection.auto import run
 from qdqbench.eval.selection.auto.results import AutoStep, NestedFolds, Proposal, choose_step
-from qdqbench.eval.selection.auto.run import (
-    Evaluation,
-    Proposer,
-    StepAnswers,
-    list_drops,
-    list_unmet,
-    take_steps,
-)
+from qdqbench.eval.selection.auto.run import Evaluation, StepAnswers, list_drops, list_unmet
 from qdqbench.eval.selection.trials.store import Store
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.tasks.task import get_task
@@ -56,7 +50,7 @@ class Planned:
             if name in self.misfits:
                 raise UserError("no such head size")
 
-        return Proposer(name, kind, propose, require_fit)
+        return run.Proposer(name, kind, propose, require_fit)
 
     def run(self, step, before):
         outcome = self.plan[step.name]
@@ -67,7 +61,7 @@ class Planned:
     def take(self, budget=1000.0):
         proposers = [self.proposer(name, kind) for name, kind in zip(NAMES, KINDS, strict=True)]
         store = Store(self.path / "trials.jsonl", AutoStep, {})
-        return take_steps(SimpleNamespace(run=self.run), proposers, budget, store, lambda: self.now)
+        return run.take_steps(SimpleNamespace(run=self.run), proposers, budget, store, lambda: self.now)
 
 
 def failing(drop=0.03):
@@ -100,7 +94,11 @@ def test_steps_are_taken_until_one_holds_or_none_can_help(plan, taken, skipped, 
     assert [step.name for step in steps if step.holds] == ([chosen] if skipped == "holds" else [])
 
 
-def test_the_last_steps_seconds_are_the_next_ones_estimate(tmp_path):
+def test_the_last_steps_seconds_are_the_next_ones_estimate_and_the_first_is_always_taken(tmp_path):
+    (tmp_path / "short").mkdir()
+    short = Planned(tmp_path / "short", failing())
+    assert short.take(budget=1.0)[1].skipped == "budget"
+    assert short.taken == ["attention"]
     planned = Planned(tmp_path, failing())
     steps = planned.take(budget=35.0)
     assert planned.taken == ["attention", "linears", "methods"]
@@ -109,22 +107,12 @@ def test_the_last_steps_seconds_are_the_next_ones_estimate(tmp_path):
     assert planned.left == {"attention": 35.0, "linears": 25.0, "methods": 15.0}
 
 
-def test_the_first_is_taken_whatever_the_budget(tmp_path):
-    planned = Planned(tmp_path, failing())
-    assert planned.take(budget=1.0)[1].skipped == "budget"
-    assert planned.taken == ["attention"]
-
-
 def test_a_misfit_is_skipped_and_a_failure_is_recorded(tmp_path):
     failures = {"methods": CheckFailed("none is nearer"), "islands": UserError("too few rows")}
     steps = Planned(tmp_path, failing() | failures, misfits=("attention",)).take()
-    assert (steps[0].status, steps[0].skipped, steps[0].failure.text) == (
-        "skipped", "misfit", "no such head size"
-    )  # fmt: skip
-    assert [(step.status, step.failure.code, step.seconds) for step in steps[2:4]] == [
-        ("failed", "check", 10.0),
-        ("failed", "input", 10.0),
-    ]
+    assert [steps[0].status, steps[0].skipped, steps[0].failure.text][1:] == ["misfit", "no such head size"]
+    assert [step.status for step in steps[:4]] == ["skipped", "done", "failed", "failed"]
+    assert [(step.failure.code, step.seconds) for step in steps[2:4]] == [("check", 10.0), ("input", 10.0)]
 
 
 def test_finished_steps_of_an_interrupted_call_are_not_taken_again_and_count(tmp_path):
@@ -180,18 +168,16 @@ def drops(evaluation, right):
     return list_drops(evaluation.compare(logits(ALL), logits(right)), "accuracy", evaluation.max_drop)
 
 
+def but(wrong):
+    """Right answers to all but the first ones."""
+    return np.arange(N) >= wrong
+
+
 def test_a_drop_holds_within_the_gate_or_within_noise_and_not_within_both_together(evaluation):
-    assert not drops(evaluation, ALL)
-    one = ALL.copy()
-    one[0] = False
-    assert not drops(evaluation, one)  # a quarter of a point
-    three = ALL.copy()
-    three[:3] = False
-    assert not drops(evaluation, three)  # 0.75 points with an error of 0.43: noise
+    for wrong in (0, 1, 3):  # a quarter of a point; 0.75 points with an error of 0.43: noise
+        assert not drops(evaluation, but(wrong))
     # 1.25 points with an error of 0.56: within the 0.5 and two errors that a run lets pass, and not noise
-    five = ALL.copy()
-    five[:5] = False
-    (issue,) = drops(evaluation, five)
+    (issue,) = drops(evaluation, but(5))
     assert (issue.code, issue.split, issue.metric) == ("accuracy", "validation", "accuracy")
     assert (issue.value, issue.limit, issue.n) == (pytest.approx(0.0125), 0.005, N)
 
@@ -202,25 +188,18 @@ def test_a_step_that_every_fold_would_choose_has_its_own_figure(evaluation):
     assert found.others == 0
     assert found.scores["validation"].delta["accuracy"] == 0
     assert not found.unmet
+    first = StepAnswers(good, True)  # INT8 was not proven, say: what no sample can change is chosen by none
+    assert evaluation.nest_folds(good, [first, StepAnswers(good, False)], 1).others == 0
 
 
 def test_a_choice_that_hangs_on_a_few_samples_is_judged_by_the_others(evaluation):
     """The first is just too far from FP32: without some of the samples it would have been chosen."""
-    nearly = ALL.copy()
-    nearly[:5] = False
-    found = evaluation.nest_folds(
-        logits(ALL), [StepAnswers(logits(nearly), False), StepAnswers(logits(ALL), False)], 1
-    )
+    tried = [StepAnswers(logits(right), False) for right in (but(5), ALL)]
+    found = evaluation.nest_folds(logits(ALL), tried, 1)
     assert 0 < found.others < 1
     delta = found.scores["validation"].delta["accuracy"]
     assert -5 / N <= delta < 0  # what the first loses on the folds that are judged by it
     assert found.scores["validation"].n == N
-
-
-def test_what_no_sample_can_change_is_chosen_by_none(evaluation):
-    first = StepAnswers(logits(ALL), True)  # INT8 was not proven, say
-    found = evaluation.nest_folds(logits(ALL), [first, StepAnswers(logits(ALL), False)], 1)
-    assert found.others == 0
 
 
 def test_noise_alone_makes_no_recipe_better_than_it_is(evaluation):
@@ -262,8 +241,7 @@ def test_unmet_criteria_and_a_drop_only_once(evaluation):
     assert (found[2].code, found[2].value, found[2].limit) == ("min_speedup", 1.4, 1.5)
     lost = evaluation.compare(logits(ALL), logits(random_losses(0.2, 1)))
     issues = list_unmet(gate, list_drops(lost, "accuracy", 0.005, "engine"), None, 1.5)
-    assert [(each.code, each.stage) for each in issues] == [
-        ("accuracy", "engine"), ("check", None), ("min_speedup", None)
-    ]  # fmt: skip
+    known = [("accuracy", "engine"), ("check", None), ("min_speedup", None)]
+    assert [(each.code, each.stage) for each in issues] == known
     assert issues[2].value is None
     assert not list_unmet(Gate(passed=True, max_drop=0.0), same, None, None)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from qdqbench.eval.selection.auto.run import choose_base, choose_trial, find_islands, find_qat_settings
-from qdqbench.eval.selection.search.results import SearchTrial
 from qdqbench.eval.selection.sensitivity.results import CurvePoint
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed
@@ -19,19 +18,13 @@ def point(kept, divergence):
     return CurvePoint(kept=kept, linears=[str(n) for n in range(kept)], attention=[], comparison=compared)
 
 
-def trial(number, divergence, speedup, origin="tpe", int8=4):
-    compared = records.comparison({"accuracy": 0.0}, 0.0, divergence=divergence, divergence_stderr=0.0)
-    scores = {"draw": compared}
-    known = {"scores": scores, "speedup": records.speedup(speedup), "int8_linears": int8}
-    return SearchTrial(number=number, recipe=None, origin=origin, **known)
+def trial(number, divergence, speed, origin="tpe", int8=4):
+    return records.search_trial(number, divergence, speed, origin=origin, int8_linears=int8)
 
 
 def test_islands_are_the_fewest_that_leave_a_quarter():
     curve = [point(8, 0.01), point(0, 0.4), point(4, 0.1), point(2, 0.15), point(1, 0.3)]
     assert find_islands(curve).kept == 4
-
-
-def test_a_divergence_that_is_spread_over_all_has_no_islands():
     with pytest.raises(CheckFailed, match="no 2 linears out of INT8"):
         find_islands([point(0, 0.4), point(1, 0.3), point(2, 0.2)])
 
@@ -39,13 +32,10 @@ def test_a_divergence_that_is_spread_over_all_has_no_islands():
 GIVEN = trial(0, 0.16, 1.9, "given")
 
 
-def test_search_gives_the_fastest_that_is_near_enough():
+def test_search_gives_the_fastest_that_is_near_enough_or_else_the_nearest():
     trials = [GIVEN, trial(1, 0.009, 1.3), trial(2, 0.002, 1.1), trial(3, 0.05, 1.8)]
     assert choose_trial(trials, None).number == 1
     assert choose_trial(trials, 1.5).number == 3  # the nearest of those that are so fast
-
-
-def test_search_gives_the_nearest_where_none_is_near_enough():
     assert choose_trial([GIVEN, trial(1, 0.05, 1.2), trial(2, 0.03, 1.1)], None).number == 2
     assert choose_trial([GIVEN, trial(1, 0.05, 0.8), trial(2, 0.03, 0.7)], None).number == 2
 
@@ -59,15 +49,10 @@ def test_search_never_gives_what_was_tried_or_has_no_int8():
 
 @pytest.mark.parametrize(("slow", "base"), [((), "linears"), (("linears",), "attention")])
 def test_linears_leave_int8_in_a_recipe_without_int8_residuals(slow, base):
-    before = [
-        SimpleNamespace(
-            kind="shipped",
-            run=True,
-            recipe=load_recipe(f"bert-int8-{name}"),
-            lacks=lambda code, name=name: name in slow,
-        )
-        for name in ("attention", "residual", "linears")
-    ]
+    before = []
+    for name in ("attention", "residual", "linears"):
+        known = {"recipe": load_recipe(f"bert-int8-{name}"), "lacks": lambda code, name=name: name in slow}
+        before.append(SimpleNamespace(kind="shipped", run=True, **known))
     assert choose_base(before, moved=True).name == f"bert-int8-{base}"
     assert choose_base(before).name == f"bert-int8-{'residual' if slow else 'linears'}"
     assert choose_base(before[1:2], moved=True).name == "bert-int8-residual"  # and says why it cannot

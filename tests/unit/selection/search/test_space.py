@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qdqbench.eval.selection.search import study
 from qdqbench.eval.selection.search.results import Ranking
-from qdqbench.eval.selection.search.space import FLIPS, FRAMES, SECTION, make_space, rank_by_rows
+from qdqbench.eval.selection.search.workspace import FLIPS, FRAMES, SECTION, make_space, rank_by_rows
 from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import (
@@ -52,7 +52,7 @@ PARAMS = st.fixed_dictionaries(
 PLAIN = {"method": "max", "smoothing": "none", "weights_method": "max"} | dict.fromkeys(FLIPS, 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(PARAMS, st.randoms(use_true_random=False))
 def test_every_point_is_a_recipe_with_exactly_its_units(params, random):
     order = list(SPACE.units)

@@ -14,15 +14,8 @@ import pytest
 from qdqbench.eval.selection.search import study as study_module
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import Ranking, Source
-from qdqbench.eval.selection.search.space import make_space
-from qdqbench.eval.selection.search.study import (
-    count_trials,
-    list_finished,
-    list_trials,
-    open_storage,
-    run_trials,
-)
-from qdqbench.eval.selection.search.workspace import plan_key
+from qdqbench.eval.selection.search.study import count_trials, list_finished, list_trials, run_trials
+from qdqbench.eval.selection.search.workspace import make_space, plan_key
 from qdqbench.eval.selection.trials.results import Failure
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
@@ -35,7 +28,7 @@ from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.system.quiet import quiet
 
-from ....support.tiny_bert import calibration_batches, padded_batch, write_tiny_bert
+from ....support.tiny_bert import calibration_batches, padded_batch
 
 SETTINGS = {"model": "a", "batch and length": [32, 128]}
 FAIL = optuna.trial.TrialState.FAIL
@@ -76,10 +69,8 @@ def objective(trial):
 
 
 def worker_of(study, trials=4, **options):
-    session = SimpleNamespace(recipe=SimpleNamespace(gate=GateSettings()))
-    work = SimpleNamespace(session=session)
-    options = SearchOptions(trials=trials, **options)
-    return study_module.Worker(work, options, SOURCE, None, study, None)
+    work = SimpleNamespace(session=SimpleNamespace(recipe=SimpleNamespace(gate=GateSettings())))
+    return study_module.Worker(work, SearchOptions(trials=trials, **options), SOURCE, None, study, None)
 
 
 def run(study, monkeypatch, point=objective, **options):
@@ -127,7 +118,7 @@ def test_other_settings_are_refused_in_one_sentence(open_study):
 )
 def test_a_database_that_cannot_be_used(bad):
     with pytest.raises(UserError, match="SQLAlchemy URL") as caught:
-        open_storage(bad)
+        study_module.open_storage(bad)
     assert "secret" not in str(caught.value)
 
 
@@ -310,13 +301,8 @@ HOW = {"method": "max", "smoothing": "0.5", "weights_method": "max"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_bert(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def space(folder):
-    model = load_model(str(folder))
+def space(tiny_bert):
+    model = load_model(str(tiny_bert))
     base = load_recipe("bert-int8-linears").model_dump(mode="json")
     base["calibration"]["bias_correction"] = False
     base["export"]["gelu"] = "exact"
@@ -335,12 +321,12 @@ def logits_of(folder, space, recipe, record=None):
 
 
 @pytest.fixture(scope="module")
-def everything(folder, space):
+def everything(tiny_bert, space):
     """Records that hold all candidates, smoothed: without INT8 attention, and with it."""
     found = []
     for attention in (set(), set(space.attention)):
         recipe = space.assemble(set(space.units), attention, HOW)
-        model = load_model(str(folder))
+        model = load_model(str(tiny_bert))
         plan = resolve(recipe, space.modules, space.prefix)
         found.append(ptq.calibrate(model, plan, calibration_batches(), recipe.calibration))
     return found
@@ -355,10 +341,10 @@ def everything(folder, space):
         ([(0, "qkv"), (0, "output"), (0, "ffn-in"), (0, "ffn-out"), (1, "qkv"), (1, "output")], [1]),
     ],
 )
-def test_a_part_of_a_shared_calibration_is_the_recipe_s_own(folder, space, everything, units, attention):
+def test_a_part_of_a_shared_calibration_is_the_recipe_s_own(tiny_bert, space, everything, units, attention):
     recipe = space.assemble(set(units), set(attention), HOW)
-    own, shared = logits_of(folder, space, recipe), logits_of(folder, space, recipe, everything)
-    fp32 = quantizers.forward(load_model(str(folder)), padded_batch()).numpy()
+    own, shared = logits_of(tiny_bert, space, recipe), logits_of(tiny_bert, space, recipe, everything)
+    fp32 = quantizers.forward(load_model(str(tiny_bert)), padded_batch()).numpy()
     assert np.abs(own - fp32).max() > 0
     assert np.abs(shared - own).max() <= 1e-5  # the same codes
 

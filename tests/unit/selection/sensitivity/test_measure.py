@@ -4,15 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.selection.sensitivity.measure import (
-    Choices,
-    attention_of,
-    choices,
-    choose_point,
-    kept_counts,
-    make_recipe,
-    measure_curve,
-)
+from qdqbench.eval.selection.sensitivity import measure as sensitivity
+from qdqbench.eval.selection.sensitivity.measure import attention_of, choose_point, make_recipe
 from qdqbench.eval.selection.sensitivity.results import CurvePoint
 from qdqbench.quantize.models.families.family import KINDS
 from qdqbench.quantize.models.modules import ModuleInfo
@@ -31,8 +24,8 @@ def modules(head_size: int = 16) -> dict[str, ModuleInfo]:
     return tiny_bert.fake_modules(LAYERS, head_size)
 
 
-def found_for(recipe: Recipe, head_size: int = 16) -> Choices:
-    return choices(recipe, modules(head_size), "bert")
+def found_for(recipe: Recipe, head_size: int = 16) -> sensitivity.Choices:
+    return sensitivity.choices(recipe, modules(head_size), "bert")
 
 
 def compared(amount: float = 0.0, drop: float = 0.0, error: float = 0.001) -> Comparison:
@@ -113,13 +106,13 @@ def test_curve_finds_the_smallest_that_holds(linears: int, first: int) -> None:
         good = kept >= first
         return point(kept, 0.1 if good and kept else 1.0, 0.0 if good else 0.5)
 
-    curve = measure_curve(linears, measure, 0.01)
+    curve = sensitivity.measure_curve(linears, measure, 0.01)
     chosen, reached = choose_point(curve, 0.01)
     assert len(measured) == len(set(measured)) <= 2 * linears.bit_length() + 1
     assert [p.kept for p in curve] == sorted(measured)
-    assert set(kept_counts(linears)) <= set(measured)
+    assert set(sensitivity.kept_counts(linears)) <= set(measured)
     assert max(measured) < max(linears, 1)
-    assert reached == (first <= max(kept_counts(linears)))
+    assert reached == (first <= max(sensitivity.kept_counts(linears)))
     if reached:
         assert chosen.kept == first
 
@@ -143,7 +136,7 @@ def test_a_drop_over_the_gate_is_not_accepted() -> None:
     assert (chosen.kept, reached) == (1, False)
 
 
-def kept_point(linears: list[str], found: Choices) -> CurvePoint:
+def kept_point(linears: list[str], found: sensitivity.Choices) -> CurvePoint:
     attention = attention_of(linears, found)
     return CurvePoint(kept=len(linears), linears=linears, attention=attention, comparison=compared())
 
@@ -171,11 +164,9 @@ def test_written_recipe_resolves_to_what_was_measured(name: str, kept: list[str]
 def test_a_recipe_without_anything_to_split_does_not_ask_for_it() -> None:
     recipe = tiny_bert.recipe_with(calibration={"outlier_channel_splitting": 32})
     found = found_for(recipe)
-    point = kept_point(FFN, found)
-    written = make_recipe(point, found)
-    assert written.calibration.outlier_channel_splitting == 0
-    point = kept_point(FFN[:1], found)
-    assert make_recipe(point, found).calibration.outlier_channel_splitting == 32
+    for kept, splitting in ((FFN, 0), (FFN[:1], 32)):
+        written = make_recipe(kept_point(kept, found), found)
+        assert written.calibration.outlier_channel_splitting == splitting
 
 
 def test_attention_leaves_int8_with_its_output() -> None:

@@ -16,8 +16,7 @@ from qdqbench.eval.selection.sensitivity.report import (
     sensitivity_report,
 )
 from qdqbench.eval.selection.sensitivity.results import CandidateRow, Sensitivity, ranking, read_sensitivity
-from qdqbench.eval.selection.trials.report import write_result
-from qdqbench.eval.selection.trials.results import Scores
+from qdqbench.eval.selection.trials.results import Scores, write_result
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import UserError
 

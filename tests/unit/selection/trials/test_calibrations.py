@@ -16,12 +16,7 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.utils.errors import CheckFailed
 
-from ....support.tiny_bert import calibration_batches, plan_of, recipe_with, write_tiny_bert
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_bert(tmp_path_factory.mktemp("tiny"))
+from ....support.tiny_bert import calibration_batches, plan_of, recipe_with
 
 
 @pytest.mark.parametrize(
@@ -36,19 +31,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 def test_one_pass_answers_every_method_as_its_own_calibration(
-    folder: Path, changes: dict[str, Any], methods: tuple[str, ...], name: str
+    tiny_bert: Path, changes: dict[str, Any], methods: tuple[str, ...], name: str
 ) -> None:
     rules = [
         *load_recipe(name).model_dump(mode="json")["rules"],
         {"match": "encoder.layer.1.output.dense", "method": "percentile/99.95"},
     ]
     recipe = recipe_with(name, rules=rules, calibration=changes)
-    model, settings = load_model(str(folder)), recipe.calibration
+    model, settings = load_model(str(tiny_bert)), recipe.calibration
     shared = collect_ranges(model, plan_of(recipe, model), calibration_batches(), settings)
     answers = set()
     for method in methods:
         section = Calibration.model_validate(settings.model_dump() | {"method": method})
-        model = load_model(str(folder))
+        model = load_model(str(tiny_bert))
         plan = plan_of(recipe.model_copy(update={"calibration": section}), model)
         record = ptq.calibrate(model, plan, calibration_batches(), section)
         copied, states = apply_methods(shared, plan)
@@ -59,9 +54,9 @@ def test_one_pass_answers_every_method_as_its_own_calibration(
     assert len(answers) == len(methods)
 
 
-def test_a_copy_leaves_the_shared_model_alone(folder: Path) -> None:
+def test_a_copy_leaves_the_shared_model_alone(tiny_bert: Path) -> None:
     recipe = recipe_with(calibration={"method": "entropy"})
-    model = load_model(str(folder))
+    model = load_model(str(tiny_bert))
     plan = plan_of(recipe, model)
     shared = collect_ranges(model, plan, calibration_batches(), recipe.calibration)
     before = {name: float(q.amax.max()) for name, q in quantizers.list_quantizers(shared.model).items()}
@@ -71,9 +66,9 @@ def test_a_copy_leaves_the_shared_model_alone(folder: Path) -> None:
     assert before == {n: float(q.amax.max()) for n, q in quantizers.list_quantizers(shared.model).items()}
 
 
-def test_widest_activation(folder: Path) -> None:
+def test_widest_activation(tiny_bert: Path) -> None:
     recipe = recipe_with()
-    model = load_model(str(folder))
+    model = load_model(str(tiny_bert))
     shared = collect_ranges(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
     cost = describe_cost(1.0, shared.states)
     ratios = [s.amax / s.rms for n, s in shared.states.items() if get_quantizer_kind(n) != "weight" and s.rms]  # type: ignore[operator]
@@ -81,8 +76,8 @@ def test_widest_activation(folder: Path) -> None:
     assert describe_cost(1.0, {}).amax_over_rms is None
 
 
-def test_one_pass_refuses_what_is_not_finite(folder: Path) -> None:
-    model = load_model(str(folder))
+def test_one_pass_refuses_what_is_not_finite(tiny_bert: Path) -> None:
+    model = load_model(str(tiny_bert))
     model.bert.embeddings.word_embeddings.weight.data[7] = float("inf")
     recipe = recipe_with()
     with pytest.raises(CheckFailed):

@@ -52,17 +52,13 @@ def test_torn_line_is_dropped(tmp_path: Path, tail: str) -> None:
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 3
 
 
-def test_other_settings_start_from_scratch(tmp_path: Path) -> None:
+def test_other_settings_or_a_torn_header_start_from_scratch(tmp_path: Path) -> None:
     path = tmp_path / "trials.jsonl"
     opened(path).add("a", trial())
     other = opened(path, samples=9)
     assert (other.is_stale, other.trials) == (True, {})
     assert "starting from scratch" in str(other.resume_note)
     assert opened(path).is_stale  # what was there is gone
-
-
-def test_torn_header_is_an_empty_store(tmp_path: Path) -> None:
-    path = tmp_path / "trials.jsonl"
     path.write_text('{"setti')
     assert opened(path).trials == {}
 
@@ -106,15 +102,9 @@ def session(tmp_path, monkeypatch):
     rows = "".join(f"text {number},{number % 2}\n" for number in range(100))
     (tmp_path / "train.csv").write_text(f"sentence,label\n{rows}")
     monkeypatch.setattr(store, "encode", lambda split, *_: SimpleNamespace(split=split, truncated=0))
-    found = SimpleNamespace(
-        config=SimpleNamespace(task=GLUE["sst2"]),
-        recipe=load_recipe("bert-int8-linears"),
-        data_source=str(tmp_path),
-        folder=tmp_path,
-        tokenizer=None,
-        notes=[],
-        warnings=[],
-    )
+    about = {"data_source": str(tmp_path), "folder": tmp_path, "tokenizer": None, "notes": [], "warnings": []}
+    config, recipe = SimpleNamespace(task=GLUE["sst2"]), load_recipe("bert-int8-linears")
+    found = SimpleNamespace(config=config, recipe=recipe, **about)
     calibrate(found, samples=40, seed=3)
     return found
 
