@@ -57,44 +57,6 @@ class Graph:
     residuals: list[str] = field(default_factory=list)
 
 
-@dataclass
-class EngineFacts:
-    """Facts of one copy of the network; the lists hold ONNX names in the order of the table."""
-
-    rows: list[LayerRow]
-    profiles: int  # of the whole table
-    count: str  # kernels of the whole table, in words
-    kernels: Counter[str]  # by kind, without signals and waits
-    computed: dict[str, list[str]]  # kernel name -> ONNX linears and products that it multiplies
-    linears: list[str]
-    int8: list[str]  # linears in INT8
-    dequantized: list[str]  # linears with INT8 inputs or weights that a kernel dequantizes to multiply in FP
-    fp32_outputs: list[str]  # INT8 linears that write FP32
-    raw_outputs: list[str]  # INT8 linears that write INT32 sums as FP16; the next kernel scales them
-    separate: list[str]  # linears whose bias or scale another kernel applies
-    qkv: int  # attentions with q, k and v linears
-    qkv_merged: int  # of these, in one GEMM
-    attentions: int
-    fused: list[LayerRow]  # kernels of fused attentions
-    gelu_fused: int  # GELUs in the kernel of a GEMM
-    gelu_separate: int  # GELUs in another kernel
-    norms: dict[str, list[str]]  # precision -> kernels, as labels
-    residuals: list[str]  # LayerNorms whose residual has Q/DQ in the graph
-    float_residuals: list[str]  # of these, that a kernel reads in floating point all the same
-    softmax: dict[str, int]  # precision -> kernels of their own
-    layout_quantized: int  # layout kernels that read or write INT8, or quantize
-    int8_writers: Counter[str]  # kernels that write INT8, by kind
-
-    @property
-    def qkv_apart(self) -> int:
-        """Count attentions with a GEMM for each of q, k and v; a runtime for CPUs has no other choice."""
-        return 0 if self.on_cpu else self.qkv - self.qkv_merged
-
-    @property
-    def on_cpu(self) -> bool:
-        return any(row.kernel is not None for row in self.rows)
-
-
 def read_graph(path: Path) -> Graph:
     model = read_model(path)
     validate_names(model)
@@ -133,77 +95,83 @@ def rebuild_graph(layers: Sequence[LayerRow]) -> Graph:
     )
 
 
-def collect_facts(layers: Sequence[LayerRow], graph: Graph | None = None) -> EngineFacts:
-    graph = graph or rebuild_graph(layers)
-    rows, profiles = select_profile(layers)
-    deciding = {
-        node: found[0] for node, found in find_computing_rows(rows, [*graph.linears, *graph.products]).items()
-    }
-    computed: dict[str, list[str]] = defaultdict(list)
-    for node, makers in deciding.items():
-        for row in makers:
-            if kernel_kind(row) == "gemm":
-                computed[row.name].append(node)
-    known = {*graph.linears}
-    linears = [node for nodes in computed.values() for node in nodes if node in known]
-    made = {node: deciding[node][0] for node in linears}
-    int8 = [node for node in linears if all(map(is_int8, deciding[node]))]
-    rest = [node for node in linears if not all(map(is_int8, deciding[node]))]
-    listing: dict[str, list[LayerRow]] = defaultdict(list)
-    for row in rows:
-        for name in row.onnx:
-            listing[name].append(row)
-    qkv: dict[str, list[str]] = defaultdict(list)  # kernels of q, k and v linears by attention
-    whole = 0  # attentions with one linear for all three
-    separate = []
-    for node in linears:
-        parent, _, leaf = module_of(node).rpartition(".")
-        if ANY_QKV.fullmatch(leaf):
-            qkv[parent + run_of(node)].append(made[node].name)
-        whole += bool(ANY_MERGED_QKV.fullmatch(leaf))
-        bias = f"{node.rpartition('/')[0]}/Add{run_of(node)}"
-        if any(row is not made[node] for name in (node, bias) for row in listing.get(name, ())):
-            separate.append(node)
-    apart = [{*names} for names in qkv.values() if len(names) == 3]
-    gelus = [kernel_kind(row) == "gemm" for row in rows if is_gelu(row)]
-    norms: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        if is_norm(row):
-            norms[norm_precision(row)].append(kernel_label(row))
-    fused = [row for row in rows if is_attention(row)]
-    return EngineFacts(
-        rows=rows,
-        profiles=profiles,
-        count=format_count(layers),
-        kernels=Counter(kernel_kind(row) for row in rows),
-        computed=dict(computed),
-        linears=linears,
-        int8=int8,
-        dequantized=[
-            node for node in rest if any("Int8" in (*row.inputs, *row.constants) for row in deciding[node])
-        ],
-        fp32_outputs=[node for node in int8 if "Float" in made[node].outputs],
-        raw_outputs=[
+class EngineFacts:
+    """Facts of one copy of the network; the lists hold ONNX names in the order of the table."""
+
+    def __init__(self, layers: Sequence[LayerRow], graph: Graph | None = None) -> None:
+        graph = graph or rebuild_graph(layers)
+        self.rows, self.profiles = rows, _ = select_profile(layers)  # profiles: of the whole table
+        self.count = format_count(layers)  # kernels of the whole table, in words
+        self.kernels = Counter(map(kernel_kind, rows))  # by kind, without signals and waits
+        found = find_computing_rows(rows, [*graph.linears, *graph.products])
+        deciding = {node: copies[0] for node, copies in found.items()}
+        self.computed: dict[
+            str, list[str]
+        ] = {}  # kernel name -> ONNX linears and products that it multiplies
+        for node, makers in deciding.items():
+            for row in makers:
+                if kernel_kind(row) == "gemm":
+                    self.computed.setdefault(row.name, []).append(node)
+        known = {*graph.linears}
+        self.linears = [node for nodes in self.computed.values() for node in nodes if node in known]
+        made = {node: deciding[node][0] for node in self.linears}
+        self.int8 = [node for node in self.linears if all(map(is_int8, deciding[node]))]
+        # linears with INT8 inputs or weights that a kernel dequantizes to multiply in floating point
+        self.dequantized = [
             node
-            for node in int8
+            for node in self.linears
+            if not all(map(is_int8, deciding[node]))
+            and any("Int8" in (*row.inputs, *row.constants) for row in deciding[node])
+        ]
+        self.fp32_outputs = [node for node in self.int8 if "Float" in made[node].outputs]
+        listing: dict[str, list[LayerRow]] = defaultdict(list)
+        for row in rows:
+            for name in row.onnx:
+                listing[name].append(row)
+        # INT8 linears that write INT32 sums as FP16; the next kernel scales them
+        self.raw_outputs = [
+            node
+            for node in self.int8
             if "Half" in made[node].outputs and any(row is not made[node] for row in listing[node])
-        ],
-        separate=separate,
-        qkv=len(apart) + whole,
-        qkv_merged=sum(len(names) == 1 for names in apart) + whole,
-        attentions=len(graph.softmaxes) or len(fused),
-        fused=fused,
-        gelu_fused=sum(gelus),
-        gelu_separate=len(gelus) - sum(gelus),
-        norms=dict(norms),
-        residuals=graph.residuals,
-        float_residuals=float_residuals(rows, graph.residuals),
-        softmax=dict(Counter(norm_precision(row) for row in rows if kernel_kind(row) == "softmax")),
-        layout_quantized=sum(
-            kernel_kind(row) == "layout" and "Int8" in (*row.inputs, *row.outputs) for row in rows
-        ),
-        int8_writers=Counter(kernel_kind(row) for row in rows if "Int8" in row.outputs),
-    )
+        ]
+        qkv: dict[str, list[str]] = defaultdict(list)  # kernels of q, k and v linears by attention
+        whole = 0  # attentions with one linear for all three
+        self.separate: list[str] = []  # linears whose bias or scale another kernel applies
+        for node in self.linears:
+            parent, _, leaf = module_of(node).rpartition(".")
+            if ANY_QKV.fullmatch(leaf):
+                qkv[parent + run_of(node)].append(made[node].name)
+            whole += bool(ANY_MERGED_QKV.fullmatch(leaf))
+            bias = f"{node.rpartition('/')[0]}/Add{run_of(node)}"
+            if any(row is not made[node] for name in (node, bias) for row in listing.get(name, ())):
+                self.separate.append(node)
+        apart = [{*names} for names in qkv.values() if len(names) == 3]
+        self.qkv = len(apart) + whole  # attentions with q, k and v linears
+        self.qkv_merged = sum(len(names) == 1 for names in apart) + whole  # of these, in one GEMM
+        self.fused = [row for row in rows if is_attention(row)]
+        self.attentions = len(graph.softmaxes) or len(self.fused)
+        gelus = [kernel_kind(row) == "gemm" for row in rows if is_gelu(row)]
+        self.gelu_fused = sum(gelus)  # in the kernel of a GEMM
+        self.gelu_separate = len(gelus) - sum(gelus)
+        self.norms: dict[str, list[str]] = {}  # precision -> kernels, as labels
+        for row in filter(is_norm, rows):
+            self.norms.setdefault(norm_precision(row), []).append(kernel_label(row))
+        self.residuals = graph.residuals  # LayerNorms whose residual has Q/DQ in the graph
+        self.float_residuals = float_residuals(rows, graph.residuals)  # read in floating point all the same
+        # precision -> kernels of their own
+        self.softmax = dict(Counter(norm_precision(row) for row in rows if kernel_kind(row) == "softmax"))
+        layouts = (row for row in rows if kernel_kind(row) == "layout")
+        self.layout_quantized = sum("Int8" in (*row.inputs, *row.outputs) for row in layouts)
+        self.int8_writers = Counter(kernel_kind(row) for row in rows if "Int8" in row.outputs)
+
+    @property
+    def qkv_apart(self) -> int:
+        """Count attentions with a GEMM for each of q, k and v; a runtime for CPUs has no other choice."""
+        return 0 if self.on_cpu else self.qkv - self.qkv_merged
+
+    @property
+    def on_cpu(self) -> bool:
+        return any(row.kernel is not None for row in self.rows)
 
 
 MAX_LAYERS_NAMED = 6
@@ -278,7 +246,7 @@ def inspect_layers(
             ran = [row for row in layers if copy_of(row) in copies]
     return Inspection(
         proof=proof,
-        facts=collect_facts(ran, graph),
+        facts=EngineFacts(ran, graph),
         graph=graph,
         gemms=len({*graph.linears, *wanted}),
         expected=None if expected is None else wanted,
@@ -374,7 +342,7 @@ def attention_apart(facts: EngineFacts) -> Problem:
 
 def explain_slowdown(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow]) -> list[str]:
     """Explain why an INT8 engine can be slower than the FP16 engine; none where the layers show no reason."""
-    ours, twin = collect_facts(layers_int8), collect_facts(layers_fp16)
+    ours, twin = EngineFacts(layers_int8), EngineFacts(layers_fp16)
     problems = {problem.code: problem.sentence for problem in find_problems(ours)}
     reasons = []
     encoder = [node for node in ours.linears if block_of_node(node).startswith("layer.")]

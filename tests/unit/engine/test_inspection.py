@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from qdqbench.quantize.engine.inspection import (
-    collect_facts,
+    EngineFacts,
     explain_slowdown,
     find_problems,
     format_nodes,
@@ -164,7 +164,7 @@ def test_precision_of_the_statistics(row, precision):
 
 def test_labels_and_datatypes():
     rows = bert(1)
-    facts = collect_facts(rows)
+    facts = EngineFacts(rows)
     texts = [(kernel_label(row, facts.computed.get(row.name, ())), types_text(row)) for row in facts.rows]
     assert texts[:4] == [
         ("embeddings", "INT64 -> FP16/INT8"),
@@ -276,7 +276,7 @@ def test_unfused_attention():
     ],
 )
 def test_findings(form, part):
-    (problem,) = find_problems(collect_facts(bert(**form)))
+    (problem,) = find_problems(EngineFacts(bert(**form)))
     found = problem.sentence
     assert part in found
     assert "set " in found or "give " in found or "add " in found
@@ -284,14 +284,14 @@ def test_findings(form, part):
 
 def test_three_gemms_are_no_finding_in_a_runtime_for_cpus():
     rows = [row.model_copy(update={"kernel": "brgemm_avx512_i8"}) for row in bert(merged=False)]
-    assert [*find_problems(collect_facts(rows))] == []
+    assert [*find_problems(EngineFacts(rows))] == []
 
 
 def test_several_profiles_are_counted_once_and_proven_in_each():
     both = [*bert(), *bert(copy=1)]
     found = inspect_layers(both)
     assert len(found.proof.int8_gemms) == 12
-    assert found.facts.kernels == collect_facts(bert()).kernels
+    assert found.facts.kernels == EngineFacts(bert()).kernels
     broken = inspect_layers([*bert(), *bert(copy=1, dequantized=["layer.1/output/dense"])])
     assert broken.proof.not_int8 == ["/bert/encoder/layer.1/output/dense/MatMul", *HEAD]
 
@@ -344,7 +344,7 @@ def test_what_autocast_leaves_behind_an_fp32_softmax():
 
 def test_time_by_kernel_block_and_kind():
     rows = bert(1)
-    facts = collect_facts(rows)
+    facts = EngineFacts(rows)
     times = {row.name: float(number + 1) for number, row in enumerate(facts.rows)}
     time = split_time(rows, times | {"unheard of": 0.5})
     assert time.total == sum(times.values()) + 0.5
