@@ -1,8 +1,7 @@
 """Systems of one config on a GPU: engines and PyTorch, bound to its shapes and ready to be measured.
 
 Kernels are chosen for each profile by itself, so an engine of one profile runs what an engine of several runs
-in that profile. Engines of one profile are built in processes at the same time, and models are compiled: each
-takes long on one core, and leaves files from which the process that measures takes it in seconds.
+in that profile. These engines are built in processes at the same time, and models are compiled there.
 
     python -m qdqbench.eval.bench.gpu compile RUN MODE SHAPES
     python -m qdqbench.eval.bench.gpu engine SPEC
@@ -134,7 +133,6 @@ def background(workers: int) -> Iterator[Background]:
 
 
 def _answer(printed: str) -> str:
-    """Return what a process says went wrong; of one that says nothing, its last line."""
     lines = [line for line in printed.splitlines() if line.strip()]
     if answers := [line for line in lines if line.startswith(ANSWER)]:
         return str(json.loads(answers[-1])["error"])
@@ -167,7 +165,6 @@ class EngineSpec(Strict):
 
 
 def build_engine(spec: EngineSpec) -> EngineResult:
-    """Build an engine, or take one that is there from the same graph, version and machine."""
     with suppress(UserError):
         check_sidecar(spec.engine, spec.onnx)
         return read(spec.proof, EngineResult, "proof of an engine", "build it again")
@@ -178,7 +175,6 @@ def build_engine(spec: EngineSpec) -> EngineResult:
 
 
 def marker(folder: Path, mode: str, pair: Pair) -> Path:
-    """Return the file that says that Inductor's cache has a mode of torch.compile for a shape."""
     return folder / f"{mode}.{pair[0]}x{pair[1]}.compiled"
 
 
@@ -216,11 +212,12 @@ def prebuild(
 ) -> None:
     """Build and compile in processes; waits for all of it. TensorRT times kernels: it builds alone, later."""
     target.stack.callback(work.models.clear)
+    bench = target.session.folder / "bench"
     if options.splits:
         start_compiles(work, target.session.folder, options.model_copy(update={"lengths": []}))
     specs = _all_engines(target, options)
     if not options.keep_engines:
-        target.stack.callback(_forget_markers, target.session.folder / "bench")
+        target.stack.callback(lambda: [path.unlink() for path in bench.glob("*.compiled")])
         for spec in specs:
             for path in (spec.proof, spec.cache, sidecar_path(spec.engine), spec.engine):
                 target.stack.callback(path.unlink, missing_ok=True)  # the layer table stays
@@ -232,11 +229,6 @@ def prebuild(
     while left := work.background.left:
         announce(f"{left} builds and compilations are under way or wait")
         time.sleep(WAIT_S)
-
-
-def _forget_markers(folder: Path) -> None:
-    for path in folder.glob("*.compiled"):
-        path.unlink(missing_ok=True)
 
 
 def _all_engines(target: Target, options: systems.BenchPlan) -> list[EngineSpec]:
@@ -251,7 +243,6 @@ def _all_engines(target: Target, options: systems.BenchPlan) -> list[EngineSpec]
 
 
 def specs_of(target: Target, system: systems.System, config: systems.Config) -> dict[Pair, EngineSpec]:
-    """Return the engine that each (batch, length) runs in; CheckFailed where no profile takes one."""
     owner, int8 = target.extra.get(system.recipe, target), system.kind == "int8"
     session, specs = owner.session, dict[Pair, EngineSpec]()
     profiles = systems.profiles_of(owner, system.shapes, config)

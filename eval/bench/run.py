@@ -281,7 +281,6 @@ def fill_row(row: BenchRow, bursts: Sequence[Burst], sequences: int, streams: Se
 
 
 def _check(entries: Sequence[Entry]) -> str | None:
-    """Turn entries with unsound outputs into errors; returns the reference's name."""
     ready = [entry.system for entry in entries if entry.system is not None]
     errors, differences, reference = check_outputs(ready, REFERENCES)
     for entry in entries:

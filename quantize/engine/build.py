@@ -68,7 +68,6 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     Args:
         compute_capability: target such as "8.9"; None for the GPU at hand or the default.
         strict: an engine whose layer table cannot be read is an error, not a result that proves nothing.
-        timing_cache: file of kernel timings to read and write (TensorRT only).
         compute: datatype of what is not quantized (CPU runtimes only; a graph for TensorRT says it itself).
         note: called with what the user must hear: known faults of the version, an ignored cache.
     """

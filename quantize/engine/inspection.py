@@ -8,8 +8,6 @@ from pathlib import Path
 from onnx import TensorProto
 
 from qdqbench.quantize.engine.layers import (
-    Coverage,
-    NotInt8,
     block_of_node,
     block_order,
     copy_of,
@@ -187,20 +185,48 @@ class Time:
     missing: int  # kernels of the table that the profile does not have, over all copies
 
 
-@dataclass
 class Inspection:
-    proof: Coverage
-    facts: EngineFacts
-    graph: Graph
-    gemms: int  # linears, and the products that a recipe wants in INT8
-    expected: list[str] | None  # ONNX names that the recipe wants in INT8; None: no recipe
-    expected_attention: int
-    reasons: dict[str, NotInt8]  # by ONNX name
-    time: Time | None
+    """A layer table, judged by the nodes of a graph (UserError: it names none) or else by those it names.
+
+    `expected` and `expected_attention` are what the recipe wants; without `expected` every linear that is not
+    in INT8 is listed and nothing fails. `times` are milliseconds by kernel name.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerRow],
+        graph: Graph | None = None,
+        *,
+        expected: Collection[str] | None = None,
+        expected_attention: int = 0,
+        times: Mapping[str, float] | None = None,
+    ) -> None:
+        self.graph = graph = graph or rebuild_graph(layers)
+        self.expected = None if expected is None else list(expected)
+        self.expected_attention = expected_attention
+        wanted = graph.linears if self.expected is None else self.expected
+        self.proof = measure_coverage(layers, wanted, [*graph.linears, *graph.products])
+        if graph.linears and len(self.proof.unknown) == len({*wanted, *graph.linears, *graph.products}):
+            raise UserError(
+                "no kernel of the table names a MatMul or Gemm of the ONNX file; give the file that the "
+                "engine was built from"
+            )
+        naming: dict[str, list[LayerRow]] = defaultdict(list)
+        for row in layers:
+            for name in dict.fromkeys((*name_parts(row), *row.onnx)):
+                naming[name].append(row)
+        self.reasons = {node: why_not(naming[node], node) for node in self.proof.not_int8}
+        ran = list(layers)
+        if times is not None:  # each profile has its own kernels for every layer: those of the measured ones
+            copies = {copy_of(row) for row in layers if row.name in times} | {""}
+            if len(copies) > 1:
+                ran = [row for row in layers if copy_of(row) in copies]
+        self.facts = EngineFacts(ran, graph)
+        self.gemms = len({*graph.linears, *wanted})  # and the products that a recipe wants in INT8
+        self.time = None if times is None else split_time(ran, times)
 
     @property
     def failures(self) -> list[str]:
-        """Return sentences on what the recipe asks for and the engine does not run."""
         messages = []
         if self.expected is not None and self.proof.not_int8:
             messages.append(f"{len(self.proof.not_int8)} of {len(self.expected)} GEMMs do not run in INT8")
@@ -212,48 +238,6 @@ class Inspection:
             problems = find_problems(self.facts)
             messages += [problem.place for problem in problems if problem.code == "float-residual"]
         return messages
-
-
-def inspect_layers(
-    layers: Sequence[LayerRow],
-    graph: Graph | None = None,
-    *,
-    expected: Collection[str] | None = None,
-    expected_attention: int = 0,
-    times: Mapping[str, float] | None = None,
-) -> Inspection:
-    """Judge a layer table, by the nodes of a graph (UserError: it names none) or else by those that it names.
-
-    `expected` and `expected_attention` are what the recipe wants; without `expected` every linear that is not
-    in INT8 is listed and nothing fails. `times` are milliseconds by kernel name.
-    """
-    graph = graph or rebuild_graph(layers)
-    wanted = graph.linears if expected is None else list(expected)
-    proof = measure_coverage(layers, wanted, [*graph.linears, *graph.products])
-    if graph.linears and len(proof.unknown) == len({*wanted, *graph.linears, *graph.products}):
-        raise UserError(
-            "no kernel of the table names a MatMul or Gemm of the ONNX file; give the file that the engine "
-            "was built from"
-        )
-    naming: dict[str, list[LayerRow]] = defaultdict(list)
-    for row in layers:
-        for name in dict.fromkeys((*name_parts(row), *row.onnx)):
-            naming[name].append(row)
-    ran = list(layers)
-    if times is not None:  # each profile has its own kernels for every layer: those of the measured ones
-        copies = {copy_of(row) for row in layers if row.name in times} | {""}
-        if len(copies) > 1:
-            ran = [row for row in layers if copy_of(row) in copies]
-    return Inspection(
-        proof=proof,
-        facts=EngineFacts(ran, graph),
-        graph=graph,
-        gemms=len({*graph.linears, *wanted}),
-        expected=None if expected is None else wanted,
-        expected_attention=expected_attention,
-        reasons={node: why_not(naming[node], node) for node in proof.not_int8},
-        time=None if times is None else split_time(ran, times),
-    )
 
 
 def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
@@ -341,7 +325,6 @@ def attention_apart(facts: EngineFacts) -> Problem:
 
 
 def explain_slowdown(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow]) -> list[str]:
-    """Explain why an INT8 engine can be slower than the FP16 engine; none where the layers show no reason."""
     ours, twin = EngineFacts(layers_int8), EngineFacts(layers_fp16)
     problems = {problem.code: problem.sentence for problem in find_problems(ours)}
     reasons = []

@@ -71,7 +71,6 @@ def add_profiles(builder: Any, network: Any, config: Any, profiles: Sequence[Pro
 
 
 def choose_profile(profiles: Sequence[Profile], batch: int, length: int) -> int:
-    """Return the index of the profile that holds a shape, the one whose opt is nearest."""
     size = (batch, length)
     if not profiles:
         return 0  # fixed shapes

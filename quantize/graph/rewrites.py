@@ -46,10 +46,7 @@ class _Branch:
 
 
 def share_scaled_inputs(model: onnx.ModelProto) -> None:
-    """Let linears that read one tensor times equal factors (SmoothQuant) share the Mul, in place.
-
-    Without it the inputs of q, k and v are three tensors, and their GEMMs cannot be merged.
-    """
+    """Let linears that read one tensor times equal factors (SmoothQuant) share the Mul: then they merge."""
     index = GraphIndex(model)
     first: dict[tuple[str, bytes], str] = {}
     replaced: dict[str, str] = {}
@@ -133,7 +130,6 @@ def _can_join(index: GraphIndex, members: list[_Branch]) -> bool:
 
 
 def has_direct_heads(model: onnx.ModelProto) -> bool:
-    """Return whether an INT8 linear of an attention has nothing between its GEMM and its heads."""
     index = GraphIndex(model)
     branches = (_branch(index, node) for node in model.graph.node)
     return any(branch.straight for branch in branches if branch is not None)
@@ -242,7 +238,6 @@ def _write_sigmoid(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.No
 
 
 def _width(index: GraphIndex, matmul: onnx.NodeProto) -> int:
-    """Return the output features of a MatMul whose weight is INT8 codes [N, K]; else 0."""
     dq = weight_dq(index, matmul)
     behind = index.producers.get(matmul.input[1])
     if dq is None or dq.op_type != "DequantizeLinear" or behind is None or behind.op_type != "Transpose":

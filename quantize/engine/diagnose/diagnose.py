@@ -1,7 +1,4 @@
-"""Read the files of one build together and say what is wrong, the worst first.
-
-Rules go over the graph, then the engine and its times, then how it was built.
-"""
+"""Read the files of one build together and say what is wrong, the worst first."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -55,11 +52,7 @@ _COVERED = {  # code of a finding: that of a better founded one, which says it a
 
 
 def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
-    """Return the findings in files of one build.
-
-    With `load_engine` TensorRT loads an engine for its layer table. An engine is a program: your own only.
-    Without what loads it here, that raises MissingDevice.
-    """
+    """Return the findings in files of one build; `load_engine` raises MissingDevice without what loads it."""
     if not 0 < len(paths) <= MAX_FILES:
         raise UserError(f"give 1 to {MAX_FILES} files of one build, not {len(paths)}")
     evidence = read_sources(list(dict.fromkeys(paths)))
@@ -76,7 +69,7 @@ def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
         order += f" (FLOPs of the graph at {TOKENS} tokens: give a profile to rank by measured time)"
     return Diagnosis(
         files=[
-            SourceRow(name=path.name, kind=KINDS[kind], what=_describe_file(evidence, kind))
+            SourceRow(name=path.name, kind=KINDS[kind][0], what=_describe_file(evidence, kind))
             for kind, path in evidence.paths.items()
         ],
         findings=findings,

@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.engine.backend import Backend, build_engine, choose_backend, gpu_backend
-from qdqbench.quantize.engine.inspection import format_nodes, inspect_layers, read_graph
+from qdqbench.quantize.engine.inspection import Inspection, format_nodes, read_graph
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.repair.rebuild import Product, Scales, insert_qdq, read_scales, remove_qdq
 from qdqbench.quantize.engine.repair.runs import (
@@ -65,10 +65,7 @@ _FORMS = {
 
 
 def qoperator_to_qdq(model: onnx.ModelProto) -> tuple[int, list[str]]:
-    """Write integer operators as Q/DQ around plain ones, in place; return their number, and what stays.
-
-    A dynamically quantized product becomes one with a DQ at its weight alone.
-    """
+    """Write integer operators as Q/DQ around plain ones, in place; return their number, and what stays."""
     index = GraphIndex(model)
     made: Replaced = {}
     left: list[str] = []
@@ -449,7 +446,7 @@ def engine_row(path: Path, backend: Backend) -> EngineRow:
     engine += ", built ahead of time" if built.ahead_of_time else ""
     if not built.layers:
         return EngineRow(engine=engine, refused="the builder shows no layer table")
-    judged = inspect_layers(built.layers, read_graph(path))
+    judged = Inspection(built.layers, read_graph(path))
     facts = judged.facts
     return EngineRow(
         engine=engine,
@@ -514,7 +511,6 @@ def to_half(model: onnx.ModelProto) -> None:
 
 
 def _norms(model: onnx.ModelProto) -> set[str]:
-    """Return modules of LayerNorms, whole or written out; their squares leave FP16 first."""
     found = {
         module_of(node.name)
         for node in model.graph.node

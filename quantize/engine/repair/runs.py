@@ -31,7 +31,6 @@ def graph_inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
 
 
 def random_feeds(model: onnx.ModelProto, seed: int) -> dict[str, Array]:
-    """Return inputs of a graph: tokens of its tables, masks with padding at the end, normal numbers."""
     rng = np.random.default_rng(seed)
     index = GraphIndex(model)
     lengths = rng.integers(LENGTH // 2, LENGTH + 1, ROWS)

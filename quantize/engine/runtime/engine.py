@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -128,7 +128,6 @@ class BoundRun:
             raise CheckFailed(f"{self._owner.name} fails to run")
 
     def load(self, feeds: Mapping[str, Array]) -> None:
-        """Write inputs of exactly the bound shape, and NaN into the outputs; waits."""
         tensors = to_torch(feeds, {name: t.dtype for name, t in self.inputs.items()}, self._owner.name)
         if wrong := [
             f"{name} is {list(tensor.shape)}, not {list(self.inputs[name].shape)}"
@@ -171,9 +170,6 @@ class BoundRun:
         return graph
 
 
-Specialize = Literal["EAGER", "LAZY", "NONE"]  # members of DynamicShapesKernelSpecializationStrategy
-
-
 class RuntimeCache:
     def __init__(self, engine: Any, file: CacheFile) -> None:
         self._file = file
@@ -183,15 +179,12 @@ class RuntimeCache:
             file.ignore("the runtime refuses it")
         self._cache: Any = runtime_cache
 
-    def config(self, trt: Any, engine: Any, specialize: Specialize) -> Any:
-        """Return the settings of one execution context, which shares this cache.
-
-        LAZY runs fallback kernels until those of a new shape are compiled, so that the first runs of a shape
-        are slower than the rest, and a CUDA graph would keep the fallback; EAGER compiles first.
-        """
+    def config(self, trt: Any, engine: Any) -> Any:
+        """Return the settings of one execution context, which shares this cache."""
         runtime_config = engine.create_runtime_config()
-        strategies = trt.DynamicShapesKernelSpecializationStrategy.__members__
-        runtime_config.dynamic_shapes_kernel_specialization_strategy = strategies[specialize]
+        # LAZY runs fallback kernels until those of a new shape are compiled; a CUDA graph would keep them
+        strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        runtime_config.dynamic_shapes_kernel_specialization_strategy = strategy
         runtime_config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # graphs are captured by torch
         if not runtime_config.set_runtime_cache(self._cache):
             raise UserError("tensorrt_rtx refuses its own runtime cache; reinstall it")
@@ -227,12 +220,7 @@ class Engine(AbstractContextManager["Engine"]):
     """
 
     def __init__(
-        self,
-        path: Path,
-        onnx_path: Path | None = None,
-        *,
-        runtime_cache: Path | None = None,
-        specialize: Specialize = "EAGER",
+        self, path: Path, onnx_path: Path | None = None, *, runtime_cache: Path | None = None
     ) -> None:
         sidecar = check_sidecar(path, onnx_path)
         import torch
@@ -245,7 +233,7 @@ class Engine(AbstractContextManager["Engine"]):
         gpu = find_gpu()
         backend = choose_backend(sidecar.backend)  # type: ignore[arg-type]
         trt = self._trt = backend.module
-        self.name, self.profiles, self.specialize = path.name, sidecar.profiles, specialize
+        self.name, self.profiles = path.name, sidecar.profiles
         self.notes = note_sidecar(sidecar, gpu)
         self._contexts: dict[int, Any] = {}
         self._bound: weakref.WeakSet[BoundRun] = weakref.WeakSet()
@@ -298,10 +286,7 @@ class Engine(AbstractContextManager["Engine"]):
             return {name: to_numpy(buffer) for name, buffer in outputs.items()}
 
     def bind(self, batch: int, length: int, *, stream: Any = None, graph: bool = True) -> "BoundRun":
-        """Return the buffers and an execution context for one fixed shape, by default as a CUDA graph.
-
-        Each has its own activation memory (`memory.activation_bytes`).
-        """
+        """Return one fixed shape, with activation memory of its own, by default as a CUDA graph."""
         bound = BoundRun(self, batch, length, stream=stream, graph=graph)
         self._bound.add(bound)
         return bound
@@ -333,11 +318,10 @@ class Engine(AbstractContextManager["Engine"]):
         return {name: total / repeats for name, total in profiler.total_ms.items() if total > 0}
 
     def new_context(self, profile: int, stream: Any) -> Any:
-        """Return an execution context with its own activation memory, switched to a profile."""
         engine = self._engine
         with capture(self._trt) as (_, log):
             if self._jit is not None:
-                runtime_config = self._jit.config(self._trt, engine, self.specialize)
+                runtime_config = self._jit.config(self._trt, engine)
                 context = engine.create_execution_context(runtime_config)
             else:
                 context = engine.create_execution_context()
@@ -351,7 +335,6 @@ class Engine(AbstractContextManager["Engine"]):
         return context
 
     def attach(self, context: Any, inputs: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
-        """Give a context its inputs, and new outputs full of NaN."""
         for name, buffer in inputs.items():
             if not context.set_input_shape(name, tuple(buffer.shape)):
                 raise CheckFailed(f"{self.name} does not take {name} of shape {tuple(buffer.shape)}")

@@ -43,25 +43,17 @@ ORDER = "slow-weight-order"
 State = Literal["INT8", "refused", "not INT8", "floating point"]
 _HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _FLOATS = (*_HALVES, TensorProto.FLOAT, TensorProto.DOUBLE)
-_NORMS = (
-    "LayerNormalization",
-    "RMSNormalization",
-    "com.microsoft.SkipLayerNormalization",
-    "GroupNormalization",
-)
+_NORMS = (*index.NORMS, "com.microsoft.SkipLayerNormalization")
 # Operators through which a large constant stays as large.
 _CARRIES = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Concat", "Neg", "Max", "Sum")
 
 
 class GemmRow(Strict):
-    """One node that multiplies matrices.
-
-    "refused": in a form of INT8 that TensorRT does not take; "not INT8": with Q/DQ that make no INT8 kernel.
-    """
+    """One node that multiplies matrices."""
 
     node: str
     operator: str
-    state: State
+    state: State  # refused: INT8 that TensorRT does not take; not INT8: with Q/DQ that make no INT8 kernel
     codes: list[str] = []  # of findings at it, or at the Q/DQ behind its inputs
 
 
@@ -91,7 +83,6 @@ class CheckReport(Tabular):
 
     @property
     def refusals(self) -> list[FindingRow]:
-        """Findings for which TensorRT builds no engine at all."""
         return [row for row in self.findings if row.effect == "refused"]
 
     @property
@@ -245,7 +236,6 @@ def _apply_rules(report: CheckReport, model: onnx.ModelProto, expected: Collecti
 
 
 def _list_gemms(graph: CheckGraph, findings: Sequence[FindingRow]) -> list[GemmRow]:
-    """Return every matrix product with what happens to it, in the order of the graph."""
     by_node: dict[str, list[FindingRow]] = defaultdict(list)
     for row in findings:
         by_node[row.node].append(row)
@@ -283,7 +273,6 @@ def _state(graph: CheckGraph, node: onnx.NodeProto, touching: Sequence[FindingRo
 
 
 def _list_behind(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[str]:
-    """Return the Q and DQ that the operands of a product come through."""
     for position in (0, PRODUCTS[node.op_type]):
         name = node.input[position] if position < len(node.input) else ""
         for _ in range(index.MAX_STEPS):
@@ -300,7 +289,6 @@ def _list_behind(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[str]:
 def _compare(
     report: CheckReport, graph: CheckGraph, added: list[ResidualAdd], expected: set[str]
 ) -> Iterator[FindingRow]:
-    """Compare the quantized set with the modules that a recipe wants in INT8."""
     if expected and not any(is_dequantize(node) for node in graph.nodes):
         why = f"the recipe asks for INT8 in {len(expected)} modules, and the file has no Q/DQ at all"
         yield finding("no-qdq", graph.index.graph.name or "graph", why)
@@ -359,7 +347,6 @@ def _check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
 
 
 def _check_pairs(graph: CheckGraph) -> Iterator[FindingRow]:
-    """Find every QuantizeLinear and DequantizeLinear without a partner of the same scale."""
     outputs = {value.name for value in graph.index.graph.output}
     for node in graph.nodes:
         if is_quantize(node):
@@ -398,7 +385,6 @@ def _zero_point(graph: CheckGraph, node: onnx.NodeProto) -> Array | None:
 
 
 def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow]:
-    """Check scale, zero point and type of one Q, or of a DQ that reads a constant."""
     scale = graph.value(node.input[1])
     if scale is None:
         yield finding("dynamic-scale", node, "its scale is computed at run time and cannot be checked")
@@ -664,7 +650,6 @@ def _check_large(graph: CheckGraph, name: str, node: onnx.NodeProto, largest: fl
 
 
 def summary(report: CheckReport) -> list[str]:
-    """Summarize what TensorRT would run of the file, its attentions, and the number of findings."""
     counts = report.counts
     whole, rest = len(report.attention_quantized), len(report.attention_not_quantized)
     lines = [_summarize_gemms(report)]

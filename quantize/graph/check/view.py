@@ -1,7 +1,4 @@
-"""What `check` reads from a graph: the Q/DQ behind each input of a matmul, attentions, and element types.
-
-Searches follow at most MAX_STEPS nodes, so that a hostile graph cannot make them long.
-"""
+"""What `check` reads from a graph: the Q/DQ behind each input of a matmul, attentions, and element types."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -88,8 +85,6 @@ def is_qdq(node: onnx.NodeProto) -> bool:
 
 @dataclass(frozen=True)
 class Operand:
-    """One input of a matmul, followed back through data movement to the DequantizeLinear behind it."""
-
     dq: onnx.NodeProto | None
     stop: str  # without a dq: where the search ended
     constant: bool = False  # the DQ reads a constant (or the Q of one): a weight
@@ -113,8 +108,6 @@ class Attention:
 
 
 class CheckGraph:
-    """A valid graph, its element types, and searches in it."""
-
     def __init__(self, model: onnx.ModelProto, types: dict[str, int]) -> None:
         self.index = GraphIndex(model)
         self.nodes = list(model.graph.node)
@@ -170,7 +163,6 @@ class CheckGraph:
         return False
 
     def shape(self, name: str) -> list[int] | None:
-        """Return the shape of a constant or of a QuantizeLinear of one."""
         node = self.index.producers.get(name)
         tensor = self.index.stored(node.input[0] if node is not None and is_quantize(node) else name)
         return None if tensor is None else list(tensor.dims)
@@ -355,7 +347,6 @@ def _fixed_type(text: str) -> int:
 
 
 def _own_type(node: onnx.NodeProto, schema: Any, variable: str) -> int:
-    """Return the type of an output that no input decides; 0: unknown."""
     if node.op_type == "Cast":
         return attribute(node, "to")
     if node.op_type in ("Constant", "ConstantOfShape"):

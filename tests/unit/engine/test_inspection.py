@@ -8,11 +8,11 @@ from onnx import TensorProto, helper
 
 from qdqbench.quantize.engine.inspection import (
     EngineFacts,
+    Inspection,
     explain_slowdown,
     find_problems,
     format_nodes,
     format_ranges,
-    inspect_layers,
     read_graph,
     rebuild_graph,
     split_time,
@@ -221,7 +221,7 @@ def test_ranges_and_groups_of_names():
 @pytest.mark.parametrize("schema", [10, 11])
 @pytest.mark.parametrize("merged", [True, False])
 def test_an_int8_engine(merged, schema):
-    found = inspect_layers(parse_inspector_json(inspector_json(bert(merged=merged), schema)))
+    found = Inspection(parse_inspector_json(inspector_json(bert(merged=merged), schema)))
     assert (found.gemms, set(found.proof.int8_gemms)) == (14, LINEARS)
     assert found.proof.not_int8 == HEAD
     assert set(found.reasons) == {*HEAD}
@@ -239,7 +239,7 @@ def test_an_int8_engine(merged, schema):
 
 
 def test_an_fp16_engine():
-    found = inspect_layers(bert(int8=False))
+    found = Inspection(bert(int8=False))
     assert (found.proof.int8_gemms, set(found.proof.not_int8)) == ([], {*LINEARS, *HEAD})
     assert (found.facts.gelu_fused, found.facts.gelu_separate) == (2, 0)
     assert len(found.facts.separate) == 10  # the feed-forward GEMM has its bias and GELU inside
@@ -250,15 +250,15 @@ def test_int8_attention_and_the_recipe():
     products = {
         f"/bert/encoder/layer.{n}/attention/self/{name}" for n in (0, 1) for name in ("MatMul", "MatMul_1")
     }
-    held = inspect_layers(bert(attention="int8"), expected=LINEARS | products, expected_attention=2)
+    held = Inspection(bert(attention="int8"), expected=LINEARS | products, expected_attention=2)
     assert (len(held.proof.int8_gemms), held.gemms, held.failures) == (16, 18, [])
-    broken = inspect_layers(bert(), expected=LINEARS | products, expected_attention=2)
+    broken = Inspection(bert(), expected=LINEARS | products, expected_attention=2)
     assert set(broken.proof.not_int8) == products
     assert broken.failures == ["4 of 16 GEMMs do not run in INT8", "0 of 2 attentions run as one INT8 kernel"]
 
 
 def test_unfused_attention():
-    found = inspect_layers(bert(attention="apart"))
+    found = Inspection(bert(attention="apart"))
     assert (found.facts.attentions, found.proof.attention_fused) == (2, 0)
     assert found.facts.softmax == {"FP32": 2}
     assert not any("self/MatMul" in name for name in [*found.proof.not_int8, *found.graph.linears])
@@ -289,10 +289,10 @@ def test_three_gemms_are_no_finding_in_a_runtime_for_cpus():
 
 def test_several_profiles_are_counted_once_and_proven_in_each():
     both = [*bert(), *bert(copy=1)]
-    found = inspect_layers(both)
+    found = Inspection(both)
     assert len(found.proof.int8_gemms) == 12
     assert found.facts.kernels == EngineFacts(bert()).kernels
-    broken = inspect_layers([*bert(), *bert(copy=1, dequantized=["layer.1/output/dense"])])
+    broken = Inspection([*bert(), *bert(copy=1, dequantized=["layer.1/output/dense"])])
     assert broken.proof.not_int8 == ["/bert/encoder/layer.1/output/dense/MatMul", *HEAD]
 
 
@@ -330,7 +330,7 @@ def test_linears_and_products_of_an_onnx_file(tmp_path, kind, text):
 
 def test_another_graph_is_refused(tmp_path):
     with pytest.raises(UserError, match="give the file that the engine was built from"):
-        inspect_layers(bert(), read_graph(small_graph(tmp_path)))
+        Inspection(bert(), read_graph(small_graph(tmp_path)))
 
 
 def test_what_autocast_leaves_behind_an_fp32_softmax():
@@ -452,7 +452,7 @@ _rows = st.lists(
 
 @given(_rows, _rows)
 def test_any_table_is_judged(rows, others):
-    found = inspect_layers(rows, times={row.name: 1.0 for row in rows})
+    found = Inspection(rows, times={row.name: 1.0 for row in rows})
     assert {*found.proof.int8_gemms, *found.proof.not_int8} <= {*found.graph.linears}
     assert len(found.proof.int8_gemms) + len(found.proof.not_int8) == found.gemms
     assert all(
