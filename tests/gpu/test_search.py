@@ -1,17 +1,13 @@
 """A search on a GPU: engines are built, proven and timed with their twin."""
 
 import pytest
-from typer.testing import CliRunner
 
-from qdqbench.cli.app import app
 from qdqbench.eval.selection.search.results import read_search
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
 
+from .conftest import invoke
+
 SHAPES = {"batch": [1, 8, 8], "length": [16, 32, 64]}
-
-
-def invoke(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def test_a_search_measures_engines(sst2, tmp_path):
