@@ -25,7 +25,8 @@ pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[op
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
 def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_path, qdqbench):
     out = tmp_path / "run"
-    done = qdqbench("run", "int8-linears", *sst2.options, "--backend", backend, "--out", out)
+    given = ("run", "int8-linears", *sst2.options, "--backend", backend, "--out", out)
+    done = qdqbench(*given)
     assert (done.code, done.err) == (0, ""), done.err
     found = results(out)
     engine = found["engine"]
@@ -41,8 +42,7 @@ def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_pat
     said = answers(out / "deploy" / f"run_{backend}.py", tmp_path / "blocked", lines=texts_of(out))
     shares = np.exp(shipped - np.logaddexp.reduce(shipped, axis=1, keepdims=True))[: len(said)]
     np.testing.assert_allclose([[*each["scores"].values()] for each in said], shares, atol=5e-3)
-    again = ("run", "int8-linears", *sst2.options, "--backend", backend, "--out", out)
-    done = qdqbench(*again, "--shapes", "auto")
+    done = qdqbench(*given, "--shapes", "auto")
     assert (done.code, done.err) == (0, ""), done.err
     told = results(out)["lengths"]
     assert (told["splits"], told["rows"], told["buckets"]) == (["validation"], len(shipped), [])
@@ -56,9 +56,8 @@ def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_pat
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
 def test_int8_attention_on_a_cpu(backend, sst2, tmp_path, qdqbench):
     out = tmp_path / "run"
-    done = qdqbench(
-        "run", "int8-attention", *sst2.options, "--backend", backend, "--out", out, "--until", "build"
-    )
+    given = ("run", "int8-attention", *sst2.options, "--backend", backend, "--out", out)
+    done = qdqbench(*given, "--until", "build")
     assert (done.code, done.err) == (0, ""), done.err
     engine = json.loads((out / "build.json").read_text())
     assert (engine["int8_gemms"], engine["not_int8"], engine["attention_int8"]) == (16, [], 2)
@@ -142,18 +141,8 @@ def test_auto_without_a_gpu_proves_for_both(sst2, tmp_path, qdqbench, monkeypatc
 
 def test_an_engine_of_another_cpu_or_version_is_refused(sst2, tmp_path, qdqbench, monkeypatch):
     out = tmp_path / "run"
-    arguments = (
-        "run",
-        "int8-ffn",
-        *sst2.options,
-        "--backend",
-        "onnxruntime",
-        "--out",
-        out,
-        "--until",
-        "build",
-    )
-    assert qdqbench(*arguments).code == 0
+    given = ("run", "int8-ffn", *sst2.options, "--backend", "onnxruntime", "--out", out)
+    assert qdqbench(*given, "--until", "build").code == 0
     engine = next((out / "engine").glob("*.engine"))
     older = Cpu("Old CPU", 2, ("avx2",))
     monkeypatch.setattr("qdqbench.quantize.engine.sidecar.find_cpu", lambda: older)

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.eval.bench import measure
-from qdqbench.eval.bench import measure as bench_lanes
 from qdqbench.quantize.models.families.known import BERT
 
 
@@ -166,4 +165,4 @@ def test_answers_of_tokens_are_told_by_the_first_whatever_the_length():
     lane.feed(0)
     lane.launch()
     assert lane.fetch().tolist() == [[0, 1], [6, 7], [0, 1], [10, 11]]
-    assert bench_lanes.by_row(short[:, 0]).tolist() == [[0, 1], [6, 7]]
+    assert measure.by_row(short[:, 0]).tolist() == [[0, 1], [6, 7]]

@@ -83,13 +83,18 @@ def test_the_headline_is_over_the_fastest_fp16_contestant():
     assert [cell.headline.baseline for cell in bench.configs] == ["fp16", "compile-fp16", "fp16"]
 
 
-def test_the_fastest_int8_engine_is_the_one_that_is_compared():
+def bench_with(name, label):
+    """The sample with another INT8 engine, of 0.6 ms at batch 1."""
     bench = sample_bench()
-    exact = BenchSystem(name="int8-exact", label="INT8 engine, exact shape", precision="int8", backend="")
-    bench.systems.insert(1, exact)
+    bench.systems.insert(1, BenchSystem(name=name, label=label, precision="int8", backend=""))
     cell = bench.configs[0]
-    cell.rows.insert(1, sample_row("int8-exact", 0.6, 1))
+    cell.rows.insert(1, sample_row(name, 0.6, 1))
     cell.speedups = compute_speedups(cell.rows, "b1 s128", 0)
+    return bench, cell
+
+
+def test_the_fastest_int8_engine_is_the_one_that_is_compared():
+    bench, cell = bench_with("int8-exact", "INT8 engine, exact shape")
     found = headline_of(bench.systems, cell)
     assert (found.system, found.baseline, found.value) == ("int8-exact", "fp16", pytest.approx(1.2))
     assert {s.baseline for s in cell.speedups if s.system == "int8-exact"} >= {"int8", "fp16", "torch-fp32"}
@@ -98,12 +103,7 @@ def test_the_fastest_int8_engine_is_the_one_that_is_compared():
 
 
 def test_another_recipe_is_over_the_fastest_fp16_too():
-    bench = sample_bench()
-    mine = BenchSystem(name="int8-mine", label="INT8 engine, mine", precision="int8", backend="")
-    bench.systems.insert(1, mine)
-    cell = bench.configs[0]
-    cell.rows.insert(1, sample_row("int8-mine", 0.6, 1))
-    cell.speedups = compute_speedups(cell.rows, "b1 s128", 0)
+    bench, cell = bench_with("int8-mine", "INT8 engine, mine")
     assert headline_of(bench.systems, cell).system == "int8"  # what the bench is about
     assert column(bench, "b1 s128")["INT8 engine, mine over the fastest FP16"].text.startswith("1.20x")
     assert column(bench, "b8 s128")["INT8 engine, mine over the fastest FP16"].text == ""
@@ -269,19 +269,9 @@ def test_results_of_another_version_do_not_lose_the_bench(tmp_path, text):
     assert why.startswith("results.json is not of this version")
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, ""),
-        (0.67123, "0.6712"),
-        (9.94, "9.94"),
-        (31.52, "31.52"),
-        (1234.5, "1234"),
-        (123456.7, "123457"),
-    ],
-)
-def test_milliseconds(value, expected):
-    assert report.milliseconds(value) == expected
+def test_milliseconds():
+    shown = {None: "", 0.67123: "0.6712", 9.94: "9.94", 31.52: "31.52", 1234.5: "1234", 123456.7: "123457"}
+    assert {value: report.milliseconds(value) for value in shown} == shown
 
 
 def test_a_ratio_without_an_interval():

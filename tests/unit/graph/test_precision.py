@@ -16,6 +16,7 @@ from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import CheckFailed
 
 from ...support import tiny_bert as tiny
+from ...support.graphs import model_of
 from ...support.tiny_layer import store
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
@@ -42,14 +43,8 @@ def graph_of(
     nodes: list[onnx.NodeProto], constants: dict[str, Any], outputs: tuple[str, ...] = ("y",)
 ) -> onnx.ModelProto:
     """x, float32 [2, 3], to float32 outputs of the same shape."""
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", FLOAT, (2, 3))],
-        [helper.make_tensor_value_info(name, FLOAT, (2, 3)) for name in outputs],
-        [numpy_helper.from_array(np.asarray(value, np.float32), name) for name, value in constants.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    values = {name: np.asarray(value, np.float32) for name, value in constants.items()}
+    return model_of(nodes, {"x": (2, 3)}, dict.fromkeys(outputs, (2, 3)), values)
 
 
 def op(operator: str, inputs: str, output: str, name: str, **attributes: Any) -> onnx.NodeProto:

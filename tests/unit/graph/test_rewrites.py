@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from qdqbench.eval.metrics.parity import compare_layers
@@ -41,6 +41,7 @@ from qdqbench.quantize.models.load import load_model, use_tanh_gelu
 from qdqbench.quantize.recipe.sections import Calibration
 
 from ...support import tiny_bert as tiny
+from ...support.graphs import model_of
 from ...support.tiny_layer import store
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -67,11 +68,8 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def finished(folder: Path, name: str, compute: str, weights: str = "factored") -> onnx.ModelProto:
-    return finish_graph(
-        tiny.traced(folder, name),
-        tiny.quantized(folder, name).plan,
-        ExportSettings(20, compute, weights),  # type: ignore[arg-type]
-    )
+    settings = ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+    return finish_graph(tiny.traced(folder, name), tiny.quantized(folder, name).plan, settings)
 
 
 def folded(graph: onnx.ModelProto) -> onnx.ModelProto:
@@ -262,18 +260,12 @@ def assert_untouched(graph: onnx.ModelProto) -> None:
 def one_gelu(dtype: str) -> Any:
     """The sigmoid form of one tanh GELU; every operation rounds to `dtype`."""
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    graph = helper.make_graph(
-        [helper.make_node("Gelu", ["x"], ["y"], name="/act/Gelu", approximate="tanh")],
-        "gelu",
-        [helper.make_tensor_value_info("x", kind, ["n"])],
-        [helper.make_tensor_value_info("y", kind, ["n"])],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    node = helper.make_node("Gelu", ["x"], ["y"], name="/act/Gelu", approximate="tanh")
+    model = model_of([node], {"x": ["n"]}, {"y": ["n"]}, x=kind, y=kind)
     assert shorten_gelu(model) == 1
     for constant in model.graph.initializer:
-        constant.CopyFrom(
-            numpy_helper.from_array(numpy_helper.to_array(constant).astype(dtype), constant.name)
-        )
+        value = numpy_helper.to_array(constant).astype(dtype)
+        constant.CopyFrom(numpy_helper.from_array(value, constant.name))
     onnx.checker.check_model(model, full_check=True)
     assert "Gelu" not in {node.op_type for node in model.graph.node}
     assert {module_of(node.name) for node in model.graph.node} == {"act"}
@@ -336,13 +328,7 @@ class TestGelu:
             helper.make_node("Gelu", ["a"], ["b"], name="/b/Gelu", approximate="tanh"),
             helper.make_node("Gelu", ["b"], ["y"], name="/c/Gelu", approximate="none"),
         ]
-        graph = helper.make_graph(
-            nodes,
-            "three",
-            [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])],
-            [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"])],
-        )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+        model = model_of(nodes, {"x": ["n"]}, {"y": ["n"]})
         feeds = {"x": np.linspace(-6, 6, 101, dtype=np.float32)}
         before = tiny.run_onnx(model, feeds)
         assert shorten_gelu(model) == 1
@@ -355,10 +341,8 @@ class TestGelu:
         model, plan, _ = with_tanh_gelu(tiny_bert)
         graph = trace(model, 20)
         form = ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
-        short, long = (
-            finish_graph(graph, plan, form),
-            without("shorten_gelu", finish_graph, graph, plan, form),
-        )
+        short = finish_graph(graph, plan, form)
+        long = without("shorten_gelu", finish_graph, graph, plan, form)
         onnx.checker.check_model(short, full_check=True)
         names = node_names(short)
         assert len(set(names)) == len(names)
@@ -378,9 +362,8 @@ def with_tanh_gelu(folder: Path, name: str = "bert-int8-linears") -> tiny.Quanti
     model = load_model(str(folder))
     use_tanh_gelu(model, "tiny")
     plan = tiny.plan_of(tiny.recipe_with(name), model)
-    return tiny.Quantized(
-        model, plan, ptq.calibrate(model, plan, iter(tiny.calibration_batches()), Calibration())
-    )
+    record = ptq.calibrate(model, plan, iter(tiny.calibration_batches()), Calibration())
+    return tiny.Quantized(model, plan, record)
 
 
 @pytest.mark.parametrize("name", JOINED)
@@ -478,10 +461,7 @@ def test_what_mixes_tokens_gets_them_back(tiny_bert: Path) -> None:
     at = list(graph.graph.node).index(readers[0])
     for node in readers:
         node.input[list(node.input).index(end)] = "summed"
-    nodes = [*graph.graph.node]
-    nodes.insert(at, helper.make_node("CumSum", [end, "axis"], ["summed"], name="/sum/CumSum"))
-    del graph.graph.node[:]
-    graph.graph.node.extend(nodes)
+    graph.graph.node.insert(at, helper.make_node("CumSum", [end, "axis"], ["summed"], name="/sum/CumSum"))
     other = tiny.copied(graph)
     use_sequence_first(other)
     for batch in BATCHES:
@@ -502,10 +482,9 @@ def test_answers_to_tokens_stay_in_their_order(tiny_bert: Path) -> None:
     assert use_sequence_first(other) == tiny.LAYERS
     onnx.checker.check_model(other, full_check=True)
     batch = tiny.padded_batch()
-    for ours, theirs in zip(
-        run_onnxruntime(other, batch).values(), run_onnxruntime(graph, batch).values(), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
+    ours, theirs = run_onnxruntime(other, batch), run_onnxruntime(graph, batch)
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name])
 
 
 def test_a_graph_without_attention_stays(tiny_bert: Path) -> None:

@@ -41,7 +41,6 @@ def found(report: CheckReport) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_a_broken_model_names_the_node_and_nothing_else(case: Case) -> None:
     report = checked(case.broken())
-
     assert found(report) == [(case.code, case.node)]
     severity, _, fix = CODES[case.code]
     fp32_mask = case.code == "constant-overflows-fp16" and case.form == "fp32"
@@ -82,7 +81,6 @@ def in_int8(report: CheckReport) -> int | None:
 @pytest.mark.parametrize(("name", "case"), [*zip(IDS, CASES, strict=True)], ids=IDS)
 def test_what_is_counted_is_what_the_engine_ran(name: str, case: Case) -> None:
     report = checked(case.broken())
-
     if name in NOT_COUNTED:  # less, never more
         assert (in_int8(report) or 0) <= (case.int8 or 0)
     else:
@@ -112,9 +110,7 @@ def test_the_engine_agrees(tmp_path: Path) -> None:
 def test_the_healthy_model_is_clean(form: str, int8_attention: bool) -> None:
     model = tiny.healthy(form, int8_attention=int8_attention)
     before = model.SerializeToString(deterministic=True)
-
     report = checked(model)
-
     attention = ["/layer/self/MatMul", tiny.CONTEXT]
     assert report.findings == []
     assert sorted(report.quantized) == sorted(tiny.LINEARS + attention * int8_attention)
@@ -170,9 +166,7 @@ def large_in_fp32_island(model: onnx.ModelProto) -> None:
 def test_what_the_engine_takes_in_int8_is_clean(form: str, edit: tiny.Edit) -> None:
     model = tiny.healthy(form)
     edit(model)
-
     report = checked(model)
-
     assert report.findings == []
     assert tiny.QUERY in report.quantized
 
@@ -180,7 +174,6 @@ def test_what_the_engine_takes_in_int8_is_clean(form: str, edit: tiny.Edit) -> N
 def test_uint8_is_not_counted_as_quantized() -> None:
     model = tiny.healthy()
     tiny.store(model, "/layer/query/input.zero_point", 0, np.uint8)
-
     assert tiny.QUERY in checked(model).not_quantized
 
 
@@ -208,7 +201,6 @@ def orders(model: onnx.ModelProto) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("form", tiny.FORMS)
 def test_weights_stored_k_n_are_one_warning(form: str) -> None:
     report = check_model(tiny.healthy(form))
-
     assert [(row.severity, row.code, row.node) for row in report.findings] == [("warning", ORDER, tiny.QUERY)]
     assert report.findings[0].fix == CODES[ORDER][2]
     assert "all 4 INT8 weights are stored [K, N]" in report.findings[0].why
@@ -218,14 +210,12 @@ def test_weights_stored_k_n_are_one_warning(form: str) -> None:
 @pytest.mark.parametrize("form", tiny.FORMS)
 def test_weights_stored_n_k_are_clean(form: str) -> None:
     report = check_model(in_nk(tiny.healthy(form), *ALL))
-
     assert report.findings == []
     assert set(tiny.LINEARS) <= set(report.quantized)
 
 
 def test_the_weights_that_are_stored_k_n_are_named() -> None:
     two, one = in_nk(tiny.healthy(), "query", "output"), in_nk(tiny.healthy(), *ALL[:3])
-
     names = "/layer/key/MatMul, /layer/value/MatMul"
     assert orders(two) == [("/layer/key/MatMul", f"2 of 4 INT8 weights ({names}) are")]
     assert orders(one) == [("/layer/output/MatMul", "its INT8 weight is")]
@@ -257,7 +247,6 @@ def test_other_forms_of_a_weight_stored_k_n(form: str, edit: tiny.Edit, where: s
     model = tiny.healthy(form)
     edit(model)
     in_nk(model, *(name for name in ALL if f"/layer/{name}/MatMul" != where))
-
     assert (ORDER, where) in found(check_model(model))
     assert {row.code for row in check_model(model).findings} <= {ORDER, "float-weight"}
 
@@ -298,7 +287,6 @@ def test_what_is_not_a_slow_order(form: str, edit: tiny.Edit, others: tuple[str,
     model = tiny.healthy(form)
     in_nk(model, *others)
     edit(model)
-
     assert ORDER not in {row.code for row in check_model(model).findings}
 
 
@@ -309,7 +297,6 @@ def test_a_transpose_that_does_not_fit_its_weight(form: str, perm: list[int]) ->
     transpose = tiny.make("Transpose", "/t")
     transpose.attribute.append(helper.make_attribute("perm", perm, attr_type=onnx.AttributeProto.INTS))
     tiny.insert(model, tiny.QUERY, 1, transpose)
-
     assert found(checked(model)) == [("wrong-weight-axis", tiny.WEIGHT)] * (form == "fp16")
 
 
@@ -324,26 +311,22 @@ def test_the_recipe_holds() -> None:
 
 def test_a_module_that_the_recipe_wants_and_the_file_lacks() -> None:
     report = checked(tiny.healthy(), expected_quantized=MODULES | {"classifier", "layer.kee"})
-
     assert found(report) == [("recipe-missing", "/classifier/Gemm"), ("recipe-missing", "layer.kee")]
     assert "layer.key" in report.findings[1].why
 
 
 def test_attention_that_the_recipe_wants_and_the_file_lacks() -> None:
     report = checked(tiny.healthy(int8_attention=False), expected_quantized=MODULES)
-
     assert found(report) == [("recipe-missing", "/layer/self/MatMul"), ("recipe-missing", tiny.CONTEXT)]
 
 
 def test_a_module_that_the_recipe_keeps_in_floating_point() -> None:
     report = checked(tiny.healthy(), expected_quantized=MODULES - {"layer.key"})
-
     assert found(report) == [("recipe-surplus", "/layer/key/MatMul")]
 
 
 def test_a_recipe_that_quantizes_nothing() -> None:
     report = checked(tiny.healthy(int8_attention=False), expected_quantized=())
-
     assert found(report) == [("recipe-surplus", name) for name in tiny.LINEARS]
 
 
@@ -371,9 +354,7 @@ def test_errors_come_before_warnings() -> None:
     tiny.store(model, "fill", -3.4e38)
     float_weight(model)
     tiny.store(model, "/layer/output/input.zero_point", 1)
-
     report = checked(model)
-
     assert [row.severity for row in report.findings] == ["error", "warning", "warning"]
     assert [row.code for row in report.errors] == ["non-zero-zero-point"]
 
@@ -382,7 +363,6 @@ def test_a_node_without_a_name_is_called_by_its_output() -> None:
     model = tiny.healthy()
     tiny.node(model, tiny.QUERY).name = ""
     tiny.skip_qdq(model, "/layer/query/input")
-
     assert found(checked(model)) == [("half-quantized", f"MatMul (output '{tiny.QUERY}.out')")]
 
 
@@ -390,7 +370,6 @@ def test_the_report_is_json() -> None:
     model = tiny.healthy()
     tiny.skip_qdq(model, "/layer/query/input")
     report = checked(model)
-
     told = json.loads(json.dumps(to_json(report)))
     assert told.pop("counts") == report.counts
     assert CheckReport.model_validate(told) == report
@@ -416,6 +395,5 @@ def test_a_code_that_does_not_exist() -> None:
 def test_a_model_that_cannot_be_read(edit: tiny.Edit) -> None:
     model = tiny.healthy()
     edit(model)
-
     with pytest.raises(UserError):
         checked(model)
