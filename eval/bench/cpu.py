@@ -15,13 +15,7 @@ import numpy as np
 from qdqbench.eval.bench import measure, systems
 from qdqbench.eval.bench.results import BenchRow
 from qdqbench.eval.bench.target import RANDOM_BATCH, RANDOM_SAMPLES, Target
-from qdqbench.quantize.engine.cpu_runtimes import (
-    Compute,
-    Run,
-    choose_compute,
-    compile_model,
-    read_openvino_model,
-)
+from qdqbench.quantize.engine import cpu_runtimes
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.models.inputs import MASK
@@ -85,7 +79,7 @@ def _int8_runs(here: systems.Preparation[CpuWork], system: systems.System) -> Cp
     if not here.options.keep_engines:
         for file in (path, sidecar_path(path), path.with_suffix(".layers.json")):
             here.stack.callback(file.unlink, missing_ok=True)
-    compute = choose_compute(backend, find_cpu(), session.recipe.precision.compute)
+    compute = cpu_runtimes.choose_compute(backend, find_cpu(), session.recipe.precision.compute)
     profiles = systems.profiles_of(here.target, here.options.engine_shapes, config)
     built = measure.build_ready(measure.ReadyGraph.of(graph, session.plan), path, backend, profiles, compute)
     lanes = _compiled_lanes(here, backend, path.read_bytes(), compute, blob=True)
@@ -107,7 +101,7 @@ def _int8_graph(here: systems.Preparation[CpuWork], backend: BackendName) -> Pat
 
 
 def _export_runs(here: systems.Preparation[CpuWork], system: systems.System) -> CpuRuns:
-    backend, compute = cast("BackendName", system.library), cast("Compute", system.precision)
+    backend, compute = cast("BackendName", system.library), cast("cpu_runtimes.Compute", system.precision)
     data = here.target.graphs["fp32"].read_bytes()
     return CpuRuns(_compiled_lanes(here, backend, data, compute), f"FP32 export, {compute.upper()} compute")
 
@@ -133,7 +127,7 @@ def _nncf_runs(here: systems.Preparation[CpuWork], _: systems.System) -> CpuRuns
         import nncf
 
         rows = list(_calibration_rows(here.target))
-        model = read_openvino_model(here.target.graphs["fp32"].read_bytes())
+        model = cpu_runtimes.read_openvino_model(here.target.graphs["fp32"].read_bytes())
         with _silent():
             models["nncf"] = nncf.quantize(
                 model,
@@ -142,7 +136,7 @@ def _nncf_runs(here: systems.Preparation[CpuWork], _: systems.System) -> CpuRuns
                 preset=nncf.QuantizationPreset.MIXED,
                 subset_size=len(rows),
             )
-    compute: Compute = "bf16" if find_cpu().bf16 else "fp32"
+    compute: cpu_runtimes.Compute = "bf16" if find_cpu().bf16 else "fp32"
     lanes = _compiled_lanes(here, "openvino", models["nncf"], compute)
     return CpuRuns(lanes, f"nncf.quantize, transformer, mixed preset; {compute.upper()} where not INT8")
 
@@ -202,17 +196,19 @@ def _compiled_lanes(
     here: systems.Preparation[CpuWork],
     backend: BackendName,
     model: Any,
-    compute: Compute,
+    compute: cpu_runtimes.Compute,
     *,
     blob: bool = False,
 ) -> Callable[[int], Sequence[Answer]]:
     outputs, threads = list(here.target.session.config.task.kind.outputs), here.options.threads or 1
 
-    def answer(run: Run, batch: Batch) -> Float32:
+    def answer(run: cpu_runtimes.Run, batch: Batch) -> Float32:
         return np.asarray(join_outputs(run(batch), outputs), dtype=np.float32)
 
     def lanes(streams: int) -> Sequence[Answer]:
-        compiled = compile_model(backend, model, blob=blob, compute=compute, threads=threads, streams=streams)
+        compiled = cpu_runtimes.compile_model(
+            backend, model, blob=blob, compute=compute, threads=threads, streams=streams
+        )
         return [partial(answer, run) for run in compiled.lanes()]
 
     return lanes

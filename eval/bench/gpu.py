@@ -140,7 +140,6 @@ def _answer(printed: str) -> str:
 
 
 def _kill_group(process: "subprocess.Popen[str]") -> None:
-    """End a process and the compilers that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -19,14 +19,14 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from qdqbench.eval.bench.results import compare_rounds
-from qdqbench.quantize.engine.build import build, count_attentions, list_gemms, require_int8
+from qdqbench.quantize.engine.build import build, list_gemms, require_int8
 from qdqbench.quantize.engine.cpu_runtimes import Compute
 from qdqbench.quantize.engine.profiles import Profile, choose_profile
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import EngineRunner, open_runner
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
-from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.graph.index import count_attentions, module_of
 from qdqbench.quantize.models.inputs import MASK, TOKENS
 from qdqbench.quantize.pipeline.artifacts import backend_of, cpu_compute, engine_profiles
 from qdqbench.quantize.pipeline.session import Session

@@ -207,10 +207,7 @@ def launch_counts(tokens: int, rows: int) -> list[int]:
 
 
 class UnpaddedEncoder:
-    """A transformers model on packed tokens, with its own embeddings and head.
-
-    Its base model must run nowhere else from now on. Compiled it has one graph for each size of a launch.
-    """
+    """A transformers model on packed tokens; its base model must run nowhere else from now on."""
 
     def __init__(self, model: "PreTrainedModel", *, compiled: bool = True) -> None:
         import torch

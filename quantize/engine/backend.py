@@ -162,7 +162,6 @@ class CacheFile:
         self.notes.append(f"{self.path.name} is ignored and made anew: {why}")
 
     def keep(self, memory: Any) -> None:
-        """Write what a backend serialized, where it differs from what was read."""
         blob = bytes(memory) if memory is not None else b""
         if self.path is None or not blob or blob == self.blob:
             return

@@ -117,7 +117,6 @@ class _OnnxRuntimeModel(CompiledModel):
         return self._data
 
     def kernels(self) -> list[Kernel]:
-        """Return the kernels, with the milliseconds of one run of the last inputs."""
         with tempfile.TemporaryDirectory(prefix="qdqbench-profile-") as folder:
             session = _session(self._data, self._threads, profile=Path(folder) / "run")
             session.run(self.outputs, self._last)
@@ -157,7 +156,6 @@ def _first_words(error: Exception) -> str:
 
 
 def _session_signature(given: Any) -> Signature:
-    """Return the signature of a session's input: type `tensor(int64)`, names for free sizes."""
     kind = given.type.removeprefix("tensor(").removesuffix(")")
     sizes = tuple(size if isinstance(size, int) else None for size in given.shape)
     return Signature(np.dtype({"float": "float32"}.get(kind, kind)), sizes)
@@ -174,10 +172,7 @@ def _optimized(data: bytes) -> bytes:
 
 
 def _trace(before: onnx.GraphProto, after: onnx.GraphProto) -> None:
-    """Write into each node of an optimized graph the names of the nodes that it stands for.
-
-    Those are the nodes between its outputs and the nearest tensors that the optimized graph has too.
-    """
+    """Write into each optimized node the names of those from its outputs back to tensors that both have."""
     producers = {tensor: node for node in before.node for tensor in node.output}
     known = {tensor for node in after.node for tensor in node.output}
     for node in after.node:
@@ -265,7 +260,6 @@ class _OpenVinoModel(CompiledModel):
         return data
 
     def kernels(self) -> list[Kernel]:
-        """Return the kernels, with the milliseconds of the last run where the model measures them."""
         executed = []
         for node in self._model.get_runtime_model().get_ordered_ops():
             facts = {name: str(value.astype(str)) for name, value in node.get_rt_info().items()}

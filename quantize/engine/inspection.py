@@ -7,30 +7,9 @@ from pathlib import Path
 
 from onnx import TensorProto
 
-from qdqbench.quantize.engine.layers import (
-    block_of_node,
-    block_order,
-    copy_of,
-    find_computing_rows,
-    float_residuals,
-    format_count,
-    is_attention,
-    is_gelu,
-    is_int8,
-    is_norm,
-    kernel_block,
-    kernel_kind,
-    kernel_label,
-    kernel_operator,
-    measure_coverage,
-    name_parts,
-    norm_precision,
-    select_profile,
-    shorten_node,
-    why_not,
-)
+from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.graph.check.view import walk_types
-from qdqbench.quantize.graph.index import MATMULS, list_int8_norms, module_of, opset_of, run_of
+from qdqbench.quantize.graph.index import MATMULS, list_int8_norms, module_of, run_of
 from qdqbench.quantize.graph.read import read_model, validate_names
 from qdqbench.quantize.models.families.known import ANY_MERGED_QKV, ANY_QKV, first_feed_forwards
 from qdqbench.quantize.utils.errors import UserError
@@ -58,8 +37,7 @@ class Graph:
 def read_graph(path: Path) -> Graph:
     model = read_model(path)
     validate_names(model)
-    opset = opset_of(model)
-    types, _ = walk_types(model, opset)
+    types, _ = walk_types(model)
     constant = {tensor.name for tensor in model.graph.initializer} | {""}
     found = Graph([], [], [])
     for node in model.graph.node:
@@ -77,12 +55,14 @@ def read_graph(path: Path) -> Graph:
 
 def rebuild_graph(layers: Sequence[LayerRow]) -> Graph:
     listed = dict.fromkeys(
-        name for row in layers for name in ((*name_parts(row), *row.onnx) if row.kind == "gemm" else row.onnx)
+        name
+        for row in layers
+        for name in ((*tables.name_parts(row), *row.onnx) if row.kind == "gemm" else row.onnx)
     )
-    softmaxes = [name for name in listed if kernel_operator(name) == "Softmax"]
-    gemms = [name for name in listed if kernel_operator(name) in MATMULS and "+" not in name]
+    softmaxes = [name for name in listed if tables.kernel_operator(name) == "Softmax"]
+    gemms = [name for name in listed if tables.kernel_operator(name) in MATMULS and "+" not in name]
     attended = {module_of(name) for name in softmaxes}
-    fused = {name for row in layers if is_attention(row) for name in row.onnx}
+    fused = {name for row in layers if tables.is_attention(row) for name in row.onnx}
     attended |= {module_of(name) for name in fused.intersection(gemms)}
     return Graph(
         linears=[name for name in gemms if module_of(name) not in attended],
@@ -98,27 +78,27 @@ class EngineFacts:
 
     def __init__(self, layers: Sequence[LayerRow], graph: Graph | None = None) -> None:
         graph = graph or rebuild_graph(layers)
-        self.rows, self.profiles = rows, _ = select_profile(layers)  # profiles: of the whole table
-        self.count = format_count(layers)  # kernels of the whole table, in words
-        self.kernels = Counter(map(kernel_kind, rows))  # by kind, without signals and waits
-        found = find_computing_rows(rows, [*graph.linears, *graph.products])
+        self.rows, self.profiles = rows, _ = tables.select_profile(layers)  # profiles: of the whole table
+        self.count = tables.format_count(layers)  # kernels of the whole table, in words
+        self.kernels = Counter(map(tables.kernel_kind, rows))  # by kind, without signals and waits
+        found = tables.find_computing_rows(rows, [*graph.linears, *graph.products])
         deciding = {node: copies[0] for node, copies in found.items()}
         self.computed: dict[
             str, list[str]
         ] = {}  # kernel name -> ONNX linears and products that it multiplies
         for node, makers in deciding.items():
             for row in makers:
-                if kernel_kind(row) == "gemm":
+                if tables.kernel_kind(row) == "gemm":
                     self.computed.setdefault(row.name, []).append(node)
         known = {*graph.linears}
         self.linears = [node for nodes in self.computed.values() for node in nodes if node in known]
         made = {node: deciding[node][0] for node in self.linears}
-        self.int8 = [node for node in self.linears if all(map(is_int8, deciding[node]))]
+        self.int8 = [node for node in self.linears if all(map(tables.is_int8, deciding[node]))]
         # linears with INT8 inputs or weights that a kernel dequantizes to multiply in floating point
         self.dequantized = [
             node
             for node in self.linears
-            if not all(map(is_int8, deciding[node]))
+            if not all(map(tables.is_int8, deciding[node]))
             and any("Int8" in (*row.inputs, *row.constants) for row in deciding[node])
         ]
         self.fp32_outputs = [node for node in self.int8 if "Float" in made[node].outputs]
@@ -146,21 +126,25 @@ class EngineFacts:
         apart = [{*names} for names in qkv.values() if len(names) == 3]
         self.qkv = len(apart) + whole  # attentions with q, k and v linears
         self.qkv_merged = sum(len(names) == 1 for names in apart) + whole  # of these, in one GEMM
-        self.fused = [row for row in rows if is_attention(row)]
+        self.fused = [row for row in rows if tables.is_attention(row)]
         self.attentions = len(graph.softmaxes) or len(self.fused)
-        gelus = [kernel_kind(row) == "gemm" for row in rows if is_gelu(row)]
+        gelus = [tables.kernel_kind(row) == "gemm" for row in rows if tables.is_gelu(row)]
         self.gelu_fused = sum(gelus)  # in the kernel of a GEMM
         self.gelu_separate = len(gelus) - sum(gelus)
         self.norms: dict[str, list[str]] = {}  # precision -> kernels, as labels
-        for row in filter(is_norm, rows):
-            self.norms.setdefault(norm_precision(row), []).append(kernel_label(row))
+        for row in filter(tables.is_norm, rows):
+            self.norms.setdefault(tables.norm_precision(row), []).append(tables.kernel_label(row))
         self.residuals = graph.residuals  # LayerNorms whose residual has Q/DQ in the graph
-        self.float_residuals = float_residuals(rows, graph.residuals)  # read in floating point all the same
+        self.float_residuals = tables.float_residuals(
+            rows, graph.residuals
+        )  # read in floating point all the same
         # precision -> kernels of their own
-        self.softmax = dict(Counter(norm_precision(row) for row in rows if kernel_kind(row) == "softmax"))
-        layouts = (row for row in rows if kernel_kind(row) == "layout")
+        self.softmax = dict(
+            Counter(tables.norm_precision(row) for row in rows if tables.kernel_kind(row) == "softmax")
+        )
+        layouts = (row for row in rows if tables.kernel_kind(row) == "layout")
         self.layout_quantized = sum("Int8" in (*row.inputs, *row.outputs) for row in layouts)
-        self.int8_writers = Counter(kernel_kind(row) for row in rows if "Int8" in row.outputs)
+        self.int8_writers = Counter(tables.kernel_kind(row) for row in rows if "Int8" in row.outputs)
 
     @property
     def qkv_apart(self) -> int:
@@ -205,7 +189,7 @@ class Inspection:
         self.expected = None if expected is None else list(expected)
         self.expected_attention = expected_attention
         wanted = graph.linears if self.expected is None else self.expected
-        self.proof = measure_coverage(layers, wanted, [*graph.linears, *graph.products])
+        self.proof = tables.measure_coverage(layers, wanted, [*graph.linears, *graph.products])
         if graph.linears and len(self.proof.unknown) == len({*wanted, *graph.linears, *graph.products}):
             raise UserError(
                 "no kernel of the table names a MatMul or Gemm of the ONNX file; give the file that the "
@@ -213,14 +197,14 @@ class Inspection:
             )
         naming: dict[str, list[LayerRow]] = defaultdict(list)
         for row in layers:
-            for name in dict.fromkeys((*name_parts(row), *row.onnx)):
+            for name in dict.fromkeys((*tables.name_parts(row), *row.onnx)):
                 naming[name].append(row)
-        self.reasons = {node: why_not(naming[node], node) for node in self.proof.not_int8}
+        self.reasons = {node: tables.why_not(naming[node], node) for node in self.proof.not_int8}
         ran = list(layers)
         if times is not None:  # each profile has its own kernels for every layer: those of the measured ones
-            copies = {copy_of(row) for row in layers if row.name in times} | {""}
+            copies = {tables.copy_of(row) for row in layers if row.name in times} | {""}
             if len(copies) > 1:
-                ran = [row for row in layers if copy_of(row) in copies]
+                ran = [row for row in layers if tables.copy_of(row) in copies]
         self.facts = EngineFacts(ran, graph)
         self.gemms = len({*graph.linears, *wanted})  # and the products that a recipe wants in INT8
         self.time = None if times is None else split_time(ran, times)
@@ -246,13 +230,13 @@ def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
     blocks: dict[str, float] = defaultdict(float)
     kinds: dict[str, float] = defaultdict(float)
     for name, ms in known.items():
-        blocks[kernel_block(rows[name])] += ms
-        kinds[kernel_kind(rows[name])] += ms
-    kernels = [row for row in layers if kernel_kind(row) != "none"]
+        blocks[tables.kernel_block(rows[name])] += ms
+        kinds[tables.kernel_kind(rows[name])] += ms
+    kernels = [row for row in layers if tables.kernel_kind(row) != "none"]
     return Time(
         total=sum(times.values()),
         by_kernel=dict(sorted(known.items(), key=lambda item: -item[1])),
-        by_block=dict(sorted(blocks.items(), key=lambda item: block_order(item[0]))),
+        by_block=dict(sorted(blocks.items(), key=lambda item: tables.block_order(item[0]))),
         by_kind=dict(sorted(kinds.items(), key=lambda item: -item[1])),
         unmatched={name: ms for name, ms in times.items() if name not in rows},
         missing=sum(row.name not in times for row in kernels),
@@ -328,7 +312,7 @@ def explain_slowdown(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[Laye
     ours, twin = EngineFacts(layers_int8), EngineFacts(layers_fp16)
     problems = {problem.code: problem.sentence for problem in find_problems(ours)}
     reasons = []
-    encoder = [node for node in ours.linears if block_of_node(node).startswith("layer.")]
+    encoder = [node for node in ours.linears if tables.block_of_node(node).startswith("layer.")]
     done = {*ours.int8, *ours.dequantized}
     if rest := [node for node in encoder if node not in done]:
         reasons.append(
@@ -385,12 +369,12 @@ def format_nodes(nodes: Sequence[str]) -> str:
     """Format ONNX nodes in few words, several layers together: `layer.0-11: attention key, output`."""
     layers: dict[str, list[int]] = defaultdict(list)
     for node in nodes:
-        block, _, name = shorten_node(node).partition(" ")
+        block, _, name = tables.shorten_node(node).partition(" ")
         number = block.removeprefix("layer.")
         if block.startswith("layer.") and number.isdecimal() and name:
             layers[name].append(int(number[:9]))
         else:
-            layers[shorten_node(node)] = []
+            layers[tables.shorten_node(node)] = []
     groups: dict[str, list[str]] = defaultdict(list)
     for name, numbers in layers.items():
         groups[format_ranges(numbers)].append(name)

@@ -1,8 +1,7 @@
 """What an engine runs in INT8, read from the layer table of a build log or of the engine inspector.
 
 Counts are ONNX MatMul/Gemm nodes, not kernels: one kernel may run q, k and v, and one node may show up in
-several kernels (its dequantization is often fused into the next one). Nothing is assumed: a node that the
-table does not name is unknown.
+several kernels (its dequantization is often fused into the next one).
 """
 
 import json
@@ -136,10 +135,7 @@ def parse_inspector_json(text: str) -> list[LayerRow]:
 def measure_coverage(
     layers: Sequence[LayerRow], expected_gemms: Collection[str], all_gemms: Collection[str]
 ) -> Coverage:
-    """Hold the layer table against the ONNX nodes that must run in INT8, among all MatMul and Gemm nodes.
-
-    A node counts as INT8 only if it does in each copy of the network in the table.
-    """
+    """Hold the table against the ONNX nodes that must run in INT8, in each copy of the network in it."""
     expected, known = set(expected_gemms), set(expected_gemms) | set(all_gemms)
     copies = find_computing_rows(layers, known)
     proven = {node for node, parts in copies.items() if all(is_int8(row) for rows in parts for row in rows)}
@@ -430,11 +426,7 @@ def types_text(row: LayerRow) -> str:
 
 
 def norm_precision(row: LayerRow) -> str:
-    """Return the datatype in which a kernel does the statistics of LayerNorm, or the sum of softmax.
-
-    A Cast ahead of the first of them is the FP32 island; without one it is that of the inputs. "unknown"
-    where the name ends before.
-    """
+    """Return the datatype of the statistics of LayerNorm or the sum of softmax; FP32 behind a Cast."""
     words = operations(row)
     start = next((i for i, word in enumerate(words) if word in ("Mean", "Maxr")), None)
     floats = [name for name in row.inputs if name in ("Half", "Float", "BFloat16")]
@@ -452,8 +444,7 @@ def float_residuals(layers: Sequence[LayerRow], norms: Collection[str]) -> list[
     """Return the normalizations, by ONNX name and sorted, whose kernels do not read the residual as INT8.
 
     In a fused kernel the residual stands beside the result of the linear, so one INT8 input is enough; a GEMM
-    that normalizes what it makes has INT8 operands too, and needs another. One that no row names is not
-    proven.
+    that normalizes what it makes has INT8 operands too, and needs another.
     """
     proven: dict[str, dict[str, bool]] = {name: {} for name in norms}
     for row in layers:

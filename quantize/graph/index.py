@@ -117,6 +117,10 @@ def module_of(node_name: str) -> str:
     return node_name.strip("/").rpartition("/")[0].replace("/", ".")
 
 
+def count_attentions(gemms: Iterable[str], modules: Collection[str]) -> int:
+    return sum(module_of(name) in modules for name in gemms) // 2
+
+
 def replace_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> None:
     nodes = list(nodes)
     del model.graph.node[:]
@@ -198,10 +202,7 @@ _AGAIN = re.compile(r"(.+)_(\d+)")  # of a module's second call and all after it
 
 
 def name_runs(graph: onnx.GraphProto, model: "PreTrainedModel") -> None:
-    """Name nodes of shared layers by module and run, in place: `/a/query_3/MatMul` is `/a/query/MatMul@3`.
-
-    Runs are counted over the whole encoder, from 0 on. Graphs of other families stay as they are.
-    """
+    """Name nodes of shared layers by module and run, in place: `/a/query_3/MatMul` is `/a/query/MatMul@3`."""
     family = family_of(model.config)
     if not family.shared_layers:
         return

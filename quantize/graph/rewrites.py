@@ -93,9 +93,8 @@ def join_heads(model: onnx.ModelProto) -> int:
     """Move q, k and v to their heads in one step, in place: Concat, one Transpose, Split.
 
     An engine copies q, k and v into the layout of its attention kernel in a kernel each; joined they take
-    one. Only linears with INT8 weights that read the same tensor are joined. Where one of them has neither
-    scales nor a bias behind its GEMM, all three must, and share one scale: one GEMM makes them then, and one
-    copy takes them apart. Returns the number of attentions that were rewritten.
+    one. Where one of them has neither scales nor a bias behind its GEMM, all three must, and share one scale:
+    one GEMM makes them then, and one copy takes them apart. Returns the number of rewritten attentions.
     """
     index = GraphIndex(model)
     groups: dict[str, list[_Branch]] = defaultdict(list)
@@ -171,9 +170,12 @@ def shorten_gelu(model: onnx.ModelProto) -> int:
 
 def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
     """Return the branch that a MatMul with INT8 weights starts, if it ends in the heads of an attention."""
-    width = _width(index, matmul) if matmul.op_type == "MatMul" else 0
-    if not width:
+    turned = index.producers.get(matmul.input[1]) if matmul.op_type == "MatMul" else None
+    dq = weight_dq(index, matmul) if turned is not None and turned.op_type == "Transpose" else None
+    codes = index.constant(dq.input[0]) if dq is not None and dq.op_type == "DequantizeLinear" else None
+    if codes is None:
         return None
+    width = int(codes.shape[0])  # codes are [N, K]
     tensor = matmul.output[0]
     while len(readers := index.consumers.get(tensor, [])) == 1 and readers[0].op_type in ("Mul", "Add"):
         tensor = readers[0].output[0]
@@ -237,15 +239,6 @@ def _write_sigmoid(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.No
     ]
 
 
-def _width(index: GraphIndex, matmul: onnx.NodeProto) -> int:
-    dq = weight_dq(index, matmul)
-    behind = index.producers.get(matmul.input[1])
-    if dq is None or dq.op_type != "DequantizeLinear" or behind is None or behind.op_type != "Transpose":
-        return 0
-    codes = index.constant(dq.input[0])
-    return int(codes.shape[0]) if codes is not None else 0
-
-
 def _constant_sizes(index: GraphIndex, reshape: onnx.NodeProto, first: int = 2) -> list[int] | None:
     """Return the sizes from axis `first` on in a Reshape's shape; None where they are not constant."""
     shape, concat = index.constant(reshape.input[1]), index.producers.get(reshape.input[1])
@@ -275,10 +268,7 @@ def use_sequence_first(model: onnx.ModelProto) -> int:
 
     A fused attention reads q, k and v as [batch * heads, length, head size] with one stride for all of
     batch * heads. A linear's [batch, length, hidden] has no such view and is copied; [length, batch, hidden]
-    has one.
-
-    Returns how many attentions need no copy of q, k and v any more. 0: nothing was changed, as none was
-    recognized, or something between two of them is not computed for every token alone.
+    has one. Returns how many attentions need no copy any more; 0: nothing was changed.
     """
     index = GraphIndex(model)
     norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]

@@ -112,8 +112,7 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
     input share one S, so that an engine can merge them into one GEMM; without `merge` each has another one:
     one large GEMM is faster for small batches, three for large ones (docs/performance.md). S is the power of
     two nearest to the geometric mean of the extreme scales: the unscaled product stays near the final one, so
-    neither overflows FP16, and codes times S are exact in FP16, as is s/S for the scales of calibration. A
-    per-tensor linear with an input of its own stays as it is: its scalar is in the GEMM already.
+    neither overflows FP16, and codes times S are exact in FP16, as is s/S for the scales of calibration.
     """
     index = GraphIndex(model)
     groups: dict[str, list[tuple[onnx.NodeProto, onnx.NodeProto, Float32]]] = defaultdict(list)

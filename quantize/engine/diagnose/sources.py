@@ -18,15 +18,7 @@ from qdqbench.quantize.engine.layers import find_computing_rows, read_table
 from qdqbench.quantize.engine.trtexec import Times, read_profile, read_times
 from qdqbench.quantize.graph.check.check import CheckReport, check_model
 from qdqbench.quantize.graph.check.codes import finding_label
-from qdqbench.quantize.graph.check.view import (
-    MOVES,
-    PRODUCTS,
-    CheckGraph,
-    is_dequantize,
-    is_quantize,
-    operator,
-    walk_types,
-)
+from qdqbench.quantize.graph.check.view import MOVES, PRODUCTS, CheckGraph, is_qdq, operator
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import BackendName
@@ -68,7 +60,7 @@ def read_onnx(path: Path) -> OnnxFile:
         raise UserError(f"{path}: {error}") from error
     products, types = dict[str, MatrixProduct](), Counter[str]()
     if not any(row.code in ("invalid-onnx", "opset-too-low") for row in report.findings):
-        graph = CheckGraph(model, walk_types(model, report.opset)[0])
+        graph = CheckGraph(model)
         products = _products(graph)
         kinds = (graph.types.get(node.output[0], 0) for node in graph.matmuls)
         types.update(onnx.TensorProto.DataType.Name(kind) for kind in kinds if kind in (1, 10, 16))
@@ -92,7 +84,6 @@ def _products(graph: CheckGraph) -> dict[str, MatrixProduct]:
 
 
 def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | None:
-    """Return K and N of a weight; None where both operands are activations."""
     position = PRODUCTS[node.op_type]
     if len(node.input) <= position:
         return None
@@ -101,7 +92,7 @@ def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | N
         tensor, maker = graph.index.stored(name), graph.index.producers.get(name)
         if tensor is not None:
             return (tensor.dims[-2], tensor.dims[-1]) if len(tensor.dims) > 1 else None
-        moved = maker is not None and (operator(maker) in MOVES or is_quantize(maker) or is_dequantize(maker))
+        moved = maker is not None and (operator(maker) in MOVES or is_qdq(maker))
         if maker is None or not moved or not maker.input:
             return None
         name = maker.input[0]

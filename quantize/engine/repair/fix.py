@@ -16,16 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 from qdqbench.quantize.engine.backend import Backend, build_engine, choose_backend, gpu_backend
 from qdqbench.quantize.engine.inspection import Inspection, format_nodes, read_graph
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.repair import runs
 from qdqbench.quantize.engine.repair.rebuild import Product, Scales, insert_qdq, read_scales, remove_qdq
-from qdqbench.quantize.engine.repair.runs import (
-    Feeds,
-    graph_inputs,
-    measure_ranges,
-    random_feeds,
-    read_feeds,
-    run_outputs,
-    select_feeds,
-)
 from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.check.codes import finding_label
 from qdqbench.quantize.graph.check.view import MOVES, QDQ_DOMAINS, is_integer
@@ -251,11 +243,11 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
     if stopped:
         raise UserError(f"{path} cannot be fixed: {stopped[0].node}: {stopped[0].why}; {stopped[0].fix}")
     if options.inputs is None:
-        feeds, where = random_feeds(model, options.seed), f"random, seed {options.seed}"
+        feeds, where = runs.random_feeds(model, options.seed), f"random, seed {options.seed}"
     elif isinstance(options.inputs, Path):
-        feeds, where = read_feeds(options.inputs, model), str(options.inputs)
+        feeds, where = runs.read_feeds(options.inputs, model), str(options.inputs)
     else:
-        feeds, where = select_feeds(options.inputs, model, options.source), options.source
+        feeds, where = runs.select_feeds(options.inputs, model, options.source), options.source
     done, left = list[str](), list[str]()
     plain, work = rewrite(model, options, feeds, done, left)
     if work.ByteSize() > MAX_FILE:
@@ -290,7 +282,7 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
 
 
 def rewrite(
-    model: onnx.ModelProto, options: FixOptions, feeds: Feeds, done: list[str], left: list[str]
+    model: onnx.ModelProto, options: FixOptions, feeds: runs.Feeds, done: list[str], left: list[str]
 ) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     work = onnx.ModelProto()
     work.CopyFrom(model)
@@ -347,13 +339,12 @@ def rewrite(
     return plain, work
 
 
-def _calibrate(plain: onnx.ModelProto, scales: Scales, feeds: Feeds) -> list[Product]:
-    """Return products whose activation gets a scale from the given samples: its largest value."""
+def _calibrate(plain: onnx.ModelProto, scales: Scales, feeds: runs.Feeds) -> list[Product]:
     waiting = {product.node: product for product in scales.waiting}
     sources = {
         output: node.input[0] for node in plain.graph.node for output in node.output if output in waiting
     }
-    found = measure_ranges(plain, sources.values(), feeds) if sources else {}
+    found = runs.measure_ranges(plain, sources.values(), feeds) if sources else {}
     return [
         replace(waiting[output], amax={0: found[source]})
         for output, source in sources.items()
@@ -381,15 +372,12 @@ def compare_outputs(  # noqa: PLR0913  the last two are keywords
     inputs: str,
     limit: float,
 ) -> Outputs:
-    """Run the file, its values without Q/DQ, and what was written, on the same inputs.
-
-    What was written may be FACTOR times as far from its values without Q/DQ as the file was, or `limit`.
-    """
-    reference = run_outputs(plain, feeds)
-    made = run_outputs(after, feeds)
+    """Run the file, its values without Q/DQ (the reference), and what was written, on the same inputs."""
+    reference = runs.run_outputs(plain, feeds)
+    made = runs.run_outputs(after, feeds)
     before_error = difference = largest = disagreements = None
     with suppress(UserError):  # ONNX Runtime may refuse the file as it was
-        own = run_outputs(before, feeds)
+        own = runs.run_outputs(before, feeds)
         before_error, difference = _distance(own, reference), _distance(made, own)
         parts = [np.abs(made[name].astype(np.float64) - own[name]).max(initial=0.0) for name in own]
         largest = max(map(float, parts), default=0.0)
@@ -429,7 +417,7 @@ def _disagreements(one: Mapping[str, Array], other: Mapping[str, Array]) -> int 
 
 def engine_row(path: Path, backend: Backend) -> EngineRow:
     """Build an engine of a file, in BUILD_SECONDS at most, and read from its layers what runs in INT8."""
-    inputs = [value.type.tensor_type.shape.dim for value in graph_inputs(read_model(path))]
+    inputs = [value.type.tensor_type.shape.dim for value in runs.graph_inputs(read_model(path))]
     dynamic = any(not entry.HasField("dim_value") for shape in inputs for entry in shape)
     engine, deadline = f"{backend.name} {backend.version}", time.monotonic() + BUILD_SECONDS
 

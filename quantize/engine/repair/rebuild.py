@@ -8,15 +8,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.graph.check.codes import finding_label
-from qdqbench.quantize.graph.check.view import (
-    MOVES,
-    CheckGraph,
-    Operand,
-    is_dequantize,
-    is_quantize,
-    walk_types,
-)
-from qdqbench.quantize.graph.index import GraphIndex, attribute, opset_of, prune, replace_nodes
+from qdqbench.quantize.graph.check.view import MOVES, CheckGraph, Operand, is_qdq, is_quantize
+from qdqbench.quantize.graph.index import GraphIndex, attribute, prune, replace_nodes
 from qdqbench.quantize.graph.precision import cast_node
 from qdqbench.quantize.graph.weights import quantize_weights
 from qdqbench.quantize.utils.arrays import Array, Float32
@@ -56,8 +49,7 @@ class Scales:
 
 def read_scales(model: onnx.ModelProto) -> Scales:
     """Decide which products can run in INT8, and with which scales. The model is valid and is not changed."""
-    types, _ = walk_types(model, opset_of(model))
-    graph, found = CheckGraph(model, types), Scales()
+    graph, found = CheckGraph(model), Scales()
     apart = {
         node.output[0]
         for attention in graph.attentions
@@ -165,7 +157,7 @@ def remove_qdq(model: onnx.ModelProto) -> int:
     inputs: dict[str, str] = {}  # codes that are moved before their DQ -> floating-point constant
     kept = []
     for node in model.graph.node:
-        if not (is_quantize(node) or is_dequantize(node)):
+        if not is_qdq(node):
             kept.append(node)
             continue
         renamed[node.output[0]] = node.input[0]

@@ -92,10 +92,7 @@ def to_numpy(buffer: "torch.Tensor") -> Array:
 
 
 class BoundRun:
-    """One fixed shape of an engine: buffers, an execution context, a stream, and by default a CUDA graph.
-
-    Inputs are zeros until they are written (masks: ones), on `stream`, or with `load`.
-    """
+    """One fixed shape of an engine; inputs are zeros (masks: ones) until written on `stream` or by `load`."""
 
     def __init__(self, owner: "Engine", batch: int, length: int, *, stream: Any, graph: bool) -> None:
         gpu = self._torch = owner.torch
@@ -214,9 +211,8 @@ class EngineMemory:
 class Engine(AbstractContextManager["Engine"]):
     """A deserialized engine on the GPU; close it, or use it in a `with` statement.
 
-    Its sidecar must lie beside it; where that is for another machine, version or ONNX file, UserError is
-    raised, and MissingDevice where it cannot be loaded. Engines that are opened one after the other may share
-    `runtime_cache`, a file for kernels compiled just in time (TensorRT-RTX only).
+    UserError: its sidecar is for another machine, version or ONNX file; MissingDevice: it cannot be loaded.
+    `runtime_cache` is a file for kernels compiled just in time (TensorRT-RTX only).
     """
 
     def __init__(
@@ -268,9 +264,8 @@ class Engine(AbstractContextManager["Engine"]):
         self.stream: torch.cuda.Stream = self.torch.cuda.Stream()
 
     def run(self, feeds: Mapping[str, Array]) -> Arrays:
-        """Run once and wait; what the engine did not write is NaN.
+        """Run once and wait; what the engine did not write is NaN, bfloat16 and FP8 come back as float32.
 
-        Floats and integers are converted to the engine's own width; bfloat16 and FP8 come back as float32.
         Inputs of another kind raise UserError, shapes that no profile takes CheckFailed.
         """
         tensors = to_torch(feeds, {name: self.dtypes[name] for name in self.inputs}, self.name)
@@ -292,10 +287,7 @@ class Engine(AbstractContextManager["Engine"]):
         return bound
 
     def kernel_times(self, feeds: Mapping[str, Array], repeats: int = 20) -> dict[str, float]:
-        """Return the mean milliseconds of each kernel, by the name that the layer table gives it.
-
-        Kernels run one after the other with a timer around each, so the sum is more than a run takes.
-        """
+        """Return mean milliseconds by kernel of the layer table; their sum is more than a run takes."""
         tensors = to_torch(feeds, {name: self.dtypes[name] for name in self.inputs}, self.name)
         profile = self._profile_of(tensors)
         profiler = _profiler(self._trt)

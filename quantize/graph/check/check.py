@@ -28,7 +28,6 @@ from qdqbench.quantize.graph.check.view import (
     is_quantize,
     missing_arguments,
     operator,
-    walk_types,
 )
 from qdqbench.quantize.graph.index import ResidualAdd, attribute
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
@@ -78,7 +77,6 @@ class CheckReport(Tabular):
 
     @property
     def errors(self) -> list[FindingRow]:
-        """Findings that break or silently change the engine."""
         return [row for row in self.findings if row.severity == "error"]
 
     @property
@@ -139,10 +137,7 @@ def check_model(
             them: every MatMul and Gemm of these must be in INT8 and no other. The matmuls of an attention
             belong to its module (`(...).attention.self`), what a LayerNorm adds to the module that adds it
             (`(...).attention.output`). Empty: nothing may be in INT8. None: not compared.
-        allow: codes of findings to leave out, such as `quantized-residual`.
-
-    Raises:
-        UserError: the model holds no graph, its names or tensors are corrupted, or `allow` names no code.
+        allow: codes of findings to leave out; UserError where it names none, or the model is corrupted.
     """
     _check_allow(allow)
     validate_names(model)
@@ -205,8 +200,7 @@ def _find_invalid(model: onnx.ModelProto) -> FindingRow | None:
 
 
 def _apply_rules(report: CheckReport, model: onnx.ModelProto, expected: Collection[str] | None) -> None:
-    types, mixes = walk_types(model, report.opset)
-    graph = CheckGraph(model, types)
+    graph = CheckGraph(model)
     added = index.find_residuals(graph.index)
     report.residual_quantized = [
         finding_label(residual.norm) for residual in added if residual.dq is not None
@@ -219,7 +213,7 @@ def _apply_rules(report: CheckReport, model: onnx.ModelProto, expected: Collecti
         names = report.attention_quantized if whole else report.attention_not_quantized
         names.append(finding_label(attention.softmax))
     report.findings = [
-        *mixes,
+        *graph.mixes,
         *_check_opset(graph, report.opset),
         *_check_operators(graph),
         *_check_pairs(graph),

@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto
 
 from qdqbench.quantize.graph.check.codes import finding, finding_label, type_name
-from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, ONNX_DOMAINS, GraphIndex, attribute
+from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, ONNX_DOMAINS, GraphIndex, attribute, opset_of
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.results import Effect, FindingRow
 
@@ -108,10 +108,10 @@ class Attention:
 
 
 class CheckGraph:
-    def __init__(self, model: onnx.ModelProto, types: dict[str, int]) -> None:
+    def __init__(self, model: onnx.ModelProto) -> None:
         self.index = GraphIndex(model)
         self.nodes = list(model.graph.node)
-        self.types = types
+        self.types, self.mixes = walk_types(model)
         self.matmuls = [node for node in self.nodes if operator(node) in MATMULS]
         self.operands = {
             node.output[0]: (self.operand(node.input[0]), self.operand(node.input[1]))
@@ -254,14 +254,13 @@ def _keeps_last(node: onnx.NodeProto) -> bool:
     return permutation is not None and permutation[-1:] == (len(permutation) - 1,)
 
 
-def walk_types(model: onnx.ModelProto, opset: int) -> tuple[dict[str, int], list[FindingRow]]:
+def walk_types(model: onnx.ModelProto) -> tuple[dict[str, int], list[FindingRow]]:
     """Return the element type (TensorProto.DataType) of every tensor where known, and what does not fit.
 
     Types come from the operator schemas of ONNX: inputs that share a type variable must have one type. This
-    names the node, where onnx.shape_inference raises at the first mix or leaves the rest untyped. The model
-    is one that onnx.checker accepts.
+    names the node, where onnx.shape_inference raises at the first mix or leaves the rest untyped.
     """
-    graph = model.graph
+    graph, opset = model.graph, opset_of(model)
     types = {value.name: value.type.tensor_type.elem_type for value in graph.input}
     types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
     declared = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.output)}

@@ -16,9 +16,7 @@ from qdqbench.quantize.engine.backend import BuiltEngine, available_backends, bu
 from qdqbench.quantize.engine.build import build, list_gemms, require_int8
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
-from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.index import prune, rename_tensors
-from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.system import gpu
 from qdqbench.quantize.utils.system.gpu import Gpu
@@ -36,9 +34,7 @@ KINDS = ("int8", "int8 attention", "fp16", "weights only", "activations only", "
 def write(folder: Path, kind: str, path: Path) -> Path:
     """Write the graph of a recipe, with all of its Q/DQ on weights or on activations changed or dropped."""
     if kind == "fp16":
-        model = load_model(str(folder))
-        settings, plan = ExportSettings(20, "fp16", "channel"), tiny.plan_of(tiny.recipe_with(), model)
-        onnx.save(finish_graph(trace(model, 20), plan, settings), path)
+        onnx.save(tiny.twin(folder), path)
         return path
     graph = tiny.exported(folder, "bert-int8-attention" if "attention" in kind else "bert-int8-linears")
     before = {name: node for node in graph.graph.node for name in node.output}

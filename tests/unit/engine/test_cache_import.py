@@ -16,6 +16,8 @@ from qdqbench.quantize.utils.errors import UserError
 from ...support import tiny_bert as tiny
 from ...support.fuzz import hold_to_one_sentence
 
+QUERY = "encoder.layer.0.attention.self.query"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -53,19 +55,17 @@ def test_amax_of_a_cache_become_those_of_the_run(folder, graph, found, tmp_path)
     assert made.calibrated == {}
     assert made.unused == 2
     recipe = parse_recipe(made.text, made.recipe)
-    recipe = recipe.model_copy(
-        update={"calibration": recipe.calibration.model_copy(update={"bias_correction": False})}
-    )
+    section = recipe.calibration.model_copy(update={"bias_correction": False})
+    recipe = recipe.model_copy(update={"calibration": section})
     record = tiny.calibrate(folder, recipe).record
     for name in tiny.LINEARS:
         quantizer = f"{name}.input_quantizer"
         assert record.quantizers[quantizer].amax == pytest.approx(amax[name], rel=1e-6)
         assert record.replaced[quantizer] == pytest.approx(found[name], rel=1e-6)
     rows = {row.name: row for row in record.rows()}
-    assert rows[f"{tiny.LINEARS[0]}.input_quantizer"].calibrated_amax == pytest.approx(
-        found[tiny.LINEARS[0]], rel=1e-6
-    )
-    assert rows[f"{tiny.LINEARS[0]}.weight_quantizer"].calibrated_amax is None
+    first = tiny.LINEARS[0]
+    assert rows[f"{first}.input_quantizer"].calibrated_amax == pytest.approx(found[first], rel=1e-6)
+    assert rows[f"{first}.weight_quantizer"].calibrated_amax is None
     note = next(text for text in record.notes if "given by the recipe" in text)
     assert "0.40 to 0.90 times" in note
     (warning,) = record.warnings
@@ -125,26 +125,16 @@ def test_a_cache_of_another_network_is_refused(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("amax", "changes", "said"),
+    ("name", "changes", "said"),
     [
-        (
-            {"bert.encoder.layer.0.output.dense.input_quantiser": 1.0},
-            {},
-            "near: .*output.dense.input_quantizer",
-        ),
-        ({"encoder.layer.0.output.dense.weight_quantizer": 1.0}, {}, "no quantizer of an INT8 activation"),
-        (
-            {"encoder.layer.0.attention.self.query.input_quantizer": 1.0},
-            {"match": "encoder.layer.0.attention.self.query", "smoothing": 0.5},
-            "is smoothed",
-        ),
+        ("bert.encoder.layer.0.output.dense.input_quantiser", {}, "near: .*output.dense.input_quantizer"),
+        ("encoder.layer.0.output.dense.weight_quantizer", {}, "no quantizer of an INT8 activation"),
+        (f"{QUERY}.input_quantizer", {"match": QUERY, "smoothing": 0.5}, "is smoothed"),
     ],
 )
-def test_given_amax_that_cannot_be_used_are_refused(folder, amax, changes, said):
-    recipe = tiny.recipe_with(calibration={"amax": amax})
-    if changes:
-        rules = [*recipe.model_dump(mode="json")["rules"], changes]
-        recipe = tiny.recipe_with(calibration={"amax": amax}, rules=rules)
+def test_given_amax_that_cannot_be_used_are_refused(folder, name, changes, said):
+    rules = tiny.recipe_with().model_dump(mode="json")["rules"] + ([changes] if changes else [])
+    recipe = tiny.recipe_with(calibration={"amax": {name: 1.0}}, rules=rules)
     model = load_model(str(folder))
     with pytest.raises(UserError, match=said):
         ptq.calibrate(model, tiny.plan_of(recipe, model), tiny.calibration_batches(), recipe.calibration)

@@ -63,16 +63,13 @@ def test_logits_follow_the_fake_quant_model(tiny_bert: Path, name: str, compute:
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 def test_twins_follow_the_fp32_model(tiny_bert: Path, compute: str) -> None:
-    model = load_model(str(tiny_bert))
-    settings = ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
-    twin = finish_graph(trace(model, 20), tiny.plan_of(tiny.recipe_with(), model), settings)
+    model, twin = load_model(str(tiny_bert)), tiny.twin(tiny_bert, compute)
     assert not any(node.op_type.endswith("quantizeLinear") for node in twin.graph.node)
     assert check_model(twin, expected_quantized=()).findings == []
     for batch in BATCHES:
         tolerance = 1e-5 if compute == "fp32" else 0.01
-        np.testing.assert_allclose(
-            tiny.run_onnx(twin, batch), forward(model, batch).numpy(), atol=tolerance, rtol=0
-        )
+        wanted = forward(model, batch).numpy()
+        np.testing.assert_allclose(tiny.run_onnx(twin, batch), wanted, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(("compute", "weights"), [("fp32", "channel"), ("fp16", "factored")])
@@ -95,10 +92,7 @@ def test_the_tanh_gelu_of_a_recipe(tiny_bert: Path, compute: str, weights: str) 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 def test_a_twin_keeps_the_nodes_of_the_trace(tiny_bert: Path, compute: str) -> None:
     """Twins are what INT8 is measured against: none of the rewrites touches them."""
-    model = load_model(str(tiny_bert))
-    graph = trace(model, 20)
-    settings = ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
-    twin = finish_graph(graph, tiny.plan_of(tiny.recipe_with(), model), settings)
+    graph, twin = trace(load_model(str(tiny_bert)), 20), tiny.twin(tiny_bert, compute)
     names, found = (
         [node.name for node in each.graph.node if node.op_type != "Cast"] for each in (graph, twin)
     )
@@ -110,14 +104,9 @@ def test_the_interface(tiny_bert: Path) -> None:
     graph = tiny.exported(tiny_bert).graph
 
     def described(values: Any) -> list[tuple[str, int, list[Any]]]:
-        return [
-            (
-                v.name,
-                v.type.tensor_type.elem_type,
-                [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim],
-            )
-            for v in values
-        ]
+        typed = [(value.name, value.type.tensor_type) for value in values]
+        sizes = {name: [d.dim_param or d.dim_value for d in kind.shape.dim] for name, kind in typed}
+        return [(name, kind.elem_type, sizes[name]) for name, kind in typed]
 
     names = ("input_ids", "attention_mask", "token_type_ids")
     assert described(graph.input) == [(name, TensorProto.INT64, ["batch", "length"]) for name in names]
@@ -287,9 +276,7 @@ class TestSave:
 
     def test_int8_is_much_smaller_than_its_twin(self, tiny_bert: Path) -> None:
         model = load_model(str(tiny_bert))
-        twin = finish_graph(
-            trace(model, 20), tiny.plan_of(tiny.recipe_with(), model), ExportSettings(20, "fp32", "channel")
-        )
+        twin = tiny.twin(tiny_bert, "fp32")
         weights = sum(dict(model.named_parameters())[f"{name}.weight"].numel() for name in tiny.LINEARS)
         overhead = 40_000  # node names and Q/DQ of a graph this small weigh as much as its weights
         assert tiny.exported(tiny_bert).ByteSize() < twin.ByteSize() - 3 * weights + overhead

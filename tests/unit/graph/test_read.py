@@ -124,27 +124,14 @@ def test_a_tensor_that_announces_more_than_it_holds(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
-def external(folder: Path) -> Path:
-    path = folder / "model.onnx"
-    onnx.save_model(healthy(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
-    return path
-
-
 def test_weights_in_another_file(tmp_path: Path) -> None:
-    assert check_file(external(tmp_path), allow=ORDER).findings == []
-
-
-def test_weights_in_another_file_that_is_missing(tmp_path: Path) -> None:
-    path = external(tmp_path)
-    (tmp_path / "weights.bin").unlink()
-    assert "weights.bin, which is missing; copy that file" in refusal(path)
-
-
-def test_weights_in_another_file_that_is_truncated(tmp_path: Path) -> None:
-    path = external(tmp_path)
-    weights = tmp_path / "weights.bin"
+    path, weights = tmp_path / "model.onnx", tmp_path / "weights.bin"
+    onnx.save_model(healthy(), path, save_as_external_data=True, location=weights.name, size_threshold=0)
+    assert check_file(path, allow=ORDER).findings == []
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "cannot read the external data of tensor" in refusal(path)
+    weights.unlink()
+    assert "weights.bin, which is missing; copy that file" in refusal(path)
 
 
 def test_weights_outside_of_the_folder(tmp_path: Path) -> None:

@@ -181,9 +181,7 @@ class TestJoining:
         assert_untouched(graph)
 
     def test_twins_stay(self, tiny_bert: Path) -> None:
-        model = load_model(str(tiny_bert))
-        plan = tiny.plan_of(tiny.recipe_with(), model)
-        twin = finish_graph(trace(model, 20), plan, ExportSettings(20, "fp16", "factored"))
+        twin = tiny.twin(tiny_bert)
         assert joined_modules(twin) == []
         assert_untouched(twin)
 

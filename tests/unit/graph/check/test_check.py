@@ -15,16 +15,8 @@ from qdqbench.quantize.graph.check.check import CheckReport, check_model, to_jso
 from qdqbench.quantize.graph.check.codes import CODES
 from qdqbench.quantize.utils.errors import UserError
 
+from ....support import broken_layers as broken
 from ....support import tiny_layer as tiny
-from ....support.broken_layers import (
-    CASES,
-    IDS,
-    Case,
-    float_weight,
-    mask_in_fp32,
-    quantized_gemm,
-    rightly_transposed_weight,
-)
 
 ORDER = "slow-weight-order"
 
@@ -38,8 +30,8 @@ def found(report: CheckReport) -> list[tuple[str, str]]:
     return [(row.code, row.node) for row in report.findings]
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_a_broken_model_names_the_node_and_nothing_else(case: Case) -> None:
+@pytest.mark.parametrize("case", broken.CASES, ids=broken.IDS)
+def test_a_broken_model_names_the_node_and_nothing_else(case: broken.Case) -> None:
     report = checked(case.broken())
     assert found(report) == [(case.code, case.node)]
     severity, _, fix = CODES[case.code]
@@ -51,7 +43,7 @@ def test_a_broken_model_names_the_node_and_nothing_else(case: Case) -> None:
 
 def test_every_code_has_a_broken_model() -> None:
     below = {"no-qdq", "recipe-missing", "recipe-surplus", ORDER}
-    assert {case.code for case in CASES} | below == set(CODES)
+    assert {case.code for case in broken.CASES} | below == set(CODES)
 
 
 def test_the_parser_agrees() -> None:
@@ -65,11 +57,11 @@ def test_the_parser_agrees() -> None:
         return not trt.OnnxParser(network, logger).parse(model.SerializeToString())
 
     assert not any(refused(tiny.healthy(form)) for form in tiny.FORMS)
-    assert [case.code for case in CASES if refused(case.broken()) != case.refused] == []
+    assert [case.code for case in broken.CASES if refused(case.broken()) != case.refused] == []
 
 
 # No other rule was applied after these, and UINT8 with zero point 0 is read as if it were INT8.
-NOT_COUNTED = [name for name in IDS if name.endswith(("opset-too-low", "invalid-onnx", "uint8"))]
+NOT_COUNTED = [name for name in broken.IDS if name.endswith(("opset-too-low", "invalid-onnx", "uint8"))]
 
 
 def in_int8(report: CheckReport) -> int | None:
@@ -78,8 +70,8 @@ def in_int8(report: CheckReport) -> int | None:
     return None if report.refusals else sum(row.state == "INT8" for row in rows)
 
 
-@pytest.mark.parametrize(("name", "case"), [*zip(IDS, CASES, strict=True)], ids=IDS)
-def test_what_is_counted_is_what_the_engine_ran(name: str, case: Case) -> None:
+@pytest.mark.parametrize(("name", "case"), [*zip(broken.IDS, broken.CASES, strict=True)], ids=broken.IDS)
+def test_what_is_counted_is_what_the_engine_ran(name: str, case: broken.Case) -> None:
     report = checked(case.broken())
     if name in NOT_COUNTED:  # less, never more
         assert (in_int8(report) or 0) <= (case.int8 or 0)
@@ -97,7 +89,7 @@ def test_the_engine_agrees(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
     builder = choose_backend("tensorrt_rtx")
     path, other = tmp_path / "model.onnx", []
-    for name, case in zip(IDS, CASES, strict=True):
+    for name, case in zip(broken.IDS, broken.CASES, strict=True):
         onnx.save(case.broken(), path)
         row = engine_row(path, builder)
         if (None if row.refused else row.int8_gemms) != case.int8:
@@ -139,12 +131,12 @@ def moved(model: onnx.ModelProto) -> None:
 
 
 def right_gemm(model: onnx.ModelProto) -> None:
-    quantized_gemm(model, axis=0)
+    broken.quantized_gemm(model, axis=0)
 
 
 def large_in_fp32_island(model: onnx.ModelProto) -> None:
     """A mask of -3.4e38 that softmax reads in FP32, in a model that is FP16 elsewhere."""
-    mask_in_fp32(model)
+    broken.mask_in_fp32(model)
     for name in ("/mask/Cast_1", "/layer/self/p/Cast"):
         tiny.node(model, name).attribute[0].i = TensorProto.FLOAT
     tiny.insert(model, "/layer/self/Add", 0, tiny.make("Cast", "/scores", to=TensorProto.FLOAT))
@@ -156,7 +148,7 @@ def large_in_fp32_island(model: onnx.ModelProto) -> None:
         ("fp16", two_casts),
         ("fp16", scalar_factor),
         ("fp16", moved),
-        ("fp16", rightly_transposed_weight),
+        ("fp16", broken.rightly_transposed_weight),
         ("fp32", right_gemm),
         ("fp32", lambda model: tiny.set_axis(model, tiny.WEIGHT, -1)),
         ("factored", large_in_fp32_island),
@@ -238,7 +230,8 @@ def two_transposes(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize(
     ("form", "edit", "where"),
     [
-        ("fp32", float_weight, tiny.QUERY),  # a builder folds Q and DQ of FP32 into codes of the same order
+        # a builder folds Q and DQ of FP32 into codes of the same order
+        ("fp32", broken.float_weight, tiny.QUERY),
         ("fp32", gemm_without_trans_b, "/classifier/Gemm"),
         ("factored", two_transposes, tiny.QUERY),
     ],
@@ -267,7 +260,7 @@ def reshaped(model: onnx.ModelProto) -> None:
 
 def float_weight_n_k(model: onnx.ModelProto) -> None:
     """As ModelOpt's exporter has it: FP32 [N, K] -> Q -> DQ -> Transpose."""
-    float_weight(model)
+    broken.float_weight(model)
     in_nk(model, "query")
     tiny.set_axis(model, "/layer/query/weight/Q", 0)
 
@@ -301,33 +294,24 @@ def test_a_transpose_that_does_not_fit_its_weight(form: str, perm: list[int]) ->
 
 
 MODULES = {"layer.query", "layer.key", "layer.value", "layer.output", "layer.self"}
+LACKING = {"/classifier/Gemm": "recipe-missing"}
 
 
-def test_the_recipe_holds() -> None:
-    assert checked(tiny.healthy(), expected_quantized=MODULES).findings == []
-    plain = tiny.healthy(int8_attention=False)
-    assert checked(plain, expected_quantized=MODULES - {"layer.self"}).findings == []
-
-
-def test_a_module_that_the_recipe_wants_and_the_file_lacks() -> None:
-    report = checked(tiny.healthy(), expected_quantized=MODULES | {"classifier", "layer.kee"})
-    assert found(report) == [("recipe-missing", "/classifier/Gemm"), ("recipe-missing", "layer.kee")]
-    assert "layer.key" in report.findings[1].why
-
-
-def test_attention_that_the_recipe_wants_and_the_file_lacks() -> None:
-    report = checked(tiny.healthy(int8_attention=False), expected_quantized=MODULES)
-    assert found(report) == [("recipe-missing", "/layer/self/MatMul"), ("recipe-missing", tiny.CONTEXT)]
-
-
-def test_a_module_that_the_recipe_keeps_in_floating_point() -> None:
-    report = checked(tiny.healthy(), expected_quantized=MODULES - {"layer.key"})
-    assert found(report) == [("recipe-surplus", "/layer/key/MatMul")]
-
-
-def test_a_recipe_that_quantizes_nothing() -> None:
-    report = checked(tiny.healthy(int8_attention=False), expected_quantized=())
-    assert found(report) == [("recipe-surplus", name) for name in tiny.LINEARS]
+@pytest.mark.parametrize(
+    ("attention", "expected", "wrong"),
+    [
+        (True, MODULES, {}),
+        (False, MODULES - {"layer.self"}, {}),
+        (True, MODULES - {"layer.key"}, {"/layer/key/MatMul": "recipe-surplus"}),
+        (True, MODULES | {"classifier", "layer.kee"}, LACKING | {"layer.kee": "recipe-missing"}),
+        (False, MODULES, dict.fromkeys(("/layer/self/MatMul", tiny.CONTEXT), "recipe-missing")),
+        (False, set(), dict.fromkeys(tiny.LINEARS, "recipe-surplus")),
+    ],
+)
+def test_the_recipe_is_held_to(attention: bool, expected: set[str], wrong: dict[str, str]) -> None:
+    report = checked(tiny.healthy(int8_attention=attention), expected_quantized=expected)
+    assert found(report) == [(code, node) for node, code in wrong.items()]
+    assert "layer.kee" not in wrong or "layer.key" in report.findings[-1].why
 
 
 def without_qdq() -> onnx.ModelProto:
@@ -352,7 +336,7 @@ def test_a_twin_without_qdq() -> None:
 def test_errors_come_before_warnings() -> None:
     model = tiny.healthy("fp32")
     tiny.store(model, "fill", -3.4e38)
-    float_weight(model)
+    broken.float_weight(model)
     tiny.store(model, "/layer/output/input.zero_point", 1)
     report = checked(model)
     assert [row.severity for row in report.findings] == ["error", "warning", "warning"]
