@@ -211,12 +211,11 @@ def prebuild(
 ) -> None:
     """Build and compile in processes; waits for all of it. TensorRT times kernels: it builds alone, later."""
     target.stack.callback(work.models.clear)
-    bench = target.session.folder / "bench"
     if options.splits:
         start_compiles(work, target.session.folder, options.model_copy(update={"lengths": []}))
     specs = _all_engines(target, options)
     if not options.keep_engines:
-        target.stack.callback(lambda: [path.unlink() for path in bench.glob("*.compiled")])
+        target.stack.callback(_forget_markers, target.session.folder / "bench")
         for spec in specs:
             for path in (spec.proof, spec.cache, sidecar_path(spec.engine), spec.engine):
                 target.stack.callback(path.unlink, missing_ok=True)  # the layer table stays
@@ -228,6 +227,11 @@ def prebuild(
     while left := work.background.left:
         announce(f"{left} builds and compilations are under way or wait")
         time.sleep(WAIT_S)
+
+
+def _forget_markers(folder: Path) -> None:
+    for path in folder.glob("*.compiled"):
+        path.unlink(missing_ok=True)
 
 
 def _all_engines(target: Target, options: systems.BenchPlan) -> list[EngineSpec]:

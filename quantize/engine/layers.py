@@ -297,12 +297,13 @@ def operations(row: LayerRow) -> list[str]:
 
 def kernel_kind(row: LayerRow) -> KernelKind:
     words, lower = operations(row), row.kind.lower()
+    if lower in _NO_KERNEL or is_attention(row):
+        return "none" if lower in _NO_KERNEL else "attention"
+    known: KernelKind | None = "gemm" if lower == "gemm" or "Fc" in words else _KINDS.get(lower)
+    if known:
+        return known
     operators = {kernel_operator(node) for node in row.onnx}
     rules: tuple[tuple[object, KernelKind], ...] = (
-        (lower in _NO_KERNEL, "none"),
-        (is_attention(row), "attention"),
-        (lower == "gemm" or "Fc" in words, "gemm"),
-        (lower in _KINDS, _KINDS.get(lower, "none")),
         ("Gath" in words and kernel_block(row) == EMBEDDINGS, "embeddings"),
         ("Mean" in words or "LayerNormalization" in operators, "LayerNorm"),
         (is_gelu(row), "GELU"),

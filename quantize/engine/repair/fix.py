@@ -40,7 +40,7 @@ class _Form:
 
     plain: str
     operands: tuple[int, ...]
-    result: int | None  # None: the result is floating point
+    result: int
     kept: tuple[str, ...] = ()  # attributes
 
 
@@ -85,14 +85,18 @@ def _to_plain(
     model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto, form: _Form
 ) -> Replaced | None:
     inputs = [*node.input]
-    if len(inputs) <= max(form.operands, default=0) + 1:
+    if len(inputs) <= max(form.operands) + 1:
         return None
     name = node.name.removesuffix("_quant") or node.output[0]
-    new = [
-        _dq(inputs[start : start + 3], f"{name}_operand_{number}", index)
-        for number, start in enumerate(form.operands)
-    ]
-    plain = [dq.output[0] for dq in new]
+    new, plain = list[onnx.NodeProto](), list[str]()
+    for number, start in enumerate(form.operands):
+        operand, given = f"{name}_operand_{number}", [each for each in inputs[start : start + 3] if each]
+        plain.append(f"{operand}_float")
+        dq = helper.make_node("DequantizeLinear", given, plain[-1:], name=f"{operand}_DQ")
+        codes, scale = index.stored(inputs[start]), index.constant(inputs[start + 1])
+        if scale is not None and scale.size > 1 and codes is not None:  # along N of a weight [K, N]
+            dq.attribute.append(helper.make_attribute("axis", len(codes.dims) - 1))
+        new.append(dq)
     if node.op_type == "QGemm" and len(inputs) > 6 and inputs[6]:
         bias, *scales = (index.constant(inputs[position]) for position in (6, 1, 4))
         if bias is None or scales[0] is None or scales[1] is None:
@@ -100,26 +104,15 @@ def _to_plain(
         value = bias.astype(np.float32) * scales[0].astype(np.float32) * scales[1].astype(np.float32)
         plain.append(f"{name}_bias_float")
         model.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), plain[-1]))
-    result = "" if form.result is None or len(inputs) <= form.result else inputs[form.result]
+    result = inputs[form.result] if len(inputs) > form.result else ""
     target = f"{node.output[0]}_plain" if result else node.output[0]
     made = helper.make_node(form.plain, plain, [target], name=name)
     made.attribute.extend(item for item in node.attribute if item.name in form.kept)
     new.append(made)
-    if result and form.result is not None:
+    if result:
         scale = [name for name in inputs[form.result : form.result + 2] if name]
         new.append(helper.make_node("QuantizeLinear", [target, *scale], [node.output[0]], name=f"{name}_Q"))
     return {id(node): new}
-
-
-def _dq(inputs: list[str], name: str, index: GraphIndex) -> onnx.NodeProto:
-    """Return a DQ whose scales, where it has several, are along the last axis, as for a weight [K, N]."""
-    node = helper.make_node(
-        "DequantizeLinear", [each for each in inputs if each], [f"{name}_float"], name=f"{name}_DQ"
-    )
-    scale, codes = index.constant(inputs[1]), index.stored(inputs[0])
-    if scale is not None and scale.size > 1 and codes is not None:
-        node.attribute.append(helper.make_attribute("axis", len(codes.dims) - 1))
-    return node
 
 
 def _dynamic(model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto) -> Replaced | None:
