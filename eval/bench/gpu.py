@@ -311,9 +311,8 @@ def _prepare_engine(
         engine_bytes=None if more else first.memory.engine_bytes,
         activation_bytes=None if more else first.memory.activation_bytes,
     )
-    return systems.Entry(
-        row, measure.ReadySystem(system.name, system.precision, lanes, timer), proofs[0].layers
-    )
+    ready = measure.ReadySystem(system.name, system.precision, lanes, timer)
+    return systems.Entry(row, ready, proofs[0].layers)
 
 
 def _bind_lanes(
@@ -373,9 +372,8 @@ def _unpadded_lanes(
         here.work.unpadded = peers.UnpaddedEncoder(model)
     encoder = here.work.unpadded
     if split is None:
-        packings = [
-            peers.pack_rows(peers.unpadded_rows(batch), 1, encoder.positions_of) for batch in here.batches
-        ]
+        rows_of = map(peers.unpadded_rows, here.batches)
+        packings = [peers.pack_rows(rows, 1, encoder.positions_of) for rows in rows_of]
         sets = [measure.to_device({PACKED: packing.launches[0]}) for packing in packings]
         runs = [_bind_packed(encoder, packings[0], here.config) for _ in range(max(here.options.streams))]
         return [measure.DeviceLane(run, sets) for run in runs], runs[0].detail

@@ -283,9 +283,7 @@ class DeviceLane:
             bound.inputs[name].copy_(first[name])
         torch.cuda.synchronize()
         # the mask and the types are the same in all sets: copying them would only disturb
-        self.varying = [
-            name for name in bound.inputs if any(not torch.equal(first[name], s[name]) for s in sets)
-        ]
+        self.varying = [n for n in bound.inputs if any(not torch.equal(first[n], s[n]) for s in sets)]
 
     def feed(self, number: int) -> None:
         chosen = self.sets[number % len(self.sets)]

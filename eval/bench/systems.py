@@ -213,10 +213,8 @@ class Preparation(Generic[Work]):
         config, target, options = self.config, self.target, self.options
         if config.split:
             return config.split.batches
-        vocabulary = target.about.shape["vocabulary"]
-        return random_sets(
-            target.family.inputs, config.shapes[0], vocabulary, options.input_sets, options.seed
-        )
+        words, sets = target.about.shape["vocabulary"], options.input_sets
+        return random_sets(target.family.inputs, config.shapes[0], words, sets, options.seed)
 
     def forward(self, system: System) -> Callable[..., Any]:
         """Return the model in PyTorch with SDPA attention, eager or compiled; on a GPU for each shape."""

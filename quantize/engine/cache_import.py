@@ -129,9 +129,8 @@ def recipe_from_cache(
         names = read.get(linear, ())
         tensor = next((name for name in names if name in found.scales), None)
         if tensor is None:
-            calibrated[linear] = (
-                f"the {'cache does not name its input' if names else 'graph does not show it'}"
-            )
+            why = "cache does not name its input" if names else "graph does not show it"
+            calibrated[linear] = f"the {why}"
         elif not 1e-6 <= (amax := found.scales[tensor] * 127) <= FP16_MAX:
             calibrated[linear] = f"its amax in the cache is {amax:g}"
         else:

@@ -230,9 +230,8 @@ def why_not(layers: Sequence[LayerRow], node: str) -> NotInt8:
 def _deciding(rows: list[LayerRow], node: str) -> list[LayerRow]:
     """Return the rows of one copy of the network that compute `node`; others may only dequantize it."""
     named = [row for row in rows if row.kind == "gemm" and node in name_parts(row)]
-    return (
-        named or [row for row in rows if row.kind in ("gemm", "runtime_fusion") or is_attention(row)] or rows
-    )
+    computing = [row for row in rows if row.kind in ("gemm", "runtime_fusion") or is_attention(row)]
+    return named or computing or rows
 
 
 def _nodes(row: LayerRow, known: Collection[str]) -> list[str]:

@@ -64,9 +64,8 @@ def read_profile(path: Path) -> dict[str, float]:
 
 
 def read_times(path: Path) -> Times:
-    fields = {"start": "startComputeMs"} | {
-        name: f"{name}Ms" for name in ("h2d", "compute", "d2h", "latency")
-    }
+    own = ("h2d", "compute", "d2h", "latency")
+    fields = {"start": "startComputeMs"} | {name: f"{name}Ms" for name in own}
     rows = _read_json(path, "exported times")
     if not isinstance(rows, list) or not rows or len(rows) > MAX_QUERIES:
         raise UserError(

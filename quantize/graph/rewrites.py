@@ -77,9 +77,7 @@ def clip_scaled_linears(model: onnx.ModelProto) -> None:
         if maker is not None and maker.op_type in ("MatMul", "Gemm", "Add"):
             if source not in clipped:
                 clipped[source] = f"{source}_clipped"
-                bounds = {
-                    f"{source}_{name}": value for name, value in (("min", -FP16_MAX), ("max", FP16_MAX))
-                }
+                bounds = {f"{source}_min": -FP16_MAX, f"{source}_max": FP16_MAX}
                 store_constants(model, {name: np.array(value, np.float32) for name, value in bounds.items()})
                 nodes.append(
                     helper.make_node("Clip", [source, *bounds], [clipped[source]], name=f"{maker.name}/Clip")
@@ -222,9 +220,8 @@ def _join(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodeProto
 def _write_sigmoid(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.NodeProto]:
     x, name = gelu.input[0], gelu.name
     linear, cubic = f"{name}_linear", f"{name}_cubic"
-    store_constants(
-        model, {linear: np.array(_GELU_LINEAR, np.float32), cubic: np.array(_GELU_CUBIC, np.float32)}
-    )
+    numbers = {linear: _GELU_LINEAR, cubic: _GELU_CUBIC}
+    store_constants(model, {key: np.array(value, np.float32) for key, value in numbers.items()})
     steps = [
         ("Mul", [x, x], f"{name}_square"),
         ("Mul", [f"{name}_square", cubic], f"{name}_scaled"),
@@ -288,9 +285,8 @@ def use_sequence_first(model: onnx.ModelProto) -> int:
         for position, name in enumerate(node.input):
             if name in region.tensors and id(node) not in inside:
                 node.input[position] = back = f"{name}/batch_first"
-                behind.setdefault(
-                    id(index.producers[name]), [transpose_hidden(name, back, f"{_BACK}_{len(behind)}")]
-                )
+                turned = transpose_hidden(name, back, f"{_BACK}_{len(behind)}")
+                behind.setdefault(id(index.producers[name]), [turned])
     for number, name in enumerate(value.name for value in model.graph.output if value.name in region.tensors):
         # a head that computes every token alone
         maker, inner = index.producers[name], f"{name}/turned"

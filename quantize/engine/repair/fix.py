@@ -110,8 +110,8 @@ def _to_plain(
     made.attribute.extend(item for item in node.attribute if item.name in form.kept)
     new.append(made)
     if result:
-        scale = [name for name in inputs[form.result : form.result + 2] if name]
-        new.append(helper.make_node("QuantizeLinear", [target, *scale], [node.output[0]], name=f"{name}_Q"))
+        ends = [name for name in inputs[form.result : form.result + 2] if name]
+        new.append(helper.make_node("QuantizeLinear", [target, *ends], [node.output[0]], name=f"{name}_Q"))
     return {id(node): new}
 
 
@@ -334,9 +334,7 @@ def rewrite(
 
 def _calibrate(plain: onnx.ModelProto, scales: Scales, feeds: runs.Feeds) -> list[Product]:
     waiting = {product.node: product for product in scales.waiting}
-    sources = {
-        output: node.input[0] for node in plain.graph.node for output in node.output if output in waiting
-    }
+    sources = {name: node.input[0] for node in plain.graph.node for name in node.output if name in waiting}
     found = runs.measure_ranges(plain, sources.values(), feeds) if sources else {}
     return [
         replace(waiting[output], amax={0: found[source]})

@@ -202,9 +202,7 @@ def _find_invalid(model: onnx.ModelProto) -> FindingRow | None:
 def _apply_rules(report: CheckReport, model: onnx.ModelProto, expected: Collection[str] | None) -> None:
     graph = CheckGraph(model)
     added = index.find_residuals(graph.index)
-    report.residual_quantized = [
-        finding_label(residual.norm) for residual in added if residual.dq is not None
-    ]
+    report.residual_quantized = [finding_label(each.norm) for each in added if each.dq is not None]
     for node in graph.matmuls:
         both = all(graph.is_int8(operand) for operand in graph.operands[node.output[0]])
         (report.quantized if both else report.not_quantized).append(finding_label(node))
@@ -413,9 +411,8 @@ def _check_type(graph: CheckGraph, node: onnx.NodeProto, scales: int) -> Iterato
     elif point is not None:
         if shifted:
             value = point.reshape(-1)[np.flatnonzero(point)[0]]
-            yield finding(
-                "non-zero-zero-point", node, f"its zero point is {value}; TensorRT refuses all but 0"
-            )
+            why = f"its zero point is {value}; TensorRT refuses all but 0"
+            yield finding("non-zero-zero-point", node, why)
         if point.size != scales:
             why = f"its zero point has {point.size} values and its scale {scales}; TensorRT refuses that"
             yield finding("zero-point-shape", node, why)
@@ -629,10 +626,8 @@ def _list_float_constants(graph: CheckGraph) -> Iterator[tuple[TensorProto, str,
 
 
 def _check_large(graph: CheckGraph, name: str, node: onnx.NodeProto, largest: float) -> Iterator[FindingRow]:
-    code, why = (
-        "constant-overflows-fp16",
-        f"its constant {name!r} holds {largest:g}; FP16 ends at {FP16_MAX:g}",
-    )
+    code = "constant-overflows-fp16"
+    why = f"its constant {name!r} holds {largest:g}; FP16 ends at {FP16_MAX:g}"
     casts = (n for n in graph.reach(name, _CARRIES) if operator(n) == "Cast")
     if graph.types.get(name) == TensorProto.FLOAT16:
         why = f"its FP16 constant {name!r} holds {largest:g}, and -inf times 0, or a row of -inf, makes NaN"

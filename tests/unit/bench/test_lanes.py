@@ -17,9 +17,8 @@ from qdqbench.quantize.models.families.known import BERT
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(2, 500), st.integers(1, 5), st.integers(0, 3))
 def test_random_inputs_are_seeded_distinct_and_in_the_vocabulary(batch, length, vocabulary, sets, seed):
-    drawn, again = (
-        measure.random_sets(BERT.inputs, (batch, length), vocabulary, sets, seed) for _ in range(2)
-    )
+    shape = (batch, length)
+    drawn, again = (measure.random_sets(BERT.inputs, shape, vocabulary, sets, seed) for _ in range(2))
     assert len(drawn) == sets
     for one, same in zip(drawn, again, strict=True):
         assert {name: array.dtype for name, array in one.items()} == dict.fromkeys(one, np.int64)

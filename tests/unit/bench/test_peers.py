@@ -39,9 +39,8 @@ def test_without_padding_the_mask_changes_nothing(model):
     ids = torch.from_numpy(padded_batch((9, 9))["input_ids"])
     run = peers.eager_forward(model)
     with torch.inference_mode():
-        assert torch.allclose(
-            run(input_ids=ids), run(input_ids=ids, attention_mask=torch.ones_like(ids)), atol=1e-5
-        )
+        masked = run(input_ids=ids, attention_mask=torch.ones_like(ids))
+        assert torch.allclose(run(input_ids=ids), masked, atol=1e-5)
 
 
 def test_fp16_peers_are_half(tiny_bert):
@@ -213,9 +212,8 @@ def test_other_attentions_are_refused_by_name(model_type):
 @pytest.mark.parametrize("auto", [AutoModelForTokenClassification, AutoModelForQuestionAnswering])
 def test_heads_over_tokens_answer_every_token(auto):
     torch.manual_seed(0)
-    model = auto.from_config(
-        AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])
-    ).eval()
+    config = AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])
+    model = auto.from_config(config).eval()
     batch = padded(model)
     reference = expected(model, batch)
     (answers,), packing = unpadded(model, batch, 1)

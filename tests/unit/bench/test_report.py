@@ -45,9 +45,8 @@ def test_what_a_reader_must_know_is_on_every_page(tmp_path):
     (line,) = report.slow_lines(bench)
     assert line.startswith("b1 s128: INT8 engine is slower than FP16 engine, 0.90x")
     assert line.endswith(REASON)
-    assert (
-        report.clocks(bench) == "clock and power while measured: 1755 to 1755 MHz, 412 to 412 W, 44 to 44 °C"
-    )
+    clocks = "1755 to 1755 MHz, 412 to 412 W, 44 to 44 °C"
+    assert report.clocks(bench) == f"clock and power while measured: {clocks}"
     needles = (
         "bert-base (random weights)", "NVIDIA H200", "TensorRT-RTX 1.4.0.76", "torch 2.11.0",
         "1755 to 1755 MHz", "INT8 over the fastest FP16", "torch.compile FP16 1.6", "Interrupted",
@@ -213,10 +212,8 @@ def test_names_cannot_break_a_page(tmp_path):
 
 
 def test_tables_of_the_markdown_have_as_many_cells_as_columns(tmp_path):
-    lines = [
-        line for line in pages(sample_bench(), tmp_path)["bench.md"].splitlines() if line.startswith("|")
-    ]
-    widths = [line.count("|") for line in lines]
+    lines = pages(sample_bench(), tmp_path)["bench.md"].splitlines()
+    widths = [line.count("|") for line in lines if line.startswith("|")]
     assert widths[:5] == [5] * 5  # header, rule, three shapes
     assert widths[5:15] == [5] * 10  # header, rule, six contestants, two ratios
     assert widths[15:35] == [widths[15]] * (2 + 18)

@@ -249,9 +249,8 @@ def test_an_fp16_engine():
 
 
 def test_int8_attention_and_the_recipe():
-    products = {
-        f"/bert/encoder/layer.{n}/attention/self/{name}" for n in (0, 1) for name in ("MatMul", "MatMul_1")
-    }
+    attentions = [f"/bert/encoder/layer.{n}/attention/self" for n in (0, 1)]
+    products = {f"{path}/{name}" for path in attentions for name in ("MatMul", "MatMul_1")}
     held = Inspection(bert(attention="int8"), expected=LINEARS | products, expected_attention=2)
     assert (len(held.proof.int8_gemms), held.gemms, held.failures) == (16, 18, [])
     broken = Inspection(bert(), expected=LINEARS | products, expected_attention=2)

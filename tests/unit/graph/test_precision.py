@@ -108,10 +108,8 @@ def test_nothing_is_cast_twice(tiny_bert: Path) -> None:
 )
 def test_islands_compute_in_fp32(tiny_bert: Path, rules: list[dict[str, str]], inside: Any) -> None:
     recipe = tiny.recipe_with(rules=[{"precision": "fp32"} | rule for rule in rules])
-    model = load_model(str(tiny_bert))
-    twin = finish_graph(
-        traced_twin(tiny_bert), tiny.plan_of(recipe, model), ExportSettings(20, "fp16", "channel")
-    )
+    plan = tiny.plan_of(recipe, load_model(str(tiny_bert)))
+    twin = finish_graph(traced_twin(tiny_bert), plan, ExportSettings(20, "fp16", "channel"))
     found = compute_types(twin)
     members = [node for node in twin.graph.node if found.get(node.name) and inside(node)]
     assert members
@@ -213,10 +211,8 @@ class TestOutputs:
         model = graph_of(nodes, {"c": 3}, outputs=("y", "z"))
         to_fp16(model)
         onnx.checker.check_model(model, full_check=True)
-        assert [(o.name, o.type.tensor_type.elem_type) for o in model.graph.output] == [
-            ("y", FLOAT),
-            ("z", FLOAT),
-        ]
+        types = {output.name: output.type.tensor_type.elem_type for output in model.graph.output}
+        assert types == {"y": FLOAT, "z": FLOAT}
         np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), X + 3)
 
     def test_an_output_of_an_island(self) -> None:
@@ -261,9 +257,9 @@ class TestCasts:
         np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), np.trunc(X) + 1)
 
     def test_constants_become_initializers(self) -> None:
-        value = numpy_helper.from_array(np.array([1.5, 2.5, 3.5], np.float64))
+        value = np.array([1.5, 2.5, 3.5], np.float64)
         nodes = [
-            helper.make_node("Constant", [], ["c"], value=value),
+            helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(value)),
             op("Cast", "c", "d", "/cast", to=FLOAT),
             op("Add", "x d", "y", "/Add"),
         ]
@@ -271,9 +267,7 @@ class TestCasts:
         constants_to_initializers(model)
         assert [n.op_type for n in model.graph.node] == ["Add"]
         assert tiny.tensor(model, "d").dtype == np.float32
-        np.testing.assert_array_equal(
-            tiny.run_onnx(model, {"x": X}), X + np.array([1.5, 2.5, 3.5], np.float32)
-        )
+        np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), X + value.astype(np.float32))
 
 
 def test_a_mean_is_summed_and_divided_in_fp32() -> None:

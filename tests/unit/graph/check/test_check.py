@@ -120,9 +120,8 @@ def two_casts(model: onnx.ModelProto) -> None:
 
 def scalar_factor(model: onnx.ModelProto) -> None:
     tiny.insert(model, tiny.QUERY, 0, tiny.make("Mul", "/mul", tiny.give(model, "factor", 0.5, np.float16)))
-    tiny.insert(
-        model, tiny.QUERY, 0, tiny.make("Div", "/div", tiny.give(model, "divisor", [[2]], np.float16))
-    )
+    divisor = tiny.give(model, "divisor", [[2]], np.float16)
+    tiny.insert(model, tiny.QUERY, 0, tiny.make("Div", "/div", divisor))
 
 
 def moved(model: onnx.ModelProto) -> None:
@@ -177,9 +176,8 @@ def in_nk(model: onnx.ModelProto, *modules: str) -> onnx.ModelProto:
         tiny.store(model, codes.name, numpy_helper.to_array(codes).T)
         if dq.attribute:
             tiny.set_axis(model, dq.name, 0)
-        tiny.insert(
-            model, f"/layer/{name}/MatMul", 1, tiny.make("Transpose", f"/layer/{name}/t", perm=[1, 0])
-        )
+        turn = tiny.make("Transpose", f"/layer/{name}/t", perm=[1, 0])
+        tiny.insert(model, f"/layer/{name}/MatMul", 1, turn)
     return model
 
 
@@ -222,9 +220,8 @@ def gemm_without_trans_b(model: onnx.ModelProto) -> None:
 
 
 def two_transposes(model: onnx.ModelProto) -> None:
-    tiny.insert(
-        model, tiny.QUERY, 1, tiny.make("Transpose", "/t1", perm=[1, 0]), tiny.make("Transpose", "/t2")
-    )
+    first, second = tiny.make("Transpose", "/t1", perm=[1, 0]), tiny.make("Transpose", "/t2")
+    tiny.insert(model, tiny.QUERY, 1, first, second)
 
 
 @pytest.mark.parametrize(
