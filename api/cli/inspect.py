@@ -28,7 +28,7 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show the kernel and datatypes of each ONNX layer: INT8 against the recipe, attention, time."""
-    from qdqbench.quantize.engine.inspection import inspect_layers, read_graph
+    from qdqbench.quantize.engine.inspection import Inspection, read_graph
     from qdqbench.quantize.engine.trtexec import read_profile
     from qdqbench.quantize.pipeline.inspect_target import MEASURED, count_expected, measure_times, open_target
 
@@ -48,9 +48,7 @@ def inspect(
     elif profile:
         times = read_profile(Path(profile))
     graph = read_graph(found.onnx) if found.onnx else None
-    judged = inspect_layers(
-        found.layers, graph, expected=expected, expected_attention=attentions, times=times
-    )
+    judged = Inspection(found.layers, graph, expected=expected, expected_attention=attentions, times=times)
     if json:
         print_json(_to_json(found, judged))
     else:

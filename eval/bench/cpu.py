@@ -1,7 +1,4 @@
-"""Systems of one config on a CPU: models with their threads pinned, and the proof of INT8.
-
-All but PyTorch and INT8 start from one FP32 export. All take any shape, as engines do on a CPU.
-"""
+"""Systems of one config on a CPU: models with their threads pinned, and the proof of INT8."""
 
 import contextlib
 import io
@@ -18,19 +15,10 @@ import numpy as np
 from qdqbench.eval.bench import measure, systems
 from qdqbench.eval.bench.results import BenchRow
 from qdqbench.eval.bench.target import RANDOM_BATCH, RANDOM_SAMPLES, Target
-from qdqbench.quantize.engine.build import count_attentions, list_gemms
-from qdqbench.quantize.engine.cpu_runtimes import (
-    Compute,
-    Run,
-    choose_compute,
-    compile_model,
-    read_openvino_model,
-)
+from qdqbench.quantize.engine import cpu_runtimes
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
-from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.models.inputs import MASK
-from qdqbench.quantize.pipeline.artifacts import expected_modules
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Float32
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
@@ -84,7 +72,6 @@ def prepare_on_cpu(here: systems.Preparation[CpuWork]) -> list[systems.Entry]:
 
 
 def _int8_runs(here: systems.Preparation[CpuWork], system: systems.System) -> CpuRuns:
-    """Return the INT8 engine of a runtime, from a graph in its own form; its kernels prove INT8."""
     session, config, backend = here.target.session, here.config, cast("BackendName", system.library)
     graph = _int8_graph(here, backend)
     shape = config.split.task if config.split else f"s{config.length}"
@@ -92,18 +79,14 @@ def _int8_runs(here: systems.Preparation[CpuWork], system: systems.System) -> Cp
     if not here.options.keep_engines:
         for file in (path, sidecar_path(path), path.with_suffix(".layers.json")):
             here.stack.callback(file.unlink, missing_ok=True)
-    modules = expected_modules(session)
-    gemms = [name for name in list_gemms(graph) if module_of(name) in modules]
-    compute = choose_compute(backend, find_cpu(), session.recipe.precision.compute)
-    ready = measure.ReadyGraph(graph, gemms, count_attentions(gemms, session.plan.attention))
+    compute = cpu_runtimes.choose_compute(backend, find_cpu(), session.recipe.precision.compute)
     profiles = systems.profiles_of(here.target, here.options.engine_shapes, config)
-    built = measure.build_ready(ready, path, backend, profiles, compute)
+    built = measure.build_ready(measure.ReadyGraph.of(graph, session.plan), path, backend, profiles, compute)
     lanes = _compiled_lanes(here, backend, path.read_bytes(), compute, blob=True)
     return CpuRuns(lanes, f"{compute.upper()} where not INT8", built)
 
 
 def _int8_graph(here: systems.Preparation[CpuWork], backend: BackendName) -> Path:
-    """Return the INT8 graph in the form that a runtime wants; traced once for all runtimes."""
     session, graphs = here.target.session, here.work.graphs
     if not graphs:
         recipe = session.recipe
@@ -118,7 +101,7 @@ def _int8_graph(here: systems.Preparation[CpuWork], backend: BackendName) -> Pat
 
 
 def _export_runs(here: systems.Preparation[CpuWork], system: systems.System) -> CpuRuns:
-    backend, compute = cast("BackendName", system.library), cast("Compute", system.precision)
+    backend, compute = cast("BackendName", system.library), cast("cpu_runtimes.Compute", system.precision)
     data = here.target.graphs["fp32"].read_bytes()
     return CpuRuns(_compiled_lanes(here, backend, data, compute), f"FP32 export, {compute.upper()} compute")
 
@@ -144,7 +127,7 @@ def _nncf_runs(here: systems.Preparation[CpuWork], _: systems.System) -> CpuRuns
         import nncf
 
         rows = list(_calibration_rows(here.target))
-        model = read_openvino_model(here.target.graphs["fp32"].read_bytes())
+        model = cpu_runtimes.read_openvino_model(here.target.graphs["fp32"].read_bytes())
         with _silent():
             models["nncf"] = nncf.quantize(
                 model,
@@ -153,7 +136,7 @@ def _nncf_runs(here: systems.Preparation[CpuWork], _: systems.System) -> CpuRuns
                 preset=nncf.QuantizationPreset.MIXED,
                 subset_size=len(rows),
             )
-    compute: Compute = "bf16" if find_cpu().bf16 else "fp32"
+    compute: cpu_runtimes.Compute = "bf16" if find_cpu().bf16 else "fp32"
     lanes = _compiled_lanes(here, "openvino", models["nncf"], compute)
     return CpuRuns(lanes, f"nncf.quantize, transformer, mixed preset; {compute.upper()} where not INT8")
 
@@ -213,17 +196,19 @@ def _compiled_lanes(
     here: systems.Preparation[CpuWork],
     backend: BackendName,
     model: Any,
-    compute: Compute,
+    compute: cpu_runtimes.Compute,
     *,
     blob: bool = False,
 ) -> Callable[[int], Sequence[Answer]]:
     outputs, threads = list(here.target.session.config.task.kind.outputs), here.options.threads or 1
 
-    def answer(run: Run, batch: Batch) -> Float32:
+    def answer(run: cpu_runtimes.Run, batch: Batch) -> Float32:
         return np.asarray(join_outputs(run(batch), outputs), dtype=np.float32)
 
     def lanes(streams: int) -> Sequence[Answer]:
-        compiled = compile_model(backend, model, blob=blob, compute=compute, threads=threads, streams=streams)
+        compiled = cpu_runtimes.compile_model(
+            backend, model, blob=blob, compute=compute, threads=threads, streams=streams
+        )
         return [partial(answer, run) for run in compiled.lanes()]
 
     return lanes

@@ -1,8 +1,7 @@
 """Systems of one config on a GPU: engines and PyTorch, bound to its shapes and ready to be measured.
 
 Kernels are chosen for each profile by itself, so an engine of one profile runs what an engine of several runs
-in that profile. Engines of one profile are built in processes at the same time, and models are compiled: each
-takes long on one core, and leaves files from which the process that measures takes it in seconds.
+in that profile. These engines are built in processes at the same time, and models are compiled there.
 
     python -m qdqbench.eval.bench.gpu compile RUN MODE SHAPES
     python -m qdqbench.eval.bench.gpu engine SPEC
@@ -134,7 +133,6 @@ def background(workers: int) -> Iterator[Background]:
 
 
 def _answer(printed: str) -> str:
-    """Return what a process says went wrong; of one that says nothing, its last line."""
     lines = [line for line in printed.splitlines() if line.strip()]
     if answers := [line for line in lines if line.startswith(ANSWER)]:
         return str(json.loads(answers[-1])["error"])
@@ -142,7 +140,6 @@ def _answer(printed: str) -> str:
 
 
 def _kill_group(process: "subprocess.Popen[str]") -> None:
-    """End a process and the compilers that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -167,7 +164,6 @@ class EngineSpec(Strict):
 
 
 def build_engine(spec: EngineSpec) -> EngineResult:
-    """Build an engine, or take one that is there from the same graph, version and machine."""
     with suppress(UserError):
         check_sidecar(spec.engine, spec.onnx)
         return read(spec.proof, EngineResult, "proof of an engine", "build it again")
@@ -178,7 +174,6 @@ def build_engine(spec: EngineSpec) -> EngineResult:
 
 
 def marker(folder: Path, mode: str, pair: Pair) -> Path:
-    """Return the file that says that Inductor's cache has a mode of torch.compile for a shape."""
     return folder / f"{mode}.{pair[0]}x{pair[1]}.compiled"
 
 
@@ -251,7 +246,6 @@ def _all_engines(target: Target, options: systems.BenchPlan) -> list[EngineSpec]
 
 
 def specs_of(target: Target, system: systems.System, config: systems.Config) -> dict[Pair, EngineSpec]:
-    """Return the engine that each (batch, length) runs in; CheckFailed where no profile takes one."""
     owner, int8 = target.extra.get(system.recipe, target), system.kind == "int8"
     session, specs = owner.session, dict[Pair, EngineSpec]()
     profiles = systems.profiles_of(owner, system.shapes, config)
@@ -317,9 +311,8 @@ def _prepare_engine(
         engine_bytes=None if more else first.memory.engine_bytes,
         activation_bytes=None if more else first.memory.activation_bytes,
     )
-    return systems.Entry(
-        row, measure.ReadySystem(system.name, system.precision, lanes, timer), proofs[0].layers
-    )
+    ready = measure.ReadySystem(system.name, system.precision, lanes, timer)
+    return systems.Entry(row, ready, proofs[0].layers)
 
 
 def _bind_lanes(
@@ -379,9 +372,8 @@ def _unpadded_lanes(
         here.work.unpadded = peers.UnpaddedEncoder(model)
     encoder = here.work.unpadded
     if split is None:
-        packings = [
-            peers.pack_rows(peers.unpadded_rows(batch), 1, encoder.positions_of) for batch in here.batches
-        ]
+        rows_of = map(peers.unpadded_rows, here.batches)
+        packings = [peers.pack_rows(rows, 1, encoder.positions_of) for rows in rows_of]
         sets = [measure.to_device({PACKED: packing.launches[0]}) for packing in packings]
         runs = [_bind_packed(encoder, packings[0], here.config) for _ in range(max(here.options.streams))]
         return [measure.DeviceLane(run, sets) for run in runs], runs[0].detail

@@ -19,14 +19,14 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from qdqbench.eval.bench.results import compare_rounds
-from qdqbench.quantize.engine.build import build, count_attentions, list_gemms, require_int8
+from qdqbench.quantize.engine.build import build, list_gemms, require_int8
 from qdqbench.quantize.engine.cpu_runtimes import Compute
 from qdqbench.quantize.engine.profiles import Profile, choose_profile
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import EngineRunner, open_runner
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
-from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.graph.index import count_attentions, module_of
 from qdqbench.quantize.models.inputs import MASK, TOKENS
 from qdqbench.quantize.pipeline.artifacts import backend_of, cpu_compute, engine_profiles
 from qdqbench.quantize.pipeline.session import Session
@@ -71,8 +71,6 @@ class Lane(Protocol):
 
 
 class Timer(Protocol):
-    """A clock for one kind of device."""
-
     def latencies(self, lane: Lane, count: int) -> list[float]:
         """Return milliseconds of each of `count` launches in a row, each fed a new input set (not timed)."""
 
@@ -159,7 +157,6 @@ def measure_rounds(
 
 
 def read_outputs(system: ReadySystem) -> tuple[Float32, str | None]:
-    """Return logits of two input sets, and what is wrong on any lane: not finite, or all the same."""
     per_lane = []
     for lane in [*system.lanes, *(lane for lanes in system.shared.values() for lane in lanes)]:
         parts = []
@@ -204,10 +201,7 @@ def check_outputs(
 
 
 def _pace(system: ReadySystem, effort: Effort) -> tuple[int, int]:
-    """Return launches of every burst, warm ones and timed ones, from the time that a warm launch takes.
-
-    Long launches are fewer: none of their bursts takes much more than twice its share of the seconds.
-    """
+    """Return launches of every burst, warm ones and timed ones, from the time that a warm launch takes."""
     lane, timer = system.lanes[0], system.timer
     each = timer.latencies(lane, 1)[0]
     warm = WARM_LAUNCHES if each < SLOW_MS else 0
@@ -289,9 +283,7 @@ class DeviceLane:
             bound.inputs[name].copy_(first[name])
         torch.cuda.synchronize()
         # the mask and the types are the same in all sets: copying them would only disturb
-        self.varying = [
-            name for name in bound.inputs if any(not torch.equal(first[name], s[name]) for s in sets)
-        ]
+        self.varying = [n for n in bound.inputs if any(not torch.equal(first[n], s[n]) for s in sets)]
 
     def feed(self, number: int) -> None:
         chosen = self.sets[number % len(self.sets)]
@@ -378,8 +370,6 @@ class HostLane:
 
 
 class CudaTimer:
-    """CUDA events on a lane's stream around each launch; wall time for several streams at once."""
-
     def __init__(self) -> None:
         import torch
 
@@ -447,7 +437,6 @@ class WallTimer:
 
 
 def gpu_uuid() -> str | None:
-    """Return the UUID of the GPU that CUDA shows first; NVML counts otherwise."""
     import torch
 
     uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
@@ -460,11 +449,15 @@ class ReadyGraph:
     gemms: list[str]  # ONNX nodes that must run in INT8
     attention: int  # attentions that must run in INT8
 
+    @classmethod
+    def of(cls, path: Path, plan: Plan) -> "ReadyGraph":
+        modules = {*plan.int8, *plan.attention}
+        gemms = [name for name in list_gemms(path) if module_of(name) in modules]
+        return cls(path, gemms, count_attentions(gemms, plan.attention))
+
 
 @dataclass
 class OpenEngine:
-    """A loaded engine; its lanes are bound when they are first used."""
-
     session: Session
     result: EngineResult
     engine: Any
@@ -472,7 +465,11 @@ class OpenEngine:
 
     def lane(self, shape: Shape) -> Lane:
         if shape not in self.lanes:
-            self.lanes[shape] = make_lane(self.engine, shape, session_sets(self.session, *shape, INPUT_SETS))
+            sets, engine = session_sets(self.session, *shape, INPUT_SETS), self.engine
+            if isinstance(engine, EngineRunner):
+                self.lanes[shape] = HostLane(engine, [[batch] for batch in sets])
+            else:
+                self.lanes[shape] = DeviceLane(engine.bind(*shape), [to_device(batch) for batch in sets])
         return self.lanes[shape]
 
 
@@ -480,7 +477,7 @@ def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> S
     """Time an engine and its baseline in interleaved rounds; CheckFailed where one gives no sound outputs."""
     session, recipe = engine.session, engine.session.recipe
     on_cpu = backend_of(recipe) in CPU_BACKENDS
-    timer, effort = timer_of(on_cpu=on_cpu)
+    timer, effort = (WallTimer(), ON_CPU) if on_cpu else (CudaTimer(), ON_GPU)
     compute = cpu_compute(recipe) if on_cpu else recipe.precision.compute
     ours = ReadySystem("int8", "int8", [engine.lane(shape)], timer)
     theirs = ReadySystem(compute, compute, [baseline.lane(shape)], timer)
@@ -497,10 +494,7 @@ def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> S
 def open_engine(
     session: Session, graph: ReadyGraph, stem: Path, shapes: Sequence[Shape]
 ) -> Iterator[OpenEngine]:
-    """Build and load an engine for (batch, length) shapes; its files go at the end, its runtime cache stays.
-
-    Engines opened one after the other at one `stem`, a path without suffix, share compiled kernels.
-    """
+    """Build and load an engine for (batch, length) shapes; its runtime cache stays, its other files go."""
     # each profile has kernels of its own, so those that take none of the shapes only cost time to build
     known = engine_profiles(session)
     profiles = [known[index] for index in sorted({choose_profile(known, *shape) for shape in shapes})]
@@ -521,25 +515,13 @@ def load_engine(session: Session, path: Path, graph: Path) -> Any:
     return Engine(path, graph, runtime_cache=path.with_suffix(".cache"))
 
 
-def make_lane(engine: Any, shape: Shape, sets: Sequence[Any]) -> Lane:
-    if isinstance(engine, EngineRunner):
-        return HostLane(engine, [[batch] for batch in sets])
-    return DeviceLane(engine.bind(*shape), [to_device(batch) for batch in sets])
-
-
-def timer_of(*, on_cpu: bool) -> tuple[Timer, Effort]:
-    return (WallTimer(), ON_CPU) if on_cpu else (CudaTimer(), ON_GPU)
-
-
 def write_engine_graph(
     session: Session, model: "PreTrainedModel", recipe: Recipe, plan: Plan, path: Path
 ) -> ReadyGraph:
     """Write the typed graph of a recipe's model: INT8, or the baseline where the plan has no INT8."""
     settings = ExportSettings.of(recipe, backend_of(session.recipe))
     write_graph(trace(model, settings.opset, session.config.task.kind.outputs), plan, settings, path)
-    modules = {*plan.int8, *plan.attention}
-    gemms = [name for name in list_gemms(path) if module_of(name) in modules]
-    return ReadyGraph(path, gemms, count_attentions(gemms, plan.attention))
+    return ReadyGraph.of(path, plan)
 
 
 def build_and_prove(session: Session, graph: ReadyGraph, path: Path) -> Path:

@@ -5,8 +5,7 @@ as the engines do, at fixed shapes too, where it is all ones: without one, trans
 graph is captured or traced, and SDPA then computes attention in FP32.
 
 Unpadded, the strongest: tokens of all rows lie one after the other, attention takes where each row starts
-(flash-attention's varlen form), torch.compile fuses the rest of a layer, and each size of a launch is one
-CUDA graph. Rows of a data set are packed across batches, into launches of the size that takes the least time.
+(flash-attention's varlen form), and each size of a launch is one CUDA graph.
 """
 
 import contextlib
@@ -113,12 +112,9 @@ def eager_forward(model: "PreTrainedModel") -> "Callable[..., torch.Tensor]":
 
 
 def compiled_forward(model: "PreTrainedModel", mode: str, *, dynamic: bool) -> "Callable[..., torch.Tensor]":
-    """Return what `eager_forward` does, through Inductor as one graph.
-
-    `TorchRun` captures what comes out, so that "default" is what mode "reduce-overhead" does, less its copies
-    of the inputs and its guards on every call.
-    """
     import torch
+
+    # captured by `TorchRun`, mode "default" is "reduce-overhead" less its copies of inputs and its guards
 
     return torch.compile(eager_forward(model), mode=mode, dynamic=dynamic, fullgraph=True)
 
@@ -174,7 +170,6 @@ def refusal(model_type: str, family: str) -> str:
 
 
 def unpadded_rows(batch: Batch) -> list[Batch]:
-    """Return the rows of a padded batch int64 [B, L] without their padding, each [length]."""
     return [
         {name: array[row, mask != 0] for name, array in batch.items() if name != MASK}
         for row, mask in enumerate(batch[MASK])
@@ -212,10 +207,7 @@ def launch_counts(tokens: int, rows: int) -> list[int]:
 
 
 class UnpaddedEncoder:
-    """A transformers model on packed tokens, with its own embeddings and head.
-
-    Its base model must run nowhere else from now on. Compiled it has one graph for each size of a launch.
-    """
+    """A transformers model on packed tokens; its base model must run nowhere else from now on."""
 
     def __init__(self, model: "PreTrainedModel", *, compiled: bool = True) -> None:
         import torch
@@ -330,7 +322,6 @@ def packed_attention(
 
 
 def _layer_weights(model: "PreTrainedModel", layer: str) -> "list[torch.Tensor]":
-    """Return weights and biases of a layer in the order of `encoder_layer`."""
     import torch
 
     paths = {role: path for path, role in family_of(model.config).linears.items()}

@@ -189,10 +189,7 @@ def bench_blocks(found: Bench | str) -> list[doc.Block]:
 
 
 def bench_of(folder: Path) -> Bench | str | None:
-    """Return the bench of a run directory, why it cannot be read, or None where there is none.
-
-    Of other ONNX files than those there now it says so in an error.
-    """
+    """Return the bench of a run directory, or why it cannot be read; one of other files has an error."""
     if not (folder / BENCH_FILE).is_file():
         return None
     try:
@@ -287,7 +284,6 @@ def config_text(bench: Bench, config: BenchConfig) -> str:
 
 
 def ratio_cell(ratio: Speedup | None) -> doc.Cell:
-    """Return a speed-up with its interval; bad where both are below 1."""
     if ratio is None:
         return doc.Cell()
     interval = f" [{ratio.ci95_low:.2f}, {ratio.ci95_high:.2f}]" if ratio.ci95_low is not None else ""
@@ -339,7 +335,6 @@ def _named(bench: Bench, config: BenchConfig, name: str) -> doc.Cell:
 
 
 def ratio_rows(bench: Bench) -> Rows:
-    """Return other ratios that tables show, by config: of engines, other recipes, other quantizers."""
     labels, configs = bench.labels, bench.configs
     measured = {(ratio.system, ratio.baseline) for config in configs for ratio in config.speedups}
     rows = [

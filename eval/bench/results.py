@@ -308,10 +308,7 @@ def compare_rounds(  # noqa: PLR0913, PLR0917
 
 
 def compute_speedups(rows: Sequence[BenchRow], config: str, seed: int) -> list[Speedup]:
-    """Return INT8 engines over each other system, and the others over the FP16 engine.
-
-    By another recipe (`int8-RECIPE`, on a GPU) an engine is over each system without INT8, too.
-    """
+    """Return INT8 over all others, these over the FP16 engine, and other recipes over what is not INT8."""
     done = {row.system: row for row in rows if row.status == "done"}
     pairs = [(own, name) for own in OURS for name in done if name not in OURS]
     more = [name for name in done if "fp16" in done and name.startswith("int8-") and name not in OURS]

@@ -27,7 +27,7 @@ from qdqbench.eval.bench.results import (
     headline_of,
     speedup_of,
 )
-from qdqbench.eval.bench.systems import BenchPlan, Config, Entry, Preparation, configs_of, describe_systems
+from qdqbench.eval.bench.systems import BenchPlan, Entry, Preparation, configs_of, describe_systems
 from qdqbench.eval.bench.target import Target, softmax_notes
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.hazards import find_hazards
@@ -188,7 +188,9 @@ def run_bench(  # noqa: PLR0913
             prebuild(work, target, options, backend[0], announce)
         result.prepare_s = round(time.monotonic() - clock, 1)
         for config in () if options.build_only else configs_of(options):
-            _measure_config(result, target, options, config, work, monitor, announce)
+            _measure_config(
+                result, Preparation[Any](target, options, config, work, ExitStack()), monitor, announce
+            )
             if result.cpu:
                 result.cpu.load_after = load_average()
             save(result)
@@ -200,28 +202,20 @@ def run_bench(  # noqa: PLR0913
     return result
 
 
-def _measure_config(  # noqa: PLR0913, PLR0917
-    result: Bench,
-    target: Target,
-    options: BenchPlan,
-    config: Config,
-    work: GpuWork | CpuWork,
-    monitor: GpuMonitor | None,
-    announce: Callable[[str], None],
+def _measure_config(
+    result: Bench, here: Preparation[Any], monitor: GpuMonitor | None, announce: Callable[[str], None]
 ) -> None:
     """Prepare, verify, measure, verify again; adds the config and what is wrong with it to the result."""
-    on_cpu, clock, split = options.device == "cpu", time.monotonic(), config.split
+    options, config, split = here.options, here.config, here.config.split
+    on_cpu, clock = options.device == "cpu", time.monotonic()
     streams = () if split else tuple(options.streams)
     least, rest_s = (1 if split else CPU_LEAST, CPU_REST_S) if on_cpu else (Effort.least, 0.0)
     effort = Effort(options.rounds, options.duration_s, options.iterations, streams, least, rest_s)
     label = f"b{config.batch} {'data set' if split else f's{config.length}'}"
-    with ExitStack() as stack:
+    with here.stack as stack:
         stack.callback(gc.collect)
         announce(f"{label}: preparing systems")
-        if isinstance(work, GpuWork):
-            entries = prepare_on_gpu(Preparation(target, options, config, work, stack))
-        else:
-            entries = prepare_on_cpu(Preparation(target, options, config, work, stack))
+        entries = prepare_on_cpu(here) if on_cpu else prepare_on_gpu(here)
         announce(f"{label}: verifying outputs")
         reference = _check(entries)
         ready = [entry.system for entry in entries if entry.system is not None]
@@ -281,7 +275,6 @@ def fill_row(row: BenchRow, bursts: Sequence[Burst], sequences: int, streams: Se
 
 
 def _check(entries: Sequence[Entry]) -> str | None:
-    """Turn entries with unsound outputs into errors; returns the reference's name."""
     ready = [entry.system for entry in entries if entry.system is not None]
     errors, differences, reference = check_outputs(ready, REFERENCES)
     for entry in entries:

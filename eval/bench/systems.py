@@ -118,10 +118,7 @@ TABLE = (
 
 
 def systems_of(target: Target | None, options: BenchPlan) -> dict[str, System]:
-    """Return the systems to measure by their names in results; without a target the baselines alone.
-
-    On a CPU the bench's own INT8 engine is first and called "int8". On a GPU other recipes' engines are last.
-    """
+    """Return the systems to measure by their names in results; without a target the baselines alone."""
     systems = [
         system
         for system in TABLE
@@ -216,10 +213,8 @@ class Preparation(Generic[Work]):
         config, target, options = self.config, self.target, self.options
         if config.split:
             return config.split.batches
-        vocabulary = target.about.shape["vocabulary"]
-        return random_sets(
-            target.family.inputs, config.shapes[0], vocabulary, options.input_sets, options.seed
-        )
+        words, sets = target.about.shape["vocabulary"], options.input_sets
+        return random_sets(target.family.inputs, config.shapes[0], words, sets, options.seed)
 
     def forward(self, system: System) -> Callable[..., Any]:
         """Return the model in PyTorch with SDPA attention, eager or compiled; on a GPU for each shape."""
@@ -238,8 +233,6 @@ class Preparation(Generic[Work]):
 
 @dataclass
 class Entry:
-    """A system in a config: ready to be measured, or why not."""
-
     row: BenchRow
     system: ReadySystem | None = None
     layers: list[LayerRow] = field(default_factory=list)
@@ -271,10 +264,6 @@ def prepare_each(here: Preparation[Any], prepare: Callable[[System], Entry]) -> 
 
 
 def profiles_of(target: Target, shapes: str, config: Config) -> list[Profile]:
-    """Return the optimization profiles of a config's engines: the recipe's ("recipe"), or exactly its shapes.
-
-    A split without buckets needs a range: from the smallest to the largest, best at the median.
-    """
     if shapes == "recipe":
         return engine_profiles(target.session)
     if config.split is None or config.split.bucketed:

@@ -94,8 +94,6 @@ def model_target(  # noqa: PLR0913, PLR0917
 ) -> Target:
     """Export a model folder or a built-in shape into `folder` by the stages of a run.
 
-    Calibrated on random token ids, because only latency is measured. Unchanged files are reused.
-
     Args:
         longest: tokens of the longest input to measure; an INT8 softmax needs a scale that holds there.
         pooling: of a built-in shape, or of a plain encoder, that is measured as an embedding model.
@@ -251,10 +249,8 @@ def batched_splits(  # noqa: PLR0913
 ) -> tuple[BatchedSplit, ...]:
     """Return the first evaluation split of a task for each batch size, in the batches that every system runs.
 
-    On a GPU kernels are made for shapes, so each batch is padded to one of a few lengths, and the rows of a
-    bucket are shared out evenly. Some batches hold a copy of a row, so that a bucket is one shape: a profile,
-    a CUDA graph and a compilation each. On a CPU, whose kernels take every shape, a batch is as long as its
-    longest row, rounded up so that shapes repeat.
+    On a GPU kernels are made for shapes: each batch is padded to one of a few lengths, and may hold a copy of
+    a row, so that a bucket is one shape. On a CPU a batch is as long as its longest row, rounded up.
 
     Args:
         data: source of the task, as in `qdqbench run`; needed where the target is no run of that task.

@@ -162,7 +162,6 @@ class CacheFile:
         self.notes.append(f"{self.path.name} is ignored and made anew: {why}")
 
     def keep(self, memory: Any) -> None:
-        """Write what a backend serialized, where it differs from what was read."""
         blob = bytes(memory) if memory is not None else b""
         if self.path is None or not blob or blob == self.blob:
             return
@@ -373,9 +372,7 @@ def _set_target(config: Any, backend: Backend, wanted: str | None) -> tuple[list
     if ahead_of_time:
         here = wanted or DEFAULT_COMPUTE_CAPABILITY
         members = trt.ComputeCapability.__members__
-        known = {
-            f"{name[2:-1]}.{name[-1]}": member for name, member in members.items() if name.startswith("SM")
-        }
+        known = {f"{name[2:-1]}.{name[-1]}": sm for name, sm in members.items() if name.startswith("SM")}
         if here not in known:
             title = f"{backend.name} {backend.version} cannot build for compute capability {here!r}"
             raise UserError(f"{title}; it builds for {', '.join(known)}")

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -11,16 +11,10 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.engine.backend import Backend, BuildProgress, BuiltEngine, build_engine, choose_backend
 from qdqbench.quantize.engine.cpu_runtimes import Compute, compile_model, name_products, warm_up
 from qdqbench.quantize.engine.hazards import find_hazards
-from qdqbench.quantize.engine.layers import (
-    NotInt8,
-    float_residuals,
-    measure_coverage,
-    select_profile,
-    why_not,
-)
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.graph.index import (
@@ -28,7 +22,6 @@ from qdqbench.quantize.graph.index import (
     GraphIndex,
     attribute,
     list_int8_norms,
-    module_of,
     prune,
     replace_nodes,
 )
@@ -55,7 +48,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     layers_path: Path | None = None,
     timing_cache: Path | None = None,
     compute: Compute = "fp32",
-    note: Callable[[str], None] = lambda _: None,
+    note: Callable[[str], None] = lambda _: None,  # gets what the user must hear
     progress: BuildProgress | None = None,
 ) -> EngineResult:
     """Build `engine_path` from `onnx_path` and report which GEMMs, attentions and residuals run in INT8.
@@ -68,9 +61,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     Args:
         compute_capability: target such as "8.9"; None for the GPU at hand or the default.
         strict: an engine whose layer table cannot be read is an error, not a result that proves nothing.
-        timing_cache: file of kernel timings to read and write (TensorRT only).
         compute: datatype of what is not quantized (CPU runtimes only; a graph for TensorRT says it itself).
-        note: called with what the user must hear: known faults of the version, an ignored cache.
     """
     chosen = choose_backend(backend)
     model = read_model(onnx_path)
@@ -100,9 +91,9 @@ def build(  # noqa: PLR0913  all but the two files are keywords
             f"{built.backend} {version} shows no layer table for {onnx_path}, so nothing proves what "
             "runs in INT8; use a version that qdqbench supports"
         )
-    proof = measure_coverage(built.layers, expected_gemms, gemms)
-    lost = float_residuals(built.layers, residuals)
-    one, copies = select_profile(built.layers)
+    proof = tables.measure_coverage(built.layers, expected_gemms, gemms)
+    lost = tables.float_residuals(built.layers, residuals)
+    one, copies = tables.select_profile(built.layers)
     result = EngineResult(
         backend=built.backend,
         version=version,
@@ -177,10 +168,6 @@ def list_gemms(onnx_path: Path) -> list[str]:
     return _gemms(read_model(onnx_path))
 
 
-def count_attentions(gemms: Iterable[str], modules: Collection[str]) -> int:
-    return sum(module_of(name) in modules for name in gemms) // 2
-
-
 def _gemms(model: onnx.ModelProto) -> list[str]:
     return [node.name for node in model.graph.node if node.op_type in MATMULS]
 
@@ -189,9 +176,9 @@ def require_int8(result: EngineResult) -> None:
     """Raise CheckFailed where a GEMM, an attention or a residual is not INT8; it lists every one and why."""
     problems = []
     if result.not_int8:
-        reasons: dict[NotInt8, list[str]] = {}
+        reasons: dict[tables.NotInt8, list[str]] = {}
         for node in result.not_int8:
-            reasons.setdefault(why_not(result.layers, node), []).append(node)
+            reasons.setdefault(tables.why_not(result.layers, node), []).append(node)
         listed = "; ".join(f"{', '.join(nodes)}: {why}" for why, nodes in reasons.items())
         problems.append(
             f"{len(result.not_int8)} of {result.expected_int8_gemms} GEMMs do not run in INT8 ({listed}); "

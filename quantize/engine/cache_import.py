@@ -2,8 +2,7 @@
 
 The first line says which version and calibrator wrote it (`TRT-8601-EntropyCalibration2`); any other line is
 a tensor's name, a colon and eight hex digits, the scale (amax / 127) as float32, the most significant byte
-first. The graph that was calibrated says which tensor a linear reads; without it, the model as it is exported
-here: exporters name tensors after modules, so that the names of two exports mostly agree.
+first. Exporters name tensors after modules, so that the names of two exports mostly agree.
 """
 
 import math
@@ -112,10 +111,9 @@ class FromCache(Strict):
 def recipe_from_cache(
     cache: Path, model: str, *, revision: str | None = None, onnx_file: Path | None = None
 ) -> FromCache:
-    """Write a recipe whose amax are those of a cache, for the linears whose inputs it names.
+    """Write a recipe with the amax of a cache, for the linears whose inputs it names; UserError: it has none.
 
-    Without `onnx_file`, the graph that was calibrated, the model is exported to compare names. A cache that
-    names the input of no INT8 linear raises UserError.
+    Without `onnx_file`, the graph that was calibrated, the model is exported to compare names.
     """
     found = read_cache_file(cache)
     draft = new_recipe(model, revision)
@@ -131,9 +129,8 @@ def recipe_from_cache(
         names = read.get(linear, ())
         tensor = next((name for name in names if name in found.scales), None)
         if tensor is None:
-            calibrated[linear] = (
-                f"the {'cache does not name its input' if names else 'graph does not show it'}"
-            )
+            why = "cache does not name its input" if names else "graph does not show it"
+            calibrated[linear] = f"the {why}"
         elif not 1e-6 <= (amax := found.scales[tensor] * 127) <= FP16_MAX:
             calibrated[linear] = f"its amax in the cache is {amax:g}"
         else:
@@ -205,7 +202,6 @@ def _same_range(index: GraphIndex, name: str) -> Iterator[str]:
 def _reads(
     cache: CalibrationCache, network: "PreTrainedModel", linears: Mapping[str, str], onnx_file: Path | None
 ) -> tuple[str, dict[str, list[str]]]:
-    """Return the graph where linears were looked for, and the tensors that they read there."""
     prefix = network.base_model_prefix
     if onnx_file is not None:
         return str(onnx_file), input_tensors(read_model(onnx_file), linears, prefix)

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 
 from qdqbench.quantize.engine.layers import ATTENTION
+from qdqbench.quantize.graph.check.codes import type_name
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
@@ -116,7 +117,6 @@ class _OnnxRuntimeModel(CompiledModel):
         return self._data
 
     def kernels(self) -> list[Kernel]:
-        """Return the kernels, with the milliseconds of one run of the last inputs."""
         with tempfile.TemporaryDirectory(prefix="qdqbench-profile-") as folder:
             session = _session(self._data, self._threads, profile=Path(folder) / "run")
             session.run(self.outputs, self._last)
@@ -124,23 +124,31 @@ class _OnnxRuntimeModel(CompiledModel):
         return list(_kernels(onnx.load_from_string(self._data).graph, events))
 
 
-def _session(data: bytes, threads: int | None, *, profile: Path | None = None) -> Any:
-    """Return the session of an optimized graph, as it is."""
+def _session(
+    data: bytes, threads: int | None = None, *, profile: Path | None = None, optimized: Path | None = None
+) -> Any:
+    """Return the session of an optimized graph, as it is; or of one that is `optimized` into a file."""
     import onnxruntime as ort
 
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options, level = ort.SessionOptions(), ort.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimized else level.ORT_DISABLE_ALL
     options.log_severity_level = 3
     # threads spin inside of a run, as ONNX Runtime does it, but not behind it, where they hold up others
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.intra_op_num_threads = threads or quota() or 0  # 0: as many as it chooses
     if profile:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
+    if optimized:
+        options.optimized_model_filepath = str(optimized)
+        if not find_cpu().int8_dot:  # its kernels for UINT8 x INT8 would saturate: weights become UINT8
+            options.add_session_config_entry("session.x64quantprecision", "1")
     try:
         return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        who = f"ONNX Runtime {ort.__version__}"
-        raise MissingDevice(f"{who} cannot load this engine here: {_first_words(error)}") from error
+        who, why = f"ONNX Runtime {ort.__version__}", _first_words(error)
+        if optimized:
+            raise UserError(f"{who} refuses this graph: {why}") from error
+        raise MissingDevice(f"{who} cannot load this engine here: {why}") from error
 
 
 def _first_words(error: Exception) -> str:
@@ -148,7 +156,6 @@ def _first_words(error: Exception) -> str:
 
 
 def _session_signature(given: Any) -> Signature:
-    """Return the signature of a session's input: type `tensor(int64)`, names for free sizes."""
     kind = given.type.removeprefix("tensor(").removesuffix(")")
     sizes = tuple(size if isinstance(size, int) else None for size in given.shape)
     return Signature(np.dtype({"float": "float32"}.get(kind, kind)), sizes)
@@ -156,21 +163,8 @@ def _session_signature(given: Any) -> Signature:
 
 def _optimized(data: bytes) -> bytes:
     """Return the graph after ONNX Runtime's fusions; doc strings of nodes list the nodes they stand for."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.log_severity_level = 3
-    if not find_cpu().int8_dot:  # its kernels for UINT8 x INT8 would saturate: weights become UINT8
-        options.add_session_config_entry("session.x64quantprecision", "1")
     with tempfile.TemporaryDirectory(prefix="qdqbench-optimized-") as folder:
-        path = Path(folder) / "optimized.onnx"
-        options.optimized_model_filepath = str(path)
-        try:
-            ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            who = f"ONNX Runtime {ort.__version__}"
-            raise UserError(f"{who} refuses this graph: {_first_words(error)}") from error
+        _session(data, optimized=(path := Path(folder) / "optimized.onnx"))
         model = onnx.load(path)
     _trace(onnx.load_from_string(data).graph, model.graph)
     optimized: bytes = model.SerializeToString()
@@ -178,10 +172,7 @@ def _optimized(data: bytes) -> bytes:
 
 
 def _trace(before: onnx.GraphProto, after: onnx.GraphProto) -> None:
-    """Write into each node of an optimized graph the names of the nodes that it stands for.
-
-    Those are the nodes between its outputs and the nearest tensors that the optimized graph has too.
-    """
+    """Write into each optimized node the names of those from its outputs back to tensors that both have."""
     producers = {tensor: node for node in before.node for tensor in node.output}
     known = {tensor for node in after.node for tensor in node.output}
     for node in after.node:
@@ -197,10 +188,8 @@ def _trace(before: onnx.GraphProto, after: onnx.GraphProto) -> None:
 
 
 def _kernels(graph: onnx.GraphProto, events: list[dict[str, Any]]) -> Iterator[Kernel]:
-    names = {
-        tensor.name: str(onnx.TensorProto.DataType.Name(tensor.data_type)) for tensor in graph.initializer
-    }
-    constants = {tensor: _TYPES.get(name.lower(), name.lower()) for tensor, name in names.items()}
+    kinds = {tensor.name: type_name(tensor.data_type).lower() for tensor in graph.initializer}
+    constants = {tensor: _TYPES.get(kind, kind) for tensor, kind in kinds.items()}
     made = ("Constant", "ConstantOfShape")
     constants |= {node.output[0]: "Float" for node in graph.node if node.op_type in made}
     ran = {
@@ -271,7 +260,6 @@ class _OpenVinoModel(CompiledModel):
         return data
 
     def kernels(self) -> list[Kernel]:
-        """Return the kernels, with the milliseconds of the last run where the model measures them."""
         executed = []
         for node in self._model.get_runtime_model().get_ordered_ops():
             facts = {name: str(value.astype(str)) for name, value in node.get_rt_info().items()}
@@ -309,12 +297,10 @@ class _OpenVinoModel(CompiledModel):
 
 
 def read_openvino_model(data: bytes) -> Any:
-    """Return an ONNX file in OpenVINO's memory, for libraries that change it there."""
     return importlib.import_module("openvino").Core().read_model(data)
 
 
 def _fixed_shape(port: Any, fixed: Sizes) -> list[int]:
-    """Return the shape of an input with the batch on axis 0 and the length on axis 1 fixed; -1 is free."""
     known = [-1 if size.is_dynamic else size.get_length() for size in port.get_partial_shape()]
     return [size or old for size, old in zip(fixed, known, strict=False)] + known[2:]
 

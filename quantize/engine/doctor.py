@@ -130,17 +130,12 @@ class Doctor(Strict):
 
 
 def look(*, offline: bool = False) -> Doctor:
-    """Look at this machine; takes seconds, because libraries are imported, and never more than two minutes.
-
-    Offline it is not asked whether the hub can be reached.
-    """
+    """Look at this machine; takes seconds, because libraries are imported, and two minutes at most."""
     import psutil
 
     answers: SimpleQueue[str] = SimpleQueue()
-    if offline:
-        answers.put("not asked")
-    else:
-        threading.Thread(target=lambda: answers.put(_ask_hub()), daemon=True).start()
+    answer = "not asked" if offline else ""
+    threading.Thread(target=lambda: answers.put(answer or _ask_hub()), daemon=True).start()
     libraries = probe(["torch", *INSTALL])
     gpu, cpu, memory = find_gpu(), find_cpu(), psutil.virtual_memory()
     environment, packages = describe_environment(), installed()
@@ -148,7 +143,9 @@ def look(*, offline: bool = False) -> Doctor:
     versions = packages | {name: each.version for name, each in libraries.items() if each.version}
     capability = gpu.compute_capability if gpu else None
     hazards = [text for name in versions for text in find_hazards(name, versions[name], capability)]
-    rooms = (("memory", memory.available), ("disk space in this folder", disk))
+    rooms = {"memory": memory.available, "disk space in this folder": disk}
+    low = {what: gib(room) for what, room in rooms.items() if room < LEAST_FREE}
+    few = [f"only {room} of {what} are free: large models may not fit" for what, room in low.items()]
     try:
         hub = answers.get(timeout=2 * HUB_TIMEOUT_S)
     except Empty:
@@ -171,15 +168,7 @@ def look(*, offline: bool = False) -> Doctor:
         backends={name: state_of(name, libraries[name], libraries["torch"], gpu) for name in INSTALL},
         auto=preferred_backend("auto"),
         hub=hub,
-        hazards=[
-            *hazards,
-            *cpu_hazards(cpu),
-            *(
-                f"only {gib(room)} of {what} are free: large models may not fit"
-                for what, room in rooms
-                if room < LEAST_FREE
-            ),
-        ],
+        hazards=[*hazards, *cpu_hazards(cpu), *few],
     )
 
 

@@ -1,8 +1,4 @@
-"""Known faults of TensorRT versions: what to warn about before a figure or an answer is trusted.
-
-One table. Faults that show in the graph itself, such as FP16 scales with per-channel weights in the plain
-form, are found by `qdqbench check`, whatever the version.
-"""
+"""Known faults of TensorRT versions; those that show in the graph itself are found by `qdqbench check`."""
 
 from dataclasses import dataclass
 

@@ -7,32 +7,9 @@ from pathlib import Path
 
 from onnx import TensorProto
 
-from qdqbench.quantize.engine.layers import (
-    Coverage,
-    NotInt8,
-    block_of_node,
-    block_order,
-    copy_of,
-    find_computing_rows,
-    float_residuals,
-    format_count,
-    is_attention,
-    is_gelu,
-    is_int8,
-    is_norm,
-    kernel_block,
-    kernel_kind,
-    kernel_label,
-    kernel_operator,
-    measure_coverage,
-    name_parts,
-    norm_precision,
-    select_profile,
-    shorten_node,
-    why_not,
-)
+from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.graph.check.view import walk_types
-from qdqbench.quantize.graph.index import MATMULS, list_int8_norms, module_of, opset_of, run_of
+from qdqbench.quantize.graph.index import MATMULS, list_int8_norms, module_of, run_of
 from qdqbench.quantize.graph.read import read_model, validate_names
 from qdqbench.quantize.models.families.known import ANY_MERGED_QKV, ANY_QKV, first_feed_forwards
 from qdqbench.quantize.utils.errors import UserError
@@ -57,49 +34,10 @@ class Graph:
     residuals: list[str] = field(default_factory=list)
 
 
-@dataclass
-class EngineFacts:
-    """Facts of one copy of the network; the lists hold ONNX names in the order of the table."""
-
-    rows: list[LayerRow]
-    profiles: int  # of the whole table
-    count: str  # kernels of the whole table, in words
-    kernels: Counter[str]  # by kind, without signals and waits
-    computed: dict[str, list[str]]  # kernel name -> ONNX linears and products that it multiplies
-    linears: list[str]
-    int8: list[str]  # linears in INT8
-    dequantized: list[str]  # linears with INT8 inputs or weights that a kernel dequantizes to multiply in FP
-    fp32_outputs: list[str]  # INT8 linears that write FP32
-    raw_outputs: list[str]  # INT8 linears that write INT32 sums as FP16; the next kernel scales them
-    separate: list[str]  # linears whose bias or scale another kernel applies
-    qkv: int  # attentions with q, k and v linears
-    qkv_merged: int  # of these, in one GEMM
-    attentions: int
-    fused: list[LayerRow]  # kernels of fused attentions
-    gelu_fused: int  # GELUs in the kernel of a GEMM
-    gelu_separate: int  # GELUs in another kernel
-    norms: dict[str, list[str]]  # precision -> kernels, as labels
-    residuals: list[str]  # LayerNorms whose residual has Q/DQ in the graph
-    float_residuals: list[str]  # of these, that a kernel reads in floating point all the same
-    softmax: dict[str, int]  # precision -> kernels of their own
-    layout_quantized: int  # layout kernels that read or write INT8, or quantize
-    int8_writers: Counter[str]  # kernels that write INT8, by kind
-
-    @property
-    def qkv_apart(self) -> int:
-        """Count attentions with a GEMM for each of q, k and v; a runtime for CPUs has no other choice."""
-        return 0 if self.on_cpu else self.qkv - self.qkv_merged
-
-    @property
-    def on_cpu(self) -> bool:
-        return any(row.kernel is not None for row in self.rows)
-
-
 def read_graph(path: Path) -> Graph:
     model = read_model(path)
     validate_names(model)
-    opset = opset_of(model)
-    types, _ = walk_types(model, opset)
+    types, _ = walk_types(model)
     constant = {tensor.name for tensor in model.graph.initializer} | {""}
     found = Graph([], [], [])
     for node in model.graph.node:
@@ -117,12 +55,14 @@ def read_graph(path: Path) -> Graph:
 
 def rebuild_graph(layers: Sequence[LayerRow]) -> Graph:
     listed = dict.fromkeys(
-        name for row in layers for name in ((*name_parts(row), *row.onnx) if row.kind == "gemm" else row.onnx)
+        name
+        for row in layers
+        for name in ((*tables.name_parts(row), *row.onnx) if row.kind == "gemm" else row.onnx)
     )
-    softmaxes = [name for name in listed if kernel_operator(name) == "Softmax"]
-    gemms = [name for name in listed if kernel_operator(name) in MATMULS and "+" not in name]
+    softmaxes = [name for name in listed if tables.kernel_operator(name) == "Softmax"]
+    gemms = [name for name in listed if tables.kernel_operator(name) in MATMULS and "+" not in name]
     attended = {module_of(name) for name in softmaxes}
-    fused = {name for row in layers if is_attention(row) for name in row.onnx}
+    fused = {name for row in layers if tables.is_attention(row) for name in row.onnx}
     attended |= {module_of(name) for name in fused.intersection(gemms)}
     return Graph(
         linears=[name for name in gemms if module_of(name) not in attended],
@@ -133,77 +73,87 @@ def rebuild_graph(layers: Sequence[LayerRow]) -> Graph:
     )
 
 
-def collect_facts(layers: Sequence[LayerRow], graph: Graph | None = None) -> EngineFacts:
-    graph = graph or rebuild_graph(layers)
-    rows, profiles = select_profile(layers)
-    deciding = {
-        node: found[0] for node, found in find_computing_rows(rows, [*graph.linears, *graph.products]).items()
-    }
-    computed: dict[str, list[str]] = defaultdict(list)
-    for node, makers in deciding.items():
-        for row in makers:
-            if kernel_kind(row) == "gemm":
-                computed[row.name].append(node)
-    known = {*graph.linears}
-    linears = [node for nodes in computed.values() for node in nodes if node in known]
-    made = {node: deciding[node][0] for node in linears}
-    int8 = [node for node in linears if all(map(is_int8, deciding[node]))]
-    rest = [node for node in linears if not all(map(is_int8, deciding[node]))]
-    listing: dict[str, list[LayerRow]] = defaultdict(list)
-    for row in rows:
-        for name in row.onnx:
-            listing[name].append(row)
-    qkv: dict[str, list[str]] = defaultdict(list)  # kernels of q, k and v linears by attention
-    whole = 0  # attentions with one linear for all three
-    separate = []
-    for node in linears:
-        parent, _, leaf = module_of(node).rpartition(".")
-        if ANY_QKV.fullmatch(leaf):
-            qkv[parent + run_of(node)].append(made[node].name)
-        whole += bool(ANY_MERGED_QKV.fullmatch(leaf))
-        bias = f"{node.rpartition('/')[0]}/Add{run_of(node)}"
-        if any(row is not made[node] for name in (node, bias) for row in listing.get(name, ())):
-            separate.append(node)
-    apart = [{*names} for names in qkv.values() if len(names) == 3]
-    gelus = [kernel_kind(row) == "gemm" for row in rows if is_gelu(row)]
-    norms: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        if is_norm(row):
-            norms[norm_precision(row)].append(kernel_label(row))
-    fused = [row for row in rows if is_attention(row)]
-    return EngineFacts(
-        rows=rows,
-        profiles=profiles,
-        count=format_count(layers),
-        kernels=Counter(kernel_kind(row) for row in rows),
-        computed=dict(computed),
-        linears=linears,
-        int8=int8,
-        dequantized=[
-            node for node in rest if any("Int8" in (*row.inputs, *row.constants) for row in deciding[node])
-        ],
-        fp32_outputs=[node for node in int8 if "Float" in made[node].outputs],
-        raw_outputs=[
+class EngineFacts:
+    """Facts of one copy of the network; the lists hold ONNX names in the order of the table."""
+
+    def __init__(self, layers: Sequence[LayerRow], graph: Graph | None = None) -> None:
+        graph = graph or rebuild_graph(layers)
+        self.rows, self.profiles = rows, _ = tables.select_profile(layers)  # profiles: of the whole table
+        self.count = tables.format_count(layers)  # kernels of the whole table, in words
+        self.kernels = Counter(map(tables.kernel_kind, rows))  # by kind, without signals and waits
+        found = tables.find_computing_rows(rows, [*graph.linears, *graph.products])
+        deciding = {node: copies[0] for node, copies in found.items()}
+        self.computed: dict[
+            str, list[str]
+        ] = {}  # kernel name -> ONNX linears and products that it multiplies
+        for node, makers in deciding.items():
+            for row in makers:
+                if tables.kernel_kind(row) == "gemm":
+                    self.computed.setdefault(row.name, []).append(node)
+        known = {*graph.linears}
+        self.linears = [node for nodes in self.computed.values() for node in nodes if node in known]
+        made = {node: deciding[node][0] for node in self.linears}
+        self.int8 = [node for node in self.linears if all(map(tables.is_int8, deciding[node]))]
+        # linears with INT8 inputs or weights that a kernel dequantizes to multiply in floating point
+        self.dequantized = [
             node
-            for node in int8
+            for node in self.linears
+            if not all(map(tables.is_int8, deciding[node]))
+            and any("Int8" in (*row.inputs, *row.constants) for row in deciding[node])
+        ]
+        self.fp32_outputs = [node for node in self.int8 if "Float" in made[node].outputs]
+        listing: dict[str, list[LayerRow]] = defaultdict(list)
+        for row in rows:
+            for name in row.onnx:
+                listing[name].append(row)
+        # INT8 linears that write INT32 sums as FP16; the next kernel scales them
+        self.raw_outputs = [
+            node
+            for node in self.int8
             if "Half" in made[node].outputs and any(row is not made[node] for row in listing[node])
-        ],
-        separate=separate,
-        qkv=len(apart) + whole,
-        qkv_merged=sum(len(names) == 1 for names in apart) + whole,
-        attentions=len(graph.softmaxes) or len(fused),
-        fused=fused,
-        gelu_fused=sum(gelus),
-        gelu_separate=len(gelus) - sum(gelus),
-        norms=dict(norms),
-        residuals=graph.residuals,
-        float_residuals=float_residuals(rows, graph.residuals),
-        softmax=dict(Counter(norm_precision(row) for row in rows if kernel_kind(row) == "softmax")),
-        layout_quantized=sum(
-            kernel_kind(row) == "layout" and "Int8" in (*row.inputs, *row.outputs) for row in rows
-        ),
-        int8_writers=Counter(kernel_kind(row) for row in rows if "Int8" in row.outputs),
-    )
+        ]
+        qkv: dict[str, list[str]] = defaultdict(list)  # kernels of q, k and v linears by attention
+        whole = 0  # attentions with one linear for all three
+        self.separate: list[str] = []  # linears whose bias or scale another kernel applies
+        for node in self.linears:
+            parent, _, leaf = module_of(node).rpartition(".")
+            if ANY_QKV.fullmatch(leaf):
+                qkv[parent + run_of(node)].append(made[node].name)
+            whole += bool(ANY_MERGED_QKV.fullmatch(leaf))
+            bias = f"{node.rpartition('/')[0]}/Add{run_of(node)}"
+            if any(row is not made[node] for name in (node, bias) for row in listing.get(name, ())):
+                self.separate.append(node)
+        apart = [{*names} for names in qkv.values() if len(names) == 3]
+        self.qkv = len(apart) + whole  # attentions with q, k and v linears
+        self.qkv_merged = sum(len(names) == 1 for names in apart) + whole  # of these, in one GEMM
+        self.fused = [row for row in rows if tables.is_attention(row)]
+        self.attentions = len(graph.softmaxes) or len(self.fused)
+        gelus = [tables.kernel_kind(row) == "gemm" for row in rows if tables.is_gelu(row)]
+        self.gelu_fused = sum(gelus)  # in the kernel of a GEMM
+        self.gelu_separate = len(gelus) - sum(gelus)
+        self.norms: dict[str, list[str]] = {}  # precision -> kernels, as labels
+        for row in filter(tables.is_norm, rows):
+            self.norms.setdefault(tables.norm_precision(row), []).append(tables.kernel_label(row))
+        self.residuals = graph.residuals  # LayerNorms whose residual has Q/DQ in the graph
+        self.float_residuals = tables.float_residuals(
+            rows, graph.residuals
+        )  # read in floating point all the same
+        # precision -> kernels of their own
+        self.softmax = dict(
+            Counter(tables.norm_precision(row) for row in rows if tables.kernel_kind(row) == "softmax")
+        )
+        layouts = (row for row in rows if tables.kernel_kind(row) == "layout")
+        self.layout_quantized = sum("Int8" in (*row.inputs, *row.outputs) for row in layouts)
+        self.int8_writers = Counter(tables.kernel_kind(row) for row in rows if "Int8" in row.outputs)
+
+    @property
+    def qkv_apart(self) -> int:
+        """Count attentions with a GEMM for each of q, k and v; a runtime for CPUs has no other choice."""
+        return 0 if self.on_cpu else self.qkv - self.qkv_merged
+
+    @property
+    def on_cpu(self) -> bool:
+        return any(row.kernel is not None for row in self.rows)
 
 
 MAX_LAYERS_NAMED = 6
@@ -219,20 +169,48 @@ class Time:
     missing: int  # kernels of the table that the profile does not have, over all copies
 
 
-@dataclass
 class Inspection:
-    proof: Coverage
-    facts: EngineFacts
-    graph: Graph
-    gemms: int  # linears, and the products that a recipe wants in INT8
-    expected: list[str] | None  # ONNX names that the recipe wants in INT8; None: no recipe
-    expected_attention: int
-    reasons: dict[str, NotInt8]  # by ONNX name
-    time: Time | None
+    """A layer table, judged by the nodes of a graph (UserError: it names none) or else by those it names.
+
+    `expected` and `expected_attention` are what the recipe wants; without `expected` every linear that is not
+    in INT8 is listed and nothing fails. `times` are milliseconds by kernel name.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerRow],
+        graph: Graph | None = None,
+        *,
+        expected: Collection[str] | None = None,
+        expected_attention: int = 0,
+        times: Mapping[str, float] | None = None,
+    ) -> None:
+        self.graph = graph = graph or rebuild_graph(layers)
+        self.expected = None if expected is None else list(expected)
+        self.expected_attention = expected_attention
+        wanted = graph.linears if self.expected is None else self.expected
+        self.proof = tables.measure_coverage(layers, wanted, [*graph.linears, *graph.products])
+        if graph.linears and len(self.proof.unknown) == len({*wanted, *graph.linears, *graph.products}):
+            raise UserError(
+                "no kernel of the table names a MatMul or Gemm of the ONNX file; give the file that the "
+                "engine was built from"
+            )
+        naming: dict[str, list[LayerRow]] = defaultdict(list)
+        for row in layers:
+            for name in dict.fromkeys((*tables.name_parts(row), *row.onnx)):
+                naming[name].append(row)
+        self.reasons = {node: tables.why_not(naming[node], node) for node in self.proof.not_int8}
+        ran = list(layers)
+        if times is not None:  # each profile has its own kernels for every layer: those of the measured ones
+            copies = {tables.copy_of(row) for row in layers if row.name in times} | {""}
+            if len(copies) > 1:
+                ran = [row for row in layers if tables.copy_of(row) in copies]
+        self.facts = EngineFacts(ran, graph)
+        self.gemms = len({*graph.linears, *wanted})  # and the products that a recipe wants in INT8
+        self.time = None if times is None else split_time(ran, times)
 
     @property
     def failures(self) -> list[str]:
-        """Return sentences on what the recipe asks for and the engine does not run."""
         messages = []
         if self.expected is not None and self.proof.not_int8:
             messages.append(f"{len(self.proof.not_int8)} of {len(self.expected)} GEMMs do not run in INT8")
@@ -246,61 +224,19 @@ class Inspection:
         return messages
 
 
-def inspect_layers(
-    layers: Sequence[LayerRow],
-    graph: Graph | None = None,
-    *,
-    expected: Collection[str] | None = None,
-    expected_attention: int = 0,
-    times: Mapping[str, float] | None = None,
-) -> Inspection:
-    """Judge a layer table, by the nodes of a graph (UserError: it names none) or else by those that it names.
-
-    `expected` and `expected_attention` are what the recipe wants; without `expected` every linear that is not
-    in INT8 is listed and nothing fails. `times` are milliseconds by kernel name.
-    """
-    graph = graph or rebuild_graph(layers)
-    wanted = graph.linears if expected is None else list(expected)
-    proof = measure_coverage(layers, wanted, [*graph.linears, *graph.products])
-    if graph.linears and len(proof.unknown) == len({*wanted, *graph.linears, *graph.products}):
-        raise UserError(
-            "no kernel of the table names a MatMul or Gemm of the ONNX file; give the file that the engine "
-            "was built from"
-        )
-    naming: dict[str, list[LayerRow]] = defaultdict(list)
-    for row in layers:
-        for name in dict.fromkeys((*name_parts(row), *row.onnx)):
-            naming[name].append(row)
-    ran = list(layers)
-    if times is not None:  # each profile has its own kernels for every layer: those of the measured ones
-        copies = {copy_of(row) for row in layers if row.name in times} | {""}
-        if len(copies) > 1:
-            ran = [row for row in layers if copy_of(row) in copies]
-    return Inspection(
-        proof=proof,
-        facts=collect_facts(ran, graph),
-        graph=graph,
-        gemms=len({*graph.linears, *wanted}),
-        expected=None if expected is None else wanted,
-        expected_attention=expected_attention,
-        reasons={node: why_not(naming[node], node) for node in proof.not_int8},
-        time=None if times is None else split_time(ran, times),
-    )
-
-
 def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
     rows = {row.name: row for row in layers}
     known = {name: ms for name, ms in times.items() if name in rows}
     blocks: dict[str, float] = defaultdict(float)
     kinds: dict[str, float] = defaultdict(float)
     for name, ms in known.items():
-        blocks[kernel_block(rows[name])] += ms
-        kinds[kernel_kind(rows[name])] += ms
-    kernels = [row for row in layers if kernel_kind(row) != "none"]
+        blocks[tables.kernel_block(rows[name])] += ms
+        kinds[tables.kernel_kind(rows[name])] += ms
+    kernels = [row for row in layers if tables.kernel_kind(row) != "none"]
     return Time(
         total=sum(times.values()),
         by_kernel=dict(sorted(known.items(), key=lambda item: -item[1])),
-        by_block=dict(sorted(blocks.items(), key=lambda item: block_order(item[0]))),
+        by_block=dict(sorted(blocks.items(), key=lambda item: tables.block_order(item[0]))),
         by_kind=dict(sorted(kinds.items(), key=lambda item: -item[1])),
         unmatched={name: ms for name, ms in times.items() if name not in rows},
         missing=sum(row.name not in times for row in kernels),
@@ -373,11 +309,10 @@ def attention_apart(facts: EngineFacts) -> Problem:
 
 
 def explain_slowdown(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow]) -> list[str]:
-    """Explain why an INT8 engine can be slower than the FP16 engine; none where the layers show no reason."""
-    ours, twin = collect_facts(layers_int8), collect_facts(layers_fp16)
+    ours, twin = EngineFacts(layers_int8), EngineFacts(layers_fp16)
     problems = {problem.code: problem.sentence for problem in find_problems(ours)}
     reasons = []
-    encoder = [node for node in ours.linears if block_of_node(node).startswith("layer.")]
+    encoder = [node for node in ours.linears if tables.block_of_node(node).startswith("layer.")]
     done = {*ours.int8, *ours.dequantized}
     if rest := [node for node in encoder if node not in done]:
         reasons.append(
@@ -434,12 +369,12 @@ def format_nodes(nodes: Sequence[str]) -> str:
     """Format ONNX nodes in few words, several layers together: `layer.0-11: attention key, output`."""
     layers: dict[str, list[int]] = defaultdict(list)
     for node in nodes:
-        block, _, name = shorten_node(node).partition(" ")
+        block, _, name = tables.shorten_node(node).partition(" ")
         number = block.removeprefix("layer.")
         if block.startswith("layer.") and number.isdecimal() and name:
             layers[name].append(int(number[:9]))
         else:
-            layers[shorten_node(node)] = []
+            layers[tables.shorten_node(node)] = []
     groups: dict[str, list[str]] = defaultdict(list)
     for name, numbers in layers.items():
         groups[format_ranges(numbers)].append(name)

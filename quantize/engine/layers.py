@@ -1,8 +1,7 @@
 """What an engine runs in INT8, read from the layer table of a build log or of the engine inspector.
 
 Counts are ONNX MatMul/Gemm nodes, not kernels: one kernel may run q, k and v, and one node may show up in
-several kernels (its dequantization is often fused into the next one). Nothing is assumed: a node that the
-table does not name is unknown.
+several kernels (its dequantization is often fused into the next one).
 """
 
 import json
@@ -40,13 +39,9 @@ _AFTER_OUTPUTS = re.compile(r"\], (?:Tactic|Parameter|Stream|Event|shapeValues|M
 _DATATYPE = re.compile(r"(?:Format/)?Datatype: ([^,}\]]*)")
 _GRAPH = re.compile(r"_myl(\d+)_\d+$")  # the copy of the network (one a profile) and the kernel's place in it
 _PROFILE = re.compile(r" \[profile \d+\]$")
-_TYPES = {
-    **{
-        name.lower(): name
-        for name in ("Int8", "UInt8", "Int4", "Int32", "Int64", "Half", "Float", "Bool", "BFloat16")
-    },
-    **{"fp8": "FP8", "fp4": "FP4", "fp16": "Half", "fp32": "Float", "bf16": "BFloat16"},
-}
+_NAMED = ("Int8", "UInt8", "Int4", "Int32", "Int64", "Half", "Float", "Bool", "BFloat16")
+_TYPES = {name.lower(): name for name in _NAMED}
+_TYPES |= {"fp8": "FP8", "fp4": "FP4", "fp16": "Half", "fp32": "Float", "bf16": "BFloat16"}
 
 
 @dataclass
@@ -67,16 +62,9 @@ def parse_log(lines: Iterable[str]) -> list[LayerRow]:
         name, kind, *tensors, rest = parts
         tensors.append(_AFTER_OUTPUTS.split(rest, maxsplit=1)[0])
         inputs, constants, outs = ([_datatype(text) for text in _DATATYPE.findall(part)] for part in tensors)
-        rows.append(
-            LayerRow(
-                name=name,
-                kind=kind,
-                onnx=_onnx_names(rest.partition(", Metadata: ")[2]),
-                inputs=inputs,
-                constants=constants,
-                outputs=outs,
-            )
-        )
+        onnx = _onnx_names(rest.partition(", Metadata: ")[2])
+        row = LayerRow(name=name, kind=kind, onnx=onnx, inputs=inputs, constants=constants, outputs=outs)
+        rows.append(row)
     return rows
 
 
@@ -94,7 +82,6 @@ def _parts(line: str) -> tuple[str, str, str, str, str] | None:
 
 
 def read_table(path: Path) -> list[LayerRow]:
-    """Read a saved table: inspector JSON of any version, layers.json or build.json; memory is bounded."""
     text = read_bounded(path, MAX_TABLE_BYTES, "a layer table", "the engine inspector's JSON")
     try:
         rows = _own_rows(text) or parse_inspector_json(text)
@@ -148,15 +135,14 @@ def parse_inspector_json(text: str) -> list[LayerRow]:
 def measure_coverage(
     layers: Sequence[LayerRow], expected_gemms: Collection[str], all_gemms: Collection[str]
 ) -> Coverage:
-    """Hold the layer table against the ONNX nodes that must run in INT8, among all MatMul and Gemm nodes.
-
-    A node counts as INT8 only if it does in each copy of the network in the table.
-    """
+    """Hold the table against the ONNX nodes that must run in INT8, in each copy of the network in it."""
     expected, known = set(expected_gemms), set(expected_gemms) | set(all_gemms)
     copies = find_computing_rows(layers, known)
     proven = {node for node, parts in copies.items() if all(is_int8(row) for rows in parts for row in rows)}
     linear = {
-        node for node, parts in copies.items() if all(_is_linear(row) for rows in parts for row in rows)
+        node
+        for node, parts in copies.items()
+        if not any(len(row.inputs) != 1 or is_attention(row) for rows in parts for row in rows)
     }
     fused = {node for node, parts in copies.items() if all(any(map(is_attention, rows)) for rows in parts)}
     attentions = [(known.intersection(row.onnx), row) for row in layers if is_attention(row)]
@@ -174,7 +160,6 @@ def measure_coverage(
 def find_computing_rows(
     layers: Sequence[LayerRow], known: Collection[str]
 ) -> dict[str, list[list[LayerRow]]]:
-    """Return for each node of the table the rows that compute it, for each copy of the network."""
     names = frozenset(known)
     found: dict[str, dict[str, list[LayerRow]]] = defaultdict(lambda: defaultdict(list))
     for row in layers:
@@ -191,10 +176,6 @@ def copy_of(row: LayerRow) -> str:
 def base_name(row: LayerRow) -> str:
     """Name of a kernel without its place in the engine: the same for the same kernel of another layer."""
     return _GRAPH.sub("", row.name).removeprefix("__myl_")
-
-
-def _is_linear(row: LayerRow) -> bool:
-    return len(row.inputs) == 1 and not is_attention(row)
 
 
 def is_attention(row: LayerRow) -> bool:
@@ -247,15 +228,10 @@ def why_not(layers: Sequence[LayerRow], node: str) -> NotInt8:
 
 
 def _deciding(rows: list[LayerRow], node: str) -> list[LayerRow]:
-    """Return the rows of one copy of the network that compute `node`.
-
-    A GEMM kernel carries the node in its name; the kernel after it may list the node in its metadata only
-    because it dequantizes the result.
-    """
+    """Return the rows of one copy of the network that compute `node`; others may only dequantize it."""
     named = [row for row in rows if row.kind == "gemm" and node in name_parts(row)]
-    return (
-        named or [row for row in rows if row.kind in ("gemm", "runtime_fusion") or is_attention(row)] or rows
-    )
+    computing = [row for row in rows if row.kind in ("gemm", "runtime_fusion") or is_attention(row)]
+    return named or computing or rows
 
 
 def _nodes(row: LayerRow, known: Collection[str]) -> list[str]:
@@ -320,33 +296,23 @@ def operations(row: LayerRow) -> list[str]:
 
 def kernel_kind(row: LayerRow) -> KernelKind:
     words, lower = operations(row), row.kind.lower()
+    if lower in _NO_KERNEL or is_attention(row):
+        return "none" if lower in _NO_KERNEL else "attention"
+    known: KernelKind | None = "gemm" if lower == "gemm" or "Fc" in words else _KINDS.get(lower)
+    if known:
+        return known
     operators = {kernel_operator(node) for node in row.onnx}
-    kind: KernelKind = "elementwise"
-    if lower in _NO_KERNEL:
-        kind = "none"
-    elif is_attention(row):
-        kind = "attention"
-    elif lower == "gemm" or "Fc" in words:
-        kind = "gemm"
-    elif lower in _KINDS:
-        kind = _KINDS[lower]
-    elif "Gath" in words and kernel_block(row) == EMBEDDINGS:
-        kind = "embeddings"
-    elif "Mean" in words or "LayerNormalization" in operators:
-        kind = "LayerNorm"
-    elif is_gelu(row):
-        kind = "GELU"
-    elif {"Maxr", "Exp"} <= {*words} or "Softmax" in operators:
-        kind = "softmax"
-    elif row.inputs and {*row.inputs} <= {"Int64", "Int32", "Bool"}:
-        kind = "mask"
-    elif _MOVES & {*words}:
-        kind = "layout"
-    elif "Roun" in words or ("Int8" in row.inputs and "Cast" in words):
-        kind = "quantize"
-    elif words and {*words} <= {"Resh", "Cast"}:
-        kind = "layout"
-    return kind
+    rules: tuple[tuple[object, KernelKind], ...] = (
+        ("Gath" in words and kernel_block(row) == EMBEDDINGS, "embeddings"),
+        ("Mean" in words or "LayerNormalization" in operators, "LayerNorm"),
+        (is_gelu(row), "GELU"),
+        ({"Maxr", "Exp"} <= {*words} or "Softmax" in operators, "softmax"),
+        (row.inputs and {*row.inputs} <= {"Int64", "Int32", "Bool"}, "mask"),
+        (_MOVES & {*words}, "layout"),
+        ("Roun" in words or ("Int8" in row.inputs and "Cast" in words), "quantize"),
+        (words and {*words} <= {"Resh", "Cast"}, "layout"),
+    )
+    return next((kind for holds, kind in rules if holds), "elementwise")
 
 
 def select_profile(layers: Sequence[LayerRow]) -> tuple[list[LayerRow], int]:
@@ -381,10 +347,7 @@ def _of_gelu(node: str) -> bool:
 
 
 def kernel_block(row: LayerRow) -> str:
-    """Return the block of the network that a kernel belongs to: "embeddings", "layer.N", "head" or "other".
-
-    A kernel that ends one layer often quantizes for the next; the block is where most of its nodes are.
-    """
+    """Return where most nodes of a kernel are; one that ends a layer often quantizes for the next."""
     nodes = row.onnx or name_parts(row)
     votes = Counter(map(block_of_node, (node for node in nodes if not _QUANTIZER.search(node))))
     votes = votes or Counter(map(block_of_node, nodes))
@@ -420,9 +383,9 @@ def shorten_node(node: str) -> str:
 
 def kernel_label(row: LayerRow, linears: Iterable[str] = ()) -> str:
     """Label a kernel, a GEMM by its linears, in few words: `layer.0 attention value+key+query`."""
-    kind = kernel_kind(row)
     if found := list(linears):
         return _together([shorten_node(node) for node in found])
+    kind = kernel_kind(row)
     fixed = {
         "attention": f"{kernel_block(row)} attention",
         "embeddings": EMBEDDINGS,
@@ -438,12 +401,8 @@ def kernel_label(row: LayerRow, linears: Iterable[str] = ()) -> str:
     if kind == "layout" and biased:  # the linears whose bias and result it moves
         return _together([shorten_node(node) for node in dict.fromkeys(biased)])
     telling = {"LayerNorm": "LayerNormalization", "softmax": "Softmax"}.get(kind, "")
-    order = (telling, "MatMul", "Gemm", "Add", "Transpose")
-    return shorten_node(
-        min(
-            own, key=lambda node: order.index(kernel_operator(node)) if kernel_operator(node) in order else 99
-        )
-    )
+    operators, order = list(map(kernel_operator, own)), (telling, "MatMul", "Gemm", "Add", "Transpose")
+    return shorten_node(next((own[operators.index(name)] for name in order if name in operators), own[0]))
 
 
 def _together(names: list[str]) -> str:
@@ -467,11 +426,7 @@ def types_text(row: LayerRow) -> str:
 
 
 def norm_precision(row: LayerRow) -> str:
-    """Return the datatype in which a kernel does the statistics of LayerNorm, or the sum of softmax.
-
-    A Cast ahead of the first of them is the FP32 island; without one it is that of the inputs. "unknown"
-    where the name ends before.
-    """
+    """Return the datatype of the statistics of LayerNorm or the sum of softmax; FP32 behind a Cast."""
     words = operations(row)
     start = next((i for i, word in enumerate(words) if word in ("Mean", "Maxr")), None)
     floats = [name for name in row.inputs if name in ("Half", "Float", "BFloat16")]
@@ -489,8 +444,7 @@ def float_residuals(layers: Sequence[LayerRow], norms: Collection[str]) -> list[
     """Return the normalizations, by ONNX name and sorted, whose kernels do not read the residual as INT8.
 
     In a fused kernel the residual stands beside the result of the linear, so one INT8 input is enough; a GEMM
-    that normalizes what it makes has INT8 operands too, and needs another. One that no row names is not
-    proven.
+    that normalizes what it makes has INT8 operands too, and needs another.
     """
     proven: dict[str, dict[str, bool]] = {name: {} for name in norms}
     for row in layers:

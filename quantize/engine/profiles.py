@@ -71,7 +71,6 @@ def add_profiles(builder: Any, network: Any, config: Any, profiles: Sequence[Pro
 
 
 def choose_profile(profiles: Sequence[Profile], batch: int, length: int) -> int:
-    """Return the index of the profile that holds a shape, the one whose opt is nearest."""
     size = (batch, length)
     if not profiles:
         return 0  # fixed shapes
@@ -126,11 +125,7 @@ def require_room(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -
 
 
 def note_distant_data(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -> list[str]:
-    """Warn where the data is far from what the engine is tuned for, with the shapes to ask for instead.
-
-    Far: the 90th percentile of its padded batch lengths, or the batch size, differs from the opt of the
-    profile that takes it by more than a factor 2.
-    """
+    """Warn where data is over FAR_FROM_OPT times off the opt shape, with the shapes to ask for instead."""
     if not len(lengths):
         return []
     # percentile over batches, each as long as its longest sample
@@ -205,7 +200,6 @@ def choose_edges(lengths: Int64, longest: int, most: int = MOST) -> list[int]:
 
 
 def bucket_profiles(edges: Sequence[int], longest: int, batch: int) -> list[Profile]:
-    """Return a profile of fixed length for each bucket, and one for what is longer than all of them."""
     most = max(batch, LARGEST_BATCH)
     fixed = [Profile((1, edge), (batch, edge), (most, edge)) for edge in edges]
     if edges[-1] < longest:

@@ -2,8 +2,7 @@
 
 Options and formats are those of `sampleOptions.cpp` and `sampleReporting.cpp` in TensorRT's open sources.
 trtexec writes what C++ streams print: names without escapes, `nan` and `inf` where JSON has no such number,
-and six digits of a float. The file of --exportLayerInfo is the engine inspector's JSON: `engine/layers.py`
-reads it.
+and six digits of a float.
 """
 
 import json
@@ -65,9 +64,8 @@ def read_profile(path: Path) -> dict[str, float]:
 
 
 def read_times(path: Path) -> Times:
-    fields = {"start": "startComputeMs"} | {
-        name: f"{name}Ms" for name in ("h2d", "compute", "d2h", "latency")
-    }
+    own = ("h2d", "compute", "d2h", "latency")
+    fields = {"start": "startComputeMs"} | {name: f"{name}Ms" for name in own}
     rows = _read_json(path, "exported times")
     if not isinstance(rows, list) or not rows or len(rows) > MAX_QUERIES:
         raise UserError(
@@ -103,7 +101,6 @@ def _read_json(path: Path, what: str) -> Any:
 
 
 def _spelled(found: re.Match[str]) -> str:
-    """Return `nan`, `-nan`, `inf` and `-inf` as Python's JSON spells them; strings stay."""
     if found[2] is None:
         return found[0]
     if found[2].lower() == "nan":

@@ -13,18 +13,9 @@ from typing import TYPE_CHECKING, Literal
 
 import onnx
 
+from qdqbench.quantize.graph import rewrites
 from qdqbench.quantize.graph.index import name_runs, prune
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
-from qdqbench.quantize.graph.rewrites import (
-    clip_scaled_linears,
-    has_direct_heads,
-    is_tanh_gelu,
-    join_heads,
-    note_unjoined,
-    share_scaled_inputs,
-    shorten_gelu,
-    use_sequence_first,
-)
 from qdqbench.quantize.graph.weights import drop_zero_biases, factor_scales, fold_weights
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
@@ -140,23 +131,23 @@ def finish_graph(
         raise CheckFailed(f"the exported graph has no quantized weight for {', '.join(lost)}")
     done = {} if done is None else done
     if folded:
-        share_scaled_inputs(model)
+        rewrites.share_scaled_inputs(model)
         done["dropped biases"] = drop_zero_biases(model, list_bias_free_linears(plan))
-        done["tanh GELU"] = sum(map(is_tanh_gelu, model.graph.node))
+        done["tanh GELU"] = sum(map(rewrites.is_tanh_gelu, model.graph.node))
     if settings.weights == "factored":
         factor_scales(model, merge=settings.merge_qkv)
     if folded and settings.for_gpu:
         # a copy of q, k and v that is needed anyway costs the same in either order
-        straight = bool(plan.attention) and has_direct_heads(model)
-        joined = join_heads(model)
-        turned = use_sequence_first(model) if straight else 0
+        straight = bool(plan.attention) and rewrites.has_direct_heads(model)
+        joined = rewrites.join_heads(model)
+        turned = rewrites.use_sequence_first(model) if straight else 0
         done |= {"joined heads": joined, "tokens first": turned}
-        note = note_unjoined(plan.family, folded, max(joined, turned))
+        note = rewrites.note_unjoined(plan.family, folded, max(joined, turned))
         if note and notes is not None:
             notes.append(note)
-        done["short GELU"] = shorten_gelu(model)
+        done["short GELU"] = rewrites.shorten_gelu(model)
     elif folded:
-        clip_scaled_linears(model)
+        rewrites.clip_scaled_linears(model)
     if settings.compute == "fp16":
         to_fp16(model, fp32_modules=plan.fp32)
     prune(model)

@@ -31,8 +31,6 @@ _NUMBERS = [
 
 
 class GraphIndex:
-    """Look-ups over one graph, made once and valid until the graph is changed."""
-
     def __init__(self, model: onnx.ModelProto) -> None:
         self.model = model
         self.graph = model.graph
@@ -102,7 +100,6 @@ def _standard(node: onnx.NodeProto) -> str:
 
 
 def _read_attribute(item: onnx.AttributeProto) -> onnx.TensorProto | None:
-    """Return the value of a Constant node, where it is a tensor or numbers."""
     if item.name == "value":
         return item.t
     kind = {"value_float": np.float32, "value_int": np.int64}.get(item.name.removesuffix("s"))
@@ -116,15 +113,15 @@ def attribute(node: onnx.NodeProto, name: str, default: int = 0) -> int:
 
 
 def module_of(node_name: str) -> str:
-    """Return the module path inside the node name that the TorchScript exporter writes.
-
-    `/bert/encoder/layer.0/output/dense/MatMul` is made by `bert.encoder.layer.0.output.dense`.
-    """
+    """Return `bert.encoder.layer.0.output.dense` of `/bert/encoder/layer.0/output/dense/MatMul`."""
     return node_name.strip("/").rpartition("/")[0].replace("/", ".")
 
 
+def count_attentions(gemms: Iterable[str], modules: Collection[str]) -> int:
+    return sum(module_of(name) in modules for name in gemms) // 2
+
+
 def replace_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Give a graph these nodes, some or all of which may be its own."""
     nodes = list(nodes)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
@@ -205,10 +202,7 @@ _AGAIN = re.compile(r"(.+)_(\d+)")  # of a module's second call and all after it
 
 
 def name_runs(graph: onnx.GraphProto, model: "PreTrainedModel") -> None:
-    """Name nodes of shared layers by module and run, in place: `/a/query_3/MatMul` is `/a/query/MatMul@3`.
-
-    Runs are counted over the whole encoder, from 0 on. Graphs of other families stay as they are.
-    """
+    """Name nodes of shared layers by module and run, in place: `/a/query_3/MatMul` is `/a/query/MatMul@3`."""
     family = family_of(model.config)
     if not family.shared_layers:
         return
@@ -236,7 +230,7 @@ def use_of(name: str) -> str:
     return module_of(name) + run_of(name)
 
 
-_NORMS = ("LayerNormalization", "RMSNormalization", "GroupNormalization")
+NORMS = ("LayerNormalization", "RMSNormalization", "GroupNormalization")
 _MOVES = ("Cast", "Identity", "Reshape", "Dropout")
 
 
@@ -255,7 +249,7 @@ def find_residuals(index: GraphIndex) -> list[ResidualAdd]:
     """Return every Add before a normalization, in the order of the graph."""
     added = []
     for norm in index.graph.node:
-        known = norm.op_type in _NORMS and norm.input
+        known = norm.op_type in NORMS and norm.input
         add = index.origin(norm.input[0], _MOVES)[0] if known else None
         if add is not None and add.op_type == "Add":
             behind = (_find_dq(index, name) for name in add.input)
@@ -264,7 +258,6 @@ def find_residuals(index: GraphIndex) -> list[ResidualAdd]:
 
 
 def list_int8_norms(model: onnx.ModelProto) -> list[str]:
-    """Return the names of the normalizations that add an INT8 residual, in the order of the graph."""
     return [residual.norm.name for residual in find_residuals(GraphIndex(model)) if residual.dq is not None]
 
 
@@ -321,7 +314,6 @@ def _unscaled(index: GraphIndex, node: onnx.NodeProto | None) -> str | None:
 
 
 def _value(index: GraphIndex, name: str) -> Any:
-    """Return the value of a constant, or the name of what is computed."""
     tensor = _stored(index, name)
     return name if tensor is None else (tensor.data_type, numpy_helper.to_array(tensor).tobytes())
 

@@ -87,7 +87,7 @@ def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
             if target not in converted:
                 converted.add(target)
                 if name not in constants:
-                    nodes.append(_cast(name, target, wanted))
+                    nodes.append(cast_node(name, target, wanted))
                 elif (constant := _to_fp16_constant(constants[name], target)) is not None:
                     graph.initializer.append(constant)
                 else:
@@ -103,7 +103,7 @@ def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
         )
     for name in [output.name for output in graph.output if types.get(output.name) == TensorProto.FLOAT16]:
         rename_tensors(nodes, {name: f"{name}_fp16"}, outputs=True)
-        nodes.append(_cast(f"{name}_fp16", name, TensorProto.FLOAT))
+        nodes.append(cast_node(f"{name}_fp16", name, TensorProto.FLOAT))
     del graph.value_info[:]
     replace_nodes(model, nodes)
 
@@ -133,5 +133,5 @@ def _list_exact(model: onnx.ModelProto) -> set[str]:
     return exact | sums
 
 
-def _cast(source: str, target: str, to: int) -> onnx.NodeProto:
+def cast_node(source: str, target: str, to: int) -> onnx.NodeProto:
     return helper.make_node("Cast", [source], [target], name=f"{target}/Cast", to=to)

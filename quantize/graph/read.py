@@ -100,7 +100,6 @@ def _names(model: onnx.ModelProto) -> Iterator[str | bytes]:
 
 
 def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Return the initializers and tensor attributes of the top graph."""
     yield from model.graph.initializer
     for node in model.graph.node:
         for item in node.attribute:
@@ -169,7 +168,6 @@ def _varint(data: bytes, position: int, end: int) -> tuple[int, int]:
 
 
 def _read_external(model: onnx.ModelProto, path: Path) -> None:
-    """Load external weights after checking that each is inside an existing file of the model's folder."""
     outside = [t for t in tensors(model) if t.data_location == onnx.TensorProto.EXTERNAL]
     sizes: dict[str, int] = {}
     announced = 0

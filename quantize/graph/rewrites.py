@@ -46,10 +46,7 @@ class _Branch:
 
 
 def share_scaled_inputs(model: onnx.ModelProto) -> None:
-    """Let linears that read one tensor times equal factors (SmoothQuant) share the Mul, in place.
-
-    Without it the inputs of q, k and v are three tensors, and their GEMMs cannot be merged.
-    """
+    """Let linears that read one tensor times equal factors (SmoothQuant) share the Mul: then they merge."""
     index = GraphIndex(model)
     first: dict[tuple[str, bytes], str] = {}
     replaced: dict[str, str] = {}
@@ -80,9 +77,7 @@ def clip_scaled_linears(model: onnx.ModelProto) -> None:
         if maker is not None and maker.op_type in ("MatMul", "Gemm", "Add"):
             if source not in clipped:
                 clipped[source] = f"{source}_clipped"
-                bounds = {
-                    f"{source}_{name}": value for name, value in (("min", -FP16_MAX), ("max", FP16_MAX))
-                }
+                bounds = {f"{source}_min": -FP16_MAX, f"{source}_max": FP16_MAX}
                 store_constants(model, {name: np.array(value, np.float32) for name, value in bounds.items()})
                 nodes.append(
                     helper.make_node("Clip", [source, *bounds], [clipped[source]], name=f"{maker.name}/Clip")
@@ -96,9 +91,8 @@ def join_heads(model: onnx.ModelProto) -> int:
     """Move q, k and v to their heads in one step, in place: Concat, one Transpose, Split.
 
     An engine copies q, k and v into the layout of its attention kernel in a kernel each; joined they take
-    one. Only linears with INT8 weights that read the same tensor are joined. Where one of them has neither
-    scales nor a bias behind its GEMM, all three must, and share one scale: one GEMM makes them then, and one
-    copy takes them apart. Returns the number of attentions that were rewritten.
+    one. Where one of them has neither scales nor a bias behind its GEMM, all three must, and share one scale:
+    one GEMM makes them then, and one copy takes them apart. Returns the number of rewritten attentions.
     """
     index = GraphIndex(model)
     groups: dict[str, list[_Branch]] = defaultdict(list)
@@ -133,7 +127,6 @@ def _can_join(index: GraphIndex, members: list[_Branch]) -> bool:
 
 
 def has_direct_heads(model: onnx.ModelProto) -> bool:
-    """Return whether an INT8 linear of an attention has nothing between its GEMM and its heads."""
     index = GraphIndex(model)
     branches = (_branch(index, node) for node in model.graph.node)
     return any(branch.straight for branch in branches if branch is not None)
@@ -175,9 +168,12 @@ def shorten_gelu(model: onnx.ModelProto) -> int:
 
 def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
     """Return the branch that a MatMul with INT8 weights starts, if it ends in the heads of an attention."""
-    width = _width(index, matmul) if matmul.op_type == "MatMul" else 0
-    if not width:
+    turned = index.producers.get(matmul.input[1]) if matmul.op_type == "MatMul" else None
+    dq = weight_dq(index, matmul) if turned is not None and turned.op_type == "Transpose" else None
+    codes = index.constant(dq.input[0]) if dq is not None and dq.op_type == "DequantizeLinear" else None
+    if codes is None:
         return None
+    width = int(codes.shape[0])  # codes are [N, K]
     tensor = matmul.output[0]
     while len(readers := index.consumers.get(tensor, [])) == 1 and readers[0].op_type in ("Mul", "Add"):
         tensor = readers[0].output[0]
@@ -224,9 +220,8 @@ def _join(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodeProto
 def _write_sigmoid(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.NodeProto]:
     x, name = gelu.input[0], gelu.name
     linear, cubic = f"{name}_linear", f"{name}_cubic"
-    store_constants(
-        model, {linear: np.array(_GELU_LINEAR, np.float32), cubic: np.array(_GELU_CUBIC, np.float32)}
-    )
+    numbers = {linear: _GELU_LINEAR, cubic: _GELU_CUBIC}
+    store_constants(model, {key: np.array(value, np.float32) for key, value in numbers.items()})
     steps = [
         ("Mul", [x, x], f"{name}_square"),
         ("Mul", [f"{name}_square", cubic], f"{name}_scaled"),
@@ -239,16 +234,6 @@ def _write_sigmoid(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.No
         helper.make_node(kind, inputs, [output], name=f"{name}_{number}_{kind}")
         for number, (kind, inputs, output) in enumerate(steps)
     ]
-
-
-def _width(index: GraphIndex, matmul: onnx.NodeProto) -> int:
-    """Return the output features of a MatMul whose weight is INT8 codes [N, K]; else 0."""
-    dq = weight_dq(index, matmul)
-    behind = index.producers.get(matmul.input[1])
-    if dq is None or dq.op_type != "DequantizeLinear" or behind is None or behind.op_type != "Transpose":
-        return 0
-    codes = index.constant(dq.input[0])
-    return int(codes.shape[0]) if codes is not None else 0
 
 
 def _constant_sizes(index: GraphIndex, reshape: onnx.NodeProto, first: int = 2) -> list[int] | None:
@@ -280,10 +265,7 @@ def use_sequence_first(model: onnx.ModelProto) -> int:
 
     A fused attention reads q, k and v as [batch * heads, length, head size] with one stride for all of
     batch * heads. A linear's [batch, length, hidden] has no such view and is copied; [length, batch, hidden]
-    has one.
-
-    Returns how many attentions need no copy of q, k and v any more. 0: nothing was changed, as none was
-    recognized, or something between two of them is not computed for every token alone.
+    has one. Returns how many attentions need no copy any more; 0: nothing was changed.
     """
     index = GraphIndex(model)
     norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]
@@ -303,9 +285,8 @@ def use_sequence_first(model: onnx.ModelProto) -> int:
         for position, name in enumerate(node.input):
             if name in region.tensors and id(node) not in inside:
                 node.input[position] = back = f"{name}/batch_first"
-                behind.setdefault(
-                    id(index.producers[name]), [transpose_hidden(name, back, f"{_BACK}_{len(behind)}")]
-                )
+                turned = transpose_hidden(name, back, f"{_BACK}_{len(behind)}")
+                behind.setdefault(id(index.producers[name]), [turned])
     for number, name in enumerate(value.name for value in model.graph.output if value.name in region.tensors):
         # a head that computes every token alone
         maker, inner = index.producers[name], f"{name}/turned"

@@ -77,7 +77,6 @@ def fold_weights(model: onnx.ModelProto) -> list[str]:
 def _store_weight(  # noqa: PLR0913, PLR0917
     model: onnx.ModelProto, name: str, run: str, module: str, codes: Int8, scale: Float32
 ) -> list[onnx.NodeProto]:
-    """Add the initializers of a weight; return the DQ of its codes [N, K] and the Transpose."""
     stored: dict[str, Array] = {
         f"{name}_int8": np.ascontiguousarray(codes),
         f"{name}_scale": scale,
@@ -95,7 +94,6 @@ def _store_weight(  # noqa: PLR0913, PLR0917
 
 
 def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
-    """Return the MatMul with the new weight; a Gemm keeps its node name and gets its bias from an Add."""
     if gemm.op_type == "MatMul":
         new = onnx.NodeProto()
         new.CopyFrom(gemm)
@@ -114,8 +112,7 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
     input share one S, so that an engine can merge them into one GEMM; without `merge` each has another one:
     one large GEMM is faster for small batches, three for large ones (docs/performance.md). S is the power of
     two nearest to the geometric mean of the extreme scales: the unscaled product stays near the final one, so
-    neither overflows FP16, and codes times S are exact in FP16, as is s/S for the scales of calibration. A
-    per-tensor linear with an input of its own stays as it is: its scalar is in the GEMM already.
+    neither overflows FP16, and codes times S are exact in FP16, as is s/S for the scales of calibration.
     """
     index = GraphIndex(model)
     groups: dict[str, list[tuple[onnx.NodeProto, onnx.NodeProto, Float32]]] = defaultdict(list)
@@ -146,7 +143,6 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
 
 
 def _middle(scales: Float32) -> np.float32:
-    """Return the power of two nearest to the geometric mean of the extreme scales."""
     extremes = np.log2(scales.astype(np.float64).min()) + np.log2(scales.astype(np.float64).max())
     return np.float32(np.exp2(np.rint(extremes / 2)))
 

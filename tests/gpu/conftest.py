@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from qdqbench.cli.app import app
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
@@ -13,6 +15,10 @@ from ..integration.tiny import Given, write_data, write_model
 
 HERE = Path(__file__).parent
 RECIPES = ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention", "bert-fp16"]
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

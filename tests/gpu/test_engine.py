@@ -6,9 +6,23 @@ import shutil
 import numpy as np
 import pytest
 
+from qdqbench.eval.metrics.runners import onnxruntime_runner
+from qdqbench.quantize.engine.build import build, list_gemms
+from qdqbench.quantize.engine.profiles import Profile, choose_profile
+from qdqbench.quantize.engine.runtime.engine import Engine
+from qdqbench.quantize.engine.runtime.runners import open_runner
+from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
 from ..integration.tiny import EVAL_ROWS, call, results
+
+
+@pytest.fixture(scope="module")
+def files(run):
+    """The engine of a recipe and the ONNX file that it was built from."""
+    recipe, folder = run
+    name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
+    return folder / "engine" / f"{name}.engine", folder / f"{name}.onnx"
 
 
 def logits(folder, stage):
@@ -53,63 +67,43 @@ def batch(rng, rows, length, padding=0):
     ("rows", "length", "padding"),
     [(1, 16, 0), (32, 128, 0), (128, 128, 0), (8, 64, 40), (5, 33, 17), (4, 9, 0), (4, 9, 5), (1, 1, 0)],
 )
-def test_any_shape_of_the_profile(run, rows, length, padding):
+def test_any_shape_of_the_profile(files, rows, length, padding):
     """Shapes at the profile's corners, odd ones, and ones shorter than its minimum, against ONNX Runtime."""
-    from qdqbench.eval.metrics.runners import onnxruntime_runner
-    from qdqbench.quantize.engine.runtime.runners import open_runner
-
-    recipe, folder = run
-    name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
     inputs = batch(np.random.default_rng(rows + length), rows, length, padding)
-    expected = onnxruntime_runner(folder / f"{name}.onnx")(inputs)
-    with open_runner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx", pad_id=0) as engine:
+    expected = onnxruntime_runner(files[1])(inputs)
+    with open_runner(*files, pad_id=0) as engine:
         assert engine.max_batch == 128
-        made = engine(inputs)
-        again = engine(inputs)
+        made, again = engine(inputs), engine(inputs)
     assert made.shape == (rows, 2)
     assert np.isfinite(made).all()
     assert np.array_equal(made, again)
     assert np.linalg.norm(made - expected) / np.linalg.norm(expected) < 0.1
 
 
-def test_padding_changes_nothing(run):
+def test_padding_changes_nothing(files):
     """A sentence alone, and the same sentence padded to 128 in a batch of others."""
-    from qdqbench.quantize.engine.runtime.runners import open_runner
-
-    recipe, folder = run
-    name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
     rng = np.random.default_rng(0)
     alone, others = batch(rng, 1, 20), batch(rng, 4, 128)
     padded = {key: value.copy() for key, value in others.items()}
     for key, value in alone.items():
         padded[key][2] = 0
         padded[key][2, :20] = value[0]
-    with open_runner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx", pad_id=0) as engine:
+    with open_runner(*files, pad_id=0) as engine:
         short, long = engine(alone)[0], engine(padded)[2]
     assert np.linalg.norm(short - long) / np.linalg.norm(short) < 0.1
 
 
-def test_shapes_outside_of_the_profile_are_refused(run):
-    from qdqbench.quantize.engine.runtime.runners import open_runner
-    from qdqbench.quantize.utils.errors import CheckFailed
-
-    recipe, folder = run
-    name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
-    rng = np.random.default_rng(0)
-    with open_runner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx", pad_id=0) as engine:
-        for inputs in (batch(rng, 129, 16), batch(rng, 1, 129)):
+def test_shapes_outside_of_the_profile_are_refused(files):
+    with open_runner(*files, pad_id=0) as engine:
+        for rows, length in ((129, 16), (1, 129)):
             with pytest.raises(CheckFailed, match="no profile of the engine takes"):
-                engine(inputs)
+                engine(batch(np.random.default_rng(0), rows, length))
 
 
 @pytest.fixture(scope="module")
-def engine(run):
+def engine(files):
     """The engine of a recipe, loaded once."""
-    from qdqbench.quantize.engine.runtime.engine import Engine
-
-    recipe, folder = run
-    name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
-    with Engine(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx") as loaded:
+    with Engine(*files) as loaded:
         yield loaded
 
 
@@ -167,35 +161,25 @@ def test_kernel_times_are_of_kernels_in_the_layer_table(run, engine):
     assert len(names & set(times)) > len(times) / 2
 
 
-def test_the_runtime_cache_is_kept_in_the_run_directory(run, tmp_path):
-    from qdqbench.quantize.engine.runtime.engine import Engine
-
-    recipe, folder = run
-    name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
-    kept, path = folder / "engine" / "runtime.cache", tmp_path / "runtime.cache"
-    if results(folder)["engine"]["backend"] != "tensorrt_rtx":
+def test_the_runtime_cache_is_kept_in_the_run_directory(run, files, tmp_path):
+    kept, path = files[0].with_name("runtime.cache"), tmp_path / "runtime.cache"
+    if results(run[1])["engine"]["backend"] != "tensorrt_rtx":
         assert not kept.exists()
         return
     shutil.copy(kept, path)  # an engine writes to its cache
     before = path.read_bytes()
     inputs = batch(np.random.default_rng(0), 3, 32)
-    with Engine(folder / "engine" / f"{name}.engine", runtime_cache=path) as loaded:
+    with Engine(files[0], runtime_cache=path) as loaded:
         assert loaded.notes == []
         first = loaded.run(inputs)["logits"]
     path.write_bytes(before[:-10])
-    with Engine(folder / "engine" / f"{name}.engine", runtime_cache=path) as loaded:
+    with Engine(files[0], runtime_cache=path) as loaded:
         assert "ignored" in loaded.notes[0]
         assert np.array_equal(loaded.run(inputs)["logits"], first)
 
 
 def test_several_profiles(linears, tmp_path):
     """Each shape in the profile that is made for it, against ONNX Runtime, with memory for each."""
-    from qdqbench.eval.metrics.runners import onnxruntime_runner
-    from qdqbench.quantize.engine.build import build, list_gemms
-    from qdqbench.quantize.engine.profiles import Profile, choose_profile
-    from qdqbench.quantize.engine.runtime.engine import Engine
-    from qdqbench.quantize.engine.runtime.runners import open_runner
-
     onnx = linears / "model.int8.onnx"
     profiles = [Profile((1, 16), (1, 32), (2, 128)), Profile((4, 16), (32, 128), (64, 128))]
     result = build(

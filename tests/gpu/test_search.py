@@ -1,17 +1,13 @@
 """A search on a GPU: engines are built, proven and timed with their twin."""
 
 import pytest
-from typer.testing import CliRunner
 
-from qdqbench.cli.app import app
 from qdqbench.eval.selection.search.results import read_search
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
 
+from .conftest import invoke
+
 SHAPES = {"batch": [1, 8, 8], "length": [16, 32, 64]}
-
-
-def invoke(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def test_a_search_measures_engines(sst2, tmp_path):
@@ -29,11 +25,9 @@ def test_a_search_measures_engines(sst2, tmp_path):
     assert found.source.mode == "latency"
     tried = [trial for trial in found.trials if trial.failure is None]
     assert len(tried) >= 5, [trial.failure for trial in found.trials]
-    for trial in tried:
-        assert trial.speedup.system_ms > 0
-        assert trial.speedup.value == pytest.approx(
-            trial.speedup.baseline_ms / trial.speedup.system_ms, rel=0.01
-        )
+    for timed in (trial.speedup for trial in tried):
+        assert timed.system_ms > 0
+        assert timed.value == pytest.approx(timed.baseline_ms / timed.system_ms, rel=0.01)
     chosen = found.confirmed[0]
     assert chosen.engine["validation"].n == chosen.scores["validation"].n
     assert not list((tmp_path / "out" / "work").glob("engines-*"))

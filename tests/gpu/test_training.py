@@ -8,9 +8,7 @@ import warnings
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from qdqbench.cli.app import app
 from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_encoder
@@ -22,12 +20,9 @@ from qdqbench.quantize.utils.results import Results
 
 from ..support.families import write_model
 from ..support.tiny_bert import padded_batch
+from .conftest import invoke
 
 QUICK = ("--epochs", 2, "--num-evals", 2, "--batch-size", 16)
-
-
-def invoke(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def recipe(folder, **qat):
@@ -108,13 +103,8 @@ def test_gradients_are_finite_where_padding_fills_a_window(model_type, tmp_path)
 def test_two_gpus_train_one_model(sst2, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command += ["-m", "qdqbench", "qat", str(recipe(tmp_path)), *sst2.options]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path / "run")],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command += ["--out", str(tmp_path / "run")]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     results = Results.model_validate_json((tmp_path / "run" / "results.json").read_text())
     assert results.training is not None

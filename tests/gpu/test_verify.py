@@ -7,7 +7,15 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from qdqbench.eval.runs.collect import collect
+from qdqbench.eval.stages import stages
+from qdqbench.eval.verification.bisect import bisect, bisect_run, run_onnxruntime
+from qdqbench.eval.verification.engine import engine_of
+from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.models.families.known import BERT
+from qdqbench.quantize.pipeline.pipeline import read_finished
+from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.utils.results import Verification
 
 from ..integration.tiny import results
 
@@ -32,9 +40,6 @@ FAULTS = {"offset": lambda bias: bias + 1.0 * np.sign(bias), "nan": lambda bias:
 @pytest.fixture(scope="module", params=FAULTS)
 def faulty(request, linears, tmp_path_factory):
     """A copy of a run whose ONNX file is wrong, with the engine of that file, verified."""
-    from qdqbench.eval.stages import stages as engine_stages
-    from qdqbench.quantize.pipeline.session import Session, read_config
-
     target = shutil.copytree(linears, tmp_path_factory.mktemp("faulty") / request.param)
     path = target / "model.int8.onnx"
     model = onnx.load(path)
@@ -44,14 +49,12 @@ def faulty(request, linears, tmp_path_factory):
     tensor.CopyFrom(numpy_helper.from_array(changed, FAULTY))
     onnx.save(model, path)
     session = Session(read_config(target), target)
-    engine_stages.build_stage(session)
-    engine_stages.verify_stage(session)
+    stages.build_stage(session)
+    stages.verify_stage(session)
     return session
 
 
 def test_a_wrong_block_is_named(faulty):
-    from qdqbench.quantize.utils.results import Verification
-
     found = Verification.model_validate_json((faulty.folder / "verify.json").read_text())
     assert [row.name for row in found.blocks if not row.holds] == ["layer.1"]
     assert not found.passed
@@ -60,9 +63,6 @@ def test_a_wrong_block_is_named(faulty):
 
 @pytest.mark.parametrize("faulty", ["offset"], indirect=True)
 def test_the_gate_fails_with_the_verification(faulty):
-    from qdqbench.eval.runs.collect import collect
-    from qdqbench.quantize.pipeline.pipeline import read_finished
-
     timings = {name: done.timing(reused=True) for name, done in read_finished(faulty.folder).items()}
     found = collect(faulty, timings)
     assert not found.gate.passed
@@ -70,17 +70,11 @@ def test_the_gate_fails_with_the_verification(faulty):
 
 
 def test_bisecting_a_right_engine_finds_nothing(linears):
-    from qdqbench.eval.verification.bisect import bisect_run
-
     assert bisect_run(linears).block is None
 
 
 def test_bisecting_names_the_tensor(linears):
     """The engine is built from a graph with a fault that the reference graph does not have."""
-    from qdqbench.eval.verification.bisect import bisect, run_onnxruntime
-    from qdqbench.eval.verification.engine import engine_of
-    from qdqbench.quantize.engine.sidecar import check_sidecar
-
     sidecar = check_sidecar(linears / "engine" / "model.int8.engine")
 
     def run_engine(model, feeds):

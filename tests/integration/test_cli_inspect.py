@@ -142,21 +142,10 @@ def test_the_profile_of_trtexec(saved, tmp_path, qdqbench):
     assert told["time"]["missing"] == len(bert()) - 2
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{}",
-        "[]",
-        "[1]",
-        '[{"name": "x", "ms": "1"}]',
-        '[{"name": "x", "ms": -1}]',
-        '[{"name": "x", "ms": NaN}]',
-        '[{"name": "x", "ms": 1e300}]',
-        '[{"name": "x", "ms": true}]',
-        '[{"name": 1, "ms": 1}]',
-        "[" * 100_000,
-    ],
-)
+WRONG = [f'[{{"name": "x", "ms": {ms}}}]' for ms in ('"1"', -1, "NaN", "1e300", "true")]
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "[1]", *WRONG, '[{"name": 1, "ms": 1}]', "[" * 100_000])
 def test_no_profile(text, saved, tmp_path, qdqbench):
     (tmp_path / "times.json").write_text(text)
     done = qdqbench("inspect", saved(), "--profile", tmp_path / "times.json")
@@ -295,10 +284,8 @@ def test_kernel_times_measured_here(options, shape, finished_run, qdqbench, monk
     done = fine(qdqbench("inspect", finished_run, "--profile", "gpu", *options))
     assert f"0.500 ms in all at batch {shape[0]}, {shape[1]} tokens" in done.out
     seen = FakeEngine.seen
-    assert (seen["path"], seen["onnx"]) == (
-        finished_run / "engine" / "model.int8.engine",
-        finished_run / "model.int8.onnx",
-    )
+    assert seen["path"] == finished_run / "engine" / "model.int8.engine"
+    assert seen["onnx"] == finished_run / "model.int8.onnx"
     np.testing.assert_array_equal(seen["attention_mask"], np.ones(shape, np.int64))
     np.testing.assert_array_equal(seen["input_ids"], np.zeros(shape, np.int64))
 

@@ -133,18 +133,8 @@ def test_auto_without_a_gpu_proves_for_both(sst2, tmp_path, qdqbench, monkeypatc
 
 def test_an_engine_of_another_cpu_or_version_is_refused(sst2, tmp_path, qdqbench, monkeypatch):
     out = tmp_path / "run"
-    arguments = (
-        "run",
-        "int8-ffn",
-        *sst2.options,
-        "--backend",
-        "onnxruntime",
-        "--out",
-        out,
-        "--until",
-        "build",
-    )
-    assert qdqbench(*arguments).code == 0
+    given = ("run", "int8-ffn", *sst2.options, "--backend", "onnxruntime", "--out", out)
+    assert qdqbench(*given, "--until", "build").code == 0
     engine = next((out / "engine").glob("*.engine"))
     older = Cpu("Old CPU", 2, ("avx2",))
     monkeypatch.setattr("qdqbench.quantize.engine.sidecar.find_cpu", lambda: older)

@@ -19,7 +19,7 @@ from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.system.quiet import quiet
 
-from .tiny import MAIN, Outcome, call_alone, environment, listing, refused
+from .tiny import MAIN, Outcome, call_alone, environment, listing
 
 pytestmark = pytest.mark.slow
 TRIALS = 10

@@ -94,11 +94,11 @@ def install(monkeypatch):
     opened.clear()
     spoilt.clear()
     unproven.clear()
-    monkeypatch.setattr(measure, "build", build)
+    fakes = {"build": build, "DeviceLane": Lane, "to_device": dict, "CudaTimer": Timer, "WallTimer": Timer}
+    for name, fake in (fakes | {"ON_CPU": measure.ON_GPU}).items():
+        monkeypatch.setattr(measure, name, fake)
     monkeypatch.setattr(
         measure,
         "load_engine",
         lambda session, path, graph: Engine(path, graph, runtime_cache=path.with_suffix(".cache")),
     )
-    monkeypatch.setattr(measure, "make_lane", lambda engine, shape, sets: Lane(engine.bind(*shape), sets))
-    monkeypatch.setattr(measure, "timer_of", lambda **_: (Timer(), measure.ON_GPU))

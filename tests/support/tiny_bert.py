@@ -195,6 +195,12 @@ def exported_of(model: Any, plan: Plan, weights: str, compute: str = "fp32") -> 
     return export.finish_graph(export.trace(model, 20), plan, settings)
 
 
+def twin(folder: Path, compute: str = "fp16", weights: str = "factored") -> onnx.ModelProto:
+    """The finished graph of the model without quantizers."""
+    model = load_model(str(folder))
+    return exported_of(model, plan_of(recipe_with(), model), weights, compute)
+
+
 def copied(model: onnx.ModelProto) -> onnx.ModelProto:
     twin = onnx.ModelProto()
     twin.CopyFrom(model)

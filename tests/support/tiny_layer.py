@@ -6,6 +6,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from .graphs import model_of
+
 HIDDEN, HEADS, LENGTH = 32, 2, 4
 FORMS = ("fp32", "fp16", "factored")
 LINEARS = [f"/layer/{name}/MatMul" for name in ("query", "key", "value", "output")]
@@ -99,17 +101,14 @@ def healthy(form: str = "factored", *, int8_attention: bool = True) -> onnx.Mode
     last = net.norm(residual, "/layer/norm1")
     first = net.add("Gather", last, net.constant("zero", 0, np.int64), name="/first", axis=1)
     weight = net.constant("classifier.weight", net.rng.normal(size=(3, HIDDEN)))
-    bias = net.constant("classifier.bias", np.zeros(3))
-    net.add("Gemm", first, weight, bias, name="/classifier/Gemm", transB=1)
-    inputs = [("x", (1, LENGTH, HIDDEN)), ("mask", (1, 1, 1, LENGTH))]
-    graph = helper.make_graph(
-        net.nodes,
-        "tiny",
-        [helper.make_tensor_value_info(name, net.type, size) for name, size in inputs],
-        [helper.make_tensor_value_info("/classifier/Gemm.out", net.type, (1, 3))],
-        net.constants,
+    net.add(
+        "Gemm", first, weight, net.constant("classifier.bias", np.zeros(3)), name="/classifier/Gemm", transB=1
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    inputs = {"x": (1, LENGTH, HIDDEN), "mask": (1, 1, 1, LENGTH)}
+    kinds = dict.fromkeys((*inputs, "/classifier/Gemm.out"), net.type)
+    model = model_of(net.nodes, inputs, {"/classifier/Gemm.out": (1, 3)}, **kinds)
+    model.graph.initializer.extend(net.constants)
+    return model
 
 
 # Small edits of a model, from which the broken ones are made.

@@ -18,7 +18,7 @@ from qdqbench.eval.reporting.formats import (
     with_error,
 )
 from qdqbench.eval.runs.report import charts, verdict
-from qdqbench.quantize.engine.inspection import collect_facts
+from qdqbench.quantize.engine.inspection import EngineFacts
 from qdqbench.quantize.utils.comparison import (
     MAX_OUTPUT_ERROR,
     Change,
@@ -125,7 +125,7 @@ def _proof_text(results: Results, engine: EngineResult) -> str:
 
 
 def _kernel_blocks(engine: EngineResult) -> list[doc.Block]:
-    facts = collect_facts(engine.layers)
+    facts = EngineFacts(engine.layers)
     counts = ", ".join(f"{count} {kind}" for kind, count in facts.kernels.most_common())
     several = facts.profiles > 1
     table = doc.table_of(

@@ -45,9 +45,9 @@ from qdqbench.eval.selection.sensitivity.report import sensitivity_report
 from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CurvePoint
 from qdqbench.eval.selection.trials.results import Failure, Origin, failure_of, write_result
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Store, describe_session, hash_of
-from qdqbench.quantize.engine.build import count_attentions, require_int8
+from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.models.families.known import family_named
-from qdqbench.quantize.pipeline.artifacts import FP16, FP32, backend_of, expected_gemms, graph_path
+from qdqbench.quantize.pipeline.artifacts import FP16, FP32, backend_of, graph_path
 from qdqbench.quantize.pipeline.ownership import locked_folder
 from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, open_run, read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session
@@ -292,8 +292,7 @@ class AutoRun:
         try:
             source = measured_source(session, self.options)
             on_cpu = backend_of(session.recipe) in CPU_BACKENDS
-            gemms = expected_gemms(session)
-            graph = ReadyGraph(graph_path(session), gemms, count_attentions(gemms, session.plan.attention))
+            graph = ReadyGraph.of(graph_path(session), session.plan)
             half = session.recipe.precision.compute == "fp16" and not on_cpu
             plain = ReadyGraph(session.folder / (FP16 if half else FP32), [], 0)
             with (

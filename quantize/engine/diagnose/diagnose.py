@@ -1,13 +1,11 @@
-"""Read the files of one build together and say what is wrong, the worst first.
-
-Rules go over the graph, then the engine and its times, then how it was built.
-"""
+"""Read the files of one build together and say what is wrong, the worst first."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
+from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.engine.backend import capture, choose_backend, inspect_engine
 from qdqbench.quantize.engine.diagnose.findings import (
     FIX,
@@ -24,16 +22,6 @@ from qdqbench.quantize.engine.diagnose.findings import (
 from qdqbench.quantize.engine.diagnose.sources import KINDS, TOKENS, Evidence, OnnxFile, read_sources
 from qdqbench.quantize.engine.hazards import find_hazards, is_older
 from qdqbench.quantize.engine.inspection import EngineFacts, Inspection, find_problems
-from qdqbench.quantize.engine.layers import (
-    NotInt8,
-    base_name,
-    block_of_node,
-    format_count,
-    is_attention,
-    kernel_kind,
-    kernel_label,
-    parse_inspector_json,
-)
 from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
@@ -55,11 +43,7 @@ _COVERED = {  # code of a finding: that of a better founded one, which says it a
 
 
 def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
-    """Return the findings in files of one build.
-
-    With `load_engine` TensorRT loads an engine for its layer table. An engine is a program: your own only.
-    Without what loads it here, that raises MissingDevice.
-    """
+    """Return the findings in files of one build; `load_engine` raises MissingDevice without what loads it."""
     if not 0 < len(paths) <= MAX_FILES:
         raise UserError(f"give 1 to {MAX_FILES} files of one build, not {len(paths)}")
     evidence = read_sources(list(dict.fromkeys(paths)))
@@ -76,7 +60,7 @@ def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
         order += f" (FLOPs of the graph at {TOKENS} tokens: give a profile to rank by measured time)"
     return Diagnosis(
         files=[
-            SourceRow(name=path.name, kind=KINDS[kind], what=_describe_file(evidence, kind))
+            SourceRow(name=path.name, kind=KINDS[kind][0], what=_describe_file(evidence, kind))
             for kind, path in evidence.paths.items()
         ],
         findings=findings,
@@ -99,7 +83,7 @@ def _load_table(evidence: Evidence) -> list[LayerRow]:
             "build it on this machine with this version"
         )
     evidence.paths["layers"] = path
-    return parse_inspector_json(text)
+    return tables.parse_inspector_json(text)
 
 
 def _describe_joins(evidence: Evidence) -> list[str]:
@@ -124,10 +108,10 @@ def _describe_file(evidence: Evidence, kind: str) -> str:  # noqa: PLR0911  one 
     if kind == "log" and (log := evidence.log):
         version = f" {log.version}" if log.version else ""
         parts = [f"of {log.tool}, TensorRT{version}", log.device, log.precision]
-        return ", ".join(filter(None, parts)) + (f", {format_count(log.layers)}" if log.layers else "")
+        return ", ".join(filter(None, parts)) + (f", {tables.format_count(log.layers)}" if log.layers else "")
     if kind == "layers" and (inspection := evidence.inspection):
         done = len(inspection.proof.int8_gemms)
-        return f"{format_count(evidence.layers)}; {done} of {inspection.gemms} GEMMs in INT8"
+        return f"{tables.format_count(evidence.layers)}; {done} of {inspection.gemms} GEMMs in INT8"
     if kind == "profile":
         return f"{len(evidence.profile)} kernels, {sum(evidence.profile.values()):.3f} ms"
     if kind == "times" and evidence.times is not None:
@@ -243,12 +227,12 @@ def _long_attention(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
 def _gemms(evidence: Evidence, inspection: Inspection, explained: Collection[str]) -> Iterator[Finding]:
     facts = inspection.facts
     total = len(facts.linears) or inspection.gemms
-    reasons: dict[NotInt8, list[str]] = {}
+    reasons: dict[tables.NotInt8, list[str]] = {}
     for node in inspection.proof.not_int8:
         if node not in explained:
             reasons.setdefault(inspection.reasons[node], []).append(node)
     for reason, nodes in reasons.items():
-        inside = any(block_of_node(node).startswith("layer.") for node in nodes)
+        inside = any(tables.block_of_node(node).startswith("layer.") for node in nodes)
         effect: Effect = "not INT8" if reason.cause in _DEQUANTIZED else "slow" if inside else "note"
         what = f"{len(nodes)} of {total} linears of the engine do not multiply in INT8"
         fixes, share = ["qdqbench check {file}"], evidence.share_of_nodes(nodes)
@@ -265,7 +249,8 @@ def _gemms(evidence: Evidence, inspection: Inspection, explained: Collection[str
             share = evidence.share_of_kernels(
                 row
                 for row in facts.rows
-                if kernel_kind(row) == "softmax" or products.intersection(facts.computed.get(row.name, ()))
+                if tables.kernel_kind(row) == "softmax"
+                or products.intersection(facts.computed.get(row.name, ()))
             )
             groups = onnx.report.groups if onnx else []
             partial = [group for group in groups if group.code == "partial-attention"]
@@ -286,7 +271,7 @@ def _copies(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
         ("layout", "copies", "kernels only move, cast or transpose (Reformat, Cast, Transpose)"),
         ("quantize", "quantize-alone", "kernels only quantize or dequantize"),
     ):
-        rows = [row for row in facts.rows if kernel_kind(row) == kind]
+        rows = [row for row in facts.rows if tables.kernel_kind(row) == kind]
         share = evidence.share_of_kernels(rows)
         if not rows or share is None or share[0] < _SMALL:
             continue
@@ -295,18 +280,18 @@ def _copies(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
         why = "between a Q and its GEMM each costs a pass over memory: the kernel ahead can quantize where "
         why += "the Q stands next to the GEMM and types do not change in between"
         fixes = [RUN if clean else FIX, f"qdqbench inspect {evidence.name('layers')}"]
-        nodes = list(dict.fromkeys(map(kernel_label, rows)))
+        nodes = list(dict.fromkeys(map(tables.kernel_label, rows)))
         yield evidence.finding(code, "slow", text, why, fixes, nodes=nodes, share=share)
 
 
 def _copies_by_name(evidence: Evidence, profile: dict[str, float]) -> Iterator[Finding]:
     rows = [LayerRow(name=name, kind="", onnx=[], inputs=[], constants=[], outputs=[]) for name in profile]
-    moved = [row for row in rows if "eformat" in row.name or kernel_kind(row) == "layout"]
+    moved = [row for row in rows if "eformat" in row.name or tables.kernel_kind(row) == "layout"]
     total = sum(profile.values())
     share = sum(profile[row.name] for row in moved) / total if total else 0.0
     if share >= _SMALL:
         what = f"{len(moved)} of {len(rows)} kernels only move, cast or transpose"
-        why = f"for example {base_name(moved[0])[:200]}"
+        why = f"for example {tables.base_name(moved[0])[:200]}"
         fixes = ["give the layer table too (trtexec --exportLayerInfo --profilingVerbosity=detailed)"]
         nodes, part = [row.name for row in moved], (share, "profiled time")
         yield evidence.finding(
@@ -318,7 +303,7 @@ def _version(evidence: Evidence) -> Iterator[Finding]:
     engine, log, profile = evidence.engine, evidence.log, evidence.profile
     version = (engine.version if engine else None) or (log.version if log else None)
     names = [row.name for row in evidence.layers] or list(profile)
-    fused = any("_gemm_mha" in name for name in names) or any(map(is_attention, evidence.layers))
+    fused = any("_gemm_mha" in name for name in names) or any(map(tables.is_attention, evidence.layers))
     kinds = ["engine", "log", "layers"]
     for text in find_hazards(engine.backend if engine else "tensorrt", version, None) if version else []:
         if "_gemm_mha" not in text or fused or not names:

@@ -105,8 +105,6 @@ FIXES: dict[str, tuple[str, ...]] = {  # by code; else FIX alone
 
 
 class Finding(Strict):
-    """One thing that is wrong, for all the nodes that have it."""
-
     code: str
     effect: Effect
     what: str  # one sentence in plain words
@@ -145,7 +143,6 @@ class Diagnosis(Tabular):
 
 
 def group_finding(report: CheckReport, group: Group, path: Path) -> Finding:
-    """Return one finding for all places of a code; `path` goes into commands."""
     nodes = group.gemms or [row.node for row in group.rows]
     what, templates = WORDS[group.code], FIXES.get(group.code, (FIX,))
     for key, number in (("n", group.rows), ("gemms", group.gemms), ("all", report.gemms)):
@@ -285,7 +282,6 @@ _MEDIAN = re.compile(
     r"(GPU Compute Time|Enqueue Time|H2D Latency|D2H Latency|Latency): .{0,200}?"
     r"median = (\d{1,12}(?:\.\d{1,12})?) ms"
 )
-_THROUGHPUT = re.compile(r"Throughput: (\d{1,12}(?:\.\d{1,12})?) qps")
 _TOOLS = {"TensorRT.trtexec": "trtexec", "polygraphy": "Polygraphy"}  # else TensorRT itself
 _MARKS = (*_TOOLS, "[TRT]", "LayerType: ")
 
@@ -306,7 +302,6 @@ class LogFile:
     profiles: list[dict[str, tuple[Shape, Shape, Shape]]] = field(default_factory=list)  # min, opt, max
     load: dict[str, Shape] = field(default_factory=dict)  # shapes that were timed
     medians: dict[str, float] = field(default_factory=dict)  # milliseconds, by trtexec's names
-    throughput: float | None = None  # queries a second
     layers: list[LayerRow] = field(default_factory=list)  # where the log has the table of a DETAILED build
 
 
@@ -386,10 +381,8 @@ def _take_shapes(found: LogFile, line: str) -> bool:
     if ("trtexec" in line or "polygraphy" in line) and "--" in line:
         found.options |= {name: value or "" for name, value in _OPTION.findall(line)[:KEPT]}
         return True
-    if "median = " in line or "Throughput: " in line:
+    if "median = " in line:
         found.medians |= {name: float(ms) for name, ms in _MEDIAN.findall(line)}
-        rate = _THROUGHPUT.search(line)
-        found.throughput = float(rate[1]) if rate else found.throughput
         return True
     if "Precision: " in line:
         found.precision = line.partition("Precision: ")[2][:100].strip()

@@ -13,27 +13,12 @@ import onnx
 
 from qdqbench.quantize.engine.cache_import import CalibrationCache, is_cache, read_cache_file
 from qdqbench.quantize.engine.diagnose.findings import Finding, LogFile, is_log, read_log, with_file
-from qdqbench.quantize.engine.inspection import (
-    EngineFacts,
-    Graph,
-    Inspection,
-    format_nodes,
-    inspect_layers,
-    read_graph,
-)
+from qdqbench.quantize.engine.inspection import Graph, Inspection, Time, format_nodes, read_graph
 from qdqbench.quantize.engine.layers import find_computing_rows, read_table
 from qdqbench.quantize.engine.trtexec import Times, read_profile, read_times
 from qdqbench.quantize.graph.check.check import CheckReport, check_model
 from qdqbench.quantize.graph.check.codes import finding_label
-from qdqbench.quantize.graph.check.view import (
-    MOVES,
-    PRODUCTS,
-    CheckGraph,
-    is_dequantize,
-    is_quantize,
-    operator,
-    walk_types,
-)
+from qdqbench.quantize.graph.check.view import MOVES, PRODUCTS, CheckGraph, is_qdq, operator
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import BackendName
@@ -55,7 +40,7 @@ class OnnxFile:
     report: CheckReport
     products: dict[str, MatrixProduct]
     operators: Counter[str]
-    types: Counter[str] = field(default_factory=Counter)  # what the floating-point GEMMs compute in
+    types: Counter[str]  # what the floating-point GEMMs compute in
 
     @property
     def qdq(self) -> bool:
@@ -75,19 +60,12 @@ def read_onnx(path: Path) -> OnnxFile:
         raise UserError(f"{path}: {error}") from error
     products, types = dict[str, MatrixProduct](), Counter[str]()
     if not any(row.code in ("invalid-onnx", "opset-too-low") for row in report.findings):
-        graph = CheckGraph(model, walk_types(model, report.opset)[0])
+        graph = CheckGraph(model)
         products = _products(graph)
         kinds = (graph.types.get(node.output[0], 0) for node in graph.matmuls)
         types.update(onnx.TensorProto.DataType.Name(kind) for kind in kinds if kind in (1, 10, 16))
     operators = Counter(node.op_type for node in model.graph.node)
-    return OnnxFile(
-        path=path,
-        origin=_origin(model, operators),
-        report=report,
-        products=products,
-        operators=operators,
-        types=types,
-    )
+    return OnnxFile(path, _origin(model, operators), report, products, operators, types)
 
 
 def _products(graph: CheckGraph) -> dict[str, MatrixProduct]:
@@ -106,7 +84,6 @@ def _products(graph: CheckGraph) -> dict[str, MatrixProduct]:
 
 
 def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | None:
-    """Return K and N of a weight; None where both operands are activations."""
     position = PRODUCTS[node.op_type]
     if len(node.input) <= position:
         return None
@@ -115,7 +92,7 @@ def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | N
         tensor, maker = graph.index.stored(name), graph.index.producers.get(name)
         if tensor is not None:
             return (tensor.dims[-2], tensor.dims[-1]) if len(tensor.dims) > 1 else None
-        moved = maker is not None and (operator(maker) in MOVES or is_quantize(maker) or is_dequantize(maker))
+        moved = maker is not None and (operator(maker) in MOVES or is_qdq(maker))
         if maker is None or not moved or not maker.input:
             return None
         name = maker.input[0]
@@ -123,7 +100,6 @@ def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | N
 
 
 def _origin(model: onnx.ModelProto, operators: Counter[str]) -> str:  # noqa: PLR0911  one line a tool
-    """Guess who quantized a file from what each tool leaves in it."""
     keys = {entry.key.lower() for entry in model.metadata_props[:100]}
     producer = f"{model.producer_name} {model.producer_version}".strip()[:80]
     names = " ".join(node.name for node in model.graph.node[:20_000])
@@ -191,23 +167,14 @@ _JSON_KINDS = (  # the first key that is found in the start of the file decides
     ("profile", re.compile(r'"(?:averageMs|medianMs|ms)"\s*:')),
     ("outputs", re.compile(r'"values"\s*:')),
 )
-KINDS = {
-    "onnx": "ONNX file",
-    "log": "build log",
-    "layers": "layer table",
-    "profile": "kernel profile",
-    "times": "query times",
-    "engine": "engine",
-    "cache": "calibration cache",
-}
-_READERS: dict[str, Callable[[Path], Any]] = {
-    "onnx": read_onnx,
-    "log": read_log,
-    "layers": read_table,
-    "profile": read_profile,
-    "times": read_times,
-    "engine": read_engine,
-    "cache": read_cache_file,
+KINDS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "onnx": ("ONNX file", read_onnx),
+    "log": ("build log", read_log),
+    "layers": ("layer table", read_table),
+    "profile": ("kernel profile", read_profile),
+    "times": ("query times", read_times),
+    "engine": ("engine", read_engine),
+    "cache": ("calibration cache", read_cache_file),
 }
 Share = tuple[float, str]  # a part of 1, and of what
 
@@ -257,8 +224,6 @@ def _json_kind(path: Path, text: str) -> str:
 
 @dataclass
 class Evidence:
-    """Files of one build, at most one of each kind, and what they tell together."""
-
     paths: dict[str, Path] = field(default_factory=dict)  # by kind
     onnx: OnnxFile | None = None
     log: LogFile | None = None
@@ -284,7 +249,7 @@ class Evidence:
             return None
         times = self.profile or None
         try:
-            joined = inspect_layers(self.layers, self.graph, times=times)
+            joined = Inspection(self.layers, self.graph, times=times)
         except UserError as error:
             self.other_build = str(error)
         else:
@@ -293,30 +258,26 @@ class Evidence:
                 return joined
             found = known - len(joined.proof.unknown)
             self.other_build = f"the table names {found} of {known} MatMul and Gemm nodes"
-        return inspect_layers(self.layers, times=times)
+        return Inspection(self.layers, times=times)
 
     @property
-    def facts(self) -> EngineFacts | None:
-        return self.inspection.facts if self.inspection else None
-
-    @cached_property
-    def joined_time(self) -> bool:
-        """Return whether kernels of the profile are those of the table."""
+    def time(self) -> Time | None:
+        """The profile, where its kernels are those of the table."""
         time = self.inspection.time if self.inspection else None
-        return time is not None and bool(time.by_kernel)
+        return time if time and time.by_kernel else None
 
     @cached_property
     def _kernels(self) -> dict[str, list[LayerRow]]:
-        if self.facts is None or self.inspection is None:
+        if self.inspection is None:
             return {}
-        graph = self.inspection.graph
+        facts, graph = self.inspection.facts, self.inspection.graph
         known = [*graph.linears, *graph.products, *graph.softmaxes]
-        return {name: rows[0] for name, rows in find_computing_rows(self.facts.rows, known).items()}
+        return {name: rows[0] for name, rows in find_computing_rows(facts.rows, known).items()}
 
     def share_of_nodes(self, nodes: Collection[str]) -> Share | None:
         """Return the share of profiled time that kernels of these GEMMs take, else of FLOPs."""
         rows = {row.name: row for node in nodes for row in self._kernels.get(node, ())}
-        if self.joined_time and rows:
+        if self.time and rows:
             return self.share_of_kernels(rows.values())
         products = self.onnx.products if self.onnx else {}
         total = sum(product.flops for product in products.values())
@@ -328,10 +289,9 @@ class Evidence:
 
     def share_of_kernels(self, rows: Iterable[LayerRow]) -> Share | None:
         names = {row.name for row in rows}
-        time = self.inspection.time if self.inspection else None
-        if time is not None and time.total and self.joined_time:
+        if (time := self.time) and time.total:
             return sum(time.by_kernel.get(name, 0.0) for name in names) / time.total, "profiled time"
-        kernels = len(self.facts.rows) if self.facts else 0
+        kernels = len(self.inspection.facts.rows) if self.inspection else 0
         return (len(names) / kernels, "kernels") if kernels and names else None
 
     def finding(  # noqa: PLR0913
@@ -348,7 +308,7 @@ class Evidence:
         where: str | None = None,
     ) -> Finding:
         """Return a finding that the files of these kinds show, else the layer table and a joined profile."""
-        shown = (("layers", "profile") if self.joined_time else ("layers",)) if kinds is None else kinds
+        shown = (("layers", "profile") if self.time else ("layers",)) if kinds is None else kinds
         return Finding(
             code=code,
             effect=effect,
@@ -366,14 +326,14 @@ class Evidence:
 def read_sources(paths: list[Path]) -> Evidence:
     evidence = Evidence()
     for path in paths:
-        kind = recognise(path)
+        title, reader = KINDS[kind := recognise(path)]
         if kind in evidence.paths:
             raise UserError(
-                f"{evidence.paths[kind]} and {path} are both a {KINDS[kind]}; the files of one call are read "
+                f"{evidence.paths[kind]} and {path} are both a {title}; the files of one call are read "
                 "together as one build, so diagnose these one by one"
             )
         evidence.paths[kind] = path
-        setattr(evidence, kind, _READERS[kind](path))
+        setattr(evidence, kind, reader(path))
     if evidence.log and not evidence.layers:
         evidence.layers = evidence.log.layers
     return evidence

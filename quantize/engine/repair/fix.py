@@ -14,18 +14,10 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.engine.backend import Backend, build_engine, choose_backend, gpu_backend
-from qdqbench.quantize.engine.inspection import format_nodes, inspect_layers, read_graph
+from qdqbench.quantize.engine.inspection import Inspection, format_nodes, read_graph
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.repair import runs
 from qdqbench.quantize.engine.repair.rebuild import Product, Scales, insert_qdq, read_scales, remove_qdq
-from qdqbench.quantize.engine.repair.runs import (
-    Feeds,
-    graph_inputs,
-    measure_ranges,
-    random_feeds,
-    read_feeds,
-    run_outputs,
-    select_feeds,
-)
 from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.check.codes import finding_label
 from qdqbench.quantize.graph.check.view import MOVES, QDQ_DOMAINS, is_integer
@@ -48,7 +40,7 @@ class _Form:
 
     plain: str
     operands: tuple[int, ...]
-    result: int | None  # None: the result is floating point
+    result: int
     kept: tuple[str, ...] = ()  # attributes
 
 
@@ -65,10 +57,7 @@ _FORMS = {
 
 
 def qoperator_to_qdq(model: onnx.ModelProto) -> tuple[int, list[str]]:
-    """Write integer operators as Q/DQ around plain ones, in place; return their number, and what stays.
-
-    A dynamically quantized product becomes one with a DQ at its weight alone.
-    """
+    """Write integer operators as Q/DQ around plain ones, in place; return their number, and what stays."""
     index = GraphIndex(model)
     made: Replaced = {}
     left: list[str] = []
@@ -96,14 +85,18 @@ def _to_plain(
     model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto, form: _Form
 ) -> Replaced | None:
     inputs = [*node.input]
-    if len(inputs) <= max(form.operands, default=0) + 1:
+    if len(inputs) <= max(form.operands) + 1:
         return None
     name = node.name.removesuffix("_quant") or node.output[0]
-    new = [
-        _dq(inputs[start : start + 3], f"{name}_operand_{number}", index)
-        for number, start in enumerate(form.operands)
-    ]
-    plain = [dq.output[0] for dq in new]
+    new, plain = list[onnx.NodeProto](), list[str]()
+    for number, start in enumerate(form.operands):
+        operand, given = f"{name}_operand_{number}", [each for each in inputs[start : start + 3] if each]
+        plain.append(f"{operand}_float")
+        dq = helper.make_node("DequantizeLinear", given, plain[-1:], name=f"{operand}_DQ")
+        codes, scale = index.stored(inputs[start]), index.constant(inputs[start + 1])
+        if scale is not None and scale.size > 1 and codes is not None:  # along N of a weight [K, N]
+            dq.attribute.append(helper.make_attribute("axis", len(codes.dims) - 1))
+        new.append(dq)
     if node.op_type == "QGemm" and len(inputs) > 6 and inputs[6]:
         bias, *scales = (index.constant(inputs[position]) for position in (6, 1, 4))
         if bias is None or scales[0] is None or scales[1] is None:
@@ -111,26 +104,15 @@ def _to_plain(
         value = bias.astype(np.float32) * scales[0].astype(np.float32) * scales[1].astype(np.float32)
         plain.append(f"{name}_bias_float")
         model.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), plain[-1]))
-    result = "" if form.result is None or len(inputs) <= form.result else inputs[form.result]
+    result = inputs[form.result] if len(inputs) > form.result else ""
     target = f"{node.output[0]}_plain" if result else node.output[0]
     made = helper.make_node(form.plain, plain, [target], name=name)
     made.attribute.extend(item for item in node.attribute if item.name in form.kept)
     new.append(made)
-    if result and form.result is not None:
-        scale = [name for name in inputs[form.result : form.result + 2] if name]
-        new.append(helper.make_node("QuantizeLinear", [target, *scale], [node.output[0]], name=f"{name}_Q"))
+    if result:
+        ends = [name for name in inputs[form.result : form.result + 2] if name]
+        new.append(helper.make_node("QuantizeLinear", [target, *ends], [node.output[0]], name=f"{name}_Q"))
     return {id(node): new}
-
-
-def _dq(inputs: list[str], name: str, index: GraphIndex) -> onnx.NodeProto:
-    """Return a DQ whose scales, where it has several, are along the last axis, as for a weight [K, N]."""
-    node = helper.make_node(
-        "DequantizeLinear", [each for each in inputs if each], [f"{name}_float"], name=f"{name}_DQ"
-    )
-    scale, codes = index.constant(inputs[1]), index.stored(inputs[0])
-    if scale is not None and scale.size > 1 and codes is not None:
-        node.attribute.append(helper.make_attribute("axis", len(codes.dims) - 1))
-    return node
 
 
 def _dynamic(model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto) -> Replaced | None:
@@ -254,11 +236,11 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
     if stopped:
         raise UserError(f"{path} cannot be fixed: {stopped[0].node}: {stopped[0].why}; {stopped[0].fix}")
     if options.inputs is None:
-        feeds, where = random_feeds(model, options.seed), f"random, seed {options.seed}"
+        feeds, where = runs.random_feeds(model, options.seed), f"random, seed {options.seed}"
     elif isinstance(options.inputs, Path):
-        feeds, where = read_feeds(options.inputs, model), str(options.inputs)
+        feeds, where = runs.read_feeds(options.inputs, model), str(options.inputs)
     else:
-        feeds, where = select_feeds(options.inputs, model, options.source), options.source
+        feeds, where = runs.select_feeds(options.inputs, model, options.source), options.source
     done, left = list[str](), list[str]()
     plain, work = rewrite(model, options, feeds, done, left)
     if work.ByteSize() > MAX_FILE:
@@ -293,7 +275,7 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
 
 
 def rewrite(
-    model: onnx.ModelProto, options: FixOptions, feeds: Feeds, done: list[str], left: list[str]
+    model: onnx.ModelProto, options: FixOptions, feeds: runs.Feeds, done: list[str], left: list[str]
 ) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     work = onnx.ModelProto()
     work.CopyFrom(model)
@@ -350,13 +332,10 @@ def rewrite(
     return plain, work
 
 
-def _calibrate(plain: onnx.ModelProto, scales: Scales, feeds: Feeds) -> list[Product]:
-    """Return products whose activation gets a scale from the given samples: its largest value."""
+def _calibrate(plain: onnx.ModelProto, scales: Scales, feeds: runs.Feeds) -> list[Product]:
     waiting = {product.node: product for product in scales.waiting}
-    sources = {
-        output: node.input[0] for node in plain.graph.node for output in node.output if output in waiting
-    }
-    found = measure_ranges(plain, sources.values(), feeds) if sources else {}
+    sources = {name: node.input[0] for node in plain.graph.node for name in node.output if name in waiting}
+    found = runs.measure_ranges(plain, sources.values(), feeds) if sources else {}
     return [
         replace(waiting[output], amax={0: found[source]})
         for output, source in sources.items()
@@ -384,15 +363,12 @@ def compare_outputs(  # noqa: PLR0913  the last two are keywords
     inputs: str,
     limit: float,
 ) -> Outputs:
-    """Run the file, its values without Q/DQ, and what was written, on the same inputs.
-
-    What was written may be FACTOR times as far from its values without Q/DQ as the file was, or `limit`.
-    """
-    reference = run_outputs(plain, feeds)
-    made = run_outputs(after, feeds)
+    """Run the file, its values without Q/DQ (the reference), and what was written, on the same inputs."""
+    reference = runs.run_outputs(plain, feeds)
+    made = runs.run_outputs(after, feeds)
     before_error = difference = largest = disagreements = None
     with suppress(UserError):  # ONNX Runtime may refuse the file as it was
-        own = run_outputs(before, feeds)
+        own = runs.run_outputs(before, feeds)
         before_error, difference = _distance(own, reference), _distance(made, own)
         parts = [np.abs(made[name].astype(np.float64) - own[name]).max(initial=0.0) for name in own]
         largest = max(map(float, parts), default=0.0)
@@ -432,7 +408,7 @@ def _disagreements(one: Mapping[str, Array], other: Mapping[str, Array]) -> int 
 
 def engine_row(path: Path, backend: Backend) -> EngineRow:
     """Build an engine of a file, in BUILD_SECONDS at most, and read from its layers what runs in INT8."""
-    inputs = [value.type.tensor_type.shape.dim for value in graph_inputs(read_model(path))]
+    inputs = [value.type.tensor_type.shape.dim for value in runs.graph_inputs(read_model(path))]
     dynamic = any(not entry.HasField("dim_value") for shape in inputs for entry in shape)
     engine, deadline = f"{backend.name} {backend.version}", time.monotonic() + BUILD_SECONDS
 
@@ -449,7 +425,7 @@ def engine_row(path: Path, backend: Backend) -> EngineRow:
     engine += ", built ahead of time" if built.ahead_of_time else ""
     if not built.layers:
         return EngineRow(engine=engine, refused="the builder shows no layer table")
-    judged = inspect_layers(built.layers, read_graph(path))
+    judged = Inspection(built.layers, read_graph(path))
     facts = judged.facts
     return EngineRow(
         engine=engine,
@@ -514,7 +490,6 @@ def to_half(model: onnx.ModelProto) -> None:
 
 
 def _norms(model: onnx.ModelProto) -> set[str]:
-    """Return modules of LayerNorms, whole or written out; their squares leave FP16 first."""
     found = {
         module_of(node.name)
         for node in model.graph.node

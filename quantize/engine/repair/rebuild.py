@@ -8,16 +8,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.graph.check.codes import finding_label
-from qdqbench.quantize.graph.check.view import (
-    MOVES,
-    Attention,
-    CheckGraph,
-    Operand,
-    is_dequantize,
-    is_quantize,
-    walk_types,
-)
-from qdqbench.quantize.graph.index import GraphIndex, attribute, opset_of, prune, replace_nodes
+from qdqbench.quantize.graph.check.view import MOVES, CheckGraph, Operand, is_qdq, is_quantize
+from qdqbench.quantize.graph.index import GraphIndex, attribute, prune, replace_nodes
+from qdqbench.quantize.graph.precision import cast_node
 from qdqbench.quantize.graph.weights import quantize_weights
 from qdqbench.quantize.utils.arrays import Array, Float32
 from qdqbench.quantize.utils.errors import UserError
@@ -56,12 +49,11 @@ class Scales:
 
 def read_scales(model: onnx.ModelProto) -> Scales:
     """Decide which products can run in INT8, and with which scales. The model is valid and is not changed."""
-    types, _ = walk_types(model, opset_of(model))
-    graph, found = CheckGraph(model, types), Scales()
+    graph, found = CheckGraph(model), Scales()
     apart = {
         node.output[0]
         for attention in graph.attentions
-        if not _whole(graph, attention)
+        if not (attention.is_whole and graph.head_size(attention) in (None, *INT8_HEAD_SIZES))
         for node in (attention.scores, attention.context)
     }
     for node in graph.matmuls:
@@ -103,7 +95,6 @@ def _product(
 
 
 def _amax_of(graph: CheckGraph, dq: onnx.NodeProto, found: Scales) -> float | None:
-    """Return the largest absolute value of a symmetric range that holds the one of a DQ."""
     scale = graph.value(dq.input[1])
     kind = graph.types.get(dq.input[0], 0)
     if scale is None or kind not in _RANGES or not _is_good(scale):
@@ -158,39 +149,26 @@ def _weight(
     return Weight(np.asarray(scale, np.float32), True) if wanted == axis else nothing
 
 
-def _whole(graph: CheckGraph, attention: Attention) -> bool:
-    known = all(operand.dq is not None for operand in attention.operands.values())
-    size = graph.head_size(attention)
-    return known and attention.output_quantized and (size is None or size in INT8_HEAD_SIZES)
-
-
 def remove_qdq(model: onnx.ModelProto) -> int:
     """Take every Q and DQ off a graph, in place, and return their number; constants become their values."""
     index = GraphIndex(model)
     renamed: dict[str, str] = {}
     added: dict[str, onnx.TensorProto] = {}
     inputs: dict[str, str] = {}  # codes that are moved before their DQ -> floating-point constant
-    count = 0
+    kept = []
     for node in model.graph.node:
-        if is_quantize(node):
-            renamed[node.output[0]] = node.input[0]
-        elif is_dequantize(node):
-            _, origin = index.origin(node.input[0], MOVES)
-            stored = index.stored(origin)
-            if stored is None:
-                renamed[node.output[0]] = node.input[0]
-            else:
-                name = f"{origin}_values" if origin != node.input[0] else f"{node.output[0]}_values"
-                added.setdefault(name, numpy_helper.from_array(_values(index, node, stored), name))
-                if origin == node.input[0]:
-                    renamed[node.output[0]] = name
-                else:
-                    inputs[origin] = name
-                    renamed[node.output[0]] = node.input[0]
-        else:
+        if not is_qdq(node):
+            kept.append(node)
             continue
-        count += 1
-    kept = [node for node in model.graph.node if not (is_quantize(node) or is_dequantize(node))]
+        renamed[node.output[0]] = node.input[0]
+        _, origin = index.origin(node.input[0], MOVES)
+        if is_quantize(node) or (stored := index.stored(origin)) is None:
+            continue
+        moved = origin != node.input[0]
+        name = f"{origin if moved else node.output[0]}_values"
+        added.setdefault(name, numpy_helper.from_array(_values(index, node, stored), name))
+        (inputs if moved else renamed)[origin if moved else node.output[0]] = name
+    count = len(model.graph.node) - len(kept)
     for node in kept:
         for position, name in enumerate(node.input):
             node.input[position] = inputs.get(name, _final(renamed, name))
@@ -213,7 +191,6 @@ def _final(renamed: Mapping[str, str], name: str) -> str:
 
 
 def _values(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> Array:
-    """Return what a DQ makes of constant codes, in the type of its scale."""
     try:
         whole = numpy_helper.to_array(codes).astype(np.float32)
         scale = index.constant(dq.input[1])
@@ -301,8 +278,8 @@ def _pair(  # noqa: PLR0913, PLR0917
         helper.make_node("DequantizeLinear", [codes, scale, zero], [real], name=dequantize),
     ]
     if half:
-        new.insert(0, _cast(source, first, TensorProto.FLOAT))
-        new.append(_cast(real, f"{name}/fp16", TensorProto.FLOAT16))
+        new.insert(0, cast_node(source, first, TensorProto.FLOAT))
+        new.append(cast_node(real, f"{name}/fp16", TensorProto.FLOAT16))
     pairs[source, amax] = node.input[position] = new[-1].output[0]
     return new
 
@@ -314,7 +291,6 @@ def _linear(
     half: bool,
     stored: dict[str, onnx.TensorProto],
 ) -> tuple[list[onnx.NodeProto], bool]:
-    """Return a product with INT8 weights [N, K]; a Gemm becomes MatMul and Add. `value` is [K, N]."""
     columns = np.ascontiguousarray(value.T)
     fresh = scale is None
     if scale is None or (scale.ndim and scale.size != columns.shape[0]):
@@ -332,7 +308,7 @@ def _linear(
         dq.attribute.append(helper.make_attribute("axis", 0))
     new = [dq]
     if half:
-        new.append(_cast(f"{name}_dq", f"{name}_fp16", TensorProto.FLOAT16))
+        new.append(cast_node(f"{name}_dq", f"{name}_fp16", TensorProto.FLOAT16))
     last = new[-1].output[0]
     new.append(helper.make_node("Transpose", [last], [f"{name}_kn"], name=f"{name}_Transpose", perm=[1, 0]))
     bias = node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
@@ -371,7 +347,3 @@ def constant_behind(index: GraphIndex, name: str) -> Array | None:
             return None
         value = np.transpose(value, permutation)
     return value
-
-
-def _cast(source: str, target: str, to: int) -> onnx.NodeProto:
-    return helper.make_node("Cast", [source], [target], name=f"{target}/Cast", to=to)

@@ -31,7 +31,6 @@ def graph_inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
 
 
 def random_feeds(model: onnx.ModelProto, seed: int) -> dict[str, Array]:
-    """Return inputs of a graph: tokens of its tables, masks with padding at the end, normal numbers."""
     rng = np.random.default_rng(seed)
     index = GraphIndex(model)
     lengths = rng.integers(LENGTH // 2, LENGTH + 1, ROWS)
@@ -54,9 +53,7 @@ def random_feeds(model: onnx.ModelProto, seed: int) -> dict[str, Array]:
             # tokens of the tables that it looks up; 2 where it looks up none
             readers = [node for node in index.consumers.get(value.name, []) if node.op_type == "Gather"]
             tables = [index.stored(node.input[0]) for node in readers]
-            rows = min(
-                (int(table.dims[0]) for table in tables if table is not None and table.dims), default=2
-            )
+            rows = min((int(t.dims[0]) for t in tables if t is not None and t.dims), default=2)
             found[value.name] = rng.integers(0, max(1, rows), shape).astype(kind)
         elif kind == np.bool_:
             found[value.name] = np.ones(shape, np.bool_)
@@ -117,10 +114,9 @@ def _run(
     try:
         session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
         names = list(wanted) if wanted is not None else [output.name for output in session.get_outputs()]
-        fixed = [
-            each.shape[0] for each in session.get_inputs() if each.shape and isinstance(each.shape[0], int)
-        ]
-        free = not any(isinstance(size, int) for each in session.get_inputs() for size in each.shape[1:2])
+        shapes = [each.shape for each in session.get_inputs()]
+        fixed = [shape[0] for shape in shapes if shape and isinstance(shape[0], int)]
+        free = not any(isinstance(size, int) for shape in shapes for size in shape[1:2])
         total = max((len(value) for value in feeds.values()), default=1)
         for start in range(0, max(total, 1), step := max(1, fixed[0] if fixed else 1 if alone else BATCH)):
             batch = {name: value[start : start + step] for name, value in feeds.items()}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -92,10 +92,7 @@ def to_numpy(buffer: "torch.Tensor") -> Array:
 
 
 class BoundRun:
-    """One fixed shape of an engine: buffers, an execution context, a stream, and by default a CUDA graph.
-
-    Inputs are zeros until they are written (masks: ones), on `stream`, or with `load`.
-    """
+    """One fixed shape of an engine; inputs are zeros (masks: ones) until written on `stream` or by `load`."""
 
     def __init__(self, owner: "Engine", batch: int, length: int, *, stream: Any, graph: bool) -> None:
         gpu = self._torch = owner.torch
@@ -128,7 +125,6 @@ class BoundRun:
             raise CheckFailed(f"{self._owner.name} fails to run")
 
     def load(self, feeds: Mapping[str, Array]) -> None:
-        """Write inputs of exactly the bound shape, and NaN into the outputs; waits."""
         tensors = to_torch(feeds, {name: t.dtype for name, t in self.inputs.items()}, self._owner.name)
         if wrong := [
             f"{name} is {list(tensor.shape)}, not {list(self.inputs[name].shape)}"
@@ -171,9 +167,6 @@ class BoundRun:
         return graph
 
 
-Specialize = Literal["EAGER", "LAZY", "NONE"]  # members of DynamicShapesKernelSpecializationStrategy
-
-
 class RuntimeCache:
     def __init__(self, engine: Any, file: CacheFile) -> None:
         self._file = file
@@ -183,15 +176,12 @@ class RuntimeCache:
             file.ignore("the runtime refuses it")
         self._cache: Any = runtime_cache
 
-    def config(self, trt: Any, engine: Any, specialize: Specialize) -> Any:
-        """Return the settings of one execution context, which shares this cache.
-
-        LAZY runs fallback kernels until those of a new shape are compiled, so that the first runs of a shape
-        are slower than the rest, and a CUDA graph would keep the fallback; EAGER compiles first.
-        """
+    def config(self, trt: Any, engine: Any) -> Any:
+        """Return the settings of one execution context, which shares this cache."""
         runtime_config = engine.create_runtime_config()
-        strategies = trt.DynamicShapesKernelSpecializationStrategy.__members__
-        runtime_config.dynamic_shapes_kernel_specialization_strategy = strategies[specialize]
+        # LAZY runs fallback kernels until those of a new shape are compiled; a CUDA graph would keep them
+        strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        runtime_config.dynamic_shapes_kernel_specialization_strategy = strategy
         runtime_config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # graphs are captured by torch
         if not runtime_config.set_runtime_cache(self._cache):
             raise UserError("tensorrt_rtx refuses its own runtime cache; reinstall it")
@@ -221,18 +211,12 @@ class EngineMemory:
 class Engine(AbstractContextManager["Engine"]):
     """A deserialized engine on the GPU; close it, or use it in a `with` statement.
 
-    Its sidecar must lie beside it; where that is for another machine, version or ONNX file, UserError is
-    raised, and MissingDevice where it cannot be loaded. Engines that are opened one after the other may share
-    `runtime_cache`, a file for kernels compiled just in time (TensorRT-RTX only).
+    UserError: its sidecar is for another machine, version or ONNX file; MissingDevice: it cannot be loaded.
+    `runtime_cache` is a file for kernels compiled just in time (TensorRT-RTX only).
     """
 
     def __init__(
-        self,
-        path: Path,
-        onnx_path: Path | None = None,
-        *,
-        runtime_cache: Path | None = None,
-        specialize: Specialize = "EAGER",
+        self, path: Path, onnx_path: Path | None = None, *, runtime_cache: Path | None = None
     ) -> None:
         sidecar = check_sidecar(path, onnx_path)
         import torch
@@ -245,7 +229,7 @@ class Engine(AbstractContextManager["Engine"]):
         gpu = find_gpu()
         backend = choose_backend(sidecar.backend)  # type: ignore[arg-type]
         trt = self._trt = backend.module
-        self.name, self.profiles, self.specialize = path.name, sidecar.profiles, specialize
+        self.name, self.profiles = path.name, sidecar.profiles
         self.notes = note_sidecar(sidecar, gpu)
         self._contexts: dict[int, Any] = {}
         self._bound: weakref.WeakSet[BoundRun] = weakref.WeakSet()
@@ -280,9 +264,8 @@ class Engine(AbstractContextManager["Engine"]):
         self.stream: torch.cuda.Stream = self.torch.cuda.Stream()
 
     def run(self, feeds: Mapping[str, Array]) -> Arrays:
-        """Run once and wait; what the engine did not write is NaN.
+        """Run once and wait; what the engine did not write is NaN, bfloat16 and FP8 come back as float32.
 
-        Floats and integers are converted to the engine's own width; bfloat16 and FP8 come back as float32.
         Inputs of another kind raise UserError, shapes that no profile takes CheckFailed.
         """
         tensors = to_torch(feeds, {name: self.dtypes[name] for name in self.inputs}, self.name)
@@ -298,19 +281,13 @@ class Engine(AbstractContextManager["Engine"]):
             return {name: to_numpy(buffer) for name, buffer in outputs.items()}
 
     def bind(self, batch: int, length: int, *, stream: Any = None, graph: bool = True) -> "BoundRun":
-        """Return the buffers and an execution context for one fixed shape, by default as a CUDA graph.
-
-        Each has its own activation memory (`memory.activation_bytes`).
-        """
+        """Return one fixed shape, with activation memory of its own, by default as a CUDA graph."""
         bound = BoundRun(self, batch, length, stream=stream, graph=graph)
         self._bound.add(bound)
         return bound
 
     def kernel_times(self, feeds: Mapping[str, Array], repeats: int = 20) -> dict[str, float]:
-        """Return the mean milliseconds of each kernel, by the name that the layer table gives it.
-
-        Kernels run one after the other with a timer around each, so the sum is more than a run takes.
-        """
+        """Return mean milliseconds by kernel of the layer table; their sum is more than a run takes."""
         tensors = to_torch(feeds, {name: self.dtypes[name] for name in self.inputs}, self.name)
         profile = self._profile_of(tensors)
         profiler = _profiler(self._trt)
@@ -333,11 +310,10 @@ class Engine(AbstractContextManager["Engine"]):
         return {name: total / repeats for name, total in profiler.total_ms.items() if total > 0}
 
     def new_context(self, profile: int, stream: Any) -> Any:
-        """Return an execution context with its own activation memory, switched to a profile."""
         engine = self._engine
         with capture(self._trt) as (_, log):
             if self._jit is not None:
-                runtime_config = self._jit.config(self._trt, engine, self.specialize)
+                runtime_config = self._jit.config(self._trt, engine)
                 context = engine.create_execution_context(runtime_config)
             else:
                 context = engine.create_execution_context()
@@ -351,7 +327,6 @@ class Engine(AbstractContextManager["Engine"]):
         return context
 
     def attach(self, context: Any, inputs: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
-        """Give a context its inputs, and new outputs full of NaN."""
         for name, buffer in inputs.items():
             if not context.set_input_shape(name, tuple(buffer.shape)):
                 raise CheckFailed(f"{self.name} does not take {name} of shape {tuple(buffer.shape)}")

@@ -48,7 +48,6 @@ class CpuEngine(AbstractContextManager["CpuEngine"]):
         self.inputs, self.outputs = self._model.inputs, self._model.outputs
 
     def run(self, feeds: Mapping[str, Array]) -> Arrays:
-        """Run once; an error names inputs that are missing or unknown."""
         wrong = [f"{name} is missing" for name in self.inputs if name not in feeds]
         wrong += [f"{name} is unknown" for name in feeds if name not in self.inputs]
         if wrong:
@@ -78,10 +77,7 @@ class CpuEngine(AbstractContextManager["CpuEngine"]):
 
 
 class EngineRunner(AbstractContextManager["EngineRunner"]):
-    """Callable on one batch: int64 [B, L] arrays to float32 answers [B, width] or [B, L or more, width].
-
-    Several `outputs` of the graph are joined into one.
-    """
+    """Callable on one batch: int64 [B, L] arrays to float32 answers [B, width] or [B, L or more, width]."""
 
     step = 1  # lengths are padded to multiples of it
 

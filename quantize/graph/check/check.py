@@ -28,7 +28,6 @@ from qdqbench.quantize.graph.check.view import (
     is_quantize,
     missing_arguments,
     operator,
-    walk_types,
 )
 from qdqbench.quantize.graph.index import ResidualAdd, attribute
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
@@ -43,25 +42,17 @@ ORDER = "slow-weight-order"
 State = Literal["INT8", "refused", "not INT8", "floating point"]
 _HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _FLOATS = (*_HALVES, TensorProto.FLOAT, TensorProto.DOUBLE)
-_NORMS = (
-    "LayerNormalization",
-    "RMSNormalization",
-    "com.microsoft.SkipLayerNormalization",
-    "GroupNormalization",
-)
+_NORMS = (*index.NORMS, "com.microsoft.SkipLayerNormalization")
 # Operators through which a large constant stays as large.
 _CARRIES = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Concat", "Neg", "Max", "Sum")
 
 
 class GemmRow(Strict):
-    """One node that multiplies matrices.
-
-    "refused": in a form of INT8 that TensorRT does not take; "not INT8": with Q/DQ that make no INT8 kernel.
-    """
+    """One node that multiplies matrices."""
 
     node: str
     operator: str
-    state: State
+    state: State  # refused: INT8 that TensorRT does not take; not INT8: with Q/DQ that make no INT8 kernel
     codes: list[str] = []  # of findings at it, or at the Q/DQ behind its inputs
 
 
@@ -86,12 +77,10 @@ class CheckReport(Tabular):
 
     @property
     def errors(self) -> list[FindingRow]:
-        """Findings that break or silently change the engine."""
         return [row for row in self.findings if row.severity == "error"]
 
     @property
     def refusals(self) -> list[FindingRow]:
-        """Findings for which TensorRT builds no engine at all."""
         return [row for row in self.findings if row.effect == "refused"]
 
     @property
@@ -148,10 +137,7 @@ def check_model(
             them: every MatMul and Gemm of these must be in INT8 and no other. The matmuls of an attention
             belong to its module (`(...).attention.self`), what a LayerNorm adds to the module that adds it
             (`(...).attention.output`). Empty: nothing may be in INT8. None: not compared.
-        allow: codes of findings to leave out, such as `quantized-residual`.
-
-    Raises:
-        UserError: the model holds no graph, its names or tensors are corrupted, or `allow` names no code.
+        allow: codes of findings to leave out; UserError where it names none, or the model is corrupted.
     """
     _check_allow(allow)
     validate_names(model)
@@ -214,12 +200,9 @@ def _find_invalid(model: onnx.ModelProto) -> FindingRow | None:
 
 
 def _apply_rules(report: CheckReport, model: onnx.ModelProto, expected: Collection[str] | None) -> None:
-    types, mixes = walk_types(model, report.opset)
-    graph = CheckGraph(model, types)
+    graph = CheckGraph(model)
     added = index.find_residuals(graph.index)
-    report.residual_quantized = [
-        finding_label(residual.norm) for residual in added if residual.dq is not None
-    ]
+    report.residual_quantized = [finding_label(each.norm) for each in added if each.dq is not None]
     for node in graph.matmuls:
         both = all(graph.is_int8(operand) for operand in graph.operands[node.output[0]])
         (report.quantized if both else report.not_quantized).append(finding_label(node))
@@ -228,7 +211,7 @@ def _apply_rules(report: CheckReport, model: onnx.ModelProto, expected: Collecti
         names = report.attention_quantized if whole else report.attention_not_quantized
         names.append(finding_label(attention.softmax))
     report.findings = [
-        *mixes,
+        *graph.mixes,
         *_check_opset(graph, report.opset),
         *_check_operators(graph),
         *_check_pairs(graph),
@@ -245,7 +228,6 @@ def _apply_rules(report: CheckReport, model: onnx.ModelProto, expected: Collecti
 
 
 def _list_gemms(graph: CheckGraph, findings: Sequence[FindingRow]) -> list[GemmRow]:
-    """Return every matrix product with what happens to it, in the order of the graph."""
     by_node: dict[str, list[FindingRow]] = defaultdict(list)
     for row in findings:
         by_node[row.node].append(row)
@@ -283,7 +265,6 @@ def _state(graph: CheckGraph, node: onnx.NodeProto, touching: Sequence[FindingRo
 
 
 def _list_behind(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[str]:
-    """Return the Q and DQ that the operands of a product come through."""
     for position in (0, PRODUCTS[node.op_type]):
         name = node.input[position] if position < len(node.input) else ""
         for _ in range(index.MAX_STEPS):
@@ -300,7 +281,6 @@ def _list_behind(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[str]:
 def _compare(
     report: CheckReport, graph: CheckGraph, added: list[ResidualAdd], expected: set[str]
 ) -> Iterator[FindingRow]:
-    """Compare the quantized set with the modules that a recipe wants in INT8."""
     if expected and not any(is_dequantize(node) for node in graph.nodes):
         why = f"the recipe asks for INT8 in {len(expected)} modules, and the file has no Q/DQ at all"
         yield finding("no-qdq", graph.index.graph.name or "graph", why)
@@ -359,7 +339,6 @@ def _check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
 
 
 def _check_pairs(graph: CheckGraph) -> Iterator[FindingRow]:
-    """Find every QuantizeLinear and DequantizeLinear without a partner of the same scale."""
     outputs = {value.name for value in graph.index.graph.output}
     for node in graph.nodes:
         if is_quantize(node):
@@ -398,7 +377,6 @@ def _zero_point(graph: CheckGraph, node: onnx.NodeProto) -> Array | None:
 
 
 def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow]:
-    """Check scale, zero point and type of one Q, or of a DQ that reads a constant."""
     scale = graph.value(node.input[1])
     if scale is None:
         yield finding("dynamic-scale", node, "its scale is computed at run time and cannot be checked")
@@ -433,9 +411,8 @@ def _check_type(graph: CheckGraph, node: onnx.NodeProto, scales: int) -> Iterato
     elif point is not None:
         if shifted:
             value = point.reshape(-1)[np.flatnonzero(point)[0]]
-            yield finding(
-                "non-zero-zero-point", node, f"its zero point is {value}; TensorRT refuses all but 0"
-            )
+            why = f"its zero point is {value}; TensorRT refuses all but 0"
+            yield finding("non-zero-zero-point", node, why)
         if point.size != scales:
             why = f"its zero point has {point.size} values and its scale {scales}; TensorRT refuses that"
             yield finding("zero-point-shape", node, why)
@@ -649,10 +626,8 @@ def _list_float_constants(graph: CheckGraph) -> Iterator[tuple[TensorProto, str,
 
 
 def _check_large(graph: CheckGraph, name: str, node: onnx.NodeProto, largest: float) -> Iterator[FindingRow]:
-    code, why = (
-        "constant-overflows-fp16",
-        f"its constant {name!r} holds {largest:g}; FP16 ends at {FP16_MAX:g}",
-    )
+    code = "constant-overflows-fp16"
+    why = f"its constant {name!r} holds {largest:g}; FP16 ends at {FP16_MAX:g}"
     casts = (n for n in graph.reach(name, _CARRIES) if operator(n) == "Cast")
     if graph.types.get(name) == TensorProto.FLOAT16:
         why = f"its FP16 constant {name!r} holds {largest:g}, and -inf times 0, or a row of -inf, makes NaN"
@@ -664,7 +639,6 @@ def _check_large(graph: CheckGraph, name: str, node: onnx.NodeProto, largest: fl
 
 
 def summary(report: CheckReport) -> list[str]:
-    """Summarize what TensorRT would run of the file, its attentions, and the number of findings."""
     counts = report.counts
     whole, rest = len(report.attention_quantized), len(report.attention_not_quantized)
     lines = [_summarize_gemms(report)]

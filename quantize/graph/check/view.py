@@ -1,7 +1,4 @@
-"""What `check` reads from a graph: the Q/DQ behind each input of a matmul, attentions, and element types.
-
-Searches follow at most MAX_STEPS nodes, so that a hostile graph cannot make them long.
-"""
+"""What `check` reads from a graph: the Q/DQ behind each input of a matmul, attentions, and element types."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -13,7 +10,7 @@ import onnx
 from onnx import TensorProto
 
 from qdqbench.quantize.graph.check.codes import finding, finding_label, type_name
-from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, ONNX_DOMAINS, GraphIndex, attribute
+from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, ONNX_DOMAINS, GraphIndex, attribute, opset_of
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.results import Effect, FindingRow
 
@@ -88,8 +85,6 @@ def is_qdq(node: onnx.NodeProto) -> bool:
 
 @dataclass(frozen=True)
 class Operand:
-    """One input of a matmul, followed back through data movement to the DequantizeLinear behind it."""
-
     dq: onnx.NodeProto | None
     stop: str  # without a dq: where the search ended
     constant: bool = False  # the DQ reads a constant (or the Q of one): a weight
@@ -113,12 +108,10 @@ class Attention:
 
 
 class CheckGraph:
-    """A valid graph, its element types, and searches in it."""
-
-    def __init__(self, model: onnx.ModelProto, types: dict[str, int]) -> None:
+    def __init__(self, model: onnx.ModelProto) -> None:
         self.index = GraphIndex(model)
         self.nodes = list(model.graph.node)
-        self.types = types
+        self.types, self.mixes = walk_types(model)
         self.matmuls = [node for node in self.nodes if operator(node) in MATMULS]
         self.operands = {
             node.output[0]: (self.operand(node.input[0]), self.operand(node.input[1]))
@@ -170,7 +163,6 @@ class CheckGraph:
         return False
 
     def shape(self, name: str) -> list[int] | None:
-        """Return the shape of a constant or of a QuantizeLinear of one."""
         node = self.index.producers.get(name)
         tensor = self.index.stored(node.input[0] if node is not None and is_quantize(node) else name)
         return None if tensor is None else list(tensor.dims)
@@ -262,14 +254,13 @@ def _keeps_last(node: onnx.NodeProto) -> bool:
     return permutation is not None and permutation[-1:] == (len(permutation) - 1,)
 
 
-def walk_types(model: onnx.ModelProto, opset: int) -> tuple[dict[str, int], list[FindingRow]]:
+def walk_types(model: onnx.ModelProto) -> tuple[dict[str, int], list[FindingRow]]:
     """Return the element type (TensorProto.DataType) of every tensor where known, and what does not fit.
 
     Types come from the operator schemas of ONNX: inputs that share a type variable must have one type. This
-    names the node, where onnx.shape_inference raises at the first mix or leaves the rest untyped. The model
-    is one that onnx.checker accepts.
+    names the node, where onnx.shape_inference raises at the first mix or leaves the rest untyped.
     """
-    graph = model.graph
+    graph, opset = model.graph, opset_of(model)
     types = {value.name: value.type.tensor_type.elem_type for value in graph.input}
     types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
     declared = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.output)}
@@ -355,7 +346,6 @@ def _fixed_type(text: str) -> int:
 
 
 def _own_type(node: onnx.NodeProto, schema: Any, variable: str) -> int:
-    """Return the type of an output that no input decides; 0: unknown."""
     if node.op_type == "Cast":
         return attribute(node, "to")
     if node.op_type in ("Constant", "ConstantOfShape"):

@@ -131,16 +131,8 @@ def test_a_system_that_computes_something_else_is_an_error(tiny_bert, tmp_path, 
     names = ("fp32-onnxruntime", "fp32-openvino")
     monkeypatch.setattr(systems, "TABLE", [system for system in systems.TABLE if system.name in names])
     monkeypatch.setitem(cpu.RUNS, "export", wrong)
-    found = api_bench.bench(
-        model=str(tiny_bert),
-        recipe="fp16",
-        batch=[1],
-        length=[16],
-        rounds=1,
-        iterations=1,
-        cpu=True,
-        out=tmp_path,
-    )
+    short = {"batch": [1], "length": [16], "rounds": 1, "iterations": 1}
+    found = api_bench.bench(model=str(tiny_bert), recipe="fp16", cpu=True, out=tmp_path, **short)
     (line,) = found.errors
     assert line.startswith(
         "b1 s16: OpenVINO FP32: its logits are 2 (relative) from those of fp32-onnxruntime"

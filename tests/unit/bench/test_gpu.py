@@ -244,11 +244,8 @@ def test_another_recipe_of_the_model_is_an_engine_more(device, tmp_path):
     assert {about.recipe is None for about in listed[:-1]} == {True}
     prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
     assert prepare(device, target, options, Config(8, 128, None))["int8-mine"].row.status == "done"
-    assert [spec.onnx.parent for spec in device.specs if "int8" in spec.onnx.name] == [
-        tmp_path,
-        tmp_path,
-        tmp_path / "mine",
-    ]
+    folders = [spec.onnx.parent for spec in device.specs if "int8" in spec.onnx.name]
+    assert folders == [tmp_path, tmp_path, tmp_path / "mine"]
     target.stack.close()
     assert list((tmp_path / "mine" / "bench").iterdir()) == []
 

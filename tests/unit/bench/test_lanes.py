@@ -11,22 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.bench import measure as bench_lanes
-from qdqbench.eval.bench.measure import (
-    CudaTimer,
-    DeviceLane,
-    HostLane,
-    SplitLane,
-    Step,
-    WallTimer,
-    random_sets,
-)
+from qdqbench.eval.bench import measure
 from qdqbench.quantize.models.families.known import BERT
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(2, 500), st.integers(1, 5), st.integers(0, 3))
 def test_random_inputs_are_seeded_distinct_and_in_the_vocabulary(batch, length, vocabulary, sets, seed):
-    drawn, again = (random_sets(BERT.inputs, (batch, length), vocabulary, sets, seed) for _ in range(2))
+    shape = (batch, length)
+    drawn, again = (measure.random_sets(BERT.inputs, shape, vocabulary, sets, seed) for _ in range(2))
     assert len(drawn) == sets
     for one, same in zip(drawn, again, strict=True):
         assert {name: array.dtype for name, array in one.items()} == dict.fromkeys(one, np.int64)
@@ -40,7 +32,7 @@ def test_sets_differ_from_each_other_and_between_seeds():
     ids = [
         values["input_ids"].tobytes()
         for seed in (0, 1)
-        for values in random_sets(BERT.inputs, (4, 16), 1000, 8, seed)
+        for values in measure.random_sets(BERT.inputs, (4, 16), 1000, 8, seed)
     ]
     assert len(set(ids)) == 16
 
@@ -103,7 +95,7 @@ def tensors(first, shape=(2, 4)):
 
 
 def test_a_lane_rotates_what_differs_and_copies_on_its_own_stream(cuda):
-    lane = DeviceLane(FakeBound(cuda, (2, 4)), [tensors(5), tensors(6), tensors(7)])
+    lane = measure.DeviceLane(FakeBound(cuda, (2, 4)), [tensors(5), tensors(6), tensors(7)])
     assert lane.varying == ["input_ids"]  # the mask is the same in all sets
     assert lane.bound.inputs["attention_mask"].all()
     made = []
@@ -117,16 +109,16 @@ def test_a_lane_rotates_what_differs_and_copies_on_its_own_stream(cuda):
 
 
 def test_events_enclose_the_launch_and_not_the_copy(cuda):
-    lane = DeviceLane(FakeBound(cuda, (2, 4)), [tensors(5), tensors(6)])
+    lane = measure.DeviceLane(FakeBound(cuda, (2, 4)), [tensors(5), tensors(6)])
     cuda.clear()
-    assert CudaTimer().latencies(lane, 2) == [2.0, 2.0]  # an event and a launch
+    assert measure.CudaTimer().latencies(lane, 2) == [2.0, 2.0]  # an event and a launch
     one = ["in stream", "out of stream", "event", "launch", "event"]
     assert cuda == [*one, *one, "synchronize"]
 
 
 def test_throughput_launches_all_lanes_between_two_synchronizations(cuda):
     lanes = [SimpleNamespace(launch=lambda n=n: cuda.append(n)) for n in (1, 2)]
-    assert CudaTimer().wall(lanes, 2) >= 0
+    assert measure.CudaTimer().wall(lanes, 2) >= 0
     assert cuda == ["device synchronize", 1, 2, 1, 2, "device synchronize"]
 
 
@@ -135,7 +127,7 @@ def test_a_split_runs_every_batch_in_the_buffers_of_its_shape(cuda, monkeypatch)
     rows = np.arange(2)
     steps = [(large, tensors(5), rows), (large, tensors(6), rows[:1]), (small, tensors(7, (1, 2)), rows[:1])]
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    lane = SplitLane([Step(*step) for step in steps])
+    lane = measure.SplitLane([measure.Step(*step) for step in steps])
     cuda.clear()
     lane.feed(0)
     lane.launch()
@@ -146,7 +138,7 @@ def test_a_split_runs_every_batch_in_the_buffers_of_its_shape(cuda, monkeypatch)
 
 def test_a_host_lane_runs_whole_sets():
     sets = [[{"x": np.full((2, 1), 1.0)}], [{"x": np.full((2, 1), 2.0)}, {"x": np.full((1, 1), 3.0)}]]
-    lane = HostLane(lambda batch: batch["x"], sets)
+    lane = measure.HostLane(lambda batch: batch["x"], sets)
     made = []
     for number in range(3):
         lane.feed(number)
@@ -159,17 +151,17 @@ def test_several_lanes_run_at_once_each_in_a_thread_of_its_own():
     both = threading.Barrier(2, timeout=10)  # breaks unless two are inside
     lanes = [SimpleNamespace(launch=both.wait) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        assert WallTimer(pool=pool).wall(lanes, 3) > 0
+        assert measure.WallTimer(pool=pool).wall(lanes, 3) > 0
     where = []
     alone = SimpleNamespace(launch=lambda: where.append(threading.current_thread()))
-    WallTimer().wall([alone], 2)
+    measure.WallTimer().wall([alone], 2)
     assert where == [threading.main_thread()] * 2
 
 
 def test_answers_of_tokens_are_told_by_the_first_whatever_the_length():
     short, long = (np.arange(2 * length * 2, dtype=np.float32).reshape(2, length, 2) for length in (3, 5))
-    lane = HostLane(lambda batch: batch["x"], [[{"x": short}, {"x": long}]])
+    lane = measure.HostLane(lambda batch: batch["x"], [[{"x": short}, {"x": long}]])
     lane.feed(0)
     lane.launch()
     assert lane.fetch().tolist() == [[0, 1], [6, 7], [0, 1], [10, 11]]
-    assert bench_lanes.by_row(short[:, 0]).tolist() == [[0, 1], [6, 7]]
+    assert measure.by_row(short[:, 0]).tolist() == [[0, 1], [6, 7]]

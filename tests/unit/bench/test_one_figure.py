@@ -44,7 +44,6 @@ def test_each_page_has_the_speed_of_results_json(kind: str, mark: str, tmp_path:
     bench = bench_with(kind)
     gate = sample_run().gate.model_copy(update={"min_speedup": 9.0 if kind == "below the gate" else None})
     results, pages = told(bench, tmp_path, gate=gate)
-
     heading = re.search(r"<h2>Speed(.*?)</h2>", pages["report.html"])
     assert heading is not None
     assert re.sub(r"<.*?>", "", heading[1]).strip() == mark

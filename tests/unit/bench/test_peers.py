@@ -12,20 +12,6 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForTokenClassification
 
 from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.peers import (
-    TOKEN_STEP,
-    TorchRun,
-    UnpaddedEncoder,
-    compiled_forward,
-    eager_forward,
-    example,
-    launch_counts,
-    pack_rows,
-    packed_attention,
-    refusal,
-    sdpa_model,
-    unpadded_rows,
-)
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.models.embedder import make_embedder_class
 from qdqbench.quantize.models.families.known import BERT, family_of
@@ -39,7 +25,7 @@ from ...support.tiny_bert import padded_batch
 
 @pytest.fixture(scope="module")
 def model(tiny_bert):
-    return sdpa_model(load_model(str(tiny_bert)), "fp32", "cpu")
+    return peers.sdpa_model(load_model(str(tiny_bert)), "fp32", "cpu")
 
 
 def test_sdpa_is_the_same_model(tiny_bert, model):
@@ -51,15 +37,14 @@ def test_sdpa_is_the_same_model(tiny_bert, model):
 
 def test_without_padding_the_mask_changes_nothing(model):
     ids = torch.from_numpy(padded_batch((9, 9))["input_ids"])
-    run = eager_forward(model)
+    run = peers.eager_forward(model)
     with torch.inference_mode():
-        assert torch.allclose(
-            run(input_ids=ids), run(input_ids=ids, attention_mask=torch.ones_like(ids)), atol=1e-5
-        )
+        masked = run(input_ids=ids, attention_mask=torch.ones_like(ids))
+        assert torch.allclose(run(input_ids=ids), masked, atol=1e-5)
 
 
 def test_fp16_peers_are_half(tiny_bert):
-    half = sdpa_model(load_model(str(tiny_bert)), "fp16", "cpu")
+    half = peers.sdpa_model(load_model(str(tiny_bert)), "fp16", "cpu")
     assert {parameter.dtype for parameter in half.parameters()} == {torch.float16}
 
 
@@ -67,13 +52,13 @@ def test_a_switch_of_attention_that_does_nothing_is_an_error(tiny_bert, monkeypa
     model = load_model(str(tiny_bert))
     monkeypatch.setattr(model, "set_attn_implementation", lambda name: None)
     with pytest.raises(UserError, match="did not switch to SDPA"):
-        sdpa_model(model, "fp32", "cpu")
+        peers.sdpa_model(model, "fp32", "cpu")
 
 
 def test_compiling_asks_for_one_graph(model, monkeypatch):
     asked = {}
     monkeypatch.setattr(torch, "compile", lambda function, **options: asked.update(options) or function)
-    run = compiled_forward(model, "default", dynamic=True)
+    run = peers.compiled_forward(model, "default", dynamic=True)
     assert asked == {"mode": "default", "dynamic": True, "fullgraph": True}
     assert run(input_ids=torch.ones(1, 4, dtype=torch.long)).shape == (1, 3)
 
@@ -126,7 +111,7 @@ def total(**inputs):
 
 
 def test_a_peer_is_captured_and_replayed(cuda):
-    run = TorchRun(total, example(BERT.inputs, 2, 8, "cuda"), "eager")
+    run = peers.TorchRun(total, peers.example(BERT.inputs, 2, 8, "cuda"), "eager")
     assert run.detail == "eager, CUDA graph"
     assert set(run.inputs) == {"input_ids", "attention_mask", "token_type_ids"}
     assert float(run.outputs["answers"]) == 16  # the mask is all ones
@@ -136,7 +121,7 @@ def test_a_peer_is_captured_and_replayed(cuda):
 
 
 @pytest.mark.parametrize(
-    "make", [eager_forward, lambda model: compiled_forward(model, "default", dynamic=False)]
+    "make", [peers.eager_forward, lambda model: peers.compiled_forward(model, "default", dynamic=False)]
 )
 @pytest.mark.parametrize("captures", [True, False])
 def test_every_peer_takes_the_mask_in_warm_up_capture_and_launch(cuda, monkeypatch, make, captures):
@@ -149,7 +134,7 @@ def test_every_peer_takes_the_mask_in_warm_up_capture_and_launch(cuda, monkeypat
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     if not captures:
         monkeypatch.setattr(torch.cuda, "graph", refuse)
-    run = TorchRun(make(model), example(BERT.inputs, 2, 8, "cuda"), "x")
+    run = peers.TorchRun(make(model), peers.example(BERT.inputs, 2, 8, "cuda"), "x")
     run.launch()
     assert len(masks) == peers.WARM_CALLS + (1 if captures else 3)
     assert all(mask.shape == (2, 8) and bool(mask.all()) for mask in masks)
@@ -162,8 +147,8 @@ def test_every_peer_takes_the_mask_in_warm_up_capture_and_launch(cuda, monkeypat
 def test_a_peer_without_a_graph_is_launched_each_time(cuda, monkeypatch, graph, why):
     monkeypatch.setattr(torch.cuda, "graph", refuse)
     stream, calls = Stream(), []
-    inputs = example(BERT.inputs, 2, 8, "cuda")
-    run = TorchRun(
+    inputs = peers.example(BERT.inputs, 2, 8, "cuda")
+    run = peers.TorchRun(
         lambda **batch: calls.append(1) or total(**batch), inputs, "eager", graph=graph, stream=stream
     )
     assert run.stream is stream
@@ -192,13 +177,13 @@ def padded(model, lengths=LENGTHS, seed=0):
 
 def expected(model, batch):
     with torch.inference_mode():
-        return eager_forward(model)(**{name: torch.from_numpy(array) for name, array in batch.items()})
+        return peers.eager_forward(model)(**{name: torch.from_numpy(array) for name, array in batch.items()})
 
 
 def unpadded(model, batch, launches):
     """Answers of all rows in their order, and the packing."""
-    encoder = UnpaddedEncoder(model, compiled=False)
-    packing = pack_rows(unpadded_rows(batch), launches, encoder.positions_of)
+    encoder = peers.UnpaddedEncoder(model, compiled=False)
+    packing = peers.pack_rows(peers.unpadded_rows(batch), launches, encoder.positions_of)
     run = partial(encoder.forward, tokens=packing.tokens, longest=packing.longest)
     with torch.inference_mode():
         return [run(torch.from_numpy(flat)) for flat in packing.launches], packing
@@ -221,15 +206,14 @@ def test_a_classifier_answers_as_transformers_does(model_type, launches):
 @pytest.mark.parametrize("model_type", ["mpnet", "albert", "deberta-v2", "modernbert"])
 def test_other_attentions_are_refused_by_name(model_type):
     family = family_of(AutoConfig.for_model(model_type)).name
-    assert refusal(model_type, family).startswith(f"no unpadded form for {model_type}: its")
+    assert peers.refusal(model_type, family).startswith(f"no unpadded form for {model_type}: its")
 
 
 @pytest.mark.parametrize("auto", [AutoModelForTokenClassification, AutoModelForQuestionAnswering])
 def test_heads_over_tokens_answer_every_token(auto):
     torch.manual_seed(0)
-    model = auto.from_config(
-        AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])
-    ).eval()
+    config = AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])
+    model = auto.from_config(config).eval()
     batch = padded(model)
     reference = expected(model, batch)
     (answers,), packing = unpadded(model, batch, 1)
@@ -265,9 +249,9 @@ def test_a_compiled_encoder_is_the_same(monkeypatch):
     model = new_model("bert")
     batch = padded(model)
     reference = expected(model, batch)
-    encoder = UnpaddedEncoder(model)
-    packing = pack_rows(unpadded_rows(batch), 1, encoder.positions_of)
-    found = encoder.forward(torch.from_numpy(packing.launches[0]), tokens=TOKEN_STEP, longest=17)
+    encoder = peers.UnpaddedEncoder(model)
+    packing = peers.pack_rows(peers.unpadded_rows(batch), 1, encoder.positions_of)
+    found = encoder.forward(torch.from_numpy(packing.launches[0]), tokens=peers.TOKEN_STEP, longest=17)
     assert torch.allclose(found, reference, atol=2e-5)
     assert [how["dynamic"] for how in asked] == [False, False]
 
@@ -275,10 +259,10 @@ def test_a_compiled_encoder_is_the_same(monkeypatch):
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), launches=st.integers(1, 8))
 def test_every_row_is_packed_once_and_in_order(lengths, launches):
     rows = [{"input_ids": np.full(size, number + 1)} for number, size in enumerate(lengths)]
-    packing = pack_rows(rows, launches, lambda ids: np.arange(len(ids)))
+    packing = peers.pack_rows(rows, launches, lambda ids: np.arange(len(ids)))
     assert sum(packing.counts) == len(rows)
     assert len(packing.launches) <= launches
-    assert packing.tokens % TOKEN_STEP == 0
+    assert packing.tokens % peers.TOKEN_STEP == 0
     assert packing.longest == max(lengths)
     seen = []
     for launch, (flat, count) in enumerate(zip(packing.launches, packing.counts, strict=True)):
@@ -296,9 +280,9 @@ def test_every_row_is_packed_once_and_in_order(lengths, launches):
 
 
 def test_sizes_of_a_launch_that_are_tried():
-    assert launch_counts(21_900, 872) == [11, 6, 3, 2, 1]
-    assert launch_counts(500, 872) == [1]
-    assert launch_counts(10_000, 2) == [2, 1]
+    assert peers.launch_counts(21_900, 872) == [11, 6, 3, 2, 1]
+    assert peers.launch_counts(500, 872) == [1]
+    assert peers.launch_counts(10_000, 2) == [2, 1]
 
 
 def test_on_a_gpu_attention_is_flash_attentions(monkeypatch):
@@ -309,5 +293,5 @@ def test_on_a_gpu_attention_is_flash_attentions(monkeypatch):
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda *given: asked.append(given))
     query, starts = OnGpu(), object()
-    packed_attention(query, "k", "v", starts, 7)
+    peers.packed_attention(query, "k", "v", starts, 7)
     assert asked == [(query, "k", "v", starts, starts, 7, 7)]

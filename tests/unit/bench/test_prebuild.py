@@ -41,13 +41,8 @@ def child(monkeypatch):
 
 def test_tasks_that_fail_or_take_too_long_say_so_and_take_no_other_with_them():
     with background(3) as work:
-        for task, what, seconds in (
-            ("fine", "", 20),
-            ("failed", "no C compiler", 20),
-            ("ended", "end", 20),
-            ("late", "sleep", 0.5),
-        ):
-            work.add(task, [what], seconds)
+        for task, what in {"fine": "", "failed": "no C compiler", "ended": "end", "late": "sleep"}.items():
+            work.add(task, [what], 0.5 if task == "late" else 20)
         work.add("fine", ["sleep"], 20)  # is under way already
         assert work.left > 0
         for task in ("fine", "failed", "ended", "late"):

@@ -8,23 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.bench.report import (
-    bench_of,
-    bench_report,
-    clocks,
-    config_text,
-    headline_cells,
-    headline_title,
-    latency_rows,
-    latency_svg,
-    milliseconds,
-    ratio_cell,
-    ratio_rows,
-    slow_lines,
-    speedup_svg,
-    throughput_svg,
-    write_bench_reports,
-)
+from qdqbench.eval.bench import report
 from qdqbench.eval.bench.results import (
     BenchKernels,
     BenchRow,
@@ -46,22 +30,23 @@ from .test_results import REASON, sample_bench, sample_row
 
 def terminal(bench, width=120):
     stream = StringIO()
-    Console(file=stream, width=width).print(render_screen(bench_report(bench)))
+    Console(file=stream, width=width).print(render_screen(report.bench_report(bench)))
     return stream.getvalue()
 
 
 def pages(bench, folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text(encoding="utf-8") for path in write_bench_reports(bench, folder)}
+    return {path.name: path.read_text(encoding="utf-8") for path in report.write_bench_reports(bench, folder)}
 
 
 def test_what_a_reader_must_know_is_on_every_page(tmp_path):
     bench = sample_bench(
         errors=["an error here"], warnings=["a warning here"], notes=["a note here"], complete=False
     )
-    (line,) = slow_lines(bench)
+    (line,) = report.slow_lines(bench)
     assert line.startswith("b1 s128: INT8 engine is slower than FP16 engine, 0.90x")
     assert line.endswith(REASON)
-    assert clocks(bench) == "clock and power while measured: 1755 to 1755 MHz, 412 to 412 W, 44 to 44 °C"
+    clocks = "1755 to 1755 MHz, 412 to 412 W, 44 to 44 °C"
+    assert report.clocks(bench) == f"clock and power while measured: {clocks}"
     needles = (
         "bert-base (random weights)", "NVIDIA H200", "TensorRT-RTX 1.4.0.76", "torch 2.11.0",
         "1755 to 1755 MHz", "INT8 over the fastest FP16", "torch.compile FP16 1.6", "Interrupted",
@@ -73,14 +58,14 @@ def test_what_a_reader_must_know_is_on_every_page(tmp_path):
     html = (tmp_path / "bench.html").read_text(encoding="utf-8")
     assert f"<li>{line}</li>" in html.partition("<nav")[0]
     assert json.loads(bench.model_dump_json())["target"]["random_weights"]
-    assert "random weights" in latency_svg(bench)
+    assert "random weights" in report.latency_svg(bench)
 
 
 def column(bench, shape):
     """Cells of one shape by the name of the row, the headline with them."""
-    place = [config_text(bench, config) for config in bench.configs].index(shape)
-    cells = {name: cells[place] for name, cells in [*latency_rows(bench), *ratio_rows(bench)]}
-    return cells | {headline_title(bench): headline_cells(bench, bench.configs[place])}
+    place = [report.config_text(bench, config) for config in bench.configs].index(shape)
+    cells = {name: cells[place] for name, cells in [*report.latency_rows(bench), *report.ratio_rows(bench)]}
+    return cells | {report.headline_title(bench): report.headline_cells(bench, bench.configs[place])}
 
 
 def test_the_headline_is_over_the_fastest_fp16_contestant():
@@ -97,27 +82,27 @@ def test_the_headline_is_over_the_fastest_fp16_contestant():
     assert [cell.headline.baseline for cell in bench.configs] == ["fp16", "compile-fp16", "fp16"]
 
 
-def test_the_fastest_int8_engine_is_the_one_that_is_compared():
+def bench_with(name, label):
+    """The sample with another INT8 engine, of 0.6 ms at batch 1."""
     bench = sample_bench()
-    exact = BenchSystem(name="int8-exact", label="INT8 engine, exact shape", precision="int8", backend="")
-    bench.systems.insert(1, exact)
+    bench.systems.insert(1, BenchSystem(name=name, label=label, precision="int8", backend=""))
     cell = bench.configs[0]
-    cell.rows.insert(1, sample_row("int8-exact", 0.6, 1))
+    cell.rows.insert(1, sample_row(name, 0.6, 1))
     cell.speedups = compute_speedups(cell.rows, "b1 s128", 0)
+    return bench, cell
+
+
+def test_the_fastest_int8_engine_is_the_one_that_is_compared():
+    bench, cell = bench_with("int8-exact", "INT8 engine, exact shape")
     found = headline_of(bench.systems, cell)
     assert (found.system, found.baseline, found.value) == ("int8-exact", "fp16", pytest.approx(1.2))
     assert {s.baseline for s in cell.speedups if s.system == "int8-exact"} >= {"int8", "fp16", "torch-fp32"}
     assert column(bench, "b1 s128")["INT8 over the fastest FP16"][1] == Cell("INT8 engine, exact shape 0.6")
-    assert slow_lines(bench)[0].startswith("b1 s128: INT8 engine is slower than FP16 engine, 0.90x")
+    assert report.slow_lines(bench)[0].startswith("b1 s128: INT8 engine is slower than FP16 engine, 0.90x")
 
 
 def test_another_recipe_is_over_the_fastest_fp16_too():
-    bench = sample_bench()
-    mine = BenchSystem(name="int8-mine", label="INT8 engine, mine", precision="int8", backend="")
-    bench.systems.insert(1, mine)
-    cell = bench.configs[0]
-    cell.rows.insert(1, sample_row("int8-mine", 0.6, 1))
-    cell.speedups = compute_speedups(cell.rows, "b1 s128", 0)
+    bench, cell = bench_with("int8-mine", "INT8 engine, mine")
     assert headline_of(bench.systems, cell).system == "int8"  # what the bench is about
     assert column(bench, "b1 s128")["INT8 engine, mine over the fastest FP16"].text.startswith("1.20x")
     assert column(bench, "b8 s128")["INT8 engine, mine over the fastest FP16"].text == ""
@@ -156,10 +141,10 @@ def test_a_slow_down_within_the_spread_is_inconclusive():
     bench = sample_bench()
     for ratio in bench.configs[0].speedups:
         ratio.ci95_high = 1.02 if ratio.verdict == "slower" else ratio.ci95_high
-    assert slow_lines(bench) == []
+    assert report.slow_lines(bench) == []
     ratio = column(bench, "b1 s128")["INT8 over the fastest FP16"][0]
     assert ratio == Cell("0.90x [0.90, 1.02] inconclusive", short="0.90x")
-    assert bench_report(bench).verdict.state == "unclear"
+    assert report.bench_report(bench).verdict.state == "unclear"
 
 
 def test_clocks_that_were_not_read_are_said_to_be_so(tmp_path):
@@ -167,7 +152,7 @@ def test_clocks_that_were_not_read_are_said_to_be_so(tmp_path):
     for cell in bench.configs:
         for row in cell.rows:
             row.clock_mhz = row.power_w = row.temperature_c = None
-    assert clocks(bench) == "clock and power while measured: not read"
+    assert report.clocks(bench) == "clock and power while measured: not read"
     for text in pages(bench, tmp_path).values():
         assert "not read" in text
 
@@ -188,7 +173,7 @@ def test_an_error_is_a_line_and_never_a_number(tmp_path):
     assert "skipped: no C compiler" in (tmp_path / "bench.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("chart", [latency_svg, speedup_svg, throughput_svg])
+@pytest.mark.parametrize("chart", [report.latency_svg, report.speedup_svg, report.throughput_svg])
 def test_charts_are_whole_and_the_same_every_time(chart):
     bench = sample_bench()
     svg = chart(bench)
@@ -202,9 +187,9 @@ def test_charts_are_whole_and_the_same_every_time(chart):
 def test_charts_have_a_panel_per_length_and_stream_counts():
     bench = sample_bench()
     bench.configs += [cell.model_copy(update={"length": 64}) for cell in bench.configs]
-    assert "64 tokens" in latency_svg(bench)
-    assert "128 tokens" in latency_svg(bench)
-    assert ">2 streams</text>" in throughput_svg(bench)
+    assert "64 tokens" in report.latency_svg(bench)
+    assert "128 tokens" in report.latency_svg(bench)
+    assert ">2 streams</text>" in report.throughput_svg(bench)
 
 
 def test_charts_without_what_they_show_are_empty():
@@ -213,8 +198,8 @@ def test_charts_without_what_they_show_are_empty():
         cell.speedups = []
         for row in cell.rows:
             row.throughput = []
-    assert speedup_svg(bench) == throughput_svg(bench) == ""
-    assert latency_svg(bench)
+    assert report.speedup_svg(bench) == report.throughput_svg(bench) == ""
+    assert report.latency_svg(bench)
 
 
 def test_names_cannot_break_a_page(tmp_path):
@@ -227,10 +212,8 @@ def test_names_cannot_break_a_page(tmp_path):
 
 
 def test_tables_of_the_markdown_have_as_many_cells_as_columns(tmp_path):
-    lines = [
-        line for line in pages(sample_bench(), tmp_path)["bench.md"].splitlines() if line.startswith("|")
-    ]
-    widths = [line.count("|") for line in lines]
+    lines = pages(sample_bench(), tmp_path)["bench.md"].splitlines()
+    widths = [line.count("|") for line in lines if line.startswith("|")]
     assert widths[:5] == [5] * 5  # header, rule, three shapes
     assert widths[5:15] == [5] * 10  # header, rule, six contestants, two ratios
     assert widths[15:35] == [widths[15]] * (2 + 18)
@@ -253,7 +236,7 @@ def test_a_run_gets_a_section(tmp_path):
 
 
 def test_a_run_without_a_bench_has_no_section(tmp_path):
-    assert bench_of(tmp_path) is None
+    assert report.bench_of(tmp_path) is None
     for path in write_reports(sample_run(), tmp_path):
         assert "Speed" not in path.read_text(encoding="utf-8")
 
@@ -264,9 +247,9 @@ def test_a_bench_of_other_files_is_marked_stale(tmp_path):
     bench = sample_bench()
     bench.target.files = {model.name: sha256(model)}
     write_bench(tmp_path / "bench.json", bench)
-    assert bench_of(tmp_path).errors == []
+    assert report.bench_of(tmp_path).errors == []
     model.write_bytes(b"another")
-    assert "model.int8.onnx changed after this bench" in bench_of(tmp_path).errors[0]
+    assert "model.int8.onnx changed after this bench" in report.bench_of(tmp_path).errors[0]
 
 
 def test_an_unreadable_bench_does_not_take_the_report_with_it(tmp_path):
@@ -283,22 +266,12 @@ def test_results_of_another_version_do_not_lose_the_bench(tmp_path, text):
     assert why.startswith("results.json is not of this version")
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, ""),
-        (0.67123, "0.6712"),
-        (9.94, "9.94"),
-        (31.52, "31.52"),
-        (1234.5, "1234"),
-        (123456.7, "123457"),
-    ],
-)
-def test_milliseconds(value, expected):
-    assert milliseconds(value) == expected
+def test_milliseconds():
+    shown = {None: "", 0.67123: "0.6712", 9.94: "9.94", 31.52: "31.52", 1234.5: "1234", 123456.7: "123457"}
+    assert {value: report.milliseconds(value) for value in shown} == shown
 
 
 def test_a_ratio_without_an_interval():
     ratio = speedup(2, system="a", baseline="b")
-    assert ratio_cell(ratio) == Cell("2.00x", short="2.00x")
-    assert ratio_cell(None) == Cell()
+    assert report.ratio_cell(ratio) == Cell("2.00x", short="2.00x")
+    assert report.ratio_cell(None) == Cell()

@@ -6,22 +6,7 @@ from typing import Any
 
 import pytest
 
-from qdqbench.eval.bench.results import (
-    Bench,
-    BenchConfig,
-    BenchRow,
-    BenchSettings,
-    BenchSystem,
-    BenchTarget,
-    BenchThroughput,
-    compute_speedups,
-    config_label,
-    headline_of,
-    read_bench,
-    row_of,
-    speedup_of,
-    write_bench,
-)
+from qdqbench.eval.bench import results
 from qdqbench.quantize.utils.errors import UserError
 
 NAMES = ("int8", "fp16", "fp32", "torch-fp32", "torch-fp16", "compile-fp16")
@@ -43,8 +28,8 @@ TIMES = {
 REASON = "12 GELU run in a kernel of their own"
 
 
-def sample_row(name: str, ms: float, batch: int) -> BenchRow:
-    return BenchRow(
+def sample_row(name: str, ms: float, batch: int) -> results.BenchRow:
+    return results.BenchRow(
         system=name,
         status="done",
         detail="CUDA graph",
@@ -56,7 +41,7 @@ def sample_row(name: str, ms: float, batch: int) -> BenchRow:
         round_ms=[ms * factor for factor in (0.99, 1.0, 1.01)],
         sequences_per_s=1000 * batch / ms,
         throughput=[
-            BenchThroughput(streams=n, sequences_per_s=1000 * batch * gain / ms, low=1.0, high=9.0)
+            results.BenchThroughput(streams=n, sequences_per_s=1000 * batch * gain / ms, low=1.0, high=9.0)
             for n, gain in ((1, 1.0), (2, 1.3))
         ],
         clock_mhz=1755.0,
@@ -69,13 +54,13 @@ def sample_row(name: str, ms: float, batch: int) -> BenchRow:
     )
 
 
-def sample_bench(**changes: Any) -> Bench:
+def sample_bench(**changes: Any) -> results.Bench:
     """A bench of BERT-base with random weights on a GPU; every number is invented."""
     configs = []
     for batch, times in TIMES.items():
         rows = [sample_row(name, ms, batch) for name, ms in zip(NAMES, times, strict=True)]
         configs.append(
-            BenchConfig(
+            results.BenchConfig(
                 kind="fixed",
                 batch=batch,
                 length=128,
@@ -85,7 +70,7 @@ def sample_bench(**changes: Any) -> Bench:
                 padded_tokens=128 * batch,
                 reference="torch-fp32",
                 rows=rows,
-                speedups=compute_speedups(rows, f"b{batch} s128", 0),
+                speedups=results.compute_speedups(rows, f"b{batch} s128", 0),
                 slow_reasons=[REASON] if batch == 1 else [],
             )
         )
@@ -95,7 +80,7 @@ def sample_bench(**changes: Any) -> Bench:
         "complete": True,
         "device": "gpu",
         "compute_capability": "9.0",
-        "target": BenchTarget(
+        "target": results.BenchTarget(
             kind="shape",
             name="bert-base",
             random_weights=True,
@@ -104,7 +89,7 @@ def sample_bench(**changes: Any) -> Bench:
             files={"model.int8.onnx": "ab" * 32},
         ),
         "recipe": {"name": "bert-int8-linears"},
-        "settings": BenchSettings(
+        "settings": results.BenchSettings(
             batches=list(TIMES),
             lengths=[128],
             dataset=None,
@@ -117,7 +102,7 @@ def sample_bench(**changes: Any) -> Bench:
             seed=0,
         ),
         "systems": [
-            BenchSystem(
+            results.BenchSystem(
                 name=name,
                 label=text,
                 precision=name if "-" not in name else name.partition("-")[2],  # type: ignore[arg-type]
@@ -131,16 +116,16 @@ def sample_bench(**changes: Any) -> Bench:
         "errors": [],
         "environment": {"gpu": "NVIDIA H200", "driver": "570.1", "versions": {"torch": "2.11.0"}},
     }
-    bench = Bench.model_validate(fields | changes)
+    bench = results.Bench.model_validate(fields | changes)
     for cell in bench.configs:
-        cell.headline = headline_of(bench.systems, cell)
+        cell.headline = results.headline_of(bench.systems, cell)
     return bench
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     bench = sample_bench()
-    write_bench(tmp_path / "bench.json", bench)
-    assert read_bench(tmp_path / "bench.json") == bench
+    results.write_bench(tmp_path / "bench.json", bench)
+    assert results.read_bench(tmp_path / "bench.json") == bench
 
 
 @pytest.mark.parametrize(
@@ -153,14 +138,14 @@ def test_another_schema_is_refused_in_one_sentence(
     path = tmp_path / "bench.json"
     path.write_text(json.dumps(sample_bench().model_dump(mode="json") | change))
     with pytest.raises(UserError, match=f"{where}.*run `qdqbench bench` again"):
-        read_bench(path)
+        results.read_bench(path)
 
 
 def test_rows_that_were_not_measured_are_not_found() -> None:
     cell = sample_bench().configs[0]
-    assert config_label(cell, None) == "b1 s128"
-    assert row_of(cell, "int8") is cell.rows[0]
+    assert results.config_label(cell, None) == "b1 s128"
+    assert results.row_of(cell, "int8") is cell.rows[0]
     cell.rows[0].status = "error"
-    assert row_of(cell, "int8") is None
-    assert speedup_of(cell, "int8", "fp32") is not None
-    assert speedup_of(cell, "fp32", "int8") is None
+    assert results.row_of(cell, "int8") is None
+    assert results.speedup_of(cell, "int8", "fp32") is not None
+    assert results.speedup_of(cell, "fp32", "int8") is None

@@ -12,15 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.eval.bench import measure as loop
-from qdqbench.eval.bench.measure import (
-    Burst,
-    Effort,
-    ReadySystem,
-    WallTimer,
-    check_outputs,
-    measure_rounds,
-    rotation,
-)
 from qdqbench.eval.bench.results import BenchRow, compare_rounds
 from qdqbench.eval.bench.run import fill_row
 from qdqbench.quantize.utils.errors import CheckFailed
@@ -61,13 +52,13 @@ class FakeTimer:
 
 
 def contestant(name, ms=1.0, lane=None, log=None, precision="fp16"):
-    return ReadySystem(name, precision, [lane or FakeLane()] * 2, FakeTimer(ms, log, name))
+    return loop.ReadySystem(name, precision, [lane or FakeLane()] * 2, FakeTimer(ms, log, name))
 
 
 @given(count=st.integers(1, 9), cycles=st.integers(1, 3))
 def test_rotation_is_balanced_by_place_and_by_neighbour(count, cycles):
     period = count if count % 2 == 0 else 2 * count
-    rows = rotation(count, cycles * period)
+    rows = loop.rotation(count, cycles * period)
     assert all(sorted(row) == list(range(count)) for row in rows)
     places = Counter((place, who) for row in rows for place, who in enumerate(row))
     assert set(places.values()) == {cycles * period // count}
@@ -79,7 +70,7 @@ def test_rotation_is_balanced_by_place_and_by_neighbour(count, cycles):
 
 @given(count=st.integers(1, 9), rounds=st.integers(1, 40))
 def test_rotation_is_never_off_by_more_than_the_last_cycle(count, rounds):
-    rows = rotation(count, rounds)
+    rows = loop.rotation(count, rounds)
     assert len(rows) == rounds
     firsts = Counter(row[0] for row in rows)
     assert max(firsts.values()) - min(firsts[who] for who in range(count)) <= 2
@@ -124,7 +115,7 @@ def test_interval_of_noisy_equals_holds_one_and_of_a_clear_winner_does_not():
 
 def row_of(rounds):
     row = BenchRow(system="a", status="done")
-    fill_row(row, [Burst(values, {1: 2.0}, 0.0, 1.0) for values in rounds], 4, (1, 2))
+    fill_row(row, [loop.Burst(values, {1: 2.0}, 0.0, 1.0) for values in rounds], 4, (1, 2))
     return row
 
 
@@ -146,34 +137,34 @@ def test_one_disturbed_round_moves_nothing():
 def test_rounds_interleave_all_contestants_in_the_balanced_order():
     log = []
     names = ["a", "b", "c", "d"]
-    found = measure_rounds(
+    found = loop.measure_rounds(
         [contestant(name, log=log) for name in names],
-        Effort(rounds=4, duration_s=1, iterations=7, streams=(1, 2)),
+        loop.Effort(rounds=4, duration_s=1, iterations=7, streams=(1, 2)),
     )
     timed = [name for name, count in log if count == 7]
-    assert timed == [names[who] for row in rotation(4, 4) for who in row]
+    assert timed == [names[who] for row in loop.rotation(4, 4) for who in row]
     assert {name: len(bursts) for name, bursts in found.items()} == dict.fromkeys(names, 4)
     assert all(found["a"][0].latencies_ms == [1.0] * 7 for _ in range(4))
 
 
 def test_every_burst_is_preceded_by_warm_launches_that_are_not_counted():
     log = []
-    measure_rounds([contestant("a", log=log)], Effort(rounds=2, duration_s=1, iterations=9))
+    loop.measure_rounds([contestant("a", log=log)], loop.Effort(rounds=2, duration_s=1, iterations=9))
     assert [count for _, count in log] == [1, 3, 3, 9, 3, 9]
 
 
 def test_a_contestant_rests_before_each_burst(monkeypatch):
     rests = []
     monkeypatch.setattr("time.sleep", rests.append)
-    measure_rounds(
-        [contestant("a"), contestant("b")], Effort(rounds=2, duration_s=1, iterations=1, rest_s=0.02)
+    loop.measure_rounds(
+        [contestant("a"), contestant("b")], loop.Effort(rounds=2, duration_s=1, iterations=1, rest_s=0.02)
     )
     assert rests == [0.02] * 4
 
 
 def test_slow_launches_are_not_wasted_on_warming_up():
     log = []
-    measure_rounds([contestant("a", 1000.0, log=log)], Effort(rounds=2, duration_s=1, least=1))
+    loop.measure_rounds([contestant("a", 1000.0, log=log)], loop.Effort(rounds=2, duration_s=1, least=1))
     assert [count for _, count in log] == [1, 1, 1]
 
 
@@ -188,24 +179,24 @@ def test_slow_launches_are_not_wasted_on_warming_up():
     ],
 )
 def test_launches_follow_from_the_time_asked_for(ms, seconds, rounds, expected):
-    found = measure_rounds([contestant("a", ms)], Effort(rounds=rounds, duration_s=seconds))
+    found = loop.measure_rounds([contestant("a", ms)], loop.Effort(rounds=rounds, duration_s=seconds))
     assert [len(burst.latencies_ms) for burst in found["a"]] == [expected] * rounds
 
 
 def test_throughput_counts_every_stream():
-    found = measure_rounds([contestant("a", 2.0)], Effort(rounds=1, duration_s=0.1, streams=(1, 2)))
+    found = loop.measure_rounds([contestant("a", 2.0)], loop.Effort(rounds=1, duration_s=0.1, streams=(1, 2)))
     assert found["a"][0].launches_per_s == {1: pytest.approx(500), 2: pytest.approx(1000)}
 
 
 def test_lanes_that_share_threads_are_those_of_their_number():
     alone, shared = FakeLane(), {2: [FakeLane(), FakeLane()]}
-    one = ReadySystem("a", "fp32", [alone], FakeTimer(2.0), shared)
+    one = loop.ReadySystem("a", "fp32", [alone], FakeTimer(2.0), shared)
     assert (one.at(1), one.at(2)) == ([alone], shared[2])
-    found = measure_rounds([one], Effort(rounds=2, duration_s=0.1, streams=(1, 2, 3)))["a"]
+    found = loop.measure_rounds([one], loop.Effort(rounds=2, duration_s=0.1, streams=(1, 2, 3)))["a"]
     assert [burst.launches_per_s[2] for burst in found] == [pytest.approx(1000)] * 2
     assert all(3 not in burst.launches_per_s and burst.cpu_ms >= 0 for burst in found)  # it has no three
     shared[2][1].logits = NAN
-    errors, _, _ = check_outputs([one], [])
+    errors, _, _ = loop.check_outputs([one], [])
     assert "NaN" in errors["a"]
 
 
@@ -218,15 +209,15 @@ def test_progress_and_windows(monkeypatch):
 
     clocks = SimpleNamespace(time=now, sleep=time.sleep, process_time=time.process_time)
     monkeypatch.setattr(loop, "time", clocks)
-    effort = Effort(rounds=3, duration_s=1, iterations=1)
-    found = measure_rounds([contestant("a")], effort, progress=lambda *begun: seen.append(begun))
+    effort = loop.Effort(rounds=3, duration_s=1, iterations=1)
+    found = loop.measure_rounds([contestant("a")], effort, progress=lambda *begun: seen.append(begun))
     timed = ["timed"] * 2  # a round is told before it is timed
     assert seen == [(1, 3), *timed, (2, 3), *timed, (3, 3), *timed]
     assert [(burst.start, burst.end) for burst in found["a"]] == [(0, 1), (2, 3), (4, 5)]
 
 
 def test_nobody_to_measure():
-    assert measure_rounds([], Effort(rounds=3, duration_s=1)) == {}
+    assert loop.measure_rounds([], loop.Effort(rounds=3, duration_s=1)) == {}
 
 
 def test_a_failing_contestant_is_named():
@@ -234,9 +225,9 @@ def test_a_failing_contestant_is_named():
         def latencies(self, lane, count):
             raise RuntimeError("CUDA error: an illegal memory access")
 
-    broken = ReadySystem("int8", "int8", [FakeLane()], Broken(1.0))
+    broken = loop.ReadySystem("int8", "int8", [FakeLane()], Broken(1.0))
     with pytest.raises(CheckFailed, match="int8 failed while it was measured: CUDA error"):
-        measure_rounds([contestant("fp16"), broken], Effort(rounds=1, duration_s=1))
+        loop.measure_rounds([contestant("fp16"), broken], loop.Effort(rounds=1, duration_s=1))
 
 
 def noisy(error, seed=1):
@@ -262,7 +253,7 @@ INF = [np.full((2, 3), 1.0), np.array([[1.0, 2.0, 3.0], [0.0, math.inf, 0.0]])]
     ],
 )
 def test_wrong_outputs_are_errors(precision, lane, message):
-    errors, differences, reference = check_outputs(
+    errors, differences, reference = loop.check_outputs(
         [contestant("fp32", precision="fp32"), contestant("x", lane=lane, precision=precision)], ["fp32"]
     )
     assert message in errors["x"]
@@ -273,7 +264,7 @@ def test_wrong_outputs_are_errors(precision, lane, message):
 
 @pytest.mark.parametrize(("precision", "error"), [("int8", 0.035), ("int8", 0.3), ("fp16", 0.004)])
 def test_sound_outputs_have_their_distance_recorded(precision, error):
-    errors, differences, _ = check_outputs(
+    errors, differences, _ = loop.check_outputs(
         [contestant("fp32"), contestant("x", lane=noisy(error), precision=precision)], ["fp32"]
     )
     assert errors == {}
@@ -282,23 +273,23 @@ def test_sound_outputs_have_their_distance_recorded(precision, error):
 
 def test_a_nan_on_the_second_stream_only_is_found():
     lanes = [FakeLane(), FakeLane(NAN)]
-    errors, _, _ = check_outputs([ReadySystem("int8", "int8", lanes, FakeTimer(1.0))], [])
+    errors, _, _ = loop.check_outputs([loop.ReadySystem("int8", "int8", lanes, FakeTimer(1.0))], [])
     assert "NaN" in errors["int8"]
 
 
 def test_a_reference_that_is_broken_is_passed_over():
     broken = contestant("torch-fp32", lane=FakeLane(NAN), precision="fp32")
-    errors, _, reference = check_outputs([broken, contestant("fp32")], ["torch-fp32", "fp32"])
+    errors, _, reference = loop.check_outputs([broken, contestant("fp32")], ["torch-fp32", "fp32"])
     assert reference == "fp32"
     assert set(errors) == {"torch-fp32"}
-    assert check_outputs([broken], ["torch-fp32"])[2] is None
+    assert loop.check_outputs([broken], ["torch-fp32"])[2] is None
 
 
 def test_wall_timer_feeds_outside_of_the_time():
     clock = iter([0.0, 0.5, 10.0, 10.25])
     lane = FakeLane()
-    assert WallTimer(lambda: next(clock)).latencies(lane, 2) == [500.0, 250.0]
+    assert loop.WallTimer(lambda: next(clock)).latencies(lane, 2) == [500.0, 250.0]
     assert lane.fed == [0, 1]
     assert lane.launches == 2
-    assert WallTimer(iter([1.0, 4.0]).__next__).wall([lane, lane], 3) == 3.0
+    assert loop.WallTimer(iter([1.0, 4.0]).__next__).wall([lane, lane], 3) == 3.0
     assert lane.launches == 8

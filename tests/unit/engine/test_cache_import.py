@@ -13,22 +13,15 @@ from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.schema import parse_recipe
 from qdqbench.quantize.utils.errors import UserError
 
+from ...support import tiny_bert as tiny
 from ...support.fuzz import hold_to_one_sentence
-from ...support.tiny_bert import (
-    LINEARS,
-    calibrate,
-    calibration_batches,
-    copied,
-    plan_of,
-    quantized,
-    recipe_with,
-    write_tiny_bert,
-)
+
+QUERY = "encoder.layer.0.attention.self.query"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_tiny_bert(tmp_path_factory.mktemp("bert"))
+    return tiny.write_tiny_bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +33,14 @@ def graph(folder):
 @pytest.fixture(scope="module")
 def found(folder):
     """Amax that calibration finds for each input."""
-    states = quantized(folder).record.quantizers
-    return {name: states[f"{name}.input_quantizer"].amax for name in LINEARS}
+    states = tiny.quantized(folder).record.quantizers
+    return {name: states[f"{name}.input_quantizer"].amax for name in tiny.LINEARS}
 
 
 def write_cache(path, graph, amax, *, without=()):
     """What TensorRT's calibrator writes: scales by tensor, of more tensors than linears read."""
     lines = {"input_ids": 1 / 127, "logits": 0.02}
-    for linear, names in input_tensors(graph, LINEARS, "bert").items():
+    for linear, names in input_tensors(graph, tiny.LINEARS, "bert").items():
         if linear not in without:
             lines[names[0]] = amax[linear] / 127
     text = "".join(f"{name}: {struct.pack('>f', scale).hex()}\n" for name, scale in lines.items())
@@ -58,34 +51,34 @@ def write_cache(path, graph, amax, *, without=()):
 def test_amax_of_a_cache_become_those_of_the_run(folder, graph, found, tmp_path):
     amax = {name: value * (0.4 if "layer.1.output" in name else 0.9) for name, value in found.items()}
     made = recipe_from_cache(write_cache(tmp_path / "c", graph, amax), str(folder))
-    assert len(made.given) == len(LINEARS)
+    assert len(made.given) == len(tiny.LINEARS)
     assert made.calibrated == {}
     assert made.unused == 2
     recipe = parse_recipe(made.text, made.recipe)
-    recipe = recipe.model_copy(
-        update={"calibration": recipe.calibration.model_copy(update={"bias_correction": False})}
-    )
-    record = calibrate(folder, recipe).record
-    for name in LINEARS:
+    section = recipe.calibration.model_copy(update={"bias_correction": False})
+    recipe = recipe.model_copy(update={"calibration": section})
+    record = tiny.calibrate(folder, recipe).record
+    for name in tiny.LINEARS:
         quantizer = f"{name}.input_quantizer"
         assert record.quantizers[quantizer].amax == pytest.approx(amax[name], rel=1e-6)
         assert record.replaced[quantizer] == pytest.approx(found[name], rel=1e-6)
     rows = {row.name: row for row in record.rows()}
-    assert rows[f"{LINEARS[0]}.input_quantizer"].calibrated_amax == pytest.approx(found[LINEARS[0]], rel=1e-6)
-    assert rows[f"{LINEARS[0]}.weight_quantizer"].calibrated_amax is None
+    first = tiny.LINEARS[0]
+    assert rows[f"{first}.input_quantizer"].calibrated_amax == pytest.approx(found[first], rel=1e-6)
+    assert rows[f"{first}.weight_quantizer"].calibrated_amax is None
     note = next(text for text in record.notes if "given by the recipe" in text)
     assert "0.40 to 0.90 times" in note
     (warning,) = record.warnings
     assert "are off by more than a factor 2: bert.encoder.layer.1.output.dense" in warning
     model = load_model(str(folder))
-    ptq.restore(model, plan_of(recipe, model), record)  # as later stages do
-    quantizer = model.get_submodule(f"{LINEARS[-1]}.input_quantizer")
-    assert float(quantizer.amax) == pytest.approx(amax[LINEARS[-1]], rel=1e-6)
+    ptq.restore(model, tiny.plan_of(recipe, model), record)  # as later stages do
+    quantizer = model.get_submodule(f"{tiny.LINEARS[-1]}.input_quantizer")
+    assert float(quantizer.amax) == pytest.approx(amax[tiny.LINEARS[-1]], rel=1e-6)
 
 
 def renamed(graph):
     """As exporters before modules were written into names: numbers, but for weights and biases."""
-    twin, names = copied(graph), {}
+    twin, names = tiny.copied(graph), {}
     stored = {each.name for each in twin.graph.initializer}
     kept = stored | {each.name for each in (*twin.graph.input, *twin.graph.output)}
     for number, node in enumerate(twin.graph.node):
@@ -106,18 +99,18 @@ def test_a_graph_with_numbers_for_names_is_matched_by_its_biases(folder, graph, 
     with pytest.raises(UserError, match=r"none of its 10 tensors .* give --onnx"):
         recipe_from_cache(cache, str(folder))
     made = recipe_from_cache(cache, str(folder), onnx_file=tmp_path / "old.onnx")
-    assert {*made.given} == {f"{name}.input_quantizer" for name in LINEARS}
+    assert {*made.given} == {f"{name}.input_quantizer" for name in tiny.LINEARS}
     assert all(tensor.isdecimal() for tensor in made.tensors.values())
 
 
 def test_a_bare_encoder_has_no_prefix_in_its_names(folder, graph, found, tmp_path):
     text = write_cache(tmp_path / "c", graph, found).read_text()
     (tmp_path / "c").write_text(text.replace("/bert/", "/"))
-    assert len(recipe_from_cache(tmp_path / "c", str(folder)).given) == len(LINEARS)
+    assert len(recipe_from_cache(tmp_path / "c", str(folder)).given) == len(tiny.LINEARS)
 
 
 def test_what_a_cache_lacks_is_calibrated_and_named(folder, graph, found, tmp_path):
-    lost, zero = LINEARS[3], LINEARS[5]
+    lost, zero = tiny.LINEARS[3], tiny.LINEARS[5]
     cache = write_cache(tmp_path / "c", graph, found | {zero: 0.0}, without=(lost,))
     made = recipe_from_cache(cache, str(folder))
     assert made.calibrated == {lost: "the cache does not name its input", zero: "its amax in the cache is 0"}
@@ -132,35 +125,25 @@ def test_a_cache_of_another_network_is_refused(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("amax", "changes", "said"),
+    ("name", "changes", "said"),
     [
-        (
-            {"bert.encoder.layer.0.output.dense.input_quantiser": 1.0},
-            {},
-            "near: .*output.dense.input_quantizer",
-        ),
-        ({"encoder.layer.0.output.dense.weight_quantizer": 1.0}, {}, "no quantizer of an INT8 activation"),
-        (
-            {"encoder.layer.0.attention.self.query.input_quantizer": 1.0},
-            {"match": "encoder.layer.0.attention.self.query", "smoothing": 0.5},
-            "is smoothed",
-        ),
+        ("bert.encoder.layer.0.output.dense.input_quantiser", {}, "near: .*output.dense.input_quantizer"),
+        ("encoder.layer.0.output.dense.weight_quantizer", {}, "no quantizer of an INT8 activation"),
+        (f"{QUERY}.input_quantizer", {"match": QUERY, "smoothing": 0.5}, "is smoothed"),
     ],
 )
-def test_given_amax_that_cannot_be_used_are_refused(folder, amax, changes, said):
-    recipe = recipe_with(calibration={"amax": amax})
-    if changes:
-        rules = [*recipe.model_dump(mode="json")["rules"], changes]
-        recipe = recipe_with(calibration={"amax": amax}, rules=rules)
+def test_given_amax_that_cannot_be_used_are_refused(folder, name, changes, said):
+    rules = tiny.recipe_with().model_dump(mode="json")["rules"] + ([changes] if changes else [])
+    recipe = tiny.recipe_with(calibration={"amax": {name: 1.0}}, rules=rules)
     model = load_model(str(folder))
     with pytest.raises(UserError, match=said):
-        ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+        ptq.calibrate(model, tiny.plan_of(recipe, model), tiny.calibration_batches(), recipe.calibration)
 
 
 @pytest.mark.parametrize("changes", [{"smoothing": 0.5}, {"outlier_channel_splitting": 32}])
 def test_a_recipe_that_changes_the_tensors_cannot_give_their_amax(changes):
     with pytest.raises(ValueError, match="set smoothing to none and outlier_channel_splitting to 0"):
-        recipe_with(calibration={"amax": {"x.input_quantizer": 1.0}, **changes})
+        tiny.recipe_with(calibration={"amax": {"x.input_quantizer": 1.0}, **changes})
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.engine import backend, sidecar
@@ -23,6 +23,9 @@ from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.system.gpu import Gpu
+
+from ...support.graphs import model_of
+from ...support.records import engine_result
 
 HEAD = "version: 1\nname: x\n"
 TWO = "[{batch: [1, 1, 4], length: [16, 32, 128]}, {batch: [4, 32, 128], length: [16, 128, 128]}]"
@@ -61,9 +64,8 @@ def test_data_that_no_profile_takes_is_known_before_any_work(lengths, batch_size
     assert "\n" not in str(caught.value)
     longest = max(end[1] for end in ends)
     if max(lengths) > longest:
-        assert f"more than the {longest} tokens that engine.shapes takes, the longest {max(lengths)};" in str(
-            caught.value
-        )
+        limit = f"more than the {longest} tokens that engine.shapes takes, the longest {max(lengths)};"
+        assert limit in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +83,8 @@ def test_shipped_recipes_have_kernels_for_full_length_and_take_every_shape():
         *full, every = load_recipe(name).engine.profiles
         assert {shapes.length for shapes in full} == {(128, 128, 128)}
         batches = [shapes.batch for shapes in full]
-        assert [low for low, _, _ in batches] == [
-            1,
-            *(high + 1 for _, _, high in batches[:-1]),
-        ]  # without a gap
+        highs = [high for _, _, high in batches]
+        assert [low for low, _, _ in batches] == [1, *(high + 1 for high in highs[:-1])]  # without a gap
         assert every.batch[2] == batches[-1][2]
         assert (every.batch, every.length) == ((1, 32, 128), (16, 128, 128))
         assert {(1, 1, 4), (65, 128, 128)} <= {*batches}
@@ -117,18 +117,14 @@ def rtx(monkeypatch):
     return choose_backend("tensorrt_rtx")
 
 
-def save(path, shapes, kind=TensorProto.FLOAT16):
+def save(path, shapes):
     """x[..., 8] times a weight, plus a mask, under the names and shapes of `shapes`."""
-    weight = numpy_helper.from_array(np.ones((8, 8), np.float16), "w")
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["y"], name="/MatMul"),
         helper.make_node("Add", ["y", "mask"], ["z"], name="/Add"),
     ]
-    inputs = [helper.make_tensor_value_info(name, kind, shape) for name, shape in shapes.items()]
-    graph = helper.make_graph(
-        nodes, "x", inputs, [helper.make_tensor_value_info("z", kind, shapes["x"])], [weight]
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    kinds = dict.fromkeys((*shapes, "z"), TensorProto.FLOAT16)
+    onnx.save(model_of(nodes, shapes, {"z": shapes["x"]}, {"w": np.ones((8, 8), np.float16)}, **kinds), path)
     return path
 
 
@@ -175,12 +171,8 @@ def test_stage_build_has_every_profile_and_no_cache_among_its_outputs(run, rtx):
     outputs = stages.build_stage(run)
     path = run.folder / "engine" / "model.fp16.engine"
     assert check_sidecar(path).profiles == PROFILES
-    assert [str(each.relative_to(run.folder)) for each in outputs] == [
-        "build.json",
-        "engine/model.fp16.engine",
-        "engine/model.fp16.engine.json",
-        "layers.json",
-    ]
+    assert outputs[0::3] == [run.folder / "build.json", run.folder / "layers.json"]
+    assert outputs[1:3] == [path, path.with_name("model.fp16.engine.json")]
     assert run.warnings == []  # 8.9 is supported, and TensorRT-RTX has no timing cache
     assert not list(run.folder.rglob("*.cache"))
 
@@ -193,17 +185,8 @@ def test_known_faults_are_noted_by_the_build(run, rtx, monkeypatch):
 
 def engine_row(**changes):
     """What the build stage records of an engine."""
-    row = {"backend": "tensorrt_rtx", "version": "1.6", "compute_capability": ["8.9"], "file": "x.engine"}
-    row |= {"ahead_of_time": False, "bytes": 1, "int8_gemms": 0, "expected_int8_gemms": 0, "not_int8": []}
-    row |= {"attention_fused": 0, "attention_int8": 0, "expected_attention_int8": 0, "layers": []}
-    row |= {
-        "int8_residuals": 0,
-        "expected_int8_residuals": 0,
-        "not_int8_residuals": [],
-        "profiles": 1,
-        "kernels": 1,
-    }
-    return row | changes
+    made = engine_result(0, version="1.6", file="x.engine", ahead_of_time=False, **changes)
+    return made.model_dump(mode="json")
 
 
 @pytest.mark.parametrize(
@@ -254,13 +237,12 @@ def test_stage_engine_records_memory_for_the_report(run, monkeypatch):
     sizes = []
     monkeypatch.setattr(stages, "find_gpu", lambda: HERE)
     monkeypatch.setattr(stages, "open_runner", Runner)
-    monkeypatch.setattr(
-        stages,
-        "evaluate_stage",
-        lambda session, stage, runner, batch_size, edges: (
-            sizes.append(batch_size) or run.folder / "engine.npz"
-        ),
-    )
+
+    def evaluate(session, stage, runner, batch_size, edges):
+        sizes.append(batch_size)
+        return run.folder / "engine.npz"
+
+    monkeypatch.setattr(stages, "evaluate_stage", evaluate)
     files.write_json(run.folder / "build.json", engine_row())
     assert stages.engine_stage(run) == [run.folder / "engine.json", run.folder / "engine.npz"]
     record = files.read_json(run.folder / "engine.json")

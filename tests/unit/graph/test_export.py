@@ -24,24 +24,11 @@ from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
-from ...support.tiny_bert import (
-    LAYERS,
-    LINEARS,
-    calibration_batches,
-    copied,
-    exported,
-    padded_batch,
-    plan_of,
-    quantized,
-    recipe_with,
-    run_onnx,
-    tensor,
-    traced,
-)
+from ...support import tiny_bert as tiny
 from ...support.tiny_layer import store
 
 INT8_RECIPES = ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-ffn", "bert-int8-attention"]
-BATCHES = [padded_batch(), padded_batch((1,)), padded_batch((128, 5), seed=3)]
+BATCHES = [tiny.padded_batch(), tiny.padded_batch((1,)), tiny.padded_batch((128, 5), seed=3)]
 
 
 @pytest.mark.parametrize("weights", ["channel", "factored"])
@@ -49,8 +36,8 @@ BATCHES = [padded_batch(), padded_batch((1,)), padded_batch((128, 5), seed=3)]
 def test_the_check_is_clean_and_the_quantized_set_is_the_recipes(
     tiny_bert: Path, name: str, weights: str
 ) -> None:
-    plan = quantized(tiny_bert, name).plan
-    graph = exported(tiny_bert, name, weights=weights)
+    plan = tiny.quantized(tiny_bert, name).plan
+    graph = tiny.exported(tiny_bert, name, weights=weights)
     report = check_model(graph, expected_quantized={*plan.int8, *plan.attention})
     assert report.findings == []
     assert {module_of(node) for node in report.quantized} == {*plan.int8, *plan.attention}
@@ -63,11 +50,11 @@ def test_the_check_is_clean_and_the_quantized_set_is_the_recipes(
     ("compute", "weights"), [("fp32", "channel"), ("fp16", "channel"), ("fp16", "factored")]
 )
 def test_logits_follow_the_fake_quant_model(tiny_bert: Path, name: str, compute: str, weights: str) -> None:
-    model, graph = quantized(tiny_bert, name).model, exported(tiny_bert, name, compute, weights)
+    model, graph = tiny.quantized(tiny_bert, name).model, tiny.exported(tiny_bert, name, compute, weights)
     exact = load_model(str(tiny_bert))
     for batch in BATCHES:
         wanted = forward(model, batch).numpy()
-        found = run_onnx(graph, batch)
+        found = tiny.run_onnx(graph, batch)
         assert found.dtype == np.float32
         # a code on a rounding border may flip in FP16; in FP32 none does here
         np.testing.assert_allclose(found, wanted, atol=1e-5 if compute == "fp32" else 0.15, rtol=0)
@@ -76,61 +63,50 @@ def test_logits_follow_the_fake_quant_model(tiny_bert: Path, name: str, compute:
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 def test_twins_follow_the_fp32_model(tiny_bert: Path, compute: str) -> None:
-    model = load_model(str(tiny_bert))
-    settings = ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
-    twin = finish_graph(trace(model, 20), plan_of(recipe_with(), model), settings)
+    model, twin = load_model(str(tiny_bert)), tiny.twin(tiny_bert, compute)
     assert not any(node.op_type.endswith("quantizeLinear") for node in twin.graph.node)
     assert check_model(twin, expected_quantized=()).findings == []
     for batch in BATCHES:
         tolerance = 1e-5 if compute == "fp32" else 0.01
-        np.testing.assert_allclose(
-            run_onnx(twin, batch), forward(model, batch).numpy(), atol=tolerance, rtol=0
-        )
+        wanted = forward(model, batch).numpy()
+        np.testing.assert_allclose(tiny.run_onnx(twin, batch), wanted, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(("compute", "weights"), [("fp32", "channel"), ("fp16", "factored")])
 def test_the_tanh_gelu_of_a_recipe(tiny_bert: Path, compute: str, weights: str) -> None:
     model, settings = load_model(str(tiny_bert)), ExportSettings(20, compute, weights)  # type: ignore[arg-type]
     use_tanh_gelu(model, "tiny")
-    plan = plan_of(recipe_with(), model)
-    ptq.calibrate(model, plan, iter(calibration_batches()), Calibration())
+    plan = tiny.plan_of(tiny.recipe_with(), model)
+    ptq.calibrate(model, plan, iter(tiny.calibration_batches()), Calibration())
     graph = finish_graph(trace(model, 20), plan, settings)
     assert check_model(graph, expected_quantized={*plan.int8}).findings == []
     assert not any(node.op_type in ("Gelu", "Erf") for node in graph.graph.node)
-    exact = quantized(tiny_bert).model
+    exact = tiny.quantized(tiny_bert).model
     for batch in BATCHES:
         wanted = forward(model, batch).numpy()
         tolerance = 1e-5 if compute == "fp32" else 0.15
-        np.testing.assert_allclose(run_onnx(graph, batch), wanted, atol=tolerance, rtol=0)
+        np.testing.assert_allclose(tiny.run_onnx(graph, batch), wanted, atol=tolerance, rtol=0)
         assert np.abs(forward(exact, batch).numpy() - wanted).max() > 2e-5  # so the form shows
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 def test_a_twin_keeps_the_nodes_of_the_trace(tiny_bert: Path, compute: str) -> None:
     """Twins are what INT8 is measured against: none of the rewrites touches them."""
-    model = load_model(str(tiny_bert))
-    graph = trace(model, 20)
-    settings = ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
-    twin = finish_graph(graph, plan_of(recipe_with(), model), settings)
+    graph, twin = trace(load_model(str(tiny_bert)), 20), tiny.twin(tiny_bert, compute)
     names, found = (
         [node.name for node in each.graph.node if node.op_type != "Cast"] for each in (graph, twin)
     )
     assert found == names
-    assert sum(node.op_type == "Gelu" for node in twin.graph.node) == LAYERS
+    assert sum(node.op_type == "Gelu" for node in twin.graph.node) == tiny.LAYERS
 
 
 def test_the_interface(tiny_bert: Path) -> None:
-    graph = exported(tiny_bert).graph
+    graph = tiny.exported(tiny_bert).graph
 
     def described(values: Any) -> list[tuple[str, int, list[Any]]]:
-        return [
-            (
-                v.name,
-                v.type.tensor_type.elem_type,
-                [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim],
-            )
-            for v in values
-        ]
+        typed = [(value.name, value.type.tensor_type) for value in values]
+        sizes = {name: [d.dim_param or d.dim_value for d in kind.shape.dim] for name, kind in typed}
+        return [(name, kind.elem_type, sizes[name]) for name, kind in typed]
 
     names = ("input_ids", "attention_mask", "token_type_ids")
     assert described(graph.input) == [(name, TensorProto.INT64, ["batch", "length"]) for name in names]
@@ -145,33 +121,33 @@ def test_opset_and_ir_version(tiny_bert: Path, opset: int) -> None:
 
 
 def test_every_constant_is_finite_and_the_mask_hides(tiny_bert: Path) -> None:
-    graph = exported(tiny_bert)
+    graph = tiny.exported(tiny_bert)
     values = {t.name: numpy_helper.to_array(t) for t in graph.graph.initializer}
     assert all(np.isfinite(value).all() for value in values.values() if value.dtype.kind == "f")
     assert min(float(value.min()) for value in values.values() if value.dtype == np.float16) == MASK_FILL
-    batch = padded_batch((20, 3))
+    batch = tiny.padded_batch((20, 3))
     noisy = batch | {"input_ids": np.where(batch["attention_mask"] == 1, batch["input_ids"], 7)}
-    np.testing.assert_array_equal(run_onnx(graph, batch)[1], run_onnx(graph, noisy)[1])
+    np.testing.assert_array_equal(tiny.run_onnx(graph, batch)[1], tiny.run_onnx(graph, noisy)[1])
 
 
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
 def test_a_fully_masked_row_is_finite(tiny_bert: Path, name: str) -> None:
-    batch = padded_batch((8, 8))
+    batch = tiny.padded_batch((8, 8))
     batch["attention_mask"][1] = 0
-    assert np.isfinite(run_onnx(exported(tiny_bert, name), batch)).all()
+    assert np.isfinite(tiny.run_onnx(tiny.exported(tiny_bert, name), batch)).all()
 
 
 def test_linears_of_one_input_read_one_tensor(tiny_bert: Path) -> None:
     """An engine merges q, k and v only when it sees that their input is the same."""
-    graph = exported(tiny_bert).graph
+    graph = tiny.exported(tiny_bert).graph
     sources = {
         module_of(node.name).removesuffix(".input_quantizer"): node.input[0]
         for node in graph.node
         if node.op_type == "QuantizeLinear"
     }
-    assert set(sources) == set(LINEARS)
+    assert set(sources) == set(tiny.LINEARS)
     for first in (0, 6):
-        assert len({sources[name] for name in LINEARS[first : first + 3]}) == 1
+        assert len({sources[name] for name in tiny.LINEARS[first : first + 3]}) == 1
 
 
 def test_export_leaves_the_model_as_it_was(tiny_bert: Path) -> None:
@@ -183,9 +159,9 @@ def test_export_leaves_the_model_as_it_was(tiny_bert: Path) -> None:
 
 
 def test_finish_leaves_the_trace_as_it_was(tiny_bert: Path) -> None:
-    graph = traced(tiny_bert)
+    graph = tiny.traced(tiny_bert)
     before = graph.SerializeToString(deterministic=True)
-    plan = quantized(tiny_bert).plan
+    plan = tiny.quantized(tiny_bert).plan
     settings = ExportSettings(20, "fp16", "factored")
     done = finish_graph(graph, plan, settings)
     assert graph.SerializeToString(deterministic=True) == before
@@ -194,10 +170,10 @@ def test_finish_leaves_the_trace_as_it_was(tiny_bert: Path) -> None:
 
 
 def test_a_planned_linear_that_the_graph_lacks(tiny_bert: Path) -> None:
-    plan = quantized(tiny_bert).plan
+    plan = tiny.quantized(tiny_bert).plan
     more = dataclasses.replace(plan, int8=plan.int8 | {"bert.pooler.dense": "channel"})
     with pytest.raises(CheckFailed, match=r"no quantized weight for bert\.pooler\.dense"):
-        finish_graph(traced(tiny_bert), more, ExportSettings(20, "fp16", "channel"))
+        finish_graph(tiny.traced(tiny_bert), more, ExportSettings(20, "fp16", "channel"))
 
 
 def test_a_failing_exporter_is_a_user_error(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +190,7 @@ def test_a_failing_exporter_is_a_user_error(tiny_bert: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(("backend", "form"), [("tensorrt_rtx", "factored"), ("tensorrt", "channel")])
 def test_the_default_form_of_a_backend(backend: str, form: str) -> None:
-    assert ExportSettings.of(recipe_with(), backend).weights == form  # type: ignore[arg-type]
+    assert ExportSettings.of(tiny.recipe_with(), backend).weights == form  # type: ignore[arg-type]
 
 
 class TestUnjoined:
@@ -225,7 +201,7 @@ class TestUnjoined:
         for layer in layers:
             path = f"/bert/encoder/layer.{layer}/attention/self/key/input_quantizer/QuantizeLinear"
             scale = next(node for node in graph.graph.node if node.name == path).input[1]
-            store(graph, scale, tensor(graph, scale) * np.float32(1.01))
+            store(graph, scale, tiny.tensor(graph, scale) * np.float32(1.01))
         return graph
 
     @pytest.mark.parametrize("weights", ["channel", "factored"])
@@ -233,31 +209,33 @@ class TestUnjoined:
     def test_nothing_is_noted_of_a_shipped_recipe(self, tiny_bert: Path, name: str, weights: str) -> None:
         notes: list[str] = []
         settings = ExportSettings(20, "fp16", weights)  # type: ignore[arg-type]
-        finish_graph(traced(tiny_bert, name), quantized(tiny_bert, name).plan, settings, notes)
+        finish_graph(tiny.traced(tiny_bert, name), tiny.quantized(tiny_bert, name).plan, settings, notes)
         assert notes == []
 
     @pytest.mark.parametrize("layers", [(0,), (0, 1)])
     def test_attentions_are_counted(self, tiny_bert: Path, layers: tuple[int, ...]) -> None:
         notes = ["before"]
-        graph = self.with_other_scale(traced(tiny_bert), *layers)
+        graph = self.with_other_scale(tiny.traced(tiny_bert), *layers)
         settings = ExportSettings(20, "fp16", "factored")
-        finish_graph(graph, quantized(tiny_bert).plan, settings, notes)
+        finish_graph(graph, tiny.quantized(tiny_bert).plan, settings, notes)
         assert len(notes) == 2
-        assert f"q, k and v of {len(layers)} of {LAYERS} attentions were not joined" in notes[1]
-        finish_graph(graph, quantized(tiny_bert).plan, settings)  # who asks for no notes gets the same graph
+        assert f"q, k and v of {len(layers)} of {tiny.LAYERS} attentions were not joined" in notes[1]
+        finish_graph(
+            graph, tiny.quantized(tiny_bert).plan, settings
+        )  # who asks for no notes gets the same graph
 
     def test_a_twin_has_nothing_to_join(self, tiny_bert: Path) -> None:
         notes: list[str] = []
         model = load_model(str(tiny_bert))
         settings = ExportSettings(20, "fp16", "factored")
-        finish_graph(trace(model, 20), plan_of(recipe_with(), model), settings, notes)
+        finish_graph(trace(model, 20), tiny.plan_of(tiny.recipe_with(), model), settings, notes)
         assert notes == []
 
     def test_the_stage_warns_once(
         self, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(export, "join_heads", lambda model: 0)
-        model, plan, _ = quantized(tiny_bert)
+        monkeypatch.setattr(export.rewrites, "join_heads", lambda model: 0)
+        model, plan, _ = tiny.quantized(tiny_bert)
         session = SimpleNamespace(
             recipe=load_recipe("bert-int8-linears"),
             config=SimpleNamespace(task=GLUE["mnli"]),
@@ -270,26 +248,26 @@ class TestUnjoined:
         )
         stages.export_stage(session)  # type: ignore[arg-type]
         (warning,) = session.warnings
-        assert f"{LAYERS} of {LAYERS} attentions" in warning
+        assert f"{tiny.LAYERS} of {tiny.LAYERS} attentions" in warning
 
 
 class TestSave:
     def test_the_file(self, tiny_bert: Path, tmp_path: Path) -> None:
         path = tmp_path / "new" / "model.int8.onnx"
-        graph = exported(tiny_bert)
-        save(copied(graph), path, "bert-int8-linears")
+        graph = tiny.exported(tiny_bert)
+        save(tiny.copied(graph), path, "bert-int8-linears")
         assert [p.name for p in path.parent.iterdir()] == [path.name]
         loaded = onnx.load(path)
         assert {p.key: p.value for p in loaded.metadata_props} == {"qdqbench.recipe": "bert-int8-linears"}
         assert loaded.graph == graph.graph
         first = path.read_bytes()
-        save(copied(graph), path, "bert-int8-linears")
+        save(tiny.copied(graph), path, "bert-int8-linears")
         assert path.read_bytes() == first
 
     def test_an_invalid_graph_is_not_written(self, tiny_bert: Path, tmp_path: Path) -> None:
         path = tmp_path / "model.onnx"
         path.write_bytes(b"old")
-        graph = exported(tiny_bert)
+        graph = tiny.exported(tiny_bert)
         graph.graph.node.append(helper.make_node("Nonesuch", ["logits"], ["out"], name="/x/Nonesuch"))
         with pytest.raises(CheckFailed, match=r"the exported graph for model\.onnx is not valid ONNX"):
             save(graph, path, "a")
@@ -298,9 +276,7 @@ class TestSave:
 
     def test_int8_is_much_smaller_than_its_twin(self, tiny_bert: Path) -> None:
         model = load_model(str(tiny_bert))
-        twin = finish_graph(
-            trace(model, 20), plan_of(recipe_with(), model), ExportSettings(20, "fp32", "channel")
-        )
-        weights = sum(dict(model.named_parameters())[f"{name}.weight"].numel() for name in LINEARS)
+        twin = tiny.twin(tiny_bert, "fp32")
+        weights = sum(dict(model.named_parameters())[f"{name}.weight"].numel() for name in tiny.LINEARS)
         overhead = 40_000  # node names and Q/DQ of a graph this small weigh as much as its weights
-        assert exported(tiny_bert).ByteSize() < twin.ByteSize() - 3 * weights + overhead
+        assert tiny.exported(tiny_bert).ByteSize() < twin.ByteSize() - 3 * weights + overhead

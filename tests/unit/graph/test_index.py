@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from onnx.shape_inference import infer_shapes
 
 from qdqbench.quantize.graph.index import GraphIndex, tensor_values
+
+from ...support.graphs import model_of
 
 
 @pytest.mark.parametrize(
@@ -17,7 +19,7 @@ def test_a_constant_node_is_read_in_its_own_type(stored):
         helper.make_node("Identity", ["a"], ["b"]),
         helper.make_node("Cast", ["b"], ["c"], to=TensorProto.FLOAT16),
     ]
-    index = GraphIndex(helper.make_model(helper.make_graph(nodes, "g", [], [])))
+    index = GraphIndex(model_of(nodes, {}, {}))
     assert index.constant("b").dtype == np.float32
     assert index.constant("c") == np.float16(0.1)
     assert index.constant("c", ("Cast",)) is None  # only Casts were to be followed
@@ -29,29 +31,20 @@ def test_text_and_a_circle_are_no_constants():
         helper.make_node("Identity", ["b"], ["a"]),
         helper.make_node("Identity", ["a"], ["b"]),
     ]
-    index = GraphIndex(helper.make_model(helper.make_graph(nodes, "g", [], [])))
+    index = GraphIndex(model_of(nodes, {}, {}))
     assert index.constant("text") is None
     assert index.constant("a") is None
 
 
 def test_shapes_need_no_weights():
-    constants = [
-        numpy_helper.from_array(np.ones((16, 12), np.float32), "weight"),
-        numpy_helper.from_array(np.array([0, -1, 3, 4]), "shape"),
-    ]
+    constants = {"weight": np.ones((16, 12), np.float32), "shape": np.array([0, -1, 3, 4])}
     nodes = [
         helper.make_node("MatMul", ["x", "weight"], ["y"]),
         helper.make_node("Reshape", ["y", "shape"], ["z"]),
         helper.make_node("Cast", ["z"], ["half"], to=TensorProto.FLOAT16),
     ]
-    ends = [
-        helper.make_tensor_value_info(name, kind, shape)
-        for name, kind, shape in (
-            ("x", TensorProto.FLOAT, ["batch", 8, 16]),
-            ("half", TensorProto.FLOAT16, ["batch", 8, 3, 4]),
-        )
-    ]
-    model = helper.make_model(helper.make_graph(nodes, "g", ends[:1], ends[1:], constants))
+    sizes = {"x": ["batch", 8, 16]}, {"half": ["batch", 8, 3, 4]}
+    model = model_of(nodes, *sizes, constants, half=TensorProto.FLOAT16)
     before = model.SerializeToString(deterministic=True)
     inferred = infer_shapes(model, strict_mode=True).graph
     wanted = [*inferred.value_info, *inferred.input, *inferred.output]

@@ -12,18 +12,7 @@ from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.index import module_of
 
-from ...support.tiny_bert import (
-    INT8,
-    LAYERS,
-    LINEARS,
-    calibrate,
-    copied,
-    one_scale,
-    padded_batch,
-    recipe_with,
-    run_onnx,
-    traced,
-)
+from ...support import tiny_bert as tiny
 
 PARTS = ("query", "key", "value")
 
@@ -31,9 +20,9 @@ PARTS = ("query", "key", "value")
 @pytest.fixture(scope="module")
 def graph(tiny_bert: Path) -> onnx.ModelProto:
     """q, k and v with shared scales, before INT8 attention; shared, so never changed."""
-    rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *one_scale(*PARTS)]
+    rules = [{"match": "encoder.layer.*", "type": "Linear"} | tiny.INT8, *tiny.one_scale(*PARTS)]
     export = {"opset": 20, "max_length": 128, "qkv_scales": "shared"}
-    made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules, export=export))
+    made = tiny.calibrate(tiny_bert, tiny.recipe_with("bert-int8-attention", rules=rules, export=export))
     return finish_graph(trace(made.model, 20), made.plan, ExportSettings(20, "fp16", "factored", True))
 
 
@@ -47,8 +36,8 @@ def test_the_same_logits_bit_for_bit(graph: onnx.ModelProto) -> None:
     before = graph.SerializeToString(deterministic=True)
     made = joined(graph)
     onnx.checker.check_model(made, full_check=True)
-    for batch in (padded_batch(), padded_batch((5, 1, 2, 3))):
-        np.testing.assert_array_equal(run_onnx(made, batch), run_onnx(graph, batch))
+    for batch in (tiny.padded_batch(), tiny.padded_batch((5, 1, 2, 3))):
+        np.testing.assert_array_equal(tiny.run_onnx(made, batch), tiny.run_onnx(graph, batch))
     assert graph.SerializeToString(deterministic=True) == before
 
 
@@ -58,19 +47,19 @@ def test_one_node_has_the_names_of_three(graph: onnx.ModelProto) -> None:
 
     made, names = joined(graph), gemms(graph)
     ours = gemms(made)
-    assert len(ours) == len(names) - 2 * LAYERS
+    assert len(ours) == len(names) - 2 * tiny.LAYERS
     assert sorted(name for node in ours for name in node.split(TOGETHER)) == sorted(names)
     together = [[module_of(name) for name in node.split(TOGETHER)] for node in ours if TOGETHER in node]
-    assert [[name.rpartition(".")[2] for name in group] for group in together] == [[*PARTS]] * LAYERS
+    assert [[name.rpartition(".")[2] for name in group] for group in together] == [[*PARTS]] * tiny.LAYERS
     kept = {tensor.name: tensor.dims for tensor in made.graph.initializer}
     wide = [dims for name, dims in kept.items() if name.endswith("_joined")]
-    assert [list(dims) for dims in wide] == [[96, 32]] * LAYERS
+    assert [list(dims) for dims in wide] == [[96, 32]] * tiny.LAYERS
     assert not any(name.endswith("self.key.weight_int8") for name in kept)
 
 
 @pytest.mark.parametrize("change", ["scale", "input", "order", "reader", "output", "axis"])
 def test_what_is_not_alike_stays_apart(graph: onnx.ModelProto, change: str) -> None:
-    other = copied(graph)
+    other = tiny.copied(graph)
     key = next(node for node in other.graph.node if node.name.endswith("layer.0/attention/self/key/MatMul"))
     concat = next(node for node in other.graph.node if key.output[0] in node.input)
     of_weight = "layer.0/attention/self/key/weight_quantizer/DequantizeLinear"
@@ -97,30 +86,30 @@ def test_what_is_not_alike_stays_apart(graph: onnx.ModelProto, change: str) -> N
         concat.attribute[0].i = 1
     made_of = merge_qkv_gemms(other)
     names = [node.name for node in made_of.graph.node] if made_of is not None else []
-    assert sum(TOGETHER in name for name in names) == LAYERS - 1
+    assert sum(TOGETHER in name for name in names) == tiny.LAYERS - 1
 
 
 @pytest.mark.parametrize("name", ["bert-int8-attention", "bert-int8-linears", "bert-fp16"])
 def test_other_graphs_are_left_alone(tiny_bert: Path, name: str) -> None:
-    assert merge_qkv_gemms(traced(tiny_bert, name)) is None
+    assert merge_qkv_gemms(tiny.traced(tiny_bert, name)) is None
 
 
 def test_the_proof_counts_three_linears(graph: onnx.ModelProto, tmp_path: Path) -> None:
     """In an engine that is built ahead of time from the file that has three."""
     pytest.importorskip("tensorrt_rtx")
     onnx.save(graph, tmp_path / "model.onnx")
-    wanted = [name for name in list_gemms(tmp_path / "model.onnx") if module_of(name) in LINEARS]
+    wanted = [name for name in list_gemms(tmp_path / "model.onnx") if module_of(name) in tiny.LINEARS]
     result: Any = build(
         tmp_path / "model.onnx",
         tmp_path / "model.engine",
         backend="tensorrt_rtx",
         profiles=[Profile((1, 64), (8, 64), (8, 64))],
         expected_gemms=wanted,
-        expected_attention=LAYERS,
+        expected_attention=tiny.LAYERS,
         compute_capability="8.9",
     )
-    assert (result.int8_gemms, result.not_int8) == (len(LINEARS), [])
-    assert result.attention_int8 == LAYERS
+    assert (result.int8_gemms, result.not_int8) == (len(tiny.LINEARS), [])
+    assert result.attention_int8 == tiny.LAYERS
     merged = [row for row in result.layers if row.name.count(TOGETHER) == 2]
-    assert len(merged) == LAYERS
+    assert len(merged) == tiny.LAYERS
     assert {row.outputs[0] for row in merged} == {"Int8"}

@@ -15,17 +15,8 @@ from qdqbench.quantize.graph.precision import FP16_MAX, constants_to_initializer
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import CheckFailed
 
-from ...support.tiny_bert import (
-    LINEARS,
-    exported,
-    padded_batch,
-    plan_of,
-    quantized,
-    recipe_with,
-    run_onnx,
-    tensor,
-    traced,
-)
+from ...support import tiny_bert as tiny
+from ...support.graphs import model_of
 from ...support.tiny_layer import store
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
@@ -52,14 +43,8 @@ def graph_of(
     nodes: list[onnx.NodeProto], constants: dict[str, Any], outputs: tuple[str, ...] = ("y",)
 ) -> onnx.ModelProto:
     """x, float32 [2, 3], to float32 outputs of the same shape."""
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", FLOAT, (2, 3))],
-        [helper.make_tensor_value_info(name, FLOAT, (2, 3)) for name in outputs],
-        [numpy_helper.from_array(np.asarray(value, np.float32), name) for name, value in constants.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    values = {name: np.asarray(value, np.float32) for name, value in constants.items()}
+    return model_of(nodes, {"x": (2, 3)}, dict.fromkeys(outputs, (2, 3)), values)
 
 
 def op(operator: str, inputs: str, output: str, name: str, **attributes: Any) -> onnx.NodeProto:
@@ -74,7 +59,7 @@ X = np.array([[1, 2, 3], [-4, 0.5, 0]], np.float32)
 def test_the_result_passes_the_check_and_keeps_its_interface(
     tiny_bert: Path, name: str, weights: str
 ) -> None:
-    before, after = traced(tiny_bert, name), exported(tiny_bert, name, weights=weights)
+    before, after = tiny.traced(tiny_bert, name), tiny.exported(tiny_bert, name, weights=weights)
     assert check_model(after).errors == []
     assert after.graph.input == before.graph.input
     assert after.graph.output == before.graph.output
@@ -87,7 +72,7 @@ def test_the_result_passes_the_check_and_keeps_its_interface(
 
 
 def test_nothing_is_cast_twice(tiny_bert: Path) -> None:
-    graph = exported(tiny_bert)
+    graph = tiny.exported(tiny_bert)
     casts = [(n.input[0], n.attribute[0].i) for n in graph.graph.node if n.op_type == "Cast"]
     assert len(casts) == len(set(casts))
     types = types_of(graph)
@@ -99,7 +84,7 @@ def test_nothing_is_cast_twice(tiny_bert: Path) -> None:
     [
         ([{"match": "*", "type": "LayerNorm"}], lambda node: node.op_type == "LayerNormalization"),
         ([{"match": "*", "type": "Softmax"}], lambda node: node.op_type == "Softmax"),
-        ([{"match": "encoder.layer.1.output.dense"}], lambda node: module_of(node.name) == LINEARS[-1]),
+        ([{"match": "encoder.layer.1.output.dense"}], lambda node: module_of(node.name) == tiny.LINEARS[-1]),
         ([{"match": "encoder.layer.1"}], lambda node: node.name.startswith("/bert/encoder/layer.1/")),
         ([{"match": "encoder.layer.1.*"}], lambda node: node.name.startswith("/bert/encoder/layer.1/")),
         (
@@ -122,9 +107,9 @@ def test_nothing_is_cast_twice(tiny_bert: Path) -> None:
     ids=["layernorm", "softmax", "linear", "layer", "in-layer", "opened-again", "head"],
 )
 def test_islands_compute_in_fp32(tiny_bert: Path, rules: list[dict[str, str]], inside: Any) -> None:
-    recipe = recipe_with(rules=[{"precision": "fp32"} | rule for rule in rules])
-    model = load_model(str(tiny_bert))
-    twin = finish_graph(traced_twin(tiny_bert), plan_of(recipe, model), ExportSettings(20, "fp16", "channel"))
+    recipe = tiny.recipe_with(rules=[{"precision": "fp32"} | rule for rule in rules])
+    plan = tiny.plan_of(recipe, load_model(str(tiny_bert)))
+    twin = finish_graph(traced_twin(tiny_bert), plan, ExportSettings(20, "fp16", "channel"))
     found = compute_types(twin)
     members = [node for node in twin.graph.node if found.get(node.name) and inside(node)]
     assert members
@@ -149,14 +134,14 @@ def traced_twin(folder: Path) -> onnx.ModelProto:
 
 
 def test_an_island_is_nearer_to_fp32(tiny_bert: Path) -> None:
-    twin, batch = traced_twin(tiny_bert), padded_batch((16,) * 32)
-    exact = run_onnx(twin, batch)
+    twin, batch = traced_twin(tiny_bert), tiny.padded_batch((16,) * 32)
+    exact = tiny.run_onnx(twin, batch)
     model = load_model(str(tiny_bert))
 
     def error(*rules: dict[str, str]) -> float:
-        plan = plan_of(recipe_with(rules=list(rules)), model)
+        plan = tiny.plan_of(tiny.recipe_with(rules=list(rules)), model)
         done = finish_graph(twin, plan, ExportSettings(20, "fp16", "channel"))
-        return float(np.abs(run_onnx(done, batch) - exact).mean())
+        return float(np.abs(tiny.run_onnx(done, batch) - exact).mean())
 
     everything, nothing = error({"match": "*", "precision": "fp32"}), error()
     assert everything == 0
@@ -165,43 +150,39 @@ def test_an_island_is_nearer_to_fp32(tiny_bert: Path) -> None:
 
 def test_an_int8_layer_in_an_fp32_island(tiny_bert: Path) -> None:
     """A later INT8 rule takes the linear out of the island around it; its neighbours stay."""
-    recipe = recipe_with(
-        rules=[{"match": "encoder.layer.0", "precision": "fp32"}, *recipe_with().model_dump()["rules"]]
+    recipe = tiny.recipe_with(
+        rules=[{"match": "encoder.layer.0", "precision": "fp32"}, *tiny.recipe_with().model_dump()["rules"]]
     )
-    plan = plan_of(recipe, quantized(tiny_bert).model)
-    assert list(plan.int8) == LINEARS
-    found = compute_types(finish_graph(traced(tiny_bert), plan, ExportSettings(20, "fp16", "channel")))
+    plan = tiny.plan_of(recipe, tiny.quantized(tiny_bert).model)
+    assert list(plan.int8) == tiny.LINEARS
+    found = compute_types(finish_graph(tiny.traced(tiny_bert), plan, ExportSettings(20, "fp16", "channel")))
     assert found["/bert/encoder/layer.0/output/dense/MatMul"] == {HALF}
     assert found["/bert/encoder/layer.0/output/LayerNorm/LayerNormalization"] == {FLOAT}
 
 
 class TestConstants:
     def test_too_large_ones_are_all_named(self, tiny_bert: Path) -> None:
-        graph = traced(tiny_bert)
-        for name, value in (
-            (f"{LINEARS[0]}.bias", 1e5),
-            ("classifier.bias", -np.inf),
-            (f"{LINEARS[1]}.bias", np.nan),
-        ):
-            store(graph, name, np.full(tensor(graph, name).shape, value))
+        graph = tiny.traced(tiny_bert)
+        first, second = (f"{name}.bias" for name in tiny.LINEARS[:2])
+        values = {first: 1e5, "classifier.bias": -np.inf, second: np.nan}
+        for name, value in values.items():
+            store(graph, name, np.full(tiny.tensor(graph, name).shape, value))
         with pytest.raises(CheckFailed) as error:
-            finish_graph(graph, quantized(tiny_bert).plan, ExportSettings(20, "fp16", "channel"))
+            finish_graph(graph, tiny.quantized(tiny_bert).plan, ExportSettings(20, "fp16", "channel"))
         message = str(error.value)
-        assert all(
-            name in message for name in (f"{LINEARS[0]}.bias", f"{LINEARS[1]}.bias", "classifier.bias")
-        )
+        assert all(name in message for name in values)
         assert "precision: fp32" in message
 
     def test_in_an_island_it_may_be_large(self) -> None:
         model = graph_of([op("Add", "x big", "y", "/island/Add")], {"big": 1e5})
         to_fp16(model, ["island"])
-        np.testing.assert_array_equal(run_onnx(model, {"x": X}), X + np.float32(1e5))
+        np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), X + np.float32(1e5))
 
     @pytest.mark.parametrize("value", [FP16_MAX, -FP16_MAX])
     def test_the_largest_that_fits(self, value: float) -> None:
         model = graph_of([op("Mul", "x c", "y", "/a/Mul")], {"c": value})
         to_fp16(model)
-        assert run_onnx(model, {"x": np.full((2, 3), 0.5, np.float32)})[0, 0] == value / 2
+        assert tiny.run_onnx(model, {"x": np.full((2, 3), 0.5, np.float32)})[0, 0] == value / 2
 
     def test_what_hides_padding_is_finite(self) -> None:
         least = float(np.finfo(np.float32).min)
@@ -209,19 +190,19 @@ class TestConstants:
         model = graph_of(nodes, {"fill": [least, least, least]})
         to_fp16(model)
         shown = np.array([[0, 0, 1], [0, 1, 1]], np.float32)
-        np.testing.assert_array_equal(run_onnx(model, {"x": shown}), [[0.5, 0.5, 0], [1, 0, 0]])
+        np.testing.assert_array_equal(tiny.run_onnx(model, {"x": shown}), [[0.5, 0.5, 0], [1, 0, 0]])
 
     def test_an_empty_one(self) -> None:
         model = graph_of([op("Concat", "x none", "y", "/a/Concat", axis=1)], {"none": np.zeros((2, 0))})
         to_fp16(model)
-        np.testing.assert_array_equal(run_onnx(model, {"x": X}), X)
+        np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), X)
 
     def test_one_for_both_sides_of_a_border(self) -> None:
         nodes = [op("Add", "x c", "t", "/a/Add"), op("Mul", "t c", "y", "/island/Mul")]
         model = graph_of(nodes, {"c": 3})
         to_fp16(model, ["island"])
         assert compute_types(model) == {"/a/Add": {HALF}, "/island/Mul": {FLOAT}}
-        np.testing.assert_array_equal(run_onnx(model, {"x": X}), (X + 3) * 3)
+        np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), (X + 3) * 3)
 
 
 class TestOutputs:
@@ -230,11 +211,9 @@ class TestOutputs:
         model = graph_of(nodes, {"c": 3}, outputs=("y", "z"))
         to_fp16(model)
         onnx.checker.check_model(model, full_check=True)
-        assert [(o.name, o.type.tensor_type.elem_type) for o in model.graph.output] == [
-            ("y", FLOAT),
-            ("z", FLOAT),
-        ]
-        np.testing.assert_array_equal(run_onnx(model, {"x": X}), X + 3)
+        types = {output.name: output.type.tensor_type.elem_type for output in model.graph.output}
+        assert types == {"y": FLOAT, "z": FLOAT}
+        np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), X + 3)
 
     def test_an_output_of_an_island(self) -> None:
         model = graph_of([op("Add", "x c", "y", "/island/Add")], {"c": 3})
@@ -252,7 +231,7 @@ class TestCasts:
         model = graph_of(nodes, {})
         drop_noop_casts(model)
         assert [(n.op_type, *n.input) for n in model.graph.node] == [("Add", "x", "x")]
-        np.testing.assert_array_equal(run_onnx(model, {"x": X}), 2 * X)
+        np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), 2 * X)
 
     def test_casts_that_convert_or_make_an_output_stay(self) -> None:
         nodes = [
@@ -263,7 +242,7 @@ class TestCasts:
         model = graph_of(nodes, {})
         drop_noop_casts(model)
         assert [n.name for n in model.graph.node] == ["/to-int", "/to-float", "/to-output"]
-        np.testing.assert_array_equal(run_onnx(model, {"x": X}), np.trunc(X))
+        np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), np.trunc(X))
 
     def test_a_cast_of_an_integer_becomes_fp16(self) -> None:
         nodes = [
@@ -275,20 +254,20 @@ class TestCasts:
         to_fp16(model)
         onnx.checker.check_model(model, full_check=True)
         assert compute_types(model) == {"/a/Add": {HALF}}
-        np.testing.assert_array_equal(run_onnx(model, {"x": X}), np.trunc(X) + 1)
+        np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), np.trunc(X) + 1)
 
     def test_constants_become_initializers(self) -> None:
-        value = numpy_helper.from_array(np.array([1.5, 2.5, 3.5], np.float64))
+        value = np.array([1.5, 2.5, 3.5], np.float64)
         nodes = [
-            helper.make_node("Constant", [], ["c"], value=value),
+            helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(value)),
             op("Cast", "c", "d", "/cast", to=FLOAT),
             op("Add", "x d", "y", "/Add"),
         ]
         model = graph_of(nodes, {})
         constants_to_initializers(model)
         assert [n.op_type for n in model.graph.node] == ["Add"]
-        assert tensor(model, "d").dtype == np.float32
-        np.testing.assert_array_equal(run_onnx(model, {"x": X}), X + np.array([1.5, 2.5, 3.5], np.float32))
+        assert tiny.tensor(model, "d").dtype == np.float32
+        np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), X + value.astype(np.float32))
 
 
 def test_a_mean_is_summed_and_divided_in_fp32() -> None:
@@ -301,4 +280,4 @@ def test_a_mean_is_summed_and_divided_in_fp32() -> None:
     types = compute_types(model)
     assert (types["/sum"], types["/mean"], types["/last"]) == ({FLOAT}, {FLOAT}, {HALF})
     large = np.full((2, 3), 2.0**15, np.float32)  # three of them are more than FP16 holds
-    np.testing.assert_array_equal(run_onnx(model, {"x": large}), np.full((2, 3), 8.0))
+    np.testing.assert_array_equal(tiny.run_onnx(model, {"x": large}), np.full((2, 3), 8.0))

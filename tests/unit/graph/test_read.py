@@ -40,7 +40,6 @@ def refusal(path: Path) -> str:
 
 def test_a_file_is_checked_like_its_model(tmp_path: Path) -> None:
     report = check_file(written(tmp_path, HEALTHY), allow=ORDER)
-
     assert report.findings == []
     assert len(report.quantized) == 6
 
@@ -72,13 +71,11 @@ def test_a_truncated_file(tmp_path: Path, share: float) -> None:
 
 def test_names_that_are_not_text(tmp_path: Path) -> None:
     data = HEALTHY.replace(b"/layer/query/Add", b"/layer/query/A\xff\xfe")
-
     assert "corrupted" in refusal(written(tmp_path, data))
 
 
 def test_a_file_over_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "MAX_FILE", 1000)
-
     assert "limit" in refusal(written(tmp_path, HEALTHY))
 
 
@@ -107,7 +104,6 @@ def test_a_file_of_empty_messages_is_not_parsed(
 ) -> None:
     """Parsing these takes 30 to 100 times their size."""
     monkeypatch.setattr(read, "MAX_STRUCTURE", 1 << 18)
-
     assert "besides its weights" in refusal(written(tmp_path, data))
 
 
@@ -115,7 +111,6 @@ def test_weights_do_not_count_as_structure(tmp_path: Path, monkeypatch: pytest.M
     model = healthy()
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(1 << 18, np.float32), "large"))
     monkeypatch.setattr(read, "MAX_STRUCTURE", 1 << 17)
-
     assert check_file(written(tmp_path, model.SerializeToString()), allow=ORDER).findings == []
 
 
@@ -123,36 +118,20 @@ def test_a_tensor_that_announces_more_than_it_holds(tmp_path: Path) -> None:
     model = healthy()
     model.graph.initializer[0].dims[:] = [1 << 30, 1 << 30]
     path = written(tmp_path, model.SerializeToString())
-
     tracemalloc.start()
     assert "does not hold the data it announces" in refusal(path)
     assert tracemalloc.get_traced_memory()[1] < 10 << 20
     tracemalloc.stop()
 
 
-def external(folder: Path) -> Path:
-    path = folder / "model.onnx"
-    onnx.save_model(healthy(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
-    return path
-
-
 def test_weights_in_another_file(tmp_path: Path) -> None:
-    assert check_file(external(tmp_path), allow=ORDER).findings == []
-
-
-def test_weights_in_another_file_that_is_missing(tmp_path: Path) -> None:
-    path = external(tmp_path)
-    (tmp_path / "weights.bin").unlink()
-
-    assert "weights.bin, which is missing; copy that file" in refusal(path)
-
-
-def test_weights_in_another_file_that_is_truncated(tmp_path: Path) -> None:
-    path = external(tmp_path)
-    weights = tmp_path / "weights.bin"
+    path, weights = tmp_path / "model.onnx", tmp_path / "weights.bin"
+    onnx.save_model(healthy(), path, save_as_external_data=True, location=weights.name, size_threshold=0)
+    assert check_file(path, allow=ORDER).findings == []
     weights.write_bytes(weights.read_bytes()[:-100])
-
     assert "cannot read the external data of tensor" in refusal(path)
+    weights.unlink()
+    assert "weights.bin, which is missing; copy that file" in refusal(path)
 
 
 def test_weights_outside_of_the_folder(tmp_path: Path) -> None:
@@ -160,7 +139,6 @@ def test_weights_outside_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     model = healthy()
     onnx.external_data_helper.set_external_data(model.graph.initializer[0], "../secret")
-
     assert "cannot read the external data" in refusal(written(tmp_path / "model", model.SerializeToString()))
 
 
@@ -172,7 +150,6 @@ def test_many_tensors_that_share_the_same_bytes(tmp_path: Path) -> None:
         tensor = onnx.numpy_helper.from_array(np.zeros(1000, np.int8), f"copy{number}")
         onnx.external_data_helper.set_external_data(tensor, "weights.bin")
         model.graph.initializer.append(tensor)
-
     assert "announces 10000 bytes" in refusal(written(tmp_path, model.SerializeToString()))
 
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from qdqbench.eval.metrics.parity import compare_layers
@@ -40,31 +40,18 @@ from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.models.load import load_model, use_tanh_gelu
 from qdqbench.quantize.recipe.sections import Calibration
 
-from ...support.tiny_bert import (
-    ATTENTIONS,
-    HEADS,
-    HIDDEN,
-    INT8,
-    LAYERS,
-    LINEARS,
-    Quantized,
-    calibrate,
-    calibration_batches,
-    copied,
-    one_scale,
-    padded_batch,
-    plan_of,
-    quantized,
-    recipe_with,
-    run_onnx,
-    tensor,
-    traced,
-)
+from ...support import tiny_bert as tiny
+from ...support.graphs import model_of
 from ...support.tiny_layer import store
 
 Floats = npt.NDArray[np.floating[Any]]
 JOINED = ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention"]
-BATCHES = [padded_batch(), padded_batch((16, 16)), padded_batch((7, 7, 7)), padded_batch((5, 1, 2, 3))]
+BATCHES = [
+    tiny.padded_batch(),
+    tiny.padded_batch((16, 16)),
+    tiny.padded_batch((7, 7, 7)),
+    tiny.padded_batch((5, 1, 2, 3)),
+]
 PARTS = ("query", "key", "value")
 
 
@@ -74,18 +61,15 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def call(rewrite: str, function: Callable[..., Any], *arguments: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(export, rewrite, lambda model: 0)
+            patch.setattr(export.rewrites, rewrite, lambda model: 0)
             return function(*arguments)
 
     return call
 
 
 def finished(folder: Path, name: str, compute: str, weights: str = "factored") -> onnx.ModelProto:
-    return finish_graph(
-        traced(folder, name),
-        quantized(folder, name).plan,
-        ExportSettings(20, compute, weights),  # type: ignore[arg-type]
-    )
+    settings = ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+    return finish_graph(tiny.traced(folder, name), tiny.quantized(folder, name).plan, settings)
 
 
 def folded(graph: onnx.ModelProto) -> onnx.ModelProto:
@@ -109,18 +93,18 @@ class TestJoining:
     ) -> None:
         joined = finished(tiny_bert, name, "fp32", weights)
         apart = without("join_heads", finished, tiny_bert, name, "fp32", weights)
-        assert joined_modules(joined) == ATTENTIONS
+        assert joined_modules(joined) == tiny.ATTENTIONS
         assert joined_modules(apart) == []
         for batch in BATCHES:
-            np.testing.assert_array_equal(run_onnx(joined, batch), run_onnx(apart, batch))
+            np.testing.assert_array_equal(tiny.run_onnx(joined, batch), tiny.run_onnx(apart, batch))
 
     @pytest.mark.parametrize("name", JOINED)
     def test_the_same_logits_in_fp16(self, tiny_bert: Path, without: Any, name: str) -> None:
         joined = finished(tiny_bert, name, "fp16")
         apart = without("join_heads", finished, tiny_bert, name, "fp16")
         for batch in BATCHES:
-            wanted = run_onnx(apart, batch)
-            np.testing.assert_allclose(run_onnx(joined, batch), wanted, atol=2e-3, rtol=2e-3)
+            wanted = tiny.run_onnx(apart, batch)
+            np.testing.assert_allclose(tiny.run_onnx(joined, batch), wanted, atol=2e-3, rtol=2e-3)
 
     @pytest.mark.parametrize("compute", ["fp32", "fp16"])
     @pytest.mark.parametrize("name", JOINED)
@@ -132,7 +116,7 @@ class TestJoining:
         assert len(set(names)) == len(names)
         new = set(names) - set(node_names(apart))
         assert Counter(module_of(each) for each in new) == dict.fromkeys(
-            ATTENTIONS, len(new) // LAYERS
+            tiny.ATTENTIONS, len(new) // tiny.LAYERS
         )  # nothing is named into another module
         products = [[n.name for n in g.graph.node if n.op_type == "MatMul"] for g in (joined, apart)]
         assert products[0] == products[1]
@@ -143,7 +127,7 @@ class TestJoining:
     def test_one_copy_moves_q_k_and_v(self, tiny_bert: Path, name: str) -> None:
         graph = finished(tiny_bert, name, "fp32")
         index = GraphIndex(graph)
-        for attention in ATTENTIONS:
+        for attention in tiny.ATTENTIONS:
             path = "/" + attention.replace(".", "/").replace("layer/", "layer.")
             concat = next(n for n in graph.graph.node if n.name == f"{path}/joined_Concat")
             sources = [module_of(index.producers[each].name) for each in concat.input]
@@ -151,42 +135,44 @@ class TestJoining:
             for part, source in zip(PARTS, concat.input, strict=True):
                 assert index.consumers[source] == [concat], part  # the copies of before are gone
             np.testing.assert_array_equal(
-                tensor(graph, f"{path}/joined_shape"), [0, 0, 3, HEADS, HIDDEN // HEADS]
+                tiny.tensor(graph, f"{path}/joined_shape"), [0, 0, 3, tiny.HEADS, tiny.HIDDEN // tiny.HEADS]
             )
 
     @pytest.mark.parametrize("name", JOINED)
     def test_joins_are_counted_and_made_once(self, tiny_bert: Path, name: str) -> None:
-        graph = folded(traced(tiny_bert, name))
-        assert join_heads(graph) == LAYERS
+        graph = folded(tiny.traced(tiny_bert, name))
+        assert join_heads(graph) == tiny.LAYERS
         before = graph.SerializeToString(deterministic=True)
         assert join_heads(graph) == 0
         assert graph.SerializeToString(deterministic=True) == before
 
-    @pytest.mark.parametrize("shape", [[0, 0, HEADS, HIDDEN // HEADS], [0, 0, -1, HIDDEN // HEADS]])
+    @pytest.mark.parametrize(
+        "shape", [[0, 0, tiny.HEADS, tiny.HIDDEN // tiny.HEADS], [0, 0, -1, tiny.HIDDEN // tiny.HEADS]]
+    )
     @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
     def test_a_constant_shape(self, tiny_bert: Path, name: str, shape: list[int]) -> None:
-        graph = folded(traced(tiny_bert, name))
+        graph = folded(tiny.traced(tiny_bert, name))
         index = GraphIndex(graph)
         reshapes = [n for n in graph.graph.node if n.op_type == "Reshape" and n.name[-1] != "3"]
-        assert {index.producers[n.input[1]].op_type for n in reshapes[: 3 * LAYERS]} == {"Concat"}
-        apart = copied(graph)
-        assert join_heads(graph) == LAYERS  # with shapes as the exporter writes them
+        assert {index.producers[n.input[1]].op_type for n in reshapes[: 3 * tiny.LAYERS]} == {"Concat"}
+        apart = tiny.copied(graph)
+        assert join_heads(graph) == tiny.LAYERS  # with shapes as the exporter writes them
         with_constants(apart, shape)
-        constant = copied(apart)
-        assert join_heads(constant) == LAYERS
+        constant = tiny.copied(apart)
+        assert join_heads(constant) == tiny.LAYERS
         for batch in BATCHES[:2]:
-            wanted = run_onnx(apart, batch)
-            np.testing.assert_array_equal(run_onnx(graph, batch), wanted)
-            np.testing.assert_array_equal(run_onnx(constant, batch), wanted)
+            wanted = tiny.run_onnx(apart, batch)
+            np.testing.assert_array_equal(tiny.run_onnx(graph, batch), wanted)
+            np.testing.assert_array_equal(tiny.run_onnx(constant, batch), wanted)
 
-    @pytest.mark.parametrize("shape", [[0, 0, HEADS, -1], [0, 0, 1, 24]])  # 32 is no multiple of 24
+    @pytest.mark.parametrize("shape", [[0, 0, tiny.HEADS, -1], [0, 0, 1, 24]])  # 32 is no multiple of 24
     def test_heads_of_unknown_size_stay(self, tiny_bert: Path, shape: list[int]) -> None:
-        graph = folded(traced(tiny_bert))
+        graph = folded(tiny.traced(tiny_bert))
         with_constants(graph, shape)
         assert_untouched(graph)
 
     def test_a_transpose_that_reverses_all_axes_stays(self, tiny_bert: Path) -> None:
-        graph = folded(traced(tiny_bert))
+        graph = folded(tiny.traced(tiny_bert))
         index = GraphIndex(graph)
         for node in graph.graph.node:
             source = index.producers.get(node.input[0]) if node.op_type == "Transpose" else None
@@ -195,9 +181,7 @@ class TestJoining:
         assert_untouched(graph)
 
     def test_twins_stay(self, tiny_bert: Path) -> None:
-        model = load_model(str(tiny_bert))
-        plan = plan_of(recipe_with(), model)
-        twin = finish_graph(trace(model, 20), plan, ExportSettings(20, "fp16", "factored"))
+        twin = tiny.twin(tiny_bert)
         assert joined_modules(twin) == []
         assert_untouched(twin)
 
@@ -206,47 +190,47 @@ class TestJoining:
         self, tiny_bert: Path, part: str, precision: str
     ) -> None:
         rules = [
-            {"match": "encoder.layer.*", "type": "Linear"} | INT8,
+            {"match": "encoder.layer.*", "type": "Linear"} | tiny.INT8,
             {"match": f"encoder.layer.0.*.{part}", "type": "Linear", "precision": precision},
         ]
-        model, plan, _ = calibrate(tiny_bert, recipe_with(rules=rules))
-        assert f"{ATTENTIONS[0]}.{part}" in plan.high
+        model, plan, _ = tiny.calibrate(tiny_bert, tiny.recipe_with(rules=rules))
+        assert f"{tiny.ATTENTIONS[0]}.{part}" in plan.high
         graph = finish_graph(trace(model, 20), plan, ExportSettings(20, "fp16", "factored"))
-        assert joined_modules(graph) == ATTENTIONS[1:]
+        assert joined_modules(graph) == tiny.ATTENTIONS[1:]
         onnx.checker.check_model(graph, full_check=True)
 
     @pytest.mark.parametrize("part", PARTS)
     def test_linears_of_another_input_scale_are_not_joined(self, tiny_bert: Path, part: str) -> None:
-        graph = traced(tiny_bert)
+        graph = tiny.traced(tiny_bert)
         quantizer = f"/bert/encoder/layer.1/attention/self/{part}/input_quantizer/QuantizeLinear"
         scale = next(n for n in graph.graph.node if n.name == quantizer).input[1]
-        store(graph, scale, tensor(graph, scale) * np.float32(1.0001))
-        plan = quantized(tiny_bert).plan
+        store(graph, scale, tiny.tensor(graph, scale) * np.float32(1.0001))
+        plan = tiny.quantized(tiny_bert).plan
         graph = finish_graph(graph, plan, ExportSettings(20, "fp32", "factored"))
-        assert joined_modules(graph) == ATTENTIONS[:1]
+        assert joined_modules(graph) == tiny.ATTENTIONS[:1]
 
     def test_a_product_that_something_else_reads_is_not_joined(self, tiny_bert: Path) -> None:
-        graph = folded(traced(tiny_bert))
+        graph = folded(tiny.traced(tiny_bert))
         product = next(n for n in graph.graph.node if n.name.endswith("layer.0/attention/self/key/MatMul"))
         graph.graph.node.append(helper.make_node("Neg", list(product.output), ["minus"], name="/x/Neg"))
-        assert join_heads(graph) == LAYERS - 1
-        assert joined_modules(graph) == ATTENTIONS[1:]
+        assert join_heads(graph) == tiny.LAYERS - 1
+        assert joined_modules(graph) == tiny.ATTENTIONS[1:]
 
 
 @pytest.mark.parametrize(
     ("left_out", "joined", "says"),
     [
-        ([], LAYERS, None),
+        ([], tiny.LAYERS, None),
         ([], 1, "q, k and v of 1 of 2 attentions"),
         ([], 0, "q, k and v of 2 of 2 attentions"),
-        (["0.attention.self.key"], LAYERS - 1, None),
+        (["0.attention.self.key"], tiny.LAYERS - 1, None),
         (["0.attention.self.key"], 0, "q, k and v of 1 of 1 attentions"),
         (["0.attention.self.key", "1.attention.self.query"], 0, None),
     ],
 )
 def test_attentions_that_were_not_joined(left_out: list[str], joined: int, says: str | None) -> None:
     """Only an attention with all of q, k and v in INT8 can be joined."""
-    linears = [name for name in LINEARS if not name.endswith(tuple(left_out))]
+    linears = [name for name in tiny.LINEARS if not name.endswith(tuple(left_out))]
     note = note_unjoined(BERT, linears, joined)
     assert (note is None) if says is None else (note is not None and note.startswith(says))
 
@@ -261,7 +245,7 @@ def with_constants(graph: onnx.ModelProto, shape: list[int]) -> None:
         if reshape is not None and reshape.op_type == "Reshape":
             reshape.input[1] = f"shape {shape}"
             count += 1
-    assert count == 3 * LAYERS
+    assert count == 3 * tiny.LAYERS
 
 
 def assert_untouched(graph: onnx.ModelProto) -> None:
@@ -274,18 +258,12 @@ def assert_untouched(graph: onnx.ModelProto) -> None:
 def one_gelu(dtype: str) -> Any:
     """The sigmoid form of one tanh GELU; every operation rounds to `dtype`."""
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    graph = helper.make_graph(
-        [helper.make_node("Gelu", ["x"], ["y"], name="/act/Gelu", approximate="tanh")],
-        "gelu",
-        [helper.make_tensor_value_info("x", kind, ["n"])],
-        [helper.make_tensor_value_info("y", kind, ["n"])],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    node = helper.make_node("Gelu", ["x"], ["y"], name="/act/Gelu", approximate="tanh")
+    model = model_of([node], {"x": ["n"]}, {"y": ["n"]}, x=kind, y=kind)
     assert shorten_gelu(model) == 1
     for constant in model.graph.initializer:
-        constant.CopyFrom(
-            numpy_helper.from_array(numpy_helper.to_array(constant).astype(dtype), constant.name)
-        )
+        value = numpy_helper.to_array(constant).astype(dtype)
+        constant.CopyFrom(numpy_helper.from_array(value, constant.name))
     onnx.checker.check_model(model, full_check=True)
     assert "Gelu" not in {node.op_type for node in model.graph.node}
     assert {module_of(node.name) for node in model.graph.node} == {"act"}
@@ -335,7 +313,7 @@ class TestGelu:
     def test_exact_gelus_stay(self, tiny_bert: Path) -> None:
         graph = finished(tiny_bert, "bert-int8-linears", "fp32")
         gelus = [n for n in graph.graph.node if n.op_type == "Gelu"]
-        assert len(gelus) == LAYERS
+        assert len(gelus) == tiny.LAYERS
         before = graph.SerializeToString(deterministic=True)
         assert shorten_gelu(graph) == 0
         for node in gelus:
@@ -348,49 +326,42 @@ class TestGelu:
             helper.make_node("Gelu", ["a"], ["b"], name="/b/Gelu", approximate="tanh"),
             helper.make_node("Gelu", ["b"], ["y"], name="/c/Gelu", approximate="none"),
         ]
-        graph = helper.make_graph(
-            nodes,
-            "three",
-            [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])],
-            [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"])],
-        )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+        model = model_of(nodes, {"x": ["n"]}, {"y": ["n"]})
         feeds = {"x": np.linspace(-6, 6, 101, dtype=np.float32)}
-        before = run_onnx(model, feeds)
+        before = tiny.run_onnx(model, feeds)
         assert shorten_gelu(model) == 1
         onnx.checker.check_model(model, full_check=True)
         assert [n for n in model.graph.node if n.op_type == "Gelu"] == [nodes[0], nodes[2]]
-        np.testing.assert_allclose(run_onnx(model, feeds), before, atol=1e-6)
+        np.testing.assert_allclose(tiny.run_onnx(model, feeds), before, atol=1e-6)
 
     @pytest.mark.parametrize("compute", ["fp32", "fp16"])
     def test_in_a_model(self, tiny_bert: Path, without: Any, compute: str) -> None:
         model, plan, _ = with_tanh_gelu(tiny_bert)
         graph = trace(model, 20)
         form = ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
-        short, long = (
-            finish_graph(graph, plan, form),
-            without("shorten_gelu", finish_graph, graph, plan, form),
-        )
+        short = finish_graph(graph, plan, form)
+        long = without("shorten_gelu", finish_graph, graph, plan, form)
         onnx.checker.check_model(short, full_check=True)
         names = node_names(short)
         assert len(set(names)) == len(names)
         modules = Counter(module_of(name) for name in set(names) - set(node_names(long)))
-        activations = [f"bert.encoder.layer.{i}.intermediate.intermediate_act_fn" for i in range(LAYERS)]
+        activations = [f"bert.encoder.layer.{i}.intermediate.intermediate_act_fn" for i in range(tiny.LAYERS)]
         assert modules == dict.fromkeys(activations, 6)
-        assert [sum(n.op_type == "Gelu" for n in g.graph.node) for g in (short, long)] == [0, LAYERS]
+        assert [sum(n.op_type == "Gelu" for n in g.graph.node) for g in (short, long)] == [0, tiny.LAYERS]
         for batch in BATCHES:
-            wanted = run_onnx(long, batch)
+            wanted = tiny.run_onnx(long, batch)
             np.testing.assert_allclose(
-                run_onnx(short, batch), wanted, atol=1e-5 if compute == "fp32" else 0.15, rtol=0
+                tiny.run_onnx(short, batch), wanted, atol=1e-5 if compute == "fp32" else 0.15, rtol=0
             )  # in FP16 a code on a rounding border may flip
 
 
 @functools.cache
-def with_tanh_gelu(folder: Path, name: str = "bert-int8-linears") -> Quantized:
+def with_tanh_gelu(folder: Path, name: str = "bert-int8-linears") -> tiny.Quantized:
     model = load_model(str(folder))
     use_tanh_gelu(model, "tiny")
-    plan = plan_of(recipe_with(name), model)
-    return Quantized(model, plan, ptq.calibrate(model, plan, iter(calibration_batches()), Calibration()))
+    plan = tiny.plan_of(tiny.recipe_with(name), model)
+    record = ptq.calibrate(model, plan, iter(tiny.calibration_batches()), Calibration())
+    return tiny.Quantized(model, plan, record)
 
 
 @pytest.mark.parametrize("name", JOINED)
@@ -408,7 +379,7 @@ def test_an_engine_merges_q_k_and_v_and_moves_them_in_one_kernel(
         onnx.save(graph, path)
         built = trt.build_engine(path, backend, [Profile((1, 16), (8, 32), (16, 64))])
         rows = built.layers
-        for layer in range(LAYERS):
+        for layer in range(tiny.LAYERS):
             linears = [f"/bert/encoder/layer.{layer}/attention/self/{part}" for part in PARTS]
             gemms = {f"{each}/MatMul" for each in linears}
             (gemm,) = [row for row in rows if row.kind == "gemm" and gemms & set(name_parts(row))]
@@ -419,21 +390,21 @@ def test_an_engine_merges_q_k_and_v_and_moves_them_in_one_kernel(
             assert set.union(*moving) == biases
             moves[form, layer] = len(moving)
     wanted = {"joined": 1, "apart": 3}  # three show that the test sees what joining is for
-    assert moves == {(form, layer): count for form, count in wanted.items() for layer in range(LAYERS)}
+    assert moves == {(form, layer): count for form, count in wanted.items() for layer in range(tiny.LAYERS)}
 
 
-STRAIGHT = one_scale("key", "value")
-EVERY = {"match": "encoder.layer.*", "type": "Linear"} | INT8
+STRAIGHT = tiny.one_scale("key", "value")
+EVERY = {"match": "encoder.layer.*", "type": "Linear"} | tiny.INT8
 
 
 @pytest.fixture(scope="module")
-def straight(tiny_bert: Path) -> Quantized:
+def straight(tiny_bert: Path) -> tiny.Quantized:
     """k and v with one weight scale each, in an INT8 attention."""
-    return calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=[EVERY, *STRAIGHT]))
+    return tiny.calibrate(tiny_bert, tiny.recipe_with("bert-int8-attention", rules=[EVERY, *STRAIGHT]))
 
 
 @pytest.fixture(scope="module")
-def graphs(straight: Quantized) -> dict[str, onnx.ModelProto]:
+def graphs(straight: tiny.Quantized) -> dict[str, onnx.ModelProto]:
     """Its graphs for TensorRT-RTX; shared, so never changed."""
     made = trace(straight.model, 20)
     types: tuple[Literal["fp16", "fp32"], ...] = ("fp16", "fp32")
@@ -456,19 +427,19 @@ def kinds(model: onnx.ModelProto, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", ["bert-int8-attention"])
 def test_the_same_logits_bit_for_bit(tiny_bert: Path, name: str) -> None:
-    graph = copied(traced(tiny_bert, name))
+    graph = tiny.copied(tiny.traced(tiny_bert, name))
     fold_weights(graph)
-    other = copied(graph)
-    assert use_sequence_first(other) == LAYERS
+    other = tiny.copied(graph)
+    assert use_sequence_first(other) == tiny.LAYERS
     onnx.checker.check_model(other, full_check=True)
     for batch in BATCHES:
-        np.testing.assert_array_equal(run_onnx(other, batch), run_onnx(graph, batch))
+        np.testing.assert_array_equal(tiny.run_onnx(other, batch), tiny.run_onnx(graph, batch))
 
 
 def test_what_is_turned_is_known(tiny_bert: Path) -> None:
-    graph = copied(traced(tiny_bert, "bert-int8-attention"))
+    graph = tiny.copied(tiny.traced(tiny_bert, "bert-int8-attention"))
     assert list_sequence_first(graph) == set()
-    assert use_sequence_first(graph) == LAYERS
+    assert use_sequence_first(graph) == tiny.LAYERS
     ends = {n.output[0] for n in graph.graph.node if n.op_type == "LayerNormalization" and "layer" in n.name}
     assert ends <= list_sequence_first(graph)
     assert _norms(graph)[0] in list_sequence_first(graph)  # of the embeddings
@@ -481,45 +452,41 @@ def _norms(graph: onnx.ModelProto) -> list[str]:
 
 def test_what_mixes_tokens_gets_them_back(tiny_bert: Path) -> None:
     """A sum over tokens behind the first layer: the graph stays right, turned up to there or not at all."""
-    graph = copied(traced(tiny_bert, "bert-int8-attention"))
+    graph = tiny.copied(tiny.traced(tiny_bert, "bert-int8-attention"))
     end = next(name for name in _norms(graph) if "layer.0/output/LayerNorm" in name)
     graph.graph.initializer.append(helper.make_tensor("axis", onnx.TensorProto.INT64, [], [1]))
     readers = [n for n in graph.graph.node if end in n.input]
     at = list(graph.graph.node).index(readers[0])
     for node in readers:
         node.input[list(node.input).index(end)] = "summed"
-    nodes = [*graph.graph.node]
-    nodes.insert(at, helper.make_node("CumSum", [end, "axis"], ["summed"], name="/sum/CumSum"))
-    del graph.graph.node[:]
-    graph.graph.node.extend(nodes)
-    other = copied(graph)
+    graph.graph.node.insert(at, helper.make_node("CumSum", [end, "axis"], ["summed"], name="/sum/CumSum"))
+    other = tiny.copied(graph)
     use_sequence_first(other)
     for batch in BATCHES:
-        np.testing.assert_array_equal(run_onnx(other, batch), run_onnx(graph, batch))
+        np.testing.assert_array_equal(tiny.run_onnx(other, batch), tiny.run_onnx(graph, batch))
 
 
 def test_answers_to_tokens_stay_in_their_order(tiny_bert: Path) -> None:
     """A head that computes every token alone ends the graph, and another reads what is behind it."""
-    graph = copied(traced(tiny_bert, "bert-int8-attention"))
+    graph = tiny.copied(tiny.traced(tiny_bert, "bert-int8-attention"))
     end = _norms(graph)[-1]
     graph.graph.initializer.append(helper.make_tensor("axis", onnx.TensorProto.INT64, [], [1]))
     graph.graph.node.append(helper.make_node("Sigmoid", [end], ["gates"], name="/head/Sigmoid"))
     graph.graph.node.append(helper.make_node("CumSum", [end, "axis"], ["sums"], name="/head/CumSum"))
-    shape = ["batch", "length", HIDDEN]
+    shape = ["batch", "length", tiny.HIDDEN]
     for value in (end, "gates", "sums"):
         graph.graph.output.append(helper.make_tensor_value_info(value, onnx.TensorProto.FLOAT, shape))
-    other = copied(graph)
-    assert use_sequence_first(other) == LAYERS
+    other = tiny.copied(graph)
+    assert use_sequence_first(other) == tiny.LAYERS
     onnx.checker.check_model(other, full_check=True)
-    batch = padded_batch()
-    for ours, theirs in zip(
-        run_onnxruntime(other, batch).values(), run_onnxruntime(graph, batch).values(), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
+    batch = tiny.padded_batch()
+    ours, theirs = run_onnxruntime(other, batch), run_onnxruntime(graph, batch)
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name])
 
 
 def test_a_graph_without_attention_stays(tiny_bert: Path) -> None:
-    graph = copied(traced(tiny_bert, "bert-int8-attention"))
+    graph = tiny.copied(tiny.traced(tiny_bert, "bert-int8-attention"))
     for node in graph.graph.node:
         if node.op_type == "LayerNormalization":
             node.op_type = "Unknown"
@@ -530,20 +497,20 @@ def test_a_graph_without_attention_stays(tiny_bert: Path) -> None:
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 def test_parity_compares_in_the_order_of_the_model(
-    straight: Quantized, graphs: dict[str, onnx.ModelProto], compute: str
+    straight: tiny.Quantized, graphs: dict[str, onnx.ModelProto], compute: str
 ) -> None:
     graph = graphs[compute]
     assert list_sequence_first(graph)
-    found = compare_layers(graph, straight.model, [padded_batch()])
+    found = compare_layers(graph, straight.model, [tiny.padded_batch()])
     assert found.passed, [row.name for row in found.rows if not row.holds]
 
 
 def test_blocks_are_cut_in_the_order_of_the_model(
-    straight: Quantized, graphs: dict[str, onnx.ModelProto]
+    straight: tiny.Quantized, graphs: dict[str, onnx.ModelProto]
 ) -> None:
     stitched = stitch(graphs["fp16"], BERT)
     onnx.checker.check_model(stitched.model, full_check=True)
-    batch = padded_batch((16, 3, 9))
+    batch = tiny.padded_batch((16, 3, 9))
     tensors = reference_blocks(straight.model, None, batch, half=True)
     feeds = stitched.feeds({name: t.input for name, t in tensors.items() if t.input is not None})
     got = run_onnxruntime(stitched.model, {**batch, **feeds})
@@ -556,14 +523,14 @@ def test_blocks_are_cut_in_the_order_of_the_model(
 def test_bisect_finds_no_fault_in_a_right_graph(graphs: dict[str, onnx.ModelProto], tmp_path: Path) -> None:
     """Its own hidden states, cut where the graph has them the other way."""
     onnx.save(graphs["fp16"], tmp_path / "model.onnx")
-    batch = padded_batch((16, 3, 9))
+    batch = tiny.padded_batch((16, 3, 9))
     found = bisect(tmp_path / "model.onnx", batch, run_onnxruntime, run_onnxruntime, family=BERT)
     assert found.block is None
-    assert len(found.blocks) == LAYERS + 2
+    assert len(found.blocks) == tiny.LAYERS + 2
 
 
 def test_biases_that_are_zero_in_the_model_itself_stay(
-    straight: Quantized, graphs: dict[str, onnx.ModelProto]
+    straight: tiny.Quantized, graphs: dict[str, onnx.ModelProto]
 ) -> None:
     model = copy.deepcopy(straight.model)
     with torch.no_grad():
@@ -580,12 +547,12 @@ def test_biases_that_are_zero_in_the_model_itself_stay(
 def test_a_straight_q_needs_no_kernel_and_a_merged_one_shares_gemm_and_copy(
     tiny_bert: Path, tmp_path: Path, qkv: str, gemms: int, copies: int
 ) -> None:
-    rules = [EVERY, *STRAIGHT, *one_scale("query")]
+    rules = [EVERY, *STRAIGHT, *tiny.one_scale("query")]
     export = {"opset": 20, "max_length": 128, "qkv_scales": qkv}
-    made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules, export=export))
+    made = tiny.calibrate(tiny_bert, tiny.recipe_with("bert-int8-attention", rules=rules, export=export))
     settings = ExportSettings(20, "fp16", "factored", qkv == "shared")
     graph = finish_graph(trace(made.model, 20), made.plan, settings)
-    assert compare_layers(graph, made.model, [padded_batch()]).passed
+    assert compare_layers(graph, made.model, [tiny.padded_batch()]).passed
     assert list_sequence_first(graph)
     ours = kinds(graph, tmp_path)
     assert ours.count("gemm") == gemms, ours

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.eval.metrics.runners import session_of
@@ -21,6 +21,7 @@ from qdqbench.quantize.graph.index import GraphIndex, module_of, prune
 from qdqbench.quantize.graph.weights import factor_scales, fold_weights, quantize_weights
 from qdqbench.quantize.utils.errors import CheckFailed
 
+from ...support.graphs import model_of
 from ...support.tiny_bert import (
     INT8,
     LAYERS,
@@ -47,18 +48,9 @@ ties = arrays.arrays(np.float32, (ROWS, COLUMNS), elements=st.integers(-260, 260
 def quantize_linear(axis: int) -> Callable[[Floats, Floats], npt.NDArray[np.int8]]:
     """QuantizeLinear of ONNX Runtime."""
     node = helper.make_node("QuantizeLinear", ["x", "s", "z"], ["y"], axis=axis)
-    inputs = [
-        ("x", TensorProto.FLOAT, (ROWS, COLUMNS)),
-        ("s", TensorProto.FLOAT, None),
-        ("z", TensorProto.INT8, None),
-    ]
-    graph = helper.make_graph(
-        [node],
-        "q",
-        [helper.make_tensor_value_info(*value) for value in inputs],
-        [helper.make_tensor_value_info("y", TensorProto.INT8, (ROWS, COLUMNS))],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    size = (ROWS, COLUMNS)
+    kinds = {"y": TensorProto.INT8, "z": TensorProto.INT8}
+    model = model_of([node], {"x": size, "s": None, "z": None}, {"y": size}, **kinds)
     session = session_of(model.SerializeToString(), "one QuantizeLinear")
     return lambda x, s: session.run(None, {"x": x, "s": s, "z": np.zeros(s.shape, np.int8)})[0]
 
@@ -322,14 +314,7 @@ def test_one_gemm_by_hand(bias: bool, transposed: int) -> None:
         ),
         helper.make_node("Gemm", ["x", "d", *["b"] * bias], ["y"], name="/lin/Gemm", transB=transposed),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "one",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (2, 2))],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, (2, 3))],
-        [numpy_helper.from_array(value, name) for name, value in initializers.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    model = model_of(nodes, {"x": (2, 2)}, {"y": (2, 3)}, initializers)
     x = np.array([[1, -2], [3, 0.5]], np.float32)
     wanted = x @ weight + (initializers["b"] if bias else 0)
     assert fold_weights(model) == ["lin"]

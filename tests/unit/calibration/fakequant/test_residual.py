@@ -16,7 +16,7 @@ from qdqbench.eval.selection.sensitivity.measure import choices
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.engine.build import build, require_int8
-from qdqbench.quantize.engine.inspection import inspect_layers, read_graph
+from qdqbench.quantize.engine.inspection import Inspection, read_graph
 from qdqbench.quantize.engine.layers import float_residuals
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph import export
@@ -421,7 +421,7 @@ def test_float_residuals_fail_the_proof(made: dict[str, bert.Quantized], graphs:
         require_int8(result)
     with pytest.raises(CheckFailed, match="as INT8, which no runtime for CPUs does; on a CPU take a recipe"):
         require_int8(result.model_copy(update={"backend": "openvino"}))
-    judged = inspect_layers(result.layers, read_graph(path), expected=[])
+    judged = Inspection(result.layers, read_graph(path), expected=[])
     assert judged.facts.float_residuals == lost
     assert any("1 of 4 LayerNorms do not read" in line for line in judged.failures)
 

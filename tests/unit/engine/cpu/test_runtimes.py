@@ -15,9 +15,10 @@ from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.export import FORMS, ExportSettings, finish_graph, trace
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
-from qdqbench.quantize.utils.results import LayerRow
+from qdqbench.quantize.utils.results import EngineResult, LayerRow
 from qdqbench.quantize.utils.system.cpu import Cpu
 
+from ....support.graphs import model_of
 from ....support.tiny_bert import quantized, recipe_with, traced
 
 BACKENDS = ("openvino", "onnxruntime")
@@ -45,6 +46,11 @@ def linears(path: Path) -> list[str]:
     return [name for name in list_gemms(path) if "/layer." in name and "/self/MatMul" not in name]
 
 
+def prove(path: Path, backend: str, folder: Path) -> EngineResult:
+    options = {"profiles": [PROFILE], "expected_gemms": linears(path), "expected_attention": 0}
+    return build(path, folder / "x.engine", backend=backend, **options)
+
+
 def feeds(model, rows: int = 2, length: int = 16) -> dict:
     random = np.random.default_rng(0)
     ids = random.integers(5, 20, (rows, length))
@@ -55,12 +61,10 @@ def feeds(model, rows: int = 2, length: int = 16) -> dict:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_linear_is_proven_and_answers_are_those_of_the_graph(backend, graphs, tmp_path):
-    path, engine = graphs[backend], tmp_path / "x.engine"
-    found = build(
-        path, engine, backend=backend, profiles=[PROFILE], expected_gemms=linears(path), expected_attention=0
-    )
+    path = graphs[backend]
+    found = prove(path, backend, tmp_path)
     assert (found.int8_gemms, found.not_int8) == (12, [])
-    loaded = compile_model(backend, engine.read_bytes(), blob=True, compute="fp32")
+    loaded = compile_model(backend, (tmp_path / "x.engine").read_bytes(), blob=True, compute="fp32")
     exact = session_of(path.read_bytes(), "graph").run(None, feeds(loaded))[0]
     made = loaded.run(feeds(loaded))["logits"]
     # a code may be rounded to its neighbour
@@ -71,15 +75,7 @@ def test_every_linear_is_proven_and_answers_are_those_of_the_graph(backend, grap
 
 def test_a_graph_for_another_backend_is_caught(graphs, tmp_path):
     """FP16 compute: ONNX Runtime runs it, and every linear in floating point."""
-    path = graphs["tensorrt_rtx"]
-    found = build(
-        path,
-        tmp_path / "x.engine",
-        backend="onnxruntime",
-        profiles=[PROFILE],
-        expected_gemms=linears(path),
-        expected_attention=0,
-    )
+    found = prove(graphs["tensorrt_rtx"], "onnxruntime", tmp_path)
     assert (found.int8_gemms, len(found.not_int8)) == (0, 12)
 
 
@@ -151,18 +147,13 @@ def test_weights_are_uint8_where_sums_would_saturate(graphs, monkeypatch):
 
 def test_a_product_without_a_name_goes_to_what_it_feeds():
     helper = onnx.helper
-    graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["a", "b"], ["c"], name="/self/MatMul"),
-            helper.make_node("Mul", ["c", "s"], ["d"], name="/self/Mul"),
-            helper.make_node("Softmax", ["d"], ["p"], name="/self/Softmax"),
-            helper.make_node("MatMul", ["p", "v"], ["o"], name="/self/MatMul_1"),
-            helper.make_node("MatMul", ["o", "w"], ["x"], name="/dense/MatMul"),
-        ],
-        "g",
-        [],
-        [],
-    )
+    nodes = [
+        helper.make_node("MatMul", ["a", "b"], ["c"], name="/self/MatMul"),
+        helper.make_node("Mul", ["c", "s"], ["d"], name="/self/Mul"),
+        helper.make_node("Softmax", ["d"], ["p"], name="/self/Softmax"),
+        helper.make_node("MatMul", ["p", "v"], ["o"], name="/self/MatMul_1"),
+        helper.make_node("MatMul", ["o", "w"], ["x"], name="/dense/MatMul"),
+    ]
 
     def row(name: str, kind: str, nodes: list[str]) -> LayerRow:
         return LayerRow(name=name, kind=kind, onnx=nodes, inputs=[], constants=[], outputs=[], kernel="k")
@@ -171,6 +162,6 @@ def test_a_product_without_a_name_goes_to_what_it_feeds():
         row("attention", "attention", ["/self/Softmax", "/self/MatMul_1"]),
         row("elsewhere", "Eltwise", ["/self/Mul"]),
     ]
-    name_products(rows, helper.make_model(graph))
+    name_products(rows, model_of(nodes, {}, {}))
     assert rows[0].onnx == ["/self/Softmax", "/self/MatMul_1", "/self/MatMul"]
     assert rows[1].onnx == ["/self/Mul"]

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from qdqbench.quantize.engine.diagnose.diagnose import diagnose
 from qdqbench.quantize.engine.repair.fix import FixOptions, rewrite
@@ -74,16 +73,8 @@ def profile() -> bytes:
 
 
 def times() -> bytes:
-    keys = (
-        "startH2dMs",
-        "endH2dMs",
-        "startComputeMs",
-        "endComputeMs",
-        "h2dMs",
-        "computeMs",
-        "d2hMs",
-        "latencyMs",
-    )
+    names = ("startH2d", "endH2d", "startCompute", "endCompute", "h2d", "compute", "d2h", "latency")
+    keys = [f"{name}Ms" for name in names]
     return json.dumps([dict.fromkeys(keys, 0.5) for _ in range(20)]).encode()
 
 
@@ -196,18 +187,9 @@ def test_weights_outside_of_the_folder_are_not_read(tmp_path, location):
     folder.mkdir()
     (tmp_path / "outside.bin").write_bytes(bytes(4096))
     os.symlink(tmp_path / "outside.bin", folder / "link.bin")
-    weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[32, 32])
-    weight.data_location = TensorProto.EXTERNAL
-    entry = weight.external_data.add()
-    entry.key, entry.value = "location", location
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 32])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 32])],
-        [weight],
-    )
-    onnx.save(helper.make_model(graph), folder / "model.onnx")
+    model = float_layer()
+    onnx.external_data_helper.set_external_data(model.graph.initializer[0], location)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(UserError, match=r"external data|unnamed file|which is missing"):
         diagnose([folder / "model.onnx"])
 

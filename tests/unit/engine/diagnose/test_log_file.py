@@ -25,7 +25,6 @@ def test_a_log_of_trtexec(tmp_path):
     assert found.profiles == [{"input_ids": ((1, 1), (8, 128), (32, 512))}]
     assert found.load == {"input_ids": (8, 128)}
     assert found.medians == {"Enqueue Time": 0.2, "H2D Latency": 0.012, "GPU Compute Time": 1.0}
-    assert found.throughput == 812.5
     assert found.errors == ["Error Code 4: no"]
 
 

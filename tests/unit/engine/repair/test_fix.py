@@ -23,6 +23,7 @@ from qdqbench.quantize.utils.errors import UserError
 
 from ....support.broken_layers import CASES, IDS, Case
 from ....support.foreign_layer import float_layer, samples, write_dynamic, write_static
+from ....support.graphs import model_of
 from ....support.tiny_layer import healthy, stored
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -32,6 +33,7 @@ HOPELESS = {
     "onnxruntime-operators",
 }  # fmt: skip
 SAID = {"bad-scale", "dynamic-scale"}
+MASK = np.zeros((1, 1, 1, 4), np.float32)
 
 
 def mended(model: onnx.ModelProto, **options):
@@ -117,9 +119,8 @@ def test_codes_and_scales_of_a_good_file_stay():
     codes, scale = after["/layer/query/MatMul/weight_int8"], after["/layer/query/MatMul/weight_scale"]
     assert np.array_equal(codes.T, before["/layer/query.weight"])  # [N, K] now
     assert np.array_equal(scale, before["/layer/query.weight_scale"])
-    assert {t.name for t in work.graph.initializer if t.data_type == onnx.TensorProto.INT8} >= {
-        f"/layer/{name}/MatMul/weight_int8" for name in ("query", "key", "value", "output")
-    }
+    int8 = {t.name for t in work.graph.initializer if t.data_type == TensorProto.INT8}
+    assert int8 >= {f"/layer/{name}/MatMul/weight_int8" for name in ("query", "key", "value", "output")}
 
 
 def test_a_zero_point_of_128_changes_no_value(tmp_path):
@@ -212,33 +213,17 @@ def test_stripped_weights_are_the_values_of_their_codes():
     ("arrays", "told"),
     [
         ({"x": np.zeros((2, 4, 32), np.float32)}, "no array for mask"),
-        (
-            {"x": np.zeros((2, 4, 32), np.float32), "mask": np.zeros((1, 1, 1, 4), np.float32)},
-            "different numbers",
-        ),
-        ({"x": np.zeros((1, 9), np.float32), "mask": np.zeros((1, 1, 1, 4), np.float32)}, "refuses"),
+        ({"x": np.zeros((2, 4, 32), np.float32), "mask": MASK}, "different numbers"),
+        ({"x": np.zeros((1, 9), np.float32), "mask": MASK}, "refuses"),
+        ({"x": np.array([{"a": 1}], dtype=object), "mask": MASK}, "cannot read"),  # never unpickled
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(tmp_path, arrays, told):
     onnx.save(float_layer(), tmp_path / "model.onnx")
     np.savez(tmp_path / "samples.npz", **arrays)
+    options = FixOptions(inputs=tmp_path / "samples.npz", engine=False)
     with pytest.raises(UserError, match=told):
-        fix(
-            tmp_path / "model.onnx",
-            tmp_path / "o.onnx",
-            FixOptions(inputs=tmp_path / "samples.npz", engine=False),
-        )
-
-
-def test_pickled_inputs_are_never_loaded(tmp_path):
-    onnx.save(float_layer(), tmp_path / "model.onnx")
-    np.savez(tmp_path / "samples.npz", x=np.array([{"a": 1}], dtype=object), mask=np.zeros(1))
-    with pytest.raises(UserError, match="cannot read"):
-        fix(
-            tmp_path / "model.onnx",
-            tmp_path / "o.onnx",
-            FixOptions(inputs=tmp_path / "samples.npz", engine=False),
-        )
+        fix(tmp_path / "model.onnx", tmp_path / "o.onnx", options)
 
 
 def test_the_file_itself_is_not_overwritten(tmp_path):
@@ -249,15 +234,10 @@ def test_the_file_itself_is_not_overwritten(tmp_path):
 
 def test_calibration_sees_no_padding():
     """The largest value of a tensor is that of the tokens that a mask keeps."""
-    ids = onnx.helper.make_tensor_value_info("ids", onnx.TensorProto.INT64, ["batch", "length"])
-    mask = onnx.helper.make_tensor_value_info("attention_mask", onnx.TensorProto.INT64, ["batch", "length"])
-    nodes = [
-        onnx.helper.make_node("Cast", ["ids"], ["values"], to=onnx.TensorProto.FLOAT),
-        onnx.helper.make_node("Cast", ["attention_mask"], ["out"], to=onnx.TensorProto.FLOAT),
-    ]
-    out = onnx.helper.make_tensor_value_info("out", onnx.TensorProto.FLOAT, None)
-    graph = onnx.helper.make_graph(nodes, "g", [ids, mask], [out])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    casts = {"ids": "values", "attention_mask": "out"}
+    nodes = [helper.make_node("Cast", [name], [to], to=TensorProto.FLOAT) for name, to in casts.items()]
+    inputs = dict.fromkeys(casts, ("batch", "length"))
+    model = model_of(nodes, inputs, {"out": None}, **dict.fromkeys(casts, TensorProto.INT64))
     tokens = np.array([[1, 2, 99, 99], [3, 4, 5, 99]])
     kept = np.array([[1, 1, 0, 0], [1, 1, 1, 0]])
     assert measure_ranges(model, ["values"], {"ids": tokens, "attention_mask": kept}) == {"values": 5.0}
@@ -270,10 +250,8 @@ def endless() -> onnx.ModelProto:
     count = helper.make_tensor_value_info("round", TensorProto.INT64, [])
     body = [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Identity", ["a"], ["b"])]
     inner = helper.make_graph(body, "body", [count, flag[0], value("a")], [flag[1], value("b")])
-    rounds = onnx.numpy_helper.from_array(np.array(1 << 62), "rounds")
     loop = helper.make_node("Loop", ["rounds", "", "x"], ["y"], body=inner)
-    graph = helper.make_graph([loop], "endless", [value("x")], [value("y")], [rounds])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return model_of([loop], {"x": [1]}, {"y": [1]}, {"rounds": np.array(1 << 62)})
 
 
 def test_an_endless_loop_ends_and_leaves_nothing(tmp_path, monkeypatch):

@@ -5,23 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.engine.profiles import (
-    Profile,
-    choose_profile,
-    fill_shape,
-    fit_batch,
-    note_distant_data,
-)
+from qdqbench.quantize.engine import profiles as shapes
 from qdqbench.quantize.utils.errors import CheckFailed
 
-ONE = Profile((1, 16), (32, 128), (128, 128))
-SMALL, LARGE = Profile((1, 16), (1, 32), (8, 128)), Profile((8, 16), (64, 128), (128, 128))
+ONE = shapes.Profile((1, 16), (32, 128), (128, 128))
+SMALL, LARGE = shapes.Profile((1, 16), (1, 32), (8, 128)), shapes.Profile((8, 16), (64, 128), (128, 128))
 
 
 @st.composite
 def bounds(draw):
     axes = [sorted(draw(st.lists(st.integers(1, 200), min_size=3, max_size=3))) for _ in range(2)]
-    return Profile(*zip(*axes, strict=True))
+    return shapes.Profile(*zip(*axes, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -29,13 +23,13 @@ def bounds(draw):
     [(1, 16, 0), (8, 128, 1), (8, 20, 0), (9, 16, 1), (128, 128, 1), (7, 128, 0)],
 )
 def test_the_nearest_opt_of_those_that_hold_the_shape(batch, length, index):
-    assert choose_profile([SMALL, LARGE], batch, length) == index
+    assert shapes.choose_profile([SMALL, LARGE], batch, length) == index
 
 
 @pytest.mark.parametrize("size", [(129, 16), (1, 129), (1, 15)])
 def test_no_profile_holds_it(size):
     with pytest.raises(CheckFailed, match=r"no profile .* it takes .*8, 64, 128.*engine.shapes"):
-        choose_profile([SMALL, LARGE], *size)
+        shapes.choose_profile([SMALL, LARGE], *size)
 
 
 @pytest.mark.parametrize(
@@ -48,16 +42,16 @@ def test_no_profile_holds_it(size):
     ],
 )
 def test_padding_to_one_profile(size, step, found):
-    assert fit_batch([ONE], *size, step) == found
+    assert shapes.fit_batch([ONE], *size, step) == found
 
 
 def test_a_gap_between_profiles_is_padded_over():
-    single, many = Profile((1, 16), (1, 64), (1, 100)), Profile((8, 16), (32, 128), (64, 128))
-    assert fit_batch([single, many], 3, 20, 16) == (1, 8, 32)
-    assert fit_batch([single, many], 1, 97, 16) == (0, 1, 100)  # not beyond the profile
-    assert fit_batch([single, many], 1, 101, 16) == (1, 8, 112)
+    single, many = shapes.Profile((1, 16), (1, 64), (1, 100)), shapes.Profile((8, 16), (32, 128), (64, 128))
+    assert shapes.fit_batch([single, many], 3, 20, 16) == (1, 8, 32)
+    assert shapes.fit_batch([single, many], 1, 97, 16) == (0, 1, 100)  # not beyond the profile
+    assert shapes.fit_batch([single, many], 1, 101, 16) == (1, 8, 112)
     with pytest.raises(CheckFailed, match=r"takes batch 65, length 16; it takes .*build again"):
-        fit_batch([single, many], 65, 16)
+        shapes.fit_batch([single, many], 65, 16)
 
 
 @given(
@@ -66,14 +60,14 @@ def test_a_gap_between_profiles_is_padded_over():
 def test_a_fitted_shape_is_held_and_not_smaller(profiles, batch, length, step):
     if not any(batch <= p.max[0] and length <= p.max[1] for p in profiles):
         with pytest.raises(CheckFailed):
-            fit_batch(profiles, batch, length, step)
+            shapes.fit_batch(profiles, batch, length, step)
         return
-    index, rows, columns = fit_batch(profiles, batch, length, step)
+    index, rows, columns = shapes.fit_batch(profiles, batch, length, step)
     low, high = profiles[index].min, profiles[index].max
     assert max(batch, low[0]) == rows <= high[0]
     assert max(length, low[1]) <= columns <= high[1]
     assert columns in (high[1], low[1]) or columns % step == 0
-    assert choose_profile(profiles, rows, columns) in range(len(profiles))
+    assert shapes.choose_profile(profiles, rows, columns) in range(len(profiles))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +82,7 @@ def test_a_fitted_shape_is_held_and_not_smaller(profiles, batch, length, step):
     ],
 )
 def test_dynamic_axes_are_batch_and_length(shape, made):
-    assert fill_shape(shape, (2, 5)) == made
+    assert shapes.fill_shape(shape, (2, 5)) == made
 
 
 @pytest.mark.parametrize(
@@ -111,14 +105,14 @@ def test_dynamic_axes_are_batch_and_length(shape, made):
     ],
 )
 def test_data_far_from_opt_is_noted_with_figures_and_better_shapes(profiles, lengths, batch, parts):
-    notes = note_distant_data(profiles, np.array(lengths, dtype=np.int64), batch)
+    notes = shapes.note_distant_data(profiles, np.array(lengths, dtype=np.int64), batch)
     assert len(notes) == (parts is not None)
     assert all(part in notes[0] for part in parts or ())
 
 
 @given(bounds(), st.lists(st.integers(1, 200), min_size=1, max_size=50), st.integers(1, 60))
 def test_the_shapes_of_the_note_draw_no_further_note(profile, lengths, batch):
-    notes = note_distant_data([profile], np.array(lengths, dtype=np.int64), batch)
+    notes = shapes.note_distant_data([profile], np.array(lengths, dtype=np.int64), batch)
     if notes:
         inside = notes[0].partition("engine.shapes {batch: [")[2].partition("}")[0]
         first, second = inside.split("], length: [")
@@ -126,4 +120,4 @@ def test_the_shapes_of_the_note_draw_no_further_note(profile, lengths, batch):
             *([int(n) for n in part.rstrip("]").split(", ")] for part in (first, second)), strict=True
         )
         assert (low, high) == (profile.min, profile.max)
-        assert note_distant_data([Profile(low, opt, high)], np.array(lengths), batch) == []
+        assert shapes.note_distant_data([shapes.Profile(low, opt, high)], np.array(lengths), batch) == []

@@ -15,37 +15,8 @@ from qdqbench.quantize.graph.check.check import CheckReport, check_model, to_jso
 from qdqbench.quantize.graph.check.codes import CODES
 from qdqbench.quantize.utils.errors import UserError
 
-from ....support.broken_layers import (
-    CASES,
-    IDS,
-    Case,
-    float_weight,
-    mask_in_fp32,
-    quantized_gemm,
-    rightly_transposed_weight,
-)
-from ....support.tiny_layer import (
-    CONTEXT,
-    FORMS,
-    HIDDEN,
-    LENGTH,
-    LINEARS,
-    QUERY,
-    SOFTMAX,
-    WEIGHT,
-    Edit,
-    at_opset,
-    give,
-    healthy,
-    insert,
-    make,
-    node,
-    set_axis,
-    skip_qdq,
-    store,
-    stored,
-    unquantized,
-)
+from ....support import broken_layers as broken
+from ....support import tiny_layer as tiny
 
 ORDER = "slow-weight-order"
 
@@ -59,10 +30,9 @@ def found(report: CheckReport) -> list[tuple[str, str]]:
     return [(row.code, row.node) for row in report.findings]
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_a_broken_model_names_the_node_and_nothing_else(case: Case) -> None:
+@pytest.mark.parametrize("case", broken.CASES, ids=broken.IDS)
+def test_a_broken_model_names_the_node_and_nothing_else(case: broken.Case) -> None:
     report = checked(case.broken())
-
     assert found(report) == [(case.code, case.node)]
     severity, _, fix = CODES[case.code]
     fp32_mask = case.code == "constant-overflows-fp16" and case.form == "fp32"
@@ -73,7 +43,7 @@ def test_a_broken_model_names_the_node_and_nothing_else(case: Case) -> None:
 
 def test_every_code_has_a_broken_model() -> None:
     below = {"no-qdq", "recipe-missing", "recipe-surplus", ORDER}
-    assert {case.code for case in CASES} | below == set(CODES)
+    assert {case.code for case in broken.CASES} | below == set(CODES)
 
 
 def test_the_parser_agrees() -> None:
@@ -86,24 +56,23 @@ def test_the_parser_agrees() -> None:
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         return not trt.OnnxParser(network, logger).parse(model.SerializeToString())
 
-    assert not any(refused(healthy(form)) for form in FORMS)
-    assert [case.code for case in CASES if refused(case.broken()) != case.is_refused] == []
+    assert not any(refused(tiny.healthy(form)) for form in tiny.FORMS)
+    assert [case.code for case in broken.CASES if refused(case.broken()) != case.is_refused] == []
 
 
 # No other rule was applied after these, and UINT8 with zero point 0 is read as if it were INT8.
-NOT_COUNTED = [name for name in IDS if name.endswith(("opset-too-low", "invalid-onnx", "uint8"))]
+NOT_COUNTED = [name for name in broken.IDS if name.endswith(("opset-too-low", "invalid-onnx", "uint8"))]
 
 
 def in_int8(report: CheckReport) -> int | None:
     """Linears of the layer that `check` counts as INT8; None: it says that no engine is built."""
-    rows = [row for row in report.gemms if row.node in LINEARS]
+    rows = [row for row in report.gemms if row.node in tiny.LINEARS]
     return None if report.refusals else sum(row.state == "INT8" for row in rows)
 
 
-@pytest.mark.parametrize(("name", "case"), [*zip(IDS, CASES, strict=True)], ids=IDS)
-def test_what_is_counted_is_what_the_engine_ran(name: str, case: Case) -> None:
+@pytest.mark.parametrize(("name", "case"), [*zip(broken.IDS, broken.CASES, strict=True)], ids=broken.IDS)
+def test_what_is_counted_is_what_the_engine_ran(name: str, case: broken.Case) -> None:
     report = checked(case.broken())
-
     if name in NOT_COUNTED:  # less, never more
         assert (in_int8(report) or 0) <= (case.int8 or 0)
     else:
@@ -120,7 +89,7 @@ def test_the_engine_agrees(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
     builder = choose_backend("tensorrt_rtx")
     path, other = tmp_path / "model.onnx", []
-    for name, case in zip(IDS, CASES, strict=True):
+    for name, case in zip(broken.IDS, broken.CASES, strict=True):
         onnx.save(case.broken(), path)
         row = engine_row(path, builder)
         if (None if row.refused else row.int8_gemms) != case.int8:
@@ -128,49 +97,48 @@ def test_the_engine_agrees(tmp_path: Path) -> None:
     assert other == []
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", tiny.FORMS)
 @pytest.mark.parametrize("int8_attention", [True, False])
 def test_the_healthy_model_is_clean(form: str, int8_attention: bool) -> None:
-    model = healthy(form, int8_attention=int8_attention)
+    model = tiny.healthy(form, int8_attention=int8_attention)
     before = model.SerializeToString(deterministic=True)
-
     report = checked(model)
-
-    attention = ["/layer/self/MatMul", CONTEXT]
+    attention = ["/layer/self/MatMul", tiny.CONTEXT]
     assert report.findings == []
-    assert sorted(report.quantized) == sorted(LINEARS + attention * int8_attention)
+    assert sorted(report.quantized) == sorted(tiny.LINEARS + attention * int8_attention)
     assert report.not_quantized == attention * (not int8_attention) + ["/classifier/Gemm"]
-    assert report.attention_quantized == [SOFTMAX] * int8_attention
-    assert report.attention_not_quantized == [SOFTMAX] * (not int8_attention)
+    assert report.attention_quantized == [tiny.SOFTMAX] * int8_attention
+    assert report.attention_not_quantized == [tiny.SOFTMAX] * (not int8_attention)
     assert (report.opset, report.ir_version) == (20, 10)
     assert model.SerializeToString(deterministic=True) == before
 
 
 def two_casts(model: onnx.ModelProto) -> None:
     for number, kind in enumerate((TensorProto.FLOAT, TensorProto.FLOAT16)):
-        insert(model, QUERY, 0, make("Cast", f"/cast{number}", to=kind))
+        tiny.insert(model, tiny.QUERY, 0, tiny.make("Cast", f"/cast{number}", to=kind))
 
 
 def scalar_factor(model: onnx.ModelProto) -> None:
-    insert(model, QUERY, 0, make("Mul", "/mul", give(model, "factor", 0.5, np.float16)))
-    insert(model, QUERY, 0, make("Div", "/div", give(model, "divisor", [[2]], np.float16)))
+    tiny.insert(model, tiny.QUERY, 0, tiny.make("Mul", "/mul", tiny.give(model, "factor", 0.5, np.float16)))
+    divisor = tiny.give(model, "divisor", [[2]], np.float16)
+    tiny.insert(model, tiny.QUERY, 0, tiny.make("Div", "/div", divisor))
 
 
 def moved(model: onnx.ModelProto) -> None:
-    shape = give(model, "flat", [LENGTH, HIDDEN], np.int64)
-    insert(model, QUERY, 0, make("Reshape", "/flat", shape), make("Identity", "/same"))
+    shape = tiny.give(model, "flat", [tiny.LENGTH, tiny.HIDDEN], np.int64)
+    tiny.insert(model, tiny.QUERY, 0, tiny.make("Reshape", "/flat", shape), tiny.make("Identity", "/same"))
 
 
 def right_gemm(model: onnx.ModelProto) -> None:
-    quantized_gemm(model, axis=0)
+    broken.quantized_gemm(model, axis=0)
 
 
 def large_in_fp32_island(model: onnx.ModelProto) -> None:
     """A mask of -3.4e38 that softmax reads in FP32, in a model that is FP16 elsewhere."""
-    mask_in_fp32(model)
+    broken.mask_in_fp32(model)
     for name in ("/mask/Cast_1", "/layer/self/p/Cast"):
-        node(model, name).attribute[0].i = TensorProto.FLOAT
-    insert(model, "/layer/self/Add", 0, make("Cast", "/scores", to=TensorProto.FLOAT))
+        tiny.node(model, name).attribute[0].i = TensorProto.FLOAT
+    tiny.insert(model, "/layer/self/Add", 0, tiny.make("Cast", "/scores", to=TensorProto.FLOAT))
 
 
 @pytest.mark.parametrize(
@@ -179,39 +147,37 @@ def large_in_fp32_island(model: onnx.ModelProto) -> None:
         ("fp16", two_casts),
         ("fp16", scalar_factor),
         ("fp16", moved),
-        ("fp16", rightly_transposed_weight),
+        ("fp16", broken.rightly_transposed_weight),
         ("fp32", right_gemm),
-        ("fp32", lambda model: set_axis(model, WEIGHT, -1)),
+        ("fp32", lambda model: tiny.set_axis(model, tiny.WEIGHT, -1)),
         ("factored", large_in_fp32_island),
-        ("fp16", at_opset(23)),
+        ("fp16", tiny.at_opset(23)),
     ],
 )
-def test_what_the_engine_takes_in_int8_is_clean(form: str, edit: Edit) -> None:
-    model = healthy(form)
+def test_what_the_engine_takes_in_int8_is_clean(form: str, edit: tiny.Edit) -> None:
+    model = tiny.healthy(form)
     edit(model)
-
     report = checked(model)
-
     assert report.findings == []
-    assert QUERY in report.quantized
+    assert tiny.QUERY in report.quantized
 
 
 def test_uint8_is_not_counted_as_quantized() -> None:
-    model = healthy()
-    store(model, "/layer/query/input.zero_point", 0, np.uint8)
-
-    assert QUERY in checked(model).not_quantized
+    model = tiny.healthy()
+    tiny.store(model, "/layer/query/input.zero_point", 0, np.uint8)
+    assert tiny.QUERY in checked(model).not_quantized
 
 
 def in_nk(model: onnx.ModelProto, *modules: str) -> onnx.ModelProto:
     """Weights as `fold_weights` stores them: codes [N, K], scales along axis 0, a Transpose behind the DQ."""
     for name in modules:
-        dq = node(model, f"/layer/{name}/weight/DQ")
+        dq = tiny.node(model, f"/layer/{name}/weight/DQ")
         codes = next(t for t in model.graph.initializer if t.name == f"/layer/{name}.weight")
-        store(model, codes.name, numpy_helper.to_array(codes).T)
+        tiny.store(model, codes.name, numpy_helper.to_array(codes).T)
         if dq.attribute:
-            set_axis(model, dq.name, 0)
-        insert(model, f"/layer/{name}/MatMul", 1, make("Transpose", f"/layer/{name}/t", perm=[1, 0]))
+            tiny.set_axis(model, dq.name, 0)
+        turn = tiny.make("Transpose", f"/layer/{name}/t", perm=[1, 0])
+        tiny.insert(model, f"/layer/{name}/MatMul", 1, turn)
     return model
 
 
@@ -222,27 +188,24 @@ def orders(model: onnx.ModelProto) -> list[tuple[str, str]]:
     return [(row.node, row.why.partition(" stored [K, N]")[0]) for row in check_model(model).findings]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", tiny.FORMS)
 def test_weights_stored_k_n_are_one_warning(form: str) -> None:
-    report = check_model(healthy(form))
-
-    assert [(row.severity, row.code, row.node) for row in report.findings] == [("warning", ORDER, QUERY)]
+    report = check_model(tiny.healthy(form))
+    assert [(row.severity, row.code, row.node) for row in report.findings] == [("warning", ORDER, tiny.QUERY)]
     assert report.findings[0].fix == CODES[ORDER][2]
     assert "all 4 INT8 weights are stored [K, N]" in report.findings[0].why
-    assert set(LINEARS) <= set(report.quantized)  # a warning, as they are in INT8
+    assert set(tiny.LINEARS) <= set(report.quantized)  # a warning, as they are in INT8
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", tiny.FORMS)
 def test_weights_stored_n_k_are_clean(form: str) -> None:
-    report = check_model(in_nk(healthy(form), *ALL))
-
+    report = check_model(in_nk(tiny.healthy(form), *ALL))
     assert report.findings == []
-    assert set(LINEARS) <= set(report.quantized)
+    assert set(tiny.LINEARS) <= set(report.quantized)
 
 
 def test_the_weights_that_are_stored_k_n_are_named() -> None:
-    two, one = in_nk(healthy(), "query", "output"), in_nk(healthy(), *ALL[:3])
-
+    two, one = in_nk(tiny.healthy(), "query", "output"), in_nk(tiny.healthy(), *ALL[:3])
     names = "/layer/key/MatMul, /layer/value/MatMul"
     assert orders(two) == [("/layer/key/MatMul", f"2 of 4 INT8 weights ({names}) are")]
     assert orders(one) == [("/layer/output/MatMul", "its INT8 weight is")]
@@ -251,28 +214,29 @@ def test_the_weights_that_are_stored_k_n_are_named() -> None:
 def gemm_without_trans_b(model: onnx.ModelProto) -> None:
     """The classifier in INT8, its weight [32, 3]."""
     right_gemm(model)
-    store(model, "classifier.weight", np.ones((HIDDEN, 3)))
-    set_axis(model, "/classifier/weight/DQ", 1)
-    del node(model, "/classifier/Gemm").attribute[:]
+    tiny.store(model, "classifier.weight", np.ones((tiny.HIDDEN, 3)))
+    tiny.set_axis(model, "/classifier/weight/DQ", 1)
+    del tiny.node(model, "/classifier/Gemm").attribute[:]
 
 
 def two_transposes(model: onnx.ModelProto) -> None:
-    insert(model, QUERY, 1, make("Transpose", "/t1", perm=[1, 0]), make("Transpose", "/t2"))
+    first, second = tiny.make("Transpose", "/t1", perm=[1, 0]), tiny.make("Transpose", "/t2")
+    tiny.insert(model, tiny.QUERY, 1, first, second)
 
 
 @pytest.mark.parametrize(
     ("form", "edit", "where"),
     [
-        ("fp32", float_weight, QUERY),  # a builder folds Q and DQ of FP32 into codes of the same order
+        # a builder folds Q and DQ of FP32 into codes of the same order
+        ("fp32", broken.float_weight, tiny.QUERY),
         ("fp32", gemm_without_trans_b, "/classifier/Gemm"),
-        ("factored", two_transposes, QUERY),
+        ("factored", two_transposes, tiny.QUERY),
     ],
 )
-def test_other_forms_of_a_weight_stored_k_n(form: str, edit: Edit, where: str) -> None:
-    model = healthy(form)
+def test_other_forms_of_a_weight_stored_k_n(form: str, edit: tiny.Edit, where: str) -> None:
+    model = tiny.healthy(form)
     edit(model)
     in_nk(model, *(name for name in ALL if f"/layer/{name}/MatMul" != where))
-
     assert (ORDER, where) in found(check_model(model))
     assert {row.code for row in check_model(model).findings} <= {ORDER, "float-weight"}
 
@@ -280,22 +244,22 @@ def test_other_forms_of_a_weight_stored_k_n(form: str, edit: Edit, where: str) -
 def single_output(model: onnx.ModelProto) -> None:
     """One output channel: [K, 1] and [1, K] are the same bytes."""
     gemm_without_trans_b(model)
-    store(model, "classifier.weight", np.ones((HIDDEN, 1)))
+    tiny.store(model, "classifier.weight", np.ones((tiny.HIDDEN, 1)))
     for name, value in {"classifier.s": 0.01, "classifier.z": 0, "classifier.bias": 0}.items():
-        store(model, name, [value])
+        tiny.store(model, name, [value])
     model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 1
 
 
 def reshaped(model: onnx.ModelProto) -> None:
-    shape = give(model, "square", [HIDDEN, HIDDEN], np.int64)
-    insert(model, QUERY, 1, make("Reshape", "/square", shape))
+    shape = tiny.give(model, "square", [tiny.HIDDEN, tiny.HIDDEN], np.int64)
+    tiny.insert(model, tiny.QUERY, 1, tiny.make("Reshape", "/square", shape))
 
 
 def float_weight_n_k(model: onnx.ModelProto) -> None:
     """As ModelOpt's exporter has it: FP32 [N, K] -> Q -> DQ -> Transpose."""
-    float_weight(model)
+    broken.float_weight(model)
     in_nk(model, "query")
-    set_axis(model, "/layer/query/weight/Q", 0)
+    tiny.set_axis(model, "/layer/query/weight/Q", 0)
 
 
 @pytest.mark.parametrize(
@@ -305,69 +269,54 @@ def float_weight_n_k(model: onnx.ModelProto) -> None:
         ("fp32", single_output, ALL),
         ("fp32", float_weight_n_k, ALL[1:]),
         ("factored", reshaped, ALL[1:]),  # nothing is claimed where the axes cannot be followed
-        ("factored", unquantized("/layer/query/input"), ALL[1:]),  # not in INT8 at all
-        ("factored", stored("/layer/query/input.zero_point", 0, np.uint8), ALL[1:]),
+        ("factored", tiny.unquantized("/layer/query/input"), ALL[1:]),  # not in INT8 at all
+        ("factored", tiny.stored("/layer/query/input.zero_point", 0, np.uint8), ALL[1:]),
     ],
 )
-def test_what_is_not_a_slow_order(form: str, edit: Edit, others: tuple[str, ...]) -> None:
-    model = healthy(form)
+def test_what_is_not_a_slow_order(form: str, edit: tiny.Edit, others: tuple[str, ...]) -> None:
+    model = tiny.healthy(form)
     in_nk(model, *others)
     edit(model)
-
     assert ORDER not in {row.code for row in check_model(model).findings}
 
 
 @pytest.mark.parametrize("perm", [[], [0], [5, 7], [0, 0], [1, 0, 2], [-9, 3]])
 @pytest.mark.parametrize("form", ["fp16", "factored"])
 def test_a_transpose_that_does_not_fit_its_weight(form: str, perm: list[int]) -> None:
-    model = healthy(form)
-    transpose = make("Transpose", "/t")
+    model = tiny.healthy(form)
+    transpose = tiny.make("Transpose", "/t")
     transpose.attribute.append(helper.make_attribute("perm", perm, attr_type=onnx.AttributeProto.INTS))
-    insert(model, QUERY, 1, transpose)
-
-    assert found(checked(model)) == [("wrong-weight-axis", WEIGHT)] * (form == "fp16")
+    tiny.insert(model, tiny.QUERY, 1, transpose)
+    assert found(checked(model)) == [("wrong-weight-axis", tiny.WEIGHT)] * (form == "fp16")
 
 
 MODULES = {"layer.query", "layer.key", "layer.value", "layer.output", "layer.self"}
+LACKING = {"/classifier/Gemm": "recipe-missing"}
 
 
-def test_the_recipe_holds() -> None:
-    assert checked(healthy(), expected_quantized=MODULES).findings == []
-    plain = healthy(int8_attention=False)
-    assert checked(plain, expected_quantized=MODULES - {"layer.self"}).findings == []
-
-
-def test_a_module_that_the_recipe_wants_and_the_file_lacks() -> None:
-    report = checked(healthy(), expected_quantized=MODULES | {"classifier", "layer.kee"})
-
-    assert found(report) == [("recipe-missing", "/classifier/Gemm"), ("recipe-missing", "layer.kee")]
-    assert "layer.key" in report.findings[1].why
-
-
-def test_attention_that_the_recipe_wants_and_the_file_lacks() -> None:
-    report = checked(healthy(int8_attention=False), expected_quantized=MODULES)
-
-    assert found(report) == [("recipe-missing", "/layer/self/MatMul"), ("recipe-missing", CONTEXT)]
-
-
-def test_a_module_that_the_recipe_keeps_in_floating_point() -> None:
-    report = checked(healthy(), expected_quantized=MODULES - {"layer.key"})
-
-    assert found(report) == [("recipe-surplus", "/layer/key/MatMul")]
-
-
-def test_a_recipe_that_quantizes_nothing() -> None:
-    report = checked(healthy(int8_attention=False), expected_quantized=())
-
-    assert found(report) == [("recipe-surplus", name) for name in LINEARS]
+@pytest.mark.parametrize(
+    ("attention", "expected", "wrong"),
+    [
+        (True, MODULES, {}),
+        (False, MODULES - {"layer.self"}, {}),
+        (True, MODULES - {"layer.key"}, {"/layer/key/MatMul": "recipe-surplus"}),
+        (True, MODULES | {"classifier", "layer.kee"}, LACKING | {"layer.kee": "recipe-missing"}),
+        (False, MODULES, dict.fromkeys(("/layer/self/MatMul", tiny.CONTEXT), "recipe-missing")),
+        (False, set(), dict.fromkeys(tiny.LINEARS, "recipe-surplus")),
+    ],
+)
+def test_the_recipe_is_held_to(attention: bool, expected: set[str], wrong: dict[str, str]) -> None:
+    report = checked(tiny.healthy(int8_attention=attention), expected_quantized=expected)
+    assert found(report) == [(code, node) for node, code in wrong.items()]
+    assert "layer.kee" not in wrong or "layer.key" in report.findings[-1].why
 
 
 def without_qdq() -> onnx.ModelProto:
-    model = healthy(int8_attention=False)
+    model = tiny.healthy(int8_attention=False)
     for name in ("query", "key", "value", "output"):
-        skip_qdq(model, f"/layer/{name}/input")
-        node(model, f"/layer/{name}/MatMul").input[1] = give(
-            model, f"{name}.float", np.ones((HIDDEN, HIDDEN)), np.float16
+        tiny.skip_qdq(model, f"/layer/{name}/input")
+        tiny.node(model, f"/layer/{name}/MatMul").input[1] = tiny.give(
+            model, f"{name}.float", np.ones((tiny.HIDDEN, tiny.HIDDEN)), np.float16
         )
     kept = [n for n in model.graph.node if "/input/" not in n.name and "/weight/" not in n.name]
     del model.graph.node[:]
@@ -382,30 +331,26 @@ def test_a_twin_without_qdq() -> None:
 
 
 def test_errors_come_before_warnings() -> None:
-    model = healthy("fp32")
-    store(model, "fill", -3.4e38)
-    float_weight(model)
-    store(model, "/layer/output/input.zero_point", 1)
-
+    model = tiny.healthy("fp32")
+    tiny.store(model, "fill", -3.4e38)
+    broken.float_weight(model)
+    tiny.store(model, "/layer/output/input.zero_point", 1)
     report = checked(model)
-
     assert [row.severity for row in report.findings] == ["error", "warning", "warning"]
     assert [row.code for row in report.errors] == ["non-zero-zero-point"]
 
 
 def test_a_node_without_a_name_is_called_by_its_output() -> None:
-    model = healthy()
-    node(model, QUERY).name = ""
-    skip_qdq(model, "/layer/query/input")
-
-    assert found(checked(model)) == [("half-quantized", f"MatMul (output '{QUERY}.out')")]
+    model = tiny.healthy()
+    tiny.node(model, tiny.QUERY).name = ""
+    tiny.skip_qdq(model, "/layer/query/input")
+    assert found(checked(model)) == [("half-quantized", f"MatMul (output '{tiny.QUERY}.out')")]
 
 
 def test_the_report_is_json() -> None:
-    model = healthy()
-    skip_qdq(model, "/layer/query/input")
+    model = tiny.healthy()
+    tiny.skip_qdq(model, "/layer/query/input")
     report = checked(model)
-
     told = json.loads(json.dumps(to_json(report)))
     assert told.pop("counts") == report.counts
     assert CheckReport.model_validate(told) == report
@@ -413,7 +358,7 @@ def test_the_report_is_json() -> None:
 
 def test_a_code_that_does_not_exist() -> None:
     with pytest.raises(UserError, match="half-quantised; did you mean half-quantized"):
-        checked(healthy(), allow=("half-quantised",))
+        checked(tiny.healthy(), allow=("half-quantised",))
 
 
 @pytest.mark.parametrize(
@@ -428,9 +373,8 @@ def test_a_code_that_does_not_exist() -> None:
         lambda model: model.ClearField("opset_import"),
     ],
 )
-def test_a_model_that_cannot_be_read(edit: Edit) -> None:
-    model = healthy()
+def test_a_model_that_cannot_be_read(edit: tiny.Edit) -> None:
+    model = tiny.healthy()
     edit(model)
-
     with pytest.raises(UserError):
         checked(model)

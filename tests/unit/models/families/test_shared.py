@@ -15,11 +15,10 @@ from qdqbench.eval.verification.checks import BlockSums
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.calibration.record import CalibrationRecord
-from qdqbench.quantize.engine.build import count_attentions
 from qdqbench.quantize.engine.layers import block_of_node, kernel_operator, shorten_node
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.check.check import check_model
-from qdqbench.quantize.graph.index import GraphIndex, module_of, run_of
+from qdqbench.quantize.graph.index import GraphIndex, count_attentions, module_of, run_of
 from qdqbench.quantize.models.families.known import ALBERT, part_of
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
