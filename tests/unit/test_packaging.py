@@ -6,10 +6,14 @@ import os
 import subprocess
 import sys
 from importlib import metadata, resources
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("api", "quantize", "eval", "recipes")
@@ -38,6 +42,15 @@ def pyproject() -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def pinned() -> dict[str, Version]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return {
+        name: Version(version)
+        for name, _, version in (line.partition("==") for line in lines if "==" in line)
+    }
+
+
 def modules() -> list[Path]:
     return [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 
@@ -45,6 +58,24 @@ def modules() -> list[Path]:
 def package_of(folder: Path) -> str:
     """The package that a folder is: `api` is `qdqbench` itself."""
     return ".".join(["qdqbench", *(folder.parts if folder.parts[0] != "api" else folder.parts[1:])])
+
+
+def test_pinned_versions_are_within_the_bounds(pyproject: dict[str, Any], pinned: dict[str, Version]) -> None:
+    project = pyproject["project"]
+    texts = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    needs = {need.name: need.specifier for need in map(Requirement, texts)}
+    assert [name for name in needs.keys() & pinned.keys() if pinned[name] not in needs[name]] == []
+    for name in ("torch", "onnxruntime"):
+        major, minor, *_ = pinned[name].release
+        assert f"{major}.{minor + 1}" not in needs[name], f"{name} has a bound that was not tested"
+
+
+def test_classifiers_name_the_versions_of_python_that_are_allowed(pyproject: dict[str, Any]) -> None:
+    project = pyproject["project"]
+    opener = "Programming Language :: Python :: 3."
+    named = {text.removeprefix(opener) for text in project["classifiers"] if text.startswith(opener)}
+    allowed = SpecifierSet(project["requires-python"])
+    assert named == {str(minor) for minor in range(40) if f"3.{minor}" in allowed}
 
 
 def test_every_folder_with_modules_is_a_package(pyproject: dict[str, Any]) -> None:
