@@ -3,6 +3,7 @@
 import fnmatch
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib import metadata, resources
@@ -17,6 +18,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("api", "quantize", "eval", "recipes")
+RECORD = Path("quantize/utils/system/commit.txt")
 HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "numpy", "datasets", "matplotlib", "modelopt")
 COMMANDS = [
     [],
@@ -117,6 +119,61 @@ def test_data_files_are_readable_as_resources() -> None:
     assert (resources.files("qdqbench.eval.reporting") / "templates" / "page.html.j2").is_file()
     assert (resources.files("qdqbench.quantize.utils") / "look.css").is_file()
     assert (resources.files("qdqbench.recipes") / "bert" / "bert-int8-linears.yaml").is_file()
+
+
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+    """A commit, the sdist made from a checkout of it, unpacked, and the wheel made from that, installed."""
+    home = tmp_path_factory.mktemp("built")
+    checkout, dist, installed = home / "checkout", home / "dist", home / "site-packages"
+    for folder in (*FOLDERS, "tests", "docs", ".ci", ".github"):
+        shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file() and path.name != ".git":
+            shutil.copy(path, checkout)
+
+    def call(folder: Path, *command: str | Path) -> str:
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+    who = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "x"]):
+        call(checkout, "git", *words)
+    call(checkout, sys.executable, "-c", BUILD, "build_sdist", dist)
+    (sdist,) = dist.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, home)
+    unpacked = home / sdist.name.removesuffix(".tar.gz")
+    call(unpacked, sys.executable, "-c", BUILD, "build_wheel", dist)
+    (wheel,) = dist.glob("*.whl")
+    shutil.unpack_archive(wheel, installed, format="zip")
+    return call(checkout, "git", "rev-parse", "HEAD"), unpacked, installed
+
+
+def test_a_wheel_knows_its_commit(built: tuple[str, Path, Path]) -> None:
+    commit, _, installed = built
+    code = (
+        "from qdqbench.quantize.utils.system import environment as e; print(e.describe_environment()['git'])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=os.sep, env=environment)
+    assert done.stdout.strip() == commit
+
+
+def test_an_sdist_has_the_repository_and_a_wheel_the_package(built: tuple[str, Path, Path]) -> None:
+    _, unpacked, installed = built
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("this is not a checkout: no list of files to compare with")
+    names = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+    assert {name for name in names if not (unpacked / name).is_file()} == {".gitignore"}
+    product = {Path(name) for name in names if name.startswith(FOLDERS) and not name.endswith(".md")}
+    expected = {path.relative_to("api") if path.parts[0] == "api" else path for path in product}
+    package = installed / "qdqbench"
+    found = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
+    assert {path for path in found if path.suffix != ".pyc"} == {*expected, RECORD}
 
 
 def test_nothing_generic_is_importable() -> None:
