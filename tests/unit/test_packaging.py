@@ -11,7 +11,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
+from onnx import TensorProto
+from onnx.helper import make_graph, make_model, make_node, make_tensor_value_info
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -248,3 +251,21 @@ def test_importing_a_module_imports_no_heavy_library_needlessly() -> None:
     assert set(done.stdout.split()).isdisjoint(
         {"torch", "transformers", "datasets", "onnxruntime", "matplotlib"}
     )
+
+
+def test_a_file_is_checked_and_diagnosed_without_pytorch(tmp_path: Path) -> None:
+    """Neither command needs what only training and evaluation need."""
+    shape, path = [2, 2], tmp_path / "model.onnx"
+    values = [make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("a", "b", "c")]
+    onnx.save(
+        make_model(make_graph([make_node("MatMul", ["a", "b"], ["c"])], "g", values[:2], values[2:])), path
+    )
+    absent = {*HEAVY, "sklearn", "scipy", "pandas", "accelerate", "optuna", "openvino"} - {"onnx", "numpy"}
+    for command in ("check", "diagnose"):
+        code = (
+            f"import sys; sys.modules.update(dict.fromkeys({absent})); "
+            f"sys.argv = ['qdqbench', {command!r}, {str(path)!r}, '--json']; "
+            "from qdqbench.cli.app import main; main()"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert json.loads(done.stdout), done.stderr
