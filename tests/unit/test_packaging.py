@@ -50,10 +50,9 @@ def pyproject() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pinned() -> dict[str, Version]:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    return {
-        name: Version(version)
-        for name, _, version in (line.partition("==") for line in lines if "==" in line)
-    }
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    here = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
+    return {pin.name: Version(str(pin.specifier).removeprefix("==")) for pin in here}
 
 
 def modules() -> list[Path]:
