@@ -39,6 +39,7 @@ def install(extra: str, *options: str) -> bool:
         venv.create(VENV, with_pip=True)
     print(f"installing qdqbench[{extra}] into .venv (a few minutes the first time)", flush=True)
     pip = [BIN / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options]
+    pip.append("--use-pep517")  # the pip of Python 3.10 builds seqeval in a way that its setup.py has left
     constraints = ["--constraint", ROOT / "constraints.txt"]
     # torch first: with the pinned version in place nothing else pulls in another build of it
     call(*pip, *constraints, "torch")

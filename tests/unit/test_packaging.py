@@ -3,16 +3,25 @@
 import fnmatch
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib import metadata, resources
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
+from onnx import TensorProto
+from onnx.helper import make_graph, make_model, make_node, make_tensor_value_info
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("api", "quantize", "eval", "recipes")
+RECORD = Path("quantize/utils/system/commit.txt")
 HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "numpy", "datasets", "matplotlib", "modelopt")
 COMMANDS = [
     [],
@@ -38,6 +47,14 @@ def pyproject() -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def pinned() -> dict[str, Version]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    here = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
+    return {pin.name: Version(str(pin.specifier).removeprefix("==")) for pin in here}
+
+
 def modules() -> list[Path]:
     return [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 
@@ -45,6 +62,24 @@ def modules() -> list[Path]:
 def package_of(folder: Path) -> str:
     """The package that a folder is: `api` is `qdqbench` itself."""
     return ".".join(["qdqbench", *(folder.parts if folder.parts[0] != "api" else folder.parts[1:])])
+
+
+def test_pinned_versions_are_within_the_bounds(pyproject: dict[str, Any], pinned: dict[str, Version]) -> None:
+    project = pyproject["project"]
+    texts = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    needs = {need.name: need.specifier for need in map(Requirement, texts)}
+    assert [name for name in needs.keys() & pinned.keys() if pinned[name] not in needs[name]] == []
+    for name in ("torch", "onnxruntime"):
+        major, minor, *_ = pinned[name].release
+        assert f"{major}.{minor + 1}" not in needs[name], f"{name} has a bound that was not tested"
+
+
+def test_classifiers_name_the_versions_of_python_that_are_allowed(pyproject: dict[str, Any]) -> None:
+    project = pyproject["project"]
+    opener = "Programming Language :: Python :: 3."
+    named = {text.removeprefix(opener) for text in project["classifiers"] if text.startswith(opener)}
+    allowed = SpecifierSet(project["requires-python"])
+    assert named == {str(minor) for minor in range(40) if f"3.{minor}" in allowed}
 
 
 def test_every_folder_with_modules_is_a_package(pyproject: dict[str, Any]) -> None:
@@ -86,6 +121,61 @@ def test_data_files_are_readable_as_resources() -> None:
     assert (resources.files("qdqbench.eval.reporting") / "templates" / "page.html.j2").is_file()
     assert (resources.files("qdqbench.quantize.utils") / "look.css").is_file()
     assert (resources.files("qdqbench.recipes") / "bert" / "bert-int8-linears.yaml").is_file()
+
+
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+    """A commit, the sdist made from a checkout of it, unpacked, and the wheel made from that, installed."""
+    home = tmp_path_factory.mktemp("built")
+    checkout, dist, installed = home / "checkout", home / "dist", home / "site-packages"
+    for folder in (*FOLDERS, "tests", "docs", ".ci", ".github"):
+        shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file() and path.name != ".git":
+            shutil.copy(path, checkout)
+
+    def call(folder: Path, *command: str | Path) -> str:
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+    who = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "x"]):
+        call(checkout, "git", *words)
+    call(checkout, sys.executable, "-c", BUILD, "build_sdist", dist)
+    (sdist,) = dist.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, home)
+    unpacked = home / sdist.name.removesuffix(".tar.gz")
+    call(unpacked, sys.executable, "-c", BUILD, "build_wheel", dist)
+    (wheel,) = dist.glob("*.whl")
+    shutil.unpack_archive(wheel, installed, format="zip")
+    return call(checkout, "git", "rev-parse", "HEAD"), unpacked, installed
+
+
+def test_a_wheel_knows_its_commit(built: tuple[str, Path, Path]) -> None:
+    commit, _, installed = built
+    code = (
+        "from qdqbench.quantize.utils.system import environment as e; print(e.describe_environment()['git'])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=os.sep, env=environment)
+    assert done.stdout.strip() == commit
+
+
+def test_an_sdist_has_the_repository_and_a_wheel_the_package(built: tuple[str, Path, Path]) -> None:
+    _, unpacked, installed = built
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("this is not a checkout: no list of files to compare with")
+    names = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+    assert {name for name in names if not (unpacked / name).is_file()} == {".gitignore"}
+    product = {Path(name) for name in names if name.startswith(FOLDERS) and not name.endswith(".md")}
+    expected = {path.relative_to("api") if path.parts[0] == "api" else path for path in product}
+    package = installed / "qdqbench"
+    found = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
+    assert {path for path in found if path.suffix != ".pyc"} == {*expected, RECORD}
 
 
 def test_nothing_generic_is_importable() -> None:
@@ -160,3 +250,21 @@ def test_importing_a_module_imports_no_heavy_library_needlessly() -> None:
     assert set(done.stdout.split()).isdisjoint(
         {"torch", "transformers", "datasets", "onnxruntime", "matplotlib"}
     )
+
+
+def test_a_file_is_checked_and_diagnosed_without_pytorch(tmp_path: Path) -> None:
+    """Neither command needs what only training and evaluation need."""
+    shape, path = [2, 2], tmp_path / "model.onnx"
+    values = [make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("a", "b", "c")]
+    onnx.save(
+        make_model(make_graph([make_node("MatMul", ["a", "b"], ["c"])], "g", values[:2], values[2:])), path
+    )
+    absent = {*HEAVY, "sklearn", "scipy", "pandas", "accelerate", "optuna", "openvino"} - {"onnx", "numpy"}
+    for command in ("check", "diagnose"):
+        code = (
+            f"import sys; sys.modules.update(dict.fromkeys({absent})); "
+            f"sys.argv = ['qdqbench', {command!r}, {str(path)!r}, '--json']; "
+            "from qdqbench.cli.app import main; main()"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert json.loads(done.stdout), done.stderr

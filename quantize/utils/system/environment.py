@@ -4,13 +4,13 @@ import functools
 import hashlib
 import importlib.metadata
 import platform
-import subprocess
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from qdqbench.quantize.utils.system.commit import find_commit
 from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
@@ -32,27 +32,9 @@ def describe_environment() -> dict[str, Any]:
         "cores": cpu.cores,
         "gpu": gpu.name if gpu else "none",
         "driver": gpu.driver if gpu else None,
-        "git": _commit(Path(__file__).resolve().parents[3]),
+        "git": find_commit(Path(__file__).resolve().parents[3]),
         "versions": versions,
     }
-
-
-def _commit(package: Path) -> str | None:
-    """Return the commit of the checkout that runs, with "-dirty"; None for a package installed anywhere."""
-    try:
-        if Path(_git(package, "rev-parse", "--show-toplevel")) != package:
-            return None
-        if 'name = "qdqbench"' not in (package / "pyproject.toml").read_text(encoding="utf-8"):
-            return None
-        return _git(package, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)  # noqa: S603
-    return done.stdout.strip()
 
 
 def now() -> str:

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from qdqbench.quantize.utils.system import environment
+from qdqbench.quantize.utils.system.commit import find_commit
 
 PROJECT = '[project]\nname = "qdqbench"\n'
 
@@ -28,12 +28,12 @@ def checkout(folder, project):
 
 def test_the_commit_of_its_own_checkout_marked_when_dirty(tmp_path):
     commit = checkout(tmp_path / "own", PROJECT)
-    assert environment._commit(tmp_path / "own") == commit
+    assert find_commit(tmp_path / "own") == commit
     (tmp_path / "own" / "runs").mkdir()
     (tmp_path / "own" / "runs" / "results.json").touch()  # outputs are no change of the code
-    assert environment._commit(tmp_path / "own") == commit
+    assert find_commit(tmp_path / "own") == commit
     (tmp_path / "own" / "pyproject.toml").write_text(PROJECT + "\n")
-    assert environment._commit(tmp_path / "own") == f"{commit}-dirty"
+    assert find_commit(tmp_path / "own") == f"{commit}-dirty"
 
 
 @pytest.mark.parametrize("project", ["", PROJECT, '[project]\nname = "theirs"\n'])
@@ -41,12 +41,12 @@ def test_no_commit_of_a_repository_around_an_installed_package(tmp_path, project
     checkout(tmp_path / "theirs", project)
     installed = tmp_path / "theirs" / ".venv" / "site-packages"
     installed.mkdir(parents=True)
-    assert environment._commit(installed) is None
+    assert find_commit(installed) is None
 
 
 def test_no_commit_of_another_project_or_without_a_repository(tmp_path):
     checkout(tmp_path / "theirs", '[project]\nname = "theirs"\n')
-    assert environment._commit(tmp_path / "theirs") is None
+    assert find_commit(tmp_path / "theirs") is None
     (tmp_path / "copied").mkdir()
     (tmp_path / "copied" / "pyproject.toml").write_text(PROJECT)
-    assert environment._commit(tmp_path / "copied") is None
+    assert find_commit(tmp_path / "copied") is None
