@@ -1,13 +1,15 @@
-"""The lock has every pinned version with hashes, and what it does not list is not installed."""
+"""The set-up commands: the lock has every pinned version with hashes, and no test fails by luck."""
 
 import hashlib
 import re
 import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parents[2]
 DEV = runpy.run_path(str(ROOT / "dev.py"))
@@ -72,3 +74,20 @@ def test_a_changed_file_is_refused(tmp_path: Path, verify: Callable[[Path], None
         ):
             verify(files)
         (files / name).unlink()
+
+
+@pytest.mark.parametrize(("words", "profile"), [([], "fixed"), (["--all"], "random")])
+def test_only_all_tests_draw_at_random(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], profile: str
+) -> None:
+    called: list[dict[str, str]] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "argv", ["dev.py", "test", *words])
+    replaced = DEV["main"].__globals__
+    monkeypatch.setitem(replaced, "install", lambda *_: False)
+    monkeypatch.setitem(replaced, "call", lambda *_, **variables: called.append(variables))
+    DEV["main"]()
+    assert called[-1] == {"HYPOTHESIS_PROFILE": profile}
+    drawn = settings.get_profile(profile)
+    assert drawn.derandomize == (profile == "fixed")
+    assert (drawn.database is None) == (profile == "fixed")
