@@ -12,25 +12,32 @@ and draws the examples of property tests at random.
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
+LOCK = ROOT / "constraints.lock"
+BUILD = ("setuptools", "wheel", "setuptools-scm")  # what this project and seqeval are built with
+LOCAL_TORCH = re.compile(r"torch-[^-]*\+")  # a build for one device: not of PyPI, so you pointed pip at it
 MEASURE = ["bench", "runs/bert-int8-linears-embedded", "--batch", "32", "--length", "32", "--no-baselines"]
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 
 
 def install(extra: str, *options: str) -> bool:
-    """Install the project with one extra, unless this pyproject and these constraints already are.
+    """Install the project with one extra, unless this pyproject and this lock already are.
+
+    Every file is downloaded, held to the hashes of the lock, and installed without the network.
 
     Returns:
         Whether anything was installed.
     """
     marker = VENV / f"installed-{extra}"
-    inputs = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
+    inputs = [(ROOT / "pyproject.toml").read_bytes(), LOCK.read_bytes()]
     wanted = hashlib.sha256(b"".join(inputs)).hexdigest()
     if marker.is_file() and marker.read_text() == wanted:
         return False
@@ -38,14 +45,31 @@ def install(extra: str, *options: str) -> bool:
         print("creating .venv", flush=True)
         venv.create(VENV, with_pip=True)
     print(f"installing qdqbench[{extra}] into .venv (a few minutes the first time)", flush=True)
-    pip = [BIN / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options]
-    pip.append("--use-pep517")  # the pip of Python 3.10 builds seqeval in a way that its setup.py has left
-    constraints = ["--constraint", ROOT / "constraints.txt"]
-    # torch first: with the pinned version in place nothing else pulls in another build of it
-    call(*pip, *constraints, "torch")
-    call(*pip, *constraints, "--editable", f"{ROOT}[{extra}]")
+    pip = [BIN / "python", "-m", "pip", "--disable-pip-version-check"]
+    quiet = ["--quiet", "--use-pep517"]  # the pip of Python 3.10 builds seqeval without it, and fails
+    with tempfile.TemporaryDirectory(dir=VENV) as folder:
+        # with hashes pip would refuse this folder, which has none
+        constraints, files = Path(folder) / "constraints.txt", Path(folder) / "files"
+        constraints.write_text(re.sub(r" *\\\n +--hash=\S+", "", LOCK.read_text()))
+        project = f"{ROOT}[{extra}]"
+        call(*pip, "download", *quiet, "-c", constraints, "-d", files, *BUILD, project)
+        verify(files)
+        offline = ["--isolated", "--no-index", "--find-links", files]
+        call(*pip, "install", *quiet, *options, *offline, "--editable", project)
     marker.write_text(wanted)
     return True
+
+
+def verify(folder: Path) -> None:
+    """End where a file is none that the lock lists."""
+    known = {*re.findall(r"sha256:([0-9a-f]{64})", LOCK.read_text())}
+    for file in sorted(folder.iterdir()):
+        digest = hashlib.sha256()
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+        if digest.hexdigest() not in known and not LOCAL_TORCH.match(file.name):
+            sys.exit(f"{file.name} is not the file that {LOCK.name} lists by its hash; nothing was installed")
 
 
 def call(*command: object, **variables: str) -> None:

@@ -13,6 +13,7 @@ from hypothesis import settings
 # The same draws in every run, so that no run fails by luck; `tests/tools/fuzz.py` searches at random.
 settings.register_profile("fixed", deadline=None, derandomize=True, database=None)
 settings.register_profile("random", deadline=None, print_blob=True)
+settings.register_profile("search", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 

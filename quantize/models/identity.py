@@ -153,7 +153,7 @@ def read_config(name: str, commit: str | None, inside: str = "") -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, __version__
 
     try:
-        return AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False, subfolder=inside)
+        config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False, subfolder=inside)
     except ValueError as error:  # of a hundred words
         given, _ = PreTrainedConfig.get_config_dict(name, revision=commit, subfolder=inside)
         if not given or given.get("model_type") in CONFIG_MAPPING:
@@ -163,6 +163,10 @@ def read_config(name: str, commit: str | None, inside: str = "") -> Any:
             f"transformers {__version__} does not know, and code of a model's own is never run; give a model "
             "of another type, or update transformers"
         ) from error
+    listed = config.architectures or []
+    if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+        raise UserError(f"model {name} has architectures (config.json) that are no list of names; correct it")
+    return config
 
 
 def describe_model(name: str, model: "PreTrainedModel", revision: str | None = None) -> dict[str, Any]:

@@ -122,6 +122,7 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
             dataset = datasets.load_dataset(
                 kind, data_files=where, split="data", cache_dir=_cache_folder(), **options
             )
+            dataset.data.validate(full=True)  # the reader of JSON takes texts that are not UTF-8
     except Exception as error:  # the readers raise ArrowInvalid, DatasetGenerationError, even StopIteration
         raise UserError(
             f"cannot read {names} as {kind} ({find_root_cause(error)}); it has no rows, another form than "

@@ -6,6 +6,8 @@ QdqError            exit 1   (base; never raised itself)
 └── MissingDevice   exit 3   a needed device or library is not there
 """
 
+LONGEST = 4000  # characters of a sentence: a foreign file may name things at any length
+
 
 class QdqError(Exception):
     exit_code = 1
@@ -13,6 +15,10 @@ class QdqError(Exception):
 
 class UserError(QdqError):
     """Bad input or a failed step; the message is one sentence with the fix."""
+
+    def __str__(self) -> str:
+        text, half = super().__str__(), LONGEST // 2
+        return text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"
 
 
 class CheckFailed(QdqError):

@@ -1,6 +1,7 @@
 """A server whose engine is a sum: answers tell which text they belong to, and how long they take is known.
 
-As a script: serves, with the fields of Settings as JSON.
+As a script: serves, with the fields of Settings as JSON; `order` has the arguments of `fake_served`, or, with
+`endpoint`, of `tiny_served`.
 """
 
 import json
@@ -78,6 +79,17 @@ class Engine:
         return np.array([[value(row), *[0.0] * (self.width - 1)] for row in rows], dtype=np.float32)
 
 
+class Mixing(Engine):
+    """One whose answers depend on every token of a row and its place; of a negative width, of each token."""
+
+    def __call__(self, batch):
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        time.sleep(self.per_batch + self.per_row * len(ids))
+        mixed = ids * mask * np.arange(1, ids.shape[1] + 1)
+        mixed = mixed[..., None] if self.width < 0 else mixed.sum(1, keepdims=True)
+        return (mixed * np.arange(7, 7 + abs(self.width)) % 1009 / 128).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class FakeServed(Served):
     """A run with that engine, as both models."""
@@ -96,16 +108,35 @@ def fake_served(max_length=64, classes=(), **engine) -> FakeServed:
 
     With classes the number is the logit of the first, and the others have 0.
     """
-    return FakeServed(
-        name="fake",
-        task=Task(
+    return _served(
+        Task(
             name="numbers",
             text_columns=("text",),
             num_labels=max(len(classes), 1),
             metrics=("accuracy" if classes else "pearson",),
         ),
-        classes=tuple(classes),
-        tokenizer=Tokenizer(),
+        tuple(classes),
+        Tokenizer(),
+        max_length,
+        Engine(**engine, width=max(len(classes), 1)),
+    )
+
+
+def tiny_served(endpoint, **engine) -> FakeServed:
+    """A run of an endpoint of `TASKS`, with a real tokenizer."""
+    from ..integration.test_serve_fuzz import TASKS
+    from ..integration.tiny import tokenizer
+
+    task, width = TASKS[endpoint]
+    return _served(task, task.classes or ("bad", "good"), tokenizer(), 64, Mixing(**engine, width=width))
+
+
+def _served(task, classes, tokenizer, max_length, engine):
+    return FakeServed(
+        name="fake",
+        task=task,
+        classes=classes,
+        tokenizer=tokenizer,
         max_length=max_length,
         profiles=(Profile((1, 16), (8, 32), (64, max_length)),),
         made_with="fake 1",
@@ -113,7 +144,7 @@ def fake_served(max_length=64, classes=(), **engine) -> FakeServed:
         engine=NO_FILE,
         graph=NO_FILE,
         fp32=NO_FILE,
-        fake=Engine(**engine, width=max(len(classes), 1)),
+        fake=engine,
     )
 
 
@@ -122,7 +153,8 @@ def main():
     from qdqbench.quantize.deployment.server.server import serve
 
     asked = json.loads(sys.argv[1])
-    served = fake_served(**asked.pop("order", {}))
+    order = asked.pop("order", {})
+    served = (tiny_served if "endpoint" in order else fake_served)(**order)
     serve(served, Settings(**asked), lambda url, loopback: print(url, flush=True))
 
 

@@ -2,25 +2,37 @@
 
     python -m tests.tools.fuzz [--minutes 5] [--seed N] [TARGET ...]
 
-A target is a reader of foreign files, or `hypothesis`: the property tests with random draws. What breaks a
-reader is shortened and printed with its seed, and the exit status is 1. Add it to the explicit examples of
-that reader's test.
+A target is a reader of foreign files, an endpoint of `serve`, which reads the bytes of a connection, or
+`hypothesis`: the property tests with random draws. Rounds go over all targets, 20 s each, with a new seed.
+What breaks a reader is shortened, printed with its seed and appended to `tests/golden/broken_files.json`,
+which the tests replay. What breaks a property is printed: add it as an `@example`. The last lines sum up
+cases, CPU seconds and faults; the exit status is 1 where there is a fault.
 """
 
 import argparse
+import asyncio
+import base64
 import contextlib
 import json
 import os
 import random
+import re
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
+from tests.integration import test_serve_fuzz as http
 from tests.support.disfigured import disfigure
 from tests.support.foreign_layer import float_layer
 from tests.support.fuzz import broken
@@ -28,25 +40,67 @@ from tests.support.records import engine_result
 from tests.support.tiny_layer import FORMS, healthy
 from tests.unit.engine.diagnose.test_hostile import BASES
 
+from qdqbench.eval.bench.results import read_bench
 from qdqbench.eval.metrics.logits import read_answers
+from qdqbench.eval.runs.gate import issue_sentence, judge_gate, judge_stages
+from qdqbench.quantize.calibration.record import read_record
+from qdqbench.quantize.deployment.write import find_license
 from qdqbench.quantize.engine.cache_import import read_cache_file
 from qdqbench.quantize.engine.diagnose.diagnose import diagnose
 from qdqbench.quantize.engine.repair.fix import FixOptions, rewrite
+from qdqbench.quantize.engine.repair.runs import read_feeds
 from qdqbench.quantize.engine.trtexec import read_profile, read_times
 from qdqbench.quantize.graph.check.check import check_file, check_model, to_json
 from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.models.identity import embedding_notes
+from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.tasks.rows import load_split
+from qdqbench.quantize.tasks.task import GLUE
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.utils.arrays import read_arrays
 from qdqbench.quantize.utils.errors import QdqError
-from qdqbench.quantize.utils.results import EngineResult
+from qdqbench.quantize.utils.results import RESULTS_FILE, EngineResult, read_results
 from qdqbench.quantize.utils.schema import read
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 20.0  # of CPU for one case
+FOUND = ROOT / "tests" / "golden" / "broken_files.json"
+SECONDS, MEGABYTES = 20.0, 700  # of CPU and of memory for one case
+ROUND_S = 20.0  # of a target
 PROPERTIES = [
-    f"tests/unit/{name}" for name in ("graph", "gate", "recipe", "engine", "core", "machine", "tasks")
+    f"tests/unit/{name}"
+    for name in (
+        "bench",
+        "deployment",
+        "engine",
+        "graph",
+        "metrics",
+        "recipe",
+        "runs",
+        "tasks",
+        "utils",
+        "verification",
+    )
 ]
 Reader = Callable[[Path], object]
+
+
+class Target(NamedTuple):
+    """A reader, good files, what makes an odd file that is well-formed, its name, and files beside it."""
+
+    read: Reader
+    samples: Callable[[], list[bytes]]
+    odd: Callable[[list[bytes], random.Random], bytes] | None = None
+    file: str = "file"
+    beside: Mapping[str, Callable[[], bytes]] = {}
+
+    def place(self, folder: Path) -> Path:
+        """Write the files beside, and return where the reader's file belongs."""
+        for name, made in self.beside.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(made())
+        (folder / self.file).parent.mkdir(exist_ok=True)
+        return folder / self.file
 
 
 def rewritten(path: Path) -> object:
@@ -57,15 +111,111 @@ def rewritten(path: Path) -> object:
     return rewrite(model, FixOptions(), {}, [], [])
 
 
+def judged(path: Path) -> object:
+    """Do what the gate does with the results of a run."""
+    config = SimpleNamespace(task=GLUE["sst2"])
+    found = {
+        "folder": path.parent,
+        "recipe": load_recipe("bert-int8-linears"),
+        "gold": {"validation": np.zeros(9, int)},
+    }
+    session: Any = SimpleNamespace(config=config, **found)
+    results = read_results(path.parent)
+    gates = judge_gate(session, results), judge_stages(session, results)
+    return [(gate.model_dump_json(), [*map(issue_sentence, gate.issues)]) for gate in gates]
+
+
+def answered(name: str, path: Path) -> None:
+    """Send bytes to an endpoint over one connection; every request gets one answer, and none is a 500."""
+    loop, config = endpoint(name)
+    loop.run_until_complete(connected(config, path.read_bytes()))
+
+
+@cache
+def endpoint(name: str) -> tuple[asyncio.AbstractEventLoop, Any]:
+    """Start the service of an endpoint in a loop of its own."""
+    import uvicorn
+
+    service, loop = http.service(name), asyncio.new_event_loop()
+    service.settings = service.settings.model_copy(update={"timeout": 0.1})
+    loop.run_until_complete(service._lifespan(None).__aenter__())
+    return loop, uvicorn.Config(service, lifespan="off", ws="none", log_config=None, log_level="critical")
+
+
+async def connected(config: Any, data: bytes) -> None:
+    """Feed a connection, as uvicorn does, and then drop it."""
+    from uvicorn.server import ServerState
+
+    from qdqbench.quantize.deployment.server.server import _Protocol
+
+    failures, written, state = list[str](), bytearray(), ServerState()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: failures.append(str(context)))
+    protocol, transport = _Protocol(config, state, {}), Connection(written)
+    protocol.connection_made(transport)
+    if data:  # the end of a connection is told otherwise
+        protocol.data_received(data)
+    for drop in (False, True):
+        if drop:
+            protocol.connection_lost(None)
+        end = time.monotonic() + 1
+        while state.tasks and time.monotonic() < end:
+            await asyncio.wait(state.tasks, timeout=0.2)
+    assert not state.tasks, "a request does not end"
+    assert not failures, failures[0][:200]
+    broken = re.search(rb"(?m)^HTTP/1\.1 (?!2|4|503).*", written)
+    assert not broken, broken
+    assert written.startswith(b"HTTP/1.1 ") or not written, bytes(written[:99])
+
+
+class Connection(asyncio.Transport):
+    """A connection whose client reads at once."""
+
+    def __init__(self, written: bytearray) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+        self.written, self.closing = written, False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+
+    abort = close
+    pause_reading = resume_reading = set_write_buffer_limits = lambda self, *_: None
+
+
+def request(
+    method: str, path: str, body: bytes, headers: dict[str, str], chunks: list[bytes] | None
+) -> bytes:
+    """Return the bytes of a request."""
+    given = {"host": "localhost", "content-type": "application/json"}
+    given |= {"content-length": str(len(body))} if chunks is None else {"transfer-encoding": "chunked"}
+    lines = "".join(f"{key}: {value}\r\n" for key, value in (given | headers).items())
+    parts = [b"%x\r\n%b\r\n" % (len(part), part) for part in chunks or () if part]
+    sent = bytes(body) if chunks is None else b"".join([*parts, b"0\r\n\r\n"])
+    return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode("utf-8", "replace") + sent
+
+
 def archives() -> list[bytes]:
     """Return archives of logits, as a stage writes them."""
+    return [
+        archive({"validation.logits": np.zeros((9, 2), np.float32), "validation.labels": np.zeros(9, int)})
+    ]
+
+
+def archive(arrays: dict[str, Any]) -> bytes:
+    """Return what `numpy.savez` writes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.npz"
-        np.savez(
-            path,
-            **{"validation.logits": np.zeros((9, 2), np.float32), "validation.labels": np.zeros(9, np.int64)},
-        )
-        return [path.read_bytes()]
+        np.savez(path, **arrays)
+        return path.read_bytes()
 
 
 def graphs() -> list[bytes]:
@@ -73,9 +223,38 @@ def graphs() -> list[bytes]:
     return [*(healthy(form).SerializeToString() for form in FORMS), float_layer().SerializeToString()]
 
 
-def engines() -> list[bytes]:
-    """Return what a run records of an engine."""
-    return [engine_result(12).model_dump_json().encode()]
+def odd_graph(samples: list[bytes], chance: random.Random) -> bytes:
+    """Return a graph with parts that no exporter writes."""
+    import onnx
+
+    model = onnx.load_from_string(chance.choice(samples))
+    with contextlib.suppress(Exception):  # it was disfigured beyond what onnx lets one write
+        disfigure(model, chance)
+    for node in model.graph.node:
+        if chance.random() < 0.03:
+            node.domain = chance.choice(["com.microsoft", "ai.onnx", "other"])
+        if chance.random() < 0.03:
+            del node.output[chance.randrange(len(node.output) + 1) :]
+    model.opset_import.extend(
+        [onnx.helper.make_opsetid("com.microsoft", 1), onnx.helper.make_opsetid("other", 1)]
+    )
+    return model.SerializeToString()
+
+
+def odd_json(samples: list[bytes], chance: random.Random) -> bytes:
+    """Return JSON with other values, keys and lengths."""
+    value = json.loads(chance.choice(samples))
+    for _ in range(chance.randint(1, 4)):
+        value = http.mutated(value, chance)
+    return json.dumps(value).encode("utf-8", "surrogatepass")
+
+
+def odd_request(name: str, samples: list[bytes], chance: random.Random) -> bytes:
+    """Return one to three requests that a client could mean."""
+    path = "/v1/" + name.split(maxsplit=1)[0]
+    return b"".join(
+        request(*http.case(http.GOOD[name], path, chance)) for _ in range(chance.choice([1, 1, 3]))
+    )
 
 
 def recipes() -> list[bytes]:
@@ -83,56 +262,126 @@ def recipes() -> list[bytes]:
     return [path.read_bytes() for path in sorted((ROOT / "recipes").glob("*/*.yaml"))]
 
 
-TARGETS: dict[str, tuple[Reader, Callable[[], list[bytes]]]] = {
-    "check": (lambda path: json.dumps(to_json(check_file(path)), allow_nan=False), graphs),
-    "fix": (rewritten, graphs),
-    "recipe": (lambda path: load_recipe(str(path)), recipes),
-    "engine record": (lambda path: read(path, EngineResult, "engine record", "build it again"), engines),
-    "arrays": (lambda path: read_arrays(path, "write it again"), archives),
-    "answers": (read_answers, archives),
-    "cache": (read_cache_file, BASES["cache"]),
-    "times": (read_times, BASES["times"]),
-    "profile": (read_profile, BASES["profile"]),
-    **{f"diagnose {kind}": (lambda path: diagnose([path]), base) for kind, base in BASES.items()},
+def of_docs(pattern: str) -> list[bytes]:
+    """Return files of measured runs."""
+    return [path.read_bytes() for path in sorted((ROOT / "docs").glob(pattern))[:3]]
+
+
+def made_json(value: object) -> list[bytes]:
+    """Return a value as a file."""
+    return [json.dumps(value).encode()]
+
+
+MODULES = [
+    {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
+    for n, (path, kind) in enumerate([("", "Transformer"), ("1_Pooling", "Pooling"), ("", "Normalize")])
+]
+POOLING, MEAN = "1_Pooling/config.json", {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
+CONFIG = {
+    "model_type": "bert", "architectures": ["BertForSequenceClassification"], "hidden_size": 32,
+    "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64, "hidden_act": "gelu",
+    "id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}, "torch_dtype": "float32",
+}  # fmt: skip
+CALIBRATION = {
+    "method": "max", "seed": 0, "data": {"samples": 8}, "notes": [], "softmax": [],
+    "quantizers": {"a.input_quantizer": {"kind": "input", "axis": None, "amax": 1.5, "rms": 0.5}},
+}  # fmt: skip
+FEEDS = {"x": np.zeros((2, 4, 32), np.float32), "mask": np.zeros((2, 1, 1, 4), np.float32)}
+CARD = b"---\nlicense: apache-2.0\nlicense_name: own\ntags:\n- a\n---\n# Model\n"
+TARGETS: dict[str, Target] = {
+    "check": Target(lambda path: json.dumps(to_json(check_file(path)), allow_nan=False), graphs, odd_graph),
+    "fix": Target(rewritten, graphs, odd_graph),
+    "samples": Target(lambda path: read_feeds(path, float_layer()), lambda: [archive(FEEDS)]),
+    "recipe": Target(lambda path: load_recipe(str(path)), recipes, file="file.yaml"),
+    "gate": Target(judged, lambda: of_docs("measured-cpu/*/results.json"), odd_json, RESULTS_FILE,
+                   {"logits/fp32.npz": lambda: archives()[0]}),
+    "bench": Target(read_bench, lambda: of_docs("measured/*/bench.json"), odd_json),
+    "engine record": Target(
+        lambda path: read(path, EngineResult, "engine record", "build it again"),
+        lambda: [engine_result(12).model_dump_json().encode()],
+        odd_json,
+    ),
+    "calibration": Target(read_record, lambda: made_json(CALIBRATION), odd_json),
+    "model config": Target(
+        lambda path: read_class_names(str(path.parent), None, CLASSIFICATION),
+        lambda: made_json(CONFIG), odd_json, "config.json",
+    ),
+    "model modules": Target(
+        lambda path: embedding_notes(str(path.parent), None, 128),
+        lambda: made_json(MODULES), odd_json, "modules.json", {POOLING: lambda: made_json(MEAN)[0]},
+    ),
+    "model pooling": Target(
+        lambda path: embedding_notes(str(path.parents[1]), None, 128),
+        lambda: made_json(MEAN), odd_json, POOLING, {"modules.json": lambda: made_json(MODULES)[0]},
+    ),
+    "model card": Target(lambda path: find_license(str(path.parent), None), lambda: [CARD], file="README.md"),
+    **{
+        f"rows {kind}": Target(
+            lambda path: load_split(GLUE["sst2"], str(path), "validation"),
+            lambda made=made: [made],
+            file=f"file.{kind}",
+        )
+        for kind, made in {
+            "csv": b"sentence,label\n" + b'"a, good film",1\nbad,0\n' * 9,
+            "jsonl": b'{"sentence": "a good film", "label": 1}\n{"sentence": "bad", "label": 0}\n' * 9,
+        }.items()
+    },
+    "arrays": Target(lambda path: read_arrays(path, "write it again"), archives),
+    "answers": Target(read_answers, archives),
+    "cache": Target(read_cache_file, BASES["cache"]),
+    "times": Target(read_times, BASES["times"], odd_json),
+    "profile": Target(read_profile, BASES["profile"], odd_json),
+    **{
+        f"diagnose {kind}": Target(
+            lambda path: json.dumps(diagnose([path]).model_dump(mode="json"), allow_nan=False),
+            base,
+            {"onnx": odd_graph, "table": odd_json, "profile": odd_json, "times": odd_json}.get(kind),
+        )
+        for kind, base in BASES.items()
+    },
+    **{
+        f"http {name}": Target(
+            partial(answered, name),
+            lambda name=name: [
+                request("POST", "/v1/" + name.split()[0], json.dumps(http.GOOD[name]).encode(), {}, None),
+                request("GET", "/v1/model", b"", {}, None),
+            ],
+            partial(odd_request, name),
+        )
+        for name in http.TASKS
+    },
 }  # fmt: skip
 
 
-def cases(samples: list[bytes], seed: int) -> Iterator[bytes]:
-    """Yield damaged files; of graphs, half are well-formed ones with odd parts."""
-    import onnx
-
-    chance, damaged = random.Random(seed), broken(samples, 1 << 40, seed)
-    for data in damaged:
-        if chance.random() < 0.5 and samples[0][:1] == b"\x08":
-            model = onnx.load_from_string(chance.choice(samples))
-            with contextlib.suppress(Exception):  # it was disfigured beyond what onnx lets one write
-                disfigure(model, chance)
-            for node in model.graph.node:
-                if chance.random() < 0.03:
-                    node.domain = chance.choice(["com.microsoft", "ai.onnx", "other"])
-                if chance.random() < 0.03:
-                    del node.output[chance.randrange(len(node.output) + 1) :]
-            model.opset_import.extend(
-                [onnx.helper.make_opsetid("com.microsoft", 1), onnx.helper.make_opsetid("other", 1)]
-            )
-            yield model.SerializeToString()
-        else:
-            yield data
+def cases(target: Target, seed: int) -> Iterator[bytes]:
+    """Yield damaged files, of which half are well-formed ones with odd parts where these can be made."""
+    chance, samples = random.Random(seed), target.samples()
+    for data in broken(samples, 1 << 40, seed):
+        yield target.odd(samples, chance) if target.odd and chance.random() < 0.5 else data
 
 
 def fault_of(reader: Reader, path: Path, data: bytes) -> str:
-    """Return how a reader breaks on these bytes: an exception that is not ours, a long sentence, or time."""
+    """Return how a reader breaks on these bytes: not our exception, a long sentence, time, or memory."""
     path.write_bytes(data)
-    start = time.process_time()
+    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    signal.signal(signal.SIGPROF, signal.default_int_handler)  # Ctrl-C ends every reader
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         reader(path)
     except QdqError as error:
         if "\n" in str(error) or len(str(error)) > 5_000:
             return f"no sentence: {str(error)[:200]!r}"
+    except KeyboardInterrupt:
+        if time.process_time() - start < SECONDS / 2:
+            raise
+        return f"over {SECONDS} s"
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {str(error)[:200]}"
-    return f"over {SECONDS} s" if time.process_time() - start > SECONDS else ""
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before >> 10
+    return f"over {MEGABYTES} MB" if grown > MEGABYTES else ""
 
 
 def shortened(reader: Reader, path: Path, data: bytes, fault: str, until: float) -> bytes:
@@ -150,45 +399,64 @@ def shortened(reader: Reader, path: Path, data: bytes, fault: str, until: float)
     return data
 
 
-def search(name: str, seed: int, seconds: float) -> list[str]:
+class Tally:
+    """What a search of one target did."""
+
+    def __init__(self) -> None:
+        self.cases, self.cpu = 0, 0.0
+        self.faults: dict[str, str] = {}  # by kind, the shortest case
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of those that it waited for."""
+    return sum(os.times()[:4])
+
+
+def search(name: str, seed: int, seconds: float, tally: Tally) -> None:
     """Look for faults of one reader; every kind of fault once."""
-    reader, make = TARGETS[name]
-    until, count, faults = time.monotonic() + seconds, 0, dict[str, str]()
+    target, until = TARGETS[name], time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / ("file.yaml" if name == "recipe" else "file")
-        for data in cases(make(), seed):
+        path = target.place(Path(folder))
+        for data in cases(target, seed):
             if time.monotonic() > until:
                 break
-            count += 1
-            fault = fault_of(reader, path, data)
-            if fault and fault.partition(": ")[0] not in faults:
-                shortest = shortened(reader, path, data, fault, time.monotonic() + 30)
-                faults[fault.partition(": ")[0]] = f"{name}, seed {seed}: {fault}\n  {shortest[:2000]!r}"
-                print(faults[fault.partition(": ")[0]], flush=True)
-    print(f"{name}: {count} cases, {len(faults)} faults", flush=True)
-    return [*faults.values()]
+            tally.cases += 1
+            fault = fault_of(target.read, path, data)
+            if fault and fault.partition(": ")[0] not in tally.faults:
+                shortest = shortened(target.read, path, data, fault, time.monotonic() + 30)
+                tally.faults[fault.partition(": ")[0]] = (
+                    f"{name}, seed {seed}: {fault}\n  {shortest[:2000]!r}"
+                )
+                print(tally.faults[fault.partition(": ")[0]], flush=True)
+                keep(name, fault, shortest)
 
 
-def properties(seed: int, seconds: float) -> list[str]:
+def keep(name: str, fault: str, data: bytes) -> None:
+    """Append a case to those that the tests replay."""
+    row = {"target": name, "fault": fault.partition(": ")[0], "data": base64.b64encode(data).decode()}
+    known = json.loads(FOUND.read_text()) if FOUND.exists() else []
+    FOUND.write_text(json.dumps([*known, row], indent=1) + "\n")
+
+
+def properties(seed: int, seconds: float, tally: Tally) -> None:
     """Run the property tests with random draws, again and again."""
-    until, faults = time.monotonic() + seconds, []
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "hypothesis and not long"]
+        command += [f"--hypothesis-seed={seed}", *PROPERTIES]
         done = subprocess.run(
-            [*command, f"--hypothesis-seed={seed}", *PROPERTIES],
-            cwd=ROOT, env=os.environ | {"HYPOTHESIS_PROFILE": "random"}, stdout=subprocess.PIPE, text=True,
-            check=False,
+            command, cwd=ROOT, env=os.environ | {"HYPOTHESIS_PROFILE": "search"}, stdout=subprocess.PIPE,
+            text=True, check=False,
         )  # fmt: skip
-        print(f"hypothesis, seed {seed}: {done.stdout.strip().splitlines()[-1:]}", flush=True)
+        tally.cases += 1
         if done.returncode:
-            print(done.stdout[-4000:], flush=True)
-            faults.append(f"hypothesis, seed {seed}")
+            tally.faults[f"hypothesis, seed {seed}"] = done.stdout[-4000:]
+            print(f"hypothesis, seed {seed}\n{done.stdout[-4000:]}", flush=True)
         seed += 1
-    return faults
 
 
 def main() -> None:
-    """Share the time among the targets."""
+    """Go over the targets in rounds until the time is over."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -197,13 +465,21 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=int(time.time()))
     given = options.parse_args()
     names = given.targets or [*TARGETS, "hypothesis"]
-    seconds, faults = 60 * given.minutes / len(names), []
-    print(f"seed {given.seed}", flush=True)
-    for name in names:
-        faults += (
-            properties(given.seed, seconds) if name == "hypothesis" else search(name, given.seed, seconds)
-        )
-    sys.exit(bool(faults))
+    until, tallies, seed = time.monotonic() + 60 * given.minutes, defaultdict[str, Tally](Tally), given.seed
+    print(f"seed {seed}", flush=True)
+    while time.monotonic() < until:
+        for name in names:
+            left = min(until - time.monotonic(), ROUND_S, 60 * given.minutes / len(names))
+            if left > 0:
+                before, look = cpu_seconds(), properties if name == "hypothesis" else partial(search, name)
+                look(seed, left, tallies[name])
+                tallies[name].cpu += cpu_seconds() - before
+        seed += 1
+        print(f"next seed {seed}, {cpu_seconds():.0f} s of CPU", flush=True)
+    for name, tally in tallies.items():
+        print(f"{name}: {tally.cases} cases, {tally.cpu:.0f} s of CPU, {len(tally.faults)} faults")
+    print(f"seeds {given.seed} to {seed - 1}, {cpu_seconds():.0f} s of CPU", flush=True)
+    sys.exit(any(tally.faults for tally in tallies.values()))
 
 
 if __name__ == "__main__":

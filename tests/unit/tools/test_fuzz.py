@@ -1,6 +1,9 @@
 """The random search finds a reader's fault once, and shortens the case."""
 
+import base64
 import contextlib
+import json
+import random
 from pathlib import Path
 
 import pytest
@@ -26,20 +29,34 @@ def test_a_fault_is_found_and_shortened(tmp_path: Path) -> None:
     assert (len(shortest), b"\x00" in shortest) == (4, True)
 
 
-def test_every_target_reads_one_of_its_samples(tmp_path: Path) -> None:
-    for name, (reader, samples) in fuzz.TARGETS.items():
-        path, read = tmp_path / ("file.yaml" if name == "recipe" else "file"), 0
-        for data in samples():
-            path.write_bytes(data)
+def test_every_target_reads_its_samples_and_odd_ones(tmp_path: Path) -> None:
+    for name, target in fuzz.TARGETS.items():
+        (tmp_path / name).mkdir()
+        path, read = target.place(tmp_path / name), 0
+        samples = target.samples()
+        for data in [*samples, *([target.odd(samples, random.Random(0))] if target.odd else [])]:
+            assert not fuzz.fault_of(target.read, path, data), name
             with contextlib.suppress(UserError):
-                reader(path)
+                target.read(path)
                 read += 1
         assert read, name
 
 
-def test_a_search_ends_in_time_and_reports_each_kind_of_fault_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("row", json.loads(fuzz.FOUND.read_text()), ids=lambda row: row["target"])
+def test_what_once_broke_a_reader_does_not(tmp_path: Path, row: dict[str, str]) -> None:
+    target = fuzz.TARGETS[row["target"]]
+    assert not fuzz.fault_of(target.read, target.place(tmp_path), base64.b64decode(row["data"]))
+
+
+def test_a_search_ends_in_time_and_keeps_each_kind_of_fault_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(fuzz.TARGETS, "fragile", (fragile, lambda: [bytes(50)]))
-    assert len(fuzz.search("fragile", 0, 0.3)) == 1
+    monkeypatch.setitem(fuzz.TARGETS, "fragile", fuzz.Target(fragile, lambda: [bytes(50)]))
+    monkeypatch.setattr(fuzz, "FOUND", tmp_path / "found.json")
+    tally = fuzz.Tally()
+    fuzz.search("fragile", 0, 0.3, tally)
+    assert len(tally.faults) == 1
+    assert tally.cases > 1
     assert "fragile, seed 0: IndexError" in capsys.readouterr().out
+    (row,) = json.loads(fuzz.FOUND.read_text())
+    assert len(base64.b64decode(row["data"])) == 4

@@ -1,0 +1,93 @@
+"""The set-up commands: the lock has every pinned version with hashes, and no test fails by luck."""
+
+import hashlib
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).parents[2]
+DEV = runpy.run_path(str(ROOT / "dev.py"))
+LOCKED = re.compile(r"^([\w.-]+==[\w.]+)[^\n]*((?:\\\n +--hash=sha256:[0-9a-f]{64} ?)+)$", re.MULTILINE)
+
+
+def locked() -> dict[str, int]:
+    """Return the hashes that each version has."""
+    return {name: hashes.count("sha256:") for name, hashes in LOCKED.findall(DEV["LOCK"].read_text())}
+
+
+def test_the_lock_has_every_pinned_version_with_a_hash() -> None:
+    pinned = {
+        line.partition(";")[0].strip()
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    }
+    assert len(pinned) > 20
+    assert pinned <= {*locked()}
+    assert all(locked().values())
+    assert len(re.findall(r"(?m)^[a-z]", DEV["LOCK"].read_text())) == len(
+        LOCKED.findall(DEV["LOCK"].read_text())
+    )
+
+
+def test_the_lock_has_every_dependency_and_what_builds_them() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    given = [
+        *project["dependencies"],
+        *(each for extra in ("rtx", "openvino", "serve", "dev") for each in extras[extra]),
+    ]
+    wanted = {re.split(r"[\[<>=]", each)[0].lower() for each in given} | {*DEV["BUILD"]}
+    assert wanted - {"qdqbench"} <= {name.partition("==")[0] for name in locked()}
+
+
+@pytest.fixture
+def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Return the comparison with a lock of one file."""
+    lock = tmp_path / "constraints.lock"
+    lock.write_text(f"a==1 \\\n    --hash=sha256:{hashlib.sha256(b'good').hexdigest()}\n")
+    compare: Callable[[Path], None] = DEV["verify"]
+    monkeypatch.setitem(compare.__globals__, "LOCK", lock)
+    return compare
+
+
+def test_a_changed_file_is_refused(tmp_path: Path, verify: Callable[[Path], None]) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    (files / "a-1-py3-none-any.whl").write_bytes(b"good")
+    (files / "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl").write_bytes(b"of another index")
+    verify(files)
+    for name in (
+        "a-1.1-py3-none-any.whl",
+        "a-1+torch-py3-none-any.whl",
+        "torch-2.13.0-cp311-cp311-linux_x86_64.whl",
+    ):
+        (files / name).write_bytes(b"evil")
+        with pytest.raises(
+            SystemExit, match=re.escape(f"{name} is not the file that constraints.lock lists")
+        ):
+            verify(files)
+        (files / name).unlink()
+
+
+@pytest.mark.parametrize(("words", "profile"), [([], "fixed"), (["--all"], "random")])
+def test_only_all_tests_draw_at_random(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], profile: str
+) -> None:
+    called: list[dict[str, str]] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "argv", ["dev.py", "test", *words])
+    replaced = DEV["main"].__globals__
+    monkeypatch.setitem(replaced, "install", lambda *_: False)
+    monkeypatch.setitem(replaced, "call", lambda *_, **variables: called.append(variables))
+    DEV["main"]()
+    assert called[-1] == {"HYPOTHESIS_PROFILE": profile}
+    drawn = settings.get_profile(profile)
+    assert drawn.derandomize == (profile == "fixed")
+    assert (drawn.database is None) == (profile == "fixed")
