@@ -59,7 +59,7 @@ def save_checkpoint(folder: Path, step: int, accelerator: "Accelerator", manifes
     `manifest` has its fields but for the files. What cannot be written is a `UserError`.
     """
     final = get_checkpoint_folder(folder, step)
-    temporary = folder / f".{final.name}.tmp"
+    temporary = folder / f".{final.name}.training.tmp"  # the same in all processes
 
     def prepare() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
