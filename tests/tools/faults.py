@@ -25,10 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from tests.integration.tiny import write_data, write_model
+from tests.integration import tiny
 
 from qdqbench.cli.app import program
 from qdqbench.quantize.utils.system import process as this
+from qdqbench.quantize.utils.system.early import watch_early
 
 ON = "--model ../given/model --task sst2 --data ../given/data"
 FEW = f"{ON} --set calibration.samples=32"
@@ -55,6 +56,7 @@ REFUSED = {"export-triton": "is a file or holds files"}  # what does not write o
 MAY_DIFFER = {  # in any text file: pattern -> what it is
     r'"(created|since)": "[^"]+"|[-\d]{10}[T ][\d:]{8}(\+00:00| UTC)': "dates",
     r'"\w*(seconds|_s|_s_\w+)": [-\d.e]+|(?<=[ >|])[\d.]+ (ms|s|min|h)\b|width: [\d.]+%': "durations",
+    r'"samples_per_second": [\d.]+|samples/s</th><td>[\d,.]+|samples/s \| [\d,.]+': "rates",
     r'"(peak_rss_bytes|memory_bytes|resident_bytes)": \d+|(?<=[ >|])[\d.]+ [kMG]?B\b': "memory",
     r'"[\w./]*engine.json": "[0-9a-f]{64}"|"key": "[0-9a-f]{64}"': "hashes of files with durations",
     r'"reused": (true|false)': "what an earlier call made",
@@ -99,6 +101,7 @@ class Bench:
     whole: dict[str, bytes] = field(default_factory=dict)
     used: int = 0  # bytes of a disk
     undisturbed: Ended = field(default_factory=lambda: Ended(0, [], 60.0))
+    seconds: dict[bool, float] = field(default_factory=dict)  # of a warm process or not
 
     @property
     def case(self) -> Path:
@@ -123,6 +126,7 @@ class Bench:
         for warm in (True, False):
             self.reset()
             before, self.undisturbed = self.whole, self.start(warm=warm).wait()
+            self.seconds[warm] = self.undisturbed.seconds
             self.whole, self.used = self.read(), used(self.case)
             if before and (differing := differences(before, self.whole)):
                 raise SystemExit(f"{self.name} is not reproducible: {differing}")
@@ -171,6 +175,7 @@ class Process:
             os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
         if not warm:
             os.execv(sys.executable, [sys.executable, "-m", "qdqbench", *words])
+        watch_early()
         sys.argv = ["qdqbench", *words]
         program()
 
@@ -267,8 +272,8 @@ def send_signal(bench: Bench, draw: random.Random) -> tuple[str, list[str]] | No
     number, group = draw.choice(SIGNALS), draw.random() < 0.5
     holder = draw.choice((None, os.getpid(), NOBODY))
     bench.reset()
-    process = bench.start()
-    if not process.sleep(draw.uniform(0, bench.undisturbed.seconds)):
+    process = bench.start(warm=(warm := draw.random() < 0.5))
+    if not process.sleep(draw.uniform(0, bench.seconds[warm])):
         process.wait()
         return None
     (os.killpg if group else os.kill)(process.pid, number)
@@ -295,7 +300,7 @@ def fill_disk(bench: Bench, draw: random.Random) -> tuple[str, list[str]]:
     most = bench.used if output else 1 << 20
     with disk(place, round(least + draw.random() * (most - least))) as remount:
         bench.reset()
-        ended = bench.start().wait()
+        ended = bench.start(warm=True).wait()
         what = f"full disk for {'the output' if output else 'temporary files'}"
         if ended.status == bench.undisturbed.status:
             return f"{what}: it fitted", differences(bench.whole, bench.read())
@@ -310,11 +315,13 @@ def refuse_writes(bench: Bench, draw: random.Random) -> tuple[str, list[str]]:
         bench.reset()
         before = bench.read()
         remount("ro")
-        wrong = bench.start().wait().complaints(1, "[Rr]ead-only") + differences(before, bench.read())
+        wrong = bench.start(warm=True).wait().complaints(1, "[Rr]ead-only") + differences(
+            before, bench.read()
+        )
         remount("rw")
         wrong += bench.again()
         remount("ro")
-        ended = bench.start().wait()
+        ended = bench.start(warm=True).wait()
         if ended.status != bench.undisturbed.status:
             wrong += ended.complaints(1, "[Rr]ead-only|in use|exists")
         return "read-only folder", wrong + differences(bench.whole, bench.read())
@@ -323,8 +330,8 @@ def refuse_writes(bench: Bench, draw: random.Random) -> tuple[str, list[str]]:
 def remove_folder(bench: Bench, draw: random.Random) -> tuple[str, list[str]] | None:
     """Move a folder away in the middle, and bring back what was given."""
     bench.reset()
-    process = bench.start()
-    runs = process.sleep(draw.uniform(0, bench.undisturbed.seconds))
+    process = bench.start(warm=True)
+    runs = process.sleep(draw.uniform(0, bench.seconds[True]))
     folders = sorted(path for path in bench.case.iterdir() if path.is_dir())
     if not runs or not folders:
         process.wait()
@@ -345,9 +352,9 @@ def remove_folder(bench: Bench, draw: random.Random) -> tuple[str, list[str]] | 
 def start_second(bench: Bench, draw: random.Random) -> tuple[str, list[str]]:
     """Run the same command twice at the same time: one works, and the other says so or works after it."""
     bench.reset()
-    first = bench.start()
-    first.sleep(draw.uniform(0, bench.undisturbed.seconds))
-    second = bench.start().wait()
+    first = bench.start(warm=True)
+    first.sleep(draw.uniform(0, bench.seconds[True]))
+    second = bench.start(warm=True).wait()
     both = [first.wait(), second]
     losers = [ended for ended in both if ended.status != bench.undisturbed.status]
     wrong = ["none works"] if len(losers) == 2 else []
@@ -373,8 +380,9 @@ def prepare(work: Path) -> None:
     given = work / "given"
     if not (given / "done").exists():
         shutil.rmtree(given, ignore_errors=True)
-        write_data(given / "data", "sst2")
-        write_model(given / "model", "sst2")
+        tiny.LAYERS = 1
+        tiny.write_data(given / "data", "sst2")
+        tiny.write_model(given / "model", "sst2")
         bench = Bench("run", work)
         bench.reset()
         for words in (COMMANDS["run"][0].replace("--out out", "--out run"), OTHER):
@@ -389,7 +397,7 @@ def plan(names: list[str], moments: int, disks: int, folders: int) -> list[tuple
     """Return faults and their commands: moments by the shares of commands, the others in turn."""
     shares = [name for name in names for _ in range(COMMANDS[name][1])]
     found = [(shares[turn * len(shares) // moments], send_signal) for turn in range(moments)]
-    found += [(names[turn % len(names)], fill_disk) for turn in range(disks)]
+    found += [(shares[turn * len(shares) // disks], fill_disk) for turn in range(disks)]
     return found + [
         (names[turn % len(names)], FOLDERS[(turn + turn // len(names)) % 3]) for turn in range(folders)
     ]
@@ -405,6 +413,8 @@ def main() -> None:
     asked.add_argument("--commands", default=",".join(COMMANDS))
     asked.add_argument("--work", type=Path, default=Path("build/faults"))
     options = asked.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # ModelOpt pickles sets in their order
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"PYTHONHASHSEED": "0"})
     start, work, records = time.monotonic(), options.work.resolve(), list[Record]()
     os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
