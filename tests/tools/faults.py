@@ -58,7 +58,7 @@ MAY_DIFFER = {  # in any text file: pattern -> what it is
     r'"\w*(seconds|_s|_s_\w+)": [-\d.e]+|(?<=[ >|])[\d.]+ (ms|s|min|h)\b|width: [\d.]+%': "durations",
     r'"samples_per_second": [\d.]+|samples/s</th><td>[\d,.]+|samples/s \| [\d,.]+': "rates",
     r'"(peak_rss_bytes|memory_bytes|resident_bytes)": \d+|(?<=[ >|])[\d.]+ [kMG]?B\b': "memory",
-    r'"[\w./]*engine.json": "[0-9a-f]{64}"|"key": "[0-9a-f]{64}"': "hashes of files with durations",
+    r'"[\w./]*(engine|training).json": "[0-9a-f]{64}"|"key": "[0-9a-f]{64}"': "hashes of such files",
     r'"reused": (true|false)': "what an earlier call made",
 }
 OPAQUE = ("study.db",)  # files whose bytes hold times; what they say is in search.json
@@ -101,7 +101,6 @@ class Bench:
     whole: dict[str, bytes] = field(default_factory=dict)
     used: int = 0  # bytes of a disk
     undisturbed: Ended = field(default_factory=lambda: Ended(0, [], 60.0))
-    seconds: dict[bool, float] = field(default_factory=dict)  # of a warm process or not
 
     @property
     def case(self) -> Path:
@@ -122,14 +121,8 @@ class Bench:
         return Process(self, (words or COMMANDS[self.name][0]).split(), warm=warm)
 
     def measure(self) -> None:
-        """Run twice undisturbed: the same files, or nothing can be said about the others."""
-        for warm in (True, False):
-            self.reset()
-            before, self.undisturbed = self.whole, self.start(warm=warm).wait()
-            self.seconds[warm] = self.undisturbed.seconds
-            self.whole, self.used = self.read(), used(self.case)
-            if before and (differing := differences(before, self.whole)):
-                raise SystemExit(f"{self.name} is not reproducible: {differing}")
+        self.reset()
+        self.undisturbed, self.whole, self.used = self.start().wait(), self.read(), used(self.case)
 
     def read(self) -> dict[str, bytes]:
         return {
@@ -272,8 +265,8 @@ def send_signal(bench: Bench, draw: random.Random) -> tuple[str, list[str]] | No
     number, group = draw.choice(SIGNALS), draw.random() < 0.5
     holder = draw.choice((None, os.getpid(), NOBODY))
     bench.reset()
-    process = bench.start(warm=(warm := draw.random() < 0.5))
-    if not process.sleep(draw.uniform(0, bench.seconds[warm])):
+    process = bench.start()
+    if not process.sleep(draw.uniform(0, bench.undisturbed.seconds)):
         process.wait()
         return None
     (os.killpg if group else os.kill)(process.pid, number)
@@ -331,7 +324,7 @@ def remove_folder(bench: Bench, draw: random.Random) -> tuple[str, list[str]] | 
     """Move a folder away in the middle, and bring back what was given."""
     bench.reset()
     process = bench.start(warm=True)
-    runs = process.sleep(draw.uniform(0, bench.seconds[True]))
+    runs = process.sleep(draw.uniform(0, bench.undisturbed.seconds))
     folders = sorted(path for path in bench.case.iterdir() if path.is_dir())
     if not runs or not folders:
         process.wait()
@@ -353,7 +346,7 @@ def start_second(bench: Bench, draw: random.Random) -> tuple[str, list[str]]:
     """Run the same command twice at the same time: one works, and the other says so or works after it."""
     bench.reset()
     first = bench.start(warm=True)
-    first.sleep(draw.uniform(0, bench.seconds[True]))
+    first.sleep(draw.uniform(0, bench.undisturbed.seconds))
     second = bench.start(warm=True).wait()
     both = [first.wait(), second]
     losers = [ended for ended in both if ended.status != bench.undisturbed.status]
