@@ -78,9 +78,13 @@ def save_checkpoint(folder: Path, step: int, accelerator: "Accelerator", manifes
             shutil.rmtree(other)
 
     main = accelerator.is_main_process
-    _run_together(accelerator, folder, prepare if main else None)
-    _run_together(accelerator, folder, lambda: accelerator.save_state(str(temporary)))
-    _run_together(accelerator, folder, finish if main else None)
+    try:
+        _run_together(accelerator, folder, prepare if main else None)
+        _run_together(accelerator, folder, lambda: accelerator.save_state(str(temporary)))
+        _run_together(accelerator, folder, finish if main else None)
+    finally:
+        if main:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _run_together(accelerator: "Accelerator", folder: Path, work: Callable[[], Any] | None) -> None:

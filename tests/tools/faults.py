@@ -62,6 +62,8 @@ MAY_DIFFER = {  # in any text file: pattern -> what it is
     r'"reused": (true|false)': "what an earlier call made",
 }
 OPAQUE = ("study.db",)  # files whose bytes hold times; what they say is in search.json
+INTERRUPTED = "interrupted; .*the same command (goes on|starts anew)|interrupted before it began; .*"
+OTHERS = (".ses",)  # files among temporary ones that ONNX Runtime keeps
 PROGRESS = re.compile(r"\d\d:\d\d:\d\d .*")
 PAGE = 4096
 PRELOADED = (
@@ -144,7 +146,7 @@ class Bench:
     def left(self) -> list[str]:
         """Return what is left of temporary files; a killed process may leave them until the next."""
         paths = [*self.case.rglob("*.tmp"), *self.case.rglob(".lock.json"), *self.temporary.iterdir()]
-        return [f"left: {path.relative_to(self.work)}" for path in paths]
+        return [f"left: {path.relative_to(self.work)}" for path in paths if path.name not in OTHERS]
 
 
 class Process:
@@ -275,7 +277,7 @@ def send_signal(bench: Bench, draw: random.Random) -> tuple[str, list[str]] | No
     if ended.status == bench.undisturbed.status:
         return None
     if number != signal.SIGKILL:
-        wrong = ended.complaints(STATUS[number], "interrupted; .*the same command (goes on|starts anew)")
+        wrong = ended.complaints(STATUS[number], INTERRUPTED)
         return what, wrong + bench.left() + bench.again()
     wrong = [line for line in ended.lines if "alive" in line]
     for path in bench.case.rglob(".lock.json") if holder else ():
@@ -290,7 +292,7 @@ def fill_disk(bench: Bench, draw: random.Random) -> tuple[str, list[str]]:
     place = bench.case if output else bench.temporary
     bench.reset()
     least = used(place)
-    most = bench.used if output else 1 << 20
+    most = bench.used if output else 1 << 17
     with disk(place, round(least + draw.random() * (most - least))) as remount:
         bench.reset()
         ended = bench.start(warm=True).wait()
