@@ -84,12 +84,12 @@ class _Interrupted(SystemExit):
 def program() -> None:
     """The installed command: `main`, and the end of the process, without waiting for threads."""
     process.open_streams()
-    process.interruption.watch()
     if not any(name in sys.argv[1:2] for name in KEEPS_TORCH_DEFAULTS):
         process.use_passive_wait()
         process.disable_malloc_trim()
         process.relax_gc()
     try:
+        process.interruption.watch()
         main()
     except _Interrupted:
         process.end_interrupted()
@@ -103,10 +103,8 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
-    from qdqbench.quantize.utils.files import full_disk
-
-    reset_clock()
     try:
+        reset_clock()
         _invoke()
     except BrokenPipeError:  # `qdqbench ... | head`; what is still buffered has no reader
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -126,7 +124,9 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        if told := full_disk(error):
+        from qdqbench.quantize.utils.files import full_disk, vanished
+
+        if told := full_disk(error) or vanished(error):
             complain(str(told))
             sys.exit(1)
         what = " ".join(f"{type(error).__name__}: {error}".split())[:400]

@@ -333,10 +333,7 @@ def place(folder: Path, content: Content, *, link: bool) -> None:
     With `link` they are hard links, where the file system can. A `UserError` lists what was not written here.
     """
     sums = {name: _sum(source) for name, source in content.items()}
-    for left in folder.parent.glob(f".{folder.name}.*.tmp") if link else ():  # of a run that was killed
-        if not folder.exists() and (left / files.REPLACED).is_dir():  # between its two renames
-            (left / files.REPLACED).rename(folder)
-        shutil.rmtree(left, ignore_errors=True)
+    files.remove_abandoned(folder)
     if folder.exists():
         if folder.is_dir() and _sums_of(folder, content, sums) == sums:
             return

@@ -182,6 +182,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     outermost = lock.lock_counter == 1
     try:
         if outermost:
+            files.remove_abandoned_below(folder)
             files.write_json(folder / HOLDER, _this_process())
         yield
     finally:

@@ -61,7 +61,7 @@ def save_checkpoint(folder: Path, step: int, accelerator: Accelerator, manifest:
     `manifest` has its fields but for the files. What cannot be written is a `UserError`.
     """
     final = get_checkpoint_folder(folder, step)
-    temporary = folder / f".{final.name}.tmp"
+    temporary = folder / f".{final.name}.training.tmp"  # the same in all processes
 
     def prepare() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -80,9 +80,13 @@ def save_checkpoint(folder: Path, step: int, accelerator: Accelerator, manifest:
             shutil.rmtree(other)
 
     main = accelerator.is_main_process
-    _run_together(accelerator, folder, prepare if main else None)
-    _run_together(accelerator, folder, lambda: accelerator.save_state(str(temporary)))
-    _run_together(accelerator, folder, finish if main else None)
+    try:
+        _run_together(accelerator, folder, prepare if main else None)
+        _run_together(accelerator, folder, lambda: accelerator.save_state(str(temporary)))
+        _run_together(accelerator, folder, finish if main else None)
+    finally:
+        if main:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _run_together(accelerator: Accelerator, folder: Path, work: Callable[[], Any] | None) -> None:

@@ -1,14 +1,16 @@
 """Files that are whole or absent: written to a temporary name beside the target, then renamed."""
 
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ MAX_JSON = 32 << 20  # bytes; the largest results.json has 0.5 MB
 NOTHING_LEFT = 1 << 16  # bytes: libraries in C++ fail in words of their own on a disk as full as that
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 REPLACED = "replaced"  # name of an old folder until the new one is in its place
+PRIVATE = re.compile(r"\.(.+)\.\w{8}\.tmp")  # folder of a file or folder that is being written
 LOOK = Path(__file__).parent / "look.css"  # colors and letters of all pages
 
 
@@ -70,6 +73,14 @@ def full_disk(error: Exception) -> UserError | None:
     return UserError("cannot write the output: no space left on device; make room where the output goes")
 
 
+def vanished(error: Exception) -> UserError | None:
+    if not isinstance(error, FileNotFoundError) or error.filename is None:
+        return None
+    return UserError(
+        f"{error.filename} is gone, removed or renamed while this command worked; run the same command again"
+    )
+
+
 def _there(path: Path) -> Path:
     found = path.resolve()
     while not found.is_dir() and found != found.parent:
@@ -87,8 +98,10 @@ def _beside(path: Path, needed: int | None = None) -> Iterator[Path]:
         )
     except OSError as error:
         raise cannot_write(path, error, needed) from error
-    with private as name:
+    with private as name, ExitStack() as stack:
         folder = Path(name)
+        with suppress(OSError):  # a file system without locks
+            stack.enter_context(locked(folder))
         try:
             yield folder / path.name
         except Exception as error:
@@ -96,6 +109,36 @@ def _beside(path: Path, needed: int | None = None) -> Iterator[Path]:
                 written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
                 raise cannot_write(path, why, needed, written) from error
             raise
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the kernel's lock of a folder, which ends with the process; an `OSError` where another has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove what killed processes left beside a path that they wrote; what one was replacing goes back."""
+    _remove_private(path.parent.glob(f".{glob.escape(path.name)}.*.tmp"))
+
+
+def remove_abandoned_below(folder: Path) -> None:
+    _remove_private(folder.rglob(".*.tmp"))
+
+
+def _remove_private(folders: Iterable[Path]) -> None:
+    for folder in [*folders]:
+        with suppress(OSError):
+            if (name := PRIVATE.fullmatch(folder.name)) and not folder.is_symlink():
+                with locked(folder):
+                    if (folder / REPLACED).is_dir() and not (path := folder.with_name(name[1])).exists():
+                        (folder / REPLACED).rename(path)
+                    shutil.rmtree(folder)
 
 
 @contextmanager

@@ -30,4 +30,4 @@ def test_a_search_measures_engines(sst2, tmp_path):
         assert timed.value == pytest.approx(timed.baseline_ms / timed.system_ms, rel=0.01)
     chosen = found.confirmed[0]
     assert chosen.engine["validation"].n == chosen.scores["validation"].n
-    assert not list((tmp_path / "out" / "work").glob("engines-*"))
+    assert not list((tmp_path / "out" / "work").glob(".engines.*"))

@@ -94,7 +94,7 @@ def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeyp
         assert timed.ci95_low <= timed.value <= timed.ci95_high
     chosen = found.confirmed[0]
     assert chosen.engine["validation"].n == chosen.scores["validation"].n
-    assert not list((out / "work").glob("engines-*"))
+    assert not list((out / "work").glob(".engines.*"))
     # the gate only chooses: the same study, and nothing holds it
     fast = recipe.gate.model_copy(update={"min_speedup": 50.0})
     changed = {"name": "mine", "calibration": section, "gate": fast}

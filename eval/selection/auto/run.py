@@ -296,7 +296,7 @@ class AutoRun:
             half = session.recipe.precision.compute == "fp16" and not on_cpu
             plain = ReadyGraph(session.folder / (FP16 if half else FP32), [], 0)
             with (
-                TemporaryDirectory(dir=self.folder, prefix="timing-") as work,
+                TemporaryDirectory(dir=self.folder, prefix=".timing.", suffix=".tmp") as work,
                 self._alone(on_cpu),
                 open_engine(session, plain, Path(work) / "baseline", [shape]) as baseline,
                 open_engine(session, graph, Path(work) / "trial", [shape]) as engine,

@@ -42,6 +42,10 @@ RANKED_SAMPLES = 128  # enough to tell the worst units from the others
 PREFIXES = (8, 4, 2)  # of the ranking: an eighth, a quarter and half of the units out of INT8
 
 
+class _Interrupted(BaseException):
+    """Ctrl-C in a trial; at a KeyboardInterrupt Optuna would let the trial fail."""
+
+
 class TrialFailed(Exception):
     """A trial ended without values; its failure is in the study."""
 
@@ -172,7 +176,26 @@ def _open_study(work: workspace.Workspace, options: SearchOptions, settings: dic
             f"study {name!r} was made with other settings ({', '.join(sorted(differing))}); give "
             "--study-name a new name, or another --out"
         )
+    if options.storage is None:  # this process alone has the folder: whoever ran a trial of it is dead
+        for trial in study.get_trials(states=[TrialState.RUNNING]):
+            _take_over(study, trial)
     return study
+
+
+def _take_over(study: optuna.Study, trial: FrozenTrial) -> None:
+    """Put a dead worker's trial back at once; its second death is a result."""
+    deaths = trial.system_attrs.get("deaths", 0) + 1
+    study._storage.set_trial_system_attr(trial._trial_id, "deaths", deaths)
+    if deaths > MOST_RETRIES:
+        study.tell(trial.number, state=TrialState.FAIL)
+    else:
+        _put_back(study, trial)
+
+
+def _put_back(study: optuna.Study, trial: FrozenTrial) -> None:
+    """Let a trial wait under its number: run again, it makes what it would have made."""
+    study._storage.set_trial_system_attr(trial._trial_id, "failed_trial", trial.number)
+    study._storage.set_trial_state_values(trial._trial_id, state=TrialState.WAITING)
 
 
 def first_trials(
@@ -286,10 +309,16 @@ def _run_one(worker: Worker) -> None:
 
     def objective(trial: optuna.Trial) -> tuple[float, float]:
         numbers.append(trial.number)
-        return _try_point(worker, trial)
+        try:
+            return _try_point(worker, trial)
+        except KeyboardInterrupt as error:
+            raise _Interrupted from error
 
     try:
         study.optimize(objective, n_trials=1, catch=(TrialFailed,))
+    except _Interrupted as error:
+        _put_back(study, study.get_trials()[numbers[0]])
+        raise KeyboardInterrupt from error
     except BaseException as error:
         if not numbers:
             raise

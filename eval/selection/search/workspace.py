@@ -505,7 +505,7 @@ def _open_timer(
 ) -> tuple[Source, Measure]:
     source = measured_source(session, options)
     stack.enter_context(alone(on_cpu=source.cpu is not None))
-    folder = session.folder / f"engines-{os.getpid()}"
+    folder = session.folder / f".engines.{os.getpid():08}.tmp"
     shape = options.batch, options.length
     baseline: list[OpenEngine] = []
     known: list[Speedup] = []

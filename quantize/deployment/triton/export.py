@@ -75,6 +75,7 @@ def _export(session: Session, out: Path, name: str | None) -> TritonExport:
     folder, graph = session.folder, artifacts.graph_path(session)
     if not graph.is_file():
         raise UserError(f"{folder} has no {graph.name} yet; run `qdqbench build {folder}` first")
+    files.remove_abandoned(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is a file or holds files; give an empty or new folder")
     if name is None:

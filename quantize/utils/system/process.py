@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qdqbench.quantize.utils.system.cpu import quota
+from qdqbench.quantize.utils.system.early import BEGINS, end_at_once
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 KEPT_BYTES = 2**28
@@ -128,11 +129,11 @@ class Interruption:
 
     def watch(self) -> None:
         """Remember the signals from now on; in the main thread, unless one is ignored or taken."""
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self.receive)
+        for number, handler in BEGINS.items():
+            if signal.getsignal(number) in (handler, end_at_once):
+                signal.signal(number, self.receive)
+        if signal.getsignal(signal.SIGINT) == self.receive:
             sys.unraisablehook = self._repeat
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self.receive)
 
     def receive(self, number: int, frame: Any) -> None:
         self.number, self._pending = signal.Signals(number), True

@@ -109,9 +109,9 @@ def test_a_trial_whose_engine_is_wrong_fails_and_the_next_one_runs(work, measure
 
 def test_files_of_engines_do_not_stay(work, measure):
     measure(*placed(work, [(1, "ffn-in")]))
-    left = {path.suffix for path in work.session.folder.glob("engines-*/*")}
+    left = {path.suffix for path in work.session.folder.glob(".engines.*/*")}
     assert ".engine" in left  # the twin's
-    assert len(list(work.session.folder.glob("engines-*/*.engine"))) == 1
+    assert len(list(work.session.folder.glob(".engines.*/*.engine"))) == 1
 
 
 def test_a_shape_outside_of_the_profile_is_refused(work):

@@ -144,7 +144,7 @@ def test_a_stop_in_the_middle_leaves_it_whole_or_absent(content, folder, monkeyp
 
 
 def test_what_a_killed_process_left_is_cleared_away(content, folder):
-    left = folder.parent / ".deploy.abc.tmp" / "deploy"
+    left = folder.parent / ".deploy.abcdefgh.tmp" / "deploy"
     left.mkdir(parents=True)
     (left / "model.onnx").write_bytes(b"half")
     place(folder, content, link=True)
@@ -154,7 +154,7 @@ def test_what_a_killed_process_left_is_cleared_away(content, folder):
 def test_a_process_that_was_killed_between_two_renames_lost_nothing(content, folder):
     place(folder, content, link=True)
     (folder / "mine.txt").write_text("mine")
-    private = folder.parent / ".deploy.abc.tmp"
+    private = folder.parent / ".deploy.abcdefgh.tmp"
     private.mkdir()
     folder.rename(private / REPLACED)
     with pytest.raises(UserError, match=r"mine\.txt in it is not of qdqbench"):

@@ -395,3 +395,14 @@ def test_settings_out_of_range(wrong):
 def test_a_distillation_without_parts():
     with pytest.raises(ValueError, match="nothing to learn from"):
         Distill(logits=0)
+
+
+def test_a_checkpoint_that_a_full_disk_stops_leaves_nothing(tmp_path, accelerator, monkeypatch):
+    def full(folder):
+        (Path(folder) / "half").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(accelerator, "save_state", full)
+    with pytest.raises(UserError, match=r"checkpoints cannot be written into .*No space left"):
+        train(tiny.job(tmp_path), accelerator)
+    assert not [*tmp_path.glob(".step-*")]

@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -139,3 +141,35 @@ def test_arrays_are_bounded_when_unpacked(tmp_path):
 @pytest.mark.parametrize(("text", "cell"), [("=1+1", "'=1+1"), ("@a", "'@a"), ("a=b", "a=b"), (-1.5, -1.5)])
 def test_no_cell_is_a_formula(text, cell):
     assert without_formula(text) == cell
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from qdqbench.quantize.utils import files
+with files.atomic_folder(Path(sys.argv[1])) as temporary:
+    (temporary / "half").write_text("half")
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_was_writing_goes_and_of_a_living_one_stays(tmp_path):
+    (tmp_path / ".cache.tmp").mkdir()  # of somebody else
+    arguments = [sys.executable, "-c", KILLED, tmp_path / "out"]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        files.remove_abandoned(tmp_path / "out")
+        assert len([*tmp_path.glob(".out.*.tmp")]) == 1
+        process.kill()
+    files.remove_abandoned(tmp_path / "other")
+    assert len([*tmp_path.glob(".out.*.tmp")]) == 1
+    files.remove_abandoned_below(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".cache.tmp"]
+
+
+def test_a_file_that_vanished_is_named_and_no_other_error():
+    told = str(files.vanished(FileNotFoundError(2, "No such file or directory", "runs/a/model.onnx")))
+    assert told.startswith("runs/a/model.onnx is gone")
+    assert files.vanished(FileNotFoundError()) is None
+    assert files.vanished(PermissionError(13, "Permission denied", "a")) is None

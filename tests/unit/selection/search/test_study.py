@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -56,9 +57,10 @@ def open_study(url, monkeypatch):
     monkeypatch.setattr(study_module, "rank_units", lambda work, file: ranking)
     monkeypatch.setattr(study_module, "first_trials", lambda work, ranking: first)
 
-    def make(settings=SETTINGS, name="x", seed=0):
-        work = SimpleNamespace(session=SimpleNamespace(config=SimpleNamespace(seed=seed)))
-        return study_module._open_study(work, SearchOptions(storage=url, study_name=name), settings)
+    def make(settings=SETTINGS, name="x", seed=0, storage=url):
+        session = SimpleNamespace(config=SimpleNamespace(seed=seed), folder=Path("work"))
+        options = SearchOptions(storage=storage, study_name=name)
+        return study_module._open_study(SimpleNamespace(session=session), options, settings)
 
     return make
 
@@ -150,6 +152,37 @@ def test_an_interrupted_trial_is_queued_again(open_study, monkeypatch, error):
     assert count_trials(study) == (0, 0, 1)
     run(study, monkeypatch, trials=1)
     assert [trial.params for trial in list_finished(study)] == [{"keep": 3}]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupted_trial_keeps_its_number_and_parameters(open_study, monkeypatch, times):
+    study = open_study()
+    undisturbed = open_study(name="y")
+    run(undisturbed, monkeypatch, trials=4)
+
+    def interrupt(trial):
+        objective(trial)
+        raise KeyboardInterrupt
+
+    run(study, monkeypatch, trials=1)
+    for _ in range(times):
+        with pytest.raises(KeyboardInterrupt):
+            run(study, monkeypatch, interrupt)
+        assert count_trials(study) == (1, 0, 1)
+    run(study, monkeypatch, trials=4)
+    assert [trial.number for trial in list_finished(study)] == [0, 1, 2, 3]
+    assert study.get_trials()[1].params == undisturbed.get_trials()[1].params
+
+
+def test_a_search_alone_in_its_folder_takes_over_at_once(open_study, url, monkeypatch):
+    monkeypatch.setattr(study_module, "open_storage", lambda given, real=open_storage: real(url))
+    for deaths in (1, 2):
+        trial = open_study().ask()
+        assert (trial.number, count_trials(open_study())) == (0, (0, 1, 0))  # its worker may be alive
+        study = open_study(storage=None)
+        assert count_trials(study) == ((0, 0, 1) if deaths == 1 else (1, 0, 0))
+    (died,) = list_trials(worker_of(study))
+    assert (died.number, died.failure.text) == (0, "its process died")
 
 
 @pytest.mark.parametrize("late", ["returns", "writes", "raises"])

@@ -198,3 +198,24 @@ def test_a_command_works_with_closed_streams(tmp_path):
     done = subprocess.run([*closed, sys.executable, code], check=False, timeout=60)
     assert done.returncode == 0
     assert (tmp_path / "file").read_text() == "text"
+
+
+EARLY = """
+import builtins, os, signal
+real = builtins.__import__
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def importing(name, *rest):
+    if name == "typer":
+        os.kill(os.getpid(), signal.{})
+    return real(name, *rest)
+builtins.__import__ = importing
+from qdqbench.__main__ import start
+start()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_imports_is_a_sentence(number):
+    done = python(EARLY.format(number.name), check=False)
+    told = "qdqbench: interrupted before it began; nothing was changed\n"
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", told)
