@@ -231,7 +231,7 @@ class StudyOptions(SetOptions, TrainingOptions):
 class CheckOptions(Options):
     """Options of `check`."""
 
-    recipe: str | None = field("Recipe to hold the quantized set to; none: that of the run.")
+    recipe: str | None = field("Recipe to check the quantized set against; none: that of the run.")
     allow: list[str] | None = field("Code of findings to leave out, such as quantized-residual; repeatable.")
 
 
@@ -239,7 +239,7 @@ class InspectOptions(Options):
     """Options of `inspect`."""
 
     onnx: Path | None = field("ONNX file that the engine was built from.")
-    recipe: str | None = field("Recipe to hold the engine to; none: the run's.")
+    recipe: str | None = field("Recipe to check the engine against; none: the run's.")
     profile: str | None = field("Kernel times: saved JSON (name, ms), or gpu or cpu to measure here.")
     batch: int | None = field("With --profile gpu or cpu: batch size; none: the optimum.", ge=1)
     length: int | None = field("With --profile gpu or cpu: tokens; none: the optimum.", ge=1)

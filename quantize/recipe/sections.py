@@ -1,4 +1,4 @@
-"""The sections of a recipe; what each field means is said here, and docs/recipe.md is written from it."""
+"""The sections of a recipe; what each field means is said here, and docs/reference/recipe.md is written from it."""
 
 from typing import Annotated, Literal
 
