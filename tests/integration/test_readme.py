@@ -150,19 +150,32 @@ def test_every_tool_of_the_table_has_a_source():
 
 
 def test_what_the_readme_says_of_other_tools_was_measured():
-    text = " ".join((ROOT / "README.md").read_text().split())
-    said = text[text.index("MiniLM-L6 on SST-2 (FP32") :].partition("## ")[0]
     rows = json.loads((ROOT / "docs/measured-foreign/sst2.json").read_text())["rows"]
+    said = figures_between("tools")
+    made = {
+        "modelopt": "ModelOpt ONNX",
+        "nncf": "NNCF",
+        "ort-qdq": "ONNX Runtime, static",
+        "ort-dynamic": "ONNX Runtime, dynamic",
+    }
+    assert f"| FP32 | | {rows['fp32']['accuracy']:.4f} |" in said
+    assert said.count("0.") == 1 + 2 * len(made)
+    for name, title in made.items():
+        row, engine = rows[name], rows[name]["report"]["engine_before"]
+        built = f"{engine['int8_gemms']} of {engine['gemms']} " if not engine["refused"] else "refused: "
+        figures = f"| {row['accuracy_before']:.4f} | {row['accuracy_after']:.4f} |"
+        assert re.search(rf"\| {title}[^|]*\| {re.escape(built)}[^|]*{re.escape(figures)}", said), title
+
+
+def test_what_the_readme_says_of_its_own_run_was_measured():
     ours = json.loads((ROOT / "docs/measured-lengths/sst2-int8-linears/summary.json").read_text())
-    quoted = [rows["fp32"]["accuracy"], ours["stages"]["engine"]["metrics"]["accuracy"]]
-    quoted += [rows[name]["accuracy_before"] for name in ("modelopt", "nncf", "ort-dynamic")]
-    assert sorted({f"{value:.4f}" for value in quoted}) == sorted({*re.findall(r"0\.\d{4}", said)})
-    built = {name: row["report"]["engine_before"] for name, row in rows.items() if "report" in row}
-    assert f"{built['modelopt']['int8_gemms']} of {built['modelopt']['gemms']} linears in INT8" in said
-    assert {name for name, engine in built.items() if engine["refused"]} == {*built} - {"modelopt"}
-    assert (
-        f"{ours['engine']['int8_gemms']} of {ours['engine']['expected_int8_gemms']} of the encoder's" in said
+    stages, engine = ours["stages"], ours["engine"]
+    assert figures_between("ours") == (
+        f"{stages['onnxruntime']['metrics']['accuracy']:.4f} in ONNX Runtime, {engine['int8_gemms']} of "
+        f"{engine['expected_int8_gemms']} linear layers of the encoder in INT8, and "
+        f"{stages['engine']['metrics']['accuracy']:.4f} in the TensorRT-RTX engine that ran on one H200"
     )
+    assert ours["recipe"]["calibration"]["samples"] == 512
 
 
 def test_documents_show_commands():
@@ -308,9 +321,8 @@ def test_named_files_and_targets_exist(document):
 
 @pytest.mark.slow
 def test_every_file_of_the_stage_table_is_written(finished_run):
-    table = re.findall(
-        r"^\| (`?\w+`?) \|[^|]*\|([^|]*)\|$", (ROOT / "docs" / "start.md").read_text(), re.MULTILINE
-    )
+    page = (ROOT / "docs" / "reference" / "run-directory.md").read_text()
+    table = re.findall(r"^\| (`?\w+`?) \|[^|]*\|([^|]*)\|$", page, re.MULTILINE)
     named = {stage.strip("`"): re.findall(r"`([^`]+)`", written) for stage, written in table}
     named = {stage: written for stage, written in named.items() if stage in UNTIL}
     manifest = json.loads((finished_run / "stages.json").read_text())["stages"]
