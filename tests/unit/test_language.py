@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
     ROOT / "recipes/README.md",
     *(ROOT / "docs").rglob("*.md"),
 ]
