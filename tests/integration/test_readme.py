@@ -131,6 +131,17 @@ def test_the_speed_ups_of_the_readme_are_measured_against_the_unpadded_encoder()
         assert line.count("slower") == sum(each.verdict == "slower" for each in found)
 
 
+def test_the_speed_up_of_the_readme_on_a_cpu_is_measured():
+    bench = read_bench(ROOT / "docs/measured-cpu/sst2-bench-128/bench.json")
+    (config,) = (each for each in bench.configs if (each.batch, each.length) == (8, 128))
+    without_int8 = ("fp32-", "bf16-", "torch-", "compile-")
+    rows = [each for each in config.speedups if each.baseline.startswith(without_int8)]
+    best = min(rows, key=lambda each: each.value)
+    assert (len(rows), best.baseline) == (7, "bf16-openvino")
+    interval = f"[{best.ci95_low:.2f}, {best.ci95_high:.2f}]"
+    assert figures_between("cpu") == f"{best.value:.2f}x {interval} over OpenVINO in BF16"
+
+
 def test_the_loss_of_the_readme_is_the_largest():
     text = " ".join((ROOT / "README.md").read_text().split())
     chosen = find_fastest("gpu", read_figures())
