@@ -119,7 +119,7 @@ def evaluate(folder: str | Path, progress: StageCallback = silent) -> Results:
 
 
 def build(folder: str | Path, progress: StageCallback = silent) -> Results:
-    """Build the engine of a run directory, prove its INT8 layers, and verify its outputs where it runs.
+    """Build the engine of a run directory, prove its INT8 layers, and verify its outputs if it runs here.
 
     An engine that is not proven, or is wrong, is in the results: `engine`, `verification` and `gate`.
 
