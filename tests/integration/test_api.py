@@ -75,11 +75,11 @@ def test_the_notebook_keeps_no_outputs():
         assert cell.get("execution_count") is None
 
 
-def test_every_function_is_documented():
-    functions = {name for name in qdqbench.__all__ if name.islower()}
-    assert functions == set(re.findall(r"^\| `(\w+)\(", TEXT, re.MULTILINE))
-    types = set(qdqbench.__all__) - functions - {"CalibrationRecord", "EngineResult"}  # parts of others
-    assert {name for name in types if not re.search(rf"[`.]{name}\b", TEXT)} == set()
+def test_the_document_names_functions_that_are_there():
+    """The reference page, which tests/unit/tools/test_pages.py compares, has all of them."""
+    named = set(re.findall(r"\bqdqbench\.(\w+)", TEXT))
+    assert len(named) > 8
+    assert named <= {*qdqbench.__all__}
 
 
 def test_the_import_is_instant_and_every_name_is_there():
