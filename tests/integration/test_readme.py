@@ -100,6 +100,13 @@ def test_the_readme_is_one_short_page():
     assert text.index("<picture>") < first_heading
 
 
+def test_what_users_look_up_fits_one_screen():
+    table = (ROOT / "docs/README.md").read_text().partition("## Look it up")[2].partition("\n## ")[0]
+    pages = re.findall(r"\((how-to/[\w-]+\.md)\)", table)
+    assert len(pages) == 8
+    assert {page for page in pages if len((ROOT / "docs" / page).read_text().splitlines()) >= 45} == set()
+
+
 def figures_between(name):
     """The text of the README between two markers, so that its words can change freely."""
     text = " ".join((ROOT / "README.md").read_text().split())
