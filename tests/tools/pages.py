@@ -302,6 +302,12 @@ def _default(parameter: inspect.Parameter) -> str:
     return _code(parameter.default)
 
 
+def _accepted(parameter: inspect.Parameter) -> str:
+    """Return the values of an argument; a duration is a number or text such as its default."""
+    words = type_words(parameter.annotation)
+    return f"{words}, or text" if words == "number" and isinstance(parameter.default, str) else words
+
+
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
@@ -386,7 +392,7 @@ def _function_lines(name: str, function: Callable[..., Any]) -> list[str]:
     signature = inspect.signature(function)
     meaning = sections.get("Args", {}) | sections.get("Options", {})
     rows = [
-        [f"`{key}`", type_words(parameter.annotation), _default(parameter), _cell(meaning.get(key, ""))]
+        [f"`{key}`", _accepted(parameter), _default(parameter), _cell(meaning.get(key, ""))]
         for key, parameter in signature.parameters.items()
     ]
     lines = [f"### `{name}({', '.join(_required(signature))})`", "", about, ""]
