@@ -1,6 +1,6 @@
 PYTHON ?= python3
 
-.PHONY: test lint types bindings benchmark clean
+.PHONY: test lint types docs bindings benchmark clean
 
 test: ## everything that CI runs, in .venv
 	$(PYTHON) dev.py test
@@ -11,6 +11,9 @@ lint: ## in the active environment
 
 types:
 	python tests/types.py
+
+docs: ## the site, in build/docs; needs pip install -e '.[docs]'
+	zensical build --strict
 
 bindings: ## TensorRT 10 and 11 bindings for tests/unit/engine/test_backend_bindings.py
 	tests/fetch_bindings.sh

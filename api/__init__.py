@@ -1,4 +1,4 @@
-"""Explicit Q/DQ INT8 for BERT-class encoders: what notebooks and the command line call (docs/api.md)."""
+"""Explicit Q/DQ INT8 for BERT-class encoders: the Python API (docs/tutorials/python.md)."""
 
 import importlib
 from types import ModuleType

@@ -120,6 +120,10 @@ def export(quantized: Quantized, path: str | Path) -> Exported:
 
     Strongly typed for GPUs, or FP32 with Q/DQ where `engine.backend` names a CPU runtime.
 
+    Args:
+        quantized: what `quantize` gave.
+        path: ONNX file to write.
+
     Raises:
         UserError: the exporter fails.
         CheckFailed: a weight was not quantized, a constant does not fit FP16, or the graph is not valid.
@@ -137,7 +141,7 @@ def check(target: str | Path, options: CheckOptions = CheckOptions()) -> CheckRe
     """Find what will run in INT8 of any ONNX file, and what an engine would refuse or get wrong.
 
     Args:
-        target: file of any origin, or a run directory, whose graph is held to its recipe.
+        target: file of any origin, or a run directory, whose graph is checked against its recipe.
 
     Raises:
         UserError: an unreadable file, a run without a graph, a recipe that does not fit, an unknown code.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from qdqbench.quantize.tasks.task import Task
 
 MIN_ROWS = 4  # train rows that can be divided
-REVISION = "Branch, tag or commit of a hub model; none: its default branch."
+REVISION = "Branch, tag or commit of a hub model (default: its default branch)."
 POSITIONAL: Any = {"positional": True}  # of a field that is an argument on the command line
 
 
@@ -43,7 +43,7 @@ class PoolingOptions(Options):
 class TaskOptions(Options):
     """The model, and the task with its data."""
 
-    model: str | None = field("Model folder or hub id; none: the embedded default.")
+    model: str | None = field("Model folder or hub id (default: the embedded default).")
     task: str | None = field("GLUE task, embed, tokens, qa, squad, squad_v2, or any name with --text-column.")
     data: str = field(
         "hub or hub:OWNER/NAME, with :CONFIG and @REVISION; a folder; or a file with all samples.", "hub"
@@ -76,7 +76,9 @@ class TaskOptions(Options):
 class FolderOptions(Options):
     """The folder that is written."""
 
-    out: Path | None = field("Output folder; none: in runs/, named after command, model, recipe and task.")
+    out: Path | None = field(
+        "Output folder (default: in runs/, named after command, model, recipe and task)."
+    )
     overwrite: bool = field("Start over in a used --out; what it holds moves to OUT.old.", False)
 
 
@@ -109,8 +111,10 @@ class SetOptions(Options):
 class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
     """A recipe on a model and task."""
 
-    max_length: int | None = field("Tokens of a sample, which profiles follow; none: the recipe's.", ge=8)
-    backend: BackendChoice | None = field("Runtime of the engine; none: the recipe's.")
+    max_length: int | None = field(
+        "Maximum sequence length in tokens; optimization profiles follow (default: the recipe's).", ge=8
+    )
+    backend: BackendChoice | None = field("Runtime of the engine (default: the recipe's).")
     batch_size: int = field("Batch size of evaluations.", 32, ge=1)
     seed: int = field("Seed of everything random: samples, bootstrap, embedded default.", 0, ge=0)
 
@@ -154,7 +158,9 @@ class EvaluationOptions(RecipeOptions):
 class QatOptions(EvaluationOptions):
     """Options of `qat`."""
 
-    shapes: Literal["auto"] | None = field("auto: profiles for the lengths of the data; none: the recipe's.")
+    shapes: Literal["auto"] | None = field(
+        "auto: profiles for the lengths of the data (default: the recipe's)."
+    )
 
 
 class RunOptions(QatOptions):
@@ -167,7 +173,7 @@ class AutoOptions(EvaluationOptions):
     """Options of `auto`."""
 
     recipe: list[str] | None = field(
-        "Recipes to start with. None: int8-attention, int8-linears, and for speed int8-residual-fused.",
+        "Recipes to start with (default: int8-attention, int8-linears, and for speed int8-residual-fused).",
         json_schema_extra=POSITIONAL,
     )
     budget: Duration = field(
@@ -175,12 +181,16 @@ class AutoOptions(EvaluationOptions):
         "30m",
         validate_default=True,
     )
-    max_drop: float = field("Largest drop of the metric, or noise: 0.005 is half a point.", 0.005, ge=0, le=1)
-    min_speedup: float | None = field("Least speed-up factor over its backend's engine without INT8.", gt=0)
+    max_drop: float = field(
+        "Largest drop of the metric that holds, besides noise: 0.005 is half a point.", 0.005, ge=0, le=1
+    )
+    min_speedup: float | None = field(
+        "Least speed-up over the engine without INT8 of the same backend.", gt=0
+    )
     samples: int = field("Train rows that proposals are chosen on; none of them calibrates.", 512, ge=32)
-    trials: int = field("Recipes that the search tries at most.", 24, ge=8)
+    trials: int = field("Largest number of recipes that the search tries.", 24, ge=8)
     batch: int = field("Batch size of the latency.", 32, ge=1)
-    length: int | None = field("Tokens per sequence of the latency; none: 128, or the recipe's.", ge=1)
+    length: int | None = field("Tokens per sequence of the latency (default: 128, or the recipe's).", ge=1)
 
 
 class SearchCommandOptions(RecipeOptions, SearchOptions):
@@ -196,17 +206,17 @@ class SensitivityOptions(RecipeOptions):
 class CalibrationOptions(EvaluationOptions):
     """Options of `compare-calibration`."""
 
-    method: list[str] | None = field("max, percentile/P, mse or entropy; repeatable. None: all of them.")
-    smoothing: list[str] | None = field("none, gain or an alpha; repeatable. None: none and 0.65.")
+    method: list[str] | None = field("max, percentile/P, mse or entropy; repeatable (default: all of them).")
+    smoothing: list[str] | None = field("none, gain or an alpha; repeatable (default: none and 0.65).")
     samples: int = field("Train rows to compare on.", 1024, ge=2)
 
 
 class TrainingOptions(FolderOptions, TaskOptions, Training):
     """Fine-tunings over seeds."""
 
-    patience: int = field("Evaluations without gain that end it; 0: none do.", 5, ge=0)
+    patience: int = field("Evaluations without gain that end the training; 0: never.", 5, ge=0)
     seeds: int = field("Number of runs, with seeds from --seed on.", 1, ge=1)
-    limit: int | None = field("Train rows; the report warns.", ge=MIN_ROWS)
+    limit: int | None = field("Number of train rows; the report warns.", ge=MIN_ROWS)
 
     @property
     def training(self) -> Training:
@@ -218,7 +228,7 @@ class TrainingOptions(FolderOptions, TaskOptions, Training):
 class FinetuneOptions(TrainingOptions):
     """Options of `finetune`."""
 
-    max_length: int = field("Tokens of a sample.", 128, ge=8)
+    max_length: int = field("Maximum sequence length in tokens.", 128, ge=8)
     keep_head: bool = field("Start from the model's own classifier.", False)
 
 
@@ -231,7 +241,7 @@ class StudyOptions(SetOptions, TrainingOptions):
 class CheckOptions(Options):
     """Options of `check`."""
 
-    recipe: str | None = field("Recipe to hold the quantized set to; none: that of the run.")
+    recipe: str | None = field("Recipe to check the quantized set against (default: that of the run).")
     allow: list[str] | None = field("Code of findings to leave out, such as quantized-residual; repeatable.")
 
 
@@ -239,19 +249,19 @@ class InspectOptions(Options):
     """Options of `inspect`."""
 
     onnx: Path | None = field("ONNX file that the engine was built from.")
-    recipe: str | None = field("Recipe to hold the engine to; none: the run's.")
+    recipe: str | None = field("Recipe to check the engine against (default: the run's).")
     profile: str | None = field("Kernel times: saved JSON (name, ms), or gpu or cpu to measure here.")
-    batch: int | None = field("With --profile gpu or cpu: batch size; none: the optimum.", ge=1)
-    length: int | None = field("With --profile gpu or cpu: tokens; none: the optimum.", ge=1)
-    all: bool = field("List every kernel, not one row for equal ones.", False)
+    batch: int | None = field("With --profile gpu or cpu: batch size (default: the optimum).", ge=1)
+    length: int | None = field("With --profile gpu or cpu: tokens (default: the optimum).", ge=1)
+    all: bool = field("List every kernel; equal kernels are one row otherwise.", False)
     bisect: bool = field("Find the first tensor that goes wrong.", False)
 
 
 class DoctorOptions(Options):
     """Options of `doctor`."""
 
-    backend: BackendChoice | None = field("Exit with 3 where it cannot run.")
-    offline: bool = field("Do not ask whether the hub is there.", False)
+    backend: BackendChoice | None = field("Exit with status 3 if this backend cannot run.")
+    offline: bool = field("Do not check whether the hub is reachable.", False)
     report: bool = field("Markdown for a bug report, without names of users or folders.", False)
 
 
@@ -260,24 +270,26 @@ class NewRecipeOptions(Options):
 
     model: str = field("Folder or hub id; its configuration is read, no weights.", ...)
     revision: str | None = field(REVISION)
-    out: Path | None = field("Recipe file; none: NAME.yaml here.")
+    out: Path | None = field("Recipe file (default: NAME.yaml here).")
 
 
 class CacheRecipeOptions(NewRecipeOptions):
     """Options of `recipes from-cache`."""
 
-    onnx: Path | None = field("ONNX file that was calibrated; none: names of an export here.")
+    onnx: Path | None = field("ONNX file that was calibrated (default: names of an export here).")
 
 
 class FixCommandOptions(TaskOptions):
     """Options of `fix`."""
 
     out: Path = field("File to write.", ...)
-    compute: Literal["fp16", "keep"] = field("Precision of what is not INT8, in an FP32 file.", "fp16")
+    compute: Literal["fp16", "keep"] = field(
+        "Precision of everything that is not INT8, in an FP32 file.", "fp16"
+    )
     weights: Literal["channel", "factored"] = field(
         "Scales of weights; TensorRT-RTX runs factored ones faster.", "channel"
     )
-    inputs: Path | None = field("Samples (.npz, an array an input): to compare on, and calibrate with.")
+    inputs: Path | None = field("Samples to compare on and to calibrate with (.npz, one array per input).")
     samples: int = field("Rows of the train split, with --model and --task.", 128, ge=1)
     seed: int = field("Seed of random inputs, or of the drawn samples.", 0, ge=0)
     max_error: float = field("Largest relative error of outputs to the file without Q/DQ.", 0.1, ge=0)
@@ -291,26 +303,32 @@ class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
     set: dict[str, Any] | None = field(
         "With --model: recipe field by its path, as export.gelu=tanh; repeatable. A run keeps its own recipe."
     )
-    recipe: str | None = field(f"With --model: name or YAML file; none: {DEFAULT_RECIPE}.")
+    recipe: str | None = field(f"With --model: name or YAML file (default: {DEFAULT_RECIPE}).")
     extra_recipe: list[str] | None = field("With --model on a GPU: INT8 by this recipe too; repeatable.")
-    batch: list[PositiveInt] | None = field("Batch size; repeatable. None: 1, 8, 32, 128, on a CPU 1 and 8.")
-    length: list[PositiveInt] | None = field("Tokens per sequence; repeatable. None: 128.")
+    batch: list[PositiveInt] | None = field(
+        "Batch size; repeatable (default: 1, 8, 32, 128, on a CPU 1 and 8)."
+    )
+    length: list[PositiveInt] | None = field("Tokens per sequence; repeatable (default: 128).")
     dataset: str | None = field("Task whose evaluation split is timed; other shapes if they are named.")
-    dataset_batch: list[PositiveInt] | None = field("Batch size of --dataset; repeatable. None: 32.")
-    data: str | None = field("Data of --dataset; none: the run's.")
+    dataset_batch: list[PositiveInt] | None = field("Batch size of --dataset; repeatable (default: 32).")
+    data: str | None = field("Data of --dataset (default: the run's).")
     tokenizer: str | None = field("Tokenizer of --dataset for a built-in shape.")
-    streams: list[PositiveInt] | None = field("Concurrent inferences; repeatable. None: 1 and 2.")
-    threads: int | None = field("Threads of a system on a CPU, all streams together; none: its cores.", ge=1)
-    rounds: int | None = field("Interleaved rounds. None: 12, on a CPU 6.", ge=1)
+    streams: list[PositiveInt] | None = field("Concurrent inferences; repeatable (default: 1 and 2).")
+    threads: int | None = field(
+        "Threads of a system on a CPU, all streams together (default: its cores).", ge=1
+    )
+    rounds: int | None = field("Interleaved rounds (default: 12, on a CPU 6).", ge=1)
     duration: float = field("Seconds of latency per system and shape, over all rounds.", 1.0, gt=0)
     iterations: int | None = field("Inferences per round, instead of --duration.", ge=1)
-    baselines: bool = field("PyTorch, torch.compile, unpadded FP16 and other quantizers too.", True)
-    fp32: bool = field("FP32 engine too.", True)
-    compile_seconds: float = field("Limit of each torch.compile; what takes longer is left out.", 90.0, gt=0)
+    baselines: bool = field("Also measure PyTorch, torch.compile, unpadded FP16 and other quantizers.", True)
+    fp32: bool = field("Also measure the FP32 engine.", True)
+    compile_seconds: float = field(
+        "Limit of each torch.compile in seconds; slower ones are left out.", 90.0, gt=0
+    )
     engine_shapes: Literal["both", "exact", "recipe"] = field(
         "Shapes of engines on a GPU: the recipe's, exactly each shape, or both.", "both"
     )
-    cpu: bool = field("Measure on the CPU, even where a GPU is.", False)
+    cpu: bool = field("Measure on the CPU, even if there is a GPU.", False)
     keep_engines: bool = field("Leave the engines in the work folder, for inspect or the next bench.", False)
     build_only: bool = field("Only export, build and compile, for a bench that follows; on a GPU.", False)
     exclude: list[str] | None = field("System to leave out, by its name in bench.json; repeatable.")

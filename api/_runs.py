@@ -29,6 +29,10 @@ def silent(now: Any) -> None:
 def load_recipe(recipe: str | Path | Recipe, model: str | Path | None = None) -> Recipe:
     """Return a recipe by its shipped name, for the family of a model, or from a YAML file, or as it is given.
 
+    Args:
+        recipe: shipped name, YAML file, or a recipe.
+        model: folder or hub id; its family completes a name such as int8-linears.
+
     Raises:
         UserError: no such recipe or file, or it does not validate.
     """
@@ -94,7 +98,7 @@ def resume(folder: str | Path, until: str | None = None, progress: StageCallback
     Args:
         folder: of a run that was started.
         until: a stage, "evaluate" for all evaluations; None or "report": everything and the report.
-        progress: called as stages start and go on.
+        progress: called as stages start and continue.
 
     Raises:
         UserError: no run directory, or no such stage.
@@ -105,14 +109,23 @@ def resume(folder: str | Path, until: str | None = None, progress: StageCallback
 
 
 def evaluate(folder: str | Path, progress: StageCallback = silent) -> Results:
-    """Measure the accuracy of every stage of a run directory: `stages` of the results."""
+    """Measure the accuracy of every stage of a run directory: `stages` of the results.
+
+    Args:
+        folder: run directory.
+        progress: called as stages start and continue.
+    """
     return resume(folder, "evaluate", progress)
 
 
 def build(folder: str | Path, progress: StageCallback = silent) -> Results:
-    """Build the engine of a run directory, prove its INT8 layers, and verify its outputs where it runs.
+    """Build the engine of a run directory, prove its INT8 layers, and verify its outputs if it runs here.
 
     An engine that is not proven, or is wrong, is in the results: `engine`, `verification` and `gate`.
+
+    Args:
+        folder: run directory.
+        progress: called as stages start and continue.
 
     Raises:
         MissingDevice: nothing here can build it.

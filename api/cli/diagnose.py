@@ -24,7 +24,9 @@ def check(
     target: Annotated[Path, typer.Argument(help="ONNX file of any origin, or run directory.")],
     *,
     options: CheckOptions,
-    every: Annotated[bool, typer.Option("--all", help="List every place, not one for equal ones.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="List every place; equal findings are one row otherwise.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Check any ONNX file: what will run in INT8, and what an engine would refuse or get wrong."""

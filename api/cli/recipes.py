@@ -61,7 +61,9 @@ def recipes_show(
 
 
 @recipes_app.command("validate")
-def recipes_validate(recipe: list[str], json: Json = False) -> None:
+def recipes_validate(
+    recipe: Annotated[list[str], typer.Argument(help="Shipped names or YAML files.")], json: Json = False
+) -> None:
     """Check recipe files without loading a model."""
     from qdqbench.cli.schemas import ValidRecipes
     from qdqbench.quantize.recipe.schema import load_recipe

@@ -22,7 +22,7 @@ DEFAULT_QAT = "int8-attention-qat"
 
 @command
 def run(recipe: RecipeName = DEFAULT_RECIPE, *, options: RunOptions, json: Json = False) -> None:
-    """Run the main job: recipe and model in, engine and report out."""
+    """Quantize, export, build, verify and evaluate a model, and write the report."""
     from qdqbench._runs import start
     from qdqbench.quantize.pipeline.ownership import run_folder
 
@@ -92,11 +92,11 @@ def _stage_command(target: str, text: str) -> Callable[..., None]:
 quantize = _stage_command("quantize", "Calibrate: write calibration.json (amax, data, lengths).")
 export = _stage_command("export", "Write the INT8 ONNX file and its FP32 and FP16 twins.")
 evaluate = _stage_command("evaluate", "Measure accuracy of every stage.")
-verify = _stage_command("verify", "Verify what the engine computes, where it runs.")
+verify = _stage_command("verify", "Verify the outputs of the engine, if it runs here.")
 
 
 def build(folder: RunFolder, json: Json = False) -> None:
-    """Build the engine, prove its INT8 layers, verify its outputs where it runs."""
+    """Build the engine, prove its INT8 layers, verify its outputs if it runs here."""
     from qdqbench._runs import build as build_engine
 
     with progress.stages() as shown:

@@ -42,7 +42,7 @@ def serve(run: RunFolder, settings: Settings) -> None:
 def deploy(
     run: RunFolder,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder for copies; none: RUN/deploy.")
+        Path | None, typer.Option("--out", "-o", help="Folder for copies (default: RUN/deploy).")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -65,9 +65,9 @@ def deploy(
 
 def export_triton(
     run: RunFolder,
-    out: Annotated[Path, typer.Option("--out", "-o", help="New folder.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to create.")],
     name: Annotated[
-        str | None, typer.Option(help="Name of the model in Triton; none: the run's folder.")
+        str | None, typer.Option(help="Name of the model in Triton (default: the run's folder).")
     ] = None,
     json: Json = False,
 ) -> None:

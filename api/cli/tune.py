@@ -23,7 +23,7 @@ EMBEDDED_MODEL = Path("embedded", "model", "config.json")
 
 @command
 def auto(*, options: AutoOptions, json: Json = False) -> None:
-    """Find a recipe that holds: shipped ones, calibration, islands, search, QAT, as far as it takes."""
+    """Find a recipe that holds: shipped ones, calibration, FP16 fallbacks, search and QAT."""
     from qdqbench._auto import auto as find_recipe
     from qdqbench.eval.selection.auto.report import auto_report, unmet_lines
     from qdqbench.quantize.pipeline.ownership import default_folder

@@ -1,4 +1,4 @@
-"""Schema of `bench.json`, every number of one `qdqbench bench` (documented in docs/results.md)."""
+"""Schema of `bench.json`, every number of one `qdqbench bench` (documented in docs/reference/results.md)."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

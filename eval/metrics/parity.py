@@ -1,4 +1,4 @@
-"""ONNX Runtime against the fake-quant model, layer by layer with the same inputs (docs/graph.md)."""
+"""ONNX Runtime against the fake-quant model, layer by layer on one input: docs/explanation/the-graph.md."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager

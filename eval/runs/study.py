@@ -1,4 +1,4 @@
-"""FP32, PTQ and QAT of one task over seeds: what changes by seed, and what by quantization (docs/qat.md)."""
+"""FP32, PTQ and QAT of one task over seeds: what seeds and quantization change (docs/how-to/qat.md)."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Calibration methods side by side: `qdqbench compare-calibration` (documented in docs/methods.md)."""
+"""Calibration methods side by side: `qdqbench compare-calibration` (docs/how-to/compare-calibration.md)."""
 
 import time
 from collections.abc import Sequence

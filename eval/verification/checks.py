@@ -4,7 +4,7 @@ Rounding flips grow from layer to layer, so the difference of the logits cannot 
 wrong one by itself. Each block therefore gets the reference's own input, and its error is held against what
 quantization itself costs in that block. A fault that is smaller than that cost shows in what an offset and a
 factor per channel explain of the error: rounding noise has no such part, a lost bias or a wrong scale is one.
-docs/graph.md has the parity of the ONNX file, this is the same question about the engine.
+docs/explanation/the-graph.md has the parity of the ONNX file, this is the same question about the engine.
 
 This module judges arrays and needs no GPU; `engine.py` runs it.
 """
@@ -24,7 +24,7 @@ from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 from qdqbench.quantize.utils.schema import Strict
 
 MIN_LIMIT = 0.01  # relative error that FP16 alone may have; measured 0.004 end to end
-BF16_LIMIT = 0.02  # that BF16 alone may have: docs/engines.md has what healthy blocks reach
+BF16_LIMIT = 0.02  # that BF16 alone may have: what-is-proven.md has what healthy blocks reach
 POSITION_FACTOR = 5.0  # of these, at one position
 NOISE_FACTOR = 3.0  # standard errors of the systematic part; positions of one sentence go together
 # Two roundings of one recipe are each as far from FP32 as quantization costs: from one another at most

@@ -17,7 +17,7 @@ a little more than the one before, and its weight less (`SPREAD`), or all would 
 direction.
 
 Where the recipe gives key and value of an INT8 attention `weights: int8/per-tensor`, no kernel stands behind
-their GEMMs (docs/graph.md): the bias of k, which the softmax takes out, is dropped; that of v goes through
+their GEMMs (the-graph.md): the bias of k, which the softmax takes out, is dropped; that of v goes through
 the output projection, as rows of P sum to 1; rows of their weights get about equal ranges (Nagel, as above).
 Where query has it too, its bias becomes a shift d of what q, k and v read, made by the LayerNorm before and
 taken out of the residual: W d is the bias, but for what the keys of the calibration data do not see (ridge

@@ -1,7 +1,7 @@
 """Loss of an INT8 softmax, layer by layer and length by length, and the form that loses the least.
 
 With scale 1/127 probabilities under 1/254 become zero, and the longer the input, the more of the attention
-they hold. Chosen by the error of P v over the calibration data, at no cost in time (docs/long_inputs.md):
+they hold. Chosen by the error of P v over the calibration data, at no cost in time (int8-softmax.md):
 
 - centered values: P (v - m) + m = P v for any m of each channel, as rows of P sum to 1. With m the mean of
   v less is lost; -m goes into the bias of the value projection, m times its weight into the output

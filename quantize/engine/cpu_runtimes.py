@@ -233,7 +233,7 @@ class _OpenVinoModel(CompiledModel):
                 self._model = core.import_model(data, "CPU", config)
             else:
                 graph = core.read_model(data) if isinstance(data, bytes) else data
-                if fixed != FREE:  # kernels for one shape are faster: docs/performance.md
+                if fixed != FREE:  # kernels for one shape are faster: docs/explanation/why-it-is-fast.md
                     graph.reshape({port: _fixed_shape(port, fixed) for port in graph.inputs})
                 self._model = core.compile_model(graph, "CPU", config)
         except RuntimeError as error:

@@ -35,7 +35,7 @@ WeightForm = Literal["channel", "factored"]
 Compute = Literal["fp16", "fp32"]
 
 
-# A graph in the form that each backend runs best; docs/performance.md has what each one buys.
+# A graph in the form that each backend runs best; docs/explanation/why-it-is-fast.md has what each one buys.
 FORMS: dict[BackendName, WeightForm] = {
     "tensorrt": "channel",  # it has per-channel epilogues
     # puts a scalar scale into the GEMM and fuses the Mul behind it, which measured 1.5x faster

@@ -1,4 +1,4 @@
-"""Rewrites of an exported graph that change no value, for fewer and faster kernels (docs/performance.md)."""
+"""Rewrites of an exported graph that change no value, for fewer and faster kernels (why-it-is-fast.md)."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """INT8 weights in the file: Q of a constant becomes INT8 codes with a DQ, per-channel or factored.
 
 Codes are stored [N, K], as `nn.Linear` has them, with a Transpose behind the DQ: INT8 tensor cores read both
-operands along K. Stored [K, N] they still run in INT8, and slower than FP16 (docs/performance.md).
+operands along K. Stored [K, N] they still run in INT8, and slower than FP16 (why-it-is-fast.md).
 """
 
 from collections import defaultdict
@@ -110,7 +110,7 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
 
     The INT8 codes stay, so the result is the per-channel recipe exactly; S is free. Linears with the same
     input share one S, so that an engine can merge them into one GEMM; without `merge` each has another one:
-    one large GEMM is faster for small batches, three for large ones (docs/performance.md). S is the power of
+    one large GEMM is faster for small batches, three for large ones (why-it-is-fast.md). S is the power of
     two nearest to the geometric mean of the extreme scales: the unscaled product stays near the final one, so
     neither overflows FP16, and codes times S are exact in FP16, as is s/S for the scales of calibration.
     """

@@ -1,4 +1,4 @@
-"""The sections of a recipe; what each field means is said here, and docs/recipe.md is written from it."""
+"""The sections of a recipe; what each field means is here, and docs/reference/recipe.md comes from it."""
 
 from typing import Annotated, Literal
 
@@ -290,7 +290,7 @@ class EngineSettings(Frozen):
     )
     shapes: ShapesForm = field(
         "Shapes of one optimization profile, a list of several, or auto: a profile for each of a few "
-        "lengths that pad the run's evaluation data least (docs/real_lengths.md).",
+        "lengths that pad the run's evaluation data least (docs/how-to/real-lengths.md).",
         Shapes(),
     )
     compute_capability: str | None = field('Target of an ahead-of-time build, as "8.9"; null: the GPU here.')

@@ -336,7 +336,7 @@ def _write_trained(session: Session, model: PreTrainedModel, run: TrainingRun) -
 def save_modelopt(model: PreTrainedModel, folder: Path) -> None:
     """Write a calibrated fake-quant model as ModelOpt does; after `settle_learned` where it was trained.
 
-    The folder is that of `mto.enable_huggingface_checkpointing()` and `save_pretrained` (docs/qat.md), but
+    The folder is that of `mto.enable_huggingface_checkpointing()` and `save_pretrained` (how-to/qat.md), but
     transformers is not patched; weights hold the factors of smoothing. Plain ModelOpt ignores a quantizer on
     the softmax output, and refuses quantizers in modules unknown to it (residuals).
     """

@@ -1,4 +1,4 @@
-"""The public Python API: docs/api.md runs as it is written, and what it says holds."""
+"""The public Python API: docs/tutorials/python.md runs as it is written, and what it says holds."""
 
 import json
 import re
@@ -12,8 +12,8 @@ import qdqbench
 from qdqbench.eval.bench import systems
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs" / "api.md").read_text()
-NOTEBOOK = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text())
+TEXT = (ROOT / "docs" / "tutorials" / "python.md").read_text()
+NOTEBOOK = json.loads((ROOT / "docs" / "tutorials" / "quickstart.ipynb").read_text())
 CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
@@ -26,7 +26,7 @@ def test_every_block_of_the_document_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(systems, "TABLE", quick)
     seen: dict = {}
     for number, block in enumerate(BLOCKS):
-        exec(compile(block, f"docs/api.md, block {number}", "exec"), seen)
+        exec(compile(block, f"docs/tutorials/python.md, block {number}", "exec"), seen)
     assert capsys.readouterr() == ("", "")  # the API never prints
     results = seen["results"]
     assert isinstance(results, qdqbench.Results)
@@ -53,7 +53,7 @@ def test_every_block_of_the_document_runs(tmp_path, monkeypatch, capsys):
 def assert_the_notebook_runs():
     seen: dict = {}
     for number, cell in enumerate(CELLS):
-        exec(compile(cell, f"docs/quickstart.ipynb, cell {number}", "exec"), seen)
+        exec(compile(cell, f"docs/tutorials/quickstart.ipynb, cell {number}", "exec"), seen)
     assert {"fp32", "fake_quant", "onnxruntime"} <= {*seen["accuracy"].stage}
     assert seen["engine"].not_int8 == []
     assert len(seen["kernels"]) == len(seen["engine"].layers)
@@ -74,11 +74,11 @@ def test_the_notebook_keeps_no_outputs():
         assert cell.get("execution_count") is None
 
 
-def test_every_function_is_documented():
-    functions = {name for name in qdqbench.__all__ if name.islower()}
-    assert functions == set(re.findall(r"^\| `(\w+)\(", TEXT, re.MULTILINE))
-    types = set(qdqbench.__all__) - functions - {"CalibrationRecord", "EngineResult"}  # parts of others
-    assert {name for name in types if not re.search(rf"[`.]{name}\b", TEXT)} == set()
+def test_the_document_names_functions_that_are_there():
+    """The reference page, which tests/unit/tools/test_pages.py compares, has all of them."""
+    named = set(re.findall(r"\bqdqbench\.(\w+)", TEXT))
+    assert len(named) > 8
+    assert named <= {*qdqbench.__all__}
 
 
 def test_the_import_is_instant_and_every_name_is_there():

@@ -19,7 +19,7 @@ from .tiny import entries, results, sentences, write_data
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory):
-    """A sentence-transformers folder of the type that docs/issue-4058.md is about."""
+    """A sentence-transformers folder of the type that docs/results/xlm-r-case.md is about."""
     folder = write_model(tmp_path_factory.mktemp("embedder") / "model", "xlm-roberta", entries())
     write_modules(folder, MEAN)
     return folder

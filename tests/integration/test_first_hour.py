@@ -1,4 +1,4 @@
-"""The first hour with a model and a CSV file of one's own, as docs/start.md leads through it."""
+"""The first hour with a model and a CSV file of one's own, as in docs/tutorials/first-run.md."""
 
 import json
 import re

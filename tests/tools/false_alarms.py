@@ -349,7 +349,7 @@ def print_caught(caught: dict[str, list[bool]]) -> None:
 
 
 def main() -> None:
-    """Run all and print the table of docs/graph.md."""
+    """Run all and print the table of docs/explanation/the-graph.md."""
     warnings.simplefilter("ignore")
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--seeds", type=int, default=2)

@@ -275,7 +275,7 @@ def verdict(found):
 
 
 def table(found):
-    """The figures as docs/serve.md has them."""
+    """The figures as docs/how-to/serve.md has them."""
     lines = ["| load | p50 ms | p99 ms | p99 / p50 | answered | 503 | lost, twice or mixed up |"]
     lines.append("|---|---|---|---|---|---|---|")
     names = {

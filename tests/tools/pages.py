@@ -1,24 +1,30 @@
-"""Documents that the code determines: docs/supported.md, docs/recipe.md and docs/reference/json.md.
+"""Reference pages that the code determines: what follows `MARK` in each; what stands before is hand-written.
 
     python tests/tools/pages.py             write them
     python tests/tools/pages.py --check     change nothing; exit status 2 where something would change
 
 The meaning of a field is its `description`, or the docstring below it, which is read from the source, so that
-schemas stay quick to import.
+schemas stay quick to import. The cause of a finding is the text that its rule raises it with.
 """
 
 import ast
+import importlib
 import inspect
 import json
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import typer.main
 from pydantic import BaseModel
 
+import qdqbench
 from qdqbench.cli import schemas
+from qdqbench.cli.app import app
 from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.runs.comparison import RunComparison
 from qdqbench.eval.runs.study import Study
@@ -26,14 +32,17 @@ from qdqbench.eval.selection.auto.results import Auto
 from qdqbench.eval.selection.methods import Methods
 from qdqbench.eval.selection.search.results import Search
 from qdqbench.eval.selection.sensitivity.results import Sensitivity
+from qdqbench.quantize.engine.diagnose.findings import LOG_FINDINGS, SIGNS, WORDS
+from qdqbench.quantize.graph.check.codes import CODES
 from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe import shipped
 from qdqbench.quantize.recipe.schema import Recipe, family_free_recipes
 from qdqbench.quantize.tasks.task import KINDS, KNOWN
+from qdqbench.quantize.utils import errors
 from qdqbench.quantize.utils.results import Finetuning, Results
 
 ROOT = Path(__file__).resolve().parents[2]
-WRITTEN = "Written by `python tests/tools/pages.py`"
+MARK = "<!-- The rest is written by `python tests/tools/pages.py`; a test compares. -->\n"
 FILES: dict[str, tuple[type[BaseModel], ...]] = {  # in this order, each schema where it is met first
     "results.json": (Results,),
     "finetune.json": (Finetuning,),
@@ -50,26 +59,7 @@ FILES: dict[str, tuple[type[BaseModel], ...]] = {  # in this order, each schema 
         if isinstance(value, type) and value.__module__ == schemas.__name__
     ),
 }
-JSON_HEAD = f"""# JSON files
-
-{WRITTEN} from the schemas; a test compares. Files are strict: no key
-that is not here, no NaN and no infinity. What the figures mean is explained where each command is.
-"""
-RECIPE_HEAD = f"""# The recipe format
-
-{WRITTEN} from the schema; do not edit by hand. What recipes are for, with
-examples: [recipes/README.md](../recipes/README.md).
-
-Unknown keys are refused, and the nearest one is named. An editor with a YAML language server completes them
-and shows these texts when a recipe starts with the comment below and lies next to `recipe.schema.json`, which
-`qdqbench recipes schema` prints:
-
-```yaml
-# yaml-language-server: $schema=recipe.schema.json
-version: 1
-name: mine
-```
-"""
+RUNTIMES = ("TensorRT", "TensorRT-RTX", "OpenVINO", "ONNX Runtime")
 BOUNDS = {
     "minimum": "at least",
     "exclusiveMinimum": "over",
@@ -155,8 +145,8 @@ def _code(value: Any) -> str:
 
 
 def json_page() -> str:
-    """Return the text of docs/reference/json.md: for each file a table of each of its schemas."""
-    lines, headings = [JSON_HEAD], {}
+    """Return the body of json.md: for each file a table of each of its schemas."""
+    lines, headings = list[str](), {}
     for title, roots in FILES.items():
         models = [model for root in roots for model in reached(root).values()]
         own = [model for model in dict.fromkeys(models) if model not in headings]
@@ -178,11 +168,11 @@ def json_page() -> str:
 
 
 def recipe_page() -> str:
-    """Return the text of docs/recipe.md: one table for the recipe and for each section."""
+    """Return the body of recipe.md: one table for the recipe and for each section."""
     schema = Recipe.model_json_schema()
     sections = {"Recipe": schema, **schema["$defs"]}
     anchors = {name: name.lower() for name in sections}
-    lines = [RECIPE_HEAD]
+    lines = []
     for name in (name for name in reached(Recipe) if name in sections):
         rows = []
         for key, field in sections[name]["properties"].items():
@@ -211,15 +201,9 @@ def _references(part: Any) -> Iterator[str]:
 
 
 def supported_page() -> str:
-    """Return the text of docs/supported.md: families, their model types and recipes, and kinds of tasks."""
+    """Return the body of support.md: families, their model types and recipes, and kinds of tasks."""
     free, names = family_free_recipes(), [family.name for family in FAMILIES]
-    lines = [
-        "# What is supported",
-        "",
-        f"{WRITTEN}; a test compares. For a model of another `model_type`",
-        "`qdqbench recipes new` writes a recipe that describes its layout.",
-        "",
-    ]
+    lines = []
     rows = [[family.name, _list(family.model_types), _list(family.inputs)] for family in FAMILIES]
     lines += table(["family", "`model_type` in config.json", "inputs of the graph"], rows)
     for family in FAMILIES:
@@ -259,6 +243,10 @@ def supported_page() -> str:
     ]
     lines += [
         "",
+        "Tasks that an engine ran, by family and backend. An empty cell is not measured.",
+        "",
+        *table(["family", *RUNTIMES], _measured_rows()),
+        "",
         "From `recipes/figures.json`, which `tests/tools/tables.py` writes. A recipe that is not here was",
         "not measured in the form that is shipped.",
         "",
@@ -267,14 +255,224 @@ def supported_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _measured_rows() -> list[list[str]]:
+    """Return a row for each family: its tasks in engines of each runtime."""
+    tasks: dict[tuple[str, str], dict[str, None]] = {}
+    for figure in shipped.read_figures():
+        family = next(family.name for family in FAMILIES if figure.recipe.startswith(f"{family.name}-"))
+        for row in figure.accuracy:
+            runtime = row.where.rpartition(", ")[2].rpartition(" ")[0]
+            tasks.setdefault((family, runtime), {})[row.task] = None
+    return [
+        [family.name, *(", ".join(tasks.get((family.name, runtime), ())) for runtime in RUNTIMES)]
+        for family in FAMILIES
+    ]
+
+
 def _list(names: Any) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+# The command line and the Python API
+
+NAMES = {int: "integer", float: "number", str: "text", bool: "flag", Path: "path", Any: "any"}
+
+
+def type_words(annotation: Any) -> str:
+    """Return the values that a parameter takes, in a few words; None is left out, as the default says it."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_words(inner[0])
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in inner)
+    if origin in (Union, UnionType):
+        return ", or ".join(type_words(each) for each in inner if each is not NoneType)
+    if origin is list:
+        return f"{type_words(inner[0])}, one or more"
+    if origin is not None:
+        return getattr(origin, "__name__", str(origin)).lower().replace("callable", "function")
+    return NAMES.get(annotation) or getattr(annotation, "__name__", str(annotation))
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    if parameter.default is parameter.empty:
+        return "required"
+    if callable(parameter.default) or any(parameter.default is each for each in (None, False, ())):
+        return ""
+    return _code(parameter.default)
+
+
+def _accepted(parameter: inspect.Parameter) -> str:
+    """Return the values of an argument; a duration is a number or text such as its default."""
+    words = type_words(parameter.annotation)
+    return f"{words}, or text" if words == "number" and isinstance(parameter.default, str) else words
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def cli_page() -> str:
+    """Return the body of cli.md: every command with its parameters, by panels of the help."""
+    program = typer.main.get_command(app)
+    panels: dict[str, list[tuple[str, Any]]] = {}
+    for name, command in program.commands.items():
+        inner = getattr(command, "commands", {})
+        entries = [(f"{name} {key}", value) for key, value in inner.items()] or [(name, command)]
+        panels.setdefault(command.rich_help_panel, []).extend(entries)
+    lines = []
+    for panel, entries in panels.items():
+        lines += [f"## {panel}", ""]
+        for name, command in entries:
+            lines += _command_lines(name, command)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _command_lines(name: str, command: Any) -> list[str]:
+    signature = inspect.signature(command.callback).parameters
+    rows, usage = [], []
+    for option in command.params:
+        parameter = signature[option.name]
+        if option.param_type_name == "argument":
+            word = option.name.upper() + ("..." if option.nargs != 1 else "")
+            usage.append(word if option.required else f"[{word}]")
+            shown = f"`{option.name.upper()}`"
+        else:
+            shown = ", ".join(f"`{flag}`" for flag in (*option.opts, *option.secondary_opts))
+        default = "required" if option.required else _default(parameter)
+        rows.append([shown, type_words(parameter.annotation), default, _cell(option.help or "")])
+    words = " ".join(["qdqbench", name, *usage, "[OPTIONS]"])
+    about = [" ".join(part.split()) for part in (command.help or "").split("\n\n")]
+    text = "\n\n".join(about)
+    header = ["parameter", "values", "default", "meaning"]
+    return [f"### `{name}`", "", text, "", f"    {words}", "", *(table(header, rows) if rows else []), ""]
+
+
+def api_page() -> str:
+    """Return the body of api.md: functions with their arguments, then types and errors."""
+    homes = {name: getattr(importlib.import_module(f"qdqbench.{home}"), name)
+             for name, home in (qdqbench._HOME | {"quantize": "_models"}).items()}  # fmt: skip
+    lines = ["## Functions", ""]
+    for name in qdqbench.__all__:
+        if name.islower():
+            lines += _function_lines(name, homes[name])
+    lines += ["## Types", ""]
+    documented = {
+        model.__name__ for roots in FILES.values() for root in roots for model in reached(root).values()
+    }
+    for name in qdqbench.__all__:
+        value = homes[name]
+        if inspect.isclass(value) and not issubclass(value, Exception):
+            lines += [f"### `{name}`", "", _clean(value.__doc__), ""]
+            if name in documented:
+                lines += [f"Fields: [JSON](json.md#{name.lower()}).", ""]
+            elif name == "Recipe":
+                lines += ["Fields: [the recipe format](recipe.md).", ""]
+            lines += [
+                f"- `{method}()`: {_clean(function.__doc__)}"
+                for method, function in inspect.getmembers(value, inspect.isfunction)
+                if not method.startswith("_") and (function.__module__ or "").startswith("qdqbench")
+            ]
+            lines.append("")
+    lines += ["## Errors", ""]
+    tree = dict(re.findall(r"(\w+) +exit \d +(.+)", inspect.getdoc(errors)))
+    rows = [[f"`{name}`", f"{homes[name].exit_code}", tree[name]]
+            for name in qdqbench.__all__
+            if inspect.isclass(homes[name]) and issubclass(homes[name], Exception)]  # fmt: skip
+    lines += table(["error", "exit status", "meaning"], rows)
+    return re.sub("\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def _clean(text: str | None) -> str:
+    return " ".join(inspect.cleandoc(text or "").split())
+
+
+def _function_lines(name: str, function: Callable[..., Any]) -> list[str]:
+    about, sections = _docstring(function)
+    signature = inspect.signature(function)
+    meaning = sections.get("Args", {}) | sections.get("Options", {})
+    rows = [
+        [f"`{key}`", _accepted(parameter), _default(parameter), _cell(meaning.get(key, ""))]
+        for key, parameter in signature.parameters.items()
+    ]
+    lines = [f"### `{name}({', '.join(_required(signature))})`", "", about, ""]
+    lines += [*table(["argument", "values", "default", "meaning"], rows), ""]
+    if raised := sections.get("Raises"):
+        lines += [
+            "Raises " + "; ".join(f"`{error}`: {when.rstrip('.')}" for error, when in raised.items()) + ".",
+            "",
+        ]
+    return lines
+
+
+def _required(signature: inspect.Signature) -> list[str]:
+    return [key for key, each in signature.parameters.items() if each.default is each.empty]
+
+
+def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, dict[str, str]]]:
+    """Return the text of a docstring, and the entries of its sections by name."""
+    about, *rest = re.split(r"^(Args|Raises|Options|Returns):$", inspect.getdoc(function) or "", flags=re.M)
+    sections: dict[str, dict[str, str]] = {}
+    for title, body in zip(rest[::2], rest[1::2], strict=True):
+        entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8,}.*)*)", body, flags=re.M)
+        sections[title] = {key: " ".join(text.split()) for keys, text in entries for key in keys.split(", ")}
+    return "\n\n".join(" ".join(part.split()) for part in about.strip().split("\n\n")), sections
+
+
+# Codes of findings
+
+
+def checks_page() -> str:
+    """Return the body of checks.md: every code with its cause and what to do."""
+    rows = [
+        [f"`{code}`", severity, effect, _cause(WORDS[code]), _cell(fix)]
+        for code, (severity, effect, fix) in CODES.items()
+    ]
+    lines = ["## `check`", "", *table(["code", "severity", "effect", "cause", "fix"], rows)]
+    lines += [
+        "",
+        "## Lines of build logs",
+        "",
+        "`diagnose` finds them. What it finds in layer tables, profiles and times "
+        "it prints with cause and fix.",
+        "",
+    ]
+    rows = [
+        [
+            f"`log-{key}`",
+            effect,
+            f"`{SIGNS[key][0]}`",
+            _cause(f"{what}; {why}"),
+            _fixes(fixes),
+        ]
+        for key, (effect, what, why, fixes) in LOG_FINDINGS.items()
+    ]
+    lines += table(["code", "effect", "text in the log", "cause", "fix"], rows)
+    return "\n".join(lines) + "\n"
+
+
+def _cause(text: str) -> str:
+    """Return a cause without the counts that a file fills in."""
+    text = re.sub(r" \(\{n\} [\w ]+\)|^\{n\} ", "", text)
+    return _cell(re.sub(r"\{\w+\}", "…", text))
+
+
+def _fixes(texts: Any) -> str:
+    commands = ("qdqbench ", "trtexec ")
+    named = [
+        text.replace("{file}", "MODEL").replace("{fixed}", "FIXED").replace("{stem}", "MODEL")
+        for text in texts
+    ]
+    return _cell("; ".join(f"`{text}`" if text.startswith(commands) else text for text in named))
+
+
 PAGES = {
-    "docs/supported.md": supported_page,
-    "docs/recipe.md": recipe_page,
+    "docs/reference/cli.md": cli_page,
+    "docs/reference/api.md": api_page,
     "docs/reference/json.md": json_page,
+    "docs/reference/recipe.md": recipe_page,
+    "docs/reference/checks.md": checks_page,
+    "docs/reference/support.md": supported_page,
 }
 
 
@@ -282,11 +480,13 @@ def main(arguments: list[str]) -> int:
     """Write or check the pages; returns the exit status."""
     stale = []
     for name, page in PAGES.items():
-        path, text = ROOT / name, page()
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        made = f"{text.partition(MARK)[0]}{MARK}\n{page()}"
+        if text != made:
             stale.append(name)
             if arguments != ["--check"]:
-                path.write_text(text, encoding="utf-8")
+                path.write_text(made, encoding="utf-8")
     for name in stale:
         print(f"{name} {'is not what the code says' if arguments == ['--check'] else 'written'}")
     return 2 if stale and arguments == ["--check"] else 0

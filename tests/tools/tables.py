@@ -62,12 +62,12 @@ from qdqbench.quantize.utils.results import QAT_STAGES, RESULTS_FILE, STAGES, Re
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
-    "docs/cpu.md": "docs/measured-cpu",
-    "docs/families.md": "docs/measured-families",
-    "docs/heads.md": "docs/measured-heads",
-    "docs/issue-4058.md": "docs/measured-embeddings",
-    "docs/real_lengths.md": "docs/measured-lengths",
-    "recipes/README.md": "docs/measured",
+    "docs/results/cpu.md": "docs/measured-cpu",
+    "docs/results/families.md": "docs/measured-families",
+    "docs/results/heads.md": "docs/measured-heads",
+    "docs/results/xlm-r-case.md": "docs/measured-embeddings",
+    "docs/results/lengths.md": "docs/measured-lengths",
+    "docs/results/recipes.md": "docs/measured",
 }
 FIGURES = "recipes/figures.json"
 FIGURES_FROM = ("measured", "measured-cpu", "measured-families", "measured-heads", "measured-lengths")

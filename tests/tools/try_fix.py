@@ -2,7 +2,7 @@
 
     python tests/tools/foreign.py --model MODEL --data DATA --out FOLDER
     python tests/tools/try_fix.py FOLDER --model MODEL --data DATA --results docs/measured-foreign/sst2.json
-    python tests/tools/try_fix.py --markdown docs/measured-foreign/sst2.json   (the table of docs/diagnose.md)
+    python tests/tools/try_fix.py --markdown docs/measured-foreign/sst2.json   (its table)
 
 DATA holds sst2/validation.parquet in the columns of `nyu-mll/glue`. Accuracy is ONNX Runtime's, whole split.
 """

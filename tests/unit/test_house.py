@@ -75,9 +75,9 @@ def test_a_folder_says_in_a_sentence_what_it_holds(folder):
 
 
 def test_the_index_of_documents_names_all_of_them():
-    index = (ROOT / "docs" / "README.md").read_text()
-    there = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert set(re.findall(r"\((\w[\w.-]*\.md)\)", index)) == there
+    docs = ROOT / "docs"
+    named = re.findall(r"\(([\w/.-]+\.md)\)", (docs / "README.md").read_text())
+    assert set(named) == {str(path.relative_to(docs)) for path in docs.rglob("*.md")} - {"README.md"}
 
 
 def test_an_import_inside_a_function_is_of_something_heavy():

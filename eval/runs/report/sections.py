@@ -416,7 +416,7 @@ def _changed_blocks(results: Results, changed: ChangedPredictions) -> list[doc.B
         anchor="changed-answers",
         most=FEW_ANSWERS,
     )
-    about = "Distance: how far both answers are apart, whatever is right (`docs/results.md`)."
+    about = "Distance: how far both answers are apart, whatever is right (`docs/reference/results.md`)."
     note = f"{MARGIN} {about}" if margins else about
     blocks: list[doc.Block] = [text, table, doc.Prose(note, "quiet", doc.PAGE)]
     if changed.count > FEW_ANSWERS:

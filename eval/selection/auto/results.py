@@ -1,4 +1,4 @@
-"""Schema of `auto.json`: what was tried, what each step bought, and what to deploy (docs/auto.md)."""
+"""Schema of `auto.json`: what was tried, what each step bought, and what to deploy (docs/how-to/auto.md)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal

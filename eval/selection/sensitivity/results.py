@@ -1,4 +1,4 @@
-"""Schema of `sensitivity.json`: what INT8 costs, tensor by tensor (documented in docs/sensitivity.md)."""
+"""Schema of `sensitivity.json`: what INT8 costs, tensor by tensor (docs/how-to/sensitivity.md)."""
 
 from pathlib import Path
 from typing import Literal

@@ -175,7 +175,7 @@ def register_residuals(model: "PreTrainedModel", wanted: Collection[str] = ("all
     first feed-forward linear. Its quantizer rounds x exactly as theirs do, with the same amax and the same
     factors of smoothing, which are divided out after it. So all of them read one INT8 tensor, the only one
     that the LayerNorm before has to write; the placement is that of NVIDIA's BERT QAT. A scale of its own
-    would leave the engine with two tensors (docs/graph.md).
+    would leave the engine with two tensors (docs/explanation/the-graph.md).
 
     Not for good: every such model that the process quantizes later would get them, and ModelOpt restores a
     saved state only where the same classes are registered. So restore one with this too.

@@ -15,7 +15,7 @@ from qdqbench.quantize.utils.results import Results
 
 from ...unit.runs.test_stage_table import partial_results
 
-DOCUMENT = (Path(__file__).parents[3] / "docs" / "json.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
 WITHOUT = {"serve", "recipes schema"}  # ends never; is JSON
 
 
@@ -31,7 +31,7 @@ def commands(group=None, path=()):
 def test_every_command_has_json_and_the_page_names_it(name, command):
     declared = any("--json" in parameter.opts for parameter in command.params)
     assert declared == (name not in WITHOUT)
-    assert re.search(rf"`{name}[` ]", DOCUMENT), f"docs/json.md does not name {name}"
+    assert re.search(rf"`{name}[` ]", DOCUMENT), f"docs/reference/json.md does not name {name}"
 
 
 def said(monkeypatch, capsys, *words):

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_the_document_has_the_figures_of_the_file():
     found = json.loads((ROOT / "docs" / "measured-serve" / "fake.json").read_text())
-    text = (ROOT / "docs" / "serve.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "serve.md").read_text()
     assert found["does_not_hold"] == verdict(found) == []
     assert table(found) in text
     assert f"{found['capacity']['answered_per_s']} answers a second" in text

@@ -1,7 +1,13 @@
 """The generated documents are what the code says; every field of a recipe says what it means."""
 
-import pytest
+import re
 
+import pytest
+import typer.main
+
+import qdqbench
+from qdqbench.cli.app import app
+from qdqbench.quantize.graph.check.codes import CODES
 from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe.schema import Recipe, shipped_recipes
 from qdqbench.quantize.recipe.shipped import list_shipped
@@ -12,8 +18,37 @@ from ...tools import pages
 
 @pytest.mark.parametrize("name", pages.PAGES)
 def test_a_page_is_what_the_code_says(name):
-    text = (pages.ROOT / name).read_text(encoding="utf-8")
-    assert text == pages.PAGES[name](), "write it with `python tests/tools/pages.py`"
+    _, mark, body = (pages.ROOT / name).read_text(encoding="utf-8").partition(pages.MARK)
+    assert mark
+    assert body == f"\n{pages.PAGES[name]()}", "write it with `python tests/tools/pages.py`"
+
+
+def test_every_parameter_and_every_function_has_a_meaning():
+    for page in (pages.cli_page(), pages.api_page()):
+        rows = [line for line in page.splitlines() if re.match(r"\| `(?!\w+Error)", line)]
+        assert len(rows) > 100
+        assert [row for row in rows if row.endswith("| |")] == []
+
+
+def test_the_command_line_is_whole():
+    page, waiting = pages.cli_page(), [typer.main.get_command(app)]
+    while waiting:
+        command = waiting.pop()
+        waiting += getattr(command, "commands", {}).values()
+        if not hasattr(command, "commands"):
+            assert f"`{command.name}`" in page or f" {command.name}`" in page
+            assert all(
+                not option.help or option.help.replace("|", "\\|") in page for option in command.params
+            )
+
+
+def test_every_public_name_and_every_code_is_there():
+    page = pages.api_page()
+    for name in qdqbench.__all__:
+        assert re.search(rf"^(### |\| )`{name}[`(]", page, re.MULTILINE), name
+    page = pages.checks_page()
+    for code, (_, _, fix) in CODES.items():
+        assert re.search(rf"^\| `{code}` \|.*{re.escape(fix)} \|$", page, re.MULTILINE), code
 
 
 @pytest.mark.parametrize("section", pages.reached(Recipe).values(), ids=lambda section: section.__name__)
@@ -86,8 +121,9 @@ def test_the_readme_names_every_model_type_and_kind_of_task():
 def test_pages_that_are_not_are_an_exit_status_and_are_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     monkeypatch.setattr(pages, "PAGES", {"page.md": lambda: "text\n"})
+    (tmp_path / "page.md").write_text(f"# By hand\n\n{pages.MARK}old")
     assert pages.main(["--check"]) == 2
     assert capsys.readouterr().out == "page.md is not what the code says\n"
     assert pages.main([]) == 0
-    assert (tmp_path / "page.md").read_text() == "text\n"
+    assert (tmp_path / "page.md").read_text() == f"# By hand\n\n{pages.MARK}\ntext\n"
     assert pages.main(["--check"]) == 0

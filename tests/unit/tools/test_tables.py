@@ -53,16 +53,15 @@ def test_the_pages_and_the_figures_hold_what_was_measured():
 
 
 def test_pages_that_hold_something_else_are_an_exit_status_and_are_written(tmp_path, monkeypatch, capsys):
-    page = tmp_path / "recipes" / "README.md"
+    page = tmp_path / "docs" / "results" / "recipes.md"
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    page.parent.mkdir()
-    for name in ("recipes/README.md", tables.FIGURES):
-        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "recipes").mkdir()
+    shutil.copy(ROOT / tables.FIGURES, tmp_path / tables.FIGURES)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     before = page.read_text()
     page.write_text(insert(before, "", "README.md"))
     assert tables.main(["--check"]) == 2
-    assert capsys.readouterr().out == "recipes/README.md does not hold these results\n"
+    assert capsys.readouterr().out == "docs/results/recipes.md does not hold these results\n"
     assert page.read_text() != before
     assert tables.main([]) == 0
     assert page.read_text() == before

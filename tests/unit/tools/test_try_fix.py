@@ -1,4 +1,4 @@
-"""The table of docs/diagnose.md is that of its results file."""
+"""The table of docs/results/foreign-tools.md is that of its results file."""
 
 import json
 
@@ -9,7 +9,7 @@ RESULTS = ROOT / "docs" / "measured-foreign" / "sst2.json"
 
 
 def test_the_table_is_that_of_the_results():
-    text = (ROOT / "docs" / "diagnose.md").read_text()
+    text = (ROOT / "docs" / "results" / "foreign-tools.md").read_text()
     shown = text.split("<!-- foreign:begin -->\n")[1].split("\n<!-- foreign:end -->")[0]
     assert shown == try_fix.markdown(json.loads(RESULTS.read_text()))
 

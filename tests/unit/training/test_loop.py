@@ -404,5 +404,5 @@ def test_a_checkpoint_that_a_full_disk_stops_leaves_nothing(tmp_path, accelerato
 
     monkeypatch.setattr(accelerator, "save_state", full)
     with pytest.raises(UserError, match=r"checkpoints cannot be written into .*No space left"):
-        train(tiny.job(tmp_path), accelerator)
+        loop.train(tiny.job(tmp_path), accelerator)
     assert not [*tmp_path.glob(".step-*")]

@@ -175,7 +175,7 @@ def test_an_interrupted_trial_keeps_its_number_and_parameters(open_study, monkey
 
 
 def test_a_search_alone_in_its_folder_takes_over_at_once(open_study, url, monkeypatch):
-    monkeypatch.setattr(study_module, "open_storage", lambda given, real=open_storage: real(url))
+    monkeypatch.setattr(study_module, "open_storage", lambda given, real=study_module.open_storage: real(url))
     for deaths in (1, 2):
         trial = open_study().ask()
         assert (trial.number, count_trials(open_study())) == (0, (0, 1, 0))  # its worker may be alive
