@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
 
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, config_label, headline_of, read_bench, row_of
@@ -38,47 +37,73 @@ from qdqbench.quantize.utils.system.environment import now
 class RunLatency(Strict):
     """The INT8 of a run in one config of its bench."""
 
-    config: str = Field(description="Config of the bench, such as `b32 s128`.")
-    system: str = Field(description="Name of the fastest INT8 engine.")
-    median_ms: float = Field(description="Latency in ms: median over rounds of the rounds' medians.")
-    speedup: Speedup | None = Field(description="Speed-up over the fastest system without INT8, or null.")
+    config: str
+    """Config of the bench, such as `b32 s128`."""
+    system: str
+    """Name of the fastest INT8 engine."""
+    median_ms: float
+    """Latency in ms: median over rounds of the rounds' medians."""
+    speedup: Speedup | None
+    """Speed-up over the fastest system without INT8, or null."""
 
 
 class ComparedRun(Strict):
     """One run, as its own results have it."""
 
-    name: str = Field(description="Last parts of its path that make the name unique.")
-    folder: str = Field(description="Path of the run directory as given.")
-    model: str = Field(description="Name of the model.")
-    recipe: str = Field(description="Name of the recipe.")
-    task: str = Field(description="Name of the task.")
-    stage: str = Field(description="Scored stage nearest to deployment, whose predictions are compared.")
-    n: int = Field(description="Number of samples that it scored.")
-    metrics: dict[str, float] = Field(description="Metrics of that stage, the primary one first.")
-    stderr: dict[str, float] = Field(description="Standard errors of the metrics, where known.")
-    fp32: dict[str, float] = Field(description="Metrics of the run's own FP32.")
-    vs_fp32: Comparison | None = Field(description="Comparison with the run's own FP32; null without.")
-    backend: str | None = Field(description="Backend of the engine; null if none was built.")
-    int8: int | None = Field(description="Matrix products that the engine runs in INT8; null without one.")
-    expected_int8: int | None = Field(description="Matrix products that should be in INT8; null without one.")
-    planned_int8: int = Field(description="Linear layers that the recipe puts in INT8.")
+    name: str
+    """Last parts of its path that make the name unique."""
+    folder: str
+    """Path of the run directory as given."""
+    model: str
+    """Name of the model."""
+    recipe: str
+    """Name of the recipe."""
+    task: str
+    """Name of the task."""
+    stage: str
+    """Scored stage nearest to deployment, whose predictions are compared."""
+    n: int
+    """Number of samples that it scored."""
+    metrics: dict[str, float]
+    """Metrics of that stage, the primary one first."""
+    stderr: dict[str, float]
+    """Standard errors of the metrics, where known."""
+    fp32: dict[str, float]
+    """Metrics of the run's own FP32."""
+    vs_fp32: Comparison | None
+    """Comparison with the run's own FP32; null without."""
+    backend: str | None
+    """Backend of the engine; null if none was built."""
+    int8: int | None
+    """Matrix products that the engine runs in INT8; null without one."""
+    expected_int8: int | None
+    """Matrix products that should be in INT8; null without one."""
+    planned_int8: int
+    """Linear layers that the recipe puts in INT8."""
     onnx_bytes: int | None
     """Size in bytes of the quantized ONNX file, or of the FP16 graph if nothing is quantized; null without
     a file."""
-    engine_bytes: int | None = Field(description="Size of the engine in bytes; null without one.")
-    gate: GateState = Field(description="State of the gate.")
-    failures: list[GateCode] = Field(description="Codes of the gate's failed checks.")
-    warnings: list[str] = Field(description="Warnings of its `results.json`.")
+    engine_bytes: int | None
+    """Size of the engine in bytes; null without one."""
+    gate: GateState
+    """State of the gate."""
+    failures: list[GateCode]
+    """Codes of the gate's failed checks."""
+    warnings: list[str]
+    """Warnings of its `results.json`."""
     device: str | None
     """Device of its bench; null without one, or if files changed since."""
-    latency: list[RunLatency] = Field(description="Latency by config of its bench.")
+    latency: list[RunLatency]
+    """Latency by config of its bench."""
 
 
 class ComparedPair(Strict):
     """Two runs on the same samples: the second against the first."""
 
-    first: str = Field(description="Name of the run that is the baseline.")
-    second: str = Field(description="Name of the run that is compared with it.")
+    first: str
+    """Name of the run that is the baseline."""
+    second: str
+    """Name of the run that is compared with it."""
     not_paired: str | None = None
     """Reason why they cannot be paired: another task, other samples; null if they are."""
     comparison: Comparison | None = None
@@ -88,21 +113,29 @@ class ComparedPair(Strict):
 class SamplePrediction(Strict):
     """Prediction of one model for a sample."""
 
-    prediction: str = Field(description="Class, score or text.")
-    margin: float | None = Field(description="Probability of the class minus the next; null without classes.")
-    right: bool | None = Field(description="True if it is right, false if wrong; null if neither.")
+    prediction: str
+    """Class, score or text."""
+    margin: float | None
+    """Probability of the class minus the next; null without classes."""
+    right: bool | None
+    """True if it is right, false if wrong; null if neither."""
 
 
 class ComparedSample(Strict):
     """A sample with different answers, or scores that differ most."""
 
-    task: str = Field(description="Name of the task.")
-    sample: int = Field(description="Row of the evaluation split; number of the sample if it has several.")
-    text: str | None = Field(description="Text of the sample; null if the data were not found.")
-    label: str | None = Field(description="Label in words; null for a task without labels.")
+    task: str
+    """Name of the task."""
+    sample: int
+    """Row of the evaluation split; number of the sample if it has several."""
+    text: str | None
+    """Text of the sample; null if the data were not found."""
+    label: str | None
+    """Label in words; null for a task without labels."""
     predictions: dict[str, SamplePrediction]
     """Predictions by run; those of FP32 as `FP32`, or `FP32 of NAME` if the runs have different models."""
-    distance: float = Field(description="Divergence of the two predictions that differ most.")
+    distance: float
+    """Divergence of the two predictions that differ most."""
 
 
 class ComparedLayer(Strict):
@@ -110,22 +143,33 @@ class ComparedLayer(Strict):
 
     what: Literal["amax", "output error", "block error"]
     """Quantity: amax of a quantizer, output error of a linear layer, output error of a block."""
-    name: str = Field(description="Name of the quantizer, linear layer or block.")
-    values: dict[str, float | None] = Field(description="Values by run; null if not known or not a number.")
+    name: str
+    """Name of the quantizer, linear layer or block."""
+    values: dict[str, float | None]
+    """Values by run; null if not known or not a number."""
 
 
 class RunComparison(Tabular):
     """A whole comparison."""
 
-    schema_version: Literal[2] = Field(default=2, description="Version of this schema.")
-    created: str = Field(description="Time of the end, ISO 8601, UTC.")
-    command: str = Field(description="Command line.")
-    runs: list[ComparedRun] = Field(description="Runs, in the order given.")
-    pairs: list[ComparedPair] = Field(description="Each pair of runs.")
-    samples: list[ComparedSample] = Field(description="Samples with different predictions or scores.")
-    sample_count: int = Field(description="Number of such samples before the list was cut.")
-    layers: list[ComparedLayer] = Field(description="Quantizers, linear layers and blocks of several runs.")
-    notes: list[str] = Field(description="Parts that could not be compared, with the reason.")
+    schema_version: Literal[2] = 2
+    """Version of this schema."""
+    created: str
+    """Time of the end, ISO 8601, UTC."""
+    command: str
+    """Command line."""
+    runs: list[ComparedRun]
+    """Runs, in the order given."""
+    pairs: list[ComparedPair]
+    """Each pair of runs."""
+    samples: list[ComparedSample]
+    """Samples with different predictions or scores."""
+    sample_count: int
+    """Number of such samples before the list was cut."""
+    layers: list[ComparedLayer]
+    """Quantizers, linear layers and blocks of several runs."""
+    notes: list[str]
+    """Parts that could not be compared, with the reason."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
         for run in self.runs:

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
-
 from qdqbench.eval.reporting.document import SCREEN, Block, Prose, Report, Section, page_of, table_of
 from qdqbench.eval.reporting.formats import in_points, label, model_label, versions_text
 from qdqbench.eval.runs.collect import score_stage
@@ -31,46 +29,74 @@ STUDY_STAGES = ("baseline", "ptq", "fake_quant")
 class StudyRow(Strict):
     """One recipe on the FP32 model of one seed."""
 
-    seed: int = Field(description="Seed of fine-tuning, PTQ and QAT.")
-    recipe: str = Field(description="Name of the recipe.")
-    status: Literal["done", "failed"] = Field(description="`done`, or `failed` without figures.")
-    reason: str | None = Field(default=None, description="Reason of the failure; null if done.")
-    fp32: dict[str, float] = Field(default={}, description="Metrics of the fine-tuned model.")
-    ptq: dict[str, float] = Field(default={}, description="Metrics of the fake-quant model before QAT.")
-    qat: dict[str, float] = Field(default={}, description="Metrics of the fake-quant model after QAT.")
-    steps: int = Field(default=0, description="Optimizer steps of the QAT.")
-    best_step: int = Field(default=0, description="Step whose weights were kept; 0: before training.")
-    samples_per_s: float | None = Field(default=None, description="Samples per second; null without a step.")
+    seed: int
+    """Seed of fine-tuning, PTQ and QAT."""
+    recipe: str
+    """Name of the recipe."""
+    status: Literal["done", "failed"]
+    """`done`, or `failed` without figures."""
+    reason: str | None = None
+    """Reason of the failure; null if done."""
+    fp32: dict[str, float] = {}
+    """Metrics of the fine-tuned model."""
+    ptq: dict[str, float] = {}
+    """Metrics of the fake-quant model before QAT."""
+    qat: dict[str, float] = {}
+    """Metrics of the fake-quant model after QAT."""
+    steps: int = 0
+    """Optimizer steps of the QAT."""
+    best_step: int = 0
+    """Step whose weights were kept; 0: before training."""
+    samples_per_s: float | None = None
+    """Samples per second; null without a step."""
 
 
 class StudySummary(Strict):
     """One recipe over the seeds that are done, of the primary metric."""
 
-    fp32: Spread = Field(description="Primary metric of the fine-tuned models.")
-    ptq: Spread = Field(description="Primary metric before QAT.")
-    qat: Spread = Field(description="Primary metric after QAT.")
-    ptq_minus_fp32: Spread = Field(description="PTQ minus FP32, paired by seed.")
-    qat_minus_fp32: Spread = Field(description="QAT minus FP32, paired by seed.")
+    fp32: Spread
+    """Primary metric of the fine-tuned models."""
+    ptq: Spread
+    """Primary metric before QAT."""
+    qat: Spread
+    """Primary metric after QAT."""
+    ptq_minus_fp32: Spread
+    """PTQ minus FP32, paired by seed."""
+    qat_minus_fp32: Spread
+    """QAT minus FP32, paired by seed."""
 
 
 class Study(Strict):
     """`study.json`."""
 
-    schema_version: Literal[2] = Field(default=2, description="Version of this schema.")
-    created: str = Field(description="Time of the end, ISO 8601, UTC.")
-    command: str = Field(description="Command line.")
+    schema_version: Literal[2] = 2
+    """Version of this schema."""
+    created: str
+    """Time of the end, ISO 8601, UTC."""
+    command: str
+    """Command line."""
     base: dict[str, Any]
     """Name, sha256 and `revision` (commit, null for a folder) of the encoder at the start of fine-tuning."""
-    task: dict[str, Any] = Field(description="Name, metrics (the primary one first), label names.")
-    data: str = Field(description="Fingerprint of the train split.")
-    n: int = Field(description="Number of samples that each seed is evaluated on.")
-    finetune: dict[str, Any] = Field(description="Settings of the FP32 models.")
-    recipes: dict[str, Any] = Field(description="Recipes by name, with every default filled in.")
-    seeds: list[int] = Field(description="Seeds of the fine-tuned models.")
-    rows: list[StudyRow] = Field(description="Recipes and seeds, failed ones too.")
-    summary: dict[str, StudySummary] = Field(description="Statistics by recipe with a seed that is done.")
-    warnings: list[str] = Field(description="Warnings of the fine-tunings, and failures.")
-    environment: dict[str, Any] = Field(description="Versions of the libraries, hardware, git hash.")
+    task: dict[str, Any]
+    """Name, metrics (the primary one first), label names."""
+    data: str
+    """Fingerprint of the train split."""
+    n: int
+    """Number of samples that each seed is evaluated on."""
+    finetune: dict[str, Any]
+    """Settings of the FP32 models."""
+    recipes: dict[str, Any]
+    """Recipes by name, with every default filled in."""
+    seeds: list[int]
+    """Seeds of the fine-tuned models."""
+    rows: list[StudyRow]
+    """Recipes and seeds, failed ones too."""
+    summary: dict[str, StudySummary]
+    """Statistics by recipe with a seed that is done."""
+    warnings: list[str]
+    """Warnings of the fine-tunings, and failures."""
+    environment: dict[str, Any]
+    """Versions of the libraries, hardware, git hash."""
 
 
 def study(

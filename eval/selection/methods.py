@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from qdqbench.eval.metrics.gate import NOISE
 from qdqbench.eval.metrics.runners import placed
@@ -55,13 +55,16 @@ EXTRA = 64  # channels for copies where the recipe does not split
 class MethodRow(Strict):
     """One calibration section."""
 
-    trial: Trial = Field(description="Recipe with another calibration section.")
-    best: bool = Field(default=False, description="True for the lowest divergence on the draw.")
+    trial: Trial
+    """Recipe with another calibration section."""
+    best: bool = False
+    """True for the lowest divergence on the draw."""
     above_best: float | None = None
     """Divergence minus that of the best row, paired by sample; null if it failed."""
     above_best_stderr: float | None = None
     """Standard error of `above_best`, paired by sample; null if it failed."""
-    ties: bool = Field(default=False, description="True if `above_best` is at most two standard errors.")
+    ties: bool = False
+    """True if `above_best` is at most two standard errors."""
 
     @property
     def section(self) -> Calibration:
@@ -86,9 +89,12 @@ class MethodRow(Strict):
 class Methods(DrawRecord):
     """Everything that `qdqbench compare-calibration` measured."""
 
-    fp32: dict[str, Scores] = Field(description="Metrics of FP32 by evaluation split.")
-    rows: list[MethodRow] = Field(description="Calibration sections, the recipe's own first.")
-    timings: dict[str, float] = Field(description="`total_s`: time of the whole comparison in seconds.")
+    fp32: dict[str, Scores]
+    """Metrics of FP32 by evaluation split."""
+    rows: list[MethodRow]
+    """Calibration sections, the recipe's own first."""
+    timings: dict[str, float]
+    """`total_s`: time of the whole comparison in seconds."""
 
     @property
     def best(self) -> MethodRow:

@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import Field
-
 from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.trials.results import ChoiceRecord, Failure, Trial
 from qdqbench.quantize.utils.comparison import Comparison, GateCode, GateIssue
@@ -19,7 +17,8 @@ SkipReason = Literal["holds", "no_base", "no_remedy", "only_speed", "budget", "m
 class Criteria(Strict):
     """The gate: what was asked for."""
 
-    max_drop: float = Field(description="Largest drop of the primary metric that passes, absolute.")
+    max_drop: float
+    """Largest drop of the primary metric that passes, absolute."""
     min_speedup: float | None = None
     """Lowest speed-up over the engine without INT8 that passes; null if not required."""
 
@@ -27,40 +26,60 @@ class Criteria(Strict):
 class NestedFolds(Strict):
     """A recipe that holds, each sample scored with the step that is chosen without it."""
 
-    folds: int = Field(description="Number of folds of the samples.")
-    scores: dict[str, Comparison] = Field(description="Comparisons with FP32 by evaluation split.")
-    others: float = Field(description="Share of the samples whose fold chooses another step.")
-    unmet: list[GateIssue] = Field(description="Issues of accuracy; empty if it passes.")
+    folds: int
+    """Number of folds of the samples."""
+    scores: dict[str, Comparison]
+    """Comparisons with FP32 by evaluation split."""
+    others: float
+    """Share of the samples whose fold chooses another step."""
+    unmet: list[GateIssue]
+    """Issues of accuracy; empty if it passes."""
 
 
 class Proposal(Strict):
     """Source of a step's recipe."""
 
-    base: str = Field(description="Name of the recipe that it changes.")
-    samples: int | None = Field(default=None, description="Train rows that it was chosen on; null without.")
+    base: str
+    """Name of the recipe that it changes."""
+    samples: int | None = None
+    """Train rows that it was chosen on; null without."""
     share: float | None = None
     """Share of the base's divergence that is left; null if not measured."""
-    method: str = Field(default="", description="Calibration section in words.")
-    linears: list[str] = Field(default=[], description="Linear layers that are kept out of INT8.")
-    trial: int | None = Field(default=None, description="Number of the trial of the search; null without.")
-    trials: int | None = Field(default=None, description="Number of trials of the search; null without one.")
-    speedup: float | None = Field(default=None, description="Speed-up of the trial; null if not measured.")
+    method: str = ""
+    """Calibration section in words."""
+    linears: list[str] = []
+    """Linear layers that are kept out of INT8."""
+    trial: int | None = None
+    """Number of the trial of the search; null without."""
+    trials: int | None = None
+    """Number of trials of the search; null without one."""
+    speedup: float | None = None
+    """Speed-up of the trial; null if not measured."""
 
 
 class StepRun(Strict):
     """A recipe through a whole run."""
 
-    folder: str = Field(description="Run directory, relative to the folder of `auto`.")
+    folder: str
+    """Run directory, relative to the folder of `auto`."""
     engine: str | None
     """Engine, relative to the folder of `auto`; null if none was built."""
-    int8_linears: int = Field(description="Linear layers in INT8.")
-    int8_attention: int = Field(description="Attention layers in INT8.")
-    stage: str = Field(description="Last stage that was measured, whose scores these are.")
-    previous: str | None = Field(description="Name of the last measured step before it; null for the first.")
-    vs_previous: dict[str, Comparison] = Field(description="Comparisons with that step by evaluation split.")
-    source: Source | None = Field(description="Device and baseline of the speed-up; null without one.")
-    not_timed: Failure | None = Field(description="Reason why a required speed-up is missing; else null.")
-    issues: list[GateIssue] = Field(description="Issues that keep it from passing.")
+    int8_linears: int
+    """Linear layers in INT8."""
+    int8_attention: int
+    """Attention layers in INT8."""
+    stage: str
+    """Last stage that was measured, whose scores these are."""
+    previous: str | None
+    """Name of the last measured step before it; null for the first."""
+    vs_previous: dict[str, Comparison]
+    """Comparisons with that step by evaluation split."""
+    source: Source | None
+    """Device and baseline of the speed-up; null without one."""
+    not_timed: Failure | None
+    """Reason why a required speed-up is missing; else null."""
+    issues: list[GateIssue]
+    """Issues that keep it from passing."""
     nested: NestedFolds | None = None
     """Nested evaluation of a step that passes after others were tried; null if nothing was chosen by
     evaluation data."""
@@ -69,9 +88,12 @@ class StepRun(Strict):
 class AutoStep(Trial):
     """One step: a recipe that was proposed, run and checked against the gate, or why it was not."""
 
-    name: str = Field(description="Name of the shipped recipe, else the kind.")
-    kind: StepKind = Field(description="Kind of step.")
-    status: Literal["done", "skipped", "failed"] = Field(description="`done`, `skipped` or `failed`.")
+    name: str
+    """Name of the shipped recipe, else the kind."""
+    kind: StepKind
+    """Kind of step."""
+    status: Literal["done", "skipped", "failed"]
+    """`done`, `skipped` or `failed`."""
     skipped: SkipReason | None = None
     """Reason of the skip: an earlier step `holds`; `no_base`: no shipped recipe finished; `no_remedy`: it
     changes nothing about what is unmet; `only_speed`: only speed is unmet; `budget`: its estimate exceeds
@@ -80,7 +102,8 @@ class AutoStep(Trial):
     """Origin of the recipe; null if there is none."""
     estimate_s: float | None = None
     """Estimated time in seconds; null if not known."""
-    run: StepRun | None = Field(default=None, description="Run of the recipe; null unless done.")
+    run: StepRun | None = None
+    """Run of the recipe; null unless done."""
 
     @property
     def unmet(self) -> list[GateIssue]:
@@ -103,30 +126,46 @@ class AutoStep(Trial):
 class AutoChoice(Strict):
     """Recommendation to deploy, and its verdict."""
 
-    passed: bool = Field(description="True if a recipe passes.")
-    step: str | None = Field(description="Name of the chosen step; null if none finished.")
-    recipe: str | None = Field(default=None, description="Path of the chosen recipe; null with `step`.")
-    engine: str | None = Field(default=None, description="Path of its engine; null if none was built.")
-    run: str | None = Field(default=None, description="Path of its run directory; null with `step`.")
-    command: str | None = Field(default=None, description="Command that repeats its run; null with `step`.")
+    passed: bool
+    """True if a recipe passes."""
+    step: str | None
+    """Name of the chosen step; null if none finished."""
+    recipe: str | None = None
+    """Path of the chosen recipe; null with `step`."""
+    engine: str | None = None
+    """Path of its engine; null if none was built."""
+    run: str | None = None
+    """Path of its run directory; null with `step`."""
+    command: str | None = None
+    """Command that repeats its run; null with `step`."""
 
 
 class Auto(ChoiceRecord, Tabular):
     """Everything that `qdqbench auto` tried."""
 
-    folder: str = Field(description="Folder that the paths of the steps are relative to.")
-    model: dict[str, Any] = Field(description="Name and SHA-256 of its files.")
-    task: dict[str, Any] = Field(description="Name, columns, metrics, label names.")
+    folder: str
+    """Folder that the paths of the steps are relative to."""
+    model: dict[str, Any]
+    """Name and SHA-256 of its files."""
+    task: dict[str, Any]
+    """Name, columns, metrics, label names."""
     data: dict[str, Any]
     """Source, `evaluation`: samples by split, `proposals`: train rows that proposals are chosen on,
     `limit`."""
-    seed: int = Field(description="Seed of bootstrap, search and folds.")
-    gate: Criteria = Field(description="Criteria.")
-    fp32: dict[str, float] = Field(description="Metrics of FP32.")
-    budget_s: float = Field(description="Time budget in seconds.")
-    elapsed_s: float = Field(description="Time of finished steps in seconds, interrupted calls included.")
-    steps: list[AutoStep] = Field(description="Steps, in their order.")
-    choice: AutoChoice = Field(description="Recipe to deploy.")
+    seed: int
+    """Seed of bootstrap, search and folds."""
+    gate: Criteria
+    """Criteria."""
+    fp32: dict[str, float]
+    """Metrics of FP32."""
+    budget_s: float
+    """Time budget in seconds."""
+    elapsed_s: float
+    """Time of finished steps in seconds, interrupted calls included."""
+    steps: list[AutoStep]
+    """Steps, in their order."""
+    choice: AutoChoice
+    """Recipe to deploy."""
 
     @property
     def chosen(self) -> AutoStep | None:

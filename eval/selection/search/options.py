@@ -22,7 +22,7 @@ class SearchOptions(Options):
     storage: str | None = Field(
         default=None, description="SQLAlchemy URL that all workers share; none: OUT/study.db."
     )
-    study_name: str | None = Field(default=None, description="Name of the study; none: RECIPE-TASK.")
+    study_name: str | None = Field(default=None, description="Name of the study (default: RECIPE-TASK).")
     samples: int = Field(
         default=1024,
         ge=1,

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
-
 from qdqbench.eval.metrics.gate import limit
 from qdqbench.eval.selection.search.options import Objective
 from qdqbench.eval.selection.trials.results import DRAW, ChoiceRecord, Scores, Trial
@@ -19,7 +17,8 @@ EQUAL = 1.01  # engines within 1% of each other count as equally fast: rounds di
 class PlacedTrial(Trial):
     """A recipe with both objectives of a search."""
 
-    int8_share: float = Field(default=0.0, description="INT8 share of the encoder's multiply-adds, 0 to 1.")
+    int8_share: float = 0.0
+    """INT8 share of the encoder's multiply-adds, 0 to 1."""
 
     @property
     def gain(self) -> float:
@@ -30,15 +29,22 @@ class PlacedTrial(Trial):
 class SearchTrial(PlacedTrial):
     """One point of the search space; its scores are those on the draw."""
 
-    number: int = Field(description="Number in the study.")
-    params: dict[str, Any] = Field(default={}, description="Parameters in the search space.")
-    shipped: str = Field(default="", description="Shipped recipe that it is derived from, or empty.")
-    int8_linears: int = Field(default=0, description="Linear layers in INT8.")
-    int8_attention: int = Field(default=0, description="Attention layers in INT8.")
+    number: int
+    """Number in the study."""
+    params: dict[str, Any] = {}
+    """Parameters in the search space."""
+    shipped: str = ""
+    """Shipped recipe that it is derived from, or empty."""
+    int8_linears: int = 0
+    """Linear layers in INT8."""
+    int8_attention: int = 0
+    """Attention layers in INT8."""
     duplicate_of: int | None = None
     """Number of an earlier trial with the same recipe, whose values it has; null for a new one."""
-    holds: bool = Field(default=False, description="True if it satisfies the gate, also within noise.")
-    on_front: bool = Field(default=False, description="True if it is on the Pareto front.")
+    holds: bool = False
+    """True if it satisfies the gate, also within noise."""
+    on_front: bool = False
+    """True if it is on the Pareto front."""
 
     @property
     def is_scored(self) -> bool:
@@ -58,7 +64,8 @@ class SearchTrial(PlacedTrial):
 class ConfirmedRecipe(PlacedTrial):
     """A recipe on evaluation data, which no trial has seen; its scores are those of fake-quant by split."""
 
-    name: str = Field(description="Name of the recipe.")
+    name: str
+    """Name of the recipe."""
     engine: dict[str, Comparison] = {}
     """Comparisons of the chosen recipe's engine with FP32 by split; empty if none ran."""
     dominates: bool = False
@@ -72,11 +79,16 @@ class ConfirmedRecipe(PlacedTrial):
 class DropAgreement(Strict):
     """The chosen recipe's drop where it was searched, and where it was confirmed."""
 
-    searched: float = Field(description="Drop of the chosen recipe on the search rows.")
-    searched_stderr: float = Field(description="Paired standard error of `searched`.")
-    confirmed: float = Field(description="Drop of the chosen recipe on the evaluation split.")
-    confirmed_stderr: float = Field(description="Paired standard error of `confirmed`.")
-    within_noise: bool = Field(description="True if they differ by at most two standard errors.")
+    searched: float
+    """Drop of the chosen recipe on the search rows."""
+    searched_stderr: float
+    """Paired standard error of `searched`."""
+    confirmed: float
+    """Drop of the chosen recipe on the evaluation split."""
+    confirmed_stderr: float
+    """Paired standard error of `confirmed`."""
+    within_noise: bool
+    """True if they differ by at most two standard errors."""
 
 
 class Source(Strict):
@@ -84,14 +96,20 @@ class Source(Strict):
 
     mode: Literal["latency", "int8-share"]
     """Second objective: latency measured here, or the INT8 share of multiply-adds."""
-    gpu: str | None = Field(default=None, description="Name of the GPU; null without one.")
-    cpu: str | None = Field(default=None, description="Name of the CPU if engines run on it; else null.")
+    gpu: str | None = None
+    """Name of the GPU; null without one."""
+    cpu: str | None = None
+    """Name of the CPU if engines run on it; else null."""
     baseline_precision: str = "FP16"
     """Precision of the baseline engine, and of the layers that are not in INT8: `FP16`, `BF16` or `FP32`."""
-    backend: str = Field(default="", description="Backend of the engines.")
-    version: str = Field(default="", description="Version of the backend.")
-    batch: int = Field(description="Batch size in sequences.")
-    length: int = Field(description="Sequence length in tokens.")
+    backend: str = ""
+    """Backend of the engines."""
+    version: str = ""
+    """Version of the backend."""
+    batch: int
+    """Batch size in sequences."""
+    length: int
+    """Sequence length in tokens."""
 
     @property
     def label(self) -> str:
@@ -105,39 +123,60 @@ class Ranking(Strict):
 
     units: list[tuple[int, str]]
     """Units (layer and kind) in the order in which they leave INT8, the most costly first."""
-    attention: list[int] = Field(description="Attention layers by number, the most costly in INT8 first.")
-    file: str | None = Field(default=None, description="File of the sensitivity; null for one of its own.")
-    samples: int | None = Field(default=None, description="Train rows of its own sensitivity; else null.")
+    attention: list[int]
+    """Attention layers by number, the most costly in INT8 first."""
+    file: str | None = None
+    """File of the sensitivity; null for one of its own."""
+    samples: int | None = None
+    """Train rows of its own sensitivity; else null."""
 
 
 class SearchOutcome(Strict):
     """The trial that the gate asks for, and whether it holds on evaluation data."""
 
-    passed: bool = Field(default=False, description="True if the chosen trial passes on evaluation data.")
-    chosen: int | None = Field(default=None, description="Number of the chosen trial; null if none holds.")
-    best: int | None = Field(default=None, description="Trial nearest to the gate if none holds; else null.")
-    holding: int = Field(default=0, description="Number of trials that satisfy the gate.")
-    equal: int = Field(default=1, description="Number of these that are within 1% of the fastest.")
-    issues: list[GateIssue] = Field(default=[], description="Issues of the gate on evaluation data.")
+    passed: bool = False
+    """True if the chosen trial passes on evaluation data."""
+    chosen: int | None = None
+    """Number of the chosen trial; null if none holds."""
+    best: int | None = None
+    """Trial nearest to the gate if none holds; else null."""
+    holding: int = 0
+    """Number of trials that satisfy the gate."""
+    equal: int = 1
+    """Number of these that are within 1% of the fastest."""
+    issues: list[GateIssue] = []
+    """Issues of the gate on evaluation data."""
 
 
 class Search(ChoiceRecord):
     """Every number of one search."""
 
-    recipe: dict[str, Any] = Field(description="Base recipe with every default filled in.")
-    model: str = Field(description="Folder or hub id.")
-    task: str = Field(description="Name of the task.")
-    settings: dict[str, Any] = Field(description="Settings that all workers of the study share.")
-    study: str = Field(description="Name of the study.")
-    objective: Objective = Field(description="First objective.")
-    ranking: Ranking = Field(description="Order in which units and attention layers leave INT8.")
-    source: Source = Field(description="Second objective and its device.")
-    fp32: dict[str, Scores] = Field(description="Metrics of FP32 by evaluation split.")
-    trials: list[SearchTrial] = Field(description="Finished trials.")
-    outcome: SearchOutcome = Field(description="Chosen trial, and whether it passes.")
+    recipe: dict[str, Any]
+    """Base recipe with every default filled in."""
+    model: str
+    """Folder or hub id."""
+    task: str
+    """Name of the task."""
+    settings: dict[str, Any]
+    """Settings that all workers of the study share."""
+    study: str
+    """Name of the study."""
+    objective: Objective
+    """First objective."""
+    ranking: Ranking
+    """Order in which units and attention layers leave INT8."""
+    source: Source
+    """Second objective and its device."""
+    fp32: dict[str, Scores]
+    """Metrics of FP32 by evaluation split."""
+    trials: list[SearchTrial]
+    """Finished trials."""
+    outcome: SearchOutcome
+    """Chosen trial, and whether it passes."""
     confirmed: list[ConfirmedRecipe]
     """Recipes on evaluation data: the chosen one first, then the given and the shipped ones."""
-    agreement: DropAgreement | None = Field(description="Both drops of the chosen recipe; null without one.")
+    agreement: DropAgreement | None
+    """Both drops of the chosen recipe; null without one."""
 
     @property
     def chosen(self) -> SearchTrial | None:

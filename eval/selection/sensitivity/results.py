@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
-
 from qdqbench.eval.selection.trials.results import DrawRecord, Scores
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.schema import Strict, read
@@ -16,44 +14,64 @@ Group = Literal["linear", "attention", "block", "kind"]
 class CandidateRow(Strict):
     """One candidate: a linear, the attention of a layer, a layer, or one kind of tensor in all layers."""
 
-    name: str = Field(description="Name as in recipes, without that of the base model; or of the kind.")
-    group: Group = Field(description="`linear`, `attention`, `block` or `kind`.")
+    name: str
+    """Name as in recipes, without that of the base model; or of the kind."""
+    group: Group
+    """`linear`, `attention`, `block` or `kind`."""
     kind: str
     """`qkv`, `output`, `ffn-in`, `ffn-out`, `attention`, `pooler`, `classifier`, `LayerNorm input`,
     `embeddings`, or `block`."""
-    layer: int | None = Field(description="Number of the encoder layer; null outside and for kinds.")
-    modules: list[str] = Field(description="Full names of the modules that are switched.")
-    diagnostic: bool = Field(description="True if no recipe can put it in INT8.")
-    only: Comparison = Field(description="This alone in INT8.")
-    all_but: Comparison | None = Field(description="All but this in INT8; null if not part of all.")
+    layer: int | None
+    """Number of the encoder layer; null outside and for kinds."""
+    modules: list[str]
+    """Full names of the modules that are switched."""
+    diagnostic: bool
+    """True if no recipe can put it in INT8."""
+    only: Comparison
+    """This alone in INT8."""
+    all_but: Comparison | None
+    """All but this in INT8; null if not part of all."""
 
 
 class CurvePoint(Strict):
     """The linears that cost the most kept out of INT8, everything else in INT8."""
 
-    kept: int = Field(description="Number of linear layers kept out of INT8.")
-    linears: list[str] = Field(description="Full names of these layers, in the order of the ranking.")
-    attention: list[str] = Field(description="Attention modules that leave INT8 with their output linear.")
-    comparison: Comparison = Field(description="All other layers in INT8.")
+    kept: int
+    """Number of linear layers kept out of INT8."""
+    linears: list[str]
+    """Full names of these layers, in the order of the ranking."""
+    attention: list[str]
+    """Attention modules that leave INT8 with their output linear."""
+    comparison: Comparison
+    """All other layers in INT8."""
 
 
 class SensitivityChoice(Strict):
     """The recipe that was written."""
 
-    kept: int = Field(description="Number of linear layers out of INT8; 0 if the full drop is within noise.")
-    reached: bool = Field(description="True if drop and divergence hold; else it is the best point found.")
-    file: str = Field(description="File of the recipe.")
+    kept: int
+    """Number of linear layers out of INT8; 0 if the full drop is within noise."""
+    reached: bool
+    """True if drop and divergence hold; else it is the best point found."""
+    file: str
+    """File of the recipe."""
 
 
 class Sensitivity(DrawRecord):
     """Everything that `qdqbench sensitivity` measured."""
 
-    fp32: Scores = Field(description="Metrics of the model without quantizers on the draw.")
-    full: Comparison = Field(description="Everything in INT8.")
-    int8: list[str] = Field(description='Full names of the linears and attention modules in "everything".')
-    rows: list[CandidateRow] = Field(description="Candidates, in the order of the model.")
-    curve: list[CurvePoint] = Field(description="Points by rising number of linear layers kept out of INT8.")
-    choice: SensitivityChoice = Field(description="Recipe that was written.")
+    fp32: Scores
+    """Metrics of the model without quantizers on the draw."""
+    full: Comparison
+    """Everything in INT8."""
+    int8: list[str]
+    """Full names of the linear layers and attention modules in `everything`."""
+    rows: list[CandidateRow]
+    """Candidates, in the order of the model."""
+    curve: list[CurvePoint]
+    """Points by rising number of linear layers kept out of INT8."""
+    choice: SensitivityChoice
+    """Recipe that was written."""
     timings: dict[str, float]
     """Times in seconds: `candidates_s` of all measurements, those of interrupted runs included;
     `this_run_s`."""

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
-
 from qdqbench.eval.reporting.document import Cell, Report
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.quantize.recipe.schema import Recipe
@@ -23,8 +21,10 @@ FailureCode = Literal["input", "check", "device", "error"]
 class Failure(Strict):
     """Why a recipe could not be tried."""
 
-    code: FailureCode = Field(description="Kind of failure; `input` and `device` are tried again.")
-    text: str = Field(description="Message in one line.")
+    code: FailureCode
+    """Kind of failure; `input` and `device` are tried again."""
+    text: str
+    """Message in one line."""
 
     @property
     def is_retryable(self) -> bool:
@@ -42,26 +42,33 @@ def failure_of(error: Exception) -> Failure:
 class Scores(Strict):
     """Metrics of FP32 on one split."""
 
-    metrics: dict[str, float] = Field(description="Metrics of the task, the primary one first.")
-    stderr: dict[str, float] = Field(description="Standard error of each metric.")
-    n: int = Field(description="Number of samples.")
+    metrics: dict[str, float]
+    """Metrics of the task, the primary one first."""
+    stderr: dict[str, float]
+    """Standard error of each metric."""
+    n: int
+    """Number of samples."""
 
 
 class CalibrationCost(Strict):
     """Cost of a calibration, and the widest activation that it found."""
 
-    seconds: float = Field(description="Time of the passes over the data and of extra steps, in seconds.")
+    seconds: float
+    """Time of the passes over the data and of extra steps, in seconds."""
     amax_over_rms: float | None
     """Largest outlier measure of an activation (amax / root mean square); null if no activation is
     quantized."""
-    amax_over_rms_at: str | None = Field(description="Quantizer of that activation; null if there is none.")
-    notes: list[str] = Field(default=[], description="Changes of the model by calibration.")
+    amax_over_rms_at: str | None
+    """Quantizer of that activation; null if there is none."""
+    notes: list[str] = []
+    """Changes of the model by calibration."""
 
 
 class Trial(Strict):
     """One recipe that was tried."""
 
-    recipe: Recipe | None = Field(description="Recipe; null for a candidate of a sensitivity.")
+    recipe: Recipe | None
+    """Recipe; null for a candidate of a sensitivity."""
     origin: Origin
     """Origin of the recipe: `given` by the user, `shipped`, `unquantized` (nothing in INT8), `calibration`
     (another calibration section), `candidate` (one group of tensors, of `sensitivity`), `ranking` (by
@@ -72,9 +79,12 @@ class Trial(Strict):
     """Cost of the calibration; null if not calibrated here."""
     speedup: Speedup | None = None
     """Speed-up over an engine without INT8, or null."""
-    failure: Failure | None = Field(default=None, description="Reason why it has no scores; null if it has.")
-    seconds: float = Field(default=0.0, description="Time of the trial in seconds.")
-    divergences: list[float] = Field(default=[], description="Divergences by sample, in the store only.")
+    failure: Failure | None = None
+    """Reason why it has no scores; null if it has."""
+    seconds: float = 0.0
+    """Time of the trial in seconds."""
+    divergences: list[float] = []
+    """Divergences by sample, in the store only."""
 
     @property
     def divergence(self) -> float:
@@ -85,26 +95,38 @@ class Trial(Strict):
 class ChoiceRecord(Strict):
     """Fields that results of all four commands share; `trials.store.describe_session` fills it."""
 
-    schema_version: Literal[3] = Field(default=3, description="Version of this schema.")
-    created: str = Field(description="Time of the end, ISO 8601, UTC.")
-    command: str = Field(description="Command line.")
-    metric: str = Field(description="Primary metric of the task.")
-    warnings: list[str] = Field(description="Caveats of the figures.")
-    notes: list[str] = Field(description="Notes on how the data were read and calibrated.")
-    environment: dict[str, Any] = Field(description="Versions, hardware, git hash.")
+    schema_version: Literal[3] = 3
+    """Version of this schema."""
+    created: str
+    """Time of the end, ISO 8601, UTC."""
+    command: str
+    """Command line."""
+    metric: str
+    """Primary metric of the task."""
+    warnings: list[str]
+    """Caveats of the figures."""
+    notes: list[str]
+    """Notes on how the data were read and calibrated."""
+    environment: dict[str, Any]
+    """Versions, hardware, git hash."""
 
 
 class DrawRecord(ChoiceRecord):
     """Fields that results on a draw of train rows share; `Trials.describe` fills it."""
 
-    recipe: dict[str, Any] = Field(description="Recipe with every default filled in.")
-    model: dict[str, Any] = Field(description="Name and SHA-256 of its files.")
-    task: dict[str, Any] = Field(description="Name, columns, metrics, label names.")
+    recipe: dict[str, Any]
+    """Recipe with every default filled in."""
+    model: dict[str, Any]
+    """Name and SHA-256 of its files."""
+    task: dict[str, Any]
+    """Name, columns, metrics, label names."""
     data: dict[str, Any]
     """Source, split, fingerprint, rows, `calibration` and scored `samples`, seed of the draw; of methods
     the rows of each `evaluation` split too."""
-    seed: int = Field(description="Seed of the bootstrap; the draws use the recipe's `calibration.seed`.")
-    batch_size: int = Field(description="Batch size of the evaluation in samples.")
+    seed: int
+    """Seed of the bootstrap; the draws use the recipe's `calibration.seed`."""
+    batch_size: int
+    """Batch size of the evaluation in samples."""
     divergence: Divergence
     """`kl`: KL(FP32 || INT8) per sample in nat; `squared`: squared error over the variance of FP32 logits;
     `cosine`: 1 - cosine to FP32 embeddings."""
