@@ -377,8 +377,8 @@ def test_a_drop_fails_the_gate(a_run, sst2, tmp_path, qdqbench, monkeypatch):
     recipe = edited(tmp_path / "strict.yaml", lambda recipe: recipe["gate"].update(max_drop=0.0))
     failures = failed(qdqbench("run", recipe, *sst2.options, "--out", a_run), a_run)
     found = results(a_run)
-    stages = found["stages"]
-    drop = stages["fp32"]["metrics"]["accuracy"] - stages["onnxruntime"]["metrics"]["accuracy"]
+    scored = found["stages"]
+    drop = scored["fp32"]["metrics"]["accuracy"] - scored["onnxruntime"]["metrics"]["accuracy"]
     assert drop > 0.5
     assert any(f.startswith("onnxruntime: accuracy") and f"{drop:.4f}" in f for f in failures)
     assert not [failure for failure in failures if failure.startswith("fp32")]
