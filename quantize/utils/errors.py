@@ -2,6 +2,7 @@
 
 QdqError            exit 1   (base; never raised itself)
 ├── UserError       exit 1   bad input: one sentence that says what, where and what to do
+│   └── Unwritable           an output cannot be written, as on a full disk
 ├── CheckFailed     exit 2   everything ran, but a check or the gate does not hold
 └── MissingDevice   exit 3   a needed device or library is not there
 """
@@ -13,6 +14,10 @@ class QdqError(Exception):
 
 class UserError(QdqError):
     """Bad input or a failed step; the message is one sentence with the fix."""
+
+
+class Unwritable(UserError):
+    """An output that cannot be written, as where the disk is full; it says nothing of what was tried."""
 
 
 class CheckFailed(QdqError):
