@@ -26,6 +26,7 @@ from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendName
 from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
+from qdqbench.quantize.utils.system.process import interruption
 
 BuildProgress = Callable[[str, float], None]  # phase of the builder, fraction of it done in [0, 1]
 
@@ -223,6 +224,7 @@ def _import(name: BackendName) -> Any | None:
     except Exception as error:  # a broken install raises ImportError, OSError, RuntimeError, ...
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             return None
+        interruption.raise_if_pending()  # Ctrl-C, which a module in C++ may make an ImportError of
         why = f"{name} is installed but does not import ({type(error).__name__}: {error})"
         raise MissingDevice(f"{why}; reinstall it: {INSTALL[name]}") from error
 

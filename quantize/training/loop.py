@@ -37,7 +37,7 @@ from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.tasks.types.kind import TaskKind, join_outputs
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array, Float32, Int64
-from qdqbench.quantize.utils.errors import CheckFailed, QdqError, UserError
+from qdqbench.quantize.utils.errors import CheckFailed, QdqError, Unwritable, UserError
 from qdqbench.quantize.utils.progress import report_phase, track
 from qdqbench.quantize.utils.results import LogRow, TrainingRun
 from qdqbench.quantize.utils.schema import Strict, read
@@ -98,7 +98,7 @@ def _run_together(accelerator: Accelerator, folder: Path, work: Callable[[], Any
     except Exception as error:  # OSError, and what torch and safetensors make of it
         problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     for text in filter(None, gather_object([problem])):
-        raise UserError(
+        raise Unwritable(
             f"checkpoints cannot be written into {folder} ({text}); make room or choose another --out"
         )
 

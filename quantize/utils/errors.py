@@ -2,6 +2,7 @@
 
 QdqError            exit 1   (base; never raised itself)
 ├── UserError       exit 1   bad input: one sentence that says what, where and what to do
+│   └── Unwritable           an output cannot be written, as on a full disk
 ├── CheckFailed     exit 2   everything ran, but a check or the gate does not hold
 └── MissingDevice   exit 3   a needed device or library is not there
 """
@@ -19,6 +20,10 @@ class UserError(QdqError):
     def __str__(self) -> str:
         text, half = super().__str__(), LONGEST // 2
         return text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"
+
+
+class Unwritable(UserError):
+    """An output that cannot be written, as where the disk is full; it says nothing of what was tried."""
 
 
 class CheckFailed(QdqError):

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from qdqbench.quantize.utils.errors import QdqError, UserError
+from qdqbench.quantize.utils.errors import QdqError, Unwritable, UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSED = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
@@ -27,9 +27,9 @@ PRIVATE = re.compile(r"\.(.+)\.\w{8}\.tmp")  # folder of a file or folder that i
 LOOK = Path(__file__).parent / "look.css"  # colors and letters of all pages
 
 
-def cannot_write(path: Path, error: OSError, needed: int | None = None, written: int = 0) -> UserError:
+def cannot_write(path: Path, error: OSError, needed: int | None = None, written: int = 0) -> Unwritable:
     if error.errno not in FULL:
-        return UserError(f"cannot write {path}: {error.strerror}; choose another --out folder")
+        return Unwritable(f"cannot write {path}: {error.strerror}; choose another --out folder")
     where = _there(path)
     while not where.is_mount() and where != where.parent:
         where = where.parent
@@ -37,7 +37,7 @@ def cannot_write(path: Path, error: OSError, needed: int | None = None, written:
     if error.errno == errno.EDQUOT:
         free = f"the quota on {where} is used up"
     need = f"needs {needed / 1e6:.1f} MB, and" if needed else "needs more:"
-    return UserError(
+    return Unwritable(
         f"cannot write {path}: {(error.strerror or 'no space left on device').lower()}; it {need} {free}; "
         "make room there, or choose another --out folder"
     )

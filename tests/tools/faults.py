@@ -38,41 +38,39 @@ SHORT = "--max-steps 4 --num-evals 2 --seeds 1"
 FAST = "--samples 32 --trials 8 --batch 1 --length 8"
 ORT = "--backend onnxruntime"
 COMMANDS = {  # words, and the share of moments: cheap commands have more
-    "run": (f"run int8-linears {FEW} {ORT} --out out", 20),
-    "qat": (f"qat int8-attention-qat {FEW} {ORT} {STEPS} --out out", 12),
-    "search": (f"search int8-linears {FEW} --samples 32 --trials 2 --speed int8-share --out out", 10),
-    "auto": (f"auto bert-int8-linears {FEW} {ORT} {FAST} --out out", 10),
-    "compare-calibration": (f"compare-calibration int8-linears {FEW} --samples 16 --out out", 10),
-    "sensitivity": (f"sensitivity int8-linears {FEW} --samples 16 --out out", 14),
-    "compare": ("compare run other --out out", 38),
-    "export-triton": ("export-triton run --out out", 36),
-    "deploy": ("deploy run --out out", 36),
-    "study": (f"study bert-int8-attention-qat {FEW} {STEPS} {SHORT} --out out", 14),
+    "run": (f"run int8-linears {FEW} {ORT} --out out", 16),
+    "qat": (f"qat int8-attention-qat {FEW} {ORT} {STEPS} --out out", 8),
+    "search": (f"search int8-linears {FEW} --samples 32 --trials 2 --speed int8-share --out out", 6),
+    "auto": (f"auto bert-int8-linears {FEW} {ORT} {FAST} --out out", 8),
+    "compare-calibration": (f"compare-calibration int8-linears {FEW} --samples 16 --out out", 4),
+    "sensitivity": (f"sensitivity int8-linears {FEW} --samples 16 --out out", 10),
+    "compare": ("compare run other --out out", 48),
+    "export-triton": ("export-triton run --out out", 45),
+    "deploy": ("deploy run --out out", 45),
+    "study": (f"study bert-int8-attention-qat {FEW} {STEPS} {SHORT} --out out", 10),
 }
 OTHER = f"run bert-fp16 {FEW} {ORT} --out other"
 SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 STATUS = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
 REFUSED = {"export-triton": "is a file or holds files"}  # what does not write over what is finished
+RESUMED = "(resumed after step|no whole checkpoint was left|checkpoint .* is damaged)"
 MAY_DIFFER = {  # in any text file: pattern -> what it is
     r'"(created|since)": "[^"]+"|[-\d]{10}[T ][\d:]{8}(\+00:00| UTC)': "dates",
     r'"\w*(seconds|_s|_s_\w+)": [-\d.e]+|(?<=[ >|])[\d.]+ (ms|s|min|h)\b|width: [\d.]+%': "durations",
     r'"samples_per_second": [\d.]+|samples/s</th><td>[\d,.]+|samples/s \| [\d,.]+': "rates",
     r'"(peak_rss_bytes|memory_bytes|resident_bytes)": \d+|(?<=[ >|])[\d.]+ [kMG]?B\b': "memory",
     r'"[\w./]*(engine|training).json": "[0-9a-f]{64}"|"key": "[0-9a-f]{64}"': "hashes of such files",
-    r'"reused": (true|false)': "what an earlier call made",
+    r'"reused": (true|false)| <span class="soft small">\(reused\)</span>| \(\(reused\)\)': "what is reused",
+    rf'"notes": \[(\s*"{RESUMED}[^"\n]*",?)*\s*\]|## Notes\n\n(- {RESUMED}.*\n)+\n': "and resumed",
+    rf'\s*<div class="notes soft small">\s*<ul>\s*(<li>{RESUMED}.*</li>\s*)+</ul>\s*</div>': "on pages",
 }
 OPAQUE = ("study.db",)  # files whose bytes hold times; what they say is in search.json
 INTERRUPTED = "interrupted; .*the same command (goes on|starts anew)|interrupted before it began; .*"
-OTHERS = (".ses",)  # files among temporary ones that ONNX Runtime keeps
+OTHERS = (".ses", "qdqbench-cpu-0.lock")  # temporary files that stay: of ONNX Runtime, and of timers
 PROGRESS = re.compile(r"\d\d:\d\d:\d\d .*")
 PAGE = 4096
 PRELOADED = (
-    "qdqbench.eval.runs.run",
-    "qdqbench.eval.runs.study",
-    "qdqbench.eval.selection.search.study",
-    "qdqbench.eval.selection.auto.run",
-    "modelopt.torch.quantization",
-    "datasets",
+    "datasets modelopt.torch.quantization optuna qdqbench.eval.runs.study qdqbench.eval.selection.auto.run"
 )
 NOBODY = (1 << 22) - 1  # a process id that is free
 SLACK_S = 90.0  # beyond ten times the undisturbed duration, after which a command hangs
@@ -130,7 +128,7 @@ class Bench:
         return {
             str(path.relative_to(self.case)): content(path)
             for path in sorted(self.case.rglob("*"))
-            if path.is_file() or not any(path.iterdir())
+            if path.name != ".lock" and (path.is_file() or not any(path.iterdir()))
         }
 
     def again(self) -> list[str]:
@@ -231,7 +229,7 @@ def content(path: Path) -> bytes:
     with suppress(UnicodeDecodeError):
         text = data.decode()
         for pattern in MAY_DIFFER:
-            text = re.sub(pattern, "*", text)
+            text = re.sub(pattern, "", text)
         data = text.encode()
     return data
 
@@ -269,7 +267,7 @@ def send_signal(bench: Bench, draw: random.Random) -> tuple[str, list[str]] | No
     bench.reset()
     process = bench.start()
     if not process.sleep(draw.uniform(0, bench.undisturbed.seconds)):
-        process.wait()
+        bench.undisturbed.seconds = process.wait().seconds
         return None
     (os.killpg if group else os.kill)(process.pid, number)
     ended = process.wait()
@@ -310,9 +308,8 @@ def refuse_writes(bench: Bench, draw: random.Random) -> tuple[str, list[str]]:
         bench.reset()
         before = bench.read()
         remount("ro")
-        wrong = bench.start(warm=True).wait().complaints(1, "[Rr]ead-only") + differences(
-            before, bench.read()
-        )
+        wrong = bench.start(warm=True).wait().complaints(1, "[Rr]ead-only")
+        wrong += differences(before, bench.read())
         remount("rw")
         wrong += bench.again()
         remount("ro")
@@ -334,14 +331,16 @@ def remove_folder(bench: Bench, draw: random.Random) -> tuple[str, list[str]] | 
     gone = draw.choice(folders)
     gone.rename(bench.work / "gone")
     ended = process.wait()
-    wrong = differences(bench.whole, bench.read()) if gone.name in ("out",) else []
-    if ended.status != bench.undisturbed.status:
-        wrong = ended.complaints(1 if ended.status != 2 else 2, ".{20,}")
-    if gone.name != "out":
+    if given := gone.name != "out":
         shutil.rmtree(gone, ignore_errors=True)
-        shutil.copytree(bench.work / "given" / gone.name, gone)
-    shutil.rmtree(bench.work / "gone")
-    return f"vanished folder of the {'output' if gone.name == 'out' else 'input'}", wrong + bench.again()
+        (bench.work / "gone").rename(gone)
+    else:
+        shutil.rmtree(bench.work / "gone")
+    if ended.status != bench.undisturbed.status:
+        wrong = ended.complaints(1, ".{20,}")
+    else:
+        wrong = differences(bench.whole, bench.read())
+    return f"vanished folder of the {'input' if given else 'output'}", wrong + bench.again()
 
 
 def start_second(bench: Bench, draw: random.Random) -> tuple[str, list[str]]:
@@ -366,26 +365,22 @@ def preload() -> None:
     """Import once what all commands import."""
     this.use_passive_wait()
     this.disable_malloc_trim()
-    for name in PRELOADED:
+    for name in PRELOADED.split():
         importlib.import_module(name)
 
 
 def prepare(work: Path) -> None:
-    """Make the model, its data and two finished runs, unless they are there."""
-    given = work / "given"
-    if not (given / "done").exists():
-        shutil.rmtree(given, ignore_errors=True)
-        tiny.LAYERS = 1
-        tiny.write_data(given / "data", "sst2")
-        tiny.write_model(given / "model", "sst2")
-        bench = Bench("run", work)
-        bench.reset()
-        for words in (COMMANDS["run"][0].replace("--out out", "--out run"), OTHER):
-            if (ended := bench.start(words).wait()).status:
-                raise SystemExit(f"{words}: {ended}")
-        for name in ("run", "other"):
-            shutil.copytree(bench.case / name, given / name)
-        (given / "done").touch()
+    """Make the model, its data and two finished runs."""
+    given, bench = work / "given", Bench("run", work)
+    given.mkdir(parents=True)
+    tiny.LAYERS = 1
+    tiny.write_data(given / "data", "sst2")
+    tiny.write_model(given / "model", "sst2")
+    bench.reset()
+    for name, words in (("run", COMMANDS["run"][0].replace("--out out", "--out run")), ("other", OTHER)):
+        if (ended := bench.start(words).wait()).status:
+            raise SystemExit(f"{words}: {ended}")
+        (bench.case / name).rename(given / name)
 
 
 def plan(names: list[str], moments: int, disks: int, folders: int) -> list[tuple[str, Fault]]:

@@ -9,7 +9,7 @@ from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.types.kind import Divergence
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Comparison
-from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, Unwritable, UserError
 from qdqbench.quantize.utils.schema import Strict
 from qdqbench.quantize.utils.speedup import Speedup
 
@@ -32,6 +32,9 @@ class Failure(Strict):
 
 
 def failure_of(error: Exception) -> Failure:
+    """Return an exception as data, in one line of at most 500 characters; raise that of a full disk."""
+    if isinstance(error, Unwritable):
+        raise error
     codes: dict[type[Exception], FailureCode]
     codes = {UserError: "input", CheckFailed: "check", MissingDevice: "device"}
     code = codes.get(type(error), "error")

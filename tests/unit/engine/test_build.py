@@ -20,6 +20,7 @@ from qdqbench.quantize.graph.index import prune, rename_tensors
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.system import gpu
 from qdqbench.quantize.utils.system.gpu import Gpu
+from qdqbench.quantize.utils.system.process import interruption
 
 from ...support import tiny_bert as tiny
 from ...support.tiny_layer import give, store
@@ -356,6 +357,14 @@ def test_a_broken_install_is_reported_and_the_others_listed(installed):
     installed(tensorrt=OSError("libnvinfer.so.11: not found"), tensorrt_rtx="1.7")
     with pytest.warns(RuntimeWarning, match="tensorrt is installed but does not import"):
         assert available_backends() == {"tensorrt_rtx": "1.7"}
+
+
+def test_an_import_that_ctrl_c_stopped_is_no_broken_install(installed):
+    installed(tensorrt=ImportError("initialization failed"))
+    with pytest.raises(KeyboardInterrupt):
+        interruption.receive(2, None)
+    with pytest.raises(KeyboardInterrupt):
+        available_backends()
 
 
 def test_tensorrt_builds_for_the_gpu_at_hand_only(models):

@@ -7,8 +7,9 @@ import subprocess
 
 import pytest
 
+from qdqbench.eval.selection.trials.results import failure_of
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.errors import Unwritable, UserError
 
 MEGABYTE = 1_000_000
 
@@ -107,3 +108,9 @@ def test_a_temporary_file_is_told_too(monkeypatch):
     assert "a temporary file: no space left on device; it needs more: " in str(told)
     assert "/x/y: no space" in str(files.full_disk(OSError(errno.ENOSPC, "No space left on device", "/x/y")))
     assert files.full_disk(RuntimeError("(sqlite3.OperationalError) database or disk is full")) is not None
+
+
+def test_a_full_disk_is_no_result_of_a_trial(tmp_path):
+    with pytest.raises(Unwritable, match="no space left"):
+        failure_of(files.cannot_write(tmp_path / "a", files.NO_SPACE))
+    assert failure_of(UserError("wrong")).is_retryable
