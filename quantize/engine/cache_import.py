@@ -20,7 +20,6 @@ from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, GraphIndex, module
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.load import create_untrained, prepare_model, read_model_config
 from qdqbench.quantize.models.modules import module_table
-from qdqbench.quantize.recipe.new import new_recipe
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import dump_short_recipe, parse_recipe, validate_recipe
 from qdqbench.quantize.utils.errors import UserError
@@ -115,6 +114,8 @@ def recipe_from_cache(
 
     Without `onnx_file`, the graph that was calibrated, the model is exported to compare names.
     """
+    from qdqbench.quantize.recipe.new import new_recipe  # imports torch, which `diagnose` does without
+
     found = read_cache_file(cache)
     draft = new_recipe(model, revision)
     data = parse_recipe(draft.text, draft.recipe).model_dump(mode="json")
