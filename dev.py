@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Set up `.venv` beside this file and run the workbench or its checks in it; needs only Python 3.10 to 3.13.
+"""Set up `.venv` beside this file and run the workbench or its checks in it; needs only Python 3.11 to 3.13.
 
 python3 dev.py run [ARGUMENTS of `qdqbench run`]
 python3 dev.py test [--all] [ARGUMENTS of pytest]
@@ -46,7 +46,7 @@ def install(extra: str, *options: str) -> bool:
         venv.create(VENV, with_pip=True)
     print(f"installing qdqbench[{extra}] into .venv (a few minutes the first time)", flush=True)
     pip = [BIN / "python", "-m", "pip", "--disable-pip-version-check"]
-    quiet = ["--quiet", "--use-pep517"]  # the pip of Python 3.10 builds seqeval without it, and fails
+    quiet = ["--quiet", "--use-pep517"]  # seqeval has a setup.py only
     with tempfile.TemporaryDirectory(dir=VENV) as folder:
         # with hashes pip would refuse this folder, which has none
         constraints, files = Path(folder) / "constraints.txt", Path(folder) / "files"

@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -275,7 +275,7 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def _this_process() -> dict[str, Any]:
-    since = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
+    since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
     words = shlex.join([Path(sys.argv[0]).name, *map(hide_credentials, sys.argv[1:])])
     return {"process": os.getpid(), "host": socket.gethostname(), "since": since, "command": words}
 

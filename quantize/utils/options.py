@@ -5,7 +5,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import BeforeValidator, ValidationError, field_validator
 from pydantic.fields import FieldInfo
@@ -60,9 +60,7 @@ def take_options(
     Args:
         annotate: annotation of such an argument; None: its type, with its help in the docstring.
     """
-    hints = inspect.get_annotations(
-        function, eval_str=True
-    )  # get_type_hints of 3.10 wraps what has the default None
+    hints = get_type_hints(function, include_extras=True)
     own = inspect.signature(function).parameters
     name = next(each for each in own if isinstance(hints[each], type) and issubclass(hints[each], Options))
     schema: type[Options] = hints[name]

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib import metadata, resources
 from itertools import chain
 from pathlib import Path
@@ -42,7 +43,6 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def pyproject() -> dict[str, Any]:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
     found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     return found
 

@@ -183,7 +183,7 @@ class Service:
         while True:
             try:
                 message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 late = f"the body did not come within {self.settings.timeout:g} s"
                 raise HTTPException(408, late, CLOSE) from None
             if message["type"] == "http.disconnect":
@@ -312,7 +312,7 @@ class Service:
             admitted.enter_context(self._admit(texts))
             try:
                 return await asyncio.wait_for(self._run(request, columns, texts, admitted), timeout_s)
-            except asyncio.TimeoutError as error:
+            except TimeoutError as error:
                 raise self._unavailable(f"there was no answer within {timeout_s:g} s") from error
 
     async def _run(

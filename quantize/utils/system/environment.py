@@ -5,7 +5,7 @@ import hashlib
 import importlib.metadata
 import platform
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def get_code_identity() -> dict[str, Any]:
