@@ -593,6 +593,8 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
         texts = [rows[name] for name in task.text_columns]
         if task.kind.windows:
             _require_room(texts[0], task, tokenizer, max_length - special - max_length // OVERLAP - 1)
+        elif len(texts) == 2 and apart == 1:
+            texts = _shorten_pairs(*texts, tokenizer, max_length)
         if apart > 1:
             texts = [[text for sample in zip(*texts, strict=True) for text in sample]]
         coded = tokenizer(
@@ -609,6 +611,27 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
                 encoding,
             )
             count += 1
+
+
+def _shorten_pairs(
+    first: Sequence[str], second: Sequence[str], tokenizer: Any, max_length: int
+) -> list[list[str]]:
+    """Cut the texts of pairs behind what truncation can keep, where they are long.
+
+    `tokenizers` combines all parts that truncation cuts off one text with all of the other: two texts of 16
+    kB take seconds and gigabytes. The longer text keeps a token more, since it gets an odd one.
+    """
+    shortened = [[*first], [*second]]
+    for place, pair in enumerate(zip(first, second, strict=True)):
+        if max(map(len, pair)) <= 8 * max_length:
+            continue
+        coded = tokenizer([*pair], add_special_tokens=False, verbose=False).encodings
+        longest = max(len(each.ids) for each in coded)
+        for texts, each in zip(shortened, coded, strict=True):
+            keep = 2 * max_length + (len(each.ids) == longest)
+            if len(each.ids) > keep:
+                texts[place] = texts[place][: each.offsets[keep - 1][1]]
+    return shortened
 
 
 def _require_room(questions: list[str], task: Task, tokenizer: Any, room: int) -> None:

@@ -28,10 +28,11 @@ class TritonPythonModel:
         self.pad_id, self.words = int(told["pad_id"]), told["words"] == "true"
         self.inputs = [each["name"] for each in config["input"]]
         self.outputs = [each["name"] for each in config["output"]]
-        self.tokenizer = Tokenizer.from_file(
-            str(Path(args["model_repository"]) / args["model_version"] / "tokenizer.json")
-        )
+        file = str(Path(args["model_repository"]) / args["model_version"] / "tokenizer.json")
+        self.tokenizer, self.whole = Tokenizer.from_file(file), Tokenizer.from_file(file)
         self.tokenizer.no_padding()
+        self.whole.no_padding()
+        self.whole.no_truncation()
         self.tokenizer.enable_truncation(self.lengths[-1], strategy=told["truncation"])
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -41,7 +42,8 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         try:
             columns = [self._texts(request, name) for name in self.inputs]
-            rows: list[Any] = [*zip(*columns, strict=True)] if len(columns) > 1 else columns[0]
+            pairs = zip(*columns, strict=True)
+            rows: list[Any] = [*map(self._shorten, pairs)] if len(columns) > 1 else columns[0]
             if self.words:
                 rows = [text.split() for text in rows]
             coded = self.tokenizer.encode_batch(rows, is_pretokenized=self.words)
@@ -58,6 +60,19 @@ class TritonPythonModel:
         if any(len(text) > MOST_CHARACTERS for text in texts):
             raise ValueError(f"a text has more than {MOST_CHARACTERS} characters")
         return texts
+
+    def _shorten(self, pair: tuple[str, ...]) -> tuple[str, ...]:
+        """Cut a pair behind what truncation can keep: `tokenizers` combines all parts that it cuts off."""
+        most = self.lengths[-1]
+        if max(map(len, pair)) <= 8 * most:
+            return pair
+        coded = self.whole.encode_batch([*pair], add_special_tokens=False)
+        longest = max(len(each.ids) for each in coded)
+        kept = [2 * most + (len(each.ids) == longest) for each in coded]
+        found = zip(pair, coded, kept, strict=True)
+        return tuple(
+            text[: each.offsets[keep - 1][1]] if len(each.ids) > keep else text for text, each, keep in found
+        )
 
     def _array(self, name: str, coded: list[Any], length: int) -> npt.NDArray[np.int64]:
         fill = {"input_ids": self.pad_id, "SPANS": OUTSIDE, "WORDS": OUTSIDE}.get(name, 0)

@@ -261,6 +261,25 @@ def test_encode_pairs_with_scores(tmp_path, tokenizer):
     assert encoded.truncated == 1
 
 
+WORDS = st.lists(st.sampled_from(["good", "badly", "?", "goodlyly"]), max_size=60).map(" ".join)
+
+
+@given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), st.integers(5, 9))
+def test_long_texts_of_pairs_are_cut_where_truncation_drops_the_rest(tokenizer, pairs, length):
+    first, second = map(list, zip(*pairs, strict=True))
+    plain = tokenizer(first, second, truncation=True, max_length=length)["input_ids"]
+    shortened = data._shorten_pairs(first, second, tokenizer, length)
+    assert tokenizer(*shortened, truncation=True, max_length=length)["input_ids"] == plain
+
+
+def test_a_pair_of_long_texts_takes_little_memory(tmp_path, tokenizer):
+    columns = {"sentence1": ["good " * 20_000], "sentence2": ["bad " * 10_000], "label": [1.0]}
+    write(tmp_path / "validation.parquet", columns)
+    (row,) = data.iter_encoded(load(tmp_path, STSB), STSB, tokenizer, 128)
+    assert (len(row.input_ids), row.truncated) == (128, True)
+    assert len(row.coded.overflowing) < 50  # of 50,000 without a cut
+
+
 def test_encoding_in_chunks_changes_nothing(tmp_path, tokenizer, monkeypatch):
     sst2(tmp_path / "validation.csv", sentence=["good " * count for count in range(1, 7)])
     split = load(tmp_path)
