@@ -439,20 +439,24 @@ def keep(name: str, fault: str, data: bytes) -> None:
 
 
 def properties(seed: int, seconds: float, tally: Tally) -> None:
-    """Run the property tests with random draws, again and again."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "hypothesis and not long"]
-        command += [f"--hypothesis-seed={seed}", *PROPERTIES]
+    """Run the property tests once with random draws, for so many seconds at most."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "hypothesis and not long"]
+    command += [f"--hypothesis-seed={seed}", *PROPERTIES]
+    environment = os.environ | {"HYPOTHESIS_PROFILE": "search"}
+    with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"HYPOTHESIS_PROFILE": "search"}, stdout=subprocess.PIPE,
-            text=True, check=False,
-        )  # fmt: skip
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
         tally.cases += 1
         if done.returncode:
             tally.faults[f"hypothesis, seed {seed}"] = done.stdout[-4000:]
             print(f"hypothesis, seed {seed}\n{done.stdout[-4000:]}", flush=True)
-        seed += 1
 
 
 def main() -> None:
@@ -469,11 +473,12 @@ def main() -> None:
     print(f"seed {seed}", flush=True)
     while time.monotonic() < until:
         for name in names:
-            left = min(until - time.monotonic(), ROUND_S, 60 * given.minutes / len(names))
-            if left > 0:
-                before, look = cpu_seconds(), properties if name == "hypothesis" else partial(search, name)
-                look(seed, left, tallies[name])
-                tallies[name].cpu += cpu_seconds() - before
+            left, before = until - time.monotonic(), cpu_seconds()
+            if left > 0 and name == "hypothesis":
+                properties(seed, left, tallies[name])
+            elif left > 0:
+                search(name, seed, min(left, ROUND_S, 60 * given.minutes / len(names)), tallies[name])
+            tallies[name].cpu += cpu_seconds() - before
         seed += 1
         print(f"next seed {seed}, {cpu_seconds():.0f} s of CPU", flush=True)
     for name, tally in tallies.items():
