@@ -145,6 +145,9 @@ def owned_folder(
             files.write_json(folder / MARK, identity.model_dump(mode="json"))
             yield
         finally:
+            if folder.is_dir() and not (folder / MARK).exists():  # it vanished, and was made again in part
+                with suppress(UserError):
+                    files.write_json(folder / MARK, identity.model_dump(mode="json"))
             if owner is None:
                 _remove_unfinished(folder)
 
