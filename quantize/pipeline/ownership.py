@@ -144,6 +144,8 @@ def owned_folder(
         try:
             files.write_json(folder / MARK, identity.model_dump(mode="json"))
             yield
+            if not (folder / MARK).exists():
+                raise UserError(f"{folder} was removed or renamed meanwhile; run the same command again")
         finally:
             if folder.is_dir() and not (folder / MARK).exists():  # it vanished, and was made again in part
                 with suppress(UserError):

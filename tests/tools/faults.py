@@ -159,6 +159,8 @@ class Process:
                 self._become(words, warm)
             finally:
                 os._exit(70)
+        while os.getpgid(self.pid) != self.pid:  # it has no group yet
+            time.sleep(0.001)
 
     def _become(self, words: list[str], warm: bool) -> None:
         os.setsid()
@@ -217,8 +219,8 @@ def empty(folder: Path) -> None:
 
 
 def used(folder: Path) -> int:
-    """Return about how many bytes of a tmpfs a folder takes."""
-    return sum(PAGE + -(-path.stat().st_size // PAGE) * PAGE for path in [folder, *folder.rglob("*")])
+    """Return how many bytes of a tmpfs a folder takes."""
+    return sum(-(-path.stat().st_size // PAGE) * PAGE for path in folder.rglob("*") if path.is_file())
 
 
 def content(path: Path) -> bytes:
@@ -290,8 +292,8 @@ def fill_disk(bench: Bench, draw: random.Random) -> tuple[str, list[str]]:
     place = bench.case if output else bench.temporary
     bench.reset()
     least = used(place)
-    most = bench.used if output else 1 << 17
-    with disk(place, round(least + draw.random() * (most - least))) as remount:
+    most = bench.used if output else 1 << 15
+    with disk(place, round(least + draw.random() * (most - least)) + PAGE) as remount:
         bench.reset()
         ended = bench.start(warm=True).wait()
         what = f"full disk for {'the output' if output else 'temporary files'}"

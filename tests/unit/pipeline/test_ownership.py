@@ -144,7 +144,7 @@ def test_what_comes_to_nothing_leaves_nothing(tmp_path, there):
 
 def test_a_folder_that_vanished_and_is_made_again_in_part_has_its_owner(tmp_path):
     folder = tmp_path / "run"
-    with owned_folder(folder, RUN):
+    with pytest.raises(UserError, match="was removed or renamed"), owned_folder(folder, RUN):  # noqa: PT012
         folder.rename(tmp_path / "gone")
         (folder / "logits").mkdir(parents=True)
         (folder / "logits" / "fp32.npz").write_text("half")
