@@ -52,6 +52,7 @@ COMMANDS = {  # words, and the share of moments: cheap commands have more
 OTHER = f"run bert-fp16 {FEW} {ORT} --out other"
 SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 STATUS = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
+BEFORE = (-signal.SIGINT, -signal.SIGTERM, 70)  # of Python, or of this program between fork and exec
 REFUSED = {"export-triton": "is a file or holds files"}  # what does not write over what is finished
 RESUMED = "(resumed after step|no whole checkpoint was left|checkpoint .* is damaged)"
 MAY_DIFFER = {  # in any text file: pattern -> what it is
@@ -62,6 +63,7 @@ MAY_DIFFER = {  # in any text file: pattern -> what it is
     r'"[\w./]*(engine|training).json": "[0-9a-f]{64}"|"key": "[0-9a-f]{64}"': "hashes of such files",
     r'"reused": (true|false)| <span class="soft small">\(reused\)</span>| \(\(reused\)\)': "what is reused",
     rf'"notes": \[(\s*"{RESUMED}[^"\n]*",?)*\s*\]|## Notes\n\n(- {RESUMED}.*\n)+\n': "and resumed",
+    rf"<p>{RESUMED}.*</p>\s*|(?m:^{RESUMED}.*\n\n)": "in sections",
     rf'\s*<div class="notes soft small">\s*<ul>\s*(<li>{RESUMED}.*</li>\s*)+</ul>\s*</div>': "on pages",
 }
 OPAQUE = ("study.db",)  # files whose bytes hold times; what they say is in search.json
@@ -84,7 +86,7 @@ class Ended:
 
     def complaints(self, status: int, pattern: str) -> list[str]:
         """Return what is wrong with how a command ended that had to fail with one sentence."""
-        if self.status in (-signal.SIGINT, -signal.SIGTERM) and "qdqbench" not in "".join(self.lines):
+        if self.status in BEFORE and "qdqbench" not in "".join(self.lines):
             return []  # Python itself was starting
         told = len(self.lines) == 1 and re.fullmatch(f"qdqbench: .*({pattern}).*", self.lines[0])
         wrong = [] if self.status == status else [f"exit status {self.status} instead of {status}"]
