@@ -62,7 +62,8 @@ MAY_DIFFER = {  # in any text file: pattern -> what it is
     r'"(peak_rss_bytes|memory_bytes|resident_bytes)": \d+|(?<=[ >|])[\d.]+ [kMG]?B\b': "memory",
     r'"[\w./]*(engine|training).json": "[0-9a-f]{64}"|"key": "[0-9a-f]{64}"': "hashes of such files",
     r'"reused": (true|false)| <span class="soft small">\(reused\)</span>| \(\(reused\)\)': "what is reused",
-    rf'(,\s*)?"{RESUMED}[^"\n]*"|(?<=\[)\s+(?=\])|## Notes\n\n(- {RESUMED}.*\n)+\n': "and resumed",
+    rf'(,\s*)?"{RESUMED}[^"\n]*"|## Notes\n\n(- {RESUMED}.*\n)+\n': "and resumed",
+    r"(?<=\[)\s+(?=\])": "of which nothing is left",
     rf"<p>{RESUMED}.*</p>\s*|(?m:^{RESUMED}.*\n\n)": "in sections",
     rf'\s*<div class="notes soft small">\s*<ul>\s*(<li>{RESUMED}.*</li>\s*)+</ul>\s*</div>': "on pages",
 }
