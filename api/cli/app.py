@@ -105,7 +105,11 @@ def main() -> None:
         sys.argv.remove("--debug")
     try:
         reset_clock()
-        _invoke()
+        try:
+            _invoke()
+        except Exception:
+            process.interruption.raise_if_pending()  # a library made this error of Ctrl-C
+            raise
     except BrokenPipeError:  # `qdqbench ... | head`; what is still buffered has no reader
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -144,7 +144,12 @@ def owned_folder(
         try:
             files.write_json(folder / MARK, identity.model_dump(mode="json"))
             yield
+            if not (folder / MARK).exists():
+                raise UserError(f"{folder} was removed or renamed meanwhile; run the same command again")
         finally:
+            if folder.is_dir() and not (folder / MARK).exists():  # it vanished, and was made again in part
+                with suppress(UserError):
+                    files.write_json(folder / MARK, identity.model_dump(mode="json"))
             if owner is None:
                 _remove_unfinished(folder)
 

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -67,21 +68,35 @@ def run_stages(
     timings: dict[str, Timing] = {}
     freeze_gc()
     manifest = _read(session.folder / STAGES_FILE)
-    for stage in stages:
-        interruption.raise_if_pending()
-        key, done = _key(session, stage, manifest), manifest.stages.get(stage.name)
-        reused = done is not None and done.key == key and _intact(session.folder, done)
-        announce(stage.name, reused)
-        if done is None or not reused:
-            manifest.stages.pop(stage.name, None)
-            done = manifest.stages[stage.name] = _run_stage(session, stage, key, done)
-            files.write_json(session.folder / STAGES_FILE, manifest.model_dump(mode="json"))
-        session.notes = [*dict.fromkeys([*session.notes, *done.notes])]
-        session.warnings = [*dict.fromkeys([*session.warnings, *done.warnings])]
-        timings[stage.name] = done.timing(reused=reused)
-        stage.recorded(session)
-        interruption.raise_if_pending()
+    with _owned(session):
+        for stage in stages:
+            interruption.raise_if_pending()
+            key, done = _key(session, stage, manifest), manifest.stages.get(stage.name)
+            reused = done is not None and done.key == key and _intact(session.folder, done)
+            announce(stage.name, reused)
+            if done is None or not reused:
+                manifest.stages.pop(stage.name, None)
+                done = manifest.stages[stage.name] = _run_stage(session, stage, key, done)
+                files.write_json(session.folder / STAGES_FILE, manifest.model_dump(mode="json"))
+            session.notes = [*dict.fromkeys([*session.notes, *done.notes])]
+            session.warnings = [*dict.fromkeys([*session.warnings, *done.warnings])]
+            timings[stage.name] = done.timing(reused=reused)
+            stage.recorded(session)
+            interruption.raise_if_pending()
     return timings
+
+
+@contextmanager
+def _owned(session: Session) -> Iterator[None]:
+    """Leave a folder that vanished and was made again in part as one of this run, which may go on there."""
+    path = session.folder / CONFIG
+    known = path.is_file()
+    try:
+        yield
+    finally:
+        if known and session.folder.is_dir() and not path.exists():
+            with suppress(UserError):
+                files.write_json(path, session.config.model_dump(mode="json"))
 
 
 def _run_stage(session: Session, stage: Stage, key: str, before: FinishedStage | None) -> FinishedStage:

@@ -124,8 +124,11 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
             )
             dataset.data.validate(full=True)  # the reader of JSON takes texts that are not UTF-8
     except Exception as error:  # the readers raise ArrowInvalid, DatasetGenerationError, even StopIteration
+        why = find_root_cause(error)
+        if files.SAID.search(why):  # on the disk of temporary files: the data may be whole
+            raise files.cannot_write(Path(_cache_folder()), files.NO_SPACE) from error
         raise UserError(
-            f"cannot read {names} as {kind} ({find_root_cause(error)}); it has no rows, another form than "
+            f"cannot read {names} as {kind} ({why}); it has no rows, another form than "
             "its name says, or is damaged"
         ) from error
     if "__index_level_0__" in dataset.column_names:

@@ -18,7 +18,9 @@ from qdqbench.quantize.utils.errors import QdqError, Unwritable, UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSED = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
-SAID = re.compile(r"no space left|os error 28|disk is full|disk quota exceeded", re.IGNORECASE)
+SAID = re.compile(
+    r"no space left|not enough disk space|os error 28|disk is full|disk quota exceeded", re.IGNORECASE
+)
 MAX_JSON = 32 << 20  # bytes; the largest results.json has 0.5 MB
 NOTHING_LEFT = 1 << 16  # bytes: libraries in C++ fail in words of their own on a disk as full as that
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

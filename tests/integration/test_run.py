@@ -385,9 +385,9 @@ def test_a_drop_fails_the_gate(a_run, sst2, tmp_path, qdqbench, monkeypatch):
 
 
 def test_a_layer_that_is_not_int8_fails_the_gate(a_run, sst2, qdqbench, monkeypatch):
-    from qdqbench.quantize.engine import build
+    from qdqbench.quantize.engine import layers as tables
 
-    real = build.measure_coverage
+    real = tables.measure_coverage
 
     def one_less(layers, expected, gemms):
         changed = [
@@ -398,7 +398,7 @@ def test_a_layer_that_is_not_int8_fails_the_gate(a_run, sst2, qdqbench, monkeypa
         ]
         return real(changed, expected, gemms)
 
-    monkeypatch.setattr(build, "measure_coverage", one_less)
+    monkeypatch.setattr(tables, "measure_coverage", one_less)
     (a_run / "build.json").unlink()
     failures = failed(qdqbench("run", *sst2.options, "--out", a_run), a_run)
     engine = results(a_run)["engine"]

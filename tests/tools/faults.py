@@ -52,6 +52,7 @@ COMMANDS = {  # words, and the share of moments: cheap commands have more
 OTHER = f"run bert-fp16 {FEW} {ORT} --out other"
 SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 STATUS = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
+BEFORE = (-signal.SIGINT, -signal.SIGTERM, 70)  # of Python, or of this program between fork and exec
 REFUSED = {"export-triton": "is a file or holds files"}  # what does not write over what is finished
 RESUMED = "(resumed after step|no whole checkpoint was left|checkpoint .* is damaged)"
 MAY_DIFFER = {  # in any text file: pattern -> what it is
@@ -61,7 +62,9 @@ MAY_DIFFER = {  # in any text file: pattern -> what it is
     r'"(peak_rss_bytes|memory_bytes|resident_bytes)": \d+|(?<=[ >|])[\d.]+ [kMG]?B\b': "memory",
     r'"[\w./]*(engine|training).json": "[0-9a-f]{64}"|"key": "[0-9a-f]{64}"': "hashes of such files",
     r'"reused": (true|false)| <span class="soft small">\(reused\)</span>| \(\(reused\)\)': "what is reused",
-    rf'"notes": \[(\s*"{RESUMED}[^"\n]*",?)*\s*\]|## Notes\n\n(- {RESUMED}.*\n)+\n': "and resumed",
+    rf'(,\s*)?"{RESUMED}[^"\n]*"|## Notes\n\n(- {RESUMED}.*\n)+\n': "and resumed",
+    r"(?<=\[)\s+(?=\])": "of which nothing is left",
+    rf"<p>{RESUMED}.*</p>\s*|(?m:^{RESUMED}.*\n\n)": "in sections",
     rf'\s*<div class="notes soft small">\s*<ul>\s*(<li>{RESUMED}.*</li>\s*)+</ul>\s*</div>': "on pages",
 }
 OPAQUE = ("study.db",)  # files whose bytes hold times; what they say is in search.json
@@ -84,8 +87,8 @@ class Ended:
 
     def complaints(self, status: int, pattern: str) -> list[str]:
         """Return what is wrong with how a command ended that had to fail with one sentence."""
-        if self.status in (-signal.SIGINT, -signal.SIGTERM) and not self.lines:
-            return []  # Python itself had not started
+        if self.status in BEFORE and "qdqbench" not in "".join(self.lines):
+            return []  # Python itself was starting
         told = len(self.lines) == 1 and re.fullmatch(f"qdqbench: .*({pattern}).*", self.lines[0])
         wrong = [] if self.status == status else [f"exit status {self.status} instead of {status}"]
         wrong += [] if told else [f"stderr: {' / '.join(self.lines)[-600:]}"]
@@ -159,6 +162,8 @@ class Process:
                 self._become(words, warm)
             finally:
                 os._exit(70)
+        while os.getpgid(self.pid) != self.pid:  # it has no group yet
+            time.sleep(0.001)
 
     def _become(self, words: list[str], warm: bool) -> None:
         os.setsid()
@@ -217,8 +222,8 @@ def empty(folder: Path) -> None:
 
 
 def used(folder: Path) -> int:
-    """Return about how many bytes of a tmpfs a folder takes."""
-    return sum(PAGE + -(-path.stat().st_size // PAGE) * PAGE for path in [folder, *folder.rglob("*")])
+    """Return how many bytes of a tmpfs a folder takes."""
+    return sum(-(-path.stat().st_size // PAGE) * PAGE for path in folder.rglob("*") if path.is_file())
 
 
 def content(path: Path) -> bytes:
@@ -290,8 +295,8 @@ def fill_disk(bench: Bench, draw: random.Random) -> tuple[str, list[str]]:
     place = bench.case if output else bench.temporary
     bench.reset()
     least = used(place)
-    most = bench.used if output else 1 << 17
-    with disk(place, round(least + draw.random() * (most - least))) as remount:
+    most = bench.used if output else 1 << 15
+    with disk(place, round(least + draw.random() * (most - least)) + PAGE) as remount:
         bench.reset()
         ended = bench.start(warm=True).wait()
         what = f"full disk for {'the output' if output else 'temporary files'}"

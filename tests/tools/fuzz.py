@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import defaultdict
@@ -128,17 +129,18 @@ def judged(path: Path) -> object:
 def answered(name: str, path: Path) -> None:
     """Send bytes to an endpoint over one connection; every request gets one answer, and none is a 500."""
     loop, config = endpoint(name)
-    loop.run_until_complete(connected(config, path.read_bytes()))
+    asyncio.run_coroutine_threadsafe(connected(config, path.read_bytes()), loop).result()
 
 
 @cache
 def endpoint(name: str) -> tuple[asyncio.AbstractEventLoop, Any]:
-    """Start the service of an endpoint in a loop of its own."""
+    """Start the service of an endpoint in a loop of its own, in a thread: a test's may run in this one."""
     import uvicorn
 
     service, loop = http.service(name), asyncio.new_event_loop()
     service.settings = service.settings.model_copy(update={"timeout": 0.1})
-    loop.run_until_complete(service._lifespan(None).__aenter__())
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    asyncio.run_coroutine_threadsafe(service._lifespan(None).__aenter__(), loop).result()
     return loop, uvicorn.Config(service, lifespan="off", ws="none", log_config=None, log_level="critical")
 
 

@@ -140,6 +140,16 @@ def test_what_comes_to_nothing_leaves_nothing(tmp_path, there):
     assert [*tmp_path.rglob("*")] == ([folder.parent.parent, folder.parent, folder] if there else [])
 
 
+def test_a_folder_that_vanished_and_is_made_again_in_part_has_its_owner(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(UserError, match="was removed or renamed"), owned_folder(folder, RUN):  # noqa: PT012
+        folder.rename(tmp_path / "gone")
+        (folder / "logits").mkdir(parents=True)
+        (folder / "logits" / "fp32.npz").write_text("half")
+    with owned_folder(folder, RUN):
+        assert (folder / "logits" / "fp32.npz").is_file()
+
+
 def test_what_was_begun_stays(tmp_path):
     fail(tmp_path / "run", "stages.json", KeyboardInterrupt)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", MARK, "stages.json", "work"}

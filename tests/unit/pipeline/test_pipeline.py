@@ -157,6 +157,23 @@ def test_an_interrupted_stage_leaves_nothing_half_written(line):
     assert line.path("c").read_text() == "c1b2a1"
 
 
+def test_a_folder_that_vanished_under_a_run_is_taken_again(line, tmp_path):
+    stage = line.stages[1]
+
+    def vanishing(session):
+        session.folder.rename(tmp_path / "gone")
+        session.folder.mkdir()
+        line.path("a").write_text("a")
+        return stage.run(session)
+
+    line.inputs["b"] = 2
+    line.stages[1] = dataclasses.replace(stage, run=vanishing)
+    line.run()
+    line.stages[1] = stage
+    open_run(config(), line.session.folder)
+    assert line.run() == ["a"]
+
+
 def test_ctrl_c_that_a_library_swallows_ends_the_run_after_the_stage(line):
     stage = line.stages[1]
 

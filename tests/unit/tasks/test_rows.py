@@ -470,3 +470,17 @@ def test_classes_in_another_order_than_the_model_s_are_refused(tmp_path):
         data.require_order(split, SST2, names)
     with pytest.raises(UserError, match=r"are bad, good from 0 on, those of the model good, bad; number"):
         data.require_order(split, SST2, ["Good", "Bad"])
+
+
+@pytest.mark.parametrize(
+    "said", ["[Errno 28] No space left on device", "Not enough disk space. Needed: 1 MB"]
+)
+def test_a_full_disk_of_temporary_files_is_no_damage_of_the_data(tmp_path, monkeypatch, said):
+    (tmp_path / "validation.csv").write_text("sentence,label\na,1\n")
+
+    def full(*_, **__):
+        raise RuntimeError("an error while the set was made") from OSError(said)
+
+    monkeypatch.setattr(datasets, "load_dataset", full)
+    with pytest.raises(UserError, match=r"qdqbench-data.*: no space left on device"):
+        data.load_split(get_task("sst2"), str(tmp_path), "validation")

@@ -219,3 +219,25 @@ def test_a_signal_during_imports_is_a_sentence(number):
     done = python(EARLY.format(number.name), check=False)
     told = "qdqbench: interrupted before it began; nothing was changed\n"
     assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", told)
+
+
+SWALLOWED = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from qdqbench.cli import app
+def invoke():
+    try:
+        signal.raise_signal(signal.{})
+    except KeyboardInterrupt:
+        raise ImportError("initialization failed")
+app._invoke = invoke
+sys.argv = ["qdqbench", "run"]
+app.program()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_a_library_makes_an_error_of_is_a_signal(number):
+    done = python(SWALLOWED.format(number.name), check=False)
+    told = "qdqbench: interrupted; what is finished is kept, and the same command goes on\n"
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", told)
