@@ -597,7 +597,7 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
         if task.kind.windows:
             _require_room(texts[0], task, tokenizer, max_length - special - max_length // OVERLAP - 1)
         elif len(texts) == 2 and apart == 1:
-            texts = _shorten_pairs(*texts, tokenizer, max_length)
+            texts = _shorten_pairs(texts[0], texts[1], tokenizer, max_length)
         if apart > 1:
             texts = [[text for sample in zip(*texts, strict=True) for text in sample]]
         coded = tokenizer(
