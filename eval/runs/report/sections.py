@@ -8,15 +8,7 @@ from functools import partial
 from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, config_label
 from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.formats import (
-    count_of,
-    known,
-    label,
-    number,
-    share_text,
-    types,
-    with_error,
-)
+from qdqbench.eval.reporting.formats import count_of, known, label, number, share_text, types, with_error
 from qdqbench.eval.runs.report import charts, verdict
 from qdqbench.quantize.engine.inspection import EngineFacts
 from qdqbench.quantize.utils.comparison import (
