@@ -99,7 +99,7 @@ def test_nothing_generic_is_importable() -> None:
 
 def test_the_console_script() -> None:
     (script,) = (s for s in metadata.entry_points(group="console_scripts") if s.name == "qdqbench")
-    assert script.value == "qdqbench.cli.app:program"
+    assert script.value == "qdqbench.__main__:start"
     assert callable(script.load())
 
 
