@@ -159,6 +159,8 @@ def _train_seed(
     folder = request.folder / f"seed-{settings.seed}"
     identity = _identity(request, data, settings)
     if stored := _read_finished(folder / RECORD, identity):
+        if accelerator.is_main_process:  # a signal may have come while they were removed
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return stored
     job = _new_job(request, data, settings, identity, accelerator)
     model: Any = job.model

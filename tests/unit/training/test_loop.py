@@ -406,3 +406,13 @@ def test_a_checkpoint_that_a_full_disk_stops_leaves_nothing(tmp_path, accelerato
     with pytest.raises(UserError, match=r"checkpoints cannot be written into .*No space left"):
         loop.train(tiny.job(tmp_path), accelerator)
     assert not [*tmp_path.glob(".step-*")]
+
+
+def test_checkpoints_that_a_signal_left_of_a_finished_training_go(tmp_path, monkeypatch, accelerator):
+    left = tmp_path / "seed-0" / loop.CHECKPOINTS / "step-00000002"
+    left.mkdir(parents=True)
+    monkeypatch.setattr(finetune, "_identity", lambda *_: {})
+    monkeypatch.setattr(finetune, "_read_finished", lambda *_: "stored")
+    request, settings = SimpleNamespace(folder=tmp_path), SimpleNamespace(seed=0)
+    assert finetune._train_seed(request, None, settings, accelerator) == "stored"
+    assert not left.parent.exists()
