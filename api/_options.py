@@ -46,7 +46,7 @@ class TaskOptions(Options):
     model: str | None = field("Model folder or hub id (default: the embedded default).")
     task: str | None = field("GLUE task, embed, tokens, qa, squad, squad_v2, or any name with --text-column.")
     data: str = field(
-        "hub or hub:OWNER/NAME, with :CONFIG and @REVISION; a folder; or a file with all samples.", "hub"
+        "hub or hub:OWNER/NAME[:CONFIG][@REVISION]; a folder; or a file with all samples.", "hub"
     )
     revision: str | None = field(REVISION)
     text_column: list[str] | None = field("Text column of your own data; twice for pairs.")
@@ -76,9 +76,7 @@ class TaskOptions(Options):
 class FolderOptions(Options):
     """The folder that is written."""
 
-    out: Path | None = field(
-        "Output folder (default: in runs/, named after command, model, recipe and task)."
-    )
+    out: Path | None = field("Output folder (default: in runs/, named by command, model, recipe and task).")
     overwrite: bool = field("Start over in a used --out; what it holds moves to OUT.old.", False)
 
 
@@ -158,9 +156,7 @@ class EvaluationOptions(RecipeOptions):
 class QatOptions(EvaluationOptions):
     """Options of `qat`."""
 
-    shapes: Literal["auto"] | None = field(
-        "auto: profiles for the lengths of the data (default: the recipe's)."
-    )
+    shapes: Literal["auto"] | None = field("auto: profiles for the data's lengths (default: the recipe's).")
 
 
 class RunOptions(QatOptions):
@@ -184,9 +180,7 @@ class AutoOptions(EvaluationOptions):
     max_drop: float = field(
         "Largest drop of the metric that holds, besides noise: 0.005 is half a point.", 0.005, ge=0, le=1
     )
-    min_speedup: float | None = field(
-        "Least speed-up over the engine without INT8 of the same backend.", gt=0
-    )
+    min_speedup: float | None = field("Least speed-up over the same backend's engine without INT8.", gt=0)
     samples: int = field("Train rows that proposals are chosen on; none of them calibrates.", 512, ge=32)
     trials: int = field("Largest number of recipes that the search tries.", 24, ge=8)
     batch: int = field("Batch size of the latency.", 32, ge=1)
@@ -283,12 +277,8 @@ class FixCommandOptions(TaskOptions):
     """Options of `fix`."""
 
     out: Path = field("File to write.", ...)
-    compute: Literal["fp16", "keep"] = field(
-        "Precision of everything that is not INT8, in an FP32 file.", "fp16"
-    )
-    weights: Literal["channel", "factored"] = field(
-        "Scales of weights; TensorRT-RTX runs factored ones faster.", "channel"
-    )
+    compute: Literal["fp16", "keep"] = field("Precision of all that is not INT8, in an FP32 file.", "fp16")
+    weights: Literal["channel", "factored"] = field("Weight scales; TensorRT-RTX wants factored.", "channel")
     inputs: Path | None = field("Samples to compare on and to calibrate with (.npz, one array per input).")
     samples: int = field("Rows of the train split, with --model and --task.", 128, ge=1)
     seed: int = field("Seed of random inputs, or of the drawn samples.", 0, ge=0)
@@ -305,26 +295,20 @@ class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
     )
     recipe: str | None = field(f"With --model: name or YAML file (default: {DEFAULT_RECIPE}).")
     extra_recipe: list[str] | None = field("With --model on a GPU: INT8 by this recipe too; repeatable.")
-    batch: list[PositiveInt] | None = field(
-        "Batch size; repeatable (default: 1, 8, 32, 128, on a CPU 1 and 8)."
-    )
+    batch: list[PositiveInt] | None = field("Batch size; repeatable (default: 1, 8, 32, 128; on a CPU 1, 8).")
     length: list[PositiveInt] | None = field("Tokens per sequence; repeatable (default: 128).")
     dataset: str | None = field("Task whose evaluation split is timed; other shapes if they are named.")
     dataset_batch: list[PositiveInt] | None = field("Batch size of --dataset; repeatable (default: 32).")
     data: str | None = field("Data of --dataset (default: the run's).")
     tokenizer: str | None = field("Tokenizer of --dataset for a built-in shape.")
     streams: list[PositiveInt] | None = field("Concurrent inferences; repeatable (default: 1 and 2).")
-    threads: int | None = field(
-        "Threads of a system on a CPU, all streams together (default: its cores).", ge=1
-    )
+    threads: int | None = field("Threads of a system on a CPU, over all streams (default: its cores).", ge=1)
     rounds: int | None = field("Interleaved rounds (default: 12, on a CPU 6).", ge=1)
     duration: float = field("Seconds of latency per system and shape, over all rounds.", 1.0, gt=0)
     iterations: int | None = field("Inferences per round, instead of --duration.", ge=1)
     baselines: bool = field("Also measure PyTorch, torch.compile, unpadded FP16 and other quantizers.", True)
     fp32: bool = field("Also measure the FP32 engine.", True)
-    compile_seconds: float = field(
-        "Limit of each torch.compile in seconds; slower ones are left out.", 90.0, gt=0
-    )
+    compile_seconds: float = field("Limit of each torch.compile in seconds; others are left out.", 90.0, gt=0)
     engine_shapes: Literal["both", "exact", "recipe"] = field(
         "Shapes of engines on a GPU: the recipe's, exactly each shape, or both.", "both"
     )

@@ -10,15 +10,8 @@ from qdqbench.eval.runs.report.report import hand_off, write_reports
 from qdqbench.eval.stages.stages import FP16_STAGE, stages
 from qdqbench.quantize.deployment.write import DEPLOY, remove
 from qdqbench.quantize.engine.profiles import require_room
+from qdqbench.quantize.pipeline import pipeline
 from qdqbench.quantize.pipeline.artifacts import engine_profiles
-from qdqbench.quantize.pipeline.pipeline import (
-    Stage,
-    explain_stale,
-    read_finished,
-    remove_other_stages,
-    run_stages,
-    select_stages,
-)
 from qdqbench.quantize.pipeline.session import CONFIG, Session
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.utils import files
@@ -65,7 +58,7 @@ def follow(
     return start
 
 
-def planned(session: Session, until: str | None) -> list[Stage]:
+def planned(session: Session, until: str | None) -> list[pipeline.Stage]:
     """Return the stages up to one, in order; "fp16" is among all of them once it was run.
 
     Raises:
@@ -73,14 +66,14 @@ def planned(session: Session, until: str | None) -> list[Stage]:
     """
     listed = stages(session)
     if until in REPORTED:
-        asked = read_finished(session.folder)  # once it was asked for, it is kept up to date
+        asked = pipeline.read_finished(session.folder)  # once it was asked for, it is kept up to date
         return [stage for name, stage in listed.items() if name != FP16_STAGE or name in asked]
     targets = [name for name in EVALUATED if name in listed] if until == "evaluate" else [until]
     if unknown := [name for name in targets if name not in listed]:
         raise UserError(
             f"this run has no stage {unknown[0]!r}; it has {', '.join(listed)}, evaluate and report"
         )
-    return select_stages(listed, targets)
+    return pipeline.select_stages(listed, targets)
 
 
 def run_until(
@@ -113,9 +106,9 @@ def run_to(
     needed = planned(session, until)
     # another run may have been here since this one was opened
     files.write_json(session.folder / CONFIG, session.config.model_dump(mode="json"))
-    remove_other_stages(session.folder, stages(session))
+    pipeline.remove_other_stages(session.folder, stages(session))
     files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
-    if said := explain_stale(session.folder, [stage.name for stage in needed]):
+    if said := pipeline.explain_stale(session.folder, [stage.name for stage in needed]):
         session.say(said)
     if said := cannot_hold(session.recipe):
         session.alarm(said)
@@ -128,13 +121,13 @@ def run_to(
             remove(session.folder / DEPLOY)
 
     first = [stage for stage in needed if stage.name == "embedded"]  # the data, where it is not given
-    timings = run_stages(session, first, announce)
+    timings = pipeline.run_stages(session, first, announce)
     _require_room(session, {stage.name for stage in needed})
     rest = (
         replace(stage, recorded=_warn_unreadable) if stage.name == BASELINE else stage
         for stage in needed[len(first) :]
     )
-    return timings | run_stages(session, rest, announce)
+    return timings | pipeline.run_stages(session, rest, announce)
 
 
 def _warn_unreadable(session: Session) -> None:

@@ -47,9 +47,7 @@ class FamilyLayout(Frozen):
     layers: str = field("Path of the layers inside the base model; `*` stands for a number.", ...)
     linears: dict[str, Role] = field("Role of every linear of a layer; `other`: not recognized.", ...)
     outside: dict[str, Role] = field("Roles of linears in no layer, by the ends of their names.", ...)
-    attention: str | None = field(
-        "Module that calls transformers' AttentionInterface; null: none can be INT8."
-    )
+    attention: str | None = field("Module with transformers' AttentionInterface; null: none can be INT8.")
     head_size: str = field("Attribute of the attention.", "head_dim")
     residuals: dict[str, tuple[Role, ...]] = field(
         "Modules that add a residual, the attention's first, and linears that read the same tensor.", {}
@@ -114,9 +112,7 @@ class ModelSection(Frozen):
         "bert",
         json_schema_extra={"examples": [family.name for family in FAMILIES]},
     )
-    layout: FamilyLayout | None = field(
-        "Of an unknown family, as `qdqbench recipes new` writes it; null: known."
-    )
+    layout: FamilyLayout | None = field("Layout that `qdqbench recipes new` writes; null: a known family.")
 
     @model_validator(mode="after")
     def _known(self) -> "ModelSection":
@@ -139,9 +135,7 @@ class ModelSection(Frozen):
 class Precision(Frozen):
     """Compute precision, and what a recipe promises to leave without Q/DQ."""
 
-    compute: Literal["fp16", "fp32"] = field(
-        "Datatype of what is not in INT8; Q/DQ scales stay FP32.", "fp16"
-    )
+    compute: Literal["fp16", "fp32"] = field("Datatype besides INT8; Q/DQ scales stay FP32.", "fp16")
     never_quantize: tuple[Literal["layernorm", "softmax"], ...] = field(
         "Operators that must never be quantized: a constraint, not a setting; recipes that violate it are"
         " rejected. Must include `layernorm`; leave `softmax` out to allow INT8 attention.",
@@ -168,11 +162,9 @@ class Rule(Frozen):
     precision: Literal["int8", "fp16", "fp32"] | None = field(
         "fp16 or fp32: the matched modules stay out of INT8; int8: an Attention or a Residual."
     )
-    method: Method | None = field(
-        "As `calibration.method`, for activations of these modules; null: as there."
-    )
+    method: Method | None = field("`calibration.method` for activations of these modules; null: as there.")
     weights_method: WeightMethod | None = field(
-        "As `calibration.weights_method`, for the matched linears; null: as there."
+        "`calibration.weights_method` of these linears; null: as there."
     )
     smoothing: Smooth | None = field(
         "As `calibration.smoothing`; of attention outputs too (factors go into v); null: as there."
@@ -231,9 +223,7 @@ class Calibration(Frozen):
     outlier_channel_splitting: Annotated[int, Field(ge=0, le=1024, multiple_of=32)] = field(
         "Channels of each feed-forward for copies of its outlier channels; by 32, which kernels need.", 0
     )
-    bias_correction: bool = field(
-        "Add the mean error of INT8 linears to their biases, where that helps.", False
-    )
+    bias_correction: bool = field("Add mean errors of INT8 linears to their biases where it helps.", False)
     softmax_scale: Literal["auto", "fixed", "min-error"] = field(
         "Scale of the INT8 softmax: fixed (1/127), min-error (mean-centered V, and the amax per layer "
         "with the least error of the attention output), or auto (min-error if calibration saw a sample of"
@@ -335,9 +325,7 @@ class Training(Frozen):
     batch_size: Positive = field("Samples of one optimizer step, over all GPUs and accumulated parts.", 32)
     gradient_accumulation_steps: Positive = field("Parts that a GPU's share of the batch is split into.", 1)
     warmup_ratio: Fraction = field("Share of the steps in which the learning rate rises.", 0.1)
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = field(
-        "Course of the learning rate after warm-up.", "linear"
-    )
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = field("Learning rate schedule.", "linear")
     weight_decay: Weight = field("AdamW weight decay (weight matrices only).", 0.01)
     max_grad_norm: Annotated[float, Field(gt=0)] = field("Gradients are clipped to it.", 1.0)
     dropout: Fraction | None = field("Dropout of hidden states and attention; null: the model's own.")
@@ -377,9 +365,7 @@ class Qat(Training):
         "the GPU has it). bf16 rounds as coarsely as INT8.",
         "tf32",
     )
-    dropout: Fraction | None = field(
-        "Dropout; null: the model's own. The student is a near copy of its teacher.", 0.0
-    )
+    dropout: Fraction | None = field("Dropout; null: the model's own. Student and teacher are near.", 0.0)
     amax: Literal["frozen", "learned"] = field(
         "frozen: calibrated scales; learned: their ratio is trained (LSQ, arXiv 1902.08153).", "frozen"
     )
