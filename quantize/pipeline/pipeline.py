@@ -90,11 +90,10 @@ def run_stages(
 def _owned(session: Session) -> Iterator[None]:
     """Leave a folder that vanished and was made again in part as one of this run, which may go on there."""
     path = session.folder / CONFIG
-    known = path.is_file()
     try:
         yield
     finally:
-        if known and session.folder.is_dir() and not path.exists():
+        if session.folder.is_dir() and not path.exists():
             with suppress(UserError):
                 files.write_json(path, session.config.model_dump(mode="json"))
 

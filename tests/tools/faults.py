@@ -320,7 +320,7 @@ def refuse_writes(bench: Bench, draw: random.Random) -> tuple[str, list[str]]:
         remount("ro")
         ended = bench.start(warm=True).wait()
         if ended.status != bench.undisturbed.status:
-            wrong += ended.complaints(1, "[Rr]ead-only|in use|exists")
+            wrong += ended.complaints(1, "[Rr]ead-only|holds files")
         return "read-only folder", wrong + differences(bench.whole, bench.read())
 
 

@@ -157,21 +157,29 @@ def test_an_interrupted_stage_leaves_nothing_half_written(line):
     assert line.path("c").read_text() == "c1b2a1"
 
 
-def test_a_folder_that_vanished_under_a_run_is_taken_again(line, tmp_path):
+@pytest.mark.parametrize("before", [False, True])
+def test_a_folder_that_vanished_under_a_run_is_taken_again(line, tmp_path, before):
     stage = line.stages[1]
 
-    def vanishing(session):
-        session.folder.rename(tmp_path / "gone")
-        session.folder.mkdir()
+    def vanish():
+        line.session.folder.rename(tmp_path / "gone")
+        line.session.folder.mkdir()
         line.path("a").write_text("a")
+
+    def vanishing(session):
+        if not before:
+            vanish()
         return stage.run(session)
+
+    if before:
+        vanish()
 
     line.inputs["b"] = 2
     line.stages[1] = dataclasses.replace(stage, run=vanishing)
     line.run()
     line.stages[1] = stage
     open_run(config(), line.session.folder)
-    assert line.run() == ["a"]
+    assert line.run() == ([] if before else ["a"])
 
 
 def test_ctrl_c_that_a_library_swallows_ends_the_run_after_the_stage(line):
