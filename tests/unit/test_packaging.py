@@ -187,10 +187,10 @@ def test_nothing_generic_is_importable() -> None:
     assert json.loads(done.stdout) == [True] * 4
 
 
-def test_the_console_script() -> None:
-    (script,) = (s for s in metadata.entry_points(group="console_scripts") if s.name == "qdqbench")
-    assert script.value == "qdqbench.__main__:start"
-    assert callable(script.load())
+def test_the_console_script(pyproject: dict[str, Any]) -> None:
+    value = pyproject["project"]["scripts"]["qdqbench"]
+    assert value == "qdqbench.__main__:start"
+    assert callable(metadata.EntryPoint("qdqbench", value, "console_scripts").load())
 
 
 HELP = """
