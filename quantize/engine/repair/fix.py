@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 import onnx
+import psutil
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.engine.backend import Backend, build_engine, choose_backend, gpu_backend
@@ -350,6 +351,7 @@ def _is_fp32(model: onnx.ModelProto) -> bool:
 
 
 BUILD_SECONDS = 900  # of one engine; BERT-large with one profile takes a minute or two
+BUILD_MEMORY = 80  # of this process, in percent of the machine's
 FACTOR = 1.5  # a range made symmetric has steps up to twice as wide
 PROFILE = Profile((1, 8), (8, 64), (32, 128))
 
@@ -407,17 +409,19 @@ def _disagreements(one: Mapping[str, Array], other: Mapping[str, Array]) -> int 
 
 
 def engine_row(path: Path, backend: Backend) -> EngineRow:
-    """Build an engine of a file, in BUILD_SECONDS at most, and read from its layers what runs in INT8."""
+    """Build an engine of a file within BUILD_SECONDS and BUILD_MEMORY; read from its layers what is INT8."""
     inputs = [value.type.tensor_type.shape.dim for value in runs.graph_inputs(read_model(path))]
     dynamic = any(not entry.HasField("dim_value") for shape in inputs for entry in shape)
     engine, deadline = f"{backend.name} {backend.version}", time.monotonic() + BUILD_SECONDS
 
-    def stop_late(_phase: str, _fraction: float) -> None:
-        if time.monotonic() > deadline:
-            raise UserError(f"the builder took over {BUILD_SECONDS} s for {path.name} and was stopped")
+    def stop_early(_phase: str, _fraction: float) -> None:
+        used = psutil.Process().memory_percent()
+        if time.monotonic() > deadline or used > BUILD_MEMORY:
+            limit = f"{BUILD_MEMORY}% of the memory" if used > BUILD_MEMORY else f"{BUILD_SECONDS} s"
+            raise UserError(f"the builder took over {limit} for {path.name} and was stopped")
 
     try:
-        built = build_engine(path, backend, [PROFILE] if dynamic else [], progress=stop_late)
+        built = build_engine(path, backend, [PROFILE] if dynamic else [], progress=stop_early)
     except UserError as error:
         why = " ".join(str(error).replace(str(path), path.name).split())
         return EngineRow(engine=engine, refused=why[:600])

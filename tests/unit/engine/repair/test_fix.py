@@ -262,12 +262,13 @@ def test_an_endless_loop_ends_and_leaves_nothing(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["loop.onnx"]
 
 
-def test_an_engine_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("limit", "named"), [("BUILD_SECONDS", "0 s"), ("BUILD_MEMORY", "0% of the memory")])
+def test_an_engine_that_takes_too_much_is_given_up(limit, named, tmp_path, monkeypatch):
     pytest.importorskip("tensorrt_rtx")
     onnx.save(float_layer(), tmp_path / "model.onnx")
-    monkeypatch.setattr("qdqbench.quantize.engine.repair.fix.BUILD_SECONDS", 0)
+    monkeypatch.setattr(f"qdqbench.quantize.engine.repair.fix.{limit}", 0)
     row = engine_row(tmp_path / "model.onnx", choose_backend("tensorrt_rtx"))
-    assert row.refused == "the builder took over 0 s for model.onnx and was stopped"
+    assert row.refused == f"the builder took over {named} for model.onnx and was stopped"
 
 
 CTRL_C = """
