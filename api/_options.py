@@ -46,7 +46,7 @@ class TaskOptions(Options):
     model: str | None = field("Model folder or hub id (default: the embedded default).")
     task: str | None = field("GLUE task, embed, tokens, qa, squad, squad_v2, or any name with --text-column.")
     data: str = field(
-        "hub or hub:OWNER/NAME[:CONFIG][@REVISION]; a folder; or a file with all samples.", "hub"
+        "hub or hub:OWNER/NAME, with :CONFIG and @REVISION; a folder; or a file with all samples.", "hub"
     )
     revision: str | None = field(REVISION)
     text_column: list[str] | None = field("Text column of your own data; twice for pairs.")

@@ -409,7 +409,7 @@ def test_a_checkpoint_that_a_full_disk_stops_leaves_nothing(tmp_path, accelerato
 
 
 def test_checkpoints_that_a_signal_left_of_a_finished_training_go(tmp_path, monkeypatch, accelerator):
-    left = tmp_path / "seed-0" / loop.CHECKPOINTS / "step-00000002"
+    left = tmp_path / "seed-0" / finetune.CHECKPOINTS / "step-00000002"
     left.mkdir(parents=True)
     monkeypatch.setattr(finetune, "_identity", lambda *_: {})
     monkeypatch.setattr(finetune, "_read_finished", lambda *_: "stored")
