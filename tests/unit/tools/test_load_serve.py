@@ -53,7 +53,7 @@ def test_the_document_has_the_figures_of_the_soak():
     assert f"{kept['slope_mb_per_h']} MB an hour (95% interval {low} to {high})" in " ".join(text.split())
     late = kept["means_mb"][1:]
     slope = linregress([5 * n / 60 for n in range(len(late))], late).slope
-    assert f"grow by {slope:.1f} MB an hour" in " ".join(text.split())
+    assert f"slope is {slope:.1f} MB an hour" in " ".join(text.split())
     killed = found["soak_70"]["killed"] + found["overload_300"]["killed"]
     assert f"{killed} workers were killed" in text
     assert f"seed {found['machine']['seed']}" in text
