@@ -26,7 +26,7 @@ LABELS = {
     "spearman": "Spearman",
     "cosine": "cosine to FP32",
     "cosine_p1": "1st percentile of cosine",
-    "neighbors": "neighbours kept",
+    "neighbors": "neighbors kept",
     "cola": "CoLA",
     "sst2": "SST-2",
     "stsb": "STS-B",

@@ -6,7 +6,7 @@ Variants: `plain`, the model before quantization; `sdpa`, the same with PyTorch'
 `modelopt`, with ModelOpt's quantizers; `native`, with `quantize/calibration/fakequant/native.py`; `learned`,
 with
 learned scales. Weights are random, scales come from one random batch. All live in one process and take
-turns, a block of steps each, so that every ratio is of neighbours in time. Prints a table for each
+turns, a block of steps each, so that every ratio is of neighbors in time. Prints a table for each
 precision: the median of the blocks' step times, the median and quartiles of the ratios to `plain`, kernels
 of one step (on a CPU: innermost operations, which are more), and peak memory of a GPU.
 """

@@ -590,9 +590,9 @@ def length_tables(benches: Sequence[Bench], notes: Notes) -> list[str]:
     if not cells:
         return []
     title = (
-        "### Real lengths\n\nThe whole validation split, sorted by length; every contestant gets the same "
+        "### Real lengths\n\nThe whole validation split, sorted by length; every system gets the same "
         "batches. Sequences per second of the split's rows, from the median time of a launch; the ratio is "
-        "over the fastest other contestant of that run, with its 95% interval. All times are below."
+        "over the fastest other system of that run, with its 95% interval. All times are below."
     )
     over = " or ".join(dict.fromkeys(words.headline_title(bench) for bench, _ in cells))
     header = ["model", "recipe", "split", "batch", "padded to", "padding", "INT8", "fastest other", over]
@@ -685,7 +685,7 @@ def _proofs(bench: Bench) -> list[str]:
     remarks = [f"INT8 proven in {done} of {all_} GEMMs of the timed engines" for done, all_ in sorted(counts)]
     if fused := sorted({row.kernels.fused_attention for row in rows if row.kernels}):
         counted = ", ".join(map(str, fused))
-        remarks.append(f"fused attention kernels of each PyTorch peer, by torch.profiler: {counted}")
+        remarks.append(f"fused attention kernels of each PyTorch baseline, by torch.profiler: {counted}")
     return remarks
 
 
@@ -794,15 +794,15 @@ def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
         return  # engines for each shape alone are not what `run` builds
     about = {each.name: each for each in bench.systems}
     recipes = {name: each.recipe or {} for name, each in about.items()} | {"int8": bench.recipe}
-    engines = {  # where its recipe was not recorded, a contestant is called after it
+    engines = {  # where its recipe was not recorded, a system is called after it
         name: recipe.get("name", name.removeprefix("int8-"))
         for name, recipe in recipes.items()
         if not differences(recipe)
     }
     device = _hardware(bench.environment, on_cpu=bench.device == "cpu")
     for cell in bench.configs:
-        for contestant, recipe in engines.items():
-            best = over_fastest(bench.systems, cell, contestant)
+        for system, recipe in engines.items():
+            best = over_fastest(bench.systems, cell, system)
             if recipe not in shipped_recipes() or cell.length is None or best is None:
                 continue  # not a recipe of ours, or real lengths, which are another measure
             yield (
@@ -815,7 +815,7 @@ def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
                     low=best.ci95_low and round(best.ci95_low, 4),
                     high=best.ci95_high and round(best.ci95_high, 4),
                     over=about[best.baseline].precision.upper(),
-                    where=f"{device}, {_backend(*about[contestant].backend.split())}",
+                    where=f"{device}, {_backend(*about[system].backend.split())}",
                 ),
             )
 

@@ -265,7 +265,7 @@ def agreement_svg(results: Results, labels: dict[str, str]) -> str:
     kept.set_xlabel("of the nearest texts by FP32, how many are still among the nearest")
     kept.xaxis.get_major_locator().set_params(integer=True)
     svg.dress(near, "texts by distance from FP32, %", grid="both")
-    svg.dress(kept, "texts by neighbours that stay, %", grid="both")
+    svg.dress(kept, "texts by neighbors that stay, %", grid="both")
     svg.legend(figure, 3)
     return svg.svg_of(figure, "agreement", "How near the embeddings of each stage are to those of FP32")
 

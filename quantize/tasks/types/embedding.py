@@ -142,7 +142,7 @@ class TextEmbedding(Embedding):
         count = len(layout.samples)
         if count <= NEIGHBORS:
             raise UserError(
-                f"{count} texts are too few to compare their {NEIGHBORS} nearest neighbours; give more"
+                f"{count} texts are too few to compare their {NEIGHBORS} nearest neighbors; give more"
             )
         return Targets(np.zeros(count, dtype=np.float32))
 

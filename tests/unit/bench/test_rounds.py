@@ -56,16 +56,16 @@ def contestant(name, ms=1.0, lane=None, log=None, precision="fp16"):
 
 
 @given(count=st.integers(1, 9), cycles=st.integers(1, 3))
-def test_rotation_is_balanced_by_place_and_by_neighbour(count, cycles):
+def test_rotation_is_balanced_by_place_and_by_neighbor(count, cycles):
     period = count if count % 2 == 0 else 2 * count
     rows = loop.rotation(count, cycles * period)
     assert all(sorted(row) == list(range(count)) for row in rows)
     places = Counter((place, who) for row in rows for place, who in enumerate(row))
     assert set(places.values()) == {cycles * period // count}
     assert len(places) == count * count
-    neighbours = Counter(pair for row in rows for pair in pairwise(row))
-    assert len(neighbours) == count * (count - 1)
-    assert len(set(neighbours.values())) <= 1
+    neighbors = Counter(pair for row in rows for pair in pairwise(row))
+    assert len(neighbors) == count * (count - 1)
+    assert len(set(neighbors.values())) <= 1
 
 
 @given(count=st.integers(1, 9), rounds=st.integers(1, 40))

@@ -149,7 +149,7 @@ def test_an_island_is_nearer_to_fp32(tiny_bert: Path) -> None:
 
 
 def test_an_int8_layer_in_an_fp32_island(tiny_bert: Path) -> None:
-    """A later INT8 rule takes the linear out of the island around it; its neighbours stay."""
+    """A later INT8 rule takes the linear out of the island around it; its neighbors stay."""
     recipe = tiny.recipe_with(
         rules=[{"match": "encoder.layer.0", "precision": "fp32"}, *tiny.recipe_with().model_dump()["rules"]]
     )

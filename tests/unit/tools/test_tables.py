@@ -316,7 +316,7 @@ def test_embeddings_are_listed_with_what_they_keep():
     made = markdown(runs)
     kept = runs[0].stages.engine.vs_fp32.agreement["values"]["neighbors"]
     assert made.count(", last stage: ") == len(runs) == 2
-    assert f"neighbours kept {kept:.4f} ±" in made
+    assert f"neighbors kept {kept:.4f} ±" in made
 
 
 def test_tables_show_ptq_beside_qat():

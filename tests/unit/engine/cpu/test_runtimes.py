@@ -67,7 +67,7 @@ def test_every_linear_is_proven_and_answers_are_those_of_the_graph(backend, grap
     loaded = compile_model(backend, (tmp_path / "x.engine").read_bytes(), blob=True, compute="fp32")
     exact = session_of(path.read_bytes(), "graph").run(None, feeds(loaded))[0]
     made = loaded.run(feeds(loaded))["logits"]
-    # a code may be rounded to its neighbour
+    # a code may be rounded to its neighbor
     assert np.abs(made - exact).max() < 0.05 * np.abs(exact).max()
     again = loaded.run(feeds(loaded))["logits"]
     assert (made == again).all()

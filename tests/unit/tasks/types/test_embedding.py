@@ -110,7 +110,7 @@ def test_one_embedding_for_all_is_seen():
 
 
 def test_too_few_texts():
-    with pytest.raises(UserError, match="10 texts are too few to compare their 10 nearest neighbours"):
+    with pytest.raises(UserError, match="10 texts are too few to compare their 10 nearest neighbors"):
         embedding.TEXTS_ALONE.targets(None, EMBED, RowLayout(np.arange(10), []))
 
 
@@ -166,7 +166,7 @@ def test_blocks_change_nothing(monkeypatch, block):
     np.testing.assert_array_equal(embedding.overlap(a, b), whole)
 
 
-def test_neighbours_are_told_by_angle_then_by_order():
+def test_neighbors_are_told_by_angle_then_by_order():
     a = np.random.default_rng(0).normal(size=(30, 8)).astype(np.float32)
     np.testing.assert_array_equal(embedding.overlap(a, a * np.linspace(0.5, 9, 30)[:, None]), 1)
     a = np.ones((6, 2), dtype=np.float32)
@@ -177,7 +177,7 @@ def test_neighbours_are_told_by_angle_then_by_order():
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_few_texts_have_fewer_neighbours(count):
+def test_few_texts_have_fewer_neighbors(count):
     a = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32)
     np.testing.assert_array_equal(embedding.overlap(a, a), np.ones(count))
 
