@@ -180,7 +180,7 @@ class AutoOptions(EvaluationOptions):
     max_drop: float = field(
         "Largest drop of the metric that holds, besides noise: 0.005 is half a point.", 0.005, ge=0, le=1
     )
-    min_speedup: float | None = field("Least speed-up over the same backend's engine without INT8.", gt=0)
+    min_speedup: float | None = field("Smallest speed-up over the same backend's engine without INT8.", gt=0)
     samples: int = field("Train rows that proposals are chosen on; none of them calibrates.", 512, ge=32)
     trials: int = field("Largest number of recipes that the search tries.", 24, ge=8)
     batch: int = field("Batch size of the latency.", 32, ge=1)
@@ -278,7 +278,9 @@ class FixCommandOptions(TaskOptions):
 
     out: Path = field("File to write.", ...)
     compute: Literal["fp16", "keep"] = field("Precision of all that is not INT8, in an FP32 file.", "fp16")
-    weights: Literal["channel", "factored"] = field("Weight scales; TensorRT-RTX wants factored.", "channel")
+    weights: Literal["channel", "factored"] = field(
+        "Form of weight scales; factored is faster in TensorRT-RTX.", "channel"
+    )
     inputs: Path | None = field("Samples to compare on and to calibrate with (.npz, one array per input).")
     samples: int = field("Rows of the train split, with --model and --task.", 128, ge=1)
     seed: int = field("Seed of random inputs, or of the drawn samples.", 0, ge=0)
@@ -308,7 +310,9 @@ class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
     iterations: int | None = field("Inferences per round, instead of --duration.", ge=1)
     baselines: bool = field("Also measure PyTorch, torch.compile, unpadded FP16 and other quantizers.", True)
     fp32: bool = field("Also measure the FP32 engine.", True)
-    compile_seconds: float = field("Limit of each torch.compile in seconds; others are left out.", 90.0, gt=0)
+    compile_seconds: float = field(
+        "Limit of each torch.compile in seconds; slower ones are left out.", 90.0, gt=0
+    )
     engine_shapes: Literal["both", "exact", "recipe"] = field(
         "Shapes of engines on a GPU: the recipe's, exactly each shape, or both.", "both"
     )

@@ -126,7 +126,7 @@ def busy_notes() -> list[str]:
     if (load := load_average() or 0.0) < BUSY:
         return []
     return [
-        f"load average {load:g} before it began: something else ran here, which wall times hold too; "
+        f"load average {load:g} before it began: something else ran here, and wall times include it; "
         "CPU times with --threads 1 are steadier, because no thread waits for another"
     ]
 

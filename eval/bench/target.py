@@ -13,6 +13,7 @@ import numpy as np
 from qdqbench.eval.bench.measure import session_sets
 from qdqbench.eval.bench.results import BenchTarget
 from qdqbench.eval.metrics.runners import placed
+from qdqbench.eval.reporting.formats import model_label
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.record import read_record, write_record
@@ -171,7 +172,7 @@ def _target(session: Session, kind: Any, model_name: str, calibration: str) -> T
     config, family = session.fp32_model.config, family_of(session.fp32_model.config)
     about = BenchTarget(
         kind=kind,
-        name=Path(model_name).name,
+        name=model_label(model_name),
         random_weights=kind == "shape",
         calibration=calibration if session.recipe.quantizes else "none: nothing is quantized",
         shape={

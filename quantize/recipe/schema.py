@@ -32,11 +32,11 @@ class Recipe(Frozen):
     description: str = field("One line for `qdqbench recipes list`.", "")
     model: sections.ModelSection = field("Which models the recipe is for.", sections.ModelSection())
     precision: sections.Precision = field(
-        "Precision outside of INT8, and what stays there.", sections.Precision()
+        "Compute precision, and what stays out of INT8.", sections.Precision()
     )
     rules: tuple[sections.Rule, ...] = field("What becomes INT8, and exceptions; the later one wins.", ())
     attention: Literal["fp16", "int8"] = field(
-        "q, k, v, softmax and output of attentions, without rules.", "fp16"
+        "q, k, v, softmax and output of attentions that no rule matches.", "fp16"
     )
     residual: Literal["fp16", "int8"] = field(
         "What LayerNorms of the encoder add to a linear's output, but for rules.", "fp16"

@@ -135,7 +135,9 @@ class ModelSection(Frozen):
 class Precision(Frozen):
     """Compute precision, and what a recipe promises to leave without Q/DQ."""
 
-    compute: Literal["fp16", "fp32"] = field("Datatype besides INT8; Q/DQ scales stay FP32.", "fp16")
+    compute: Literal["fp16", "fp32"] = field(
+        "Datatype of what is not in INT8; Q/DQ scales stay FP32.", "fp16"
+    )
     never_quantize: tuple[Literal["layernorm", "softmax"], ...] = field(
         "Operators that must never be quantized: a constraint, not a setting; recipes that violate it are"
         " rejected. Must include `layernorm`; leave `softmax` out to allow INT8 attention.",
@@ -365,7 +367,9 @@ class Qat(Training):
         "the GPU has it). bf16 rounds as coarsely as INT8.",
         "tf32",
     )
-    dropout: Fraction | None = field("Dropout; null: the model's own. Student and teacher are near.", 0.0)
+    dropout: Fraction | None = field(
+        "Dropout; null: the model's own. 0 by default: the student is nearly its teacher.", 0.0
+    )
     amax: Literal["frozen", "learned"] = field(
         "frozen: calibrated scales; learned: their ratio is trained (LSQ, arXiv 1902.08153).", "frozen"
     )
