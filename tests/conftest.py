@@ -9,11 +9,19 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from hypothesis import settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 # The same draws in every run, so that no run fails by luck; `tests/tools/fuzz.py` searches at random.
 settings.register_profile("fixed", deadline=None, derandomize=True, database=None)
-settings.register_profile("random", deadline=None, print_blob=True)
-settings.register_profile("search", deadline=None, print_blob=True, max_examples=1000)
+# Hypothesis draws the same everywhere where CI is set, unless told otherwise.
+_RANDOM = settings(
+    deadline=None,
+    derandomize=False,
+    database=DirectoryBasedExampleDatabase(".hypothesis/examples"),
+    print_blob=True,
+)
+settings.register_profile("random", _RANDOM)
+settings.register_profile("search", _RANDOM, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
