@@ -19,16 +19,21 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from qdqbench.eval.bench.results import compare_rounds
-from qdqbench.quantize.engine.build import build, list_gemms, require_int8
+from qdqbench.quantize.engine.build import build, require_int8
 from qdqbench.quantize.engine.cpu_runtimes import Compute
 from qdqbench.quantize.engine.profiles import Profile, choose_profile
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import EngineRunner, open_runner
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
-from qdqbench.quantize.graph.index import count_attentions, module_of
+from qdqbench.quantize.graph.index import count_attentions
 from qdqbench.quantize.models.inputs import MASK, TOKENS
-from qdqbench.quantize.pipeline.artifacts import backend_of, cpu_compute, engine_profiles
+from qdqbench.quantize.pipeline.artifacts import (
+    backend_of,
+    cpu_compute,
+    engine_profiles,
+    list_expected_gemms,
+)
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
@@ -451,8 +456,7 @@ class ReadyGraph:
 
     @classmethod
     def of(cls, path: Path, plan: Plan) -> "ReadyGraph":
-        modules = {*plan.int8, *plan.attention}
-        gemms = [name for name in list_gemms(path) if module_of(name) in modules]
+        gemms = list_expected_gemms(path, plan)
         return cls(path, gemms, count_attentions(gemms, plan.attention))
 
 

@@ -211,7 +211,7 @@ def export_stage(session: Session) -> list[Path]:
 
 
 def check_stage(session: Session) -> list[Path]:
-    expected = artifacts.expected_modules(session)
+    expected = artifacts.expected_modules(session.plan)
     report = check_file(artifacts.checked_path(session), expected_quantized=expected)
     files.write_json(session.folder / "check.json", to_json(report))
     return [session.folder / "check.json"]

@@ -11,6 +11,7 @@ from qdqbench.quantize.engine.build import list_gemms
 from qdqbench.quantize.engine.cpu_runtimes import Compute, choose_compute
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.rows import sorted_rows
 from qdqbench.quantize.utils import files
@@ -64,13 +65,17 @@ def graph_bytes(session: Session) -> int:
     return total
 
 
-def expected_modules(session: Session) -> set[str]:
-    return {*session.plan.int8, *session.plan.attention, *session.plan.residual}
+def expected_modules(plan: Plan) -> set[str]:
+    return {*plan.int8, *plan.attention, *plan.residual}
+
+
+def list_expected_gemms(path: Path, plan: Plan) -> list[str]:
+    modules = expected_modules(plan)
+    return [name for name in list_gemms(path) if module_of(name) in modules]
 
 
 def expected_gemms(session: Session) -> list[str]:
-    modules = expected_modules(session)
-    return [name for name in list_gemms(graph_path(session)) if module_of(name) in modules]
+    return list_expected_gemms(graph_path(session), session.plan)
 
 
 def engine_profiles(session: Session) -> list[Any]:
