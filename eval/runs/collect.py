@@ -94,7 +94,7 @@ def model_changes(  # noqa: PLR0913
         trained: the step of training whose weights were kept.
     """
     bias_free, splits = list_bias_free_linears(plan), record.splits.values()
-    counts = rewrites | {
+    counts = {
         "training": trained,
         "bias correction": len(record.biases),
         "tanh GELU": rewrites.get("tanh GELU", 0) if to_tanh else 0,
@@ -108,6 +108,7 @@ def model_changes(  # noqa: PLR0913
         "INT8 attention": len(plan.attention),
         "INT8 residuals": len(plan.residual),
         "FP16": len(plan.high) if half else 0,
+        **{name: rewrites.get(name, 0) for name in ("joined heads", "tokens first", "short GELU")},
     }
     facts = {
         "tried": count_of(sum(name not in bias_free for name in plan.int8), "INT8 linear"),
@@ -117,7 +118,7 @@ def model_changes(  # noqa: PLR0913
     return [
         ModelChange(what=what, count=count, description=sentence.format(count_of(count, noun), **facts))
         for what, (noun, sentence) in CHANGES.items()
-        if (count := counts.get(what, 0))
+        if (count := counts[what])
     ]
 
 
