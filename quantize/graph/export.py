@@ -147,7 +147,7 @@ def finish_graph(
             notes.append(note)
         done["short GELU"] = rewrites.shorten_gelu(model)
     elif folded:
-        rewrites.clip_scaled_linears(model)
+        done["clipped linears"] = rewrites.clip_scaled_linears(model)
     if settings.compute == "fp16":
         to_fp16(model, fp32_modules=plan.fp32)
     prune(model)

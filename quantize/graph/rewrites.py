@@ -21,7 +21,6 @@ from qdqbench.quantize.graph.index import (
 )
 from qdqbench.quantize.graph.weights import input_key, weight_dq
 from qdqbench.quantize.models.families.family import Family
-from qdqbench.quantize.utils.limits import FP16_MAX
 
 _HEADS_AXES = (0, 2, 1, 3)  # of [B, L, H, D] in [B, H, L, D], and back
 # tanh(t) = 2 sigmoid(2t) - 1 in 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
@@ -60,12 +59,13 @@ def share_scaled_inputs(model: onnx.ModelProto) -> None:
     rename_tensors(model.graph.node, replaced)
 
 
-def clip_scaled_linears(model: onnx.ModelProto) -> None:
-    """Put a Clip to the range of FP16 between a linear and a Mul by factors (SmoothQuant), in place.
+def clip_scaled_linears(model: onnx.ModelProto) -> int:
+    """Put a Clip without bounds, which changes no number, between a linear and a Mul by factors, in place.
 
-    OpenVINO 2026.4 merges the Mul and the next Q into a FakeQuantize with a range per channel. That is wrong
-    where shapes are dynamic and the linear has other readers, as after the narrow embeddings of ELECTRA and
-    ALBERT. It does not merge a Mul that follows an elementwise operator.
+    OpenVINO 2026.4 merges such a Mul (SmoothQuant) and the next Q into a FakeQuantize with a range per
+    channel. That is wrong where shapes are dynamic and the linear has other readers, as after the narrow
+    embeddings of ELECTRA and ALBERT. It does not merge a Mul that follows an elementwise operator.
+    Returns the number of Clips.
     """
     index = GraphIndex(model)
     nodes: list[onnx.NodeProto] = []
@@ -77,14 +77,11 @@ def clip_scaled_linears(model: onnx.ModelProto) -> None:
         if maker is not None and maker.op_type in ("MatMul", "Gemm", "Add"):
             if source not in clipped:
                 clipped[source] = f"{source}_clipped"
-                bounds = {f"{source}_min": -FP16_MAX, f"{source}_max": FP16_MAX}
-                store_constants(model, {name: np.array(value, np.float32) for name, value in bounds.items()})
-                nodes.append(
-                    helper.make_node("Clip", [source, *bounds], [clipped[source]], name=f"{maker.name}/Clip")
-                )
+                nodes.append(helper.make_node("Clip", [source], [clipped[source]], name=f"{maker.name}/Clip"))
             node.input[0] = clipped[source]
         nodes.append(node)
     replace_nodes(model, nodes)
+    return len(clipped)
 
 
 def join_heads(model: onnx.ModelProto) -> int:
