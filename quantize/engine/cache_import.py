@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
+from qdqbench.quantize.engine.hazards import version_text
 from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, GraphIndex, module_of
 from qdqbench.quantize.graph.read import read_model
@@ -84,11 +85,6 @@ def read_cache_file(path: Path) -> CalibrationCache:
     if not scales:
         raise UserError(f"{path} is a calibration cache without tensors; calibrate again")
     return CalibrationCache(version_text(int(known[1])), known[2], scales)
-
-
-def version_text(number: int) -> str:
-    major, rest = divmod(number, 10_000 if number >= 100_000 else 1_000)
-    return f"{major}.{rest // 100}.{rest % 100}"
 
 
 OPSETS = (17, 13)  # below 17 a LayerNorm is several nodes, whose last names the tensor

@@ -234,7 +234,7 @@ def _requirements() -> list[Requirement]:
 def bug_report(found: Doctor) -> str:
     cpu = f"{found.cpu}, {found.cores} cores, {', '.join(found.cpu_features) or 'features unknown'}"
     lines = [
-        f"- qdqbench {version_text(found)}, Python {found.python}, {found.platform}",
+        f"- qdqbench {package_text(found)}, Python {found.python}, {found.platform}",
         f"- CPU: {cpu}",
         f"- GPU: {gpu_text(found.gpu)}",
         f"- memory {gib(found.memory_bytes)}, {gib(found.memory_free_bytes)} free; disk "
@@ -248,7 +248,7 @@ def bug_report(found: Doctor) -> str:
     return "".join(f"{anonymous(line)}\n" for line in lines)
 
 
-def version_text(found: Doctor) -> str:
+def package_text(found: Doctor) -> str:
     return found.qdqbench + (f" ({found.git[:12]})" if found.git else "")
 
 

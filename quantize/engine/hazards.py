@@ -69,6 +69,11 @@ def is_older(version: str, other: str) -> bool:
     return _parsed(version) < _parsed(other)
 
 
+def version_text(number: int) -> str:
+    major, rest = divmod(number, 10_000 if number >= 100_000 else 1_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
 def _parsed(version: str) -> Version:
     """Parse a version; what is none comes before all."""
     try:

@@ -252,6 +252,14 @@ def test_importing_a_module_imports_no_heavy_library_needlessly() -> None:
     )
 
 
+def test_words_of_findings_need_no_export() -> None:
+    code = "import sys, qdqbench.quantize.engine.diagnose.findings\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {*done.stdout.split()}
+    assert "qdqbench.quantize.engine.hazards" in loaded
+    assert loaded.isdisjoint({"qdqbench.quantize.graph.export", "qdqbench.quantize.recipe.schema"})
+
+
 def test_a_file_is_checked_and_diagnosed_without_pytorch(tmp_path: Path) -> None:
     """Neither command needs what only training and evaluation need."""
     shape, path = [2, 2], tmp_path / "model.onnx"

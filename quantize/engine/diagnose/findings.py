@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import get_args
 
-from qdqbench.quantize.engine.cache_import import version_text
+from qdqbench.quantize.engine.hazards import version_text
 from qdqbench.quantize.engine.inspection import format_nodes
 from qdqbench.quantize.engine.layers import MAX_TABLE_LAYERS, parse_log
 from qdqbench.quantize.graph.check.check import CheckReport, Group
