@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench._options import CheckOptions, PoolingOptions
-from qdqbench._runs import silent
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
 from qdqbench.quantize.calibration.record import CalibrationRecord
@@ -28,6 +27,7 @@ from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import parse_options, take_options
+from qdqbench.quantize.utils.progress import silent
 
 if TYPE_CHECKING:
     import pandas

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from qdqbench._options import RunOptions
 from qdqbench.eval.runs.run import StageProgress, follow, require_inputs, run_until
@@ -16,14 +15,11 @@ from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import take_options
+from qdqbench.quantize.utils.progress import silent
 from qdqbench.quantize.utils.results import Results
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
 StageCallback = Callable[[StageProgress], None]
-
-
-def silent(now: Any) -> None:
-    """No progress is shown."""
 
 
 def load_recipe(recipe: str | Path | Recipe, model: str | Path | None = None) -> Recipe:

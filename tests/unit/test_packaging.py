@@ -261,13 +261,14 @@ def test_words_of_findings_need_no_export() -> None:
 
 
 def test_a_file_is_checked_and_diagnosed_without_pytorch(tmp_path: Path) -> None:
-    """Neither command needs what only training and evaluation need."""
+    """Neither command needs what only training and evaluation need, nor the stages of a run."""
     shape, path = [2, 2], tmp_path / "model.onnx"
     values = [make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("a", "b", "c")]
     onnx.save(
         make_model(make_graph([make_node("MatMul", ["a", "b"], ["c"])], "g", values[:2], values[2:])), path
     )
     absent = {*HEAVY, "sklearn", "scipy", "pandas", "accelerate", "optuna", "openvino"} - {"onnx", "numpy"}
+    absent.add("qdqbench.eval.runs.run")
     for command in ("check", "diagnose"):
         code = (
             f"import sys; sys.modules.update(dict.fromkeys({absent})); "
