@@ -33,6 +33,7 @@ from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.limits import FP16_MAX
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.schema import Strict
+from qdqbench.quantize.utils.system.cpu import find_memory
 
 
 @dataclass(frozen=True)
@@ -351,7 +352,7 @@ def _is_fp32(model: onnx.ModelProto) -> bool:
 
 
 BUILD_SECONDS = 900  # of one engine; BERT-large with one profile takes a minute or two
-BUILD_MEMORY = 80  # of this process, in percent of the machine's
+BUILD_MEMORY = 80  # of this process, in percent of the machine's or container's
 FACTOR = 1.5  # a range made symmetric has steps up to twice as wide
 PROFILE = Profile((1, 8), (8, 64), (32, 128))
 
@@ -413,12 +414,13 @@ def engine_row(path: Path, backend: Backend) -> EngineRow:
     inputs = [value.type.tensor_type.shape.dim for value in runs.graph_inputs(read_model(path))]
     dynamic = any(not entry.HasField("dim_value") for shape in inputs for entry in shape)
     engine, deadline = f"{backend.name} {backend.version}", time.monotonic() + BUILD_SECONDS
+    memory = find_memory()
 
     def stop_early(_phase: str, _fraction: float) -> None:
-        used = psutil.Process().memory_percent()
+        used = 100 * psutil.Process().memory_info().rss / memory
         if time.monotonic() > deadline or used > BUILD_MEMORY:
-            limit = f"{BUILD_MEMORY}% of the memory" if used > BUILD_MEMORY else f"{BUILD_SECONDS} s"
-            raise UserError(f"the builder took over {limit} for {path.name} and was stopped")
+            most = f"{BUILD_MEMORY}% of the machine's memory" if used > BUILD_MEMORY else f"{BUILD_SECONDS} s"
+            raise UserError(f"the builder took over {most} for {path.name} and was stopped")
 
     try:
         built = build_engine(path, backend, [PROFILE] if dynamic else [], progress=stop_early)
