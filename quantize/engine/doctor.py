@@ -134,8 +134,10 @@ def look(*, offline: bool = False) -> Doctor:
     import psutil
 
     answers: SimpleQueue[str] = SimpleQueue()
-    answer = "not asked" if offline else ""
-    threading.Thread(target=lambda: answers.put(answer or _ask_hub()), daemon=True).start()
+    if offline:
+        answers.put("not asked")
+    else:
+        threading.Thread(target=lambda: answers.put(_ask_hub()), daemon=True).start()
     libraries = probe(["torch", *INSTALL])
     gpu, cpu, memory = find_gpu(), find_cpu(), psutil.virtual_memory()
     environment, packages = describe_environment(), installed()
