@@ -75,6 +75,13 @@ def full_disk(error: Exception) -> UserError | None:
     return UserError("cannot write the output: no space left on device; make room where the output goes")
 
 
+def restore_json(path: Path, data: Any) -> None:
+    """Write the file that says whose a folder is, where that vanished and was made again in part."""
+    if path.parent.is_dir() and not path.exists():
+        with suppress(UserError):
+            write_json(path, data)
+
+
 def vanished(error: Exception) -> UserError | None:
     if not isinstance(error, FileNotFoundError) or error.filename is None:
         return None
