@@ -278,8 +278,8 @@ class _OpenVinoModel(CompiledModel):
             names = [_SPLIT.sub("", name) for name in facts.get("originalLayersNames", "").split(",") if name]
             if kind in ("FullyConnected", "MatMul"):
                 kind = "gemm"
-                if all(map(_MADE.match, names)):
-                    names = weights[:1]
+                if all(map(_MADE.match, names)):  # its first constant is the weight, whose name stays
+                    names = weights[:1] or names
             elif kind == "Subgraph" and any(name.rpartition("/")[2].startswith("Softmax") for name in names):
                 kind = ATTENTION
             row = LayerRow(
