@@ -341,7 +341,8 @@ def name_products(rows: Sequence[LayerRow], model: onnx.ModelProto) -> None:
         if node.op_type not in MATMULS or node.name in places:
             continue
         _, weight = index.origin(node.input[1], ("Transpose", "DequantizeLinear"))
-        if (row := next((row for row in rows if weight in row.onnx), None)) is not None:
+        named = (row for row in rows if row.kind == "gemm" and weight in row.onnx)
+        if (row := next(named, None)) is not None:
             row.onnx.remove(weight)
             row.onnx.append(node.name)
             continue

@@ -160,6 +160,14 @@ def test_a_product_of_two_activations_keeps_a_name_like_openvinos():
     assert [each.row.onnx for each in model.kernels() if each.row.kind == "gemm"] == [["MatMul_7"]]
 
 
+def test_only_a_gemm_gets_the_product_of_its_weight():
+    """A row of another kind may name the weight, such as its conversion."""
+    graph = model_of([onnx.helper.make_node("MatMul", ["x", "w"], ["y"], name="/dense/MatMul")], {}, {})
+    rows = [row("convert", "Convert", ["w"]), row("dense", "gemm", ["w"])]
+    name_products(rows, graph)
+    assert [each.onnx for each in rows] == [["w"], ["/dense/MatMul"]]
+
+
 def test_a_product_without_a_name_goes_to_what_it_feeds():
     helper = onnx.helper
     nodes = [
