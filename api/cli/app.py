@@ -130,7 +130,7 @@ def main() -> None:
             raise
         from qdqbench.quantize.utils.files import full_disk, vanished
 
-        if told := full_disk(error) or vanished(error):
+        if told := full_disk(error) or vanished(error, ["runs", *sys.argv[1:]]):
             complain(str(told))
             sys.exit(1)
         what = " ".join(f"{type(error).__name__}: {error}".split())[:400]

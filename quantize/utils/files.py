@@ -82,8 +82,12 @@ def restore_json(path: Path, data: Any) -> None:
             write_json(path, data)
 
 
-def vanished(error: Exception) -> UserError | None:
+def vanished(error: Exception, given: Iterable[str]) -> UserError | None:
+    """Name the file that is gone, if it was in a folder among the words of a command: no program is."""
     if not isinstance(error, FileNotFoundError) or error.filename is None:
+        return None
+    path, places = Path(str(error.filename)).resolve(), (word.rpartition("=")[2] for word in given)
+    if not any(path.is_relative_to(Path(place).resolve()) for place in places if place):
         return None
     return UserError(
         f"{error.filename} is gone, removed or renamed while this command worked; run the same command again"
