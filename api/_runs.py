@@ -1,6 +1,7 @@
 """A run directory: the whole path, or the stages up to one."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from qdqbench._options import RunOptions
@@ -78,13 +79,8 @@ def start(  # noqa: PLR0913
     if config.recipe.engine.backend in CPU_BACKENDS:
         choose_backend(config.recipe.engine.backend)
     session = Session(config, folder)
-    with owned_folder(
-        folder,
-        identity_of("run", session),
-        overwrite=overwrite,
-        ready=lambda: require_inputs(session, until),
-        say=say,
-    ):
+    identity, ready = identity_of("run", session), partial(require_inputs, session, until)
+    with owned_folder(folder, identity, overwrite=overwrite, ready=ready, say=say):
         return _run(session, until, progress)
 
 

@@ -247,9 +247,7 @@ def _constant_sizes(index: GraphIndex, reshape: onnx.NodeProto, first: int = 2) 
 
 TURN = (1, 0, 2)  # [batch, length, hidden] to [length, batch, hidden], and back
 _START, _BACK = "/tokens_first/Transpose", "/batch_first/Transpose"
-_SWAPPED = {0: 1, 1: 0}
-_OUT = (0, 2, 1, 3)  # of [batch, heads, length, size] to [batch, length, heads, size]
-_OUT_TURNED = (2, 0, 1, 3)  # the same to [length, batch, heads, size]
+_OUT_TURNED = (2, 0, 1, 3)  # of [batch, heads, length, size] to [length, batch, heads, size]
 # what computes every token alone, where the other operands are constants of a token's width or alike
 _BY_TOKEN = {
     "Add", "Cast", "Concat", "Div", "DequantizeLinear", "Erf", "Gelu", "Identity", "LayerNormalization",
@@ -266,7 +264,7 @@ def use_sequence_first(model: onnx.ModelProto) -> int:
     """
     index = GraphIndex(model)
     norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]
-    regions = ((norm, _walk(index, norm.output[0], _OUT)) for norm in norms)
+    regions = ((norm, _walk(index, norm.output[0], _HEADS_AXES)) for norm in norms)
     norm, region = next(((norm, region) for norm, region in regions if region.out), (None, _Region(set())))
     if norm is None or len(region.into) not in (len(region.out), 3 * len(region.out)):
         return 0
@@ -357,7 +355,7 @@ def _by_token(index: GraphIndex, node: onnx.NodeProto, tensors: set[str], comput
 def _turn_heads(model: onnx.ModelProto, index: GraphIndex, region: _Region) -> None:
     """Reshape to and from heads in the other order; shapes take batch and length from their input."""
     for move in [move for reshape in region.into for move in index.consumers[reshape.output[0]]]:
-        _set(move, "perm", [_SWAPPED.get(axis, axis) for axis in _perm(move)])
+        _set(move, "perm", [{0: 1, 1: 0}.get(axis, axis) for axis in _perm(move)])
     for move in region.out:
         _set(move, "perm", list(_OUT_TURNED))
     merging = [index.consumers[move.output[0]][0] for move in region.out]

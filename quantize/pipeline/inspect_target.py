@@ -88,8 +88,7 @@ def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None)
 def find_checked_graph(path: Path) -> tuple[Path, str | None]:
     if not path.is_dir():
         return path, None
-    session = Session(read_config(path), path)
-    graph = checked_path(session)
+    graph = checked_path(Session(read_config(path), path))
     if not graph.is_file():
         raise UserError(f"{path} has no {graph.name} yet; `qdqbench export {path}` writes it")
     return graph, str(path / "recipe.yaml")

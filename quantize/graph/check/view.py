@@ -41,8 +41,7 @@ _SCORES = (*MOVES, *_QDQ, "Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Cl
 
 def is_integer(node: onnx.NodeProto) -> bool:
     """Return whether the node computes on INT8 codes itself: it has a finding of its own."""
-    integer = node.op_type in _INTEGER or node.op_type.startswith("QLinear")
-    return integer and node.domain in QDQ_DOMAINS
+    return node.domain in QDQ_DOMAINS and (node.op_type in _INTEGER or node.op_type.startswith("QLinear"))
 
 
 def missing_arguments(node: onnx.NodeProto) -> str:
