@@ -54,6 +54,11 @@ def test_the_document_has_the_figures_of_the_soak():
     late = kept["means_mb"][1:]
     slope = linregress([5 * n / 60 for n in range(len(late))], late).slope
     assert f"slope is {slope:.1f} MB an hour" in " ".join(text.split())
+    full = found["capacity"]["tasks"]["all"]
+    assert f"{full['answered_per_s']} answers a second" in text
+    assert f"{full['statuses']['503']:,} of their {full['requests']:,} requests got 503" in " ".join(
+        text.split()
+    )
     killed = found["soak_70"]["killed"] + found["overload_300"]["killed"]
     assert f"{killed} workers were killed" in text
     assert f"seed {found['machine']['seed']}" in text
