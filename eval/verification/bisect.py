@@ -6,7 +6,6 @@ tensor makes the builder keep it and can change what it fuses: when the fault va
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -446,12 +445,10 @@ def bisect_run(folder: Path) -> BisectResult:
     _, encoded = next(iter(session.eval_splits.values()))
     case = block_cases(encoded.lengths, widest(sidecar.profiles), session.config.seed)[0]
     batch = batch_of(encoded, case, session.pad_id)
-    quantized = session.recipe.quantizes
-    reference = session.fake_quant_model if quantized else session.fp32_model
-    half = session.recipe.precision.compute == "fp16" and not built.on_cpu
     verified = artifacts.read_verified(folder)
     rows = [] if isinstance(verified, artifacts.Skipped) else verified.blocks
-    with session.fp32_shifted() if quantized else nullcontext() as fp32:
+    with blocks.open_reference(session) as (reference, fp32):
+        half = artifacts.computes_fp16(session.recipe, built.backend)
         tensors = blocks.reference_blocks(reference, fp32, batch, half=half)
     mask = batch["attention_mask"].astype(bool)
     costs = {n: compare_tensors(n, t.unquantized, t.output, mask, 0.0).error for n, t in tensors.items()}

@@ -7,8 +7,8 @@ with what) is as in the deployed graph.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from qdqbench.quantize.models.attention import UNROUNDED
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import get_hidden, record_first_inputs, resume_from
+from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
 from qdqbench.quantize.utils.comparison import LayerError, LayerErrors
 from qdqbench.quantize.utils.errors import UserError
@@ -190,6 +191,16 @@ def computed_floats(model: onnx.ModelProto) -> list[str]:
         if node.op_type not in copies:
             found += [name for name in node.output if name and values[name].elem_type in FLOATS]
     return found
+
+
+@contextmanager
+def open_reference(session: Session) -> Iterator[tuple["PreTrainedModel", "PreTrainedModel | None"]]:
+    """Yield the reference of an engine, and FP32 with its shifts; None where FP32 is the reference."""
+    if session.recipe.quantizes:
+        with session.fp32_shifted() as fp32:
+            yield session.fake_quant_model, fp32
+    else:
+        yield session.fp32_model, None
 
 
 def reference_blocks(
