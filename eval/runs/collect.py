@@ -43,7 +43,7 @@ CHANGES = {
     ),
     "scaled rows": (
         "linear",
-        "The rows of {} (q, k, v) are scaled by powers of two, undone in scores or behind the attention.",
+        "The rows of {} (q, k, v) are scaled by powers of two, undone in scores or after the attention.",
     ),
     "split channels": (
         "outlier channel",
@@ -51,14 +51,14 @@ CHANGES = {
     ),
     "moved biases": (
         "linear",
-        "The biases of {} of q, k and v are gone; k's changes no softmax, v's is behind the attention.",
+        "The biases of {} of q, k and v are gone; k's changes no softmax, v's is added after the attention.",
     ),
     "shifted inputs": (
         "INT8 attention",
-        "What q, k and v of {} read is shifted where it is made, which does what the bias of q did; what "
-        "else that does is taken out behind the attention.",
+        "What q, k and v of {} read is shifted where it is made, which does what the bias of q did. What "
+        "else that does is taken out after the attention.",
     ),
-    "centred values": (
+    "centered values": (
         "INT8 attention",
         "The values of {} are centered, so that a softmax that rounds to zero loses little; their mean is in "
         "the attention's output.",
@@ -103,7 +103,7 @@ def model_changes(  # noqa: PLR0913
         "split channels": sum(len(split.outliers) for split in splits),
         "moved biases": sum(name in bias_free for name in record.centers),
         "shifted inputs": len(record.shifts),
-        "centred values": len({row.module for row in record.softmax if row.centered}),
+        "centered values": len({row.module for row in record.softmax if row.centered}),
         "INT8 attention": len(plan.attention),
         "INT8 residuals": len(plan.residual),
         "FP16": len(plan.high) if half else 0,
@@ -318,14 +318,14 @@ def softmax_warnings(session: Session, record: CalibrationRecord) -> Iterator[st
         cure = "" if centered else "set calibration.softmax_scale: min-error, or "
         yield (
             f"the INT8 softmax puts the output of {name_list(dict.fromkeys(row.module for row in bad))} off "
-            f"by up to {worst.error:.0%} (at {worst.length} tokens, {worst.zeroed:.0%} of the attention "
-            f"rounds to zero); {cure}keep them out with rules of type Attention and precision fp16"
+            f"by up to {worst.error:.0%}: at {worst.length} tokens, {worst.zeroed:.0%} of the attention "
+            f"rounds to zero; {cure}keep them out with rules of type Attention and precision fp16"
         )
     lengths = np.concatenate([encoded.lengths for _, encoded in session.eval_splits.values()])
     seen = max(int(record.data["lengths"]["max"]), LONG)
     if longer := int((lengths > seen).sum()):
         yield (
             f"{longer} of {len(lengths)} evaluation samples have more than the {seen} tokens up to which "
-            f"the INT8 softmax was measured (the longest has {lengths.max()}), and it loses more the longer "
+            f"the INT8 softmax was measured (the longest has {lengths.max()}). It loses more the longer "
             "they are; calibrate on samples as long"
         )

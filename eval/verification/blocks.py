@@ -8,7 +8,7 @@ with what) is as in the deployed graph.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -145,7 +145,7 @@ def _borders(graph: onnx.GraphProto, family: Family) -> dict[str, str]:
             ends.append(list(nodes)[-1].output[0])
         elif f".{module}".endswith(tuple(embedded)):
             found[EMBEDDINGS] = list(nodes)[-1].output[0]
-    # a layer with sums of its own has one behind the attention, and one at its end
+    # a layer with sums of its own has one after the attention, and one at its end
     found |= {f"layer.{number}": end for number, end in enumerate(ends if family.layer_end else ends[1::2])}
     if EMBEDDINGS not in found or len(found) < 2:
         raise Uncut(
@@ -196,11 +196,8 @@ def computed_floats(model: onnx.ModelProto) -> list[str]:
 @contextmanager
 def open_reference(session: Session) -> Iterator[tuple["PreTrainedModel", "PreTrainedModel | None"]]:
     """Yield the reference of an engine, and FP32 with its shifts; None where FP32 is the reference."""
-    if session.recipe.quantizes:
-        with session.fp32_shifted() as fp32:
-            yield session.fake_quant_model, fp32
-    else:
-        yield session.fp32_model, None
+    with session.fp32_shifted() if session.recipe.quantizes else nullcontext() as fp32:
+        yield session.fp32_model if fp32 is None else session.fake_quant_model, fp32
 
 
 def reference_blocks(

@@ -85,7 +85,7 @@ def fitting_samples(lengths: Int64, longest: int) -> Int64:
     if not len(found):
         raise UserError(
             f"the engine takes at most {longest} tokens, and the shortest of {len(lengths)} samples has "
-            f"{lengths.min()}, so none can show what it computes; raise the length of engine.shapes"
+            f"{lengths.min()}, so none fits; raise the length of engine.shapes"
         )
     return found
 

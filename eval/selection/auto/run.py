@@ -1,7 +1,7 @@
 """Steps from the cheapest to the dearest until a recipe holds: each is proposed, run, timed and checked.
 
 A proposal is chosen on train rows that do not calibrate, as in `methods`, `sensitivity` and `search`, and
-never on evaluation data; these only say whether to take the next step.
+never on evaluation data. These only say whether to take the next step.
 """
 
 import shutil
@@ -136,7 +136,7 @@ class Evaluation:
 
         Which step is the first that holds is decided by evaluation data, so its own figure on them is a
         little too good. Here the samples of each of five folds get the answers of the step that the other
-        four would have chosen; together they are one paired comparison of all samples (nested
+        four would have chosen. Together they are one paired comparison of all samples (nested
         cross-validation: Varma and Simon 2006, "Bias in error estimation when using cross-validation for
         model selection").
         """
