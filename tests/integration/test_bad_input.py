@@ -370,7 +370,7 @@ INTERRUPTED = {
     "check": "qdqbench.eval.stages.stages.to_json",
     "parity": "qdqbench.eval.metrics.parity.session_of",
     "onnxruntime": "qdqbench.eval.metrics.runners.session_of",
-    "build": "qdqbench.quantize.engine.build.measure_coverage",
+    "build": "qdqbench.quantize.engine.layers.measure_coverage",
     "report": "qdqbench.eval.runs.run.write_reports",
 }
 
