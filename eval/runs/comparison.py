@@ -344,11 +344,8 @@ def _latencies(bench: Bench) -> Iterator[RunLatency]:
 def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunComparison:
     """Compare finished runs by metrics, latency (ms) and size (bytes), then their samples and layers.
 
-    Runs with the same task, metrics and labels are paired: their answers, [answers, width] of the first
-    evaluation split, belong to the same samples. What cannot be compared becomes a note.
-
-    Raises:
-        UserError: fewer than two folders, one given twice, or any unfinished or changed; names all of them.
+    Runs of equal task, metrics and labels are paired by answers, [answers, width] of the first split.
+    UserError: fewer than two folders, one given twice, or any unfinished or changed; names all of them.
     """
     runs = load_runs(folders)
     notes, samples, total = list[str](), list[ComparedSample](), 0
