@@ -121,7 +121,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         resumes = any(name in RESUMABLE for name in sys.argv[1:2])
-        kept, then = ("what is finished is kept, and ", "goes on") if resumes else ("", "starts anew")
+        kept, then = ("what is finished is kept, and ", "resumes") if resumes else ("", "starts from scratch")
         if process.is_main_process():
             complain(f"interrupted; {kept}the same command {then}")
         raise _Interrupted(process.interruption.status) from None

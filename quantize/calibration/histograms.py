@@ -54,7 +54,7 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
         self._found: torch.Tensor | None = None
 
     def collect(self, x: torch.Tensor) -> None:
-        """Add |x| of one batch, any shape and floating type; needs memory for CHUNK values beside it."""
+        """Add |x| of one batch, any shape and floating type; needs memory for CHUNK more values."""
         values = x.detach().flatten()
         low, high = values.aminmax()
         largest = max(-float(low), float(high))

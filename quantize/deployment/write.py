@@ -40,7 +40,7 @@ DEPLOY = "deploy"  # folder of a run
 MODEL, GPU_MODEL, TOLD = "model.onnx", "model.gpu.onnx", "model.json"
 BUILD_SCRIPT = "build_tensorrt.sh"
 SUMS = "SHA256SUMS"
-CACHE = "__pycache__"  # which Python writes beside scripts that ran
+CACHE = "__pycache__"  # which Python writes next to scripts that ran
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_ROWS = 32  # of a batch, where the profiles take as many
 MOST_CARD_BYTES = 1 << 20
@@ -48,7 +48,7 @@ MOST_CARD_BYTES = 1 << 20
 _LICENSE = re.compile(
     r"^(license|license_name):[ \t]+([\"']?)(\w[^\n\"'#]{0,200})\2[ \t]*(?:#.*)?$", re.MULTILINE
 )
-# title, and the distributions that a script imports beside numpy and tokenizers
+# title, and the distributions that a script imports as well as numpy and tokenizers
 BACKENDS: dict[BackendName, tuple[str, tuple[str, ...]]] = {
     "onnxruntime": ("ONNX Runtime", ("onnxruntime",)),
     "openvino": ("OpenVINO", ("openvino",)),

@@ -1,7 +1,7 @@
 """Calibration caches of TensorRT 5 to 10: a reader, and a recipe with the amax of a cache.
 
-The first line says which version and calibrator wrote it (`TRT-8601-EntropyCalibration2`); any other line is
-a tensor's name, a colon and eight hex digits, the scale (amax / 127) as float32, the most significant byte
+The first line says which version and calibrator wrote it (`TRT-8601-EntropyCalibration2`). Any other line is
+a tensor's name, a colon and eight hex digits: the scale (amax / 127) as float32, the most significant byte
 first. Exporters name tensors after modules, so that the names of two exports mostly agree.
 """
 
@@ -154,7 +154,7 @@ def recipe_from_cache(
         f"# Written by `qdqbench recipes from-cache` from {shown}",
         f"# (TensorRT {found.version}, {found.calibrator}), matched with {where}.",
         f"# Given: the inputs of {count} of {total} INT8 linears. Weights, and what is not given, are",
-        "# calibrated; `calibration.json` has what calibration found beside what is given.",
+        "# calibrated; `calibration.json` has what calibration found next to what is given.",
         *(f"# calibrated: {linear}: {why}" for linear, why in calibrated.items()),
     ]
     return FromCache(

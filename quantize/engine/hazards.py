@@ -38,7 +38,7 @@ HAZARDS = (
     Hazard(
         backend="nvidia-modelopt",
         since="0.47",
-        what="MSE over its histogram calibrator is useless (qdqbench has its own), its INT8 default puts "
+        what="MSE over its histogram calibrator is useless (qdqbench has its own). Its INT8 default puts "
         "quantizers on LayerNorm, and its gradient passes where a value was clipped; seen with 0.47",
     ),
     Hazard(
@@ -46,7 +46,7 @@ HAZARDS = (
         since="2.11",
         compute_capability="9.0",
         what="the gradient of cuDNN's attention in BF16 is NaN where a mask leaves a row nothing "
-        "(pytorch/pytorch#196678); seen with 2.11, and ModernBERT trains without it here",
+        "(pytorch/pytorch#196678); seen with 2.11, and ModernBERT trains without it",
     ),
 )
 

@@ -138,8 +138,8 @@ def note_unjoined(family: Family, linears: Iterable[str], joined: int) -> str | 
     if joined >= possible:
         return None
     return (
-        f"q, k and v of {possible - joined} of {possible} attentions were not joined, as their inputs are "
-        "quantized with different scales or the installed torch or transformers writes another graph: the "
+        f"q, k and v of {possible - joined} of {possible} attentions were not joined: their inputs are "
+        "quantized with different scales, or the installed torch or transformers writes another graph. The "
         "engine moves them to their heads in separate kernels, which is slower and not wrong"
     )
 

@@ -109,7 +109,7 @@ def choose_pooling(
     known = folder.pooling if folder else Pooling.model_validate(saved) if saved else None
     if known is None and requested is None:
         raise UserError(
-            f"model {name} does not say how the tokens of a text become its embedding (it has no {MODULES}); "
+            f"model {name} does not say how it pools tokens (no {MODULES}); "
             "give --pooling mean, cls or last, and --normalize where embeddings have length 1"
         )
     if known and requested and (known.mode, known.normalize) != (requested.mode, requested.normalize):
@@ -160,7 +160,7 @@ def read_config(name: str, commit: str | None, inside: str = "") -> Any:
             raise
         raise UserError(
             f"model {name} is a {given.get('model_type')!r} (config.json, key model_type), which "
-            f"transformers {__version__} does not know, and code of a model's own is never run; give a model "
+            f"transformers {__version__} does not know. Code of a model's own is never run; give a model "
             "of another type, or update transformers"
         ) from error
     listed = config.architectures or []

@@ -192,8 +192,8 @@ def _engine_layers(path: Path, sidecar: Sidecar) -> list[LayerRow]:
         return CpuEngine(path).kernels()
     if find_gpu() is None:
         raise MissingDevice(
-            f"{path} has no saved layer table ({own.name}), and reading it from the engine takes the GPU "
-            "that it is for; build it again, or inspect it there"
+            f"{path} has no saved layer table ({own.name}), and reading it from the engine takes its "
+            "GPU; build it again, or inspect it there"
         )
     check_sidecar(path)
     backend = trt.choose_backend(sidecar.backend)  # type: ignore[arg-type]

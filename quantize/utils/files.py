@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written to a temporary name beside the target, then renamed."""
+"""Files that are whole or absent: written to a temporary name next to the target, then renamed."""
 
 import errno
 import fcntl
@@ -103,7 +103,7 @@ def _there(path: Path) -> Path:
 
 @contextmanager
 def _beside(path: Path, needed: int | None = None) -> Iterator[Path]:
-    """Yield the name of `path` in a private folder beside it, which goes with the block."""
+    """Yield the name of `path` in a private folder next to it, which goes with the block."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         private = tempfile.TemporaryDirectory(
@@ -136,7 +136,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove what killed processes left beside a path that they wrote; what one was replacing goes back."""
+    """Remove what killed processes left next to a path that they wrote; what one was replacing goes back."""
     _remove_private(path.parent.glob(f".{glob.escape(path.name)}.*.tmp"))
 
 

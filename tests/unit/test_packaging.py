@@ -3,6 +3,7 @@
 import fnmatch
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,15 @@ def test_pinned_versions_are_within_the_bounds(pyproject: dict[str, Any], pinned
     for name in ("torch", "onnxruntime"):
         major, minor, *_ = pinned[name].release
         assert f"{major}.{minor + 1}" not in needs[name], f"{name} has a bound that was not tested"
+
+
+def test_the_changelog_dates_this_version_and_has_a_line_for_each_change(pyproject: dict[str, Any]) -> None:
+    head, *changes = (ROOT / "CHANGELOG.md").read_text().partition("\n## ")[2].splitlines()
+    assert re.fullmatch(rf"{re.escape(pyproject['project']['version'])} - 20\d\d-[01]\d-[0-3]\d", head)
+    sections = "\n".join(changes).split("\n### ")[1:]
+    assert len(sections) > 3
+    for section in sections:
+        assert re.fullmatch(r"\w+\n\n(- [^\n]+\.\n?)+\n?", section), section
 
 
 def test_classifiers_name_the_versions_of_python_that_are_allowed(pyproject: dict[str, Any]) -> None:

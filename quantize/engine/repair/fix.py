@@ -298,7 +298,7 @@ def rewrite(
     counts = {
         f"{{n}} Q and DQ taken off, {placed} put on: at the inputs of {made} GEMMs, and nowhere else": taken,
         "weights are INT8 codes [N, K] with a DQ alone": made,
-        "{n} weights are rounded anew, with a scale an output channel": rounded,
+        "{n} weights are rounded again, with a scale per output channel": rounded,
         "{n} UINT8 with zero point 128 are INT8: the same codes less 128": len(scales.shifted),
         "{n} ranges with a zero point are symmetric, with steps up to twice as wide": len(scales.widened),
         "{n} GEMMs had Q/DQ on their activation alone: their weights have it too": len(scales.completed),
@@ -318,7 +318,7 @@ def rewrite(
         )
     if options.weights == "factored" and made:
         factor_scales(work)
-        done.append("scales of weights are a scalar in the DQ and a Mul behind the MatMul")
+        done.append("scales of weights are a scalar in the DQ and a Mul after the MatMul")
     if options.compute == "fp16" and _is_fp32(work):
         to_half(work)
         done.append("what is not INT8 computes in FP16, LayerNorms in FP32; Q/DQ have FP32 scales")

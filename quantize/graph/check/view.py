@@ -31,7 +31,7 @@ _INTEGER = {
     "DynamicQuantizeMatMul", "MatMulNBits", "DynamicQuantizeLSTM", "QEmbedLayerNormalization",
 }  # fmt: skip
 # Between a DequantizeLinear and a matmul these leave the INT8 GEMM in place, as does a Mul or Div by a
-# scalar; an Add, a ReLU or a Mul by a vector does not [measured].
+# scalar. An Add, a ReLU or a Mul by a vector does not [measured].
 _RESHAPES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Gather", "Split", "Expand", "Tile")
 MOVES = ("Cast", "Transpose", "Identity", "Dropout", "Slice", *_RESHAPES)
 _QDQ = ("QuantizeLinear", "DequantizeLinear")

@@ -249,5 +249,5 @@ app.program()
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_a_library_makes_an_error_of_is_a_signal(number):
     done = python(SWALLOWED.format(number.name), check=False)
-    told = "qdqbench: interrupted; what is finished is kept, and the same command goes on\n"
+    told = "qdqbench: interrupted; what is finished is kept, and the same command resumes\n"
     assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", told)
