@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_json, sha256
+from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.schema import Frozen
 from qdqbench.quantize.utils.system.hub import HubError, commit_of
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -58,7 +59,7 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
     modules = {str(each["type"]).rpartition(".")[2]: str(each.get("path", "")) for each in listed}
     there = [kind for kind in _ORDER if kind in modules]
     if [*modules] != there or len(listed) != len(modules) or there[:2] != _ORDER[:2]:
-        found = ", ".join(str(each["type"]).rpartition(".")[2] for each in listed)
+        found = name_list(repr(str(each["type"]).rpartition(".")[2][:80])[1:-1] for each in listed)
         raise UserError(f"model {name} is made of {found} ({MODULES}); supported here: {_SUPPORTED}")
     encoder, dense = modules["Transformer"], modules.get("Dense", "")
     pooling = read_model_json(name, f"{modules['Pooling']}/config.json", commit) or {}

@@ -328,7 +328,7 @@ def rewrite(
     onnx.helper.set_model_props(work, known | {"qdqbench.fix": metadata.version("qdqbench")})
     try:
         onnx.checker.check_model(work, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+    except (ValueError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         why = " ".join(str(error).split())[:300]
         raise UserError(f"the rewritten graph is not valid ({why}); nothing was written") from error
     return plain, work
