@@ -23,7 +23,7 @@ def field(text: str, default: Any = None, **constraints: Any) -> Any:
 class Strict(BaseModel):
     """A record without unknown fields."""
 
-    model_config = ConfigDict(extra="forbid", defer_build=True)  # a help validates nothing
+    model_config = ConfigDict(extra="forbid")
 
 
 class Frozen(Strict):
