@@ -34,7 +34,7 @@ def auto(
     note: Callable[[str], None] = silent,
     command: str = "qdqbench.auto",
 ) -> Auto:
-    """Find a recipe that holds, and reuse finished steps; that none does is in the result.
+    """Find a recipe that meets the limits, and reuse finished steps; the result says if none does.
 
     Args:
         progress: called with what is being done.

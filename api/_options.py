@@ -28,8 +28,8 @@ POSITIONAL: Any = {"positional": True}  # of a field that is an argument on the 
 class PoolingOptions(Options):
     """A plain encoder as an embedding model."""
 
-    pooling: Literal["mean", "cls", "last"] | None = field("Pooling of a plain encoder as embedding model.")
-    normalize: bool = field("Embeddings of length 1; with --pooling.", False)
+    pooling: Literal["mean", "cls", "last"] | None = field("Pooling that turns an encoder into an embedder.")
+    normalize: bool = field("With --pooling: scale embeddings to length 1.", False)
 
     def find_pooling(self) -> "Pooling | None":
         """Return the pooling that is asked for; normalization alone is a `UserError`."""
@@ -49,10 +49,10 @@ class TaskOptions(Options):
         "hub or hub:OWNER/NAME, with :CONFIG and @REVISION; a folder; or a file with all samples.", "hub"
     )
     revision: str | None = field(REVISION)
-    text_column: list[str] | None = field("Text column of your own data; twice for pairs.")
+    text_column: list[str] | None = field("Text column of your own data; give it twice for pairs.")
     label_column: str | None = field("Label column of your own data.")
     num_labels: int | None = field("Classes of your own data; 1 is regression.", ge=1)
-    metric: list[str] | None = field("Metrics of your own data; repeatable, the first decides.")
+    metric: list[str] | None = field("Metric of your own data; repeatable, the first is primary.")
 
     def find_task(self) -> "Task":
         """Return the task, without model and task the embedded default's; errors as `tasks.task.get_task`."""
@@ -83,7 +83,7 @@ class FolderOptions(Options):
 class SetOptions(Options):
     """Fields of recipes."""
 
-    set: dict[str, Any] | None = field("Recipe field by its path, as calibration.samples=256; repeatable.")
+    set: dict[str, Any] | None = field("Set a recipe field by its path: calibration.samples=256; repeatable.")
 
     @field_validator("set", mode="before")
     @classmethod
@@ -161,7 +161,7 @@ class QatOptions(EvaluationOptions):
 class RunOptions(QatOptions):
     """Options of `run`."""
 
-    until: str | None = field("Last stage, or evaluate for all evaluations; the others can follow later.")
+    until: str | None = field("Stop after this stage (evaluate: after all evaluations); resume later.")
 
 
 class AutoOptions(EvaluationOptions):
@@ -177,13 +177,13 @@ class AutoOptions(EvaluationOptions):
         validate_default=True,
     )
     max_drop: float = field(
-        "Largest drop of the metric that holds, besides noise: 0.005 is half a point.", 0.005, ge=0, le=1
+        "Largest drop of the metric to accept beyond noise; 0.005 is half a point.", 0.005, ge=0, le=1
     )
     min_speedup: float | None = field("Smallest speed-up over the same backend's engine without INT8.", gt=0)
-    samples: int = field("Train rows that proposals are chosen on; none of them calibrates.", 512, ge=32)
+    samples: int = field("Train rows to choose proposals on; none is used to calibrate.", 512, ge=32)
     trials: int = field("Largest number of recipes that the search tries.", 24, ge=8)
-    batch: int = field("Batch size of the latency.", 32, ge=1)
-    length: int | None = field("Tokens per sequence of the latency (default: 128, or the recipe's).", ge=1)
+    batch: int = field("Batch size at which latency is measured.", 32, ge=1)
+    length: int | None = field("Sequence length for latency, in tokens (default: 128 or the recipe's).", ge=1)
 
 
 class SearchCommandOptions(RecipeOptions, SearchOptions):
@@ -208,7 +208,7 @@ class TrainingOptions(FolderOptions, TaskOptions, Training):
     """Fine-tunings over seeds."""
 
     patience: int = field("Evaluations without gain that end the training; 0: never.", 5, ge=0)
-    seeds: int = field("Number of runs, with seeds from --seed on.", 1, ge=1)
+    seeds: int = field("Number of runs; their seeds are --seed, --seed + 1 and so on.", 1, ge=1)
     limit: int | None = field("Number of train rows; the report warns.", ge=MIN_ROWS)
 
     @property
@@ -234,7 +234,7 @@ class StudyOptions(SetOptions, TrainingOptions):
 class CheckOptions(Options):
     """Options of `check`."""
 
-    recipe: str | None = field("Recipe to check the quantized set against (default: that of the run).")
+    recipe: str | None = field("Recipe that says which layers must be in INT8 (default: the run's).")
     allow: list[str] | None = field("Code of findings to leave out, such as quantized-residual; repeatable.")
 
 
@@ -255,7 +255,7 @@ class DoctorOptions(Options):
 
     backend: BackendChoice | None = field("Exit with status 3 if this backend cannot run.")
     offline: bool = field("Do not check whether the hub is reachable.", False)
-    report: bool = field("Markdown for a bug report, without names of users or folders.", False)
+    report: bool = field("Print Markdown for a bug report, without names of users or folders.", False)
 
 
 class NewRecipeOptions(Options):
@@ -269,22 +269,22 @@ class NewRecipeOptions(Options):
 class CacheRecipeOptions(NewRecipeOptions):
     """Options of `recipes from-cache`."""
 
-    onnx: Path | None = field("ONNX file that was calibrated (default: names of an export here).")
+    onnx: Path | None = field("ONNX file that was calibrated (default: export the model to get names).")
 
 
 class FixCommandOptions(TaskOptions):
     """Options of `fix`."""
 
     out: Path = field("File to write.", ...)
-    compute: Literal["fp16", "keep"] = field("Precision of all that is not INT8, in an FP32 file.", "fp16")
+    compute: Literal["fp16", "keep"] = field("Precision of what is not INT8, if the file is FP32.", "fp16")
     weights: Literal["channel", "factored"] = field(
         "Form of weight scales; factored is faster in TensorRT-RTX.", "channel"
     )
     inputs: Path | None = field("Samples to compare on and to calibrate with (.npz, one array per input).")
     samples: int = field("Rows of the train split, with --model and --task.", 128, ge=1)
     seed: int = field("Seed of random inputs, or of the drawn samples.", 0, ge=0)
-    max_error: float = field("Largest relative error of outputs to the file without Q/DQ.", 0.1, ge=0)
-    no_engine: bool = field("Build no engine before and after.", False)
+    max_error: float = field("Largest relative error of outputs against the file without Q/DQ.", 0.1, ge=0)
+    no_engine: bool = field("Do not build engines of both files to compare them.", False)
 
 
 class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
@@ -292,16 +292,16 @@ class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
 
     model: str | None = field("Model folder, or a published size with random weights, such as bert-base.")
     set: dict[str, Any] | None = field(
-        "With --model: recipe field by its path, as export.gelu=tanh; repeatable. A run keeps its own recipe."
+        "With --model: set a recipe field by its path: export.gelu=tanh; repeatable. Runs keep their recipe."
     )
     recipe: str | None = field(f"With --model: name or YAML file (default: {DEFAULT_RECIPE}).")
-    extra_recipe: list[str] | None = field("With --model on a GPU: INT8 by this recipe too; repeatable.")
+    extra_recipe: list[str] | None = field("With --model on a GPU: also measure this recipe; repeatable.")
     batch: list[PositiveInt] | None = field("Batch size; repeatable (default: 1, 8, 32, 128; on a CPU 1, 8).")
     length: list[PositiveInt] | None = field("Tokens per sequence; repeatable (default: 128).")
-    dataset: str | None = field("Task whose evaluation split is timed; other shapes if they are named.")
+    dataset: str | None = field("Task whose evaluation split is timed; --length adds fixed shapes.")
     dataset_batch: list[PositiveInt] | None = field("Batch size of --dataset; repeatable (default: 32).")
     data: str | None = field("Data of --dataset (default: the run's).")
-    tokenizer: str | None = field("Tokenizer of --dataset for a built-in shape.")
+    tokenizer: str | None = field("Tokenizer for --dataset, if --model is a published size.")
     streams: list[PositiveInt] | None = field("Concurrent inferences; repeatable (default: 1 and 2).")
     threads: int | None = field("Threads of a system on a CPU, over all streams (default: its cores).", ge=1)
     rounds: int | None = field("Interleaved rounds (default: 12, on a CPU 6).", ge=1)

@@ -1,1 +1,1 @@
-"""What makes an INT8 model: recipe, calibration, Q/DQ, ONNX, engine, QAT; and the command line."""
+"""All steps to an INT8 model: recipe, calibration, Q/DQ, ONNX, engine, QAT, deployment."""

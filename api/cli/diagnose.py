@@ -69,7 +69,7 @@ def diagnose(
         ),
     ],
     load_engine: Annotated[
-        bool, typer.Option("--load-engine", help="Let TensorRT load an engine of your own, for its layers.")
+        bool, typer.Option("--load-engine", help="Load the engine to read its layers, if you trust it.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -131,7 +131,7 @@ def fix(
 ) -> None:
     """Rewrite what keeps INT8 from working in an ONNX file, and prove it: outputs, check, layer tables.
 
-    Samples are --inputs, or rows of --data as --model and --task say; without both they are random tokens.
+    Samples come from --inputs, or from --data with --model and --task. By default they are random tokens.
     """
     from qdqbench.quantize.engine.repair.fix import FixOptions
     from qdqbench.quantize.engine.repair.fix import fix as fix_file

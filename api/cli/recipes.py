@@ -24,7 +24,7 @@ recipes_app = typer.Typer(no_args_is_help=True, help="List, show, write, validat
 
 @recipes_app.command("list")
 def recipes_list(
-    model: Annotated[str | None, typer.Option(help="Folder or hub id: only what fits it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id; list only what fits it.")] = None,
     json: Json = False,
 ) -> None:
     """List the shipped recipes with measured accuracy and speed, and which to start with."""
@@ -46,7 +46,7 @@ def recipes_list(
 @recipes_app.command("show")
 def recipes_show(
     recipe: RecipeName,
-    resolved: Annotated[bool, typer.Option("--resolved", help="With every default written out.")] = False,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Write every default out.")] = False,
     json: Json = False,
 ) -> None:
     """Print a recipe as YAML."""
@@ -93,7 +93,7 @@ def recipes_from_cache(
     options: CacheRecipeOptions,
     json: Json = False,
 ) -> None:
-    """Write a recipe whose amax are those of a calibration cache, where its tensors can be matched."""
+    """Write a recipe with the amax of a calibration cache, for the tensors that can be matched."""
     from qdqbench.quantize.engine.cache_import import recipe_from_cache
 
     made = recipe_from_cache(cache, options.model, revision=options.revision, onnx_file=options.onnx)

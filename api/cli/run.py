@@ -147,7 +147,7 @@ def compare(
     options: FolderOptions,
     json: Json = False,
 ) -> None:
-    """Runs side by side: accuracy paired on the same samples, speed, size, answers that flipped, layers."""
+    """Compare runs: accuracy on the same samples, changed predictions, speed, size and layers."""
     from qdqbench.eval.runs.comparison import NAME, compare_runs, comparison_report, write_comparison
     from qdqbench.quantize.pipeline.ownership import RunIdentity, owned_folder
 

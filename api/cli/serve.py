@@ -46,7 +46,7 @@ def deploy(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write what a finished run hands over: engine, graph, tokenizer, and scripts that need no qdqbench."""
+    """Write a finished run for deployment: engine, graph, tokenizer, and scripts that need no qdqbench."""
     from qdqbench.cli.schemas import HandedOver
     from qdqbench.eval.runs.report.report import deploy as write
     from qdqbench.eval.runs.report.report import where_to_begin
@@ -71,7 +71,7 @@ def export_triton(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write a run as a model repository of NVIDIA Triton, with what deploys it."""
+    """Write a run as a model repository of NVIDIA Triton, with files to deploy it."""
     from dataclasses import asdict
 
     from qdqbench.cli.schemas import TritonRepository

@@ -23,7 +23,7 @@ EMBEDDED_MODEL = Path("embedded", "model", "config.json")
 
 @command
 def auto(*, options: AutoOptions, json: Json = False) -> None:
-    """Find a recipe that holds: shipped ones, calibration, FP16 fallbacks, search and QAT."""
+    """Find a recipe that meets your limits: try shipped ones, calibration, FP16 fallbacks, search, QAT."""
     from qdqbench._auto import auto as find_recipe
     from qdqbench.eval.selection.auto.report import auto_report, unmet_lines
     from qdqbench.quantize.pipeline.ownership import default_folder
@@ -86,7 +86,7 @@ def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions
 def sensitivity(
     recipe: RecipeName = DEFAULT_RECIPE, *, options: SensitivityOptions, json: Json = False
 ) -> None:
-    """Measure which layer costs the accuracy: each alone in INT8, and everything but it; write a recipe."""
+    """Find the layer that costs the accuracy: each alone in INT8, then all but it; write a recipe."""
     from qdqbench.eval.selection.sensitivity.measure import Measurement
     from qdqbench.eval.selection.sensitivity.report import choice_text, sensitivity_report
 

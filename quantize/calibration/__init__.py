@@ -1,1 +1,1 @@
-"""Where amax values come from: calibration, smoothing, splitting, bias correction, and their record."""
+"""The amax values: calibration, smoothing, splitting, bias correction, and their record."""

@@ -2,8 +2,8 @@
 
 Nagel et al. 2019, arXiv 1906.04721, section 4.2, in the order of execution: each linear is corrected for what
 the corrected layers before it give. One that runs several times gets one correction, for all of its runs. A
-few tokens with huge outliers can rule a mean that is wrong for all others: a correction that does not bring
-the output of its layer nearer to FP32 is taken back.
+few tokens with huge outliers can dominate the mean, which then fits no other token. So a correction is undone
+if it does not bring the output of its layer nearer to FP32.
 """
 
 import operator

@@ -1,4 +1,4 @@
-"""Outlier channels before calibration: their range moved into weights, exactly, or split over copies.
+"""Outlier channels before calibration: move their range into weights, exactly, or split it over copies.
 
 SmoothQuant (Xiao et al. 2023, arXiv 2211.10438, equation 4) divides input channel j of a linear by s_j =
 max|x_j|^alpha / max|w_j|^(1 - alpha) and multiplies column j of its weight by it. "gain" takes the gain of

@@ -1,4 +1,4 @@
-"""Loss of an INT8 softmax, layer by layer and length by length, and the form that loses the least.
+"""Error of an INT8 softmax by layer and length, and the form with the smallest error.
 
 With scale 1/127 probabilities under 1/254 become zero, and the longer the input, the more of the attention
 they hold. Chosen by the error of P v over the calibration data, at no cost in time (int8-softmax.md):

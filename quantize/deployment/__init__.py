@@ -1,1 +1,1 @@
-"""A finished run as a folder that needs no qdqbench: engine, graph, tokenizer, scripts that ask them."""
+"""A finished run as a folder that needs no qdqbench: engine, graph, tokenizer, scripts that run them."""

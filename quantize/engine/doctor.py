@@ -1,4 +1,4 @@
-"""What decides what runs here, gathered in one look."""
+"""Facts about this machine that decide what can run on it."""
 
 import json
 import platform

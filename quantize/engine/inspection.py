@@ -1,4 +1,4 @@
-"""Judge an engine's layers against a recipe, add a profile up, and say why INT8 can be slower than FP16."""
+"""Compare an engine's layers with a recipe, sum up a profile, and say why INT8 can be slower than FP16."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence

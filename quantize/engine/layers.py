@@ -1,4 +1,4 @@
-"""What an engine runs in INT8, read from the layer table of a build log or of the engine inspector.
+"""The INT8 layers of an engine, read from the layer table of a build log or of the engine inspector.
 
 Counts are ONNX MatMul/Gemm nodes, not kernels: one kernel may run q, k and v, and one node may show up in
 several kernels (its dequantization is often fused into the next one).

@@ -1,1 +1,1 @@
-"""The ONNX graph: read, export, rewrite; here Q/DQ and all precision enter it."""
+"""The ONNX graph: read, export and rewrite it; an export gets its Q/DQ and precision here only."""

@@ -1,4 +1,4 @@
-"""Small, shared readings of an ONNX graph: producers, consumers, constants and INT8 residuals."""
+"""Small queries on an ONNX graph that many share: producers, consumers, constants and INT8 residuals."""
 
 import math
 import re

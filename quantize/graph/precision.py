@@ -1,6 +1,6 @@
-"""Give every float tensor of an FP32 graph its type: FP16 compute, FP32 Q/DQ and FP32 islands.
+"""Give every float tensor of an FP32 graph its type: FP16 compute, FP32 Q/DQ, FP32 fallback layers.
 
-Unlike in ModelOpt's autocast islands are modules of the recipe, and casts, names and INT8 weights stay.
+Unlike ModelOpt's autocast, it takes the fallback layers from the recipe; casts, names and INT8 weights stay.
 """
 
 from collections.abc import Collection

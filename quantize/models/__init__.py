@@ -1,1 +1,1 @@
-"""Encoder families: which module is what, loading, the attention that can be quantized."""
+"""Encoder families: the role of each module, model loading, and an attention that can be quantized."""

@@ -1,4 +1,4 @@
-"""The modules of a model by class and place: the table that recipes match; and its layers as they run."""
+"""Table of a model's modules by class and place, which recipes match; and its layers as they run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

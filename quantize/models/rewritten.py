@@ -1,4 +1,4 @@
-"""Layers of transformers as recipes need them, to the bit; weights and their names stay.
+"""Layers of transformers, rewritten for recipes: outputs stay bit for bit, weights and their names too.
 
 MPNet's and DeBERTa's attention go through transformers' AttentionInterface. Sums of residuals are modules,
 where a quantizer has a place.

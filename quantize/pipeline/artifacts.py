@@ -1,4 +1,4 @@
-"""What several stages of a run share: its graphs, profiles for its data, and what stages record."""
+"""Artifacts that several stages of a run share: graphs, profiles for its data, records of stages."""
 
 from pathlib import Path
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""The recipe: YAML that says per layer what becomes INT8, and how it is calibrated, exported and judged."""
+"""The recipe: YAML that says per layer what becomes INT8, and its calibration, export and evaluation."""
 
 import difflib
 import functools

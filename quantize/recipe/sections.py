@@ -1,4 +1,4 @@
-"""The sections of a recipe; what each field means is here, and docs/reference/recipe.md comes from it."""
+"""The sections of a recipe; docs/reference/recipe.md is generated from these descriptions."""
 
 from typing import Annotated, Literal
 
@@ -322,14 +322,14 @@ class Training(Frozen):
     """Optimization by AdamW, and what it is judged on while it runs; the settings of `finetune`."""
 
     epochs: Annotated[float, Field(gt=0, le=1000)] = field("Passes over the training rows.", 4)
-    max_steps: Positive | None = field("Steps that end the epochs early; null: none.")
+    max_steps: Positive | None = field("Steps after which training ends early; null: no limit.")
     learning_rate: Rate = field("Learning rate of AdamW, after warm-up.", 5e-5)
     batch_size: Positive = field("Samples of one optimizer step, over all GPUs and accumulated parts.", 32)
     gradient_accumulation_steps: Positive = field("Parts that a GPU's share of the batch is split into.", 1)
     warmup_ratio: Fraction = field("Share of the steps in which the learning rate rises.", 0.1)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = field("Learning rate schedule.", "linear")
     weight_decay: Weight = field("AdamW weight decay (weight matrices only).", 0.01)
-    max_grad_norm: Annotated[float, Field(gt=0)] = field("Gradients are clipped to it.", 1.0)
+    max_grad_norm: Annotated[float, Field(gt=0)] = field("Norm that gradients are clipped to.", 1.0)
     dropout: Fraction | None = field("Dropout of hidden states and attention; null: the model's own.")
     precision: Literal["auto", "bf16", "tf32", "fp32"] = field(
         "Arithmetic: bf16 (autocast), tf32 (where the GPU has it, else fp32), fp32, or auto (bf16 where "
@@ -338,7 +338,7 @@ class Training(Frozen):
     )
     num_evals: Positive = field("Evaluations on the held-out rows over the run, each with a checkpoint.", 10)
     patience: Positive | None = field("Evaluations without gain that end the run; null: none do.")
-    holdout: float = field("Share of the train split to judge on, 1,000 rows at most.", 0.1, gt=0, le=0.5)
+    holdout: float = field("Share of the train split to evaluate on, at most 1,000 rows.", 0.1, gt=0, le=0.5)
     seed: Annotated[int, Field(ge=0)] = field("Seed of the head, held-out rows, order and dropout.", 0)
 
 

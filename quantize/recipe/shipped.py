@@ -1,4 +1,4 @@
-"""Shipped recipes with what was measured of them, from a generated file, and which to start with."""
+"""Shipped recipes with their measured figures, from a generated file, and the ones to start with."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache

@@ -1,1 +1,1 @@
-"""A task: data, tokens, metrics, and its kind, which says what labels, answers and losses are."""
+"""Tasks: data, tokens, metrics, and kinds of tasks, which define labels, predictions and losses."""

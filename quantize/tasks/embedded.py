@@ -1,4 +1,4 @@
-"""The default without a model or a network: a generated sentence task and a small BERT trained on it."""
+"""The default that needs no model and no download: a generated sentence task and a small trained BERT."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass

@@ -1,4 +1,4 @@
-"""The tasks that are built in, and any other text-classification task by naming its columns."""
+"""Built-in tasks, and any other text-classification task, which the names of its columns define."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence

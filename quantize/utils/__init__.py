@@ -1,1 +1,1 @@
-"""What knows nothing of models: errors, files, rows that are written to disk, the machine."""
+"""Code that knows nothing of models: errors, files, records on disk, the machine."""

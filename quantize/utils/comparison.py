@@ -1,4 +1,4 @@
-"""A stage against FP32, answer by answer and layer by layer, and the gate, as results files have them."""
+"""Schemas in results files: a stage against FP32, by prediction and by layer, and the gate."""
 
 import math
 from typing import Literal

@@ -1,4 +1,4 @@
-"""What backends and number formats can hold: what recipes, checks and measurements read."""
+"""Limits of backends and number formats, for recipes, checks and measurements."""
 
 from typing import Literal
 

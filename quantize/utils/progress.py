@@ -1,4 +1,4 @@
-"""Progress, reported where the work is done; the display that listens is still while time is measured."""
+"""Progress, reported by the code that works; the display pauses while time is measured."""
 
 import time
 from collections.abc import Callable, Collection, Iterator

@@ -1,4 +1,4 @@
-"""The base of every schema that is read or written, and the way to read a file of one."""
+"""The base class of all schemas, and the function that reads a file of one."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

@@ -15,9 +15,9 @@ class SearchOptions(Options):
     sensitivity: Path | None = field("File of `qdqbench sensitivity` (default: measured in the search).")
     storage: str | None = field("SQLAlchemy URL that all workers share (default: OUT/study.db).")
     study_name: str | None = field("Name of the study (default: RECIPE-TASK).")
-    samples: int = field("Train rows that trials are scored on, besides calibration's.", 1024, ge=1)
-    batch: int = field("Batch size of the latency.", 32, ge=1)
-    length: int = field("Tokens per sequence of the latency.", 128, ge=1)
+    samples: int = field("Train rows to score trials on; none is used to calibrate.", 1024, ge=1)
+    batch: int = field("Batch size at which latency is measured.", 32, ge=1)
+    length: int = field("Sequence length at which latency is measured, in tokens.", 128, ge=1)
     objective: Objective = field(
         "First objective: divergence from FP32, or drop of the metric.", "divergence"
     )

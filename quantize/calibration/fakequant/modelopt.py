@@ -1,7 +1,7 @@
-"""What runs on ModelOpt's private names, and the only file that knows them; its test lists them.
+"""The only code that uses ModelOpt's private names; its test lists them.
 
-The range is ModelOpt's and the engine's: codes -128 to 127 unless the quantizer asks for the narrow one,
-round half to even, zero point 0. The kernels compute in FP32 and give back the type that they got. Under
+The range is ModelOpt's and the engine's: codes -128 to 127, or from -127 for a narrow range,
+round half to even, zero point 0. The kernels compute in FP32 and return the type of their input. Under
 autocast to BF16 a code times its scale is rounded as the matmul that reads it would round it anyway;
 weights are quantized from their FP32 masters.
 """

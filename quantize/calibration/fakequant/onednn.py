@@ -1,8 +1,8 @@
-"""FP32 linears through oneDNN, to the bit, where MKL, which torch takes, leaves half of the CPU unused.
+"""FP32 linears through oneDNN, equal to MKL's bit for bit, on CPUs that MKL leaves half unused.
 
-MKL gives CPUs of AMD its AVX2 kernels even where they have AVX512. Both add the products of a block of K
-one after another, and MKL's blocks are of `BLOCK`: oneDNN's GEMMs of them, added up, are MKL's. No library
-promises that, so a probe of every size is compared with torch's own before it is taken.
+On AMD CPUs with AVX512, MKL still runs its AVX2 kernels. Both libraries sum a block of K in order, and MKL's
+blocks have `BLOCK` columns: oneDNN's GEMMs of these blocks, added up, equal MKL's result. No library promises
+that, so oneDNN is used for a size only if a probe gives torch's own result.
 """
 
 from collections.abc import Callable, Iterator

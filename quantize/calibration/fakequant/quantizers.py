@@ -1,4 +1,4 @@
-"""ModelOpt's quantizers in a model: which there are, what each rounds, and how a model runs with them."""
+"""ModelOpt's quantizers in a model: their names, what each rounds, and running a model with them."""
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -1,1 +1,1 @@
-"""A run as a model repository of NVIDIA Triton, and what deploys it (`qdqbench export-triton`)."""
+"""A run as a model repository of NVIDIA Triton, with files to deploy it (`qdqbench export-triton`)."""

@@ -1,1 +1,1 @@
-"""What is wrong with INT8 in files of any origin: readers, and rules over what they found."""
+"""Diagnosis of INT8 in files of any origin: readers of the files, and rules that find faults in them."""

@@ -1,4 +1,4 @@
-"""Findings of `check` and `diagnose`: their effect, their words, and the files that they come from."""
+"""Findings of `check` and `diagnose`: their effect, wording and source files."""
 
 import re
 import shlex

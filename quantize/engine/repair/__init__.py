@@ -1,1 +1,1 @@
-"""Mends ONNX files of any origin: reads their scales, takes Q/DQ off and puts them at INT8 GEMMs."""
+"""Repair of ONNX files of any origin: read their scales, remove Q/DQ, and insert it at INT8 GEMMs."""

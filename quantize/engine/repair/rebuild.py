@@ -1,4 +1,4 @@
-"""Q/DQ off a graph, and on again in the form that INT8 GEMMs want: scalar on activations, weights [N, K]."""
+"""Remove Q/DQ and insert it in the form for INT8 GEMMs: scalar on activations, weights [N, K]."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""ONNX Runtime on graphs before and after: inputs, outputs, the range of a tensor."""
+"""Run graphs in ONNX Runtime, before and after a repair: inputs, outputs, the range of a tensor."""
 
 import math
 import threading

@@ -1,4 +1,4 @@
-"""Engines by what their sidecars say, loaded and run on batches: on a GPU, or on this CPU."""
+"""Load an engine as its sidecar says, and run it on batches: on a GPU, or on this CPU."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Check an ONNX file without a GPU: what will run in INT8, and what an engine would refuse or get wrong.
 
-Rules come from what was measured with TensorRT and TensorRT-RTX: some mistakes make the parser refuse the
-file, others are accepted and the layer then runs in FP16, or gives wrong numbers, without a word.
+Rules come from what was measured with TensorRT and TensorRT-RTX: the parser refuses the file for some
+mistakes; it accepts others, and the layer then silently runs in FP16 or gives wrong numbers.
 """
 
 import difflib

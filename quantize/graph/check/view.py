@@ -1,4 +1,4 @@
-"""What `check` reads from a graph: the Q/DQ behind each input of a matmul, attentions, and element types."""
+"""Facts that `check` reads from a graph: the Q/DQ before each matmul input, attentions, element types."""
 
 from collections import deque
 from collections.abc import Iterator

@@ -1,1 +1,1 @@
-"""Describes the family of a model of any type: what each module is, by class, position and data flow."""
+"""Detection of the layout of any model: the role of each module by class, position and data flow."""

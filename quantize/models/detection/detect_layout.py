@@ -1,6 +1,6 @@
-"""The description of a family from the data flow of one of its models, seen in one forward pass.
+"""Describe a family from the data flow in one forward pass of one of its models.
 
-Names do not say what a linear does; which tensors meet in a product whose result goes through a softmax does.
+Names do not say what a linear does. The data flow does: q and k meet in a product that feeds a softmax.
 """
 
 import copy

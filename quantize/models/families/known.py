@@ -1,4 +1,4 @@
-"""The families that are supported, and which of them a model is of."""
+"""The supported families, and the lookup of a model's family."""
 
 import re
 from collections.abc import Iterable

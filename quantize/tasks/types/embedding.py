@@ -1,4 +1,4 @@
-"""Sentence embeddings: pairs with a score, and texts without labels, which FP32's own embeddings judge."""
+"""Sentence embeddings: pairs with a score, and texts without labels, compared with FP32's embeddings."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""A split as tokens: its rows, which of their tokens give answers, and to which samples rows belong."""
+"""A split as tokens: its rows, the tokens that give predictions, and the sample of each row."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

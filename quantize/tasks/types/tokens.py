@@ -1,4 +1,4 @@
-"""Token classification: one class for each word of a sentence, told by its first token."""
+"""Token classification: one class for each word of a sentence, predicted at its first token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The CPU and memory that this process runs on, and what it has for INT8 and BF16."""
+"""The CPU and memory of this process, and the CPU's support for INT8 and BF16."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""The end of a process that is interrupted before it began; imports next to nothing, to be here soon."""
+"""Exit of a process that is interrupted while it still imports; loads next to nothing, to be ready early."""
 
 import os
 import signal

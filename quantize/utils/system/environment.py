@@ -1,4 +1,4 @@
-"""Where and with what a result was made: hardware, versions, commit, code."""
+"""The environment of a result: hardware, versions, commit, code."""
 
 import functools
 import hashlib

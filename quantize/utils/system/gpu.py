@@ -1,4 +1,4 @@
-"""The GPU that CUDA shows to this process, asked without torch."""
+"""The GPU that CUDA shows to this process, queried without torch."""
 
 import ctypes
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which commit of a hub repository is meant, so that a newer one is never taken for what was measured."""
+"""The commit of a hub repository, fixed so that a newer one is never taken for the measured one."""
 
 import functools
 import re

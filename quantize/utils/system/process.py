@@ -1,4 +1,4 @@
-"""How this process uses the machine: how threads wait, what memory is kept, what it costs, and how it ends.
+"""This process on its machine: how threads wait, which memory it keeps, what it costs, how it exits.
 
 An OpenMP thread that is done spins until the others are. Where another process is busy, one of them has no
 core, and the others spin away the time that it needs. Threads that sleep cost a wake-up of microseconds.

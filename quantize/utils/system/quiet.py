@@ -1,4 +1,4 @@
-"""Silence of libraries that log, warn and draw bars on their own: a run shows its progress itself."""
+"""Silence libraries that log, warn and draw bars: a run shows its own progress."""
 
 import io
 import logging
