@@ -471,7 +471,7 @@ def study_tables(studies: Sequence[Record], notes: Notes) -> list[str]:
         title = (
             f"### QAT over seeds: {text(same[0].base.name)}\n\nMean ± standard deviation over seeds of "
             "the validation metric in percent, fake-quant in PyTorch. Differences are taken seed by seed. "
-            "Every seed is a fine-tuning of its own, then PTQ and QAT of it."
+            "For each seed, the model is fine-tuned, then taken through PTQ and QAT."
         )
         header = ["task", "metric", "recipe", "seeds", "n", "FP32", "PTQ", "QAT", "PTQ - FP32", "QAT - FP32"]
         lines = [f"- {number}: {text(line)}" for number, line in enumerate(places, 1)]
@@ -573,7 +573,7 @@ def without_changed(bench: Bench) -> Bench:
     outdated = {about.name: about.label for about in bench.systems if differences(about.recipe or {})}
     if not outdated:
         return bench
-    warning = f"left out, as what is shipped has changed since: {', '.join(outdated.values())}"
+    warning = f"left out because the shipped recipe has changed since: {', '.join(outdated.values())}"
     rest = [system for system in bench.systems if system.name not in outdated]
     configs = []
     for config in bench.configs:

@@ -418,4 +418,4 @@ def test_recipes_beside_it_that_changed_since_count_no_more_and_are_left_out():
     assert "bert-int8-ffn" not in {each.recipe for each in figures_of([bench])}
     made = markdown([bench])
     assert "| beside" not in made
-    assert "- left out, as what is shipped has changed since: beside" in made
+    assert "- left out because the shipped recipe has changed since: beside" in made
