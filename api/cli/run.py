@@ -10,7 +10,7 @@ import typer
 from qdqbench._options import FolderOptions, QatOptions, RunOptions
 from qdqbench.cli import progress
 from qdqbench.cli.options import RecipeName, command, note
-from qdqbench.cli.terminal import Json, RunFolder, command_line, console, plain, print_json, show, show_report
+from qdqbench.cli.terminal import Json, RunFolder, command_line, console, print_json, show, show_report
 from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 
@@ -71,7 +71,7 @@ def print_results(results: "Results", folder: Path, *, json: bool) -> None:
         show_report(results, json, run_report, *(f"{name}: {path}" for name, path in places.items()))
         failures = f"the gate does not hold: {failures}"
     else:
-        judged = f"the gate is judged by [bold]qdqbench report {plain(str(folder))}[/]"
+        judged = f"the gate is judged by: qdqbench report {folder}"
         show(results, json, lambda each: render_screen(stages_report(each, folder)), judged)
     if not results.gate.passed:
         raise CheckFailed(failures)

@@ -128,7 +128,8 @@ def test_recipes_list_of_a_model(qdqbench, tiny_bert, tmp_path):
 def test_a_family_free_name_is_resolved_by_the_model(qdqbench, sst2, tmp_path):
     data = ["--task", "sst2", "--data", sst2.data, "--out", tmp_path / "run", "--until", "baseline"]
     model = write_model(tmp_path / "model", "xlm-roberta", entries())
-    fine(qdqbench("run", "int8-ffn", "--model", model, *data))
+    done = fine(qdqbench("run", "int8-ffn", "--model", model, *data))
+    assert "judged by: qdqbench report /" in " ".join(done.out.split())  # no markup around the command
     assert json.loads((tmp_path / "run" / "run.json").read_text())["recipe"]["name"] == "roberta-int8-ffn"
     lost = qdqbench("run", "int8-residual-qat", "--model", model, *data)
     assert lost.code == 1
