@@ -61,7 +61,7 @@ def test_the_document_has_the_figures_of_the_soak():
     assert f"slope is {slope:.1f} MB an hour" in " ".join(text.split())
     full = found["capacity"]["tasks"]["all"]
     assert f"{full['answered_per_s']} answers a second" in text
-    assert f"{full['statuses']['503']:,} of their {full['requests']:,} requests got 503" in " ".join(
+    assert f"{full['statuses']['503']:,} of the {full['requests']:,} requests got 503" in " ".join(
         text.split()
     )
     killed = found["soak_70"]["killed"] + found["overload_300"]["killed"]
