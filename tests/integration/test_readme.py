@@ -20,6 +20,7 @@ from qdqbench.quantize.recipe.shipped import choose_start as start_by_device
 from qdqbench.quantize.recipe.shipped import find_fastest, read_figures
 from qdqbench.quantize.tasks.task import get_task
 
+from ..support.prose import read_prose
 from ..support.unknown import config_for
 from .tiny import fine
 
@@ -28,6 +29,7 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 STAGES = "embedded baseline quantize ptq qat fake_quant export check parity onnxruntime build verify engine"
 UNTIL = [*STAGES.split(), "evaluate", "report"]
 RECIPES = {*shipped_recipes(), *family_free_recipes()}
@@ -317,13 +319,13 @@ def test_every_shipped_recipe_is_described():
 
 def anchors(document):
     """Those of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", read_prose(document), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
 def dead_links(document):
     """Links of a page to files and headings that are not there."""
-    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+    for target in re.findall(r"\]\(([^)\s]+)\)", read_prose(document)):
         if re.match(r"[a-z]+:", target):
             continue
         name, _, anchor = target.partition("#")
@@ -338,9 +340,21 @@ def test_a_planted_dead_link_is_found(tmp_path):
         "# Title\n\n[a](page.md#title) [b](page.md#other) [c](none.md) [d](https://example.com)\n"
     )
     assert [*dead_links(page)] == ["page.md#other", "none.md"]
+    notebook = tmp_path / "page.ipynb"
+    cells = [
+        {"cell_type": "markdown", "source": ["# Own\n", "[a](page.md#title) [b](page.md#other) [c](#own)\n"]},
+        {"cell_type": "code", "source": ["x = [d](none.md)"]},
+        {"cell_type": "markdown", "source": ["[e](none.ipynb)"]},
+    ]
+    notebook.write_text(json.dumps({"cells": cells}))
+    assert [*dead_links(notebook)] == ["page.md#other", "none.ipynb"]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_of_the_notebook_are_tested():
+    assert ROOT / "docs/tutorials/quickstart.ipynb" in NOTEBOOKS
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_local_links_lead_somewhere(document):
     assert [*dead_links(document)] == []
 

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import io
+import json
 import re
 import tokenize
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ import typer.main
 
 from qdqbench.cli.app import app
 
+from ..support.prose import read_prose
 from ..tools import pages
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +25,7 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     ROOT / "recipes/README.md",
     *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "docs").rglob("*.ipynb"),
 ]
 MODULES = [path for top in ("quantize", "eval", "api") for path in (ROOT / top).rglob("*.py")]
 INSTEAD = {
@@ -187,19 +190,34 @@ def test_a_planted_long_sentence_is_found():
     assert hand_written("a <!-- tables:begin -->b<!-- tables:end --> c") == "a  c"
 
 
+def test_a_planted_offence_in_a_notebook_is_found(tmp_path):
+    long = "word " * 26
+    cells = [
+        {"cell_type": "markdown", "source": ["# A title\n", "It lies beside the run.\n"]},
+        {"cell_type": "code", "source": [f"# anew, {long}"]},
+        {"cell_type": "markdown", "source": [long]},
+    ]
+    page = tmp_path / "page.ipynb"
+    page.write_text(json.dumps({"cells": cells}))
+    text = read_prose(page)
+    assert offences(text) == ["'beside': write next to, alongside, as well as"]
+    assert long_sentences(text) == [f"26 words: {long.strip()}"]
+    assert ROOT / "docs/tutorials/quickstart.ipynb" in PAGES
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_sentences_of_pages_are_short(page):
-    assert long_sentences(hand_written(page.read_text(encoding="utf-8"))) == []
+    assert long_sentences(hand_written(read_prose(page))) == []
 
 
 def test_pages_are_few_words():
-    texts = (hand_written(page.read_text(encoding="utf-8")) for page in PAGES if page.parent != ROOT)
+    texts = (hand_written(read_prose(page)) for page in PAGES if page.parent != ROOT)
     assert sum(len(text.split()) for text in texts) <= 40_000
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_pages_use_the_words_of_the_field(page):
-    text = page.read_text(encoding="utf-8")
+    text = read_prose(page)
     assert offences(text) == []
     assert offences(hand_written(text), ON_PAGES) == []
 
