@@ -322,9 +322,11 @@ def _run_one(worker: Worker) -> None:
     except BaseException as error:
         if not numbers:
             raise
-        retries = [trial.system_attrs.get("retry_history", []) for trial in study.get_trials(deepcopy=False)]
-        if any(numbers[0] in history for history in retries) and isinstance(error, Exception):
-            return  # another worker took this one for dead, and the trial is queued again
+        trials = study.get_trials(deepcopy=False)
+        again = any(numbers[0] in trial.system_attrs.get("retry_history", []) for trial in trials)
+        finished = trials[numbers[0]].state == TrialState.COMPLETE
+        if (again or finished) and isinstance(error, Exception):
+            return  # another worker took this one for dead, or took it too: SQLite locks no rows
         _queue_again()(study, study.get_trials()[numbers[0]])  # interrupted, not decided
         raise
 

@@ -242,6 +242,23 @@ def test_failed_trials_count_and_a_budget_ends_a_search(open_study, monkeypatch)
     assert count_trials(study) == (2, 0, 0)
 
 
+def test_a_point_that_another_worker_took_too_and_finished_is_not_told_twice(open_study, monkeypatch):
+    study, taken = open_study(), []
+
+    def finish_first(trial):
+        values = objective(trial)
+        if not taken:
+            taken.append(trial.number)
+            complete = optuna.trial.TrialState.COMPLETE
+            study._storage.set_trial_state_values(trial._trial_id, complete, values)
+        return values
+
+    run(study, monkeypatch, finish_first, trials=2)
+    assert taken == [0]
+    assert {trial.state for trial in study.get_trials()} == {optuna.trial.TrialState.COMPLETE}
+    assert [trial.number for trial in list_finished(study)] == [*range(len(study.get_trials()))]
+
+
 def test_a_failed_point_is_recorded_with_its_reason(open_study, monkeypatch):
     def fail(worker, point, trial):
         raise MemoryError("no  more")
