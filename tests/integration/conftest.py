@@ -97,15 +97,15 @@ def _one_profile(request) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def finished_run(given, made_once) -> Path:
-    """A whole run of the default recipe, never to be written to."""
+def finished_run(given, made_once, tmp_path_factory) -> Path:
+    """A whole run of the default recipe, never to be written to. Each worker has one, which it may lock."""
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
 
     def run(folder):
         with one_profile():
             given().run("bert-int8-linears", folder)
 
-    return made_once("finished", run)
+    return shutil.copytree(made_once("finished", run), tmp_path_factory.mktemp("own") / "finished")
 
 
 @pytest.fixture
