@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import io
 import ipaddress
 import logging
 import logging.handlers
@@ -184,7 +185,10 @@ def _start_log() -> None:
     logging.raiseExceptions = False
     handler = logging.handlers.QueueHandler(lines)
     logging.basicConfig(format="qdqbench: %(message)s", handlers=[handler], level="WARNING", force=True)
-    logging.handlers.QueueListener(lines, logging.StreamHandler()).start()
+    # Not sys.stderr: what that cannot write stays in its buffer, and no process starts that cannot flush it.
+    raw = io.FileIO(2, "w", closefd=False) if sys.stderr else io.BytesIO()
+    stream = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
+    logging.handlers.QueueListener(lines, logging.StreamHandler(stream)).start()
 
 
 def _listen(host: str, port: int) -> socket.socket:
