@@ -83,7 +83,7 @@ class FolderOptions(Options):
 class SetOptions(Options):
     """Fields of recipes."""
 
-    set: dict[str, Any] | None = field("Set a recipe field by its path: calibration.samples=256; repeatable.")
+    set: dict[str, Any] | None = field("Recipe field by path, like calibration.samples=256; repeatable.")
 
     @field_validator("set", mode="before")
     @classmethod
@@ -161,7 +161,7 @@ class QatOptions(EvaluationOptions):
 class RunOptions(QatOptions):
     """Options of `run`."""
 
-    until: str | None = field("Stop after this stage (evaluate: after all evaluations); resume later.")
+    until: str | None = field("Last stage, or evaluate for all evaluations; a later run resumes.")
 
 
 class AutoOptions(EvaluationOptions):
@@ -292,7 +292,7 @@ class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
 
     model: str | None = field("Model folder, or a published size with random weights, such as bert-base.")
     set: dict[str, Any] | None = field(
-        "With --model: set a recipe field by its path: export.gelu=tanh; repeatable. Runs keep their recipe."
+        "With --model: recipe field by path, like export.gelu=tanh; repeatable. Runs keep their recipe."
     )
     recipe: str | None = field(f"With --model: name or YAML file (default: {DEFAULT_RECIPE}).")
     extra_recipe: list[str] | None = field("With --model on a GPU: also measure this recipe; repeatable.")
