@@ -185,8 +185,8 @@ def _start_log() -> None:
     logging.raiseExceptions = False
     handler = logging.handlers.QueueHandler(lines)
     logging.basicConfig(format="qdqbench: %(message)s", handlers=[handler], level="WARNING", force=True)
-    # Not sys.stderr: what that cannot write stays in its buffer, and no process starts that cannot flush it.
-    raw = io.FileIO(2, "w", closefd=False) if sys.stderr else io.BytesIO()
+    # Not sys.stderr: it keeps what it cannot write, and a process that cannot flush it starts no other one.
+    raw = io.FileIO(2 if sys.stderr else os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
     stream = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
     logging.handlers.QueueListener(lines, logging.StreamHandler(stream)).start()
 
