@@ -44,16 +44,17 @@ def deploy(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for copies (default: RUN/deploy).")
     ] = None,
+    fp32: Annotated[bool, typer.Option("--fp32", help="FP32 twin as onnx/model.onnx.")] = False,
     json: Json = False,
 ) -> None:
-    """Write what a finished run hands over: engine, graph, tokenizer, and scripts that need no qdqbench."""
+    """Write what a finished run hands over: graphs, engine, tokenizer, card, scripts without qdqbench."""
     from qdqbench.cli.schemas import HandedOver
     from qdqbench.eval.runs.report.report import deploy as write
     from qdqbench.eval.runs.report.report import where_to_begin
 
     with status() as announce:
         announce("writing")
-        made = write(run, out)
+        made = write(run, out, fp32=fp32)
     begin = where_to_begin(made, made)
     if json:
         paths = (path for path in sorted(made.rglob("*")) if path.is_file())
