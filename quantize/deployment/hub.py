@@ -84,10 +84,14 @@ def save_tokenizer(session: Session, length: int) -> dict[str, bytes]:
     about["model_max_length"] = about["max_length"] = length
     if about["tokenizer_class"] == "TokenizersBackend":  # its name since transformers 5
         about["tokenizer_class"] = "PreTrainedTokenizerFast"
-    return content | {"tokenizer_config.json": _encode(about)}
+    longest = {"max_seq_length": length, "do_lower_case": False}  # for TEI and sentence-transformers
+    return content | {
+        "tokenizer_config.json": _encode(about),
+        "sentence_bert_config.json": _encode(longest),
+    }
 
 
-def describe_sentences(session: Session, pooling: identity.Pooling, length: int) -> dict[str, bytes]:
+def describe_sentences(session: Session, pooling: identity.Pooling) -> dict[str, bytes]:
     """Return the files that make an embedding model one of sentence-transformers."""
     name, revision = session.model_name, session.config.revision
     width, commit = load_config(name, revision).hidden_size, identity.model_commit(name, revision)
@@ -102,7 +106,6 @@ def describe_sentences(session: Session, pooling: identity.Pooling, length: int)
     content = {
         "modules.json": _encode(modules),
         "1_Pooling/config.json": _encode({"word_embedding_dimension": width, **flags}),
-        "sentence_bert_config.json": _encode({"max_seq_length": length, "do_lower_case": False}),
     }
     if pooling.dense:
         content |= _describe_dense(session, pooling.dense, width, commit)
@@ -217,7 +220,7 @@ def describe_card(session: Session, results: Results, *, title: str, openvino: b
             {
                 "type": METRICS.get(metric, metric),
                 "value": value,
-                "name": f"{metric}, stage {name}, n={row.n}",
+                "name": f"{metric} of {name}, n = {row.n}",
             }
             for metric, value in row.metrics.items()
         ]

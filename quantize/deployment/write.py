@@ -213,7 +213,7 @@ def _collect(
     task = session.config.task
     texts = describe_texts(task.kind, len(task.text_columns))
     model_json = _describe_model(session, graph, texts, runtimes) | {"failed": verdict.failed}
-    length, pooling = model_json["max_length"], _read_pooling(session)
+    pooling = _read_pooling(session)
     config = hub.describe_config(session, results, model_json["labels"])
     name = _base_name(session.model_name) if session.config.model else "embedded default"
 
@@ -228,8 +228,8 @@ def _collect(
     content: dict[str, str | bytes | Path] = {
         MODEL: model,
         hub.INT8 if session.recipe.quantizes else hub.PLAIN: model,
-        **hub.save_tokenizer(session, length),
-        **(hub.describe_sentences(session, pooling, length) if pooling else {}),
+        **hub.save_tokenizer(session, model_json["max_length"]),
+        **(hub.describe_sentences(session, pooling) if pooling else {}),
     }
     if fp32:
         content[hub.PLAIN] = deployed(session.folder / artifacts.FP32)
