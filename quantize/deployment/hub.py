@@ -195,6 +195,7 @@ def describe_card(session: Session, results: Results, *, title: str, openvino: b
     config, quantizes = session.config, session.recipe.quantizes
     kind, data = config.task.kind, str(results.data.get("source", ""))
     base = config.model if config.model and not Path(config.model).exists() else None
+    scores = kind.embeds or kind in (REGRESSION, RERANKING)  # transformers.js would answer their softmax
     related = {"base_model_relation": "quantized"} if quantizes else {}
     repository, subset, _ = hub_set(config.task, data) if is_hub_source(data) else (None, "", None)
     stages = ((name, results.stages.get(name)) for name in ("engine", "onnxruntime"))
@@ -202,7 +203,7 @@ def describe_card(session: Session, results: Results, *, title: str, openvino: b
     metrics = [METRICS.get(name, name) for name in config.task.metrics]
     card: dict[str, Any] = {
         **({"base_model": base, **related} if base else {}),
-        "library_name": "sentence-transformers" if kind.embeds else "transformers.js",
+        "library_name": "sentence-transformers" if scores else "transformers.js",
         "pipeline_tag": PIPELINES[kind.name],
         **read_license(session.model_name, config.revision),
         **({"datasets": [repository]} if repository else {}),

@@ -247,6 +247,8 @@ def _collect(
         "gpu": gpu_graph is not None,
         "gpu_model": MODEL if gpu_graph in (None, model) else GPU_MODEL,
         "hub": hub,
+        "kind": task.kind.name,
+        "optimum": task.kind.model_class.replace("Auto", "ORT"),
         "fp32": fp32,
         "no_ir": no_ir,
         "quantized": session.recipe.quantizes,

@@ -14,8 +14,9 @@ from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.results import read_results
 
 from ..support.families import HIDDEN, write_model
+from ..support.hub_stub import TOKEN
 from ..support.tiny_embedder import MEAN, expected, write_modules, write_sentence_folder
-from .tiny import entries, fine, results, sentences
+from .tiny import entries, fine, listing, results, sentences
 
 WIDTH = 12
 PROMPTS = {"prompts": {"query": "query: "}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
@@ -114,6 +115,19 @@ def test_the_fp32_twin_is_there_where_it_is_asked_for(finished_run, tmp_path, qd
     assert twin == (finished_run / "model.fp32.onnx").read_bytes()
     assert tei_picks(tmp_path / "out")[0] == tmp_path / "out" / "model.onnx"  # INT8
     assert "| `onnx/model.onnx` | the FP32 twin |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_push_uploads_what_deploy_writes(a_run, qdqbench, hub_server):
+    done = qdqbench("push", a_run, "me/int8", "--private", "--json")
+    assert done.code == 0, done.err
+    url = f"{hub_server.url}/me/int8/commit/{'0' * 40}"
+    assert json.loads(done.out) == {"repository": "me/int8", "url": url}
+    assert sorted(hub_server.files) == listing(a_run / "deploy")
+    for name, data in hub_server.files.items():
+        assert data == (a_run / "deploy" / name).read_bytes()
+    written = (path.read_bytes() for path in a_run.rglob("*") if path.is_file())
+    assert not any(TOKEN.encode() in data for data in written)
+    assert TOKEN not in done.out + done.err
 
 
 @pytest.mark.parametrize("kind", ["plain", "dense"])
