@@ -52,7 +52,9 @@ _LICENSE = re.compile(
 def describe_config(session: Session, results: Results, labels: Sequence[str]) -> dict[str, Any]:
     """Return the configuration of what is deployed: its class and labels, where the model's has others."""
     config, kind = load_config(session.model_name, session.config.revision), session.config.task.kind
-    about: dict[str, Any] = json.loads(config.to_json_string())
+    # TEI asks for these names, and some types have others
+    sizes = {name: getattr(config, name) for name in ("hidden_size", "num_hidden_layers")}
+    about: dict[str, Any] = sizes | json.loads(config.to_json_string())
     architecture = str(results.model["architecture"])
     if kind.embeds:
         architecture = f"{architecture.removesuffix(kind.architecture)}Model"
@@ -119,16 +121,15 @@ def _describe_dense(
 ) -> dict[str, bytes]:
     from safetensors.numpy import load_file, save
 
-    folder = identity.read_sentence_folder(session.model_name, commit)
-    trained = session.folder / QAT / "model" / "model.safetensors"
-    source = trained if session.recipe.qat else None
-    if source is None:
-        inside = f"{folder.dense}/" if folder else ""
-        source = identity.find_model_file(session.model_name, f"{inside}model.safetensors", commit)
+    name, file, prefix = session.model_name, "model.safetensors", "pooling.dense."
+    if session.recipe.qat:
+        name, commit = str(session.folder / QAT / "model"), None
+    elif folder := identity.read_sentence_folder(name, commit):
+        file, prefix = f"{folder.dense}/{file}", "linear."
+    source = identity.find_model_file(name, file, commit)
     assert source is not None  # the model was loaded from it
-    weights = {key.rpartition("dense.")[2]: value for key, value in load_file(source).items()}
-    named = {f"linear.{key.removeprefix('linear.')}": value for key, value in weights.items()}
-    kept = {key: named[key] for key in ("linear.weight", *["linear.bias"] * dense.bias)}
+    weights = load_file(source)
+    kept = {f"linear.{key}": weights[f"{prefix}{key}"] for key in ("weight", *["bias"] * dense.bias)}
     module = "linear" if dense.activation == "Identity" else "activation"
     about = {
         "in_features": width,
@@ -164,7 +165,7 @@ def add_hidden_state(source: Path, target: Path, recipe: str, width: int) -> Pat
             for place, known in enumerate(places):
                 if known == name:
                     places[place] = HIDDEN
-    shape = ["batch", "length", width]
+    shape: list[str | int | None] = ["batch", "length", width]
     index.graph.output.insert(0, onnx.helper.make_tensor_value_info(HIDDEN, onnx.TensorProto.FLOAT, shape))
     save(model, target, recipe)
     return target
