@@ -42,6 +42,7 @@ PIPELINES = {
 METRICS = {"matthews": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr"}
 SENTENCE = "sentence_transformers.models"  # a name of these classes that all its versions read
 SENTENCE_CONFIG = "config_sentence_transformers.json"  # prompts and similarity
+DROPPED = ("auto_map", "is_local", "local_files_only")  # code of the model's own, where it was read
 MOST_CARD_BYTES = 1 << 20
 # a plain value of a line: as YAML, a card from anywhere could expand aliases or hold what its reader fails at
 _LICENSE = re.compile(
@@ -54,7 +55,8 @@ def describe_config(session: Session, results: Results, labels: Sequence[str]) -
     config, kind = load_config(session.model_name, session.config.revision), session.config.task.kind
     # TEI asks for these names, and some types have others
     sizes = {name: getattr(config, name) for name in ("hidden_size", "num_hidden_layers")}
-    about: dict[str, Any] = sizes | json.loads(config.to_json_string())
+    known = sizes | json.loads(config.to_json_string())
+    about: dict[str, Any] = {key: value for key, value in known.items() if key not in DROPPED}
     architecture = str(results.model["architecture"])
     if kind.embeds:
         architecture = f"{architecture.removesuffix(kind.architecture)}Model"
@@ -82,7 +84,7 @@ def save_tokenizer(session: Session, length: int) -> dict[str, bytes]:
         paths = sorted(path for path in Path(saved).rglob("*") if path.is_file())
         content = {path.relative_to(saved).as_posix(): path.read_bytes() for path in paths}
     about = json.loads(content["tokenizer_config.json"])
-    about = {key: about[key] for key in about if key not in ("is_local", "local_files_only")}
+    about = {key: value for key, value in about.items() if key not in DROPPED}
     about["model_max_length"] = about["max_length"] = length
     if about["tokenizer_class"] == "TokenizersBackend":  # its name since transformers 5
         about["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -112,7 +114,9 @@ def describe_sentences(session: Session, pooling: identity.Pooling) -> dict[str,
     if pooling.dense:
         content |= _describe_dense(session, pooling.dense, width, commit)
     if known := identity.find_model_file(name, SENTENCE_CONFIG, commit):
-        content[SENTENCE_CONFIG] = known.read_bytes()
+        content[SENTENCE_CONFIG] = files.read_bounded(
+            known, MOST_CARD_BYTES, "a settings file", "another"
+        ).encode()
     return content
 
 

@@ -1,6 +1,7 @@
 """The deployed folder as libraries read it; `tests/tools/consumers.py` asks the libraries themselves."""
 
 import json
+import shutil
 
 import numpy as np
 import onnxruntime as ort
@@ -95,6 +96,15 @@ def test_a_card_and_a_config_name_what_is_known_of_the_hub(finished_run):
     (result,) = card.eval_results
     assert (result.dataset_config, result.dataset_revision) == ("sst2", "1" * 40)
     assert describe_config(session, found, ["bad", "good"])["label2id"] == {"bad": 0, "good": 1}
+
+
+def test_code_of_the_models_own_is_not_named(finished_run, tmp_path):
+    config, found = read_config(finished_run), read_results(finished_run)
+    folder = shutil.copytree(config.model, tmp_path / "model")
+    about = read(folder, "config.json") | {"auto_map": {"AutoModel": "evil--modeling.Model"}}
+    (folder / "config.json").write_text(json.dumps(about))
+    session = Session(config.model_copy(update={"model": str(folder)}), finished_run)
+    assert "evil" not in json.dumps(describe_config(session, found, []))
 
 
 def test_openvino_files_answer_as_the_graph(finished_run):
