@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from qdqbench._options import AutoOptions, PoolingOptions, TaskOptions
-from qdqbench._runs import silent
 from qdqbench.eval.selection.auto.results import BEST_RECIPE, Auto, Criteria
 from qdqbench.eval.selection.auto.run import AutoRun, run_auto
 from qdqbench.eval.selection.search.options import SearchOptions
@@ -19,6 +18,7 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import take_options
+from qdqbench.quantize.utils.progress import silent
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
 FIRST_RECIPES = ("int8-attention", DEFAULT_RECIPE)  # where a family has them

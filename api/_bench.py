@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from qdqbench._options import BenchOptions
-from qdqbench._runs import silent
 from qdqbench.eval.bench.cpu import CpuWork
 from qdqbench.eval.bench.gpu import GpuWork, background, start_compiles, start_export
 from qdqbench.eval.bench.report import write_bench_reports
@@ -34,6 +33,7 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import write_text
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.options import take_options
+from qdqbench.quantize.utils.progress import silent
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
 DEFAULT_BATCHES, DEFAULT_CPU_BATCHES = (1, 8, 32, 128), (1, 8)

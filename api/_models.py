@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench._options import CheckOptions, PoolingOptions
-from qdqbench._runs import silent
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
 from qdqbench.quantize.calibration.record import CalibrationRecord
@@ -28,6 +27,7 @@ from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import parse_options, take_options
+from qdqbench.quantize.utils.progress import silent
 
 if TYPE_CHECKING:
     import pandas
@@ -87,8 +87,8 @@ def quantize(
 
     Args:
         model: FP32 classifier, or what `load_embedder` gave; it is not changed, its copy is on its device.
-        samples: tokens to calibrate with: a list, a tokenized dataset or a data loader, whose items are one
-            sample (lists of L numbers) or a batch ([B, L] arrays or tensors) with input_ids and, where they
+        samples: tokens to calibrate with: a list, a tokenized dataset or a data loader. An item is one
+            sample (lists of L numbers) or a batch ([B, L] arrays or tensors), with input_ids and, where they
             are known, attention_mask and token_type_ids. All are used, more than once, without padding.
         recipe: shipped name, YAML file, or what `load_recipe` gave; of its calibration section split,
             samples and seed are not used.
@@ -154,7 +154,7 @@ def check(target: str | Path, options: CheckOptions = CheckOptions()) -> CheckRe
 
 @dataclass(frozen=True)
 class _Batches:
-    """Samples as batches of equal length, made anew on each pass."""
+    """Samples as batches of equal length, made again on each pass."""
 
     samples: Samples
     batch_size: int

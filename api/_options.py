@@ -142,8 +142,7 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
                 task = add_label_values(task, self.data, read_class_names(model, self.revision, task.kind))
             if pooling or has_pooling(model, self.revision):
                 task = score_embeddings(task, self.metric or ())
-        names = {"model", "revision", "data", "batch_size", "seed", "limit"}
-        values = self.model_dump(include=names)
+        values = self.model_dump(include={"model", "revision", "data", "batch_size", "seed", "limit"})
         return RunConfig(recipe=recipe, task=task, pooling=pooling, command=command, **values)
 
 

@@ -1,8 +1,8 @@
 """A run directory: the whole path, or the stages up to one."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from qdqbench._options import RunOptions
 from qdqbench.eval.runs.run import StageProgress, follow, require_inputs, run_until
@@ -16,14 +16,11 @@ from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import take_options
+from qdqbench.quantize.utils.progress import silent
 from qdqbench.quantize.utils.results import Results
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
 StageCallback = Callable[[StageProgress], None]
-
-
-def silent(now: Any) -> None:
-    """No progress is shown."""
 
 
 def load_recipe(recipe: str | Path | Recipe, model: str | Path | None = None) -> Recipe:
@@ -82,13 +79,8 @@ def start(  # noqa: PLR0913
     if config.recipe.engine.backend in CPU_BACKENDS:
         choose_backend(config.recipe.engine.backend)
     session = Session(config, folder)
-    with owned_folder(
-        folder,
-        identity_of("run", session),
-        overwrite=overwrite,
-        ready=lambda: require_inputs(session, until),
-        say=say,
-    ):
+    identity, ready = identity_of("run", session), partial(require_inputs, session, until)
+    with owned_folder(folder, identity, overwrite=overwrite, ready=ready, say=say):
         return _run(session, until, progress)
 
 

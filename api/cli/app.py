@@ -121,7 +121,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         resumes = any(name in RESUMABLE for name in sys.argv[1:2])
-        kept, then = ("what is finished is kept, and ", "goes on") if resumes else ("", "starts anew")
+        kept, then = ("what is finished is kept, and ", "resumes") if resumes else ("", "starts from scratch")
         if process.is_main_process():
             complain(f"interrupted; {kept}the same command {then}")
         raise _Interrupted(process.interruption.status) from None
@@ -130,7 +130,7 @@ def main() -> None:
             raise
         from qdqbench.quantize.utils.files import full_disk, vanished
 
-        if told := full_disk(error) or vanished(error):
+        if told := full_disk(error) or vanished(error, ["runs", *sys.argv[1:]]):
             complain(str(told))
             sys.exit(1)
         what = " ".join(f"{type(error).__name__}: {error}".split())[:400]

@@ -191,7 +191,7 @@ def _print_fix(report: "FixReport") -> None:
     if found.difference is not None:
         other = "" if found.disagreements is None else f", another class for {found.disagreements}"
         out.print(
-            f"after beside before: relative difference {found.difference:.4f}, largest {found.largest:.4f}"
+            f"after against before: relative difference {found.difference:.4f}, largest {found.largest:.4f}"
             f"{other} (n = {found.n}, {plain(found.inputs)}, ONNX Runtime)"
         )
     for row, name in ((first, "before"), (second, "after")):

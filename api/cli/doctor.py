@@ -38,14 +38,14 @@ def _doctor_screen(found: "Doctor") -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from qdqbench.quantize.engine.doctor import gib, gpu_text, library_text, version_text
+    from qdqbench.quantize.engine.doctor import gib, gpu_text, library_text, package_text
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     met = f"{len(found.packages)} required ones are there"
     facts = [
-        ("qdqbench", version_text(found)),
+        ("qdqbench", package_text(found)),
         ("Python", found.python),
         ("system", found.platform),
         ("CPU", f"{found.cpu}, {found.cores} cores"),

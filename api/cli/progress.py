@@ -247,7 +247,7 @@ def stages() -> Iterator[Callable[["StageProgress"], None]]:
         def show(now: "StageProgress") -> None:
             nonlocal bar
             if now.alarm:
-                shown.say(f"✗ {now.alarm}. The run goes on; Ctrl-C ends it", "bold red")
+                shown.say(f"✗ {now.alarm}. The run continues; Ctrl-C ends it", "bold red")
                 return
             if now.said:
                 shown.say(now.said)

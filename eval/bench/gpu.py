@@ -60,7 +60,7 @@ LONGEST_NAME = 160  # templates of CUTLASS are named at length
 # flash-attention, CUTLASS's memory-efficient one (fmha_cutlassF), cuDNN's (...sdpa_sm90_flash_fprop...), and
 # Inductor's template of flex attention
 ATTENTION = re.compile(r"flash_fwd|flash_fprop|fmha|sdpa|triton_tem\w*attention", re.I)
-# Inductor names pointwise kernels after the operators beside them, attention too
+# Inductor names pointwise kernels after the operators next to them, attention too
 POINTWISE = re.compile(r"^triton_(poi|per|red|for)_")
 GEMM = re.compile(r"gemm|nvjet|gemv", re.I)
 HALF = re.compile(r"f16|h16|fp16|half|hgemm|hsh|hhh|tst|s16816|s161616|e4m3", re.I)

@@ -28,12 +28,7 @@ from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import count_attentions
 from qdqbench.quantize.models.inputs import MASK, TOKENS
-from qdqbench.quantize.pipeline.artifacts import (
-    backend_of,
-    cpu_compute,
-    engine_profiles,
-    list_expected_gemms,
-)
+from qdqbench.quantize.pipeline.artifacts import backend_of, cpu_compute, engine_profiles, list_expected_gemms
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
@@ -265,7 +260,7 @@ def random_sets(
 ) -> list[Batch]:
     """Draw input sets of random token ids in [0, vocabulary), int64 [batch, length], without padding.
 
-    Of the model's other inputs the mask is 1 and the rest 0; sets of other shapes are drawn anew.
+    Of the model's other inputs the mask is 1 and the rest 0; sets of other shapes are drawn separately.
     """
     rest = {name: np.full(shape, int(name == MASK), dtype=np.int64) for name in inputs if name != TOKENS}
     generators = (np.random.default_rng([seed, *shape, number]) for number in range(sets))

@@ -270,7 +270,7 @@ def method(bench: Bench) -> str:
         f"{chosen.rounds} interleaved rounds in one process ({effort}), order balanced, {timed}; "
         f"{inputs}, seed {chosen.seed}; {engines}INT8 scales from "
         f"{bench.target.calibration}. A speed-up is the ratio of the medians over rounds with its 95% "
-        "bootstrap interval over rounds; logits of every system were checked before and after."
+        "bootstrap interval over rounds. Logits of every system were checked before and after."
     )
 
 

@@ -30,7 +30,7 @@ FP16_EPSILON = 2.0**-11  # relative rounding of one FP16 operation
 FP16_ROUNDINGS = 4  # from one quantizer to the next: product, factor, bias, and the cast
 BORDER = 2.0**-10  # steps between a border and a value that FP32 may put on either side of it
 # No sum smooths what these hand on: where ModelOpt (times 1 / scale) and ONNX (divides) round a border value
-# to two codes, codes behind the next LayerNorm or attention move by more than a step. So the values after
+# to two codes, codes after the next LayerNorm or attention move by more than a step. So the values after
 # these quantizers are fed. Not so q and k: DeBERTa's position terms read them unrounded.
 PASSED_ON = ("residual_quantizer", "v_bmm_quantizer", "p_bmm_quantizer")
 _OTHERS = {f"{name[0]}_bmm_quantizer": name for name in ("query", "key", "value")} | {

@@ -23,7 +23,6 @@ from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.tasks.rows import source_commit
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Comparison, Gate, LayerErrors, ModelChange, Parity
-from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import FileRow, Results, StageResult, Timing
@@ -44,7 +43,7 @@ CHANGES = {
     ),
     "scaled rows": (
         "linear",
-        "The rows of {} (q, k, v) are scaled by powers of two, undone in scores or behind the attention.",
+        "The rows of {} (q, k, v) are scaled by powers of two, undone in scores or after the attention.",
     ),
     "split channels": (
         "outlier channel",
@@ -52,14 +51,14 @@ CHANGES = {
     ),
     "moved biases": (
         "linear",
-        "The biases of {} of q, k and v are gone; k's changes no softmax, v's is behind the attention.",
+        "The biases of {} of q, k and v are gone; k's changes no softmax, v's is added after the attention.",
     ),
     "shifted inputs": (
         "INT8 attention",
-        "What q, k and v of {} read is shifted where it is made, which does what the bias of q did; what "
-        "else that does is taken out behind the attention.",
+        "What q, k and v of {} read is shifted where it is made, which does what the bias of q did. What "
+        "else that does is taken out after the attention.",
     ),
-    "centred values": (
+    "centered values": (
         "INT8 attention",
         "The values of {} are centered, so that a softmax that rounds to zero loses little; their mean is in "
         "the attention's output.",
@@ -104,7 +103,7 @@ def model_changes(  # noqa: PLR0913
         "split channels": sum(len(split.outliers) for split in splits),
         "moved biases": sum(name in bias_free for name in record.centers),
         "shifted inputs": len(record.shifts),
-        "centred values": len({row.module for row in record.softmax if row.centered}),
+        "centered values": len({row.module for row in record.softmax if row.centered}),
         "INT8 attention": len(plan.attention),
         "INT8 residuals": len(plan.residual),
         "FP16": len(plan.high) if half else 0,
@@ -304,7 +303,7 @@ def _add_effects(session: Session, results: Results) -> None:
             read_record(session.record_path),
             files.read_json(session.folder / artifacts.REWRITES).get(artifacts.graph_path(session).name, {}),
             to_tanh=exact_gelu and recipe.export.gelu == "tanh",
-            half=recipe.precision.compute == "fp16" and artifacts.backend_of(recipe) not in CPU_BACKENDS,
+            half=artifacts.computes_fp16(recipe, artifacts.backend_of(recipe)),
             trained=results.training.best_step if results.training else 0,
         )
 
@@ -319,14 +318,14 @@ def softmax_warnings(session: Session, record: CalibrationRecord) -> Iterator[st
         cure = "" if centered else "set calibration.softmax_scale: min-error, or "
         yield (
             f"the INT8 softmax puts the output of {name_list(dict.fromkeys(row.module for row in bad))} off "
-            f"by up to {worst.error:.0%} (at {worst.length} tokens, {worst.zeroed:.0%} of the attention "
-            f"rounds to zero); {cure}keep them out with rules of type Attention and precision fp16"
+            f"by up to {worst.error:.0%}: at {worst.length} tokens, {worst.zeroed:.0%} of the attention "
+            f"rounds to zero; {cure}keep them out with rules of type Attention and precision fp16"
         )
     lengths = np.concatenate([encoded.lengths for _, encoded in session.eval_splits.values()])
     seen = max(int(record.data["lengths"]["max"]), LONG)
     if longer := int((lengths > seen).sum()):
         yield (
             f"{longer} of {len(lengths)} evaluation samples have more than the {seen} tokens up to which "
-            f"the INT8 softmax was measured (the longest has {lengths.max()}), and it loses more the longer "
+            f"the INT8 softmax was measured (the longest has {lengths.max()}). It loses more the longer "
             "they are; calibrate on samples as long"
         )

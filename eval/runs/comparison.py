@@ -139,14 +139,14 @@ class ComparedSample(Strict):
 
 
 class ComparedLayer(Strict):
-    """Show a quantizer, linear or block side by side in several runs."""
+    """Quantizer, linear layer or block side by side in several runs."""
 
     what: Literal["amax", "output error", "block error"]
     """Quantity: amax of a quantizer, output error of a linear layer, output error of a block."""
     name: str
     """Name of the quantizer, linear layer or block."""
     values: dict[str, float | None]
-    """Values by run; null if not known or not a number."""
+    """Values by run; null if not known or not a number. Errors are relative (by norm), an amax is not."""
 
 
 class RunComparison(Tabular):
@@ -342,10 +342,13 @@ def _latencies(bench: Bench) -> Iterator[RunLatency]:
 
 
 def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunComparison:
-    """Compare two or more finished runs; a UserError is as in `load_runs`."""
+    """Compare finished runs by metrics, latency (ms) and size (bytes), then their samples and layers.
+
+    Runs of equal task, metrics and labels are paired by answers, [answers, width] of the first split.
+    UserError: fewer than two folders, one given twice, or any unfinished or changed; names all of them.
+    """
     runs = load_runs(folders)
-    notes: list[str] = []
-    samples, total = [], 0
+    notes, samples, total = list[str](), list[ComparedSample](), 0
     groups: list[list[LoadedRun]] = []  # whose answers can be compared sample by sample
     for run in runs:
         group = next((group for group in groups if why_not_paired(group[0], run) is None), None)

@@ -115,7 +115,7 @@ def run_to(
 
     def announce(name: str, reused: bool) -> None:
         show(name, reused)
-        if not reused:  # an interrupted run must not leave the report of another one beside its files
+        if not reused:  # an interrupted run must not leave the report of another one next to its files
             for file in REPORT:
                 (session.folder / file).unlink(missing_ok=True)
             remove(session.folder / DEPLOY)

@@ -1,12 +1,11 @@
 """Find the first ONNX tensor that an engine gets wrong, and say which node, kernel and cause it points at.
 
-First every block gets the reference's own input in one stitched engine, which finds the bad block; then
+First every block gets the reference's own input in one stitched engine, which finds the bad block. Then
 tensors inside of that block are marked as outputs, a few per engine, in the order of the graph. Marking a
 tensor makes the builder keep it and can change what it fuses: when the fault vanishes with it, that is said.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +74,7 @@ def _overflow(evidence: Deviation) -> tuple[str, str] | None:
                 "export with FP32 scales or `export: {weight_scales: factored}`",
             )
         return (
-            f"FP16 overflow behind the INT8 GEMM {gemm.name}",
+            f"FP16 overflow after the INT8 GEMM {gemm.name}",
             "export with `weight_scales: factored`, or keep the layer in FP32",
         )
     if node.op_type in _NORM_PARTS or module_of(node.name).lower().endswith("norm"):
@@ -155,7 +154,7 @@ def _scale_or_bias(evidence: Deviation) -> tuple[str, str] | None:
     if len(got) >= 8 and np.linalg.norm(error - error.mean(axis=0)) <= explained:
         return (
             "off by one constant per channel: a lost or wrong bias",
-            "check the Add behind the MatMul in the ONNX file",
+            "check the Add after the MatMul in the ONNX file",
         )
     return None
 
@@ -248,7 +247,7 @@ def bisect(  # noqa: PLR0913
     bad = [name for name, row in result.blocks.items() if not row.holds or name in suspects]
     if not bad:
         result.notes.append(
-            "every block computes what the ONNX file says when it gets the reference's own input; a fault of "
+            "every block computes what the ONNX file says when it gets the reference's own input. A fault of "
             "the whole engine is then in what is fused over a block's border, or already in the ONNX file: "
             "see layer parity in the report"
         )
@@ -446,12 +445,10 @@ def bisect_run(folder: Path) -> BisectResult:
     _, encoded = next(iter(session.eval_splits.values()))
     case = block_cases(encoded.lengths, widest(sidecar.profiles), session.config.seed)[0]
     batch = batch_of(encoded, case, session.pad_id)
-    quantized = session.recipe.quantizes
-    reference = session.fake_quant_model if quantized else session.fp32_model
-    half = session.recipe.precision.compute == "fp16" and not built.on_cpu
     verified = artifacts.read_verified(folder)
     rows = [] if isinstance(verified, artifacts.Skipped) else verified.blocks
-    with session.fp32_shifted() if quantized else nullcontext() as fp32:
+    with blocks.open_reference(session) as (reference, fp32):
+        half = artifacts.computes_fp16(session.recipe, built.backend)
         tensors = blocks.reference_blocks(reference, fp32, batch, half=half)
     mask = batch["attention_mask"].astype(bool)
     costs = {n: compare_tensors(n, t.unquantized, t.output, mask, 0.0).error for n, t in tensors.items()}

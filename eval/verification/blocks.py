@@ -7,8 +7,8 @@ with what) is as in the deployed graph.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from qdqbench.quantize.models.attention import UNROUNDED
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import get_hidden, record_first_inputs, resume_from
+from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
 from qdqbench.quantize.utils.comparison import LayerError, LayerErrors
 from qdqbench.quantize.utils.errors import UserError
@@ -144,7 +145,7 @@ def _borders(graph: onnx.GraphProto, family: Family) -> dict[str, str]:
             ends.append(list(nodes)[-1].output[0])
         elif f".{module}".endswith(tuple(embedded)):
             found[EMBEDDINGS] = list(nodes)[-1].output[0]
-    # a layer with sums of its own has one behind the attention, and one at its end
+    # a layer with sums of its own has one after the attention, and one at its end
     found |= {f"layer.{number}": end for number, end in enumerate(ends if family.layer_end else ends[1::2])}
     if EMBEDDINGS not in found or len(found) < 2:
         raise Uncut(
@@ -190,6 +191,13 @@ def computed_floats(model: onnx.ModelProto) -> list[str]:
         if node.op_type not in copies:
             found += [name for name in node.output if name and values[name].elem_type in FLOATS]
     return found
+
+
+@contextmanager
+def open_reference(session: Session) -> Iterator[tuple["PreTrainedModel", "PreTrainedModel | None"]]:
+    """Yield the reference of an engine, and FP32 with its shifts; None where FP32 is the reference."""
+    with session.fp32_shifted() if session.recipe.quantizes else nullcontext() as fp32:
+        yield session.fp32_model if fp32 is None else session.fake_quant_model, fp32
 
 
 def reference_blocks(

@@ -237,8 +237,8 @@ def verification_failures(found: results.Verification, run: str) -> list[str]:
     elif not padding.holds:
         lines.append(
             f"engine: the same sample alone, padded and in a large batch differs by "
-            f"{padding.mean_abs_logit_diff:.3g} in the mean logit and {padding.max_abs_logit_diff:.3g} at "
-            f"worst (limits {padding.mean_limit:.3g} and {padding.max_limit:.3g}); {advice}"
+            f"{padding.mean_abs_logit_diff:.3g} in the mean logit, {padding.max_abs_logit_diff:.3g} at "
+            f"worst (limits {padding.mean_limit:.3g}, {padding.max_limit:.3g}); {advice}"
         )
     if answers.nonfinite:
         lines.append(

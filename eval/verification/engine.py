@@ -12,7 +12,7 @@ import onnx
 from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.eval.metrics.runners import Predict
 from qdqbench.eval.verification import checks
-from qdqbench.eval.verification.blocks import Uncut, reference_blocks, stitch
+from qdqbench.eval.verification.blocks import Uncut, open_reference, reference_blocks, stitch
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.profiles import Profile
@@ -85,7 +85,7 @@ def fitting_samples(lengths: Int64, longest: int) -> Int64:
     if not len(found):
         raise UserError(
             f"the engine takes at most {longest} tokens, and the shortest of {len(lengths)} samples has "
-            f"{lengths.min()}, so none can show what it computes; raise the length of engine.shapes"
+            f"{lengths.min()}, so none fits; raise the length of engine.shapes"
         )
     return found
 
@@ -288,14 +288,12 @@ def _run_blocks(
 
     stitched = stitch(read_model(graph_path(session)), session.plan.family)
     half = np.dtype(np.float16) in stitched.types.values()
-    quantized = session.recipe.quantizes
-    model = session.fake_quant_model if quantized else session.fp32_model
     sums = {block.name: checks.BlockSums(block.name) for block in stitched.blocks}
     cases = block_cases(data.encoded.lengths, widest(sidecar.profiles), session.config.seed)
     report_phase("building the engine of blocks")
     with (
-        use_frozen_weights(model) if quantized else nullcontext(),
-        session.fp32_shifted() if quantized else nullcontext() as fp32,
+        open_reference(session) as (model, fp32),
+        nullcontext() if fp32 is None else use_frozen_weights(model),
         engine_of(stitched.model, sidecar, expected_gemms(session)) as (engine, built),
     ):
         for case in track("blocks", cases):

@@ -32,8 +32,7 @@ WEIGHT_CLIPS = (0.4, 1.0, 0.02)  # smallest and largest part of a weight's max t
 
 def install_calibrators(quantizers: dict[str, Any], plan: Plan) -> None:
     for name, quantizer in quantizers.items():
-        module = name.rpartition(".")[0]
-        method = plan.scaling_of(module).method
+        method = plan.scaling_of(name.rpartition(".")[0]).method
         if get_quantizer_kind(name) not in ("weight", "softmax") and method != "max":
             set_calibrator(quantizer, ActivationCalibrator(method))
 
@@ -55,7 +54,7 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
         self._found: torch.Tensor | None = None
 
     def collect(self, x: torch.Tensor) -> None:
-        """Add |x| of one batch, any shape and floating type; needs memory for CHUNK values beside it."""
+        """Add |x| of one batch, any shape and floating type; needs memory for CHUNK more values."""
         values = x.detach().flatten()
         low, high = values.aminmax()
         largest = max(-float(low), float(high))

@@ -1,7 +1,7 @@
 """Outlier channels before calibration: their range moved into weights, exactly, or split over copies.
 
 SmoothQuant (Xiao et al. 2023, arXiv 2211.10438, equation 4) divides input channel j of a linear by s_j =
-max|x_j|^alpha / max|w_j|^(1 - alpha) and multiplies column j of its weight by it; "gain" takes the gain of
+max|x_j|^alpha / max|w_j|^(1 - alpha) and multiplies column j of its weight by it. "gain" takes the gain of
 the LayerNorm before (Wei et al. 2022, arXiv 2209.13325). The division is a Mul before the Q, as outputs of
 a LayerNorm also feed the residual, or goes into the rows of the value projection. In an INT8 attention
 channel d of q is multiplied by t_d and that of k divided by it, for equal ranges (Nagel et al. 2019, arXiv
@@ -17,7 +17,7 @@ a little more than the one before, and its weight less (`SPREAD`), or all would 
 direction.
 
 Where the recipe gives key and value of an INT8 attention `weights: int8/per-tensor`, no kernel stands behind
-their GEMMs (the-graph.md): the bias of k, which the softmax takes out, is dropped; that of v goes through
+their GEMMs (the-graph.md): the bias of k, which the softmax takes out, is dropped. That of v goes through
 the output projection, as rows of P sum to 1; rows of their weights get about equal ranges (Nagel, as above).
 Where query has it too, its bias becomes a shift d of what q, k and v read, made by the LayerNorm before and
 taken out of the residual: W d is the bias, but for what the keys of the calibration data do not see (ridge
@@ -465,8 +465,8 @@ def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _S
         # a family of a recipe's own may name a wrong module
         if output is None or output.shape != x.shape or not output.nan_to_num().equal(x.nan_to_num()):
             raise UserError(
-                f"q, k and v of {name} do not read what {makers[name]} makes, so nothing can do what the "
-                "bias of q does; give their query weights: int8/per-channel, or fix model.layout of the "
+                f"q, k and v of {name} do not read what {makers[name]} makes, so nothing can replace the "
+                "bias of q; give their query weights: int8/per-channel, or fix model.layout of the "
                 "recipe"
             )
         seen[name].add(x)
@@ -513,7 +513,7 @@ def choose_shifts(
         ranges.inputs |= {linear: largest for linear in linears if linear in ranges.inputs}
     lost = {name: shift.rest for name, shift in shifts.items() if shift.rest > LARGEST_REST}
     warning = (
-        f"what the bias of q adds to the scores of {name_list(lost)} is left out in part, up to a root mean "
+        f"the scores of {name_list(lost)} lose part of what the bias of q adds, up to a root mean "
         f"square of {max(lost.values(), default=0):.2f}; keep it with weights: int8/per-channel for their "
         "query"
     )
@@ -539,8 +539,8 @@ def solve_shift(  # noqa: PLR0913, PLR0917
 ) -> tuple[Float64, float]:
     """Return the shift d [K] of x that best does what the bias b [N] of q does, and the rest in scores.
 
-    d is the smallest sum of the mean square of ((b - W d) k) / sqrt(D), over heads and over the differences
-    of keys k of a sample, and of `RIDGE_LAMBDA` times the mean square of d / half. The rest is a root mean
+    d minimizes the mean square of ((b - W d) k) / sqrt(D), over heads and differences of keys k of a
+    sample, plus `RIDGE_LAMBDA` times the mean square of d / half. The rest is a root mean
     square.
 
     Args:

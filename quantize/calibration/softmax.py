@@ -134,7 +134,8 @@ def choose_softmax_scales(
     for name, by_length in sums.items():
         means: list[Any] = [None]
         if by_error and name not in left:
-            lacking = _list_without_bias(model, plan, name)
+            linears = [plan.family.made_by(name, role).linear for role in ("value", "output")]
+            lacking = [each for each in linears if getattr(model.get_submodule(each), "bias", None) is None]
             without_bias += lacking
             if not lacking:
                 parts = list(by_length.values())
@@ -173,11 +174,6 @@ def get_bias_deltas(
         rows[value.part] = -center
         added |= {value.linear: rows.ravel().tolist(), output.linear: moved.float().cpu().tolist()}
     return added
-
-
-def _list_without_bias(model: "PreTrainedModel", plan: Plan, attention: str) -> list[str]:
-    linears = [plan.family.made_by(attention, role).linear for role in ("value", "output")]
-    return [name for name in linears if getattr(model.get_submodule(name), "bias", None) is None]
 
 
 @contextmanager

@@ -41,10 +41,10 @@ DEPLOY = "deploy"  # folder of a run
 MODEL, GPU_MODEL, TOLD = "model.onnx", "model.gpu.onnx", "model.json"
 BUILD_SCRIPT = "build_tensorrt.sh"
 SUMS = "SHA256SUMS"
-CACHE = "__pycache__"  # which Python writes beside scripts that ran
+CACHE = "__pycache__"  # which Python writes next to scripts that ran
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_ROWS = 32  # of a batch, where the profiles take as many
-# title, and the distributions that a script imports beside numpy and tokenizers
+# title, and the distributions that a script imports as well as numpy and tokenizers
 BACKENDS: dict[BackendName, tuple[str, tuple[str, ...]]] = {
     "onnxruntime": ("ONNX Runtime", ("onnxruntime",)),
     "openvino": ("OpenVINO", ("openvino",)),

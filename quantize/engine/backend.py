@@ -160,7 +160,7 @@ class CacheFile:
     def ignore(self, why: str) -> None:
         assert self.path is not None
         self.blob = b""
-        self.notes.append(f"{self.path.name} is ignored and made anew: {why}")
+        self.notes.append(f"{self.path.name} is ignored and made again: {why}")
 
     def keep(self, memory: Any) -> None:
         blob = bytes(memory) if memory is not None else b""
@@ -288,7 +288,7 @@ def build_engine(  # noqa: PLR0913  the options are keywords
     """Build a strongly typed engine from an ONNX file, or from `graph` in its place.
 
     TensorRT-RTX builds for the GPU at hand, or ahead of time where `compute_capability` ("8.9") names another
-    or there is no GPU; one target at a time, because the log shows the layers of one target only. TensorRT
+    or there is no GPU. One target at a time: the log shows the layers of one target only. TensorRT
     reads and writes `timing_cache`, kernel timings that make the next build quicker. What parser or builder
     refuse raises UserError with every message, a GPU that is not there MissingDevice.
     """

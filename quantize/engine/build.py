@@ -54,7 +54,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     """Build `engine_path` from `onnx_path` and report which GEMMs, attentions and residuals run in INT8.
 
     The graph is strongly typed, with [batch, length] inputs; its residuals with Q/DQ must be INT8. Writes the
-    engine, then its layer table (`layers_path`, by default layers.json beside the engine), then the sidecar.
+    engine, then its layer table (`layers_path`, by default layers.json next to the engine), then the sidecar.
     A failing proof is in the result, not raised: see `require_int8`. What is refused raises UserError, a
     backend or GPU that is not there MissingDevice; nothing is written then.
 
@@ -187,8 +187,8 @@ def require_int8(result: EngineResult) -> None:
     if result.attention_int8 < result.expected_attention_int8:
         problems.append(
             f"{result.attention_int8} of {result.expected_attention_int8} attentions run as one INT8 kernel "
-            f"({result.attention_fused} are fused at all); it takes Q/DQ on q, k, v, the softmax and the "
-            f"output, head size {HEAD_SIZES_TEXT} and at most {INT8_ATTENTION_LENGTH} tokens, "
+            f"({result.attention_fused} are fused at all). It takes Q/DQ on q, k, v, the softmax and the "
+            f"output, head size {HEAD_SIZES_TEXT} and at most {INT8_ATTENTION_LENGTH} tokens; "
             "else set attention: fp16 in the recipe"
         )
     if result.not_int8_residuals:

@@ -1,7 +1,7 @@
 """Calibration caches of TensorRT 5 to 10: a reader, and a recipe with the amax of a cache.
 
-The first line says which version and calibrator wrote it (`TRT-8601-EntropyCalibration2`); any other line is
-a tensor's name, a colon and eight hex digits, the scale (amax / 127) as float32, the most significant byte
+The first line says which version and calibrator wrote it (`TRT-8601-EntropyCalibration2`). Any other line is
+a tensor's name, a colon and eight hex digits: the scale (amax / 127) as float32, the most significant byte
 first. Exporters name tensors after modules, so that the names of two exports mostly agree.
 """
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
+from qdqbench.quantize.engine.hazards import version_text
 from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, GraphIndex, module_of
 from qdqbench.quantize.graph.read import read_model
@@ -86,11 +87,6 @@ def read_cache_file(path: Path) -> CalibrationCache:
     return CalibrationCache(version_text(int(known[1])), known[2], scales)
 
 
-def version_text(number: int) -> str:
-    major, rest = divmod(number, 10_000 if number >= 100_000 else 1_000)
-    return f"{major}.{rest // 100}.{rest % 100}"
-
-
 OPSETS = (17, 13)  # below 17 a LayerNorm is several nodes, whose last names the tensor
 SAME_RANGE = ("Cast", "Identity", "Reshape", "Transpose", "Dropout", "Flatten", "Squeeze", "Unsqueeze")
 
@@ -158,7 +154,7 @@ def recipe_from_cache(
         f"# Written by `qdqbench recipes from-cache` from {shown}",
         f"# (TensorRT {found.version}, {found.calibrator}), matched with {where}.",
         f"# Given: the inputs of {count} of {total} INT8 linears. Weights, and what is not given, are",
-        "# calibrated; `calibration.json` has what calibration found beside what is given.",
+        "# calibrated; `calibration.json` has what calibration found next to what is given.",
         *(f"# calibrated: {linear}: {why}" for linear, why in calibrated.items()),
     ]
     return FromCache(

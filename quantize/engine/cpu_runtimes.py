@@ -278,8 +278,8 @@ class _OpenVinoModel(CompiledModel):
             names = [_SPLIT.sub("", name) for name in facts.get("originalLayersNames", "").split(",") if name]
             if kind in ("FullyConnected", "MatMul"):
                 kind = "gemm"
-                if all(map(_MADE.match, names)):
-                    names = weights[:1]
+                if all(map(_MADE.match, names)):  # its first constant is the weight, whose name stays
+                    names = weights[:1] or names
             elif kind == "Subgraph" and any(name.rpartition("/")[2].startswith("Softmax") for name in names):
                 kind = ATTENTION
             row = LayerRow(
@@ -354,7 +354,8 @@ def name_products(rows: Sequence[LayerRow], model: onnx.ModelProto) -> None:
         if node.op_type not in MATMULS or node.name in places:
             continue
         _, weight = index.origin(node.input[1], ("Transpose", "DequantizeLinear"))
-        if (row := next((row for row in rows if weight in row.onnx), None)) is not None:
+        named = (row for row in rows if row.kind == "gemm" and weight in row.onnx)
+        if (row := next(named, None)) is not None:
             row.onnx.remove(weight)
             row.onnx.append(node.name)
             continue

@@ -134,8 +134,10 @@ def look(*, offline: bool = False) -> Doctor:
     import psutil
 
     answers: SimpleQueue[str] = SimpleQueue()
-    answer = "not asked" if offline else ""
-    threading.Thread(target=lambda: answers.put(answer or _ask_hub()), daemon=True).start()
+    if offline:
+        answers.put("not asked")
+    else:
+        threading.Thread(target=lambda: answers.put(_ask_hub()), daemon=True).start()
     libraries = probe(["torch", *INSTALL])
     gpu, cpu, memory = find_gpu(), find_cpu(), psutil.virtual_memory()
     environment, packages = describe_environment(), installed()
@@ -234,7 +236,7 @@ def _requirements() -> list[Requirement]:
 def bug_report(found: Doctor) -> str:
     cpu = f"{found.cpu}, {found.cores} cores, {', '.join(found.cpu_features) or 'features unknown'}"
     lines = [
-        f"- qdqbench {version_text(found)}, Python {found.python}, {found.platform}",
+        f"- qdqbench {package_text(found)}, Python {found.python}, {found.platform}",
         f"- CPU: {cpu}",
         f"- GPU: {gpu_text(found.gpu)}",
         f"- memory {gib(found.memory_bytes)}, {gib(found.memory_free_bytes)} free; disk "
@@ -248,7 +250,7 @@ def bug_report(found: Doctor) -> str:
     return "".join(f"{anonymous(line)}\n" for line in lines)
 
 
-def version_text(found: Doctor) -> str:
+def package_text(found: Doctor) -> str:
     return found.qdqbench + (f" ({found.git[:12]})" if found.git else "")
 
 

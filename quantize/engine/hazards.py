@@ -38,7 +38,7 @@ HAZARDS = (
     Hazard(
         backend="nvidia-modelopt",
         since="0.47",
-        what="MSE over its histogram calibrator is useless (qdqbench has its own), its INT8 default puts "
+        what="MSE over its histogram calibrator is useless (qdqbench has its own). Its INT8 default puts "
         "quantizers on LayerNorm, and its gradient passes where a value was clipped; seen with 0.47",
     ),
     Hazard(
@@ -46,7 +46,7 @@ HAZARDS = (
         since="2.11",
         compute_capability="9.0",
         what="the gradient of cuDNN's attention in BF16 is NaN where a mask leaves a row nothing "
-        "(pytorch/pytorch#196678); seen with 2.11, and ModernBERT trains without it here",
+        "(pytorch/pytorch#196678); seen with 2.11, and ModernBERT trains without it",
     ),
 )
 
@@ -67,6 +67,11 @@ def find_hazards(backend: str, version: str, compute_capability: str | None) -> 
 
 def is_older(version: str, other: str) -> bool:
     return _parsed(version) < _parsed(other)
+
+
+def version_text(number: int) -> str:
+    major, rest = divmod(number, 10_000 if number >= 100_000 else 1_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def _parsed(version: str) -> Version:

@@ -301,9 +301,9 @@ def attention_apart(facts: EngineFacts) -> Problem:
         "attention-apart",
         "slow",
         f"{count - len(facts.fused)} of {count} attentions fall apart into single kernels",
-        "a fused kernel takes Q/DQ on all of q, k, v, the softmax output and the output, or on none; in INT8 "
-        f"head size {HEAD_SIZES_TEXT} and at most {INT8_ATTENTION_LENGTH} tokens; in FP16 a "
-        "mask that is added once and no other operator in between",
+        "a fused kernel takes Q/DQ on all of q, k, v, the softmax output and the output, or on none. In INT8 "
+        f"it takes head size {HEAD_SIZES_TEXT} and at most {INT8_ATTENTION_LENGTH} tokens; in FP16 a mask "
+        "added once and no other operator in between",
         "quantize the whole attention (`attention: int8`) or none of it (`attention: fp16`)",
     )
 
@@ -346,7 +346,7 @@ def explain_slowdown(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[Laye
         reasons.append(
             f"{ours.kernels['layout']} kernels only move, cast or transpose (FP16: "
             f"{twin.kernels['layout']}), {ours.layout_quantized} of them INT8 codes: `attention: int8` lets "
-            "the engine drop those behind the attention"
+            "the engine drop those after the attention"
         )
     if alone := ours.kernels["quantize"]:
         reasons.append(

@@ -443,8 +443,8 @@ def norm_precision(row: LayerRow) -> str:
 def float_residuals(layers: Sequence[LayerRow], norms: Collection[str]) -> list[str]:
     """Return the normalizations, by ONNX name and sorted, whose kernels do not read the residual as INT8.
 
-    In a fused kernel the residual stands beside the result of the linear, so one INT8 input is enough; a GEMM
-    that normalizes what it makes has INT8 operands too, and needs another.
+    In a fused kernel the residual stands next to the result of the linear, so one INT8 input is enough. A
+    GEMM that normalizes what it makes has INT8 operands too, and needs another.
     """
     proven: dict[str, dict[str, bool]] = {name: {} for name in norms}
     for row in layers:

@@ -1,7 +1,7 @@
 """Optimization profiles: which one takes a shape, and whether they fit the data.
 
-An engine's dynamic axes are batch (axis 0) and length (every other dynamic axis), for token inputs [B, L] as
-well as for inner tensors [B, L, H] and masks [B, 1, L, L].
+An engine's dynamic axes are batch (axis 0) and length (every other dynamic axis). This
+holds for token inputs [B, L], inner tensors [B, L, H] and masks [B, 1, L, L].
 """
 
 import math
@@ -109,9 +109,9 @@ def require_room(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -
     limit = max(shapes.max[1] for shapes in profiles)
     if (longest := int(lengths.max(initial=0))) > limit:
         raise UserError(
-            f"{(lengths > limit).sum()} of {len(lengths)} evaluation samples have more than the {limit} "
-            f"tokens that engine.shapes takes, the longest {longest}; raise its length to {longest}, or "
-            f"lower export.max_length to {limit} to cut them"
+            f"{(lengths > limit).sum()} of {len(lengths)} evaluation samples have more than {limit} "
+            f"tokens (engine.shapes), the longest {longest}; raise its length to {longest}, or lower "
+            f"export.max_length to {limit}"
         )
     size, falling = min(batch_size, max(shapes.max[0] for shapes in profiles)), np.sort(lengths)[::-1]
     for start in range(0, len(falling), size):
@@ -119,8 +119,8 @@ def require_room(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -
         if not any(rows <= shapes.max[0] and length <= shapes.max[1] for shapes in profiles):
             most = max(shapes.max[0] for shapes in profiles if length <= shapes.max[1])
             raise UserError(
-                f"the evaluation data has batches of {rows} samples with {length} tokens, and for that "
-                f"length engine.shapes takes at most {most}; give --batch-size {most}, or raise that batch"
+                f"the evaluation data has batches of {rows} samples with {length} tokens, where "
+                f"engine.shapes takes at most {most}; give --batch-size {most}, or raise that batch"
             )
 
 

@@ -1,4 +1,4 @@
-"""What vouches for an engine: its sidecar, held to the files and the machine at hand before it is loaded."""
+"""Sidecar of an engine, checked against the files and the machine at hand before it is loaded."""
 
 import shlex
 from pathlib import Path

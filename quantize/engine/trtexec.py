@@ -78,7 +78,7 @@ def read_times(path: Path) -> Times:
             if value is None:
                 raise UserError(
                     f"query {number} of {path} has no {field} from 0 to {MAX_MS:g}, so these are no times of "
-                    "trtexec 10 or 11; write them with trtexec --exportTimes"
+                    "trtexec 10 or 11; write them with --exportTimes"
                 )
             columns[name].append(value)
     return Times(**{name: np.array(values) for name, values in columns.items()})

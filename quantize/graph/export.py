@@ -1,6 +1,6 @@
 """Export to strongly typed ONNX by TorchScript: the one place with exporter flags.
 
-The TorchDynamo exporter fails on ModelOpt's quantizers, and exporting a half model gives FP16 scales, with
+The TorchDynamo exporter fails on ModelOpt's quantizers. Exporting a half model gives FP16 scales, with
 which TensorRT-RTX keeps the INT32 sums of per-channel weights as FP16 before it scales them: they overflow.
 """
 
@@ -38,7 +38,7 @@ Compute = Literal["fp16", "fp32"]
 # A graph in the form that each backend runs best; docs/explanation/why-it-is-fast.md has what each one buys.
 FORMS: dict[BackendName, WeightForm] = {
     "tensorrt": "channel",  # it has per-channel epilogues
-    # puts a scalar scale into the GEMM and fuses the Mul behind it, which measured 1.5x faster
+    # puts a scalar scale into the GEMM and fuses the Mul after it, which measured 1.5x faster
     "tensorrt_rtx": "factored",
     "openvino": "channel",
     "onnxruntime": "channel",
@@ -147,7 +147,7 @@ def finish_graph(
             notes.append(note)
         done["short GELU"] = rewrites.shorten_gelu(model)
     elif folded:
-        rewrites.clip_scaled_linears(model)
+        done["clipped linears"] = rewrites.clip_scaled_linears(model)
     if settings.compute == "fp16":
         to_fp16(model, fp32_modules=plan.fp32)
     prune(model)

@@ -61,11 +61,11 @@ def drop_noop_casts(model: onnx.ModelProto) -> None:
 def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
     """Type an FP32 graph for a strongly typed parser, in place; graph inputs and outputs keep their types.
 
-    Every node computes in FP16, except Q/DQ (FP32 scales: FP16 ones overflow with per-channel weights), the
-    nodes of `fp32_modules` (as `Plan.fp32` has them; `x.softmax` is the Softmax of module `x`), rotary angles
-    with their Sin and Cos (an angle is as large as its position, and FP16 rounds one of 500 by up to an
-    eighth of a radian), and sums over tokens with what divides them (they leave FP16 on long inputs). A Cast
-    stands at each border, one per tensor and type.
+    Every node computes in FP16 but Q/DQ (FP16 scales overflow with per-channel weights) and the nodes of
+    `fp32_modules` (as `Plan.fp32` has them; `x.softmax` is the Softmax of module `x`). Rotary angles stay in
+    FP32 with their Sin and Cos: FP16 rounds an angle of 500 by up to an eighth of a radian. So do sums over
+    tokens with what divides them, which leave FP16 on long inputs. A Cast stands at each border, one per
+    tensor and type.
     CheckFailed: constants that do not fit FP16, all of them named.
     """
     graph = model.graph

@@ -21,7 +21,6 @@ from qdqbench.quantize.graph.index import (
 )
 from qdqbench.quantize.graph.weights import input_key, weight_dq
 from qdqbench.quantize.models.families.family import Family
-from qdqbench.quantize.utils.limits import FP16_MAX
 
 _HEADS_AXES = (0, 2, 1, 3)  # of [B, L, H, D] in [B, H, L, D], and back
 # tanh(t) = 2 sigmoid(2t) - 1 in 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
@@ -60,12 +59,13 @@ def share_scaled_inputs(model: onnx.ModelProto) -> None:
     rename_tensors(model.graph.node, replaced)
 
 
-def clip_scaled_linears(model: onnx.ModelProto) -> None:
-    """Put a Clip to the range of FP16 between a linear and a Mul by factors (SmoothQuant), in place.
+def clip_scaled_linears(model: onnx.ModelProto) -> int:
+    """Put a Clip without bounds, which changes no number, between a linear and a Mul by factors, in place.
 
-    OpenVINO 2026.4 merges the Mul and the next Q into a FakeQuantize with a range per channel. That is wrong
-    where shapes are dynamic and the linear has other readers, as after the narrow embeddings of ELECTRA and
-    ALBERT. It does not merge a Mul that follows an elementwise operator.
+    OpenVINO 2026.4 merges such a Mul (SmoothQuant) and the next Q into a FakeQuantize with a range per
+    channel. That is wrong where shapes are dynamic and the linear has other readers, as after the narrow
+    embeddings of ELECTRA and ALBERT. It does not merge a Mul that follows an elementwise operator.
+    Returns the number of Clips.
     """
     index = GraphIndex(model)
     nodes: list[onnx.NodeProto] = []
@@ -77,14 +77,11 @@ def clip_scaled_linears(model: onnx.ModelProto) -> None:
         if maker is not None and maker.op_type in ("MatMul", "Gemm", "Add"):
             if source not in clipped:
                 clipped[source] = f"{source}_clipped"
-                bounds = {f"{source}_min": -FP16_MAX, f"{source}_max": FP16_MAX}
-                store_constants(model, {name: np.array(value, np.float32) for name, value in bounds.items()})
-                nodes.append(
-                    helper.make_node("Clip", [source, *bounds], [clipped[source]], name=f"{maker.name}/Clip")
-                )
+                nodes.append(helper.make_node("Clip", [source], [clipped[source]], name=f"{maker.name}/Clip"))
             node.input[0] = clipped[source]
         nodes.append(node)
     replace_nodes(model, nodes)
+    return len(clipped)
 
 
 def join_heads(model: onnx.ModelProto) -> int:
@@ -141,8 +138,8 @@ def note_unjoined(family: Family, linears: Iterable[str], joined: int) -> str | 
     if joined >= possible:
         return None
     return (
-        f"q, k and v of {possible - joined} of {possible} attentions were not joined, as their inputs are "
-        "quantized with different scales or the installed torch or transformers writes another graph: the "
+        f"q, k and v of {possible - joined} of {possible} attentions were not joined: their inputs are "
+        "quantized with different scales, or the installed torch or transformers writes another graph. The "
         "engine moves them to their heads in separate kernels, which is slower and not wrong"
     )
 
@@ -250,9 +247,7 @@ def _constant_sizes(index: GraphIndex, reshape: onnx.NodeProto, first: int = 2) 
 
 TURN = (1, 0, 2)  # [batch, length, hidden] to [length, batch, hidden], and back
 _START, _BACK = "/tokens_first/Transpose", "/batch_first/Transpose"
-_SWAPPED = {0: 1, 1: 0}
-_OUT = (0, 2, 1, 3)  # of [batch, heads, length, size] to [batch, length, heads, size]
-_OUT_TURNED = (2, 0, 1, 3)  # the same to [length, batch, heads, size]
+_OUT_TURNED = (2, 0, 1, 3)  # of [batch, heads, length, size] to [length, batch, heads, size]
 # what computes every token alone, where the other operands are constants of a token's width or alike
 _BY_TOKEN = {
     "Add", "Cast", "Concat", "Div", "DequantizeLinear", "Erf", "Gelu", "Identity", "LayerNormalization",
@@ -269,7 +264,7 @@ def use_sequence_first(model: onnx.ModelProto) -> int:
     """
     index = GraphIndex(model)
     norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]
-    regions = ((norm, _walk(index, norm.output[0], _OUT)) for norm in norms)
+    regions = ((norm, _walk(index, norm.output[0], _HEADS_AXES)) for norm in norms)
     norm, region = next(((norm, region) for norm, region in regions if region.out), (None, _Region(set())))
     if norm is None or len(region.into) not in (len(region.out), 3 * len(region.out)):
         return 0
@@ -360,7 +355,7 @@ def _by_token(index: GraphIndex, node: onnx.NodeProto, tensors: set[str], comput
 def _turn_heads(model: onnx.ModelProto, index: GraphIndex, region: _Region) -> None:
     """Reshape to and from heads in the other order; shapes take batch and length from their input."""
     for move in [move for reshape in region.into for move in index.consumers[reshape.output[0]]]:
-        _set(move, "perm", [_SWAPPED.get(axis, axis) for axis in _perm(move)])
+        _set(move, "perm", [{0: 1, 1: 0}.get(axis, axis) for axis in _perm(move)])
     for move in region.out:
         _set(move, "perm", list(_OUT_TURNED))
     merging = [index.consumers[move.output[0]][0] for move in region.out]

@@ -1,6 +1,6 @@
 """INT8 weights in the file: Q of a constant becomes INT8 codes with a DQ, per-channel or factored.
 
-Codes are stored [N, K], as `nn.Linear` has them, with a Transpose behind the DQ: INT8 tensor cores read both
+Codes are stored [N, K], as `nn.Linear` has them, with a Transpose after the DQ: INT8 tensor cores read both
 operands along K. Stored [K, N] they still run in INT8, and slower than FP16 (why-it-is-fast.md).
 """
 
@@ -106,7 +106,7 @@ def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
 
 
 def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
-    """Split weight scales s: one scalar S in the DQ, a Mul by s/S behind the MatMul; in place.
+    """Split weight scales s: one scalar S in the DQ, a Mul by s/S after the MatMul; in place.
 
     The INT8 codes stay, so the result is the per-channel recipe exactly; S is free. Linears with the same
     input share one S, so that an engine can merge them into one GEMM; without `merge` each has another one:

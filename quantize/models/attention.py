@@ -10,6 +10,17 @@ UNROUNDED = "unrounded_weight"  # of a linear whose weight is rounded for a whil
 MASK_FILL = -1e4  # finite in FP16; exp(-1e4) is exactly 0 in FP32 and FP16
 
 
+def make_additive_mask(seen: "torch.Tensor", dtype: "torch.dtype") -> "torch.Tensor":
+    """Return what is added to the scores: 0 where a query sees a key, MASK_FILL elsewhere.
+
+    OpenVINO reads (1 - mask) * c as a dequantization, and adds scores / c to the mask, which BF16 loses.
+    """
+    import torch
+
+    zero = torch.zeros((), dtype=dtype, device=seen.device)
+    return torch.where(seen if seen.dtype == torch.bool else seen.bool(), zero, zero + MASK_FILL)
+
+
 def _register_attention() -> None:
     """Register eager attention with a quantizer on the softmax output and a mask that is finite in FP16.
 
@@ -53,11 +64,7 @@ def _register_attention() -> None:
             )
             near = (rows[:, None] - columns).abs() <= local_size
             seen = near[None, None] if seen is None else near & seen.bool()
-        if seen is None:
-            return None
-        # OpenVINO reads (1 - mask) * c as a dequantization, and adds scores / c to the mask, which BF16 loses
-        zero = torch.zeros((), dtype=dtype, device=seen.device)
-        return torch.where(seen if seen.dtype == torch.bool else seen.bool(), zero, zero + MASK_FILL)
+        return None if seen is None else make_additive_mask(seen, dtype)
 
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, mask)

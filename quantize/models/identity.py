@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_json, sha256
+from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.schema import Frozen
 from qdqbench.quantize.utils.system.hub import HubError, commit_of
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -63,7 +64,7 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
     modules = {str(each["type"]).rpartition(".")[2]: str(each.get("path", "")) for each in listed}
     there = [kind for kind in _ORDER if kind in modules]
     if [*modules] != there or len(listed) != len(modules) or there[:2] != _ORDER[:2]:
-        found = ", ".join(str(each["type"]).rpartition(".")[2] for each in listed)
+        found = name_list(repr(str(each["type"]).rpartition(".")[2][:80])[1:-1] for each in listed)
         raise UserError(f"model {name} is made of {found} ({MODULES}); supported here: {_SUPPORTED}")
     encoder, dense = modules["Transformer"], modules.get("Dense", "")
     pooling = read_model_json(name, f"{modules['Pooling']}/config.json", commit) or {}
@@ -114,7 +115,7 @@ def choose_pooling(
     known = folder.pooling if folder else Pooling.model_validate(saved) if saved else None
     if known is None and requested is None:
         raise UserError(
-            f"model {name} does not say how the tokens of a text become its embedding (it has no {MODULES}); "
+            f"model {name} does not say how it pools tokens (no {MODULES}); "
             "give --pooling mean, cls or last, and --normalize where embeddings have length 1"
         )
     if known and requested and (known.mode, known.normalize) != (requested.mode, requested.normalize):
@@ -165,7 +166,7 @@ def read_config(name: str, commit: str | None, inside: str = "") -> Any:
             raise
         raise UserError(
             f"model {name} is a {given.get('model_type')!r} (config.json, key model_type), which "
-            f"transformers {__version__} does not know, and code of a model's own is never run; give a model "
+            f"transformers {__version__} does not know. Code of a model's own is never run; give a model "
             "of another type, or update transformers"
         ) from error
     listed = config.architectures or []

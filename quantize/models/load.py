@@ -180,8 +180,8 @@ def _require_head(config: Any, name: str, kind: TaskKind) -> None:
     own = next(iter(config.architectures or ()), "")
     if not kind.embeds and kind_of(own) is not None and not own.endswith(kind.architecture):
         raise UserError(
-            f"model {name} is a {own}, but the task is a {kind.name}, which needs a model "
-            f"...{kind.architecture}; give one that was fine-tuned on this task, or the --task of this model"
+            f"model {name} is a {own}, but the task ({kind.name}) needs a model "
+            f"...{kind.architecture}; give one fine-tuned on this task, or the --task of this model"
         )
 
 

@@ -22,7 +22,7 @@ from transformers.models.deberta_v2 import modeling_deberta_v2 as deberta
 from transformers.models.distilbert.modeling_distilbert import TransformerBlock
 from transformers.models.mpnet import modeling_mpnet as mpnet
 
-from qdqbench.quantize.models.attention import MASK_FILL, UNROUNDED
+from qdqbench.quantize.models.attention import UNROUNDED, make_additive_mask
 
 
 class Sum(nn.Module):
@@ -181,8 +181,7 @@ class DebertaV2Encoder(deberta.DebertaV2Encoder):
 
     def get_attention_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
         """Return the mask added to the scores, [B, 1, 1, L]; nothing reads what padded queries attend to."""
-        dtype = self.rel_embeddings.weight.dtype
-        return (1.0 - attention_mask[:, None, None, :].to(dtype)) * MASK_FILL
+        return make_additive_mask(attention_mask[:, None, None, :], self.rel_embeddings.weight.dtype)
 
     def get_rel_pos(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
         length = hidden_states.shape[1]

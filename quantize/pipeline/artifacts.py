@@ -33,8 +33,11 @@ BUILD, VERIFY, ENGINE = "build.json", "verify.json", "engine.json"  # outcomes o
 def graph_path(session: Session) -> Path:
     if session.recipe.quantizes:
         return session.folder / INT8
-    half = session.recipe.precision.compute == "fp16" and backend_of(session.recipe) not in CPU_BACKENDS
-    return session.folder / (FP16 if half else FP32)
+    return session.folder / (FP16 if computes_fp16(session.recipe, backend_of(session.recipe)) else FP32)
+
+
+def computes_fp16(recipe: Recipe, backend: str) -> bool:
+    return recipe.precision.compute == "fp16" and backend not in CPU_BACKENDS
 
 
 def backend_of(recipe: Recipe) -> BackendName:

@@ -88,8 +88,7 @@ def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None)
 def find_checked_graph(path: Path) -> tuple[Path, str | None]:
     if not path.is_dir():
         return path, None
-    session = Session(read_config(path), path)
-    graph = checked_path(session)
+    graph = checked_path(Session(read_config(path), path))
     if not graph.is_file():
         raise UserError(f"{path} has no {graph.name} yet; `qdqbench export {path}` writes it")
     return graph, str(path / "recipe.yaml")
@@ -193,8 +192,8 @@ def _engine_layers(path: Path, sidecar: Sidecar) -> list[LayerRow]:
         return CpuEngine(path).kernels()
     if find_gpu() is None:
         raise MissingDevice(
-            f"{path} has no saved layer table ({own.name}), and reading it from the engine takes the GPU "
-            "that it is for; build it again, or inspect it there"
+            f"{path} has no saved layer table ({own.name}), and reading it from the engine takes its "
+            "GPU; build it again, or inspect it there"
         )
     check_sidecar(path)
     backend = trt.choose_backend(sidecar.backend)  # type: ignore[arg-type]

@@ -147,9 +147,7 @@ def owned_folder(
             if not (folder / MARK).exists():
                 raise UserError(f"{folder} was removed or renamed meanwhile; run the same command again")
         finally:
-            if folder.is_dir() and not (folder / MARK).exists():  # it vanished, and was made again in part
-                with suppress(UserError):
-                    files.write_json(folder / MARK, identity.model_dump(mode="json"))
+            files.restore_json(folder / MARK, identity.model_dump(mode="json"))
             if owner is None:
                 _remove_unfinished(folder)
 

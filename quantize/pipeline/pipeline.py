@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -68,7 +67,7 @@ def run_stages(
     timings: dict[str, Timing] = {}
     freeze_gc()
     manifest = _read(session.folder / STAGES_FILE)
-    with _owned(session):
+    try:
         for stage in stages:
             interruption.raise_if_pending()
             key, done = _key(session, stage, manifest), manifest.stages.get(stage.name)
@@ -83,19 +82,9 @@ def run_stages(
             timings[stage.name] = done.timing(reused=reused)
             stage.recorded(session)
             interruption.raise_if_pending()
-    return timings
-
-
-@contextmanager
-def _owned(session: Session) -> Iterator[None]:
-    """Leave a folder that vanished and was made again in part as one of this run, which may go on there."""
-    path = session.folder / CONFIG
-    try:
-        yield
     finally:
-        if session.folder.is_dir() and not path.exists():
-            with suppress(UserError):
-                files.write_json(path, session.config.model_dump(mode="json"))
+        files.restore_json(session.folder / CONFIG, session.config.model_dump(mode="json"))
+    return timings
 
 
 def _run_stage(session: Session, stage: Stage, key: str, before: FinishedStage | None) -> FinishedStage:

@@ -79,7 +79,7 @@ class Session:
     notes: list[str] = field(default_factory=list)  # how data were read, what was calibrated
     warnings: list[str] = field(default_factory=list)  # what a reader of the report must know
     report: Callable[[LogRow, int], None] = lambda row, steps: None  # a line of the training log
-    say: Callable[[str], None] = lambda text: None  # told what is to know before a run goes on
+    say: Callable[[str], None] = lambda text: None  # told what is to know before a run continues
     alarm: Callable[[str], None] = lambda text: None  # told what makes the rest of a run worth nothing
     accelerator: "Accelerator | None" = None  # of several processes; None: made when it is needed
     before_training: Callable[[], None] = lambda: None  # the other processes wait for this

@@ -83,8 +83,8 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
     outputs = [family.require_beside(name, "output") for name in attention]
     if lost := [name for name in outputs if name not in int8]:
         raise UserError(
-            f"attention: int8 needs INT8 at the output linear too (else the fusion is lost "
-            f"and INT8 is slower than FP16); add a rule for {name_list(lost)} or set attention: fp16"
+            f"attention: int8 needs INT8 at the output linear too (else it is not fused, "
+            f"and slower than FP16); add a rule for {name_list(lost)} or set attention: fp16"
         )
     return plan
 

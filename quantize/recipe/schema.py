@@ -39,7 +39,7 @@ class Recipe(Frozen):
         "q, k, v, softmax and output of attentions that no rule matches.", "fp16"
     )
     residual: Literal["fp16", "int8"] = field(
-        "What LayerNorms of the encoder add to a linear's output, but for rules.", "fp16"
+        "What LayerNorms of the encoder add to a linear's output, where no rule matches.", "fp16"
     )
     calibration: sections.Calibration = field("Data and method that set each amax.", sections.Calibration())
     export: sections.Export = field("Form of the ONNX file.", sections.Export())

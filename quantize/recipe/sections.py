@@ -218,8 +218,8 @@ class Calibration(Frozen):
     weights_method: WeightMethod = field("Amax of weights: max, or mse (least squared error).", "max")
     smoothing: Smooth = field(
         "SmoothQuant with this alpha (0 to 1), gain (that of the LayerNorm before moves into the linear) "
-        "or none; of linears that read a LayerNorm, and of q against k in an INT8 attention. Factors are "
-        "powers of two.",
+        "or none. It is for linears that read a LayerNorm, and for q against k in an INT8 attention. "
+        "Factors are powers of two.",
         "none",
     )
     outlier_channel_splitting: Annotated[int, Field(ge=0, le=1024, multiple_of=32)] = field(
@@ -227,9 +227,9 @@ class Calibration(Frozen):
     )
     bias_correction: bool = field("Add mean errors of INT8 linears to their biases where it helps.", False)
     softmax_scale: Literal["auto", "fixed", "min-error"] = field(
-        "Scale of the INT8 softmax: fixed (1/127), min-error (mean-centered V, and the amax per layer "
-        "with the least error of the attention output), or auto (min-error if calibration saw a sample of"
-        " more than 128 tokens, else fixed).",
+        "Scale of the INT8 softmax: fixed (1/127), min-error or auto. min-error: mean-centered V, and the "
+        "amax per layer with the least error of the attention output. auto: min-error if calibration saw a "
+        "sample of more than 128 tokens, else fixed.",
         "auto",
     )
     amax: dict[str, Annotated[float, Field(gt=0, le=FP16_MAX)]] = field(
@@ -255,9 +255,9 @@ class Export(Frozen):
         "Tokens of a sample, special tokens included; longer ones are cut in every stage.", 128
     )
     weight_scales: Literal["auto", "channel", "factored"] = field(
-        "Form of per-channel weights: channel (a DQ with one scale per output channel), factored (a DQ "
-        "with one scale and a Mul after the MatMul; the codes are the same), or auto (factored for "
-        "TensorRT-RTX, channel for TensorRT).",
+        "Form of per-channel weights. channel: a DQ with one scale per output channel. factored: a DQ with "
+        "one scale and a Mul after the MatMul; the codes are the same. auto: factored for TensorRT-RTX, "
+        "channel for TensorRT.",
         "auto",
     )
     qkv_scales: Literal["shared", "separate"] = field(
@@ -275,8 +275,8 @@ class EngineSettings(Frozen):
     """Backend of the engine and its shapes: one optimization profile, several, or auto."""
 
     backend: BackendChoice = field(
-        "Library that builds and runs the engine; auto: where a GPU is TensorRT, or TensorRT-RTX if that "
-        "is not installed; without a GPU OpenVINO, or ONNX Runtime if that is not installed, and "
+        "Library that builds and runs the engine. auto, with a GPU: TensorRT, or TensorRT-RTX if that is "
+        "not installed. auto, without a GPU: OpenVINO, or ONNX Runtime if that is not installed; "
         "TensorRT-RTX builds ahead of time as well, as a proof for a GPU.",
         "auto",
     )

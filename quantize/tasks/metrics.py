@@ -64,8 +64,8 @@ def bootstrap(
 ) -> dict[str, Floats]:
     """Compute metrics of every system over the same bootstrap resamples of the samples.
 
-    Samples with equal tables are one cell, and a resample is a multinomial draw of counts over the cells,
-    which is the distribution of drawing n samples with replacement and counting. Resamples are computed at
+    Samples with equal tables are one cell, and a resample is a multinomial draw of counts over the cells:
+    the distribution of drawing n samples with replacement and counting. Resamples are computed at
     once, in blocks of bounded memory: 1,000 of F1 and Matthews take 4 ms, a loop over scikit-learn's 11 s.
     Of predictions [samples] of each system, return by metric float64 [systems, resamples].
     """

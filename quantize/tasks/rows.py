@@ -69,7 +69,7 @@ def draw_half(texts: Sequence[str], names: tuple[str, str], name: str, source: s
     """Draw the half `name` (to calibrate with, or to judge on) of a single file's texts; always the same."""
     if name not in names:
         raise UserError(
-            f"{source} is a single file, half of which is split {names[0]!r} and half {names[1]!r}, so it "
+            f"{source} is a single file: one half is split {names[0]!r} and the other {names[1]!r}, so it "
             f"has no split {name!r}; name one of them, or give --data a folder"
         )
     order = np.random.default_rng(0).permutation(len(texts))
@@ -122,7 +122,8 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
             dataset = datasets.load_dataset(
                 kind, data_files=where, split="data", cache_dir=_cache_folder(), **options
             )
-            dataset.data.validate(full=True)  # the reader of JSON takes texts that are not UTF-8
+            if kind != "csv":  # readers of JSON and Parquet take texts that are not UTF-8
+                dataset.data.validate(full=True)
     except Exception as error:  # the readers raise ArrowInvalid, DatasetGenerationError, even StopIteration
         why = find_root_cause(error)
         if files.SAID.search(why):  # on the disk of temporary files: the data may be whole
@@ -541,7 +542,7 @@ def _check_texts(dataset: "datasets.Dataset", task: Task, split: str, source: st
 def _check_labels(dataset: "datasets.Dataset", task: Task, source: str) -> None:
     column = dataset.data.column(task.label_column)
     if column.null_count:
-        problem = f"are missing in {column.null_count} of {len(column)} rows; give a labelled split"
+        problem = f"are missing in {column.null_count} of {len(column)} rows; give a labeled split"
     elif not re.fullmatch(task.kind.label_type, str(column.type)):
         wanted = task.kind.label_values.format(last=task.num_labels - 1)
         problem = f"are {column.type}; map them to {wanted}, or name the right --label-column"
@@ -641,7 +642,7 @@ def _require_room(questions: list[str], task: Task, tokenizer: Any, room: int) -
     coded = tokenizer(questions, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     if long := [text for text, ids in zip(questions, coded, strict=True) if len(ids) > room]:
         raise UserError(
-            f"{len(long)} texts in column {task.text_columns[0]!r} have more than {room} tokens, which "
+            f"{len(long)} texts in column {task.text_columns[0]!r} exceed {room} tokens, which "
             f"leaves a window no room for {task.text_columns[1]!r}, such as {long[0][:60]!r}; raise "
             "export.max_length (--max-length), or shorten them"
         )

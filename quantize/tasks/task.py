@@ -112,7 +112,7 @@ def get_task(
     elif not text_columns:
         raise UserError(
             f"unknown task {name!r}, nearest is {find_nearest(name, KNOWN)!r}; choose one of "
-            f"{', '.join(KNOWN)}, or name the columns of your own set with --text-column (twice for pairs), "
+            f"{', '.join(KNOWN)}, or name your own columns with --text-column (twice for pairs), "
             "--label-column and --num-labels"
         )
     elif num_labels is None:
@@ -159,14 +159,14 @@ def score_embeddings(task: Task, metrics: Sequence[str]) -> Task:
     if task.kind is not REGRESSION or len(task.text_columns) != 2:
         raise UserError(
             f"task {task.name!r} ({task.kind.head.format(count=task.num_labels)}) cannot judge an embedding "
-            "model; give pairs of texts with a score (--task stsb, or two --text-column and --num-labels 1), "
-            f"or texts alone (--task {EMBED.name} --data lines.txt)"
+            "model; give scored pairs (--task stsb, or two --text-column and --num-labels 1) "
+            f"or texts (--task {EMBED.name} --data lines.txt)"
         )
     return task.model_copy(update={"type": PAIRS.name, "metrics": tuple(metrics) or PAIRS.default_metrics})
 
 
 def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None) -> None:
-    if task.kind.over_tokens or task.kind.embeds:  # held to the kind when it was loaded
+    if task.kind.over_tokens or task.kind.embeds:  # checked against the kind when it was loaded
         return
     head = task_kind(model_labels, problem_type)
     outputs = f"{problem_type or head.name} with {model_labels} output{'s' * (model_labels != 1)}"
@@ -181,6 +181,6 @@ def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None)
         ]
         others = f" (GLUE tasks with such a head: {', '.join(fitting)})" if fitting else ""
         raise UserError(
-            f"the model's head is {outputs}, but task {task.name!r} needs {needs}; give a model that was "
+            f"the model's head is {outputs}, but task {task.name!r} needs {needs}; give a model "
             f"fine-tuned on this task, or the --task that it was fine-tuned on{others}"
         )

@@ -72,7 +72,7 @@ class _FinetuneData:
 
 
 class _Finished(Strict):
-    """The record of a finished training, kept beside its model."""
+    """The record of a finished training, kept next to its model."""
 
     identity: dict[str, Any]
     run: TrainingRun
@@ -262,7 +262,7 @@ def _validate(
     return {
         "metrics": merge_splits(metrics.compute(task, answers, gold) for answers, gold in scored),
         "stderr": merge_splits(metrics.stderr(task, answers, gold, seed=0) for answers, gold in scored),
-        "n": len(scored[0][1]),  # of the first split, whose metric stands beside it
+        "n": len(scored[0][1]),  # of the first split, whose metric stands next to it
     }
 
 

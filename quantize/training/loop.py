@@ -236,7 +236,7 @@ def count_processes() -> int:
 
 
 def leave_group() -> None:
-    """End the group of processes, if there is one; each goes on alone."""
+    """End the group of processes, if there is one; each continues alone."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

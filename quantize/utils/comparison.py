@@ -282,10 +282,10 @@ class GateIssue(Strict):
     """One thing that the gate asks and that does not simply hold: `issue_sentence` makes a sentence of it."""
 
     code: GateCode
-    """Check: `accuracy` (drop of the primary metric), `baseline` (FP32 against a constant prediction),
-    `check` (an error of `check`), `engine` (it did not run), `require_int8` (precision of the engine),
-    `min_speedup` (a config of the bench), `parity` (ONNX Runtime against fake-quant), `recipe` (it could
-    not be tried), `verification` (outputs of the engine)."""
+    """Check. `accuracy`: drop of the primary metric; `baseline`: FP32 against a constant prediction;
+    `check`: an error of `check`; `engine`: it did not run; `require_int8`: precision of the engine;
+    `min_speedup`: a config of the bench; `parity`: ONNX Runtime against fake-quant; `recipe`: it could
+    not be tried; `verification`: outputs of the engine."""
     state: IssueState
     """State; `within_noise`: it passes with two paired standard errors included."""
     stage: str | None = None

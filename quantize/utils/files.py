@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written to a temporary name beside the target, then renamed."""
+"""Files that are whole or absent: written to a temporary name next to the target, then renamed."""
 
 import errno
 import fcntl
@@ -75,8 +75,19 @@ def full_disk(error: Exception) -> UserError | None:
     return UserError("cannot write the output: no space left on device; make room where the output goes")
 
 
-def vanished(error: Exception) -> UserError | None:
+def restore_json(path: Path, data: Any) -> None:
+    """Write the file that says whose a folder is, where that vanished and was made again in part."""
+    if path.parent.is_dir() and not path.exists():
+        with suppress(UserError):
+            write_json(path, data)
+
+
+def vanished(error: Exception, given: Iterable[str]) -> UserError | None:
+    """Name the file that is gone, if it was in a folder among the words of a command: no program is."""
     if not isinstance(error, FileNotFoundError) or error.filename is None:
+        return None
+    path, places = Path(str(error.filename)).resolve(), (word.rpartition("=")[2] for word in given)
+    if not any(path.is_relative_to(Path(place).resolve()) for place in places if place):
         return None
     return UserError(
         f"{error.filename} is gone, removed or renamed while this command worked; run the same command again"
@@ -92,7 +103,7 @@ def _there(path: Path) -> Path:
 
 @contextmanager
 def _beside(path: Path, needed: int | None = None) -> Iterator[Path]:
-    """Yield the name of `path` in a private folder beside it, which goes with the block."""
+    """Yield the name of `path` in a private folder next to it, which goes with the block."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         private = tempfile.TemporaryDirectory(
@@ -125,7 +136,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove what killed processes left beside a path that they wrote; what one was replacing goes back."""
+    """Remove what killed processes left next to a path that they wrote; what one was replacing goes back."""
     _remove_private(path.parent.glob(f".{glob.escape(path.name)}.*.tmp"))
 
 

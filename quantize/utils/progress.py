@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 Listener = Callable[[str, float, float], None]  # phase, steps done, steps in all (0: not known; 1: a share)
@@ -11,6 +11,10 @@ Progress = Callable[[float, float, str], None]  # steps done, steps in all, the 
 
 _listeners: list[Listener] = []  # the innermost display is the last
 _measuring: list[float] = []  # when each measurement began
+
+
+def silent(now: Any) -> None:
+    """No progress is shown."""
 
 
 @contextmanager

@@ -122,7 +122,7 @@ DAMAGED |= {
     name: (VALIDATION, partial(change_rows, change=change), told)
     for name, change, told in [
         ("no-labels", set_all("label", -1), [r"labels", r"all -1", r"validation"]),
-        ("some-labels-missing", set_one("label", None), [r"missing in 1 of 96", r"labelled split"]),
+        ("some-labels-missing", set_one("label", None), [r"missing in 1 of 96", r"labeled split"]),
         ("a-label-too-many", set_one("label", 2), [r"0 to 2", r"classes 0 to 1"]),
         ("labels-are-texts", set_all("label", "yes"), [r"string", r"integers from 0 to 1"]),
         ("texts-are-numbers", set_all("sentence", 1), [r"'sentence'", r"not texts"]),
@@ -214,7 +214,7 @@ OPTIONS = {
     ),
     "recipe-shorter-than-the-data": (
         "run {recipe} {sst2}",
-        [r"evaluation samples have more than the 4 tokens that engine\.shapes takes", r"export\.max_length"],
+        [r"evaluation samples have more than 4 tokens \(engine\.shapes\)", r"export\.max_length"],
         f"{VALID}engine: {{shapes: {{length: [4, 4, 4]}}}}",
     ),
     "revision-of-a-folder": ("run {sst2} --revision v1", [r"drop --revision"]),
@@ -370,7 +370,7 @@ INTERRUPTED = {
     "check": "qdqbench.eval.stages.stages.to_json",
     "parity": "qdqbench.eval.metrics.parity.session_of",
     "onnxruntime": "qdqbench.eval.metrics.runners.session_of",
-    "build": "qdqbench.quantize.engine.build.measure_coverage",
+    "build": "qdqbench.quantize.engine.layers.measure_coverage",
     "report": "qdqbench.eval.runs.run.write_reports",
 }
 
@@ -450,7 +450,7 @@ def test_ctrl_c_at_the_keyboard(sst2, tmp_path):
             process.kill()  # if it hangs, fail and do not wait
     assert (process.returncode, shown) == (130, "")
     *signs, last = told.splitlines()
-    assert last == "qdqbench: interrupted; what is finished is kept, and the same command goes on"
+    assert last == "qdqbench: interrupted; what is finished is kept, and the same command resumes"
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in signs)  # of life, on a busy machine
     nothing_half_written(out)
     assert "baseline" in json.loads((out / "stages.json").read_text())["stages"]

@@ -77,7 +77,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, qdqbench):
 def test_fix_mends_and_proves(tmp_path, static, inputs, qdqbench, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     done = fine(qdqbench("fix", static, "-o", tmp_path / "out.onnx", "--inputs", inputs))
-    assert "after beside before: relative difference" in done.out
+    assert "after against before: relative difference" in done.out
     assert "n = 4" in done.out
     again = qdqbench("check", tmp_path / "out.onnx", "--json")
     assert json.loads(again.out)["findings"] == []

@@ -126,7 +126,7 @@ def test_labels_in_another_order_than_the_models_are_told_and_mended(qdqbench, s
     assert "numbered gut = 0, schlecht = 1" in flat(done.out)
     said = flat(done.err)
     assert 'write `id2label`: {"0": "schlecht", "1": "gut"} into the model\'s config.json' in said
-    assert "The run goes on; Ctrl-C ends it" in said.partition("stage 3")[0]
+    assert "The run continues; Ctrl-C ends it" in said.partition("stage 3")[0]
     assert "NOT FOR USE" in done.out
 
     config = json.loads((sst2.model / "config.json").read_text())

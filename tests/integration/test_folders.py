@@ -108,7 +108,7 @@ def test_ctrl_c_ends_every_command(command, sst2, tmp_path):
             _, told = process.communicate(timeout=60)
         finally:
             process.kill()
-    ends = "starts anew" if command == "bench" else "goes on"
+    ends = "starts from scratch" if command == "bench" else "resumes"
     assert process.returncode == 130
     assert told.splitlines()[-1].startswith("qdqbench: interrupted; ")
     assert told.endswith(f"the same command {ends}\n")

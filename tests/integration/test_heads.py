@@ -155,7 +155,7 @@ def test_a_head_of_another_kind_is_one_sentence(given, tmp_path, capsys):
     model = [*given["qa"][:2], *given["tokens"][2:]]
     done = call(capsys, "run", "int8-linears", *model, "--metric", "accuracy", "--out", tmp_path / "r")
     assert done.code == 1
-    assert "is a BertForQuestionAnswering, but the task is a token classification" in done.err
+    assert "is a BertForQuestionAnswering, but the task (token classification) needs a model" in done.err
 
 
 @pytest.mark.parametrize("kind", KINDS)

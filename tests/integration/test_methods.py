@@ -79,7 +79,7 @@ def test_a_killed_comparison_goes_on(qdqbench, sst2, recipe, tmp_path, monkeypat
     out = tmp_path / "killed"
     done = qdqbench(*options, "--out", out)
     assert (done.code, made) == (130, ["FP32", "max"])
-    assert done.err == "qdqbench: interrupted; what is finished is kept, and the same command goes on\n"
+    assert done.err == "qdqbench: interrupted; what is finished is kept, and the same command resumes\n"
     with (out / "methods.trials.jsonl").open("a") as stream:
         stream.write('{"key": "{')
     made.clear()

@@ -186,6 +186,11 @@ def test_what_the_readme_says_of_other_tools_was_measured():
         built = f"{engine['int8_gemms']} of {engine['gemms']} " if not engine["refused"] else "refused: "
         figures = f"| {row['accuracy_before']:.4f} | {row['accuracy_after']:.4f} |"
         assert re.search(rf"\| {title}[^|]*\| {re.escape(built)}[^|]*{re.escape(figures)}", said), title
+    engines = {rows[name]["report"]["engine_after"]["engine"] for name in made}
+    assert engines == {
+        f"{figures_between('built').replace('TensorRT-RTX', 'tensorrt_rtx')}, built ahead of time"
+    }
+    assert {rows[name]["report"]["engine_after"]["gemms"] for name in made} == {38}
 
 
 def test_what_the_readme_says_of_its_own_run_was_measured():
@@ -194,7 +199,8 @@ def test_what_the_readme_says_of_its_own_run_was_measured():
     assert figures_between("ours") == (
         f"{stages['onnxruntime']['metrics']['accuracy']:.4f} in ONNX Runtime, {engine['int8_gemms']} of "
         f"{engine['expected_int8_gemms']} linear layers of the encoder in INT8, and "
-        f"{stages['engine']['metrics']['accuracy']:.4f} in the TensorRT-RTX engine that ran on one H200"
+        f"{stages['engine']['metrics']['accuracy']:.4f} in the TensorRT-RTX {engine['version']} engine, run "
+        f"on one {ours['environment']['gpu'].removeprefix('NVIDIA ')}"
     )
     assert ours["recipe"]["calibration"]["samples"] == 512
 

@@ -83,7 +83,7 @@ def test_killed_run_goes_on(qdqbench, given, recipe, tmp_path, monkeypatch):
     out = tmp_path / "killed"
     done = qdqbench(*options, "--out", out)
     assert (done.code, listing(out)) == (130, ["sensitivity.trials.fp32.npz", "sensitivity.trials.jsonl"])
-    assert "goes on" in done.err
+    assert "resumes" in done.err
     with (out / "sensitivity.trials.jsonl").open("a") as stream:
         stream.write('{"key": "only')
     limit[0] = 25

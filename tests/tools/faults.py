@@ -68,7 +68,7 @@ MAY_DIFFER = {  # in any text file: pattern -> what it is
     rf'\s*<div class="notes soft small">\s*<ul>\s*(<li>{RESUMED}.*</li>\s*)+</ul>\s*</div>': "on pages",
 }
 OPAQUE = ("study.db",)  # files whose bytes hold times; what they say is in search.json
-INTERRUPTED = "interrupted; .*the same command (goes on|starts anew)|interrupted before it began; .*"
+INTERRUPTED = "interrupted; .*the same command (resumes|starts from scratch)|interrupted before it began; .*"
 OTHERS = (".ses", "qdqbench-cpu-0.lock")  # temporary files that stay: of ONNX Runtime, and of timers
 PROGRESS = re.compile(r"\d\d:\d\d:\d\d .*")
 PAGE = 4096

@@ -377,10 +377,9 @@ async def soak(servers, minutes, seed):
 
     await phase("soak_70", at(0.7, 60 * minutes))
     found["memory"] = remember(memory, 60 * minutes)
+    overload = len(memory)
     await phase("overload_300", at(3.0, 10 * minutes))
-    found["memory"]["overload_300_most_mb"] = [
-        round(max(row[place] for row in memory), 1) for place in (1, 2)
-    ]
+    found["memory"] |= {"most_mb": most(memory), "overload_300_most_mb": most(memory[overload:])}
     for task in begun:
         assert not task.done(), task.exception()
         task.cancel()
@@ -409,6 +408,11 @@ async def kill(spared, kills, seed):
         if others := [pid for pid in workers_of(server) if pid != first]:
             os.kill(draw.choice(others), signal.SIGKILL)
             kills.append(time.perf_counter())
+
+
+def most(memory):
+    """The most MB of the processes that live throughout, and of all."""
+    return [round(max(row[place] for row in memory), 1) for place in (1, 2)]
 
 
 def remember(memory, seconds):

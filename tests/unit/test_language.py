@@ -1,8 +1,12 @@
 """The language of docs, help texts and docstrings: the field's words, in sentences that are read once."""
 
 import ast
+import inspect
+import io
 import re
-from collections.abc import Iterator, Mapping
+import tokenize
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -27,8 +31,11 @@ INSTEAD = {
     r"mend(s|ed)?": "fix",
     r"goes? on": "resume, continue",
     r"held to": "checked against, compared with",
-    r"behind (the|a) (GEMM|GELU|DQ|MatMul|attention|linear)": "after",
-    r"colours?|centred|licence|learnt|normalis\w+|recognis\w+": "American spelling",
+    r"behind (the|a|an) (next |INT8 )?(GEMM|GELU|DQ|\w+Linear|LayerNorm|MatMul|attention|linear)": "after",
+    r"(behavi|col|fav|neighb)our\w*|cent(red?|res|ring)|licence|learnt|artefacts?|judgements?|grey|whilst|"
+    r"analys(e[ds]?|ing)|(un)?(label|model|cancel|travel|signal)l(ed|ing)|"
+    r"(normal|recogn|optim|serial|initial|summar|organ|minim|maxim|general|real|synchron|token|visual|random|"
+    r"special|standard|vector|parallel|neutral|custom|quant|util)is(e[drs]?|ing|ation)": "American spelling",
 }
 ON_PAGES = INSTEAD | {  # in what is written by hand; help texts and errors have names of the code in them
     r"contestants?|peers?": "systems, baselines",
@@ -39,9 +46,8 @@ ON_PAGES = INSTEAD | {  # in what is written by hand; help texts and errors have
     r"answer(s|ed)? otherwise": "changed predictions",
     r"without a word": "silently",
     r"by itself": "alone, unasked",
-    r"neighbours?": "American spelling",
 }
-LONGEST = 25  # words of a sentence
+LONGEST, LONGEST_COMMENT = 25, 30  # words of a sentence; of one in a docstring or a comment
 OPENERS = ("What", "Whether", "Which", "How", "Where")
 
 
@@ -65,17 +71,17 @@ def sentences(text: str) -> Iterator[str]:
     """Sentences of a page, without code blocks, tables and headings; a span of code is one word."""
     text = re.sub(r"```.*?```|<!--.*?-->|</?[a-z].*?>", "", text, flags=re.DOTALL)
     text = re.sub(r"^(#.*|\s*\|.*)$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"^\s*([-*]|\d+\.) ", "\n\n", text, flags=re.MULTILINE)
+    text = re.sub(r"^\s*([-*]|\d+\.|[│ ]*[├└]──) ", "\n\n", text, flags=re.MULTILINE)
     text = re.sub(r"`[^`]*`", "CODE", text)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     for paragraph in re.split(r"\n\s*\n", text):
         yield from re.split(r"(?<=[.!?:])[\"*)]*\s+", paragraph)
 
 
-def long_sentences(text: str) -> list[str]:
+def long_sentences(text: str, longest: int = LONGEST) -> list[str]:
     """Each sentence with too many words."""
     found = ([word for word in each.split() if re.search(r"\w", word)] for each in sentences(text))
-    return [f"{len(words)} words: {' '.join(words)}" for words in found if len(words) > LONGEST]
+    return [f"{len(words)} words: {' '.join(words)}" for words in found if len(words) > longest]
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -86,12 +92,43 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, text
 
 
-def messages(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of every error that is raised; what is filled in is left out."""
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every string of two words or more: no docstring, no regex; N is what is filled in."""
+    tree, passed = ast.parse(source), set[ast.AST]()
+    for node in ast.walk(tree):  # from the outside to the inside
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            passed.add(node.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("re."):
+            passed |= {*ast.walk(node)}
+        elif isinstance(node, ast.JoinedStr) and node not in passed:
+            passed |= {*node.values}
+            parts = (each.value if isinstance(each, ast.Constant) else "N" for each in node.values)
+            yield node.lineno, "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and node not in passed and len(str(node.value).split()) > 1:
+            yield node.lineno, str(node.value)
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring, those of fields too, and of comments: lines in a row are one text."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Raise) and node.exc is not None:
-            parts = (each.value for each in ast.walk(node.exc) if isinstance(each, ast.Constant))
-            yield node.lineno, " ".join(part for part in parts if isinstance(part, str))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield node.lineno, inspect.cleandoc(str(node.value.value))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    found = enumerate(token for token in tokens if token.type == tokenize.COMMENT)
+    for _, rows in groupby(found, lambda row: (row[1].start[0] - row[0], row[1].start[1])):
+        block = [token for _, token in rows]
+        yield block[0].start[0], " ".join(token.string.strip("# ") for token in block)
+
+
+def code_offences(
+    source: str, read: Callable[[str], Iterator[tuple[int, str]]], longest: int = LONGEST
+) -> list[str]:
+    """Private words and long sentences of what `read` reads in a module, each with its line."""
+    return [
+        f"{line}: {found}"
+        for line, text in read(source)
+        for found in (*offences(text), *long_sentences(text, longest))
+    ]
 
 
 def helps() -> Iterator[tuple[str, str]]:
@@ -115,7 +152,31 @@ def test_a_planted_offence_is_found():
         "'told apart': write inconclusive, not significant",
     ]
     assert [*docstrings('def f():\n    """What it is."""')] == [(1, "What it is.")]
-    assert [*messages('raise UserError(f"{x} lies beside {y}")')] == [(1, " lies beside ")]
+
+
+def test_a_planted_offence_in_code_is_found():
+    long = "word " * 30
+    source = f'''"""A page beside it."""
+NOTE = f"{{x}} lies " "beside {{y}}"
+raise UserError("It goes on, " f"{{a}} centred")
+re.match("a colour", row["centred"])  # as is {long}
+x = 1  # behind the
+# INT8 GEMM
+{{"values": "{long}"}}
+'''
+    assert code_offences(source, texts) == [
+        "2: 'beside': write next to, alongside, as well as",
+        "3: 'goes on': write resume, continue",
+        "3: 'centred': write American spelling",
+        f"7: 30 words: {long.strip()}",
+    ]
+    assert code_offences(source, comments, LONGEST_COMMENT) == [
+        "1: 'beside': write next to, alongside, as well as",
+        f"4: 32 words: as is {long.strip()}",
+    ]
+    assert code_offences("# behind the\n# INT8 GEMM\n", comments) == [
+        "1: 'behind the INT8 GEMM': write after"
+    ]
 
 
 def test_a_planted_long_sentence_is_found():
@@ -149,12 +210,12 @@ def test_help_texts_begin_with_a_noun_or_a_verb():
     assert [f"{name}: {found}" for name, text in helps() for found in long_sentences(text)] == []
 
 
-def test_errors_use_the_words_of_the_field():
+@pytest.mark.parametrize(("read", "longest"), [(texts, LONGEST), (comments, LONGEST_COMMENT)])
+def test_code_uses_the_words_of_the_field_in_short_sentences(read, longest):
     assert [
-        f"{path.relative_to(ROOT)}:{line}: {found}"
+        f"{path.relative_to(ROOT)}:{found}"
         for path in MODULES
-        for line, text in messages(path.read_text(encoding="utf-8"))
-        for found in offences(text)
+        for found in code_offences(path.read_text(encoding="utf-8"), read, longest)
     ] == []
 
 

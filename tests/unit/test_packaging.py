@@ -3,6 +3,7 @@
 import fnmatch
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,15 @@ def test_pinned_versions_are_within_the_bounds(pyproject: dict[str, Any], pinned
     for name in ("torch", "onnxruntime"):
         major, minor, *_ = pinned[name].release
         assert f"{major}.{minor + 1}" not in needs[name], f"{name} has a bound that was not tested"
+
+
+def test_the_changelog_dates_this_version_and_has_a_line_for_each_change(pyproject: dict[str, Any]) -> None:
+    head, *changes = (ROOT / "CHANGELOG.md").read_text().partition("\n## ")[2].splitlines()
+    assert re.fullmatch(rf"{re.escape(pyproject['project']['version'])} - 20\d\d-[01]\d-[0-3]\d", head)
+    sections = "\n".join(changes).split("\n### ")[1:]
+    assert len(sections) > 3
+    for section in sections:
+        assert re.fullmatch(r"\w+\n\n(- [^\n]+\.\n?)+\n?", section), section
 
 
 def test_classifiers_name_the_versions_of_python_that_are_allowed(pyproject: dict[str, Any]) -> None:
@@ -252,14 +262,23 @@ def test_importing_a_module_imports_no_heavy_library_needlessly() -> None:
     )
 
 
+def test_words_of_findings_need_no_export() -> None:
+    code = "import sys, qdqbench.quantize.engine.diagnose.findings\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {*done.stdout.split()}
+    assert "qdqbench.quantize.engine.hazards" in loaded
+    assert loaded.isdisjoint({"qdqbench.quantize.graph.export", "qdqbench.quantize.recipe.schema"})
+
+
 def test_a_file_is_checked_and_diagnosed_without_pytorch(tmp_path: Path) -> None:
-    """Neither command needs what only training and evaluation need."""
+    """Neither command needs what only training and evaluation need, nor the stages of a run."""
     shape, path = [2, 2], tmp_path / "model.onnx"
     values = [make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("a", "b", "c")]
     onnx.save(
         make_model(make_graph([make_node("MatMul", ["a", "b"], ["c"])], "g", values[:2], values[2:])), path
     )
     absent = {*HEAVY, "sklearn", "scipy", "pandas", "accelerate", "optuna", "openvino"} - {"onnx", "numpy"}
+    absent.add("qdqbench.eval.runs.run")
     for command in ("check", "diagnose"):
         code = (
             f"import sys; sys.modules.update(dict.fromkeys({absent})); "

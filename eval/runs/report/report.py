@@ -1,4 +1,4 @@
-"""The report of a run, from its `Results` and the bench beside it, and the folder `deploy`."""
+"""The report of a run, from its `Results` and its bench, and the folder `deploy`."""
 
 import shlex
 from collections import Counter
@@ -44,14 +44,14 @@ from qdqbench.quantize.utils.results import (
 
 ACCURACY = (
     "± and error bars are one standard error over the evaluation samples. The blue band is FP32 with its "
-    "error; the dashed line is the gate's limit (a drop of {} on the first metric), which a stage fails by "
+    "error. The dashed line is the gate's limit (a drop of {} on the first metric), which a stage fails by "
     "more than two paired standard errors. All stages see the same samples, so read a change from the "
     "paired difference in the table and not from overlapping bars: “within noise” means at most two paired "
     "standard errors."
 )
 EMBEDDINGS = (
     "Each text's embedding against FP32's of the same text: mean and 1st percentile of their cosine, and "
-    "how many of its 10 nearest texts (by cosine, among these texts) are still among the 10 nearest. No "
+    "how many of its 10 nearest texts (by cosine, among these) are still among the 10 nearest. No "
     "label is needed."
 )
 TOGETHER = "Stages run one after the other. Peak memory is that of the whole process while the stage ran."

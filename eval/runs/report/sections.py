@@ -16,7 +16,7 @@ from qdqbench.quantize.utils.results import EngineResult, Results, StageResult, 
 
 OUTPUTS = (
     "The engine on {} against {}, block by block with the reference's own input fed to each. A block fails "
-    "over what quantization itself costs in it, or where one offset and factor per channel explain more of "
+    "over what quantization costs in it, or where one offset and factor per channel explain more of "
     "its error than noise can."
 )
 RANGES = (
@@ -141,7 +141,7 @@ def parity_section(results: Results) -> doc.Section:
         "ONNX Runtime against the fake-quant model, layer by layer, with the same inputs fed to both "
         f"({parity.n} samples, {'with' if parity.padded else 'without'} padding). At most "
         f"{100 * parity.limit_fraction:.3g}% of the INT8 codes may differ beyond rounding, by at most "
-        f"{steps}; a linear's own output may be off by at most {comparison.MAX_OUTPUT_ERROR:.2g} (relative). "
+        f"{steps}. A linear's own output may be off by at most {comparison.MAX_OUTPUT_ERROR:.2g} (relative). "
         f"Largest logit difference: {parity.logits_max_abs_diff:.3g}."
     )
     if (ends := parity.end_to_end) is not None:
@@ -198,7 +198,7 @@ def lengths_sections(results: Results) -> list[doc.Section]:
         f"The engine's profiles follow the evaluation data (`shapes: auto`). {lengths.rows} rows of "
         f"{', '.join(lengths.splits)}: {lengths.shortest} to {lengths.longest} tokens, median "
         f"{lengths.median:g}, nine of ten at most {lengths.p90}.{seen} Of the tokens of the engine's batches "
-        f"{100 * lengths.padding:.1f}% are padding; padded to the longest row it would be "
+        f"{100 * lengths.padding:.1f}% are padding. Padded to the longest row it would be "
         f"{100 * lengths.longest_padding:.1f}%.{'' if lengths.buckets else own}"
     )
     buckets = doc.table_of(

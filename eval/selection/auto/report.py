@@ -109,8 +109,8 @@ def reason_lines(auto: Auto) -> list[str]:
         lines.append(
             "Evaluation data decided how many steps were taken, so its figure on them is a little too good. "
             f"With each sample judged by the choice of the others ({nested.folds} folds) the result is "
-            f"{_difference(nested.scores)}; {nested.others:.0%} of the samples got the answers of another "
-            "step there"
+            f"{_difference(nested.scores)}; {nested.others:.0%} of the samples got another step's "
+            "answers there"
         )
     elif step.holds:
         lines.append("It was the first to be tried, so no evaluation data chose it")
@@ -268,7 +268,7 @@ def _explanation(auto: Auto) -> list[str]:
         f"the last stage that ran: {stages}. In the chart bars are two standard errors, and the dashed line "
         "is what was allowed. An estimate is what the last step took.",
         f"What a step proposes is chosen on at most {auto.data['proposals']} rows of the train split that do "
-        "not calibrate; evaluation data only say whether to take the next step.",
+        "not calibrate. Evaluation data only say whether to take the next step.",
     ]
     if (source := auto.source) is not None:
         shape = f"batch {source.batch}, {source.length} tokens"

@@ -1,7 +1,7 @@
 """Steps from the cheapest to the dearest until a recipe holds: each is proposed, run, timed and checked.
 
 A proposal is chosen on train rows that do not calibrate, as in `methods`, `sensitivity` and `search`, and
-never on evaluation data; these only say whether to take the next step.
+never on evaluation data. These only say whether to take the next step.
 """
 
 import shutil
@@ -47,7 +47,7 @@ from qdqbench.eval.selection.trials.results import Failure, Origin, failure_of, 
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Store, describe_session, hash_of
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.models.families.known import family_named
-from qdqbench.quantize.pipeline.artifacts import FP16, FP32, backend_of, graph_path
+from qdqbench.quantize.pipeline.artifacts import FP16, FP32, backend_of, computes_fp16, graph_path
 from qdqbench.quantize.pipeline.ownership import locked_folder
 from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, open_run, read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session
@@ -136,7 +136,7 @@ class Evaluation:
 
         Which step is the first that holds is decided by evaluation data, so its own figure on them is a
         little too good. Here the samples of each of five folds get the answers of the step that the other
-        four would have chosen; together they are one paired comparison of all samples (nested
+        four would have chosen. Together they are one paired comparison of all samples (nested
         cross-validation: Varma and Simon 2006, "Bias in error estimation when using cross-validation for
         model selection").
         """
@@ -293,7 +293,7 @@ class AutoRun:
             source = measured_source(session, self.options)
             on_cpu = backend_of(session.recipe) in CPU_BACKENDS
             graph = ReadyGraph.of(graph_path(session), session.plan)
-            half = session.recipe.precision.compute == "fp16" and not on_cpu
+            half = computes_fp16(session.recipe, backend_of(session.recipe))
             plain = ReadyGraph(session.folder / (FP16 if half else FP32), [], 0)
             with (
                 TemporaryDirectory(dir=self.folder, prefix=".timing.", suffix=".tmp") as work,

@@ -63,7 +63,7 @@ FLIPS = ("flip_1", "flip_2")
 class Space:
     """Changes that a search may make in a recipe, and the way from a trial's parameters to a recipe and back.
 
-    A BERT has dozens of linears and a search only dozens of trials, so the space follows a ranking of the
+    A BERT has dozens of linears and a search only dozens of trials. So the space follows a ranking of the
     units (a layer's q, k and v, its attention output, its two feed-forward linears) by what INT8 costs in
     each: how many of the worst stay out of INT8, and one or two exceptions.
     """

@@ -84,7 +84,7 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
     """Return the candidates of a model, and the plan that calibrates all of them.
 
     Everything in INT8 is every linear of the encoder, per channel where the recipe has no INT8 rule for it,
-    and the attention and other linears that the recipe has in INT8.
+    and the recipe's INT8 attention and other INT8 linears.
     """
     base = resolve(recipe, modules, prefix)
     if base.residual:
@@ -157,7 +157,7 @@ def _notes(plan: Plan, base: Plan, modules: Mapping[str, ModuleInfo]) -> Iterato
     added = [name for name in plan.int8 if layer_of(name) is not None and name not in base.int8]
     if added:
         yield (
-            f"{len(added)} linears of the encoder are not INT8 in the recipe; here they are, per channel, "
+            f"{len(added)} encoder linears are not INT8 in the recipe; here they are, per channel, "
             "and so in the written recipe unless it keeps them out"
         )
     if any(i.kind == "Attention" and name not in plan.attention for name, i in modules.items()):
@@ -269,7 +269,7 @@ class Suffixes:
     def __init__(self, model: "PreTrainedModel", batches: list[IndexedBatch], encoded: Encoded) -> None:
         """Take the model over; `batches` are those that `sorted_batches` makes of `encoded`.
 
-        Where the head reads the first token only, the others are not computed behind the attention of the
+        Where the head reads the first token only, the others are not computed after the attention of the
         last layer. What the first token gets is not changed by it.
         """
         self.model, self.batches, self.encoded = model, batches, encoded

@@ -8,9 +8,9 @@ ModelOpt's quantizers keep the model's scales. Replaced while training, and put 
 - the classes around it, whose Python takes longer than the kernels of a small layer.
 
 Learned scales are LSQ (Esser et al. 2020, arXiv 1902.08153) on the ratio of a scale to its calibrated one.
-With v the input and s the scale, the gradient of the output to s is (output - v * inside) / s (equation 3);
-for a ratio r it is times s / r, and 1 / sqrt(N * high) (section 2.2). N is the number of values that share
-the scale in a weight, and of the features of one token in an activation, so that nothing depends on how a
+With v the input and s the scale, the gradient of the output to s is (output - v * inside) / s (equation 3).
+For a ratio r it is times s / r, and 1 / sqrt(N * high) (section 2.2). N is the number of values that share
+the scale in a weight, and of the features of one token in an activation. So nothing depends on how a
 batch is spread over devices. Rounding a weight's scale up is passed straight through.
 """
 
@@ -273,7 +273,7 @@ def _equal(one: Any, other: Any) -> bool:
 def use_native(model: "PreTrainedModel") -> None:
     """Let torch's kernels do the fake quantization of a calibrated model, in place.
 
-    Scales are prepared now, and anew after `amax` was set or loaded or the model was moved. Quantizers that
+    Scales are prepared now, and again after `amax` was set or loaded or the model was moved. Quantizers that
     are enabled later need another call. Do not export the model like this: `use_modelopt` first.
     """
     from modelopt.torch.quantization.nn.modules import tensor_quantizer

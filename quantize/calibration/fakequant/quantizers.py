@@ -179,8 +179,8 @@ def register_residuals(model: "PreTrainedModel", wanted: Collection[str] = ("all
 
     Not for good: every such model that the process quantizes later would get them, and ModelOpt restores a
     saved state only where the same classes are registered. So restore one with this too.
-    Nothing is registered where no module's residual is `wanted` in INT8. ModelOpt writes the source of an
-    attention anew that transformers' interface does not call, and fails on some: such a one stays as it is.
+    Nothing is registered where no module's residual is `wanted` in INT8. ModelOpt rewrites the source of an
+    attention that transformers' interface does not call, and fails on some: such a one stays as it is.
     """
     mtq, family = import_modelopt(), family_of(model.config)
     from modelopt.torch.quantization.nn import TensorQuantizer

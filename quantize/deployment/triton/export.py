@@ -152,7 +152,7 @@ def _describe_model(session: Session, graph: Path, profiles: Sequence[Profile]) 
             sizes[length] = rows
     if not sizes:
         raise UserError(
-            "no profile of the engine takes a batch of one row, and Triton pads no batches; set the smallest "
+            "no profile of the engine takes one row, and Triton pads no batches; set the smallest "
             "batch of engine.shapes to 1 and build again"
         )
     lengths, max_batch = [*sizes], min(sizes.values())

@@ -21,7 +21,7 @@ class TritonPythonModel:
     """Python model that Triton calls."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Read the tokenizer beside this file, and the parameters of config.pbtxt."""
+        """Read the tokenizer next to this file, and the parameters of config.pbtxt."""
         config = json.loads(args["model_config"])
         told = {name: each["string_value"] for name, each in config["parameters"].items()}
         self.lengths = [int(length) for length in told["lengths"].split(",")]

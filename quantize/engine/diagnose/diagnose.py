@@ -176,8 +176,8 @@ def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
     if not onnx.qdq:
         what = f"nothing is quantized: none of {len(weighted)} linears has Q/DQ"
         why = (
-            "without Q/DQ only implicit calibration made INT8, which TensorRT 10 discourages, does not do "
-            "for the attention and LayerNorm of transformers, and TensorRT 11 no longer has"
+            "without Q/DQ only implicit calibration made INT8. TensorRT 10 discourages it, and does not do "
+            "it for the attention and LayerNorm of transformers; TensorRT 11 no longer has it"
         )
         share = evidence.share_of_nodes(weighted)
         yield evidence.finding(
@@ -344,7 +344,7 @@ def _times(evidence: Evidence) -> Iterator[Finding]:
         yield finding("launch-bound", what, why, ["trtexec --useCudaGraph", "use larger batches"], 1.0)
     copies = medians.get("H2D Latency", 0.0) + medians.get("D2H Latency", 0.0)
     if (share := copies / (compute + copies)) > _LARGE:
-        what = f"copies to and from the GPU take {copies:.3f} ms beside {compute:.3f} ms of kernels"
+        what = f"copies to and from the GPU take {copies:.3f} ms next to {compute:.3f} ms of kernels"
         why = "the comparison of INT8 with FP16 should leave them out"
         yield finding("transfer-bound", what, why, ["trtexec --noDataTransfers"], share)
     if times is None or len(times.start) < 2:

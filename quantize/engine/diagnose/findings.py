@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import get_args
 
-from qdqbench.quantize.engine.cache_import import version_text
+from qdqbench.quantize.engine.hazards import version_text
 from qdqbench.quantize.engine.inspection import format_nodes
 from qdqbench.quantize.engine.layers import MAX_TABLE_LAYERS, parse_log
 from qdqbench.quantize.graph.check.check import CheckReport, Group
@@ -65,7 +65,7 @@ WORDS = {
     "than FP16, and can be wrong",
     "attention-head-size": "{n} attentions in INT8 have a head size without a fused kernel",
     "slow-weight-order": "{gemms} INT8 weights are stored [K, N]: their kernels can be slower than FP16",
-    "split-residual": "{n} residuals and the linears behind them round one tensor with two scales",
+    "split-residual": "{n} residuals and the linears after them round one tensor with two scales",
     "quantized-residual": "{n} residuals are in INT8, which costs accuracy",
     "dynamic-scale": "{n} scales are computed at run time, and no GEMM takes that",
     "float-weight": "{n} weights are stored in floating point with Q/DQ: the file is 2 to 4 times larger",

@@ -216,7 +216,7 @@ def _json_kind(path: Path, text: str) -> str:
         )
     if not kind:
         raise UserError(
-            f"{path} is JSON and neither a layer table, a kernel profile nor query times; give what trtexec "
+            f"{path} is JSON, but no layer table, kernel profile or query times; give what trtexec "
             "wrote with --exportLayerInfo, --exportProfile or --exportTimes, or the inspector's JSON"
         )
     return kind

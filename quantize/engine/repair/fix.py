@@ -33,6 +33,7 @@ from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.limits import FP16_MAX
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.schema import Strict
+from qdqbench.quantize.utils.system.cpu import find_memory
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,7 @@ def rewrite(
     counts = {
         f"{{n}} Q and DQ taken off, {placed} put on: at the inputs of {made} GEMMs, and nowhere else": taken,
         "weights are INT8 codes [N, K] with a DQ alone": made,
-        "{n} weights are rounded anew, with a scale an output channel": rounded,
+        "{n} weights are rounded again, with a scale per output channel": rounded,
         "{n} UINT8 with zero point 128 are INT8: the same codes less 128": len(scales.shifted),
         "{n} ranges with a zero point are symmetric, with steps up to twice as wide": len(scales.widened),
         "{n} GEMMs had Q/DQ on their activation alone: their weights have it too": len(scales.completed),
@@ -317,7 +318,7 @@ def rewrite(
         )
     if options.weights == "factored" and made:
         factor_scales(work)
-        done.append("scales of weights are a scalar in the DQ and a Mul behind the MatMul")
+        done.append("scales of weights are a scalar in the DQ and a Mul after the MatMul")
     if options.compute == "fp16" and _is_fp32(work):
         to_half(work)
         done.append("what is not INT8 computes in FP16, LayerNorms in FP32; Q/DQ have FP32 scales")
@@ -327,7 +328,7 @@ def rewrite(
     onnx.helper.set_model_props(work, known | {"qdqbench.fix": metadata.version("qdqbench")})
     try:
         onnx.checker.check_model(work, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+    except (ValueError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         why = " ".join(str(error).split())[:300]
         raise UserError(f"the rewritten graph is not valid ({why}); nothing was written") from error
     return plain, work
@@ -351,7 +352,7 @@ def _is_fp32(model: onnx.ModelProto) -> bool:
 
 
 BUILD_SECONDS = 900  # of one engine; BERT-large with one profile takes a minute or two
-BUILD_MEMORY = 80  # of this process, in percent of the machine's
+BUILD_MEMORY = 80  # of this process, in percent of the machine's or container's
 FACTOR = 1.5  # a range made symmetric has steps up to twice as wide
 PROFILE = Profile((1, 8), (8, 64), (32, 128))
 
@@ -413,12 +414,13 @@ def engine_row(path: Path, backend: Backend) -> EngineRow:
     inputs = [value.type.tensor_type.shape.dim for value in runs.graph_inputs(read_model(path))]
     dynamic = any(not entry.HasField("dim_value") for shape in inputs for entry in shape)
     engine, deadline = f"{backend.name} {backend.version}", time.monotonic() + BUILD_SECONDS
+    memory = find_memory()
 
     def stop_early(_phase: str, _fraction: float) -> None:
-        used = psutil.Process().memory_percent()
+        used = 100 * psutil.Process().memory_info().rss / memory
         if time.monotonic() > deadline or used > BUILD_MEMORY:
-            limit = f"{BUILD_MEMORY}% of the memory" if used > BUILD_MEMORY else f"{BUILD_SECONDS} s"
-            raise UserError(f"the builder took over {limit} for {path.name} and was stopped")
+            most = f"{BUILD_MEMORY}% of the machine's memory" if used > BUILD_MEMORY else f"{BUILD_SECONDS} s"
+            raise UserError(f"the builder took over {most} for {path.name} and was stopped")
 
     try:
         built = build_engine(path, backend, [PROFILE] if dynamic else [], progress=stop_early)

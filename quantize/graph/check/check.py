@@ -556,7 +556,7 @@ def _check_order(graph: CheckGraph) -> Iterator[FindingRow]:
         which = f"{len(slow)} of {len(linears)} INT8 weights ({name_list(slow)}) are"
     why = (
         f"{which} stored [K, N]: INT8 tensor cores read both operands along K, so a kernel can be in INT8 "
-        "and slower than in FP16, which shows in its time alone"
+        "and slower than FP16, which its time alone shows"
     )
     yield finding(ORDER, slow[0], why)
 
@@ -578,7 +578,7 @@ def _check_residuals(
 ) -> Iterator[FindingRow]:
     """Find INT8 residuals that no recipe asks for, or that are rounded unlike their tensor's other readers.
 
-    The latter is slow and not wrong: a warning, and an error in a file that is held to a recipe (`expected`).
+    The latter is slow and not wrong: a warning, and an error in a file with a recipe (`expected`).
     """
     for residual in added:
         if residual.dq is None:

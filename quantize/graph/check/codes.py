@@ -49,7 +49,7 @@ _FIXES: dict[tuple[Severity, Effect], dict[str, str]] = {
     ("warning", "slow"): {
         "attention-head-size": "keep this attention in FP16; INT8 attention needs head size "
         + HEAD_SIZES_TEXT,
-        "slow-weight-order": "store the codes [N, K] and put a Transpose [1, 0] behind the DequantizeLinear, "
+        "slow-weight-order": "store the codes [N, K] and put a Transpose [1, 0] after the DequantizeLinear, "
         "or export with qdqbench",
         "split-residual": "give the residual and the linears that read the same tensor one scale, or take "
         "its Q/DQ off",

@@ -31,7 +31,7 @@ _INTEGER = {
     "DynamicQuantizeMatMul", "MatMulNBits", "DynamicQuantizeLSTM", "QEmbedLayerNormalization",
 }  # fmt: skip
 # Between a DequantizeLinear and a matmul these leave the INT8 GEMM in place, as does a Mul or Div by a
-# scalar; an Add, a ReLU or a Mul by a vector does not [measured].
+# scalar. An Add, a ReLU or a Mul by a vector does not [measured].
 _RESHAPES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Gather", "Split", "Expand", "Tile")
 MOVES = ("Cast", "Transpose", "Identity", "Dropout", "Slice", *_RESHAPES)
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
@@ -41,8 +41,7 @@ _SCORES = (*MOVES, *_QDQ, "Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Cl
 
 def is_integer(node: onnx.NodeProto) -> bool:
     """Return whether the node computes on INT8 codes itself: it has a finding of its own."""
-    integer = node.op_type in _INTEGER or node.op_type.startswith("QLinear")
-    return integer and node.domain in QDQ_DOMAINS
+    return node.domain in QDQ_DOMAINS and (node.op_type in _INTEGER or node.op_type.startswith("QLinear"))
 
 
 def missing_arguments(node: onnx.NodeProto) -> str:

@@ -301,7 +301,7 @@ def mask_numbers(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-SECOND = "a feed-forward beside the widest, or last, of its layer"
+SECOND = "a feed-forward alongside the widest, or last, of its layer"
 STRANGE = "by what it reads it belongs to neither attention nor feed-forward"
 
 
@@ -312,7 +312,7 @@ class DetectedRoles:
     roles: dict[str, set[Role]] = field(default_factory=lambda: defaultdict(set))
     attentions: dict[str, int] = field(default_factory=dict)  # and head size
     products: set[str] = field(default_factory=set)  # modules whose products are those of an attention
-    seconds: set[str] = field(default_factory=set)  # linears of feed-forwards beside the one of a layer
+    seconds: set[str] = field(default_factory=set)  # linears of feed-forwards alongside the one of a layer
 
     def give(self, steps: Iterable[FlowStep], role: Role) -> None:
         for step in steps:

@@ -48,7 +48,7 @@ class Residual:
     """A tensor that a layer adds to what a linear made."""
 
     module: str  # that adds it, inside a layer; empty: the layer itself
-    readers: tuple[Role, ...]  # linears that read the same tensor; none behind a LayerNorm of its own
+    readers: tuple[Role, ...]  # linears that read the same tensor; none after a LayerNorm of its own
 
 
 @dataclass(frozen=True)

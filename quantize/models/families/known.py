@@ -167,7 +167,7 @@ DEBERTA_V2 = replace(
 # whose whole path is tested
 FAMILIES = (BERT, ROBERTA, ELECTRA, DISTILBERT, MPNET, ALBERT, DEBERTA_V2, MODERNBERT)
 # Families that recipes with a layout describe, by model type. A recipe enters its own when it is read, and
-# again when it is held to a model: the whole program asks for the family of a model by its type alone.
+# again when it meets a model: the whole program asks for the family of a model by its type alone.
 _DESCRIBED: dict[str, Family] = {}
 
 

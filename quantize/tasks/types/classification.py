@@ -63,7 +63,7 @@ class Classification(TaskKind):
         least, most = int(labels.min()), int(labels.max())
         if least < 0 or most >= count:
             return (
-                f"go from {least} to {most}, but the task has classes 0 to {count - 1} (-1 means unlabelled)"
+                f"go from {least} to {most}, but the task has classes 0 to {count - 1} (-1 means unlabeled)"
                 "; correct them or give the right --num-labels"
             )
         return ""

@@ -259,7 +259,7 @@ class TaskKind(ABC):
         return bool(np.ptp(answers, axis=0).max() <= SAME)
 
     # Training: float32 scalars, summed over rows, of answers of any floating type [answers, width] and their
-    # labels, or a teacher's answers and a temperature; `counts` is the number of answers of each row.
+    # labels, or a teacher's answers and a temperature. `counts` is the number of answers of each row.
 
     def loss(self, answers: "Tensor", labels: "Tensor", counts: "Tensor") -> "Tensor":
         raise NotImplementedError

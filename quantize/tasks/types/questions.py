@@ -158,7 +158,7 @@ class QuestionAnswering(TaskKind):
         if lost:
             return (
                 f"are not at their answer_start in column {context!r} in {lost} of {count} rows; count "
-                "characters from 0, and give the text as it stands in the context"
+                "characters from 0, and give the text as in the context"
             )
         return ""
 

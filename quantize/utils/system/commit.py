@@ -9,15 +9,12 @@ RECORD = Path(__file__).with_name("commit.txt")  # in an sdist and in a wheel; n
 def find_commit(root: Path) -> str | None:
     """Return the commit of the checkout at `root`, with "-dirty", or the one that the build recorded."""
     try:
-        if Path(_git(root, "rev-parse", "--show-toplevel")) == root and _is_ours(root):
+        ours = 'name = "qdqbench"' in (root / "pyproject.toml").read_text(encoding="utf-8")
+        if ours and Path(_git(root, "rev-parse", "--show-toplevel")) == root:
             return _git(root, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
     except (OSError, subprocess.SubprocessError):
         pass  # no git, no repository
     return RECORD.read_text(encoding="utf-8").strip() if RECORD.is_file() else None
-
-
-def _is_ours(root: Path) -> bool:
-    return 'name = "qdqbench"' in (root / "pyproject.toml").read_text(encoding="utf-8")
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""The CPU that this process runs on, and what it has for INT8 and BF16."""
+"""The CPU and memory that this process runs on, and what it has for INT8 and BF16."""
 
 import math
 import os
@@ -68,6 +68,15 @@ def quota() -> int | None:
         return None
     most = max(1, math.ceil(int(given) / int(period)))
     return most if most < len(usable_cores()) else None
+
+
+def find_memory() -> int:
+    """Return the bytes of memory that this process may take: a container's (cgroup v2 or v1) or all."""
+    import psutil
+
+    paths = (_CGROUPS / "memory.max", _CGROUPS / "memory" / "memory.limit_in_bytes")
+    given = (path.read_text(encoding="ascii").strip() for path in paths if path.is_file())
+    return min([psutil.virtual_memory().total, *(int(text) for text in given if text.isdecimal())])
 
 
 def cpu_hazards(cpu: Cpu) -> list[str]:

@@ -31,8 +31,8 @@ def commit_of(repository: str, kind: RepoKind, revision: str | None = None) -> s
         commit = _cached(repository, kind, revision)
         if commit is None:
             raise HubError(
-                f"the hub cannot be reached ({_reason(error)}), and its cache does not tell which commit "
-                "is meant; give a folder, the 40 digits of a commit as revision, or the connection"
+                f"the hub cannot be reached ({_reason(error)}), and its cache names no commit; "
+                "give a folder, a commit's 40 digits as revision, or the connection"
             ) from error
     assert commit is not None
     return commit

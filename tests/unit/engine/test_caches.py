@@ -54,7 +54,7 @@ def test_what_the_builder_refuses_is_noted_and_replaced(tmp_path, blob):
     timings = file_at(path)
     timings.keep(set_timings(config, timings).serialize())
     assert config.cache.content == b""
-    assert timings.notes == ["timing.cache is ignored and made anew: the builder refuses it"]
+    assert timings.notes == ["timing.cache is ignored and made again: the builder refuses it"]
     assert file_at(path).blob == b"+new"
 
 
@@ -63,7 +63,7 @@ def test_another_version_is_noted_before_the_builder_sees_it(tmp_path):
     file_at(path, "10.14.1").keep(b"old")
     timings = file_at(path)
     assert timings.blob == b""
-    assert timings.notes == ["timing.cache is ignored and made anew: version was 10.14.1 and is 10.16.0"]
+    assert timings.notes == ["timing.cache is ignored and made again: version was 10.14.1 and is 10.16.0"]
 
 
 def test_the_file_says_where_it_is_from_and_is_written_for_news_only(tmp_path):

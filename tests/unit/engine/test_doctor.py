@@ -87,6 +87,12 @@ def here():
     return look(offline=True)
 
 
+def test_offline_asks_nobody(monkeypatch):
+    monkeypatch.setattr(doctor, "probe", lambda names: dict.fromkeys(names, Library(version=None)))
+    monkeypatch.setattr(doctor.threading, "Thread", lambda **_: pytest.fail("a thread was made"))
+    assert look(offline=True).hub == "not asked"
+
+
 def test_this_machine(here):
     assert here.libraries["torch"].version
     assert here.hub == "not asked"

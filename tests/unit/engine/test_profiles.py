@@ -64,7 +64,7 @@ def test_data_that_no_profile_takes_is_known_before_any_work(lengths, batch_size
     assert "\n" not in str(caught.value)
     longest = max(end[1] for end in ends)
     if max(lengths) > longest:
-        limit = f"more than the {longest} tokens that engine.shapes takes, the longest {max(lengths)};"
+        limit = f"more than {longest} tokens (engine.shapes), the longest {max(lengths)};"
         assert limit in str(caught.value)
 
 

@@ -29,6 +29,7 @@ from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.index import GraphIndex, module_of
 from qdqbench.quantize.graph.rewrites import (
+    clip_scaled_linears,
     join_heads,
     list_sequence_first,
     note_unjoined,
@@ -483,6 +484,24 @@ def test_answers_to_tokens_stay_in_their_order(tiny_bert: Path) -> None:
     ours, theirs = run_onnxruntime(other, batch), run_onnxruntime(graph, batch)
     for name, value in ours.items():
         np.testing.assert_array_equal(value, theirs[name])
+
+
+def test_a_clip_after_a_linear_that_is_scaled_changes_no_number_and_is_counted() -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["y"], name="linear"),
+        helper.make_node("Mul", ["y", "first"], ["a"]),
+        helper.make_node("Mul", ["y", "second"], ["b"]),
+        helper.make_node("Add", ["a", "b"], ["z"]),
+    ]
+    constants = {name: np.full(2, 0.25, np.float32) for name in ("first", "second")}
+    constants["w"] = np.eye(2, dtype=np.float32)
+    graph = model_of(nodes, {"x": ["n", 2]}, {"z": ["n", 2]}, constants)
+    feeds = {"x": np.array([[1e5, -3e38], [-0.0, 1.0]], np.float32)}
+    before = tiny.run_onnx(graph, feeds)
+    assert clip_scaled_linears(graph) == 1
+    onnx.checker.check_model(graph, full_check=True)
+    assert Counter(node.op_type for node in graph.graph.node)["Clip"] == 1
+    np.testing.assert_array_equal(tiny.run_onnx(graph, feeds), before)
 
 
 def test_a_graph_without_attention_stays(tiny_bert: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from qdqbench.quantize.graph.export import trace
+from qdqbench.quantize.graph.index import GraphIndex
 from qdqbench.quantize.graph.precision import to_fp16
+from qdqbench.quantize.models.attention import MASK_FILL, make_additive_mask
 from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_model, prepare_model
@@ -54,6 +56,27 @@ def test_logits_are_those_of_eager_attention(model_type: str, tmp_path: Path) ->
             found, wanted = own(**inputs).logits, eager(**inputs).logits
         assert wanted.std(dim=0).max() > 0.1  # random weights answer each sample otherwise
         assert (found - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("seen", [[1, 1, 0], [True, True, False]])
+def test_what_is_not_seen_is_filled_and_the_rest_is_not_moved(seen: list[Any], dtype: torch.dtype) -> None:
+    added = make_additive_mask(torch.tensor(seen), dtype)
+    assert torch.equal(added, torch.tensor([0.0, 0.0, MASK_FILL], dtype=dtype))
+    assert (added + torch.tensor(0.1875, dtype=dtype))[0] == 0.1875
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_graph_chooses_its_mask_and_never_multiplies_by_it(model_type: str, tmp_path: Path) -> None:
+    """OpenVINO takes (1 - mask) * c for a dequantization."""
+    graph = trace(load_model(str(write_model(tmp_path, model_type))), 20)
+    index = GraphIndex(graph)
+    filled = set()
+    for node in graph.graph.node:
+        constants = [index.constant(name) for name in node.input]
+        if any(each is not None and each.size == 1 and each == MASK_FILL for each in constants):
+            filled.add(node.op_type)
+    assert filled == {"Where"}
 
 
 def batch_of(length: int) -> dict[str, Any]:

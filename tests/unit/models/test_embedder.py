@@ -144,7 +144,7 @@ def refusal(folder: Path, pooling: Pooling | None = None) -> str:
 class TestRefused:
     def test_a_plain_encoder_untold_or_contradicted(self, tmp_path: Path) -> None:
         message = refusal(tiny_embedder.plain_encoder(write_sentence_folder(tmp_path)))
-        assert "does not say how the tokens of a text become its embedding" in message
+        assert "does not say how it pools tokens" in message
         assert "give --pooling mean, cls or last" in message
         message = refusal(write_sentence_folder(tmp_path), Pooling(mode="cls", normalize=True))
         assert "says itself that it pools by mean, with normalization; drop --pooling" in message

@@ -36,7 +36,7 @@ def test_little_loss_and_known_lengths_are_not_worth_a_word(record: Any, lengths
 @pytest.mark.parametrize("centered", [False, True])
 def test_a_large_loss_is_named_with_its_layers_and_the_cure(centered: bool) -> None:
     (said,) = softmax_warnings(session_of(100), record_of(0.1, 0.25, 0.4, centered=centered))
-    assert "layer.1, layer.2 off by up to 40% (at 128 tokens, 30% of the attention rounds to zero)" in said
+    assert "layer.1, layer.2 off by up to 40%: at 128 tokens, 30% of the attention rounds to zero;" in said
     assert ("calibration.softmax_scale: min-error" in said) != centered
     assert "type Attention and precision fp16" in said
 

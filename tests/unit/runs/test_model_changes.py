@@ -43,7 +43,7 @@ def test_each_change_is_counted():
         "smoothing": 3,
         "scaled rows": 1,
         "split channels": 2,
-        "centred values": 1,
+        "centered values": 1,
         "INT8 attention": 1,
         "FP16": 1,
         "joined heads": 3,
@@ -57,7 +57,7 @@ def test_biases_that_moved_are_told_from_values_that_were_centred():
     centers = {name: [0.5] for name in (ROLES[1], ROLES[2], LINEARS[3])}
     found = said(scales="tensor", attention=(SELF,), centers=centers)
     assert found["moved biases"][0] == 2
-    assert "centred values" not in found
+    assert "centered values" not in found
 
 
 @pytest.mark.parametrize("to_tanh", [True, False])

@@ -86,6 +86,35 @@ def test_separators_and_encodings_are_found_and_said(tmp_path, name, mark, encod
     assert any(said in line for line in (*notes, *warnings)) if said else not notes
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".parquet"])
+def test_texts_that_are_not_utf8_are_refused_and_only_read_where_the_reader_takes_them(
+    tmp_path, suffix, monkeypatch
+):
+    import datasets
+    import pyarrow
+    from pyarrow import parquet
+
+    validated, real = [], datasets.table.Table.validate
+    monkeypatch.setattr(
+        datasets.table.Table, "validate", lambda *a, **more: (validated.append(suffix), real(*a, **more))
+    )
+    path = tmp_path / f"validation{suffix}"
+    for text, fault in ((b"fine", False), (b"\xffine", True)):
+        codes = pyarrow.array([text], pyarrow.binary())
+        column = pyarrow.StringArray.from_buffers(1, *codes.buffers()[1:])
+        if suffix == ".parquet":
+            parquet.write_table(pyarrow.table({"text": column, "label": [1]}), path)
+        else:
+            row = b'{"text": "%s", "label": 1}' if suffix == ".json" else b"text,label\n%s,1\n"
+            path.write_bytes(row % text)
+        if fault and suffix != ".csv":  # a CSV is read in another encoding, and a warning says so
+            with pytest.raises(UserError, match=r"cannot read .*[Ii]nvalid"):
+                read(OWN, tmp_path)
+        else:
+            assert read(OWN, tmp_path)[1] == [1]
+    assert bool(validated) is (suffix != ".csv")
+
+
 def test_one_file_is_split_the_same_way_each_time_if_it_can_be(tmp_path):
     path = write(tmp_path, "all.csv", [(f"text {n}", n % 2) for n in range(50)])
     judged, trained = read(OWN, path)[0], read(OWN, path, "train")[0]

@@ -122,7 +122,7 @@ def test_no_samples_asked_for(tmp_path, limit):
     ("task", "columns", "message"),
     [
         (SST2, {"label": [0, 1, 2, 0, 1, 0]}, "from 0 to 2.*classes 0 to 1.*--num-labels"),
-        (SST2, {"label": [0, 1, -1, 0, 1, 0]}, "from -1 to 1.*unlabelled"),
+        (SST2, {"label": [0, 1, -1, 0, 1, 0]}, "from -1 to 1.*unlabeled"),
         (SST2, {"label": [-1] * 6}, "test splits of GLUE have no labels"),
         (SST2, {"label": [0, 1, None, 0, 1, 0]}, "missing in 1 of 6 rows"),
         (SST2, {"label": [None] * 6}, "missing in 6 of 6 rows"),

@@ -46,6 +46,6 @@ def test_the_halves_of_a_file_share_no_text_and_lose_none(count: int) -> None:
 
 
 def test_a_file_has_no_other_split() -> None:
-    said = r"is a single file, half of which is split 'train' and half .*'test'"
+    said = r"is a single file: one half is split 'train' and the other .*'test'"
     with pytest.raises(UserError, match=said):
         draw_half(["a"], NAMES, "test", "a.txt")

@@ -32,9 +32,9 @@ def test_what_is_lost_and_what_is_left():
 @pytest.mark.parametrize(
     ("status", "lines", "wrong"),
     [
-        (130, ["qdqbench: interrupted; the same command goes on"], 0),
-        (1, ["qdqbench: interrupted; the same command goes on"], 1),
-        (130, ["Traceback", "qdqbench: interrupted; the same command goes on"], 1),
+        (130, ["qdqbench: interrupted; the same command resumes"], 0),
+        (1, ["qdqbench: interrupted; the same command resumes"], 1),
+        (130, ["Traceback", "qdqbench: interrupted; the same command resumes"], 1),
         (1, ["qdqbench: unexpected failure, x"], 3),
     ],
 )

@@ -1,16 +1,20 @@
 """Figures of the load test in the documents are those of its file, and the file says that all of it held."""
 
+import asyncio
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from scipy.stats import linregress
 
+from ...tools import load_serve
 from ...tools.load_serve import (
     SAMPLE_S,
     SOAKED,
     Load,
+    Seen,
     mixed,
     remember,
     soak_table,
@@ -54,9 +58,15 @@ def test_the_document_has_the_figures_of_the_soak():
     late = kept["means_mb"][1:]
     slope = linregress([5 * n / 60 for n in range(len(late))], late).slope
     assert f"slope is {slope:.1f} MB an hour" in " ".join(text.split())
+    full = found["capacity"]["tasks"]["all"]
+    assert f"{full['answered_per_s']} answers a second" in text
+    assert f"{full['statuses']['503']:,} of their {full['requests']:,} requests got 503" in " ".join(
+        text.split()
+    )
     killed = found["soak_70"]["killed"] + found["overload_300"]["killed"]
     assert f"{killed} workers were killed" in text
     assert f"seed {found['machine']['seed']}" in text
+    assert f"was at most {found['memory']['most_mb'][1]} MB" in text
 
 
 def test_what_does_not_hold_in_a_soak_is_found():
@@ -81,6 +91,37 @@ def test_a_leak_is_told_from_noise(leak):
     low, high = remember(rows, 3600)["kept"]["ci95"]
     assert low < leak < high
     assert high - low < 2
+
+
+def test_the_peak_of_the_overload_is_of_the_overload_alone(monkeypatch):
+    taken = []
+
+    async def watch(spared, memory):
+        taken.append(memory)
+        await asyncio.sleep(3600)
+
+    class Quiet(Load):
+        async def learn(self):
+            pass
+
+        async def closed(self, seconds, clients):
+            return Seen(), 1.0
+
+        async def at_rate(self, seconds, rate, **_):
+            await asyncio.sleep(0)
+            taken[0].append((0.0, 600.0, 900.0) if seconds > 30 else (0.0, 500.0, 1000.0))
+            return Seen(), 1.0
+
+    for name, value in {
+        "Load": Quiet,
+        "watch": watch,
+        "workers_of": lambda pid: [pid],
+        "remember": lambda memory, seconds: {},
+    }.items():
+        monkeypatch.setattr(load_serve, name, value)
+    servers = {name: (SimpleNamespace(pid=place), 0) for place, name in enumerate(SOAKED)}
+    found = asyncio.run(load_serve.soak(servers, 1, 0))
+    assert found["memory"] == {"most_mb": [600.0, 1000.0], "overload_300_most_mb": [500.0, 1000.0]}
 
 
 @pytest.mark.parametrize("task", SOAKED)

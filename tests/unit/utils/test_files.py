@@ -169,7 +169,14 @@ def test_what_a_killed_process_was_writing_goes_and_of_a_living_one_stays(tmp_pa
 
 
 def test_a_file_that_vanished_is_named_and_no_other_error():
-    told = str(files.vanished(FileNotFoundError(2, "No such file or directory", "runs/a/model.onnx")))
-    assert told.startswith("runs/a/model.onnx is gone")
-    assert files.vanished(FileNotFoundError()) is None
-    assert files.vanished(PermissionError(13, "Permission denied", "a")) is None
+    def told(name, *given):
+        return str(files.vanished(FileNotFoundError(2, "No such file or directory", name), given))
+
+    absolute = str(Path("runs/a/model.onnx").resolve())
+    for name in ("runs/a/model.onnx", absolute):
+        for word in ("runs", "runs/a/", "--out=runs/a", absolute):
+            assert told(name, "run", word).startswith(f"{name} is gone")
+    for name in ("nvcc", "/usr/bin/nvcc", "/proc/1/x", "runs-2/model.onnx"):
+        assert told(name, "run", "", "--out=runs", "runs/b") == "None"
+    assert files.vanished(FileNotFoundError(), ["."]) is None
+    assert files.vanished(PermissionError(13, "Permission denied", "a"), ["."]) is None

@@ -159,7 +159,7 @@ def test_an_accumulator_that_overflows_is_told_apart(tiny_bert: Path, tmp_path: 
     assert "raw INT32 accumulator" in result.cause
     assert "per-channel weights with FP16 scales" in result.cause
     other = found(tiny_bert, overflow(node, HIDDEN), exported(tiny_bert), tmp_path)
-    assert other.cause.startswith("FP16 overflow behind the INT8 GEMM")
+    assert other.cause.startswith("FP16 overflow after the INT8 GEMM")
 
 
 def test_an_overflowing_norm(tiny_bert: Path, tmp_path: Path) -> None:

@@ -145,6 +145,29 @@ def test_weights_are_uint8_where_sums_would_saturate(graphs, monkeypatch):
     assert {row.constants[0] for row in rows} == {"UInt8"}
 
 
+def row(name: str, kind: str, nodes: list[str]) -> LayerRow:
+    return LayerRow(name=name, kind=kind, onnx=nodes, inputs=[], constants=[], outputs=[], kernel="k")
+
+
+def test_a_product_of_two_activations_keeps_a_name_like_openvinos():
+    """PyTorch's exporter named nodes so, too, and no weight has a name for this one."""
+    nodes = [
+        onnx.helper.make_node("MatMul", ["a", "b"], ["c"], name="MatMul_7"),
+        onnx.helper.make_node("Softmax", ["c"], ["d"], name="Softmax_8"),
+    ]
+    graph = model_of(nodes, {"a": [4, 4], "b": [4, 4]}, {"d": [4, 4]})
+    model = compile_model("openvino", graph.SerializeToString(), blob=False, compute="fp32")
+    assert [each.row.onnx for each in model.kernels() if each.row.kind == "gemm"] == [["MatMul_7"]]
+
+
+def test_only_a_gemm_gets_the_product_of_its_weight():
+    """A row of another kind may name the weight, such as its conversion."""
+    graph = model_of([onnx.helper.make_node("MatMul", ["x", "w"], ["y"], name="/dense/MatMul")], {}, {})
+    rows = [row("convert", "Convert", ["w"]), row("dense", "gemm", ["w"])]
+    name_products(rows, graph)
+    assert [each.onnx for each in rows] == [["w"], ["/dense/MatMul"]]
+
+
 def test_a_product_without_a_name_goes_to_what_it_feeds():
     helper = onnx.helper
     nodes = [
@@ -154,9 +177,6 @@ def test_a_product_without_a_name_goes_to_what_it_feeds():
         helper.make_node("MatMul", ["p", "v"], ["o"], name="/self/MatMul_1"),
         helper.make_node("MatMul", ["o", "w"], ["x"], name="/dense/MatMul"),
     ]
-
-    def row(name: str, kind: str, nodes: list[str]) -> LayerRow:
-        return LayerRow(name=name, kind=kind, onnx=nodes, inputs=[], constants=[], outputs=[], kernel="k")
 
     rows = [
         row("attention", "attention", ["/self/Softmax", "/self/MatMul_1"]),

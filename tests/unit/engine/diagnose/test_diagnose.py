@@ -316,7 +316,7 @@ def test_two_of_one_kind_are_refused(tmp_path):
         (b"\x80\x04\x95\x10", "pickle"),
         (b"\x1f\x8b\x08", "gzip"),
         (b"", "is empty"),
-        (b"{}", "neither a layer table"),
+        (b"{}", "but no layer table"),
         (b'[{"values": []}]', "outputs of an engine"),
         (b"just text", "is text"),
         (b"ptrt" + bytes(8), "no whole engine"),

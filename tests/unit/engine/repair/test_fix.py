@@ -4,6 +4,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -262,7 +263,9 @@ def test_an_endless_loop_ends_and_leaves_nothing(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["loop.onnx"]
 
 
-@pytest.mark.parametrize(("limit", "named"), [("BUILD_SECONDS", "0 s"), ("BUILD_MEMORY", "0% of the memory")])
+@pytest.mark.parametrize(
+    ("limit", "named"), [("BUILD_SECONDS", "0 s"), ("BUILD_MEMORY", "0% of the machine's memory")]
+)
 def test_an_engine_that_takes_too_much_is_given_up(limit, named, tmp_path, monkeypatch):
     pytest.importorskip("tensorrt_rtx")
     onnx.save(float_layer(), tmp_path / "model.onnx")
@@ -271,9 +274,21 @@ def test_an_engine_that_takes_too_much_is_given_up(limit, named, tmp_path, monke
     assert row.refused == f"the builder took over {named} for model.onnx and was stopped"
 
 
+def test_an_engine_may_not_take_the_memory_of_a_container(tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text("1048576\n")  # less than this process has
+    monkeypatch.setattr("qdqbench.quantize.utils.system.cpu._CGROUPS", tmp_path)
+    monkeypatch.setattr(
+        "qdqbench.quantize.engine.repair.fix.build_engine", lambda *_, progress: progress("build", 0.5)
+    )
+    onnx.save(float_layer(), tmp_path / "model.onnx")
+    row = engine_row(tmp_path / "model.onnx", SimpleNamespace(name="tensorrt", version="11"))
+    assert row.refused == "the builder took over 80% of the machine's memory for model.onnx and was stopped"
+
+
 CTRL_C = """
 import os, signal, sys, threading, time
 from pathlib import Path
+from types import SimpleNamespace
 import numpy as np
 from qdqbench.quantize.engine.repair.runs import run_outputs
 

@@ -331,7 +331,7 @@ def test_a_cache_of_another_place_is_ignored_noted_and_replaced(gpu, engine_file
     with Engine(*engine_file, runtime_cache=cache) as engine:
         engine.run(batch(1, 32))
         assert why in engine.notes[0]
-        assert engine.notes[0].startswith("runtime.cache is ignored and made anew")
+        assert engine.notes[0].startswith("runtime.cache is ignored and made again")
         assert bool(gpu.loaded) == gpu.refuses_cache
     gpu.refuses_cache = False
     with Engine(*engine_file, runtime_cache=cache) as engine:

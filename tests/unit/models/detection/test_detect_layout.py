@@ -79,7 +79,7 @@ def test_a_gated_feed_forward_of_two_linears() -> None:
     assert found.family.attention is None  # it rotates q and k
 
 
-SECOND = "a feed-forward beside the widest, or last, of its layer"
+SECOND = "a feed-forward alongside the widest, or last, of its layer"
 STRANGE = "by what it reads it belongs to neither attention nor feed-forward"
 CONVOLUTION = "a convolution; only linears become INT8"
 

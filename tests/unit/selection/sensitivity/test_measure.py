@@ -77,7 +77,7 @@ def test_linears_without_a_rule_are_per_channel() -> None:
     assert found.plan.scaling_of(OUTPUTS[0]).smoothing == "none"  # no LayerNorm before it
     assert found.plan.scaling_of("bert.encoder.layer.0.attention.self.key").smoothing == "gain"
     assert found.plan.scaling_of("classifier").smoothing == "none"
-    assert any(f"{5 * LAYERS} linears of the encoder are not INT8" in note for note in found.notes)
+    assert any(f"{5 * LAYERS} encoder linears are not INT8" in note for note in found.notes)
 
 
 def test_candidates_are_calibrated_as_the_recipe_that_has_them_would() -> None:

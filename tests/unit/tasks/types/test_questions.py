@@ -143,7 +143,7 @@ def test_losses_are_over_the_tokens_of_a_window():
         ({"answers": ["good"]}, "are string; map them to objects with the lists text and answer_start"),
         ({"answers": [{"text": ["it"], "answer_start": [1]}]}, "not at their answer_start .* in 1 of 1 rows"),
         ({"answers": [{"text": ["a", "b"], "answer_start": [0]}]}, "in all but 1 of 1 rows"),
-        ({"question": ["is " * 20]}, "1 texts in column 'question' have more than 12 tokens"),
+        ({"question": ["is " * 20]}, "1 texts in column 'question' exceed 12 tokens"),
         ({"context": [None]}, r"'context' of .* (holds null|has 1 empty)"),
     ],
 )

@@ -74,7 +74,7 @@ def test_without_a_connection_the_cache_tells(hub, tmp_path):
     with pytest.raises(HubError, match=r"cannot be reached \(ConnectionError: no route to the hub\)"):
         commit_of("o/m", "model", "v2")
     cache(tmp_path, "models--o--n", A, B)
-    with pytest.raises(HubError, match="does not tell which commit"):
+    with pytest.raises(HubError, match="names no commit"):
         commit_of("o/n", "model")
 
 

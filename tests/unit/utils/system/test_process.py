@@ -41,6 +41,16 @@ def test_a_quota_counts_where_it_is_less_than_the_cores(given, cores, cgroups):
     assert cpu.quota() == cores
 
 
+@pytest.mark.parametrize("path", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_container_limits_the_memory(path, cgroups):
+    whole = cpu.find_memory()
+    assert whole > 1 << 20
+    (cgroups / path).parent.mkdir(exist_ok=True)
+    for given, bytes_of in (("max", whole), ("9223372036854771712", whole), ("1048576", 1 << 20)):
+        (cgroups / path).write_text(f"{given}\n")
+        assert cpu.find_memory() == bytes_of
+
+
 def test_threads_sleep_and_what_is_set_stays(cgroups):
     environ = {}
     use_passive_wait(environ)
@@ -239,5 +249,5 @@ app.program()
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_a_library_makes_an_error_of_is_a_signal(number):
     done = python(SWALLOWED.format(number.name), check=False)
-    told = "qdqbench: interrupted; what is finished is kept, and the same command goes on\n"
+    told = "qdqbench: interrupted; what is finished is kept, and the same command resumes\n"
     assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", told)
