@@ -336,4 +336,5 @@ def _notes(target: Target, options: BenchPlan, backend: tuple[str, str], capabil
     if options.device == "gpu":
         return notes + find_hazards(*backend, capability)
     on_cpu = "measured on a CPU: says nothing about a GPU"
-    return [*notes, *cpu_hazards(find_cpu()), on_cpu, *busy_notes()]
+    busy = [] if options.quick else busy_notes()  # after the stages of a run any CPU was busy
+    return [*notes, *cpu_hazards(find_cpu()), on_cpu, *busy]

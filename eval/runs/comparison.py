@@ -338,6 +338,7 @@ def _latencies(bench: Bench) -> Iterator[RunLatency]:
         row = row_of(config, best.system if best else "int8")
         if row is not None and row.median_ms is not None:
             at = config_label(config, bench.settings.dataset)
+            at += " (quick bench)" if bench.settings.quick else ""
             yield RunLatency(config=at, system=row.system, median_ms=row.median_ms, speedup=best)
 
 
@@ -589,7 +590,7 @@ def _latency_text(latency: RunLatency) -> str:
     text = f"{latency.config} {latency.median_ms:.3g} ms"
     if (ratio := latency.speedup) is None:
         return text
-    interval = "" if ratio.ci95_low is None else f" [{ratio.ci95_low:.2f}, {ratio.ci95_high:.2f}]"
+    interval = f" {ratio.interval}" if ratio.interval else ""
     return f"{text}, {ratio.value:.2f}x over {ratio.baseline}{interval}"
 
 

@@ -76,7 +76,7 @@ def test_no_step_of_the_first_hour_is_a_dead_end(qdqbench, desk, tmp_path):
             "has semicolons",
             "a fifth of it",
             "numbered bad = 0, good = 1",
-            "until `qdqbench bench RUN`",
+            "(quick bench, 95% CI [",
         ):
             assert words in flat(done.out), words
         report = Path(re.search(r"report: (\S+)", done.out)[1])

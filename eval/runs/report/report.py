@@ -176,11 +176,13 @@ def _delta_tile(title: str, versus: Comparison, metric: str, holds: bool) -> doc
 
 def _speed_tile(results: Results) -> doc.Tile:
     if not results.speed:
-        return doc.Tile("speed", "unknown", "`qdqbench bench RUN` measures it")
+        return doc.Tile("speed", "not measured", "`qdqbench bench RUN` measures it")
     least = min(results.speed, key=lambda speed: speed.value)
     asked = results.gate.min_speedup
     state = doc.bad_unless(least.verdict != "slower" and (asked is None or least.value >= asked))
     remark = f"over {least.baseline} at {least.config}"
+    if least.quick:
+        remark = f"{least.interval} {remark}, quick bench"
     if len(results.speed) > 1:
         remark += f", the least of {len(results.speed)}"
     if least.verdict == "inconclusive":

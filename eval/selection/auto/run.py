@@ -214,7 +214,7 @@ class AutoRun:
         files.write_text(self.folder / name / RECIPE, dump_recipe(step.recipe))
         session = open_run(self.config.model_copy(update={"recipe": step.recipe}), folder)
         self._share_baseline(folder, before)
-        results = run_until(session, None, follow(session, self._show(name)))
+        results = run_until(session, None, follow(session, self._show(name)), quick_bench=False)
         assert results is not None
         self.say(f"{name}: timing")
         source, timed = self._time(session)
