@@ -167,15 +167,21 @@ def bench_report(bench: Bench) -> doc.Report:
         [doc.Section("speed", "Speed", _blocks(bench))],
         _verdict(bench, ratios),
         tiles=[
-            doc.Tile(config_text(bench, config), f"{ratio.value:.2f}x",
-                 f"over {_named(bench, config, ratio.baseline).text} ms",
-                 doc.bad_unless(ratio.verdict != "slower"))
+            _tile(bench, config, ratio)
             for config, ratio in [*zip(bench.configs, ratios, strict=True)][:5]
             if ratio is not None
         ],
         warnings=bench.warnings,
         notes=bench.notes,
-    )  # fmt: skip
+    )
+
+
+def _tile(bench: Bench, config: BenchConfig, ratio: Speedup) -> doc.Tile:
+    remark = f"over {_named(bench, config, ratio.baseline).text} ms"
+    if ratio.verdict == "inconclusive":
+        remark += f"; inconclusive: {ratio.interval}"
+    states: dict[SpeedVerdict, doc.State] = {"slower": "bad", "inconclusive": "unclear"}
+    return doc.Tile(config_text(bench, config), f"{ratio.value:.2f}x", remark, states.get(ratio.verdict, ""))
 
 
 def bench_blocks(found: Bench | str) -> list[doc.Block]:

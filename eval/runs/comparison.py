@@ -18,7 +18,6 @@ from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting.formats import cleaned, count_of, in_points, known, label, model_label, size
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.report import verdict
-from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.tasks import metrics
@@ -226,11 +225,9 @@ class LoadedRun:
 
     @cached_property
     def classes(self) -> list[str]:
-        """Return the model's class names, or their numbers if the model is not there any more."""
-        if self.task.classes:
-            return list(self.task.classes)
+        """Return the names of the classes, or their numbers if the model is not there any more."""
         try:
-            return read_class_names(self.session.model_name, self.config.revision, self.task.kind)
+            return [*self.session.class_names]
         except UserError:
             return [str(number) for number in range(self.task.num_labels)]
 

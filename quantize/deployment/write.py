@@ -20,7 +20,7 @@ from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models import identity
-from qdqbench.quantize.models.load import load_config, read_class_names
+from qdqbench.quantize.models.load import load_config
 from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import dump_recipe
@@ -30,7 +30,7 @@ from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
 from qdqbench.quantize.tasks.types.kind import TaskKind
 from qdqbench.quantize.tasks.types.questions import QUESTIONS
 from qdqbench.quantize.tasks.types.reranking import RERANKING
-from qdqbench.quantize.tasks.types.tokens import TOKENS, is_named
+from qdqbench.quantize.tasks.types.tokens import TOKENS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
@@ -83,15 +83,8 @@ def describe_texts(kind: TaskKind, columns: int) -> dict[str, Any]:
 
 def read_labels(session: Session) -> list[str]:
     """Return the names of the answers' columns; empty where they are no classes."""
-    config, task, kind = session.config, session.config.task, session.config.task.kind
-    if kind not in (CLASSIFICATION, TOKENS):
-        return []
-    labels = task.classes or tuple(read_class_names(session.model_name, config.revision, kind))
-    if not is_named(labels) and kind is TOKENS:  # the data's names, if it has some
-        labels = next(iter(session.gold.values())).classes
-    elif not is_named(labels):
-        labels = task.values or labels
-    return [*labels]
+    classified = session.config.task.kind in (CLASSIFICATION, TOKENS)
+    return [*session.class_names] if classified else []
 
 
 def _read_pooling(session: Session) -> identity.Pooling | None:
