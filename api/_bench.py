@@ -110,8 +110,8 @@ def bench(  # noqa: PLR0913
             plan = plan.model_copy(update={"splits": splits})
         check_lengths(opened, plan.lengths)
         save = partial(write_bench, place / BENCH_FILE)
-        told = {"command": command, "announce": progress, "note": note}
-        result = run_bench(opened, plan, work, backend=backend, save=save, **told)
+        shown = {"announce": progress, "note": note}
+        result = run_bench(opened, plan, work, command=command, backend=backend, save=save, **shown)
         return result if options.build_only else _report(result, place, written)
 
 
