@@ -121,7 +121,8 @@ def reason_lines(auto: Auto) -> list[str]:
         ]
     if step.holds:
         first = f"{step.name} is the first that holds, of {len(done)} that were tried"
-        lines = [first if len(done) > 1 else f"{step.name} holds"]
+        alone = [] if step.undecided else [f"{step.name} holds"]
+        lines = [first] if len(done) > 1 else alone
     else:
         lines = [f"None of the {len(done)} that were tried holds; {step.name} is the nearest to FP32"]
     if (nested := step.run.nested) is not None:
