@@ -77,6 +77,8 @@ importlib.import_module(f"{__name__}.quantize").__class__ = _Quantize
 
 def __getattr__(name: str) -> Any:
     """A public name from its module (PEP 562)."""
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version(__name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

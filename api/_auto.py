@@ -9,7 +9,7 @@ from qdqbench._options import AutoOptions, PoolingOptions, TaskOptions
 from qdqbench.eval.selection.auto.results import BEST_RECIPE, Auto, Criteria
 from qdqbench.eval.selection.auto.run import AutoRun, run_auto
 from qdqbench.eval.selection.search.options import SearchOptions
-from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.engine.backend import choose_backend, preferred_backend
 from qdqbench.quantize.pipeline.ownership import default_folder, identity_of, owned_folder
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe, find_recipe
@@ -21,7 +21,7 @@ from qdqbench.quantize.utils.options import take_options
 from qdqbench.quantize.utils.progress import silent
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
-FIRST_RECIPES = ("int8-attention", DEFAULT_RECIPE)  # where a family has them
+ON_GPU = "int8-attention"  # tried first for a GPU, where a family has it
 FASTER = "int8-residual-fused"  # on a GPU; tried second where a speed is asked
 LENGTH = 128
 
@@ -46,8 +46,7 @@ def auto(
         MissingDevice: the runtime that the recipes name is not installed.
     """
     name, criteria = options.model, Criteria(max_drop=options.max_drop, min_speedup=options.min_speedup)
-    fast = options.min_speedup is not None and options.backend not in CPU_BACKENDS
-    first = _first_recipes(options.recipe or (), name, options.revision, fast=fast)
+    first = _first_recipes(options.recipe or (), name, options)
     gate = criteria.model_dump()
     gated = [recipe.model_copy(update={"gate": recipe.gate.model_copy(update=gate)}) for recipe in first]
     recipes = [options.adapt(recipe) for recipe in gated]
@@ -80,13 +79,14 @@ def auto(
         return run_auto(state, options.budget, shlex.join(words))
 
 
-def _first_recipes(
-    names: Sequence[str], model: str | None, revision: str | None, *, fast: bool = False
-) -> list[Recipe]:
-    """Return the recipes that are named, without their training; else the family's, with `fast` ones."""
+def _first_recipes(names: Sequence[str], model: str | None, options: AutoOptions) -> list[Recipe]:
+    """Return the recipes that are named, without their training; else the family's for the backend."""
+    revision = options.revision
     if not names:
         careful, shipped = find_recipe(DEFAULT_RECIPE, model, revision), []
-        for shipped_name in (*FIRST_RECIPES[:-1], *([FASTER] if fast and find_gpu() else [])):
+        on_cpu = preferred_backend(options.backend or careful.engine.backend) in CPU_BACKENDS
+        faster = [FASTER] if options.min_speedup is not None and find_gpu() else []
+        for shipped_name in [] if on_cpu else [ON_GPU, *faster]:
             with contextlib.suppress(UserError):  # the family has none
                 shipped.append(find_recipe(shipped_name, model, revision))
         return [*shipped, careful]

@@ -58,7 +58,8 @@ def bench(  # noqa: PLR0913
 
     Args:
         target: run directory; or `model` is given.
-        progress, written, note: called with what is being done, with each report, with what was moved.
+        progress, written: called with what is being done, and with each report.
+        note: called with what was moved, and with about how long it takes.
         command: recorded in the result.
 
     Raises:
@@ -109,7 +110,8 @@ def bench(  # noqa: PLR0913
             plan = plan.model_copy(update={"splits": splits})
         check_lengths(opened, plan.lengths)
         save = partial(write_bench, place / BENCH_FILE)
-        result = run_bench(opened, plan, work, command=command, backend=backend, save=save, announce=progress)
+        shown = {"announce": progress, "note": note}
+        result = run_bench(opened, plan, work, command=command, backend=backend, save=save, **shown)
         return result if options.build_only else _report(result, place, written)
 
 

@@ -1,7 +1,7 @@
 """A model in memory and the files made of it: calibrate, export, check."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.graph.check.check import CheckReport, check_file
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.load import load_model, prepare_model, use_tanh_gelu
+from qdqbench.quantize.models.load import load_model, load_tokenizer, prepare_model, use_tanh_gelu
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.inspect_target import find_checked_graph, recipe_modules
 from qdqbench.quantize.pipeline.session import require_fit
@@ -25,19 +25,20 @@ from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
 from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.names import DEFAULT_RECIPE
+from qdqbench.quantize.utils.names import DEFAULT_RECIPE, count_of
 from qdqbench.quantize.utils.options import parse_options, take_options
 from qdqbench.quantize.utils.progress import silent
+from qdqbench.quantize.utils.shown import Shown
 
 if TYPE_CHECKING:
     import pandas
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Samples = Iterable[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Quantized:
+@dataclass(frozen=True, repr=False)
+class Quantized(Shown):
     """A fake-quant model with the record of its calibration."""
 
     model: "PreTrainedModel"
@@ -49,13 +50,33 @@ class Quantized:
         """One row a quantizer: where it is, and its amax."""
         return self.record.to_frame()
 
+    def facts(self) -> dict[str, Any]:
+        """Return what is shown of it."""
+        plan, given = self.plan, self.record.data.get("samples")
+        return {
+            "model": type(self.model).__name__,
+            "recipe": self.recipe.name,
+            "INT8 linears": f"{len(plan.int8)} of {len(plan.int8) + len(plan.high)}",
+            "INT8 attention": count_of(len(plan.attention), "layer"),
+            "calibration": f"{self.record.method}, {count_of(int(given or 0), 'sample')}",
+        }
 
-@dataclass(frozen=True)
-class Exported:
+    def export(self, path: str | Path) -> "Exported":
+        """Write it as ONNX, as `export` does."""
+        return export(self, path)
+
+
+@dataclass(frozen=True, repr=False)
+class Exported(Shown):
     """An ONNX file, and what its reader should know."""
 
     path: Path
     notes: list[str]
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is shown of it."""
+        notes = "; ".join(self.notes) or "none"
+        return {"path": self.path, "bytes": self.path.stat().st_size, "notes": notes}
 
 
 def load_embedder(
@@ -77,19 +98,23 @@ def load_embedder(
 
 
 def quantize(
-    model: "PreTrainedModel",
-    samples: Samples,
+    model: "PreTrainedModel | str | Path",
+    samples: "Samples | Sequence[str] | pandas.DataFrame",
     recipe: str | Path | Recipe = DEFAULT_RECIPE,
     *,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     progress: Callable[[int], None] = silent,
 ) -> Quantized:
     """Calibrate a model in memory (PTQ): quantizers where the recipe says, scales from the samples.
 
     Args:
-        model: FP32 classifier, or what `load_embedder` gave; it is not changed, its copy is on its device.
-        samples: tokens to calibrate with: a list, a tokenized dataset or a data loader. An item is one
-            sample (lists of L numbers) or a batch ([B, L] arrays or tensors), with input_ids and, where they
-            are known, attention_mask and token_type_ids. All are used, more than once, without padding.
+        model: FP32 classifier, its folder or hub id, or what `load_embedder` gave; it is not changed, its
+            copy is on its device.
+        samples: tokens to calibrate with: a list, a tokenized dataset or data frame, a data loader, or one
+            batch. An item is one sample (lists of L numbers) or a batch ([B, L] arrays or tensors), with
+            input_ids and, where they are known, attention_mask and token_type_ids. All are used, more than
+            once, without padding. Or a list of texts.
+        tokenizer: of texts (default: that of the model's folder or hub id).
         recipe: shipped name, YAML file, or what `load_recipe` gave; of its calibration section split,
             samples and seed are not used.
         progress: called with the number of samples of each batch.
@@ -99,6 +124,11 @@ def quantize(
         CheckFailed: weights or an amax that are not finite, positive and plausible; names every layer.
     """
     chosen = recipe
+    if isinstance(model, str | Path):
+        tokenizer = tokenizer or (load_tokenizer(str(model)) if _are_texts(samples) else None)
+        model = load_model(str(model))
+    if not hasattr(model, "config"):
+        raise UserError(f"a {type(model).__name__} is no transformers model; give one, its folder or hub id")
     if not isinstance(chosen, Recipe):
         chosen = load_recipe(str(chosen), lambda: family_of(model.config))
     if not chosen.quantizes:
@@ -109,7 +139,13 @@ def quantize(
         use_tanh_gelu(twin, type(model).__name__)
     plan = resolve(chosen, module_table(twin), twin.base_model_prefix)
     longest = plan.family.positions(twin.config)
-    batches = _Batches(samples, chosen.calibration.batch_size, longest)
+    if _are_texts(samples):
+        if tokenizer is None:
+            raise UserError("the calibration samples are texts; give their tokenizer too: tokenizer=...")
+        cut = min(longest, chosen.export.max_length)
+        encoded = tokenizer([*samples], truncation=True, max_length=cut)
+        samples = [{"input_ids": ids} for ids in encoded["input_ids"]]
+    batches = _Batches(_list_samples(samples), chosen.calibration.batch_size, longest)
     record = ptq.calibrate(twin, plan, batches, chosen.calibration, progress)
     record.data["source"] = "samples in memory"
     return Quantized(twin, chosen, plan, record)
@@ -152,6 +188,26 @@ def check(target: str | Path, options: CheckOptions = CheckOptions()) -> CheckRe
     return check_file(path, expected_quantized=expected, allow=options.allow or ())
 
 
+def _are_texts(samples: Any) -> bool:
+    return isinstance(samples, Sequence) and len(samples) > 0 and isinstance(samples[0], str)
+
+
+def _list_samples(samples: Any) -> Samples:
+    """Return samples as items: of one batch that one, of a data frame its rows."""
+    if isinstance(samples, Mapping):
+        if "input_ids" not in samples:
+            raise UserError(
+                f"a {type(samples).__name__} of {', '.join(map(str, samples)) or 'nothing'} holds no "
+                "input_ids; give one of its splits, or a batch with them"
+            )
+        return [samples]
+    if hasattr(samples, "to_dict") and hasattr(samples, "columns"):
+        return [*samples.to_dict("records")]
+    if isinstance(samples, str) or not isinstance(samples, Iterable):
+        raise UserError(f"a {type(samples).__name__} is no calibration data; give a list of samples or texts")
+    return samples
+
+
 @dataclass(frozen=True)
 class _Batches:
     """Samples as batches of equal length, made again on each pass."""
@@ -172,6 +228,8 @@ class _Batches:
 
 def _rows(given: Mapping[str, Any], longest: int) -> Iterator[Sample]:
     """Yield the samples of an item without padding; `UserError` names what does not fit."""
+    if not isinstance(given, Mapping):
+        raise UserError(f"a calibration sample is a {type(given).__name__}; give a dict with input_ids")
     if "input_ids" not in given:
         raise UserError(f"a calibration sample has {', '.join(given) or 'nothing'}, but no input_ids")
     ids = _array(given["input_ids"])

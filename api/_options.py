@@ -168,7 +168,8 @@ class AutoOptions(EvaluationOptions):
     """Options of `auto`."""
 
     recipe: list[str] | None = field(
-        "Recipes to start with (default: int8-attention, int8-linears, and for speed int8-residual-fused).",
+        "Recipes to start with (default: int8-linears; for a GPU int8-attention first, and for speed "
+        "int8-residual-fused).",
         json_schema_extra=POSITIONAL,
     )
     budget: Duration = field(

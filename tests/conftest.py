@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -69,6 +70,24 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from .support.tiny_bert import write_tiny_bert
 
     return write_tiny_bert(tmp_path_factory.mktemp("tiny-bert"))
+
+
+@pytest.fixture
+def hub_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[object, None, None]:
+    """A stand-in for the Hub that huggingface_hub finds, with a token for it."""
+    from huggingface_hub import constants
+
+    from .support.hub_stub import TOKEN, served_hub
+
+    with served_hub() as served, warnings.catch_warnings():
+        # huggingface_hub's own call of httpx, on its way without Xet
+        warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)
+        monkeypatch.setattr(constants, "ENDPOINT", served.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield served
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {  # by what they are for
     "Inspect": (*INSPECT, run.timings, doctor.doctor),
     "Tune": (tune.sensitivity, tune.compare_calibration, tune.search),
     "Train": (run.qat, train.finetune),
-    "Deploy": (serve.deploy, serve.serve, serve.export_triton),
+    "Deploy": (serve.deploy, serve.push, serve.serve, serve.export_triton),
     "Maintainers": (train.study,),
 }
 for panel, commands in COMMANDS.items():

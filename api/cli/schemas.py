@@ -42,6 +42,15 @@ class HandedOver(Strict):
     """Program to call first."""
 
 
+class Pushed(Strict):
+    """Output of `push`."""
+
+    repository: str
+    """Repository on the Hub."""
+    url: str
+    """URL of the commit or pull request."""
+
+
 class TritonRepository(Strict):
     """Output of `export-triton`."""
 

@@ -1,4 +1,4 @@
-"""The commands `serve`, `deploy` and `export-triton`. Everything heavy is imported inside."""
+"""The commands `serve`, `deploy`, `push` and `export-triton`. Everything heavy is imported inside."""
 
 from pathlib import Path
 from typing import Annotated
@@ -39,21 +39,25 @@ def serve(run: RunFolder, settings: Settings) -> None:
     server.serve(served, settings, announce)
 
 
+Fp32 = Annotated[bool, typer.Option("--fp32", help="FP32 twin as onnx/model.onnx.")]
+
+
 def deploy(
     run: RunFolder,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for copies (default: RUN/deploy).")
     ] = None,
+    fp32: Fp32 = False,
     json: Json = False,
 ) -> None:
-    """Write a finished run for deployment: engine, graph, tokenizer, and scripts that need no qdqbench."""
+    """Write a finished run for deployment: graphs, engine, tokenizer, model card, scripts without qdqbench."""
     from qdqbench.cli.schemas import HandedOver
     from qdqbench.eval.runs.report.report import deploy as write
     from qdqbench.eval.runs.report.report import where_to_begin
 
     with status() as announce:
         announce("writing")
-        made = write(run, out)
+        made = write(run, out, fp32=fp32)
     begin = where_to_begin(made, made)
     if json:
         paths = (path for path in sorted(made.rglob("*")) if path.is_file())
@@ -61,6 +65,33 @@ def deploy(
         show_json(HandedOver(folder=str(made), files=sizes, entry_point=begin))
         return
     say(f"deploy: {plain(begin)}")
+
+
+def push(  # noqa: PLR0913
+    run: RunFolder,
+    repository: Annotated[str, typer.Argument(help="Repository on the Hub, OWNER/NAME.", show_default=False)],
+    *,
+    private: Annotated[bool, typer.Option("--private", help="Private repository.")] = False,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Pull request, no commit.")] = False,
+    fp32: Fp32 = False,
+    json: Json = False,
+) -> None:
+    """Write the deploy folder of a run whose gate passed, and upload it to the Hugging Face Hub."""
+    from qdqbench.cli.schemas import Pushed
+    from qdqbench.eval.runs.report.report import deploy as write
+    from qdqbench.quantize.deployment.push import push_folder
+    from qdqbench.quantize.pipeline.ownership import locked_for_reading
+
+    with status() as announce:
+        announce("writing")
+        made = write(run, fp32=fp32)
+        announce("uploading")
+        with locked_for_reading(run):
+            url = push_folder(made, repository, private=private, create_pr=create_pr)
+    if json:
+        show_json(Pushed(repository=repository, url=url))
+        return
+    say(f"pushed: {plain(url)}")
 
 
 def export_triton(

@@ -19,6 +19,7 @@ from qdqbench.quantize.engine import cpu_runtimes
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.models.inputs import MASK
+from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Float32
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
@@ -45,7 +46,7 @@ def prepare_on_cpu(here: systems.Preparation[CpuWork]) -> list[systems.Entry]:
     import torch
 
     here.stack.callback(torch.set_num_threads, torch.get_num_threads())
-    pool = ThreadPoolExecutor(max(here.options.streams))
+    pool = ThreadPoolExecutor(max((1, *here.options.streams)))
     here.stack.callback(pool.shutdown)
     timer, split = measure.WallTimer(pool=pool), here.config.split
     sets = [here.batches] if split else [[batch] for batch in here.batches]
@@ -73,6 +74,12 @@ def prepare_on_cpu(here: systems.Preparation[CpuWork]) -> list[systems.Entry]:
 
 def _int8_runs(here: systems.Preparation[CpuWork], system: systems.System) -> CpuRuns:
     session, config, backend = here.target.session, here.config, cast("BackendName", system.library)
+    if here.options.quick:
+        engine = artifacts.read_built(session.folder)
+        assert isinstance(engine, EngineResult)  # else there is no quick bench
+        compute, path = artifacts.cpu_compute(session.recipe), artifacts.engine_file(session.folder, engine)
+        lanes = _compiled_lanes(here, backend, path.read_bytes(), compute, blob=True)
+        return CpuRuns(lanes, f"engine of the run, {compute.upper()} where not INT8", engine)
     graph = _int8_graph(here, backend)
     shape = config.split.task if config.split else f"s{config.length}"
     path = here.folder / f"int8.{backend}.b{config.batch}.{shape}.engine"

@@ -61,6 +61,10 @@ ENGINE_SHAPES = {
     "recipe": "engines for the recipe's shapes",
 }
 GPU_UNITS = {"clock_mhz": "MHz", "power_w": "W", "temperature_c": "°C"}
+QUICK = (
+    "This is the quick bench that ends a run: one shape and one twin. `qdqbench bench RUN` measures more "
+    "shapes, PyTorch and other quantizers."
+)
 Rows = list[tuple[str, list[doc.Cell]]]
 Measurement = tuple[BenchConfig, BenchRow]
 
@@ -163,15 +167,21 @@ def bench_report(bench: Bench) -> doc.Report:
         [doc.Section("speed", "Speed", _blocks(bench))],
         _verdict(bench, ratios),
         tiles=[
-            doc.Tile(config_text(bench, config), f"{ratio.value:.2f}x",
-                 f"over {_named(bench, config, ratio.baseline).text} ms",
-                 doc.bad_unless(ratio.verdict != "slower"))
+            _tile(bench, config, ratio)
             for config, ratio in [*zip(bench.configs, ratios, strict=True)][:5]
             if ratio is not None
         ],
         warnings=bench.warnings,
         notes=bench.notes,
-    )  # fmt: skip
+    )
+
+
+def _tile(bench: Bench, config: BenchConfig, ratio: Speedup) -> doc.Tile:
+    remark = f"over {_named(bench, config, ratio.baseline).text} ms"
+    if ratio.verdict == "inconclusive":
+        remark += f"; inconclusive: {ratio.interval}"
+    states: dict[SpeedVerdict, doc.State] = {"slower": "bad", "inconclusive": "unclear"}
+    return doc.Tile(config_text(bench, config), f"{ratio.value:.2f}x", remark, states.get(ratio.verdict, ""))
 
 
 def bench_blocks(found: Bench | str) -> list[doc.Block]:
@@ -183,7 +193,9 @@ def bench_blocks(found: Bench | str) -> list[doc.Block]:
     return [
         *([doc.Bullets(failures, "bad")] if failures else []),
         f"{bench.target.name}{random}, {bench.recipe.get('name', 'recipe')}. {hardware(bench)}.",
-        *(doc.Prose(line, "unclear") for line in (*bench.warnings, *bench.notes)),
+        *([QUICK] if bench.settings.quick else []),
+        *(doc.Prose(line, "unclear") for line in bench.warnings),
+        *(doc.Prose(line, "quiet") for line in bench.notes),
         *_blocks(bench),
     ]
 
@@ -286,7 +298,7 @@ def config_text(bench: Bench, config: BenchConfig) -> str:
 def ratio_cell(ratio: Speedup | None) -> doc.Cell:
     if ratio is None:
         return doc.Cell()
-    interval = f" [{ratio.ci95_low:.2f}, {ratio.ci95_high:.2f}]" if ratio.ci95_low is not None else ""
+    interval = f" {ratio.interval}" if ratio.interval else ""
     verdict = "" if ratio.verdict == "faster" else f" {ratio.verdict}"
     value = f"{ratio.value:.2f}x"
     return doc.Cell(f"{value}{interval}{verdict}", doc.bad_unless(ratio.verdict != "slower"), short=value)

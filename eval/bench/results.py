@@ -61,6 +61,8 @@ class BenchSettings(Strict):
     """Seed of random weights, inputs and bootstrap."""
     threads: int | None = None
     """Threads of each system on a CPU; null on a GPU."""
+    quick: bool = False
+    """True for the bench that ends a run: its own engine and one twin at one shape."""
 
 
 class BenchSystem(Strict):

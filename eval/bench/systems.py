@@ -241,12 +241,13 @@ class Entry:
 
 def prepare_each(here: Preparation[Any], prepare: Callable[[System], Entry]) -> list[Entry]:
     """Prepare every system; an engine of the bench that fails is an error, all else is skipped."""
-    import torch
+    entries, systems = [], systems_of(here.target, here.options)
+    if any(system.mode for system in systems.values()):
+        import torch
 
-    # past a limit of shapes dynamo silently falls back to eager
-    here.stack.callback(torch.compiler.reset)
-    entries = []
-    for name, system in systems_of(here.target, here.options).items():
+        # past a limit of shapes dynamo silently falls back to eager
+        here.stack.callback(torch.compiler.reset)
+    for name, system in systems.items():
         report_phase(f"preparing {name}")
         may_skip = not system.is_engine or bool(system.recipe)
         try:

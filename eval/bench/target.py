@@ -73,8 +73,11 @@ def recipe_for(model: str, recipe: str | None) -> Recipe:
 
 def run_target(folder: Path) -> Target:
     """Open a run directory with its exported files; UserError where nothing is exported yet."""
-    session = Session(read_config(folder), folder)
-    exports = [FP32, FP16, *([INT8] if session.recipe.quantizes else [])]
+    return session_target(Session(read_config(folder), folder))
+
+
+def session_target(session: Session) -> Target:
+    folder, exports = session.folder, [FP32, FP16, *([INT8] if session.recipe.quantizes else [])]
     if missing := [name for name in exports if not (folder / name).is_file()]:
         raise UserError(f"{folder} has no {', '.join(missing)}; write them with `qdqbench export {folder}`")
     calibration = ""

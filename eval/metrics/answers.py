@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from qdqbench.eval.metrics.logits import read_logits
-from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.classification import class_text
-from qdqbench.quantize.tasks.types.tokens import is_named
 from qdqbench.quantize.utils import comparison
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.utils.files import atomic_path
@@ -123,11 +121,7 @@ class PairedAnswers:
         before, after = (read_logits(folder / f"{name}.npz") for name in ("fp32", stage))
         split = next(iter(before))
         gold = metrics.select_reference(task, session.gold[split], before[split])
-        # names of the model's classes, or those of the labels where it only numbers them
-        names = list(task.classes) or read_class_names(session.model_name, session.config.revision, task.kind)
-        feature = session.eval_splits[split][0].dataset.features.get(task.label_column)
-        labels = [*task.values] or list(getattr(feature, "names", None) or ())
-        names = labels if len(labels) == len(names) and not is_named(tuple(names)) else names
+        names = [*session.class_names]
         return cls(task, stage, split, before[split], after[split], gold, names)
 
     @cached_property

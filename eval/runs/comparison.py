@@ -18,7 +18,6 @@ from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting.formats import cleaned, count_of, in_points, known, label, model_label, size
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.report import verdict
-from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.tasks import metrics
@@ -226,11 +225,9 @@ class LoadedRun:
 
     @cached_property
     def classes(self) -> list[str]:
-        """Return the model's class names, or their numbers if the model is not there any more."""
-        if self.task.classes:
-            return list(self.task.classes)
+        """Return the names of the classes, or their numbers if the model is not there any more."""
         try:
-            return read_class_names(self.session.model_name, self.config.revision, self.task.kind)
+            return [*self.session.class_names]
         except UserError:
             return [str(number) for number in range(self.task.num_labels)]
 
@@ -338,6 +335,7 @@ def _latencies(bench: Bench) -> Iterator[RunLatency]:
         row = row_of(config, best.system if best else "int8")
         if row is not None and row.median_ms is not None:
             at = config_label(config, bench.settings.dataset)
+            at += " (quick bench)" if bench.settings.quick else ""
             yield RunLatency(config=at, system=row.system, median_ms=row.median_ms, speedup=best)
 
 
@@ -589,7 +587,7 @@ def _latency_text(latency: RunLatency) -> str:
     text = f"{latency.config} {latency.median_ms:.3g} ms"
     if (ratio := latency.speedup) is None:
         return text
-    interval = "" if ratio.ci95_low is None else f" [{ratio.ci95_low:.2f}, {ratio.ci95_high:.2f}]"
+    interval = f" {ratio.interval}" if ratio.interval else ""
     return f"{text}, {ratio.value:.2f}x over {ratio.baseline}{interval}"
 
 

@@ -69,11 +69,12 @@ def _judge_parts(session: Session, results: Results) -> Iterator[GateIssue]:
 
 
 def judge_speed(gate: Gate, speed: list[Speedup]) -> Gate:
-    """Return the gate with `min_speedup` judged by the run's bench: each config must hold."""
+    """Return the gate with `min_speedup` judged by a bench that is not quick: each config must hold."""
     issues = [issue for issue in gate.issues if issue.code != "min_speedup"]
     if (least := gate.min_speedup) is not None:
-        issues += [slow_issue(row, least) for row in speed if row.value < least]
-        if not speed:
+        judged = [row for row in speed if not row.quick]
+        issues += [slow_issue(row, least) for row in judged if row.value < least]
+        if not judged:
             issues.append(GateIssue(code="min_speedup", state="not_evaluated", limit=least))
     passed = not any(issue.state == "failed" for issue in issues)
     return gate.model_copy(update={"passed": passed, "issues": issues})
@@ -187,7 +188,13 @@ def read_speed(folder: Path) -> list[Speedup]:
     labels = {about.name: about.label for about in bench.systems}
     best = (headline_of(bench.systems, config) for config in bench.configs)
     return [
-        ratio.model_copy(update={"system": labels[ratio.system], "baseline": labels[ratio.baseline]})
+        ratio.model_copy(
+            update={
+                "system": labels[ratio.system],
+                "baseline": labels[ratio.baseline],
+                "quick": bench.settings.quick,
+            }
+        )
         for ratio in best
         if ratio is not None
     ]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from qdqbench.eval.bench.quick import bench_quickly
 from qdqbench.eval.metrics.answers import FILE
 from qdqbench.eval.runs.collect import collect, score_stage
 from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_baseline
@@ -77,13 +78,18 @@ def planned(session: Session, until: str | None) -> list[pipeline.Stage]:
 
 
 def run_until(
-    session: Session, until: str | None = None, show: Callable[[str, bool], None] = lambda name, reused: None
+    session: Session,
+    until: str | None = None,
+    show: Callable[[str, bool], None] = lambda name, reused: None,
+    *,
+    quick_bench: bool = True,
 ) -> Results:
     """Run up to a stage, "evaluate" for all evaluations; with None or "report" everything and the report.
 
     Args:
         session: in a folder that this process holds.
         show: called as a stage starts, with its name and whether it is reused.
+        quick_bench: time the engine too, where it runs on this CPU and was not timed yet.
 
     Raises:
         UserError: no such stage in this run, or data that the recipe's engine would not take.
@@ -92,6 +98,8 @@ def run_until(
     if until not in REPORTED:
         return collect(session, timings, until)
     show("report", False)
+    if quick_bench and (why := bench_quickly(session)):
+        session.notes.append(why)
     results = collect(session, timings)
     results.warnings[:0] = hand_off(session, results)
     write_results(session.folder, results)

@@ -4,21 +4,23 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import onnx
 
+from qdqbench.quantize.deployment import hub
+from qdqbench.quantize.engine.cpu_runtimes import write_openvino_ir
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models import identity
-from qdqbench.quantize.models.load import load_config, read_class_names
+from qdqbench.quantize.models.load import load_config
 from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import dump_recipe
@@ -28,13 +30,12 @@ from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
 from qdqbench.quantize.tasks.types.kind import TaskKind
 from qdqbench.quantize.tasks.types.questions import QUESTIONS
 from qdqbench.quantize.tasks.types.reranking import RERANKING
-from qdqbench.quantize.tasks.types.tokens import TOKENS, is_named
+from qdqbench.quantize.tasks.types.tokens import TOKENS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.results import EngineResult, Results
-from qdqbench.quantize.utils.system.quiet import quiet
 
 DEPLOY = "deploy"  # folder of a run
 MODEL, GPU_MODEL, TOLD = "model.onnx", "model.gpu.onnx", "model.json"
@@ -43,11 +44,6 @@ SUMS = "SHA256SUMS"
 CACHE = "__pycache__"  # which Python writes next to scripts that ran
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_ROWS = 32  # of a batch, where the profiles take as many
-MOST_CARD_BYTES = 1 << 20
-# a plain value of a line: as YAML, a card from anywhere could expand aliases or hold what its reader fails at
-_LICENSE = re.compile(
-    r"^(license|license_name):[ \t]+([\"']?)(\w[^\n\"'#]{0,200})\2[ \t]*(?:#.*)?$", re.MULTILINE
-)
 # title, and the distributions that a script imports as well as numpy and tokenizers
 BACKENDS: dict[BackendName, tuple[str, tuple[str, ...]]] = {
     "onnxruntime": ("ONNX Runtime", ("onnxruntime",)),
@@ -87,22 +83,17 @@ def describe_texts(kind: TaskKind, columns: int) -> dict[str, Any]:
 
 def read_labels(session: Session) -> list[str]:
     """Return the names of the answers' columns; empty where they are no classes."""
-    config, task, kind = session.config, session.config.task, session.config.task.kind
-    if kind not in (CLASSIFICATION, TOKENS):
-        return []
-    labels = task.classes or tuple(read_class_names(session.model_name, config.revision, kind))
-    if not is_named(labels) and kind is TOKENS:  # the data's names, if it has some
-        labels = next(iter(session.gold.values())).classes
-    elif not is_named(labels):
-        labels = task.values or labels
-    return [*labels]
+    classified = session.config.task.kind in (CLASSIFICATION, TOKENS)
+    return [*session.class_names] if classified else []
 
 
-def _read_pooling(session: Session) -> dict[str, Any]:
+def _read_pooling(session: Session) -> identity.Pooling | None:
+    if not session.config.task.kind.embeds:
+        return None
     name, revision = session.model_name, session.config.revision
     folder = identity.read_sentence_folder(name, identity.model_commit(name, revision))
     saved = getattr(load_config(name, revision), identity.FIELD, None)
-    return identity.choose_pooling(name, folder, saved, session.config.pooling).model_dump(mode="json")
+    return identity.choose_pooling(name, folder, saved, session.config.pooling)
 
 
 @dataclass(frozen=True)
@@ -179,20 +170,6 @@ def _describe_engine(home: Path, built: EngineResult, results: Results) -> Runti
     return Runtime(cast("BackendName", built.backend), shown, ran, engine, sidecar)
 
 
-def find_license(name: str, revision: str | None) -> str | None:
-    try:
-        with quiet("transformers"):
-            card = identity.find_model_file(name, "README.md", identity.model_commit(name, revision))
-        text = files.read_bounded(Path(card), MOST_CARD_BYTES, "a model card", "another") if card else ""
-    except Exception:
-        return None
-    head, end, _ = text.removeprefix("---\n").partition("\n---")
-    if not end or not text.startswith("---\n"):
-        return None
-    values = {key: value for key, _, value in _LICENSE.findall(head)}
-    return " ".join(values.get("license_name", values.get("license", "")).split())[:100] or None
-
-
 @dataclass(frozen=True)
 class RunVerdict:
     title: str
@@ -201,12 +178,26 @@ class RunVerdict:
     lines: Sequence[str]  # that failed, or is open
 
 
-def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: Path | None = None) -> None:
+def write_deploy(
+    session: Session, results: Results, verdict: RunVerdict, out: Path | None = None, *, fp32: bool = False
+) -> None:
     """Make the folder of a finished run say what the run now is; a `UserError` where it cannot be written.
 
     `results` have no characters that garble a page. Another folder `out`, new or of an earlier call, gets
-    copies; `deploy` in the run gets hard links.
+    copies; `deploy` in the run gets hard links. With `fp32` it has the FP32 twin too.
     """
+    with tempfile.TemporaryDirectory(prefix="qdqbench-deploy-") as made:
+        content = _collect(session, results, verdict, Path(made), fp32)
+        encoded = {
+            name: value.encode() if isinstance(value, str) else value for name, value in content.items()
+        }
+        place(out or session.folder / DEPLOY, encoded, link=out is None)
+
+
+def _collect(
+    session: Session, results: Results, verdict: RunVerdict, made: Path, fp32: bool
+) -> dict[str, str | bytes | Path]:
+    """Return the files of the folder; graphs that the run does not have are written into `made`."""
     graph = artifacts.graph_path(session)
     if not graph.is_file():
         raise UserError(f"{session.folder} has no {graph.name}; run `qdqbench report {session.folder}` first")
@@ -215,21 +206,54 @@ def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: P
     task = session.config.task
     texts = describe_texts(task.kind, len(task.text_columns))
     model_json = _describe_model(session, graph, texts, runtimes) | {"failed": verdict.failed}
+    pooling = _read_pooling(session)
+    config = hub.describe_config(session, results, model_json["labels"])
+    name = _base_name(session.model_name) if session.config.model else "embedded default"
+
+    def deployed(source: Path) -> Path:
+        """Return the graph that is deployed for one of the run."""
+        if pooling is None:
+            return source
+        recipe, width = session.recipe.name, config["hidden_size"]
+        return hub.add_hidden_state(source, made / source.name, recipe, width)
+
+    model = deployed(graph)
+    content: dict[str, str | bytes | Path] = {
+        MODEL: model,
+        hub.INT8 if session.recipe.quantizes else hub.PLAIN: model,
+        **hub.save_tokenizer(session, model_json["max_length"]),
+        **(hub.describe_sentences(session, pooling) if pooling else {}),
+    }
+    if fp32:
+        content[hub.PLAIN] = deployed(session.folder / artifacts.FP32)
+    no_ir = "" if find_spec("openvino") else "it was not installed"
+    if not no_ir:
+        try:
+            write_openvino_ir(model, made / "openvino.xml")
+            content |= {hub.IR: made / "openvino.xml", f"{hub.IR[:-4]}.bin": made / "openvino.bin"}
+        except UserError as error:
+            no_ir = str(error)
     context: dict[str, Any] = {
         **texts,
         "labels": model_json["labels"],
         "pooling": model_json["pooling"],
         "gpu": gpu_graph is not None,
-        "gpu_model": MODEL if gpu_graph in (None, graph) else GPU_MODEL,
+        "gpu_model": MODEL if gpu_graph in (None, model) else GPU_MODEL,
+        "hub": hub,
+        "kind": task.kind.name,
+        "optimum": task.kind.model_class.replace("Auto", "ORT"),
+        "fp32": fp32,
+        "no_ir": no_ir,
+        "quantized": session.recipe.quantizes,
         "model_json": model_json,
         "verdict": verdict,
         "r": results,
         "runtimes": runtimes,
-        "model": _base_name(session.model_name) if session.config.model else "embedded default",
+        "model": name,
         "data": _base_name(str(results.data.get("source", ""))),
         "task": task.name,
         "recipe": session.recipe.name,
-        "license": find_license(session.model_name, session.config.revision),
+        "license": hub.find_license(session.model_name, session.config.revision),
         "metrics": list(next(iter(results.stages.values())).metrics),
         "versions": {
             name: installed(name) for name in ("qdqbench", "torch", "transformers", "nvidia-modelopt", "onnx")
@@ -237,7 +261,6 @@ def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: P
         "numpy": installed("numpy"),
         "tokenizers": installed("tokenizers"),
     }
-    content: dict[str, str | bytes | Path] = {MODEL: graph, **_save_tokenizer(session)}
     if gpu_graph is not None:
         content[context["gpu_model"]] = gpu_graph
         shapes = dict.fromkeys(model_json["inputs"], (-1, -1))
@@ -254,22 +277,22 @@ def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: P
         script = "run_tensorrt.py" if runtime.backend.startswith("tensorrt") else runtime.script
         variables = context | {"backend": runtime.backend, "title": runtime.title}
         content[runtime.script] = render(script, variables)
-    content |= {
+    title = f"{name}-{session.recipe.name}"
+    context["card"] = hub.describe_card(session, results, title=title, openvino=not no_ir)
+    return content | {
         "model.py": render("model.py", context),
         TOLD: json.dumps(model_json, indent=2, ensure_ascii=False) + "\n",
-        "config.json": load_config(session.model_name, session.config.revision).to_json_string(),
+        "config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
         "recipe.yaml": dump_recipe(session.recipe),
         "requirements.txt": render("requirements.txt", context),
         "README.md": render("README.md", context),
     }
-    encoded = {name: value.encode() if isinstance(value, str) else value for name, value in content.items()}
-    place(out or session.folder / DEPLOY, encoded, link=out is None)
 
 
 def _describe_model(
     session: Session, graph: Path, texts: dict[str, Any], runtimes: Sequence[Runtime]
 ) -> dict[str, Any]:
-    read, kind = read_model(graph).graph, session.config.task.kind
+    read, kind, pooling = read_model(graph).graph, session.config.task.kind, _read_pooling(session)
     sidecars = [runtime.sidecar for runtime in runtimes if runtime.sidecar is not None]
     limits = [sidecar.profiles for sidecar in sidecars] or [artifacts.engine_profiles(session)]
     longest = min(max(each.max[1] for each in profiles) for profiles in limits)
@@ -286,7 +309,7 @@ def _describe_model(
             for value in read.output
         },
         "labels": read_labels(session),
-        "pooling": _read_pooling(session) if kind.embeds else None,
+        "pooling": pooling.model_dump(mode="json") if pooling else None,
         "max_length": length,
         "stride": length // OVERLAP if kind.windows else 0,  # tokens that windows share
         "truncation": texts["truncation"],
@@ -298,16 +321,6 @@ def _describe_model(
         "onnxruntime": "ORT_ENABLE_ALL" if optimized else "ORT_DISABLE_ALL",
         "openvino": {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32", "NUM_STREAMS": 1},
     }
-
-
-def _save_tokenizer(session: Session) -> dict[str, bytes]:
-    tokenizer: Any = session.tokenizer
-    tokenizer.backend_tokenizer.no_truncation()  # what the last call asked for is no part of it
-    tokenizer.backend_tokenizer.no_padding()
-    with tempfile.TemporaryDirectory(prefix="qdqbench-tokenizer-") as saved:
-        tokenizer.save_pretrained(saved)
-        paths = sorted(path for path in Path(saved).rglob("*") if path.is_file())
-        return {f"tokenizer/{path.relative_to(saved).as_posix()}": path.read_bytes() for path in paths}
 
 
 def _base_name(name: str) -> str:  # a path of this machine says nothing elsewhere

@@ -300,6 +300,19 @@ def read_openvino_model(data: bytes) -> Any:
     return importlib.import_module("openvino").Core().read_model(data)
 
 
+def write_openvino_ir(graph: Path, target: Path) -> None:
+    """Write a graph as an .xml and its .bin, as OpenVINO keeps it; equal graphs give equal files."""
+    ov = importlib.import_module("openvino")
+    try:
+        model = ov.Core().read_model(graph)
+    except RuntimeError as error:
+        raise UserError(f"OpenVINO {ov.__version__} refuses this graph: {_first_words(error)}") from error
+    for number, node in enumerate(model.get_ordered_ops()):
+        if _MADE.match(node.get_friendly_name()):  # counts the operators of this process
+            node.set_friendly_name(f"{node.get_type_name()}_{number}")
+    ov.save_model(model, target, compress_to_fp16=False)
+
+
 def _fixed_shape(port: Any, fixed: Sizes) -> list[int]:
     known = [-1 if size.is_dynamic else size.get_length() for size in port.get_partial_shape()]
     return [size or old for size, old in zip(fixed, known, strict=False)] + known[2:]

@@ -23,9 +23,14 @@ FIELD = "sentence_embedding"  # of a model's configuration: its `Pooling`
 POOLING_CLASS = "SentencePooling"  # of the module that pools
 Mode = Literal["mean", "cls", "last"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-_FLAGS = ("pooling_mode_mean_tokens", "pooling_mode_cls_token", "pooling_mode_lasttoken")
-_NAMES = ("mean", "cls", "lasttoken")  # in newer files of 1_Pooling/config.json, instead of flags
-_MODES: dict[str, Mode] = dict(zip(_FLAGS + _NAMES, MODES + MODES, strict=True))
+# flags of 1_Pooling/config.json, what newer files have instead, and flags of what is not supported here
+FLAGS: dict[str, Mode] = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+}
+_MODES: dict[str, Mode] = FLAGS | {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+OTHER_FLAGS = ("pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")  # of PyTorch, behind a Dense
 _ORDER = ["Transformer", "Pooling", "Dense", "Normalize"]  # the last two may be missing
 _SUPPORTED = "a Transformer, a Pooling (mean, cls or last token), a Dense and a Normalize, in this order"

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,7 @@ from qdqbench.quantize.tasks import rows
 from qdqbench.quantize.tasks.task import Task, check_model_fits
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.encoded import Encoded
+from qdqbench.quantize.tasks.types.tokens import is_named, read_label_names
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import LogRow
@@ -219,6 +220,20 @@ class Session:
             splits[name] = split, encoded
             self._warn(encoded.warnings)
         return splits
+
+    @functools.cached_property
+    def class_names(self) -> tuple[str, ...]:
+        """Return the names of the model's classes; those of the data's where the model only numbers them."""
+        config, task = self.config, self.config.task
+        names = task.classes or tuple(read_class_names(self.model_name, config.revision, task.kind))
+        if is_named(names):
+            return names
+        known = task.values
+        if not known:
+            with suppress(UserError):  # data that is not there any more names nothing
+                dataset = rows.read_split(task, self.data_source, task.eval_splits[0]).dataset
+                known = read_label_names(dataset, task.label_column)
+        return known if len(known) == len(names) else names
 
     @property
     def gold(self) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def is_hub_source(source: str) -> bool:
     return source == "hub" or source.startswith(("hub:", "hub@"))
 
 
-def _hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
+def hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
     """Return the repository, config or "", and revision of a hub source."""
     named, _, revision = source.partition("@")
     repository, _, config = named.removeprefix("hub").removeprefix(":").partition(":")
@@ -270,7 +270,7 @@ def _hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
 def source_commit(task: Task, source: str) -> str | None:
     if not is_hub_source(source):
         return None
-    repository, _, revision = _hub_set(task, source)
+    repository, _, revision = hub_set(task, source)
     try:
         return commit_of(repository, "dataset", revision)
     except HubError as error:
@@ -280,7 +280,7 @@ def source_commit(task: Task, source: str) -> str | None:
 def _load_hub(task: Task, source: str, split: str) -> Split:
     import datasets
 
-    repository, config, _ = _hub_set(task, source)
+    repository, config, _ = hub_set(task, source)
     commit = source_commit(task, source)
     name = f"{repository} ({config})" if config else repository
     try:

@@ -26,6 +26,15 @@ class Speedup(Strict):
     """Latency of the system in ms: median over rounds of the rounds' medians."""
     baseline_ms: float
     """Latency of the baseline in ms, likewise."""
+    quick: bool = False
+    """True in results of a run whose bench is the quick one."""
+
+    @property
+    def interval(self) -> str:
+        """The 95% interval in brackets; empty with fewer than three rounds."""
+        if self.ci95_low is None or self.ci95_high is None:
+            return ""
+        return f"[{self.ci95_low:.2f}, {self.ci95_high:.2f}]"
 
     @property
     def verdict(self) -> SpeedVerdict:

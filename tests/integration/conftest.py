@@ -57,6 +57,15 @@ def _no_progress_lines() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quicker_bench() -> Iterator[None]:
+    """What ends a run takes ten seconds otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qdqbench.eval.bench.quick.DURATION_S", 0.03)
+        patch.setattr("qdqbench.eval.bench.quick.ROUNDS", 3)
+        yield
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Without a GPU "auto" builds for one ahead of time; engines for the CPU have tests of their own.

@@ -11,6 +11,8 @@ import pytest
 import qdqbench
 from qdqbench.eval.bench import systems
 
+from .tiny import write_model
+
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "tutorials" / "python.md").read_text()
 NOTEBOOK = json.loads((ROOT / "docs" / "tutorials" / "quickstart.ipynb").read_text())
@@ -46,7 +48,8 @@ def test_every_block_of_the_document_runs(tmp_path, monkeypatch, capsys):
     assert seen["changed"].name == "mine"
     text = (ROOT / "README.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    exec(compile(block, "README.md", "exec"), {name: seen[name] for name in ("model", "samples")})
+    write_model(tmp_path / "my-model", "sst2")
+    exec(compile(block, "README.md", "exec"), {"texts": ["good and bad", "the best of all"]})
     assert_the_notebook_runs()  # where its run is finished already
 
 

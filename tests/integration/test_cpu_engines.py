@@ -35,6 +35,10 @@ def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_pat
     assert found["verification"]["passed"]
     assert len(found["verification"]["blocks"]) == 4
     assert found["lengths"] is None
+    [speed] = found["speed"]
+    assert speed["quick"]
+    assert speed["baseline"].endswith(("FP32", "BF16"))
+    measured = (out / "bench.json").read_bytes()
     with np.load(out / "logits" / "engine.npz") as before:
         shipped = before["validation.logits"]
     said = answers(out / "deploy" / f"run_{backend}.py", tmp_path / "blocked", lines=texts_of(out))
@@ -42,6 +46,7 @@ def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_pat
     np.testing.assert_allclose([[*each["scores"].values()] for each in said], shares, atol=5e-3)
     again = ("run", "int8-linears", *sst2.options, "--backend", backend, "--out", out)
     fine(qdqbench(*again, "--shapes", "auto"))
+    assert (out / "bench.json").read_bytes() == measured  # of the same files
     told = results(out)["lengths"]
     assert (told["splits"], told["rows"], told["buckets"]) == (["validation"], len(shipped), [])
     assert 0 < told["padding"] < told["longest_padding"]

@@ -9,6 +9,8 @@ import pandas
 import pytest
 from onnxruntime.quantization import quantize_dynamic
 
+from qdqbench.quantize.deployment.server.served import open_served
+
 from ..support.deployed import answers
 from .tiny import Given, fine, results
 
@@ -76,7 +78,7 @@ def test_no_step_of_the_first_hour_is_a_dead_end(qdqbench, desk, tmp_path):
             "has semicolons",
             "a fifth of it",
             "numbered bad = 0, good = 1",
-            "until `qdqbench bench RUN`",
+            "quick bench, 95% CI [",
         ):
             assert words in flat(done.out), words
         report = Path(re.search(r"report: (\S+)", done.out)[1])
@@ -91,9 +93,10 @@ def test_no_step_of_the_first_hour_is_a_dead_end(qdqbench, desk, tmp_path):
     another = qdqbench("run", "int8-ffn", *given, *COLUMNS, "--out", folders[0])
     refused(another, "recipe bert-int8-linears", "another --out", "--overwrite")
 
+    assert open_served(folders[0]).classes == ("bad", "good")  # as in the report and in deploy/
     compared = qdqbench("compare", *folders)
     assert compared.code == 0, compared.err
-    assert Path(re.search(r"page: (\S+)", compared.out)[1]).is_file()
+    assert "LABEL_" not in Path(re.search(r"page: (\S+)", compared.out)[1]).read_text()
     for command in ("check", "inspect"):
         looked = fine(qdqbench(command, folders[0]))
     shown = qdqbench("report", folders[0], "--json")

@@ -165,9 +165,10 @@ DEPLOYED = [  # of a run for TensorRT-RTX
             "model.onnx",
             "model.py",
         ),
+        *("onnx/model_quantized.onnx", "openvino/openvino_model.bin", "openvino/openvino_model.xml"),
         *("recipe.yaml", "requirements.txt", "run_onnxruntime.py", "run_openvino.py", "run_tensorrt.py"),
-        *("run_tensorrt_rtx.py", "tensorrt_rtx.engine"),
-        *("tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"),
+        *("run_tensorrt_rtx.py", "sentence_bert_config.json", "tensorrt_rtx.engine"),
+        *("tokenizer.json", "tokenizer_config.json"),
     )
 ]
 

@@ -45,7 +45,7 @@ from qdqbench.eval.bench.results import read_bench
 from qdqbench.eval.metrics.logits import read_answers
 from qdqbench.eval.runs.gate import issue_sentence, judge_gate, judge_stages
 from qdqbench.quantize.calibration.record import read_record
-from qdqbench.quantize.deployment.write import find_license
+from qdqbench.quantize.deployment.hub import find_license
 from qdqbench.quantize.engine.cache_import import read_cache_file
 from qdqbench.quantize.engine.diagnose.diagnose import diagnose
 from qdqbench.quantize.engine.repair.fix import FixOptions, rewrite

@@ -176,11 +176,13 @@ def _delta_tile(title: str, versus: Comparison, metric: str, holds: bool) -> doc
 
 def _speed_tile(results: Results) -> doc.Tile:
     if not results.speed:
-        return doc.Tile("speed", "unknown", "`qdqbench bench RUN` measures it")
+        return doc.Tile("speed", "not measured", "`qdqbench bench RUN` measures it")
     least = min(results.speed, key=lambda speed: speed.value)
     asked = results.gate.min_speedup
     state = doc.bad_unless(least.verdict != "slower" and (asked is None or least.value >= asked))
     remark = f"over {least.baseline} at {least.config}"
+    if least.quick:
+        remark = f"{least.interval} {remark}, quick bench"
     if len(results.speed) > 1:
         remark += f", the least of {len(results.speed)}"
     if least.verdict == "inconclusive":
@@ -350,8 +352,10 @@ def refresh(folder: Path, results: Results) -> list[str]:
     return hand_off(Session(read_config(folder), folder), results)
 
 
-def deploy(folder: Path, out: Path | None = None) -> Path:
+def deploy(folder: Path, out: Path | None = None, *, fp32: bool = False) -> Path:
     """Write the deploy folder of a finished run again, or a copy elsewhere; return its path.
+
+    With `fp32` it has the FP32 twin too.
 
     Raises:
         UserError: no finished run, or as `write_deploy`.
@@ -360,16 +364,17 @@ def deploy(folder: Path, out: Path | None = None) -> Path:
     if not (folder / RESULTS_FILE).is_file():
         raise UserError(f"{folder} is not finished; run `qdqbench report {folder}`, which makes it")
     with locked_folder(folder) if out is None else locked_for_reading(folder):
-        _write_deploy(session, read_results(folder), out)
+        _write_deploy(session, read_results(folder), out, fp32=fp32)
     return out or folder / DEPLOY
 
 
-def _write_deploy(session: Session, results: Results, out: Path | None) -> None:
+def _write_deploy(session: Session, results: Results, out: Path | None, *, fp32: bool = False) -> None:
     results = cleaned(results)
     said = verdict.run_verdict(results)
     failed = "; ".join(said.failures) if said.state == "bad" else ""
     lines = [*said.notes] if failed else [*said.failures, *said.notes]
-    write_deploy(session, results, RunVerdict(said.title, said.sentence, failed, lines), out)
+    about = RunVerdict(said.title, said.sentence, failed, lines)
+    write_deploy(session, results, about, out, fp32=fp32)
 
 
 def where_to_begin(place: Path, called: Path, form: str = "{}; {}try it: {}") -> str:

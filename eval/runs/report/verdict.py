@@ -59,18 +59,20 @@ def _title(results: Results, checks: list[str]) -> str:
 
 def _speed_clause(speed: list[Speedup]) -> str:
     if not speed:
-        return "speed unknown until `qdqbench bench RUN`"
+        return "speed not measured until `qdqbench bench RUN`"
     ordered = sorted(speed, key=lambda row: row.value)
     return "INT8 " + " and ".join(map(_speed_text, [ordered[0], ordered[-1]][: len(ordered)]))
 
 
 def _speed_text(row: Speedup) -> str:
-    if row.verdict == "slower":
-        return f"SLOWER than {row.baseline} at {row.config} ({row.value:.2f}x)"
-    text = f"{row.value:.2f}x as fast as {row.baseline} at {row.config}"
-    if row.verdict == "inconclusive":
-        text += f" (95% CI [{row.ci95_low:.2f}, {row.ci95_high:.2f}], inconclusive)"
-    return text
+    slower, unclear = row.verdict == "slower", row.verdict == "inconclusive"
+    about = [f"{row.value:.2f}x"] if slower else []
+    about += ["quick bench"] if row.quick else []
+    about += [f"95% CI {row.interval}"] if row.interval and (row.quick or unclear) else []
+    about += ["inconclusive"] if unclear else []
+    text = "SLOWER than" if slower else f"{row.value:.2f}x as fast as"
+    remark = f" ({', '.join(about)})" if about else ""
+    return f"{text} {row.baseline} at {row.config}{remark}"
 
 
 def _int8(results: Results) -> list[str]:

@@ -1,5 +1,6 @@
 """The report of `auto`: a page, Markdown and a screen."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from qdqbench.eval.reporting import document as doc
@@ -17,7 +18,7 @@ from qdqbench.eval.reporting.formats import (
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.auto.results import AUTO_FILE, Auto, AutoStep, SkipReason, StepKind
 from qdqbench.eval.selection.trials.results import latency_text, noise_text, speed_text
-from qdqbench.quantize.utils.comparison import Comparison
+from qdqbench.quantize.utils.comparison import Comparison, GateIssue
 
 TITLES: dict[StepKind, str] = {
     "shipped": "shipped recipe",
@@ -44,7 +45,8 @@ def auto_report(auto: Auto) -> doc.Report:
         doc.Chart(partial(steps_svg, auto), broad=True),
         *(doc.Prose(text, "quiet") for text in _explanation(auto)),
     ]
-    tiles, step = [], auto.chosen
+    tiles, step = list[doc.Tile](), auto.chosen
+    open_issues = step.run.open if step and step.run else []
     if step is not None:
         versus = next(iter(step.scores.values()))
         holds = versus.within_noise or versus.drop <= auto.gate.max_drop
@@ -66,16 +68,25 @@ def auto_report(auto: Auto) -> doc.Report:
             doc.Section("story", "The story", [doc.Pairs(story, definitions=True)]),
         ],
         doc.Verdict(
-            "good" if passed else "bad",
-            "A recipe holds" if passed else "No recipe holds",
+            ("unclear" if open_issues else "good") if passed else "bad",
+            _verdict_title(auto, open_issues),
             " ".join([headline(auto), *map(sentence, reason_lines(auto))]),
             unmet_lines(auto),
+            [*map(issue_sentence, open_issues)] if passed else [],
         ),
         lead=[criteria],
         tiles=tiles,
         warnings=auto.warnings,
         notes=[sentence(note) for note in auto.notes],
     )
+
+
+def _verdict_title(auto: Auto, open_issues: Sequence[GateIssue]) -> str:
+    if not auto.choice.passed:
+        return "No recipe holds"
+    if few := next((issue for issue in open_issues if issue.state == "inconclusive"), None):
+        return f"A recipe holds as far as {few.n:,} samples can tell"
+    return "A recipe holds, but not all was judged" if open_issues else "A recipe holds"
 
 
 def headline(auto: Auto) -> str:
@@ -85,6 +96,8 @@ def headline(auto: Auto) -> str:
     speed = f", {speed_text(step.speedup)}" if step.speedup else ""
     figures = f"{label(auto.metric)} {_difference(step.scores)} against FP32{speed}"
     if auto.choice.passed:
+        if step.undecided:
+            return f"{step.recipe.name} holds as far as these samples can tell: {figures}."
         return f"Deploy {step.recipe.name}: {figures}."
     return f"No recipe holds. The best that was found is {step.recipe.name}: {figures}."
 
@@ -100,9 +113,16 @@ def reason_lines(auto: Auto) -> list[str]:
     step, done = auto.chosen, [each for each in auto.steps if each.run]
     if step is None or step.run is None:
         return []
+    holding = [each for each in done if each.holds]
+    if step.undecided and len(holding) > 1:
+        return [
+            f"{len(holding)} hold within noise; {step.name} has the smallest upper bound of its loss, "
+            f"{100 * step.most_drop:.2f} points. Evaluation data chose it, so its figure is a little too good"
+        ]
     if step.holds:
         first = f"{step.name} is the first that holds, of {len(done)} that were tried"
-        lines = [first if len(done) > 1 else f"{step.name} holds"]
+        alone = [] if step.undecided else [f"{step.name} holds"]
+        lines = [first] if len(done) > 1 else alone
     else:
         lines = [f"None of the {len(done)} that were tried holds; {step.name} is the nearest to FP32"]
     if (nested := step.run.nested) is not None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from qdqbench.eval.metrics.gate import NOISE
 from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.trials.results import ChoiceRecord, Failure, Trial
 from qdqbench.quantize.utils.comparison import Comparison, GateCode, GateIssue
@@ -80,6 +81,9 @@ class StepRun(Strict):
     """Reason why a required speed-up is missing; else null."""
     issues: list[GateIssue]
     """Issues that keep it from passing."""
+    open: list[GateIssue] = []
+    """Issues of its gate that are inconclusive or not evaluated: the samples are too few, the engine did not
+    run."""
     nested: NestedFolds | None = None
     """Nested evaluation of a step that passes after others were tried; null if nothing was chosen by
     evaluation data."""
@@ -116,8 +120,18 @@ class AutoStep(Trial):
         return self.run is not None and not self.unmet
 
     @property
+    def undecided(self) -> list[GateIssue]:
+        """Issues of accuracy that its samples are too few for."""
+        return [issue for issue in self.run.open if issue.state == "inconclusive"] if self.run else []
+
+    @property
     def drop(self) -> float:
         return max(comparison.drop for comparison in self.scores.values())
+
+    @property
+    def most_drop(self) -> float:
+        """Upper bound of the drop: with two standard errors."""
+        return max(each.drop + NOISE * each.drop_stderr for each in self.scores.values())
 
     def lacks(self, code: GateCode) -> bool:
         return any(issue.code == code for issue in self.unmet)
@@ -197,8 +211,14 @@ class Auto(ChoiceRecord, Tabular):
 
 
 def choose_step(steps: Sequence[AutoStep]) -> AutoStep | None:
-    """Return the first step that holds, else the one nearest to FP32; None where none was measured."""
+    """Return the first step that holds, else the one nearest to FP32; None where none was measured.
+
+    Where samples are too few for those that hold, it is the one with the smallest upper bound of its drop.
+    """
     done = [step for step in steps if step.run]
-    return next((step for step in done if step.holds), None) or min(
-        done, key=lambda step: step.drop, default=None
-    )
+    holding = [step for step in done if step.holds]
+    if decided := [step for step in holding if not step.undecided]:
+        return decided[0]
+    if holding:
+        return min(holding, key=lambda step: step.most_drop)
+    return min(done, key=lambda step: step.drop, default=None)

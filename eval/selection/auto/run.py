@@ -214,7 +214,7 @@ class AutoRun:
         files.write_text(self.folder / name / RECIPE, dump_recipe(step.recipe))
         session = open_run(self.config.model_copy(update={"recipe": step.recipe}), folder)
         self._share_baseline(folder, before)
-        results = run_until(session, None, follow(session, self._show(name)))
+        results = run_until(session, None, follow(session, self._show(name)), quick_bench=False)
         assert results is not None
         self.say(f"{name}: timing")
         source, timed = self._time(session)
@@ -230,7 +230,7 @@ class AutoRun:
         drops = list_drops(step.scores, self.config.task.metrics[0], self.criteria.max_drop, stage)
         issues = list_unmet(results.gate, drops, step.speedup, self.criteria.min_speedup)
         nested = None
-        if tried and not issues:
+        if tried and not issues and not any(each.holds for each in measured):
             answers = [*tried, StepAnswers(own, fails_anyway=False)]
             nested = self.evaluation.nest_folds(fp32, answers, len(tried))
         step.run = StepRun(
@@ -244,6 +244,11 @@ class AutoRun:
             source=source,
             not_timed=timed if isinstance(timed, Failure) else None,
             issues=issues,
+            open=[
+                issue
+                for issue in results.gate.having("inconclusive", "not_evaluated")
+                if issue.code != "min_speedup"
+            ],
             nested=nested,
         )
 
@@ -485,7 +490,7 @@ def take_steps(
     store: Store[AutoStep],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[AutoStep]:
-    """Take steps in their order until one holds.
+    """Take steps in their order until one holds; all shipped recipes where samples are too few to tell.
 
     A step is skipped, with its reason, where it is not needed, cannot help, or where the last one took longer
     than what is left of the budget. The first one that can be taken is always taken.
@@ -524,7 +529,8 @@ def take_steps(
 
 
 def find_skip_reason(kind: StepKind, before: Sequence[AutoStep]) -> SkipReason | None:
-    if any(step.holds for step in before):
+    holding = [step for step in before if step.holds]
+    if holding and not (kind == "shipped" and all(step.undecided for step in holding)):
         return "holds"
     done = [step for step in before if step.run]
     if kind == "shipped":

@@ -13,7 +13,6 @@ from qdqbench.quantize.deployment.server.batches import Run, Sizes
 from qdqbench.quantize.deployment.server.settings import ModelName
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
-from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.pipeline.artifacts import FP32, Skipped, engine_file, graph_path, read_built
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.tasks.rows import OVERLAP, Sample, Split, iter_encoded
@@ -388,16 +387,13 @@ def open_served(folder: Path, *, fp32: bool = True) -> Served:
             f"{unquantized}, the FP32 model to compare with, does not exist; run "
             "`qdqbench export` on the run again, or serve it with --no-fp32"
         )
-    config, task = session.config, session.config.task
-    classes: Sequence[str] = task.classes
-    if not classes and not task.kind.embeds:
-        classes = read_class_names(session.model_name, config.revision, task.kind)
+    task = session.config.task
     on_cpu = sidecar.backend in CPU_BACKENDS
     longest = max(profile.max[1] for profile in sidecar.profiles)
     return Served(
         name=folder.resolve().name,
         task=EMBED if task.kind.embeds else task,  # each text alone, however the run was evaluated
-        classes=tuple(classes),
+        classes=() if task.kind.embeds else session.class_names,
         tokenizer=session.tokenizer,
         max_length=min(session.recipe.export.max_length, longest),
         profiles=tuple(sidecar.profiles),

@@ -37,6 +37,7 @@ from qdqbench.quantize.utils.limits import FP16_MAX, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.names import count_of, name_list
 from qdqbench.quantize.utils.results import FindingRow
 from qdqbench.quantize.utils.schema import Strict, Tabular
+from qdqbench.quantize.utils.shown import Shown
 
 ORDER = "slow-weight-order"
 State = Literal["INT8", "refused", "not INT8", "floating point"]
@@ -62,7 +63,7 @@ class Group(Strict):
     gemms: list[str]  # nodes that they touch
 
 
-class CheckReport(Tabular):
+class CheckReport(Shown, Tabular):
     """Findings of `check`; node names are those of the file."""
 
     ir_version: int
@@ -74,6 +75,15 @@ class CheckReport(Tabular):
     attention_quantized: list[str] = []  # Softmax nodes of attentions that are wholly in INT8
     attention_not_quantized: list[str] = []
     residual_quantized: list[str] = []  # LayerNormalization nodes that add a dequantized tensor
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is shown of it."""
+        counts = self.counts
+        return {
+            "INT8 GEMMs": f"{counts['int8']} of {counts['gemms']}",
+            "errors": counts["errors"],
+            "findings": counts["findings"],
+        }
 
     @property
     def errors(self) -> list[FindingRow]:

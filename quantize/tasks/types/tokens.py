@@ -73,6 +73,14 @@ def class_names(dataset: "Dataset", column: str) -> tuple[str, ...]:
     return tuple(sorted(map(str, found), key=lambda name: (name != "O", name)))
 
 
+def read_label_names(dataset: "Dataset", column: str) -> tuple[str, ...]:
+    """Return the names of the labels of texts or words; empty where these are numbers without names."""
+    feature = dataset.features.get(column)
+    if hasattr(feature, "feature"):
+        return class_names(dataset, column)
+    return tuple(getattr(feature, "names", None) or ())
+
+
 def is_named(classes: tuple[str, ...]) -> bool:
     """Return whether classes have names of their own, not those that transformers gives."""
     return not all(name == f"LABEL_{number}" for number, name in enumerate(classes))

@@ -2,13 +2,18 @@
 
 import copy
 
+import datasets
 import numpy as np
+import onnxruntime
+import pandas
 import pytest
 import torch
+from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 import qdqbench
 from qdqbench.quantize.models.load import load_model
 
+from ...integration.tiny import write_model
 from ...support.tiny_bert import calibrate, calibration_batches, recipe_with
 
 
@@ -57,6 +62,60 @@ def test_samples_in_every_form_give_the_same_scales(made, model):
         wide = {key: np.pad(values, ((0, 0), (0, 4))) for key, values in batch.items()}
         padded.append({key: torch.from_numpy(values) for key, values in wide.items()})
     assert amax(qdqbench.quantize(model, padded, recipe())) == amax(made)
+
+
+def test_texts_a_path_a_batch_and_a_frame_are_taken(model, tmp_path):
+    folder = write_model(tmp_path / "sst2", "sst2")
+    texts = ["good and bad", "the best of all"]
+    found = qdqbench.quantize(folder, texts)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
+    assert amax(found) == amax(qdqbench.quantize(str(folder), rows))
+    assert amax(found) == amax(qdqbench.quantize(load_model(str(folder)), texts, tokenizer=tokenizer))
+    assert amax(found) == amax(qdqbench.quantize(folder, pandas.DataFrame(rows)))
+    batch, one = calibration_batches()[0], calibration_batches()[:1]
+    assert amax(qdqbench.quantize(model, batch, recipe())) == amax(qdqbench.quantize(model, one, recipe()))
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
+    for wrong, message in ((splits, "train holds no input_ids"), (texts, "tokenizer"), (7, "a int is no")):
+        with pytest.raises(qdqbench.UserError, match=message):
+            qdqbench.quantize(model, wrong)
+    with pytest.raises(qdqbench.UserError, match="a dict is no transformers model"):
+        qdqbench.quantize({}, one)
+
+
+def test_a_notebook_shows_one_line_and_a_small_table(made, tmp_path):
+    exported = made.export(tmp_path / "model.onnx")
+    report = qdqbench.check(exported.path)
+    linears = len(made.plan.int8)
+    assert f"recipe: bert-int8-linears, INT8 linears: {linears} of " in repr(made)
+    assert str(exported.path) in repr(exported)
+    assert f"INT8 GEMMs: {linears} of {len(report.gemms)}" in repr(report)
+    for shown in (made, exported, report):
+        assert "\n" not in repr(shown)
+        assert len(repr(shown)) < 400
+        assert shown._repr_html_().count("<tr>") >= 3
+    assert qdqbench.__version__
+
+
+def test_a_trainer_trains_what_is_quantized(model, tmp_path):
+    in_fp32 = recipe_with("bert-int8-linears", engine={"backend": "onnxruntime"})
+    made = qdqbench.quantize(model, calibration_batches(), in_fp32)
+    batch = calibration_batches()[0]
+    rows = [
+        {"labels": row % 2} | {name: values[row] for name, values in batch.items()}
+        for row in range(len(batch["input_ids"]))
+    ]
+    weights = made.model.base_model.encoder.layer[0].output.dense.weight
+    before = weights.detach().clone()
+    told = {"max_steps": 2, "learning_rate": 1e-3, "report_to": "none", "save_strategy": "no"}
+    Trainer(made.model, TrainingArguments(str(tmp_path), use_cpu=True, **told), train_dataset=rows).train()
+    assert not torch.equal(weights, before)
+    session = onnxruntime.InferenceSession(made.export(tmp_path / "trained.onnx").path)
+    [logits] = session.run(None, {each.name: batch[each.name] for each in session.get_inputs()})
+    with torch.no_grad():
+        inputs = {name: torch.from_numpy(values) for name, values in batch.items()}
+        expected = made.model.eval()(**inputs).logits.numpy()
+    np.testing.assert_allclose(logits, expected, atol=0.05)
 
 
 def test_an_export_holds_to_the_recipe(made, tmp_path):

@@ -11,11 +11,12 @@ from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench.gpu import GpuWork
 from qdqbench.eval.bench.measure import ReadySystem
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, BenchTarget, compute_speedups
-from qdqbench.eval.bench.run import run_bench
-from qdqbench.eval.bench.systems import BenchPlan, Entry
+from qdqbench.eval.bench.run import TimeLeft, estimate_parts, run_bench
+from qdqbench.eval.bench.systems import BenchPlan, Entry, systems_of
 from qdqbench.eval.bench.target import BatchedSplit
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
+from qdqbench.quantize.utils.progress import duration
 from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.gpu import Gpu
 
@@ -40,6 +41,7 @@ OPTIONS = BenchPlan(
 ONE = OPTIONS.model_copy(update={"batches": [1]})
 COMPILED = "compile-fp16"
 MS = {"int8": 1.0, "fp16": 1.5, "fp32": 4.0, COMPILED: 1.25}
+SHAPE = {"layers": 12, "hidden": 768, "intermediate": 3072, "parameters": 109_000_000}
 KERNEL = LayerRow(name="gemm", kind="gemm", onnx=["/a"], inputs=["Int8"], constants=[], outputs=["Half"])
 
 
@@ -89,10 +91,10 @@ class Blind(Monitor):
 @pytest.fixture
 def target():
     about = BenchTarget(
-        kind="shape", name="bert-base", random_weights=True, calibration="random", shape={}, files={}
+        kind="shape", name="bert-base", random_weights=True, calibration="random", shape=SHAPE, files={}
     )
     session = SimpleNamespace(recipe=load_recipe("bert-int8-linears"))
-    return SimpleNamespace(about=about, session=session, stack=ExitStack())
+    return SimpleNamespace(about=about, session=session, stack=ExitStack(), extra={})
 
 
 @pytest.fixture
@@ -172,6 +174,20 @@ def test_numbers_of_every_contestant(machine, target):
         assert cell.elapsed_s >= 0
         assert cell.reference == "fp32"
         assert row(cell, "int8").rel_error == 0
+
+
+def test_the_time_is_estimated_before_it_starts_and_follows_the_pace(machine, target, monkeypatch):
+    now, noted, announced = [0.0], [], []
+    monkeypatch.setattr(bench_run.time, "monotonic", lambda: now[0])
+    measure(target, OPTIONS, note=noted.append, announce=announced.append)
+    systems = len(systems_of(target, OPTIONS))
+    start, *parts = estimate_parts(OPTIONS, [*systems_of(target, OPTIONS).values()], SHAPE)
+    assert len(parts) == 2
+    assert noted == [f"measuring 2 shapes of {systems} systems: about {duration(start + sum(parts))}"]
+    assert announced[0].startswith("b1 s128: preparing systems, about ")
+    left = TimeLeft([0.0, 100.0, 100.0])
+    now[0] += 50  # of what was estimated as 25 s
+    assert left.text(1, 0.25) == "about 6 min left"
 
 
 def test_kernels_of_peers_are_read_and_what_they_show_is_warned_about(machine, target):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qdqbench.quantize.deployment.write import find_license
+from qdqbench.quantize.deployment.hub import find_license
 
 
 @pytest.mark.parametrize(

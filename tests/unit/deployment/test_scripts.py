@@ -85,8 +85,7 @@ def deployed(request, tmp_path, monkeypatch):
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A", pair="[CLS] $A $B:1", special_tokens=[("[CLS]", 4)]
     )
-    (tmp_path / "tokenizer").mkdir()
-    tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     for name, source in scripts(request.param).items():
         (tmp_path / name.replace("tensorrt", "tensorrt_rtx")).write_text(source)
     about = TOLD

@@ -154,6 +154,8 @@ def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell() -> No
         "min_speedup 1.2 is asked, INT8 is 0.74x as fast as FP16 engine at b1 s128"
     ]
     assert judge_speed(after, [fast]).state == "passed"  # measured again
+    quick = slow.model_copy(update={"quick": True})
+    assert judge_speed(asked, [quick]).issues == before.issues  # a quick bench is not what decides
 
 
 @pytest.mark.parametrize("backend", get_args(BackendName))

@@ -346,7 +346,7 @@ def test_the_verdict_of_a_run_without_a_gpu() -> None:
     assert said.sentence == (
         "INT8 in 36 of 36 linears, proven from the engine's layer table; SST-2 accuracy 0.8956 ± 0.0103 in "
         "ONNX Runtime against 0.8968 in FP32 (-0.0012 ± 0.0021, within noise, 872 samples); "
-        "ONNX file 0.39 of FP32; speed unknown until `qdqbench bench RUN`; gate passed."
+        "ONNX file 0.39 of FP32; speed not measured until `qdqbench bench RUN`; gate passed."
     )
     assert (said.state, said.title, said.failures) == ("good", "Gate passed", [])
     assert said.notes == [
@@ -374,7 +374,10 @@ def test_the_verdict_cites_the_engine_when_it_ran_and_passes_over_no_stage() -> 
         ("regression", "STS-B Pearson 0.8588 ± 0.0103 in ONNX Runtime against 0.8662 in FP32"),
         ("without_engine", "INT8 in 36 linears of the ONNX file, not proven: no engine was built; SST-2"),
         ("bare", "Nothing is quantized, as the recipe asks, and no engine was built; SST-2 accuracy 0.8968"),
-        ("bare", "in FP32 (872 samples), no other stage was scored; speed unknown until `qdqbench bench"),
+        (
+            "bare",
+            "in FP32 (872 samples), no other stage was scored; speed not measured until `qdqbench",
+        ),
         ("unscored", "SST-2 was not scored in any stage"),
         ("failed", "INT8 in only 35 of 36 linears according to the engine's layer table; SST-2 accuracy"),
         ("failed", "gate FAILED."),
@@ -468,7 +471,15 @@ def test_speed_is_said_once_measured_and_slower_is_no_tick(
     assert f"INT8 {clause}" in wording.run_verdict(results).sentence
     remark = f"over FP16 engine at b32 s128{doubt}"
     assert report._speed_tile(results) == Tile("speed", f"{row.value:.2f}x", remark, state)
-    assert "speed unknown" in wording.run_verdict(sample()).sentence
+    assert "speed not measured" in wording.run_verdict(sample()).sentence
+
+
+def test_the_speed_of_a_quick_bench_is_called_so_with_its_interval() -> None:
+    results = sample(speed=[speedup(1.31, 1.2, 1.4).model_copy(update={"quick": True})])
+    clause = "1.31x as fast as FP16 engine at b32 s128 (quick bench, 95% CI [1.20, 1.40]);"
+    assert clause in wording.run_verdict(results).sentence
+    remark = "[1.20, 1.40] over FP16 engine at b32 s128, quick bench"
+    assert report._speed_tile(results) == Tile("speed", "1.31x", remark)
 
 
 WRONG = finding(severity="error", effect="refused", code="uint8")

@@ -114,6 +114,28 @@ def test_the_report_tells_the_story(tmp_path):
             assert each in said, each
 
 
+def test_what_the_samples_cannot_tell_is_in_the_verdict():
+    auto = sample()
+    few = GateIssue(
+        code="accuracy",
+        state="inconclusive",
+        stage="engine",
+        metric="matthews",
+        limit=0.005,
+        needed=3031,
+        n=120,
+    )
+    auto.chosen.run.open.append(few)
+    verdict = auto_report(auto).verdict
+    assert (verdict.state, verdict.title) == ("unclear", "A recipe holds as far as 120 samples can tell")
+    assert "Deploy" not in verdict.sentence
+    assert "it takes about 3,031 samples, there are 120" in verdict.notes[0]
+    first = auto.steps[0].run
+    first.issues, first.open = [], [few]
+    said = auto_report(auto).verdict.sentence
+    assert "2 hold within noise; methods has the smallest upper bound of its loss, 1.40 points" in said
+
+
 def test_none_that_holds_is_said_with_what_the_best_lacks(tmp_path):
     for text in pages(tmp_path, passed=False):
         said = text.replace("\\", "")

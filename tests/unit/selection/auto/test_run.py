@@ -26,9 +26,10 @@ def issue(code):
     return GateIssue(code=code, state="failed", detail="INT8 is not proven")
 
 
-def run_of(*codes, drop=0.0, nested=None):
+def run_of(*codes, drop=0.0, nested=None, needed=None):
     """What a run leaves of a recipe that loses so much, a fraction, and has these issues."""
-    run = step_run(issues=[issue(code) for code in codes], nested=nested)
+    few = [GateIssue(code="accuracy", state="inconclusive", needed=needed, n=120)] if needed else []
+    run = step_run(issues=[issue(code) for code in codes], nested=nested, open=few)
     return run, {"validation": comparison({"accuracy": -drop}, 0.001, within_noise=False)}
 
 
@@ -92,6 +93,21 @@ def test_steps_are_taken_until_one_holds_or_none_can_help(plan, taken, skipped, 
     best = choose_step(steps)
     assert (best and best.name) == chosen
     assert [step.name for step in steps if step.holds] == ([chosen] if skipped == "holds" else [])
+
+
+@pytest.mark.parametrize(("second", "chosen"), [(0.001, "linears"), (0.003, "attention")])
+def test_where_samples_are_too_few_all_shipped_recipes_are_run_and_the_smallest_bound_wins(
+    second, chosen, tmp_path
+):
+    plan = {"attention": run_of(drop=0.002, needed=3000), "linears": run_of(drop=second, needed=3000)}
+    planned = Planned(tmp_path, failing() | plan)
+    steps = planned.take()
+    assert planned.taken == FIRST
+    best = choose_step(steps)
+    assert best.name == chosen
+    assert best.holds
+    steps[1].run.open = []  # these rows can tell
+    assert choose_step(steps).name == "linears"
 
 
 def test_the_last_steps_seconds_are_the_next_ones_estimate_and_the_first_is_always_taken(tmp_path):

@@ -1,0 +1,58 @@
+"""What makes a deployed embedding model one of sentence-transformers, of every pooling."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from safetensors.numpy import load, load_file
+
+from qdqbench.quantize.deployment.hub import add_hidden_state, describe_sentences
+from qdqbench.quantize.graph.export import save, trace
+from qdqbench.quantize.models.identity import Pooling
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.tasks.types.embedding import TEXTS_ALONE
+
+from ...support.tiny_bert import HIDDEN
+from ...support.tiny_embedder import CLS, LAST, MEAN, expected, hidden_states, write_sentence_folder
+
+BATCH = {
+    "input_ids": np.array([[2, 7, 8, 9, 3], [2, 9, 3, 0, 0]]),
+    "attention_mask": np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+    "token_type_ids": np.zeros((2, 5), dtype=np.int64),
+}
+
+
+@pytest.mark.parametrize("mode", [MEAN, CLS, LAST])
+def test_the_hidden_state_is_what_the_pooling_reads(mode, tmp_path):
+    folder = write_sentence_folder(tmp_path / "model", mode)
+    save(
+        trace(load_model(str(folder), kind=TEXTS_ALONE), 20, TEXTS_ALONE.outputs), tmp_path / "plain.onnx", ""
+    )
+    path = add_hidden_state(tmp_path / "plain.onnx", tmp_path / "both.onnx", "", HIDDEN)
+    hidden, embedding = ort.InferenceSession(path).run(None, BATCH)
+    (known,) = ort.InferenceSession(tmp_path / "plain.onnx").run(None, BATCH)
+    np.testing.assert_array_equal(embedding, known)
+    kept = BATCH["attention_mask"].astype(bool)
+    np.testing.assert_allclose(hidden[kept], hidden_states(folder, BATCH)[kept], atol=1e-5)
+    np.testing.assert_allclose(embedding, expected(hidden, BATCH["attention_mask"], mode), atol=1e-5)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_dense_layer_is_that_of_the_model(trained, tmp_path):
+    folder = write_sentence_folder(tmp_path / "model", dense={"width": 12, "activation": "Identity"})
+    model = load_model(str(folder), kind=TEXTS_ALONE)
+    if trained:
+        model.pooling.dense.weight.data += 1
+        model.save_pretrained(tmp_path / "run" / "qat" / "model")
+    session = SimpleNamespace(
+        model_name=str(folder),
+        folder=tmp_path / "run",
+        config=SimpleNamespace(revision=None),
+        recipe=SimpleNamespace(qat=trained or None),
+    )
+    pooling = Pooling.model_validate(model.config.sentence_embedding)
+    made = load(describe_sentences(session, pooling)["2_Dense/model.safetensors"])
+    before = load_file(folder / "2_Dense" / "model.safetensors")
+    np.testing.assert_allclose(made["linear.weight"], before["linear.weight"] + trained, atol=1e-6)
+    np.testing.assert_array_equal(made["linear.bias"], before["linear.bias"])
