@@ -32,6 +32,7 @@ class AttentionArguments(c.Structure):
     _fields_ = (
         *((name, Pointer) for name in ("q", "k", "v", "start", "end", "factor", "out")),
         ("most", c.c_int),
+        ("heads", c.c_int),
         ("scale", c.c_float),
         ("unit", c.c_float),
         *((name, c.c_int) for name in ("tokens", "hidden", "pitch")),

@@ -31,13 +31,33 @@ from qdqbench.quantize.utils.arrays import Array
 _ALIGN = 64  # tokens: an attention block's
 _COST = {(128, 128): 1.0, (64, 128): 0.66, (64, 64): 0.42}  # of a wave, measured on one H200
 _NORM_BLOCKS = 4  # of a multiprocessor; a block takes four tokens at a time
-_KEYS = 384  # that an attention block holds in shared memory
+_KEYS = 128  # of a step of an attention block
+_MOST_KEYS = 3 * _KEYS  # that it holds in shared memory
+_WINDOW = 64  # tokens of an attention block
 
 
 def choose_bucket(tokens: int) -> int:
     """Return the least bucket that holds so many tokens: 16 for each power of two, all multiples of 64."""
-    step = max(_ALIGN, 1 << max(tokens - 1, 1).bit_length() - 5)
+    step = max(_ALIGN, (1 << (tokens - 1).bit_length()) // 32)
     return -(-tokens // step) * step
+
+
+def choose_graph(tokens: Tokens) -> tuple[int, int, int, int]:
+    """Return what a graph is captured for: tokens, rows, the longest row, and keys of an attention block."""
+    lengths, count = np.diff(tokens.starts), len(tokens.ids)
+    rows, longest = (1 << int(each - 1).bit_length() for each in (len(lengths), lengths.max()))
+    first = np.arange(0, count, _WINDOW)
+    last = np.minimum(first + _WINDOW, count) - 1
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    reach = (tokens.starts[row[last] + 1] - tokens.starts[row[first]]).max()
+    return choose_bucket(count), rows, longest, min(-(-int(reach) // _KEYS) * _KEYS, _MOST_KEYS)
+
+
+def choose_heads(tokens: int, heads: int, reach: int, longest: int, multiprocessors: int) -> int:
+    """Return how many heads an attention block takes: several where loads, not sums, bound it."""
+    most = 4 if reach == _KEYS else 2 if longest <= _WINDOW else 1
+    blocks = -(-tokens // _WINDOW) * heads
+    return max(1, min(most, blocks // (6 * multiprocessors)))
 
 
 def choose_tile(m: int, n: int, multiprocessors: int) -> tuple[int, int]:
@@ -67,6 +87,7 @@ class _Rows:
     end: Any
     bounds: Any
     longest: int
+    reach: int
 
 
 class CudaEngine:
@@ -80,7 +101,7 @@ class CudaEngine:
         self._multiprocessors = torch.cuda.get_device_properties().multi_processor_count
         self._arrays = {name: torch.from_numpy(array).cuda() for name, array in self._prepared()}
         self._last = {name: number for number, each in enumerate(plan.operations) for name in _reads(each)}
-        self._graphs: dict[tuple[int, int, int], tuple[Any, Any, dict[str, Any]]] = {}
+        self._graphs: dict[tuple[int, int, int, int], tuple[Any, Any, dict[str, Any]]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def _prepared(self) -> Iterator[tuple[str, Array]]:
@@ -103,12 +124,7 @@ class CudaEngine:
 
     def answer(self, tokens: Tokens) -> dict[str, Any]:
         """Return the answers of packed tokens on the GPU; the next call overwrites them."""
-        lengths = np.diff(tokens.starts)
-        key = (
-            choose_bucket(len(tokens.ids)),
-            1 << max(len(lengths) - 1, 0).bit_length(),
-            1 << int(lengths.max() - 1).bit_length(),
-        )
+        key = choose_graph(tokens)
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key)
         graph, staging, answers = self._graphs[key]
@@ -125,14 +141,14 @@ class CudaEngine:
         host = {name: value[:count].cpu().numpy() for name, value in answers.items()}
         return {name: spread(value, tokens) for name, value in host.items()} if by_token else host
 
-    def _capture(self, tokens: int, rows: int, longest: int) -> tuple[Any, Any, dict[str, Any]]:
+    def _capture(self, tokens: int, rows: int, longest: int, reach: int) -> tuple[Any, Any, dict[str, Any]]:
         import torch
 
         host = torch.zeros(5 * tokens + rows + 1, dtype=torch.int32).pin_memory()
         fill(host.numpy(), None, tokens, rows)
         device = host.cuda()
         parts = device.split([tokens] * 5 + [rows + 1])
-        inputs = _Rows(*parts, longest=longest)
+        inputs = _Rows(*parts, longest=longest, reach=reach)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -281,11 +297,12 @@ class CudaEngine:
             self._at(f"{operation.name}.scale"),
             made.data_ptr(),
         )
-        call.most, call.scale = _KEYS, operation.score_scale * math.log2(math.e)
+        call.most, call.scale = rows.reach, operation.score_scale * math.log2(math.e)
+        call.heads = choose_heads(tokens, heads, rows.reach, rows.longest, self._multiprocessors)
         call.unit = operation.probability_multiplier
         call.tokens, call.hidden, call.pitch = tokens, hidden, sources[0].stride(0)
-        grid = -(-tokens // 64), heads
-        shared = (64 + 2 * _KEYS) * size
+        grid = -(-tokens // _WINDOW), -(-heads // call.heads)
+        shared = (_WINDOW + 2 * rows.reach + 4) * size * (2 if call.heads > 1 else 1)
         self._kernels.launch(f"attention_{attention_name(operation, self.plan)}", grid, 128, [call], shared)
 
     def _codes_by(self, context: Any, operation: Attention) -> Any:

@@ -91,7 +91,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
   int first = blockIdx.x, step = gridDim.x;
 
   if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (thread == 0) {
       // Weights do not depend on previous kernels: the first of them are loaded while those still run.
       int ahead = min(STAGES, blocks), column = first % n_tiles * TN;
@@ -116,7 +116,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     int mine = group - 1, done = 0;  // k blocks of all tiles before this one
     if (mine == 1) turn_give(1);     // the first turn is the first group's
     wait_previous();
