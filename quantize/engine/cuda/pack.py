@@ -32,6 +32,7 @@ from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX
 
+HALF = np.float16
 _TABLES = ("word", "position", "type")
 
 
@@ -55,7 +56,10 @@ def _merge(match: Match) -> tuple[Plan, dict[str, Array]]:
             continue
         outputs = [view.tensor for view in (attention.query, attention.key, attention.value)]
         parts = [linears[name] for name in outputs]
-        kinds = {(part.input, part.weight, part.activation, part.residual, tensors[part.output].kind) for part in parts}
+        kinds = {
+            (part.input, part.weight, part.activation, part.residual, tensors[part.output].kind)
+            for part in parts
+        }
         alike = len(kinds) == 1 and not (parts[0].activation or parts[0].residual)
         if not alike or len({*outputs}) != 3 or any(reads[name] != 1 for name in outputs):
             continue
@@ -157,4 +161,4 @@ def _single(name: str, array: Array) -> Array:
 def _half(name: str, array: Array) -> Array:
     if np.abs(array).max(initial=0) > FP16_MAX:
         raise UserError(f"backend cuda: weights of {name} do not fit FP16; take tensorrt_rtx or tensorrt")
-    return np.asarray(array, np.float16)
+    return np.asarray(array, HALF)

@@ -35,7 +35,7 @@ class View(Frozen):
 
 class _Operation(Frozen):
     name: str
-    nodes: tuple[str, ...]  # of the ONNX graph
+    nodes: tuple[str, ...] = ()  # of the ONNX graph
 
 
 class Quantized(_Operation):

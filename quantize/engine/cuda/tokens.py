@@ -29,7 +29,9 @@ def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Arr
     if plan.head.pooling == "first":
         empty = ~kept[:, 0]
     if empty.any():
-        raise UserError(f"row {empty.argmax()} of the batch has no attended first token; give every row tokens")
+        raise UserError(
+            f"row {empty.argmax()} of the batch has no attended first token; give every row tokens"
+        )
     padding = plan.embed.padding
     if padding is None:
         positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
@@ -43,7 +45,9 @@ def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Arr
         wrong = (values < 0) | (values >= entries)
         if wrong.any():
             row = int(np.nonzero(kept)[0][wrong.argmax()])
-            raise UserError(f"row {row} has the {part} {values[wrong.argmax()]}; the model has {entries} of them")
+            raise UserError(
+                f"row {row} has the {part} {values[wrong.argmax()]}; the model has {entries} of them"
+            )
     starts = np.concatenate([[0], kept.sum(axis=1).cumsum()])
     single = (values.astype(np.int32) for values in packed.values())
     return Tokens(*single, starts.astype(np.int32), kept)
