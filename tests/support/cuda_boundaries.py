@@ -8,8 +8,9 @@ import onnx
 from onnx import TensorProto
 
 from qdqbench.eval.metrics.runners import session_of
+from qdqbench.quantize.engine.cuda import interpret
 from qdqbench.quantize.engine.cuda.interpret import compute
-from qdqbench.quantize.engine.cuda.plan import Attention, Linear, Plan
+from qdqbench.quantize.engine.cuda.plan import Attention, Head, Linear, Plan
 from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens
 
 Arrays = Mapping[str, Any]
@@ -50,7 +51,7 @@ def packed_tensors(graph: onnx.ModelProto, plan: Plan, batch: Arrays, tokens: To
         return rows.reshape(*rows.shape[:2], -1)[tokens.kept]
 
     whole = {name: np.concatenate([pack(found[part]) for part in each], 1) for name, each in parts.items()}
-    return {name: x if x.dtype == np.int8 else x.astype(np.float16) for name, x in whole.items()}
+    return {name: x if x.dtype == np.int8 else x.astype(interpret.HALF) for name, x in whole.items()}
 
 
 def run_outputs(graph: onnx.ModelProto, batch: Arrays) -> dict[str, Any]:
@@ -70,15 +71,17 @@ def _kind_read(operation: Any, plan: Plan) -> str:
 def compare_boundaries(
     graph: onnx.ModelProto, plan: Plan, arrays: Arrays, batch: Arrays
 ) -> Iterator[Boundary]:
-    """Feed every kernel but the head with the graph's own tensors."""
+    """Feed every kernel with the graph's own tensors."""
     tokens = pack_tokens(plan, arrays, batch)
     given = packed_tensors(graph, plan, batch, tokens)
-    for operation in plan.operations[:-1]:
+    answers = run_outputs(graph, batch)
+    by_token = plan.head.pooling == "tokens"
+    given |= {name: array[tokens.kept] if by_token else array for name, array in answers.items()}
+    for operation in plan.operations:
         for name, made in compute(operation, plan, arrays, given, tokens).items():
             assert (made.shape, made.dtype) == (given[name].shape, given[name].dtype), name
             off = np.abs(made.astype(np.float64) - given[name])
             int8 = made.dtype == np.int8
-            largest = off.max() / (1 if int8 else np.abs(given[name]).max())
-            yield Boundary(
-                operation.op, _kind_read(operation, plan), name, int8, float((off > 0).mean()), float(largest)
-            )
+            largest = off.max() / (1 if int8 else np.abs(given[name]).max() + 1e-9)
+            read = "fp32" if isinstance(operation, Head) else _kind_read(operation, plan)
+            yield Boundary(operation.op, read, name, int8, float((off > 0).mean()), float(largest))

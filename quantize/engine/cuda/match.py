@@ -28,7 +28,8 @@ _CODES = " codes"  # behind the owner of nodes that round its tensor
 # of [batch, length, heads, size]: heads before tokens, and with the last two axes swapped
 _SPLIT, _SPLIT_SWAPPED, _SWAPPED = [0, 2, 1, 3], [0, 2, 3, 1], [0, 1, 3, 2]
 _STEPS: dict[str, plan.StepKind] = {"Tanh": "tanh", "Relu": "relu", "Sigmoid": "sigmoid"}
-_ADDS = 3  # of three tables
+_ADDS = 2  # nested, of three tables
+_HEAD_SIZES = range(1, 1025)
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,9 @@ class _Matcher(Cover):
 
     def _norm(self, source: str, wanted: _Wanted) -> None:
         node = self.take(source, "LayerNormalization", free=("epsilon",))
-        gathers = self._gathers(node.input[0])
+        parts = self.index.producers[node.input[0]].input if self.kind(node.input[0]) == "Add" else ()
+        embeds = any(self.kind(part) == "Gather" for part in parts)
+        gathers = self._gathers(node.input[0]) if embeds else []
         name = "embed" if gathers else use_of(node.name)
         gamma, beta = (self.constant(node, position, 1) for position in (1, 2))
         if gamma.shape != beta.shape:
@@ -196,17 +199,10 @@ class _Matcher(Cover):
             self._add(plan.Norm(name=name, input=self._half(node.input[0]).name, **forms))
 
     def _gathers(self, name: str, depth: int = 0) -> list[onnx.NodeProto]:
-        """Return the Gathers that an embedding adds; nothing if it is none."""
-        if self.kind(name) == "Gather":
-            return [self.take(name, "Gather")]
-        parts = self.index.producers[name].input if self.kind(name) == "Add" and depth < _ADDS else ()
-        if not parts or not all(self.kind(part) in ("Gather", "Add") for part in parts):
-            return []
-        found = [self._gathers(part, depth + 1) for part in parts]
-        if not all(found):
-            return []
-        self.take(name, "Add")
-        return [gather for each in found for gather in each]
+        """Return the Gathers that an embedding adds."""
+        node = self.take(name, "Gather", *(["Add"] if depth < _ADDS else []))
+        parts = node.input if node.op_type == "Add" else ()
+        return [each for part in parts for each in self._gathers(part, depth + 1)] or [node]
 
     def _tables(self, gathers: list[onnx.NodeProto], width: int) -> dict[str, Any]:
         tables: dict[str, Array] = {}
@@ -264,36 +260,42 @@ class _Matcher(Cover):
 
     def _zeros(self, name: str) -> None:
         """Cover type ids [batch, length] that are all 0, as RoBERTa's: a buffer, gathered and expanded."""
-        value = self.number(name)
-        if value is None:
-            node = self.take(name, "Expand", "GatherElements", free=("axis",))
-            expands = node.op_type == "Expand"
-            if expands and self.sizes(node.input[1]) not in (["batch", "length"], ["batch", 1]):
-                refuse("its type ids are not [batch, length]", node)
-            if not expands and node.input[1] not in self.made:
-                refuse("its indices are no positions", node)
-            self._zeros(node.input[0])
-        elif value.any():
-            refuse("expected 0 for each token", name)
+        expand = self.take(name, "Expand")
+        gather = self.take(expand.input[0], "GatherElements", axis=1)
+        buffer = self.take(gather.input[0], "Expand")
+        shapes = self.sizes(expand.input[1]), self.sizes(buffer.input[1])
+        if shapes != (["batch", "length"], ["batch", 1]) or gather.input[1] not in self.made:
+            refuse("its type ids are not [batch, length]", expand, gather, buffer)
+        if self.constant(buffer, 0, 2).any():
+            refuse("expected type ids that are all 0", buffer)
 
     # linears
 
-    def _product(self, name: str) -> tuple[onnx.NodeProto, Array, bool] | None:
-        """Return the MatMul of a linear, its weight [N, K], and whether it is FP32; None for another tensor."""
+    def _product(self, name: str) -> onnx.NodeProto | None:
+        """Return the MatMul of a linear, behind its bias; None for another tensor."""
         if self.kind(name) == "Add":
             computed = [
                 part for part in self.index.producers[name].input if self.index.constant(part) is None
             ]
             name = computed[0] if len(computed) == 1 else ""
-        if self.kind(name) != "MatMul":
-            return None
-        node = self.index.producers[name]
-        if (plain := self.index.constant(node.input[1])) is not None:
-            return node, plain.T, True
-        turned = self.index.producers.get(node.input[1])
-        dq = self.index.producers.get(turned.input[0]) if turned is not None and turned.input else None
-        codes = self.index.constant(dq.input[0]) if dq is not None and dq.input else None
-        return None if codes is None else (node, codes, False)
+        return self.index.producers[name] if self.kind(name) == "MatMul" else None
+
+    def _is_plain(self, matmul: onnx.NodeProto | None) -> bool:
+        return matmul is not None and self.index.constant(matmul.input[1]) is not None
+
+    def _count_channels(self, name: str) -> int:
+        """Return the width of a linear that another kernel reads."""
+        matmul = self._product(name)
+        if matmul is None:
+            refuse("expected a linear", self.index.producers.get(name, name))
+        if (weight := self.index.constant(matmul.input[1])) is not None:
+            return int(weight.shape[-1])
+        turned = self.index.producers.get(matmul.input[1])
+        dq = self.index.producers.get(turned.input[0]) if turned is not None else None
+        codes = self.index.constant(dq.input[0]) if dq is not None else None
+        return (
+            len(codes) if codes is not None and codes.ndim else refuse("expected a weight", turned or matmul)
+        )
 
     def _linear(self, source: str, wanted: _Wanted) -> None:
         name, activation, residual = source, None, None
@@ -303,7 +305,8 @@ class _Matcher(Cover):
             add = self.take(name, "Add")
             linears = [part for part in add.input if self._product(part) is not None]
             if not linears or add.input[0] == add.input[1]:
-                refuse("expected a linear and a residual", add)
+                parts = (self.index.producers.get(part, part) for part in add.input)
+                refuse("expected a linear and a residual", add, *parts)
             name = max(linears, key=self.order.__getitem__)
             residual = add.input[1 - [*add.input].index(name)]
         bias = None
@@ -362,11 +365,9 @@ class _Matcher(Cover):
 
     def _attention(self, source: str, wanted: _Wanted) -> None:
         joined = self.take(source, "Reshape")
-        if self.sizes(joined.input[1])[:2] != ["batch", "length"]:
-            refuse("expected [batch, length, width]", joined)
         product = self.take(self.take(joined.input[0], "Transpose", perm=_SPLIT).input[0], "MatMul")
         weights, value = product.input
-        int8, score_scale, factor = self.kind(value) == "DequantizeLinear", 1.0, 1.0
+        int8, score_scale, factor = self.kind(weights) == "DequantizeLinear", 1.0, 1.0
         if int8:
             dq = self.take(weights, "DequantizeLinear")
             q = self.take(dq.input[0], "QuantizeLinear")
@@ -381,14 +382,17 @@ class _Matcher(Cover):
         turned, perm = dot.input[1], _SPLIT_SWAPPED
         if int8 or read_attribute(self.index.producers[turned], "perm", None) == _SWAPPED:
             turned, perm = self.take(turned, "Transpose", perm=_SWAPPED).input[0], _SPLIT
-        sizes: list[int] = []
+        shapes: list[Any] = []
         split = [(dot.input[0], _SPLIT), (turned, perm), (value, _SPLIT)]
-        query, key, values = reads = [self._heads(tensor, int8, sizes, perm) for tensor, perm in split]
-        linears = [self._product(read.source) for read in reads]
-        widths = {0 if linear is None else len(linear[1]) for linear in linears}
-        width, size = max(widths), sizes[0]
-        if {*sizes} != {size} or len(widths) != 1 or width % size:
-            refuse(f"q, k and v are no linears of {widths} for heads of {sizes}", dot, product)
+        query, key, values = reads = [self._heads(tensor, int8, shapes, perm) for tensor, perm in split]
+        widths = [self._count_channels(read.source) for read in reads]
+        width, size = widths[0], shapes[0][-1]
+        if size not in _HEAD_SIZES or width % size or {*widths} != {width}:
+            refuse(f"q, k and v of {widths} channels are not for heads of {size}", dot, product)
+        whole, part = ["batch", "length"], {-1, width // size}
+        right = all(shape[:2] == whole and shape[2] in part and shape[3:] == [size] for shape in shapes)
+        if not right or self.sizes(joined.input[1]) not in ([*whole, -1], [*whole, width]):
+            refuse(f"no heads of {size}, split and joined: {shapes}", dot, joined)
         name = use_of(product.name)
         self.constants[f"{name}.factor"] = np.array(factor * values.scale)
         views = {
@@ -403,7 +407,7 @@ class _Matcher(Cover):
         form |= {"probability_multiplier": 1 / factor if int8 else None}
         self._add(plan.Attention(name=name, **views, **form))  # type: ignore[arg-type]
 
-    def _heads(self, name: str, int8: bool, sizes: list[int], perm: list[int]) -> _Read:
+    def _heads(self, name: str, int8: bool, shapes: list[Any], perm: list[int]) -> _Read:
         """Return the linear's output that a Transpose and a Reshape split into heads, or codes of it."""
 
         def turn(tensor: str) -> str:
@@ -411,10 +415,7 @@ class _Matcher(Cover):
 
         def split(tensor: str) -> str:
             node = self.take(tensor, "Reshape")
-            shape = self.sizes(node.input[1])
-            if len(shape) != 4 or shape[:2] != ["batch", "length"] or shape[3] not in range(1, 1025):
-                refuse(f"it makes heads {shape}, expected [batch, length, heads, size]", node)
-            sizes.append(shape[3])
+            shapes.append(self.sizes(node.input[1]))
             return str(node.input[0])
 
         return self._codes(name, turn, split) if int8 else self._half(split(turn(name)))
@@ -447,6 +448,7 @@ class _Matcher(Cover):
         name, answers = self._answers()
         steps: list[tuple[plan.StepKind, Array | None, Array | None]] = []
         pooling: plan.Pooling = "tokens"
+        rows = False  # whether a step takes one vector of each row
         while pooling == "tokens":
             kind, product = self.kind(name), self._product(name)
             if kind in _STEPS:
@@ -458,11 +460,12 @@ class _Matcher(Cover):
             elif kind == "Cast":
                 name = self.take(name, "Cast", to=TensorProto.FLOAT).input[0]
             elif kind == "Gemm":
+                rows = True
                 gemm = self.take(name, "Gemm", transB=1)
                 bias = self.constant(gemm, 2, 1) if len(gemm.input) > 2 else None
                 steps.append(("dense", self.constant(gemm, 1, 2), bias))
                 name = gemm.input[0]
-            elif product is not None and product[2]:
+            elif self._is_plain(product):
                 name, bias = self.operands(self.take(name, "Add"), 1) if kind == "Add" else (name, None)
                 matmul = self.take(name, "MatMul")
                 steps.append(("dense", self.constant(matmul, 1, 2).T, bias))
@@ -479,6 +482,8 @@ class _Matcher(Cover):
                 pooling, name = self._pooled(name)
             else:
                 break
+        if rows and pooling == "tokens":
+            refuse("expected one token of each row", self.index.producers.get(name, name))
         for number, (_, weight, bias) in enumerate(reversed(steps)):
             if weight is not None:
                 zeros = np.zeros(len(weight), np.float32)
@@ -537,7 +542,7 @@ class _Matcher(Cover):
             length = self.sizes(self.take(numbers.input[1], "Cast", to=TensorProto.FLOAT).input[0])
             pooling, kept = "last", chosen.input[0]
             right = self.vector(most) == [1] and most.input[0] == equal.input[0] and places.input[1] == kept
-            right &= (self.constant(numbers, 0), self.constant(numbers, 2), length) == (0, 1, ["length"])
+            right &= (self.constant(numbers, 0), self.constant(numbers, 2), length) == (0, 1, "length")
         if not right:
             refuse("expected the mean of the attended tokens, or the last of them", total)
         self._of_mask(kept, TensorProto.FLOAT)
