@@ -27,7 +27,7 @@ RECIPES = {
         "albert": ("linears", "ffn", "attention"),
         "distilbert": ("linears", "ffn", "attention", "residual", "residual-fused"),
     }.items()
-} | dict.fromkeys(LIKE_ROBERTA, ["roberta-int8-residual-fused"])
+} | {model_type: ["roberta-int8-residual-fused"] for model_type in LIKE_ROBERTA}
 CASES = [(model_type, recipe) for model_type, recipes in RECIPES.items() for recipe in recipes]
 POOLINGS = {"mean": tiny_embedder.MEAN, "cls": tiny_embedder.CLS, "last": tiny_embedder.LAST}
 HEADS = ["tokens", "questions", "regression", *POOLINGS]

@@ -70,7 +70,7 @@ class Cover:
     def take(
         self, name: str, *kinds: str, shared: bool = False, free: tuple[str, ...] = (), **attributes: Any
     ) -> onnx.NodeProto:
-        """Cover the maker of a tensor, of one of `kinds`; `attributes` are all its own but defaults and `free`."""
+        """Cover a tensor's maker, of one of `kinds`; its attributes are these, `free` ones and defaults."""
         node = self.index.producers.get(name)
         if node is None or self.kind(name) not in kinds:
             refuse(f"expected {' or '.join(kinds)}", name if node is None else node)
@@ -113,7 +113,7 @@ class Cover:
         return node.input[1 - constant], self.constant(node, int(constant), *ranks)
 
     def sizes(self, name: str) -> Any:
-        """Return what a computed shape holds: integers, "batch", "length", "width" for other axes; or a scalar."""
+        """Return what a computed shape or one axis of it holds: integers, "batch", "length" and "width"."""
         if name not in self._sizes_of:
             value = self.number(name)
             found = self._compute_sizes(name) if value is None else value.tolist()
@@ -122,7 +122,7 @@ class Cover:
             self._sizes_of[name] = found
         return self._sizes_of[name]
 
-    def _compute_sizes(self, name: str) -> Any:
+    def _compute_sizes(self, name: str) -> Any:  # noqa: PLR0911
         node = self.take(name, *_OF_SHAPES, free=("axis", "value"), shared=True)
         first = node.input[0]
         if node.op_type == "Shape" and self.kind(first) not in ("Concat", "Reshape"):  # of no shape itself

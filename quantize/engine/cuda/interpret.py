@@ -1,7 +1,7 @@
 """The plan in NumPy, with the arithmetic of the kernels: a reference for tests and parity on any machine.
 
-Integer sums are exact. An epilogue is one fused multiply-add in FP32; all else is FP32, and FP16 where a tensor
-is. Kernels differ from it by the order of FP32 sums, so codes next to a rounding border may differ by one.
+Integer sums are exact. An epilogue is one fused multiply-add in FP32; all else is FP32, and FP16 where a
+tensor is. Kernels add in another order, so codes next to a rounding border may differ by one.
 """
 
 from collections.abc import Callable, Mapping
@@ -150,7 +150,7 @@ def _head(operation: Head, arrays: Arrays, values: Mapping[str, Array], tokens: 
         case "last":
             x = x[stop - 1]
         case "mean":
-            x = np.add.reduceat(x, first, axis=0) / (stop - first)[:, None].astype(np.float32)
+            x = _single(np.add.reduceat(x, first, axis=0) / (stop - first)[:, None])
     for number, step in enumerate(operation.steps):
         if step.kind == "dense":
             x = x @ arrays[f"{operation.name}.{number}.weight"].T + arrays[f"{operation.name}.{number}.bias"]

@@ -1,7 +1,7 @@
 """From an exported graph to a plan: backwards from its outputs, each tensor with the kernel that makes it.
 
-The graph is in the form of the CPU runtimes: FP32, weights with a scale per output channel, operator Gelu. A node
-that no pattern covers, or two would, is refused by its name.
+The graph is in the form of the CPU runtimes: FP32, weights with a scale for each output channel, operator
+Gelu. A node that no pattern covers, or two would, is refused by its name.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto
 
 from qdqbench.quantize.engine.cuda import plan
-from qdqbench.quantize.engine.cuda.cover import SHARED, TYPES, Cover, name_node, read_attribute, refuse
+from qdqbench.quantize.engine.cuda.cover import SHARED, TYPES, Cover, read_attribute, refuse
 from qdqbench.quantize.engine.cuda.plan import Operation, Plan, View
 from qdqbench.quantize.graph.index import use_of
 from qdqbench.quantize.models.attention import MASK_FILL
@@ -38,8 +38,8 @@ class Match:
 
     Args:
         constants: `LINEAR.weight` [N, K], `.weight_scale`, `.input_scale`, `.bias` and `.residual`;
-            `ATTENTION.factor`, the scales of softmax and v; `TENSOR.multiplier`, factors of smoothing over the
-            scale of a QuantizeLinear; tables and vectors of the rest as the plan names them.
+            `ATTENTION.factor`, the scales of softmax and v; `TENSOR.multiplier`, factors of smoothing over
+            the scale of a QuantizeLinear; tables and vectors of the rest as the plan names them.
     """
 
     plan: Plan
@@ -61,6 +61,16 @@ class _Read(NamedTuple):
     name: str
     source: str
     scale: float = 1.0
+
+
+class _Step(NamedTuple):
+    """A step of a head, or a Cast (None) that changes nothing; `of_rows`: of one vector for each row."""
+
+    kind: plan.StepKind | None
+    read: str
+    weight: Array | None = None
+    bias: Array | None = None
+    of_rows: bool = False
 
 
 def match_graph(model: onnx.ModelProto) -> Match:
@@ -169,7 +179,7 @@ class _Matcher(Cover):
         return {"half": source if wanted.half else None, "codes": tuple(wanted.codes.values())}
 
     def _output(self, source: str, wanted: _Wanted, width: int, name: str, one: bool = True) -> str:
-        """Return the one tensor that a kernel writes; codes beside FP16, or of a sum, get a kernel of their own."""
+        """Return the one tensor that a kernel writes; codes beside FP16, or of a sum, get their own."""
         if one and not wanted.half and len(wanted.codes) == 1:
             return str(self._write(source, wanted, width)["codes"][0])
         wanted.half = True
@@ -279,9 +289,6 @@ class _Matcher(Cover):
             ]
             name = computed[0] if len(computed) == 1 else ""
         return self.index.producers[name] if self.kind(name) == "MatMul" else None
-
-    def _is_plain(self, matmul: onnx.NodeProto | None) -> bool:
-        return matmul is not None and self.index.constant(matmul.input[1]) is not None
 
     def _count_channels(self, name: str) -> int:
         """Return the width of a linear that another kernel reads."""
@@ -446,52 +453,46 @@ class _Matcher(Cover):
     def _head(self) -> None:
         self.owner = "head"
         name, answers = self._answers()
-        steps: list[tuple[plan.StepKind, Array | None, Array | None]] = []
+        steps: list[_Step] = []
         pooling: plan.Pooling = "tokens"
-        rows = False  # whether a step takes one vector of each row
-        while pooling == "tokens":
-            kind, product = self.kind(name), self._product(name)
-            if kind in _STEPS:
-                steps.append((_STEPS[kind], None, None))
-                name = self.take(name, kind).input[0]
-            elif kind == "Gelu":
-                activation, name = self._gelu(name)
-                steps.append((activation, None, None))
-            elif kind == "Cast":
-                name = self.take(name, "Cast", to=TensorProto.FLOAT).input[0]
-            elif kind == "Gemm":
-                rows = True
-                gemm = self.take(name, "Gemm", transB=1)
-                bias = self.constant(gemm, 2, 1) if len(gemm.input) > 2 else None
-                steps.append(("dense", self.constant(gemm, 1, 2), bias))
-                name = gemm.input[0]
-            elif self._is_plain(product):
-                name, bias = self.operands(self.take(name, "Add"), 1) if kind == "Add" else (name, None)
-                matmul = self.take(name, "MatMul")
-                steps.append(("dense", self.constant(matmul, 1, 2).T, bias))
-                name = matmul.input[0]
-            elif kind == "Div":
-                steps.append(("normalize", None, None))
-                name = self._normalized(name)
-            elif kind == "Gather":
-                gather = self.take(name, "Gather", axis=1)
-                pooling, name = "first", gather.input[0]
-                if self.constant(gather, 1) != 0:
-                    refuse("expected the first token", gather)
-            elif kind == "ReduceSum":
-                pooling, name = self._pooled(name)
-            else:
-                break
-        if rows and pooling == "tokens":
+        while (step := self._step(name)) is not None:
+            steps.insert(0, step)
+            name = step.read
+        if self.kind(name) in ("Gather", "ReduceSum"):
+            pooling, name = self._pooled(name)
+        elif steps and any(step.of_rows for step in steps):
             refuse("expected one token of each row", self.index.producers.get(name, name))
-        for number, (_, weight, bias) in enumerate(reversed(steps)):
-            if weight is not None:
-                zeros = np.zeros(len(weight), np.float32)
-                self.constants[f"head.{number}.weight"] = weight
-                self.constants[f"head.{number}.bias"] = zeros if bias is None else bias
-        listed = tuple(plan.Step(kind=kind) for kind, _, _ in reversed(steps))
+        steps = [step for step in steps if step.kind is not None]
+        for number, step in enumerate(steps):
+            if step.weight is not None:
+                zeros = np.zeros(len(step.weight), np.float32)
+                self.constants[f"head.{number}.weight"] = step.weight
+                self.constants[f"head.{number}.bias"] = zeros if step.bias is None else step.bias
+        listed = tuple(plan.Step.model_validate({"kind": step.kind}) for step in steps)
         read = self._half(name).name
         self._add(plan.Head(name="head", input=read, pooling=pooling, steps=listed, answers=answers))
+
+    def _step(self, name: str) -> "_Step | None":  # noqa: PLR0911
+        """Cover the last step of a head; None: it has none before `name`."""
+        kind = self.kind(name)
+        if kind in _STEPS:
+            return _Step(_STEPS[kind], self.take(name, kind).input[0])
+        if kind == "Gelu":
+            return _Step(*self._gelu(name))
+        if kind == "Cast":
+            return _Step(None, self.take(name, "Cast", to=TensorProto.FLOAT).input[0])
+        if kind == "Div":
+            return _Step("normalize", self._normalized(name), of_rows=True)
+        if kind == "Gemm":
+            gemm = self.take(name, "Gemm", transB=1)
+            bias = self.constant(gemm, 2, 1) if len(gemm.input) > 2 else None
+            return _Step("dense", gemm.input[0], self.constant(gemm, 1, 2), bias, of_rows=True)
+        matmul = self._product(name)
+        if matmul is None or self.index.constant(matmul.input[1]) is None:
+            return None
+        name, bias = self.operands(self.take(name, "Add"), 1) if kind == "Add" else (name, None)
+        self.take(name, "MatMul")
+        return _Step("dense", matmul.input[0], self.constant(matmul, 1, 2).T, bias)
 
     def _answers(self) -> tuple[str, tuple[plan.Answer, ...]]:
         """Return the tensor that the outputs are of, and each output."""
@@ -523,6 +524,11 @@ class _Matcher(Cover):
         return str(clip.input[0])
 
     def _pooled(self, name: str) -> tuple[plan.Pooling, str]:
+        if self.kind(name) == "Gather":
+            gather = self.take(name, "Gather", axis=1)
+            return (
+                ("first", gather.input[0]) if self.constant(gather, 1) == 0 else refuse("expected 0", gather)
+            )
         total = self.take(name, "ReduceSum", keepdims=0)
         product = self.take(total.input[0], "Mul")
         weights = self.take(product.input[1], "Unsqueeze")
@@ -542,7 +548,8 @@ class _Matcher(Cover):
             length = self.sizes(self.take(numbers.input[1], "Cast", to=TensorProto.FLOAT).input[0])
             pooling, kept = "last", chosen.input[0]
             right = self.vector(most) == [1] and most.input[0] == equal.input[0] and places.input[1] == kept
-            right &= (self.constant(numbers, 0), self.constant(numbers, 2), length) == (0, 1, "length")
+            ends = [float(self.constant(numbers, position)) for position in (0, 2)]
+            right &= (ends, length) == ([0, 1], "length")
         if not right:
             refuse("expected the mean of the attended tokens, or the last of them", total)
         self._of_mask(kept, TensorProto.FLOAT)

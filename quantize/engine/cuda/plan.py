@@ -1,8 +1,8 @@
 """The plan of an engine as plain data: operations on token-packed tensors, and the ONNX nodes of each.
 
-Tensors are [T, width], with T the tokens of all rows without padding. They have the names of the ONNX tensors
-that they hold. Arrays of an operation are named `OPERATION.PART`, those of a tensor `TENSOR.PART`; `pack` lists
-them. Operations stand in the order of computation.
+Tensors are [T, width], with T the tokens of all rows without padding. They have the names of the ONNX
+tensors that they hold. Arrays of an operation are named `OPERATION.PART`, those of a tensor `TENSOR.PART`:
+`pack` lists them. Operations come in the order of computation.
 
 Codes are `clip(rint(x), -128, 127)`, as QuantizeLinear rounds: half to even.
 """
@@ -75,9 +75,9 @@ class Quantize(Quantized):
 class Linear(_Operation):
     """Codes or FP16 of `activation(input @ NAME.weight.T * NAME.scale + NAME.bias) + residual`.
 
-    The scale of output codes is in scale and bias; behind an activation it is in `OUTPUT.multiplier`. An INT8
-    residual is multiplied by `NAME.residual`. FP16 weights have no scale, and their product is rounded to FP16
-    before the residual is added.
+    The scale of output codes is in scale and bias; behind an activation and FP16 weights it is in
+    `OUTPUT.multiplier`. An INT8 residual is multiplied by `NAME.residual`. FP16 weights have no scale; their
+    product with the bias is rounded to FP16.
     """
 
     op: Literal["linear"] = "linear"

@@ -48,8 +48,8 @@ def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Arr
                 f"row {row} has the {part} {values[wrong.argmax()]}; the model has {entries} of them"
             )
     starts = np.concatenate([[0], kept.sum(axis=1).cumsum()])
-    single = (values.astype(np.int32) for values in packed.values())
-    return Tokens(*single, starts.astype(np.int32), kept)
+    ids, positions, types, starts = (each.astype(np.int32) for each in (*packed.values(), starts))
+    return Tokens(ids, positions, types, starts, kept)
 
 
 def spread(answers: Array, tokens: Tokens) -> Array:

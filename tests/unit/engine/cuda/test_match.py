@@ -13,12 +13,11 @@ from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.utils.errors import UserError
 
-from ....support.cuda_boundaries import compare_boundaries, run_outputs
+from ....support.cuda_boundaries import compare_boundaries
 from ....support.cuda_graphs import batch_for, write_case, write_head
 from ....support.tiny_bert import copied
 
 GRAPHS = [("bert", "bert-int8-residual-fused"), ("roberta", "roberta-int8-attention"), ("mean",), ("last",)]
-SMALL = 64  # values of a constant that is changed as a whole
 
 
 @pytest.fixture(scope="module", params=GRAPHS, ids="-".join)
@@ -28,14 +27,28 @@ def graph(request, made_once):
     return onnx.load(folder / "model.onnx")
 
 
-def first_layer(graph: onnx.ModelProto) -> Iterator[int]:
-    """Places of the nodes outside of the second layer, which is as the first."""
+def places(graph: onnx.ModelProto) -> Iterator[int]:
+    """Places of nodes to change: without the second layer, which is as the first, or those of the pooling."""
+    pools = any("/pooling/" in node.name for node in graph.graph.node)
     for place, node in enumerate(graph.graph.node):
-        if "layer.1" not in node.name:
+        if node.op_type != "Identity" and ("/pooling/" in node.name if pools else "layer.1" not in node.name):
             yield place
 
 
-def place_behind(graph: onnx.ModelProto, place: int, kind: str) -> onnx.ModelProto:
+def numbers(graph: onnx.ModelProto) -> Iterator[int]:
+    """Places of the constants that these nodes read, one for each kind of node and input."""
+    seen = set()
+    names = [tensor.name for tensor in graph.graph.initializer]
+    for place in places(graph):
+        node = graph.graph.node[place]
+        for position, name in enumerate(node.input):
+            kind = (node.op_type, position, node.name.rpartition("/")[0], node.name.rpartition("_")[0])
+            if name in names and kind not in seen:
+                seen.add(kind)
+                yield names.index(name)
+
+
+def with_node_behind(graph: onnx.ModelProto, place: int, kind: str) -> onnx.ModelProto:
     """A copy with a node behind the first output of another."""
     changed = copied(graph)
     node = changed.graph.node[place]
@@ -62,8 +75,7 @@ def is_refused_or_right(graph: onnx.ModelProto) -> bool:
     """Whether a graph is refused; else each kernel makes what ONNX Runtime makes of the same tensors."""
     try:
         plan, arrays = pack(match_graph(graph))
-    except UserError as error:
-        assert "cuda" in str(error), error
+    except UserError:
         return True
     for found in compare_boundaries(graph, plan, arrays, batch_for(graph)):
         assert found.largest <= (1 if found.int8 else 1e-4), found
@@ -79,19 +91,17 @@ def _in_fp32(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["Neg", "Identity", "Softmax"])
 def test_an_added_node_is_refused_by_its_name_or_that_of_a_neighbor(graph, kind):
-    for place in first_layer(graph):
+    for place in places(graph):
         node = graph.graph.node[place]
-        if "zero_point" in node.name or not node.input or graph.graph.node[place].op_type == "Identity":
-            continue
-        readers = {
-            name
-            for other in graph.graph.node
-            if node.output[0] in other.input
-            for name in (other.name, *other.output)
+        readers = (other for other in graph.graph.node if node.output[0] in other.input)
+        named = {
+            "added",
+            node.name,
+            *node.output,
+            *(n for other in readers for n in (other.name, *other.output)),
         }
         with pytest.raises(UserError) as told:
-            match_graph(place_behind(graph, place, kind))
-        named = {"added", node.name, *node.output, *readers}
+            match_graph(with_node_behind(graph, place, kind))
         assert any(name in str(told.value) for name in named), (node.name, str(told.value))
 
 
@@ -103,16 +113,11 @@ def test_a_node_that_nothing_reads_is_refused_by_its_name(graph):
 
 
 def test_a_graph_without_one_of_its_nodes_is_refused_or_computed_as_it_is(graph):
-    refused = [
-        is_refused_or_right(without(graph, place))
-        for place in first_layer(graph)
-        if graph.graph.node[place].op_type != "Identity"
-    ]
-    assert np.mean(refused) > 0.8
+    assert np.mean([is_refused_or_right(without(graph, place)) for place in places(graph)]) > 0.8
 
 
-def test_another_operator_is_refused(graph):
-    for place in first_layer(graph):
+def test_a_foreign_operator_is_refused(graph):
+    for place in places(graph):
         changed = copied(graph)
         changed.graph.node[place].domain = "com.microsoft"
         with pytest.raises(UserError, match="backend cuda"):
@@ -120,63 +125,44 @@ def test_another_operator_is_refused(graph):
 
 
 def test_other_attributes_are_refused_or_computed_as_they_are(graph):
-    changes = 0
-    for place in first_layer(graph):
+    refused = []
+    for place in places(graph):
         for number, item in enumerate(graph.graph.node[place].attribute):
-            if item.type not in (
-                onnx.AttributeProto.INT,
-                onnx.AttributeProto.INTS,
-                onnx.AttributeProto.FLOAT,
-            ):
-                continue
             changed = copied(graph)
             found = changed.graph.node[place].attribute[number]
-            if item.type == onnx.AttributeProto.INTS:
-                found.ints[:] = [*reversed(item.ints)]
+            if item.type == onnx.AttributeProto.INT:
+                found.i += 1
             elif item.type == onnx.AttributeProto.FLOAT:
-                found.f = 2 * item.f + 0.01
+                found.f += 0.01
             else:
-                found.i = item.i + 1
-            try:
-                run_outputs(changed, batch_for(changed))
-            except Exception:  # noqa: BLE001  (ONNX Runtime refuses it)
-                with pytest.raises(UserError, match="backend cuda"):
-                    match_graph(changed)
-            else:
-                is_refused_or_right(changed)
-            changes += 1
-    assert changes > 20
+                found.ints[:] = [*reversed(item.ints)]
+            refused.append(is_refused_or_right(changed))
+    assert 0.3 < np.mean(refused) < 1 or len(refused) < 20
 
 
 def test_other_constants_are_refused_or_computed_as_they_are(graph):
-    changes = 0
-    for number, stored in enumerate(graph.graph.initializer):
+    refused = []
+    for number in numbers(graph):
+        stored = graph.graph.initializer[number]
         array = numpy_helper.to_array(stored)
-        if array.size > SMALL or ".1." in stored.name or "layer.1" in stored.name:
-            continue
+        other = array * 1.5 + 0.01 if array.dtype == np.float32 else array + (array < 127)
         changed = copied(graph)
-        other = (array * 1.5 + 0.01 if array.dtype == np.float32 else array + 1).astype(array.dtype)
-        changed.graph.initializer[number].CopyFrom(numpy_helper.from_array(other, stored.name))
-        try:
-            run_outputs(changed, batch_for(changed))
-        except Exception:  # noqa: BLE001
-            with pytest.raises(UserError, match="backend cuda"):
-                pack(match_graph(changed))
-        else:
-            is_refused_or_right(changed)
-        changes += 1
-    assert changes > 30
+        changed.graph.initializer[number].CopyFrom(
+            numpy_helper.from_array(other.astype(array.dtype), stored.name)
+        )
+        refused.append(is_refused_or_right(changed))
+    assert any(refused)
 
 
 def test_constants_of_another_type_are_refused_by_the_node_that_reads_them(graph):
-    for number, stored in enumerate(graph.graph.initializer):
-        if stored.data_type != TensorProto.FLOAT or "layer.1" in stored.name:
-            continue
-        changed = copied(graph)
-        half = numpy_helper.to_array(stored).astype(np.float16)
-        changed.graph.initializer[number].CopyFrom(numpy_helper.from_array(half, stored.name))
-        with pytest.raises(UserError, match=r"no kernel for .* \(\w+\)"):
-            match_graph(changed)
+    for number in numbers(graph):
+        stored = graph.graph.initializer[number]
+        if stored.data_type == TensorProto.FLOAT:
+            changed = copied(graph)
+            half = numpy_helper.to_array(stored).astype(np.float16)
+            changed.graph.initializer[number].CopyFrom(numpy_helper.from_array(half, stored.name))
+            with pytest.raises(UserError, match=r"no kernel for .* \(\w+\)"):
+                match_graph(changed)
 
 
 @pytest.mark.parametrize("fill", [-5000.0, 0.0])
