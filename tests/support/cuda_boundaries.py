@@ -8,7 +8,7 @@ import onnx
 from onnx import TensorProto
 
 from qdqbench.eval.metrics.runners import session_of
-from qdqbench.quantize.engine.cuda import interpret
+from qdqbench.quantize.engine.cuda import check
 from qdqbench.quantize.engine.cuda.interpret import compute
 from qdqbench.quantize.engine.cuda.plan import Attention, Head, Linear, Plan
 from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens
@@ -51,7 +51,7 @@ def packed_tensors(graph: onnx.ModelProto, plan: Plan, batch: Arrays, tokens: To
         return rows.reshape(*rows.shape[:2], -1)[tokens.kept]
 
     whole = {name: np.concatenate([pack(found[part]) for part in each], 1) for name, each in parts.items()}
-    return {name: x if x.dtype == np.int8 else x.astype(interpret.HALF) for name, x in whole.items()}
+    return {name: x if x.dtype == np.int8 else x.astype(check.HALF) for name, x in whole.items()}
 
 
 def run_outputs(graph: onnx.ModelProto, batch: Arrays) -> dict[str, Any]:

@@ -74,7 +74,10 @@ class Cover:
         node = self.index.producers.get(name)
         if node is None or self.kind(name) not in kinds:
             refuse(f"expected {' or '.join(kinds)}", name if node is None else node)
-        schema = onnx.defs.get_schema(node.op_type, self.opset, "").attributes
+        known = onnx.defs.get_schema(node.op_type, self.opset, "")
+        schema = known.attributes
+        if not known.min_input <= len(node.input) <= known.max_input:
+            refuse(f"it has {len(node.input)} inputs", node)
         given = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
         for key, value in [*given.items()]:
             default = schema[key].default_value if key in schema else onnx.AttributeProto()

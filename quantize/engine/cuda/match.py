@@ -298,8 +298,8 @@ class _Matcher(Cover):
         if (weight := self.index.constant(matmul.input[1])) is not None:
             return int(weight.shape[-1])
         turned = self.index.producers.get(matmul.input[1])
-        dq = self.index.producers.get(turned.input[0]) if turned is not None else None
-        codes = self.index.constant(dq.input[0]) if dq is not None else None
+        dq = self.index.producers.get(turned.input[0]) if turned is not None and turned.input else None
+        codes = self.index.constant(dq.input[0]) if dq is not None and dq.input else None
         return (
             len(codes) if codes is not None and codes.ndim else refuse("expected a weight", turned or matmul)
         )

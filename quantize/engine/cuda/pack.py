@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from qdqbench.quantize.engine.cuda import check
 from qdqbench.quantize.engine.cuda.match import Match
 from qdqbench.quantize.engine.cuda.plan import (
     Attention,
@@ -34,7 +35,6 @@ from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX
 
-HALF = np.float16
 _TABLES = ("word", "position", "type")
 Numbers = dict[str, Array]
 
@@ -42,19 +42,21 @@ Numbers = dict[str, Array]
 def pack(match: Match) -> tuple[Plan, Numbers]:
     """Return the plan with merged GEMMs, and its arrays by name."""
     plan, constants = merge_qkv(match.plan, dict(match.constants))
-    arrays = (pair for operation in plan.operations for pair in _arrays(operation, plan, constants))
-    return plan, {name: np.ascontiguousarray(array) for name, array in arrays}
+    listed = (pair for operation in plan.operations for pair in _arrays(operation, plan, constants))
+    arrays = {name: np.ascontiguousarray(array) for name, array in listed}
+    check.check_arrays(plan, arrays)
+    return plan, arrays
 
 
 def merge_qkv(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
     """Make one linear of q, k and v that read one tensor, and whose outputs only their attention reads."""
     linears = {each.output: each for each in plan.operations if isinstance(each, Linear)}
-    reads = Counter(name for each in plan.operations for name in list_inputs(each))
+    reads = Counter(name for each in plan.operations for name in each.reads)
     tensors, replaced = dict(plan.tensors), dict[str, Operation | None]()
     for attention in plan.operations:
         if not isinstance(attention, Attention):
             continue
-        outputs = [view.tensor for view in (attention.query, attention.key, attention.value)]
+        outputs = attention.reads
         parts = [linears[output] for output in outputs if output in linears and reads[output] == 1]
         kinds = {(each.input, each.weight, each.activation, tensors[each.output].kind) for each in parts}
         if len(parts) != 3 or len(kinds) != 1 or parts[0].activation or any(each.residual for each in parts):
@@ -73,7 +75,7 @@ def merge_qkv(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
             del tensors[output]
         nodes = tuple(node for each in parts for node in each.nodes)
         first = min(parts, key=plan.operations.index)
-        merged = {"name": name, "nodes": nodes, "output": name, "parts": tuple(outputs)}
+        merged = {"name": name, "nodes": nodes, "output": name, "parts": outputs}
         replaced |= dict.fromkeys(names) | {first.name: first.model_copy(update=merged)}
         views = (View(tensor=name, column=number * width) for number in range(3))
         fields = dict(zip(("query", "key", "value"), views, strict=True))
@@ -81,14 +83,6 @@ def merge_qkv(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
     operations = (replaced.get(each.name, each) for each in plan.operations)
     kept = tuple(each for each in operations if each is not None)
     return plan.model_copy(update={"operations": kept, "tensors": tensors}), constants
-
-
-def list_inputs(operation: Operation) -> list[str]:
-    """Return the tensors that an operation reads."""
-    if isinstance(operation, Attention):
-        return [view.tensor for view in (operation.query, operation.key, operation.value)]
-    read = [getattr(operation, "input", None), getattr(operation, "residual", None)]
-    return [name for name in read if name is not None]
 
 
 def _arrays(operation: Operation, plan: Plan, constants: Numbers) -> Iterator[tuple[str, Array]]:
@@ -145,4 +139,4 @@ def _single(name: str, array: Any, width: int | None = None) -> Array:
 def _half(name: str, array: Array) -> Array:
     if np.abs(array).max(initial=0) > FP16_MAX:
         raise UserError(f"backend cuda: weights of {name} do not fit FP16; take tensorrt_rtx or tensorrt")
-    return np.asarray(array, HALF)
+    return np.asarray(array, check.HALF)

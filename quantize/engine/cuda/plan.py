@@ -37,12 +37,26 @@ class _Operation(Frozen):
     name: str
     nodes: tuple[str, ...] = ()  # of the ONNX graph
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Tensors, the main one first."""
+        given = (getattr(self, "input", None), getattr(self, "residual", None))
+        return tuple(name for name in given if name is not None)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (str(getattr(self, "output", "")),)
+
 
 class Quantized(_Operation):
     """An operation that writes FP16, INT8 codes, or both: codes are `rint(y * TENSOR.multiplier)`."""
 
     half: str | None = None
     codes: tuple[str, ...] = ()
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.codes if self.half is None else (self.half, *self.codes)
 
 
 class Embed(Quantized):
@@ -105,6 +119,10 @@ class Attention(_Operation):
     probability_multiplier: float | None = None  # None: FP16 attention
     output: str
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(view.tensor for view in (self.query, self.key, self.value))
+
 
 class Step(Frozen):
     """One operation of a head, in FP32; dense: `HEAD.NUMBER.weight` [N, K] and `HEAD.NUMBER.bias`."""
@@ -127,6 +145,10 @@ class Head(_Operation):
     pooling: Pooling
     steps: tuple[Step, ...]
     answers: tuple[Answer, ...]
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return ()
 
 
 Operation = Annotated[

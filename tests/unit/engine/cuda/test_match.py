@@ -7,8 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqbench.quantize.engine.cuda import interpret as interpreter
-from qdqbench.quantize.engine.cuda import pack as packer
+from qdqbench.quantize.engine.cuda import check
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.utils.errors import UserError
@@ -85,8 +84,7 @@ def is_refused_or_right(graph: onnx.ModelProto) -> bool:
 
 @pytest.fixture(autouse=True)
 def _in_fp32(monkeypatch):
-    for module in (interpreter, packer):
-        monkeypatch.setattr(module, "HALF", np.float32)
+    monkeypatch.setattr(check, "HALF", np.dtype(np.float32))
 
 
 @pytest.mark.parametrize("kind", ["Neg", "Identity", "Softmax"])

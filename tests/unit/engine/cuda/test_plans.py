@@ -6,8 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from qdqbench.quantize.engine.cuda import interpret as interpreter
-from qdqbench.quantize.engine.cuda import pack as packer
+from qdqbench.quantize.engine.cuda import check
 from qdqbench.quantize.engine.cuda.interpret import interpret
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.pack import pack
@@ -42,20 +41,13 @@ def test_every_node_is_covered_once_in_order(graph):
     plan, _ = pack(match_graph(graph))
     covered = [name for operation in plan.operations for name in operation.nodes]
     assert Counter(covered) == Counter(node.name for node in graph.graph.node)
-    made: set[str] = set()
-    for operation in plan.operations:  # reads what is there
-        assert {*packer.list_inputs(operation)} <= made
-        written = {name for name in plan.tensors if name in str(operation.model_dump())}
-        made |= written
-    assert made == plan.tensors.keys()
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
 
 
 def test_answers_are_those_of_the_graph(graph, monkeypatch):
     """In FP32 nothing but the order of sums differs; FP16 tensors move codes next to a rounding border."""
     for half, tolerance in ((np.float32, 1e-4), (np.float16, 0.2)):
-        for module in (interpreter, packer):
-            monkeypatch.setattr(module, "HALF", half)
+        monkeypatch.setattr(check, "HALF", np.dtype(half))
         plan, arrays = pack(match_graph(graph))
         by_token = plan.head.pooling == "tokens"
         for lengths in LENGTHS:
@@ -103,3 +95,44 @@ def test_codes_beside_fp16_get_a_kernel_of_their_own_only_where_no_norm_writes_t
 def test_a_family_that_is_not_covered_is_refused_by_its_nodes(model_type, graph_of):
     with pytest.raises(UserError, match=r"no kernel for /[\w./]+ \(\w+\): .*; take tensorrt_rtx"):
         match_graph(graph_of(model_type, f"{model_type}-int8-linears"))
+
+
+def test_arrays_of_other_shapes_or_types_are_refused_by_their_names(graph_of):
+    plan, arrays = pack(match_graph(graph_of("bert", "bert-int8-residual-fused")))
+    check.check_arrays(plan, arrays)
+    for name, array in arrays.items():
+        table = name.startswith("embed.") and array.ndim == 2  # a smaller one is another model's
+        others = (
+            array.astype(np.float64),
+            array[None],
+            array[:0],
+            array[..., :-1],
+            *([] if table else [array[:-1]]),
+        )
+        for other in others:
+            with pytest.raises(UserError, match="and its kernel reads"):
+                check.check_arrays(plan, arrays | {name: other})
+        with pytest.raises(UserError, match="is None, and its kernel reads"):
+            check.check_arrays(plan, {key: value for key, value in arrays.items() if key != name})
+    with pytest.raises(UserError, match="no kernel reads more"):
+        check.check_arrays(plan, arrays | {"more": array})
+
+
+def test_plans_whose_tensors_do_not_fit_are_refused(graph_of):
+    plan, arrays = pack(match_graph(graph_of("bert", "bert-int8-residual-fused")))
+    refused = 0
+    for number, operation in enumerate(plan.operations[:-1]):
+        without = (*plan.operations[:number], *plan.operations[number + 1 :])
+        with pytest.raises(UserError, match=r"the plan reads .* before"):
+            check.check_arrays(plan.model_copy(update={"operations": without}), arrays)
+        for name in {*operation.reads, *operation.writes}:
+            tensor = plan.tensors[name]
+            for change in (
+                {"width": tensor.width // 2},
+                {"kind": {"int8": "fp16", "fp16": "int8"}[tensor.kind]},
+            ):
+                tensors = plan.tensors | {name: tensor.model_copy(update=change)}
+                with pytest.raises(UserError, match="build"):
+                    check.check_arrays(plan.model_copy(update={"tensors": tensors}), arrays)
+                refused += 1
+    assert refused > 40
