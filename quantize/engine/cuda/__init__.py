@@ -1,1 +1,1 @@
-"""INT8 encoders in own CUDA kernels for Hopper: from an exported graph to a plan, its arrays and its answers."""
+"""INT8 encoders in CUDA kernels for Hopper: plan, matcher, packer and interpreter of an exported graph."""

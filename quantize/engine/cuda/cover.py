@@ -18,6 +18,7 @@ TYPES = "token_type_ids"
 SHARED = ""  # owner of constants, which many kernels read
 OLDEST = 20  # opset with Gelu
 _RANK = 8  # axes of a shape, at most
+_RANKS = range(_RANK)
 _NUMBERS = (np.float32, np.int8, np.int32, np.int64)
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "Mul": operator.mul,
@@ -69,11 +70,14 @@ class Cover:
     def take(
         self, name: str, *kinds: str, shared: bool = False, free: tuple[str, ...] = (), **attributes: Any
     ) -> onnx.NodeProto:
-        """Cover the maker of a tensor, of one of `kinds`; `attributes` are all its own but defaults and `free`."""
+        """Cover a tensor's maker, of one of `kinds`; its attributes are these, `free` ones and defaults."""
         node = self.index.producers.get(name)
         if node is None or self.kind(name) not in kinds:
             refuse(f"expected {' or '.join(kinds)}", name if node is None else node)
-        schema = onnx.defs.get_schema(node.op_type, self.opset, "").attributes
+        known = onnx.defs.get_schema(node.op_type, self.opset, "")
+        schema = known.attributes
+        if not known.min_input <= len(node.input) <= known.max_input:
+            refuse(f"it has {len(node.input)} inputs", node)
         given = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
         for key, value in [*given.items()]:
             default = schema[key].default_value if key in schema else onnx.AttributeProto()
@@ -111,43 +115,45 @@ class Cover:
         constant = self.index.constant(node.input[1]) is not None
         return node.input[1 - constant], self.constant(node, int(constant), *ranks)
 
-    def sizes(self, name: str) -> list[Any]:
-        """Return what a computed shape holds: integers, "batch", "length", and "width" for other axes."""
+    def sizes(self, name: str) -> Any:
+        """Return what a computed shape or one axis of it holds: integers, "batch", "length" and "width"."""
         if name not in self._sizes_of:
             value = self.number(name)
-            found = self._compute_sizes(name) if value is None else [int(size) for size in value.ravel()]
-            if len(found) > _RANK:
+            found = self._compute_sizes(name) if value is None else value.tolist()
+            if isinstance(found, list) and len(found) > _RANK:
                 refuse(f"a shape of {len(found)} axes", name)
             self._sizes_of[name] = found
         return self._sizes_of[name]
 
-    def _compute_sizes(self, name: str) -> list[Any]:
+    def _compute_sizes(self, name: str) -> Any:  # noqa: PLR0911
         node = self.take(name, *_OF_SHAPES, free=("axis", "value"), shared=True)
         first = node.input[0]
-        if node.op_type == "Shape":
-            if self.kind(first) in ("Concat", "Reshape"):  # itself a shape
-                return [len(self.sizes(first))]
+        if node.op_type == "Shape" and self.kind(first) not in ("Concat", "Reshape"):  # of no shape itself
             if first not in (TOKENS, MASK, TYPES):
                 self.shaped.setdefault(first, name_node(node))
             return ["batch", "length", "width"]
-        if node.op_type == "Gather":
-            place = int(self.constant(node, 1))
-            return self.sizes(first)[place : place + 1]
-        if node.op_type in ("Unsqueeze", "Reshape"):  # of a number, or to a vector
-            if self.vector(node) != [0 if node.op_type == "Unsqueeze" else -1]:
-                refuse("no shape that is known here", node)
-            return self.sizes(first)
-        if node.op_type == "ConstantOfShape":
-            count, value = self.sizes(first), read_attribute(node, "value", None)
-            if value is None or not isinstance(count[0], int) or not 0 < count[0] <= _RANK:
-                refuse("no shape that is known here", node)
-            return [int(onnx.numpy_helper.to_array(value)[0])] * count[0]
         operands = [self.sizes(part) for part in node.input]
-        if node.op_type == "Concat":
-            return [size for part in operands for size in part]
-        most = max(map(len, operands))
-        spread = (part * most if len(part) == 1 else part for part in operands)
-        return [_ELEMENTWISE[node.op_type](*each) for each in zip(*spread, strict=False)]
+        vectors = [isinstance(each, list) for each in operands]
+        match node.op_type, vectors:
+            case "Shape", [True]:
+                return [len(operands[0])]
+            case "Gather", [True, False] if read_attribute(node, "axis", 0) == 0 and operands[1] in _RANKS:
+                return [*operands[0], *[None] * _RANK][operands[1]]
+            case "Unsqueeze", [False, True] if operands[1] == [0]:
+                return operands[:1]
+            case "Reshape", [True, True] if operands[1] == [-1]:
+                return operands[0]
+            case "ConstantOfShape", [True] if operands[0][0] in _RANKS and len(operands[0]) == 1:
+                return (
+                    onnx.numpy_helper.to_array(read_attribute(node, "value", None)).tolist() * operands[0][0]
+                )
+            case "Concat", _ if all(vectors) and read_attribute(node, "axis", 1) == 0:
+                return [size for part in operands for size in part]
+            case (("Mul" | "Equal" | "Where"), _) if any(vectors):
+                most = max(len(each) for each in operands if isinstance(each, list))
+                spread = (each if isinstance(each, list) else [each] * most for each in operands)
+                return [_ELEMENTWISE[node.op_type](*each) for each in zip(*spread, strict=False)]
+        refuse("it computes no shape that is known here", node)
 
     def left(self) -> Iterable[str]:
         return [name_node(node) for node in self.graph.node if node.output[0] not in self.owners]

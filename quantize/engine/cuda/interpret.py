@@ -1,13 +1,14 @@
 """The plan in NumPy, with the arithmetic of the kernels: a reference for tests and parity on any machine.
 
-Integer sums are exact. An epilogue is one fused multiply-add in FP32; all else is FP32, and FP16 where a tensor
-is. Kernels differ from it by the order of FP32 sums, so codes next to a rounding border may differ by one.
+Integer sums are exact. An epilogue is one fused multiply-add in FP32; all else is FP32, and FP16 where a
+tensor is. Kernels add in another order, so codes next to a rounding border may differ by one.
 """
 
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from qdqbench.quantize.engine.cuda import check
 from qdqbench.quantize.engine.cuda.plan import (
     Attention,
     Embed,
@@ -24,7 +25,6 @@ from qdqbench.quantize.engine.cuda.plan import (
 from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens, spread
 from qdqbench.quantize.utils.arrays import Array, Float32, Int8, Int32
 
-HALF = np.float16
 _EXACT = 1024  # products of two codes whose sum FP32 holds exactly
 Arrays = Mapping[str, Array]
 
@@ -93,7 +93,7 @@ def _normalize(operation: Embed | Norm, arrays: Arrays, x: Float32) -> Float32:
 
 def _forms(operation: Quantized, arrays: Arrays, y: Float32) -> dict[str, Array]:
     made: dict[str, Array] = {name: round_codes(y * arrays[f"{name}.multiplier"]) for name in operation.codes}
-    return made | ({} if operation.half is None else {operation.half: y.astype(HALF)})
+    return made | ({} if operation.half is None else {operation.half: y.astype(check.HALF)})
 
 
 def _linear(operation: Linear, plan: Plan, arrays: Arrays, values: Mapping[str, Array]) -> Array:
@@ -102,7 +102,7 @@ def _linear(operation: Linear, plan: Plan, arrays: Arrays, values: Mapping[str, 
     if operation.weight == "int8":
         x = _multiply_add(dot(read, weight), arrays[f"{name}.scale"], bias)
     else:
-        x = _single((_single(read) @ _single(weight).T + _single(bias)).astype(HALF))
+        x = _single((_single(read) @ _single(weight).T + _single(bias)).astype(check.HALF))
     if operation.activation is not None:
         x = _STEPS[operation.activation](x)
     if operation.residual is not None:
@@ -110,7 +110,7 @@ def _linear(operation: Linear, plan: Plan, arrays: Arrays, values: Mapping[str, 
         int8 = residual.dtype == np.int8
         x = _multiply_add(residual, arrays[f"{name}.residual"], x) if int8 else x + _single(residual)
     if plan.tensors[operation.output].kind == "fp16":
-        return x.astype(HALF)
+        return x.astype(check.HALF)
     multiplier = arrays.get(f"{operation.output}.multiplier")
     return round_codes(x if multiplier is None else x * multiplier)
 
@@ -132,13 +132,13 @@ def _attention(
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         weights /= weights.sum(axis=2, keepdims=True)
         if inverse is None:
-            weights = _single(weights.astype(HALF))
+            weights = _single(weights.astype(check.HALF))
         else:
             weights = _single(round_codes(weights * np.float32(inverse)))
         context = (weights @ value[:, start:stop]).transpose(1, 0, 2)
         made[start:stop] = context.reshape(stop - start, -1)
     made *= arrays[f"{operation.name}.scale"]
-    return made.astype(HALF) if plan.tensors[operation.output].kind == "fp16" else round_codes(made)
+    return made.astype(check.HALF) if plan.tensors[operation.output].kind == "fp16" else round_codes(made)
 
 
 def _head(operation: Head, arrays: Arrays, values: Mapping[str, Array], tokens: Tokens) -> dict[str, Array]:
@@ -150,7 +150,7 @@ def _head(operation: Head, arrays: Arrays, values: Mapping[str, Array], tokens: 
         case "last":
             x = x[stop - 1]
         case "mean":
-            x = np.add.reduceat(x, first, axis=0) / (stop - first)[:, None].astype(np.float32)
+            x = _single(np.add.reduceat(x, first, axis=0) / (stop - first)[:, None])
     for number, step in enumerate(operation.steps):
         if step.kind == "dense":
             x = x @ arrays[f"{operation.name}.{number}.weight"].T + arrays[f"{operation.name}.{number}.bias"]

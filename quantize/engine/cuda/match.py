@@ -1,7 +1,7 @@
 """From an exported graph to a plan: backwards from its outputs, each tensor with the kernel that makes it.
 
-The graph is in the form of the CPU runtimes: FP32, weights with a scale per output channel, operator Gelu. A node
-that no pattern covers, or two would, is refused by its name.
+The graph is in the form of the CPU runtimes: FP32, weights with a scale for each output channel, operator
+Gelu. A node that no pattern covers, or two would, is refused by its name.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto
 
 from qdqbench.quantize.engine.cuda import plan
-from qdqbench.quantize.engine.cuda.cover import SHARED, TYPES, Cover, name_node, read_attribute, refuse
+from qdqbench.quantize.engine.cuda.cover import SHARED, TYPES, Cover, read_attribute, refuse
 from qdqbench.quantize.engine.cuda.plan import Operation, Plan, View
 from qdqbench.quantize.graph.index import use_of
 from qdqbench.quantize.models.attention import MASK_FILL
@@ -28,7 +28,8 @@ _CODES = " codes"  # behind the owner of nodes that round its tensor
 # of [batch, length, heads, size]: heads before tokens, and with the last two axes swapped
 _SPLIT, _SPLIT_SWAPPED, _SWAPPED = [0, 2, 1, 3], [0, 2, 3, 1], [0, 1, 3, 2]
 _STEPS: dict[str, plan.StepKind] = {"Tanh": "tanh", "Relu": "relu", "Sigmoid": "sigmoid"}
-_ADDS = 3  # of three tables
+_ADDS = 2  # nested, of three tables
+_HEAD_SIZES = range(1, 1025)
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Match:
 
     Args:
         constants: `LINEAR.weight` [N, K], `.weight_scale`, `.input_scale`, `.bias` and `.residual`;
-            `ATTENTION.factor`, the scales of softmax and v; `TENSOR.multiplier`, factors of smoothing over the
-            scale of a QuantizeLinear; tables and vectors of the rest as the plan names them.
+            `ATTENTION.factor`, the scales of softmax and v; `TENSOR.multiplier`, factors of smoothing over
+            the scale of a QuantizeLinear; tables and vectors of the rest as the plan names them.
     """
 
     plan: Plan
@@ -60,6 +61,16 @@ class _Read(NamedTuple):
     name: str
     source: str
     scale: float = 1.0
+
+
+class _Step(NamedTuple):
+    """A step of a head, or a Cast (None) that changes nothing; `of_rows`: of one vector for each row."""
+
+    kind: plan.StepKind | None
+    read: str
+    weight: Array | None = None
+    bias: Array | None = None
+    of_rows: bool = False
 
 
 def match_graph(model: onnx.ModelProto) -> Match:
@@ -168,7 +179,7 @@ class _Matcher(Cover):
         return {"half": source if wanted.half else None, "codes": tuple(wanted.codes.values())}
 
     def _output(self, source: str, wanted: _Wanted, width: int, name: str, one: bool = True) -> str:
-        """Return the one tensor that a kernel writes; codes beside FP16, or of a sum, get a kernel of their own."""
+        """Return the one tensor that a kernel writes; codes beside FP16, or of a sum, get their own."""
         if one and not wanted.half and len(wanted.codes) == 1:
             return str(self._write(source, wanted, width)["codes"][0])
         wanted.half = True
@@ -183,7 +194,9 @@ class _Matcher(Cover):
 
     def _norm(self, source: str, wanted: _Wanted) -> None:
         node = self.take(source, "LayerNormalization", free=("epsilon",))
-        gathers = self._gathers(node.input[0])
+        parts = self.index.producers[node.input[0]].input if self.kind(node.input[0]) == "Add" else ()
+        embeds = any(self.kind(part) == "Gather" for part in parts)
+        gathers = self._gathers(node.input[0]) if embeds else []
         name = "embed" if gathers else use_of(node.name)
         gamma, beta = (self.constant(node, position, 1) for position in (1, 2))
         if gamma.shape != beta.shape:
@@ -196,17 +209,10 @@ class _Matcher(Cover):
             self._add(plan.Norm(name=name, input=self._half(node.input[0]).name, **forms))
 
     def _gathers(self, name: str, depth: int = 0) -> list[onnx.NodeProto]:
-        """Return the Gathers that an embedding adds; nothing if it is none."""
-        if self.kind(name) == "Gather":
-            return [self.take(name, "Gather")]
-        parts = self.index.producers[name].input if self.kind(name) == "Add" and depth < _ADDS else ()
-        if not parts or not all(self.kind(part) in ("Gather", "Add") for part in parts):
-            return []
-        found = [self._gathers(part, depth + 1) for part in parts]
-        if not all(found):
-            return []
-        self.take(name, "Add")
-        return [gather for each in found for gather in each]
+        """Return the Gathers that an embedding adds."""
+        node = self.take(name, "Gather", *(["Add"] if depth < _ADDS else []))
+        parts = node.input if node.op_type == "Add" else ()
+        return [each for part in parts for each in self._gathers(part, depth + 1)] or [node]
 
     def _tables(self, gathers: list[onnx.NodeProto], width: int) -> dict[str, Any]:
         tables: dict[str, Array] = {}
@@ -264,36 +270,39 @@ class _Matcher(Cover):
 
     def _zeros(self, name: str) -> None:
         """Cover type ids [batch, length] that are all 0, as RoBERTa's: a buffer, gathered and expanded."""
-        value = self.number(name)
-        if value is None:
-            node = self.take(name, "Expand", "GatherElements", free=("axis",))
-            expands = node.op_type == "Expand"
-            if expands and self.sizes(node.input[1]) not in (["batch", "length"], ["batch", 1]):
-                refuse("its type ids are not [batch, length]", node)
-            if not expands and node.input[1] not in self.made:
-                refuse("its indices are no positions", node)
-            self._zeros(node.input[0])
-        elif value.any():
-            refuse("expected 0 for each token", name)
+        expand = self.take(name, "Expand")
+        gather = self.take(expand.input[0], "GatherElements", axis=1)
+        buffer = self.take(gather.input[0], "Expand")
+        shapes = self.sizes(expand.input[1]), self.sizes(buffer.input[1])
+        if shapes != (["batch", "length"], ["batch", 1]) or gather.input[1] not in self.made:
+            refuse("its type ids are not [batch, length]", expand, gather, buffer)
+        if self.constant(buffer, 0, 2).any():
+            refuse("expected type ids that are all 0", buffer)
 
     # linears
 
-    def _product(self, name: str) -> tuple[onnx.NodeProto, Array, bool] | None:
-        """Return the MatMul of a linear, its weight [N, K], and whether it is FP32; None for another tensor."""
+    def _product(self, name: str) -> onnx.NodeProto | None:
+        """Return the MatMul of a linear, behind its bias; None for another tensor."""
         if self.kind(name) == "Add":
             computed = [
                 part for part in self.index.producers[name].input if self.index.constant(part) is None
             ]
             name = computed[0] if len(computed) == 1 else ""
-        if self.kind(name) != "MatMul":
-            return None
-        node = self.index.producers[name]
-        if (plain := self.index.constant(node.input[1])) is not None:
-            return node, plain.T, True
-        turned = self.index.producers.get(node.input[1])
+        return self.index.producers[name] if self.kind(name) == "MatMul" else None
+
+    def _count_channels(self, name: str) -> int:
+        """Return the width of a linear that another kernel reads."""
+        matmul = self._product(name)
+        if matmul is None:
+            refuse("expected a linear", self.index.producers.get(name, name))
+        if (weight := self.index.constant(matmul.input[1])) is not None:
+            return int(weight.shape[-1])
+        turned = self.index.producers.get(matmul.input[1])
         dq = self.index.producers.get(turned.input[0]) if turned is not None and turned.input else None
         codes = self.index.constant(dq.input[0]) if dq is not None and dq.input else None
-        return None if codes is None else (node, codes, False)
+        return (
+            len(codes) if codes is not None and codes.ndim else refuse("expected a weight", turned or matmul)
+        )
 
     def _linear(self, source: str, wanted: _Wanted) -> None:
         name, activation, residual = source, None, None
@@ -303,7 +312,8 @@ class _Matcher(Cover):
             add = self.take(name, "Add")
             linears = [part for part in add.input if self._product(part) is not None]
             if not linears or add.input[0] == add.input[1]:
-                refuse("expected a linear and a residual", add)
+                parts = (self.index.producers.get(part, part) for part in add.input)
+                refuse("expected a linear and a residual", add, *parts)
             name = max(linears, key=self.order.__getitem__)
             residual = add.input[1 - [*add.input].index(name)]
         bias = None
@@ -362,11 +372,9 @@ class _Matcher(Cover):
 
     def _attention(self, source: str, wanted: _Wanted) -> None:
         joined = self.take(source, "Reshape")
-        if self.sizes(joined.input[1])[:2] != ["batch", "length"]:
-            refuse("expected [batch, length, width]", joined)
         product = self.take(self.take(joined.input[0], "Transpose", perm=_SPLIT).input[0], "MatMul")
         weights, value = product.input
-        int8, score_scale, factor = self.kind(value) == "DequantizeLinear", 1.0, 1.0
+        int8, score_scale, factor = self.kind(weights) == "DequantizeLinear", 1.0, 1.0
         if int8:
             dq = self.take(weights, "DequantizeLinear")
             q = self.take(dq.input[0], "QuantizeLinear")
@@ -381,14 +389,17 @@ class _Matcher(Cover):
         turned, perm = dot.input[1], _SPLIT_SWAPPED
         if int8 or read_attribute(self.index.producers[turned], "perm", None) == _SWAPPED:
             turned, perm = self.take(turned, "Transpose", perm=_SWAPPED).input[0], _SPLIT
-        sizes: list[int] = []
+        shapes: list[Any] = []
         split = [(dot.input[0], _SPLIT), (turned, perm), (value, _SPLIT)]
-        query, key, values = reads = [self._heads(tensor, int8, sizes, perm) for tensor, perm in split]
-        linears = [self._product(read.source) for read in reads]
-        widths = {0 if linear is None else len(linear[1]) for linear in linears}
-        width, size = max(widths), sizes[0]
-        if {*sizes} != {size} or len(widths) != 1 or width % size:
-            refuse(f"q, k and v are no linears of {widths} for heads of {sizes}", dot, product)
+        query, key, values = reads = [self._heads(tensor, int8, shapes, perm) for tensor, perm in split]
+        widths = [self._count_channels(read.source) for read in reads]
+        width, size = widths[0], shapes[0][-1]
+        if size not in _HEAD_SIZES or width % size or {*widths} != {width}:
+            refuse(f"q, k and v of {widths} channels are not for heads of {size}", dot, product)
+        whole, part = ["batch", "length"], {-1, width // size}
+        right = all(shape[:2] == whole and shape[2] in part and shape[3:] == [size] for shape in shapes)
+        if not right or self.sizes(joined.input[1]) not in ([*whole, -1], [*whole, width]):
+            refuse(f"no heads of {size}, split and joined: {shapes}", dot, joined)
         name = use_of(product.name)
         self.constants[f"{name}.factor"] = np.array(factor * values.scale)
         views = {
@@ -403,7 +414,7 @@ class _Matcher(Cover):
         form |= {"probability_multiplier": 1 / factor if int8 else None}
         self._add(plan.Attention(name=name, **views, **form))  # type: ignore[arg-type]
 
-    def _heads(self, name: str, int8: bool, sizes: list[int], perm: list[int]) -> _Read:
+    def _heads(self, name: str, int8: bool, shapes: list[Any], perm: list[int]) -> _Read:
         """Return the linear's output that a Transpose and a Reshape split into heads, or codes of it."""
 
         def turn(tensor: str) -> str:
@@ -411,10 +422,7 @@ class _Matcher(Cover):
 
         def split(tensor: str) -> str:
             node = self.take(tensor, "Reshape")
-            shape = self.sizes(node.input[1])
-            if len(shape) != 4 or shape[:2] != ["batch", "length"] or shape[3] not in range(1, 1025):
-                refuse(f"it makes heads {shape}, expected [batch, length, heads, size]", node)
-            sizes.append(shape[3])
+            shapes.append(self.sizes(node.input[1]))
             return str(node.input[0])
 
         return self._codes(name, turn, split) if int8 else self._half(split(turn(name)))
@@ -445,48 +453,46 @@ class _Matcher(Cover):
     def _head(self) -> None:
         self.owner = "head"
         name, answers = self._answers()
-        steps: list[tuple[plan.StepKind, Array | None, Array | None]] = []
+        steps: list[_Step] = []
         pooling: plan.Pooling = "tokens"
-        while pooling == "tokens":
-            kind, product = self.kind(name), self._product(name)
-            if kind in _STEPS:
-                steps.append((_STEPS[kind], None, None))
-                name = self.take(name, kind).input[0]
-            elif kind == "Gelu":
-                activation, name = self._gelu(name)
-                steps.append((activation, None, None))
-            elif kind == "Cast":
-                name = self.take(name, "Cast", to=TensorProto.FLOAT).input[0]
-            elif kind == "Gemm":
-                gemm = self.take(name, "Gemm", transB=1)
-                bias = self.constant(gemm, 2, 1) if len(gemm.input) > 2 else None
-                steps.append(("dense", self.constant(gemm, 1, 2), bias))
-                name = gemm.input[0]
-            elif product is not None and product[2]:
-                name, bias = self.operands(self.take(name, "Add"), 1) if kind == "Add" else (name, None)
-                matmul = self.take(name, "MatMul")
-                steps.append(("dense", self.constant(matmul, 1, 2).T, bias))
-                name = matmul.input[0]
-            elif kind == "Div":
-                steps.append(("normalize", None, None))
-                name = self._normalized(name)
-            elif kind == "Gather":
-                gather = self.take(name, "Gather", axis=1)
-                pooling, name = "first", gather.input[0]
-                if self.constant(gather, 1) != 0:
-                    refuse("expected the first token", gather)
-            elif kind == "ReduceSum":
-                pooling, name = self._pooled(name)
-            else:
-                break
-        for number, (_, weight, bias) in enumerate(reversed(steps)):
-            if weight is not None:
-                zeros = np.zeros(len(weight), np.float32)
-                self.constants[f"head.{number}.weight"] = weight
-                self.constants[f"head.{number}.bias"] = zeros if bias is None else bias
-        listed = tuple(plan.Step(kind=kind) for kind, _, _ in reversed(steps))
+        while (step := self._step(name)) is not None:
+            steps.insert(0, step)
+            name = step.read
+        if self.kind(name) in ("Gather", "ReduceSum"):
+            pooling, name = self._pooled(name)
+        elif steps and any(step.of_rows for step in steps):
+            refuse("expected one token of each row", self.index.producers.get(name, name))
+        steps = [step for step in steps if step.kind is not None]
+        for number, step in enumerate(steps):
+            if step.weight is not None:
+                zeros = np.zeros(len(step.weight), np.float32)
+                self.constants[f"head.{number}.weight"] = step.weight
+                self.constants[f"head.{number}.bias"] = zeros if step.bias is None else step.bias
+        listed = tuple(plan.Step.model_validate({"kind": step.kind}) for step in steps)
         read = self._half(name).name
         self._add(plan.Head(name="head", input=read, pooling=pooling, steps=listed, answers=answers))
+
+    def _step(self, name: str) -> "_Step | None":  # noqa: PLR0911
+        """Cover the last step of a head; None: it has none before `name`."""
+        kind = self.kind(name)
+        if kind in _STEPS:
+            return _Step(_STEPS[kind], self.take(name, kind).input[0])
+        if kind == "Gelu":
+            return _Step(*self._gelu(name))
+        if kind == "Cast":
+            return _Step(None, self.take(name, "Cast", to=TensorProto.FLOAT).input[0])
+        if kind == "Div":
+            return _Step("normalize", self._normalized(name), of_rows=True)
+        if kind == "Gemm":
+            gemm = self.take(name, "Gemm", transB=1)
+            bias = self.constant(gemm, 2, 1) if len(gemm.input) > 2 else None
+            return _Step("dense", gemm.input[0], self.constant(gemm, 1, 2), bias, of_rows=True)
+        matmul = self._product(name)
+        if matmul is None or self.index.constant(matmul.input[1]) is None:
+            return None
+        name, bias = self.operands(self.take(name, "Add"), 1) if kind == "Add" else (name, None)
+        self.take(name, "MatMul")
+        return _Step("dense", matmul.input[0], self.constant(matmul, 1, 2).T, bias)
 
     def _answers(self) -> tuple[str, tuple[plan.Answer, ...]]:
         """Return the tensor that the outputs are of, and each output."""
@@ -518,6 +524,11 @@ class _Matcher(Cover):
         return str(clip.input[0])
 
     def _pooled(self, name: str) -> tuple[plan.Pooling, str]:
+        if self.kind(name) == "Gather":
+            gather = self.take(name, "Gather", axis=1)
+            return (
+                ("first", gather.input[0]) if self.constant(gather, 1) == 0 else refuse("expected 0", gather)
+            )
         total = self.take(name, "ReduceSum", keepdims=0)
         product = self.take(total.input[0], "Mul")
         weights = self.take(product.input[1], "Unsqueeze")
@@ -537,7 +548,8 @@ class _Matcher(Cover):
             length = self.sizes(self.take(numbers.input[1], "Cast", to=TensorProto.FLOAT).input[0])
             pooling, kept = "last", chosen.input[0]
             right = self.vector(most) == [1] and most.input[0] == equal.input[0] and places.input[1] == kept
-            right &= (self.constant(numbers, 0), self.constant(numbers, 2), length) == (0, 1, ["length"])
+            ends = [float(self.constant(numbers, position)) for position in (0, 2)]
+            right &= (ends, length) == ([0, 1], "length")
         if not right:
             refuse("expected the mean of the attended tokens, or the last of them", total)
         self._of_mask(kept, TensorProto.FLOAT)

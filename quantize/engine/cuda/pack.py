@@ -15,9 +15,11 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
+from qdqbench.quantize.engine.cuda import check
 from qdqbench.quantize.engine.cuda.match import Match
 from qdqbench.quantize.engine.cuda.plan import (
     Attention,
@@ -25,6 +27,7 @@ from qdqbench.quantize.engine.cuda.plan import (
     Linear,
     Operation,
     Plan,
+    Quantized,
     Tensor,
     View,
 )
@@ -32,133 +35,108 @@ from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX
 
-HALF = np.float16
 _TABLES = ("word", "position", "type")
+Numbers = dict[str, Array]
 
 
-def pack(match: Match) -> tuple[Plan, dict[str, Array]]:
+def pack(match: Match) -> tuple[Plan, Numbers]:
     """Return the plan with merged GEMMs, and its arrays by name."""
-    plan, constants = _merge(match)
-    arrays: dict[str, Array] = {}
-    for operation in plan.operations:
-        arrays |= dict(_arrays(operation, plan, constants))
-    return plan, {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    plan, constants = merge_qkv(match.plan, dict(match.constants))
+    listed = (pair for operation in plan.operations for pair in _arrays(operation, plan, constants))
+    arrays = {name: np.ascontiguousarray(array) for name, array in listed}
+    check.check_arrays(plan, arrays)
+    return plan, arrays
 
 
-def _merge(match: Match) -> tuple[Plan, dict[str, Array]]:
-    """Make one linear of q, k and v where they read one tensor and nothing else reads what they write."""
-    plan, constants = match.plan, dict(match.constants)
+def merge_qkv(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
+    """Make one linear of q, k and v that read one tensor, and whose outputs only their attention reads."""
     linears = {each.output: each for each in plan.operations if isinstance(each, Linear)}
-    reads = Counter(name for each in plan.operations for name in _inputs(each))
-    tensors, replaced, dropped = dict(plan.tensors), {}, set()
+    reads = Counter(name for each in plan.operations for name in each.reads)
+    tensors, replaced = dict(plan.tensors), dict[str, Operation | None]()
     for attention in plan.operations:
         if not isinstance(attention, Attention):
             continue
-        outputs = [view.tensor for view in (attention.query, attention.key, attention.value)]
-        parts = [linears[name] for name in outputs]
-        kinds = {
-            (part.input, part.weight, part.activation, part.residual, tensors[part.output].kind)
-            for part in parts
-        }
-        alike = len(kinds) == 1 and not (parts[0].activation or parts[0].residual)
-        if not alike or len({*outputs}) != 3 or any(reads[name] != 1 for name in outputs):
+        outputs = attention.reads
+        parts = [linears[output] for output in outputs if output in linears and reads[output] == 1]
+        kinds = {(each.input, each.weight, each.activation, tensors[each.output].kind) for each in parts}
+        if len(parts) != 3 or len(kinds) != 1 or parts[0].activation or any(each.residual for each in parts):
             continue
         name, width = f"{attention.name}.qkv", tensors[outputs[0]].width
-        for kind in ("weight", "weight_scale", "bias"):
-            if f"{parts[0].name}.{kind}" in constants:
-                found = (constants.pop(f"{part.name}.{kind}") for part in parts)
-                constants[f"{name}.{kind}"] = np.concatenate(
-                    [np.broadcast_to(each, (width,)) if each.ndim == 0 else each for each in found]
-                )
-        if parts[0].weight == "int8":
-            constants[f"{name}.input_scale"] = constants[f"{parts[0].name}.input_scale"]
-        if tensors[outputs[0]].kind == "int8":
-            each = (np.broadcast_to(constants.pop(f"{output}.multiplier"), (width,)) for output in outputs)
-            constants[f"{name}.multiplier"] = np.concatenate([*each])
+        names = [each.name for each in parts]
+        joined = [("weight", names), ("weight_scale", names), ("bias", names), ("multiplier", outputs)]
+        for part, owners in joined:
+            found = [constants.pop(f"{owner}.{part}", None) for owner in owners]
+            shaped = ((each, (width, *each.shape[1:])) for each in found if each is not None)
+            if whole := [np.broadcast_to(each, shape) for each, shape in shaped]:
+                constants[f"{name}.{part}"] = np.concatenate(whole)
+        constants[f"{name}.input_scale"] = constants[f"{names[0]}.input_scale"]
         tensors[name] = Tensor(kind=tensors[outputs[0]].kind, width=3 * width)
-        first = min(parts, key=plan.operations.index)
-        nodes = tuple(node for part in parts for node in part.nodes)
-        replaced[first.name] = first.model_copy(
-            update={"name": name, "nodes": nodes, "output": name, "parts": tuple(outputs)}
-        )
-        views = (View(tensor=name, column=number * width) for number in range(3))
-        replaced[attention.name] = attention.model_copy(
-            update=dict(zip(("query", "key", "value"), views, strict=True))
-        )
-        dropped |= {part.name for part in parts} - {first.name}
         for output in outputs:
             del tensors[output]
-    operations = (replaced.get(each.name, each) for each in plan.operations if each.name not in dropped)
-    return plan.model_copy(update={"operations": tuple(operations), "tensors": tensors}), constants
+        nodes = tuple(node for each in parts for node in each.nodes)
+        first = min(parts, key=plan.operations.index)
+        merged = {"name": name, "nodes": nodes, "output": name, "parts": outputs}
+        replaced |= dict.fromkeys(names) | {first.name: first.model_copy(update=merged)}
+        views = (View(tensor=name, column=number * width) for number in range(3))
+        fields = dict(zip(("query", "key", "value"), views, strict=True))
+        replaced[attention.name] = attention.model_copy(update=fields)
+    operations = (replaced.get(each.name, each) for each in plan.operations)
+    kept = tuple(each for each in operations if each is not None)
+    return plan.model_copy(update={"operations": kept, "tensors": tensors}), constants
 
 
-def _inputs(operation: Operation) -> Iterator[str]:
-    if isinstance(operation, Attention):
-        yield from (view.tensor for view in (operation.query, operation.key, operation.value))
-    elif operation.op != "embed":
-        yield operation.input
-        if isinstance(operation, Linear) and operation.residual is not None:
-            yield operation.residual
-
-
-def _arrays(operation: Operation, plan: Plan, constants: dict[str, Array]) -> Iterator[tuple[str, Array]]:
+def _arrays(operation: Operation, plan: Plan, constants: Numbers) -> Iterator[tuple[str, Array]]:
     name = operation.name
-
-    def vector(key: str, width: int) -> Array:
-        return np.broadcast_to(np.asarray(constants[key], np.float64), (width,))
-
-    def part(key: str) -> Array:
-        return constants[f"{name}.{key}"]
-
     if isinstance(operation, Linear):
-        tensor = plan.tensors[operation.output]
-        width = tensor.width
-        codes = vector(f"{operation.output}.multiplier", width) if tensor.kind == "int8" else None
-        folded = np.ones(width)
-        if operation.weight == "int8" and operation.activation is None and codes is not None:
-            folded, codes = codes, None
-        if codes is not None:
-            yield f"{operation.output}.multiplier", _single(name, codes)
-        if operation.weight == "int8":
-            scale = vector(f"{name}.weight_scale", width) * part("input_scale")
-            yield f"{name}.weight", part("weight")
-            yield f"{name}.scale", _single(name, scale * folded)
-            yield f"{name}.bias", _single(name, vector(f"{name}.bias", width) * folded)
-        else:
-            yield f"{name}.weight", _half(name, part("weight"))
-            yield f"{name}.bias", _half(name, part("bias"))
-        if operation.residual is not None and plan.tensors[operation.residual].kind == "int8":
-            yield f"{name}.residual", _single(name, vector(f"{name}.residual", width))
+        yield from _linear(operation, plan, constants)
     elif isinstance(operation, Attention):
         tensor = plan.tensors[operation.output]
-        scale = vector(f"{name}.factor", tensor.width)
-        if tensor.kind == "int8":
-            scale = scale * vector(f"{operation.output}.multiplier", tensor.width)
-        yield f"{name}.scale", _single(name, scale)
+        folded = constants[f"{operation.output}.multiplier"] if tensor.kind == "int8" else np.float64(1)
+        yield f"{name}.scale", _single(name, constants[f"{name}.factor"] * folded, tensor.width)
     elif isinstance(operation, Head):
-        for number, step in enumerate(operation.steps):
-            if step.kind == "dense":
-                for key in ("weight", "bias"):
-                    yield f"{name}.{number}.{key}", _single(name, part(f"{number}.{key}"))
+        dense = [number for number, step in enumerate(operation.steps) if step.kind == "dense"]
+        for key in (f"{name}.{number}.{part}" for number in dense for part in ("weight", "bias")):
+            yield key, _single(name, constants[key])
+    elif isinstance(operation, Quantized):
+        for table in _TABLES if operation.op == "embed" else ():
+            yield f"{name}.{table}", _half(name, constants[f"{name}.{table}"])
+        for part in ("gamma", "beta") if operation.op != "quantize" else ():
+            yield f"{name}.{part}", _single(name, constants[f"{name}.{part}"])
+        for codes in operation.codes:
+            key = f"{codes}.multiplier"
+            yield key, _single(name, constants[key], plan.tensors[codes].width)
+
+
+def _linear(operation: Linear, plan: Plan, constants: Numbers) -> Iterator[tuple[str, Array]]:
+    name, output = operation.name, operation.output
+    weight, bias = (constants[f"{name}.{part}"] for part in ("weight", "bias"))
+    width, multiplier, key = len(weight), constants.get(f"{output}.multiplier"), f"{output}.multiplier"
+    if plan.tensors[output].kind == "int8" and (operation.activation or operation.weight == "fp16"):
+        yield key, _single(name, multiplier, width)
+        multiplier = None
+    if operation.weight == "int8":
+        folded = np.float64(1) if multiplier is None else multiplier
+        scale = constants[f"{name}.weight_scale"].astype(np.float64) * constants[f"{name}.input_scale"]
+        yield f"{name}.weight", weight
+        yield f"{name}.scale", _single(name, scale * folded, width)
+        yield f"{name}.bias", _single(name, bias * folded, width)
     else:
-        if operation.op == "embed":
-            yield from ((f"{name}.{table}", _half(f"{name}.{table}", part(table))) for table in _TABLES)
-        if operation.op != "quantize":
-            yield from ((f"{name}.{key}", _single(name, part(key))) for key in ("gamma", "beta"))
-        for tensor_name in operation.codes:
-            width = plan.tensors[tensor_name].width
-            yield f"{tensor_name}.multiplier", _single(name, vector(f"{tensor_name}.multiplier", width))
+        yield f"{name}.weight", _half(name, weight)
+        yield f"{name}.bias", _half(name, bias)
+    if operation.residual is not None and plan.tensors[operation.residual].kind == "int8":
+        yield f"{name}.residual", _single(name, constants[f"{name}.residual"], width)
 
 
-def _single(name: str, array: Array) -> Array:
+def _single(name: str, array: Any, width: int | None = None) -> Array:
+    """Return numbers as FP32, one for each of `width` channels."""
     with np.errstate(over="ignore"):
         single = np.asarray(array, np.float32)
     if not np.isfinite(single).all():
         raise UserError(f"backend cuda: scales of {name} do not fit FP32; calibrate again with more samples")
-    return single
+    return single if width is None else np.broadcast_to(single, (width,))
 
 
 def _half(name: str, array: Array) -> Array:
     if np.abs(array).max(initial=0) > FP16_MAX:
         raise UserError(f"backend cuda: weights of {name} do not fit FP16; take tensorrt_rtx or tensorrt")
-    return np.asarray(array, HALF)
+    return np.asarray(array, check.HALF)

@@ -1,8 +1,8 @@
 """The plan of an engine as plain data: operations on token-packed tensors, and the ONNX nodes of each.
 
-Tensors are [T, width], with T the tokens of all rows without padding. They have the names of the ONNX tensors
-that they hold. Arrays of an operation are named `OPERATION.PART`, those of a tensor `TENSOR.PART`; `pack` lists
-them. Operations stand in the order of computation.
+Tensors are [T, width], with T the tokens of all rows without padding. They have the names of the ONNX
+tensors that they hold. Arrays of an operation are named `OPERATION.PART`, those of a tensor `TENSOR.PART`:
+`pack` lists them. Operations come in the order of computation.
 
 Codes are `clip(rint(x), -128, 127)`, as QuantizeLinear rounds: half to even.
 """
@@ -37,12 +37,26 @@ class _Operation(Frozen):
     name: str
     nodes: tuple[str, ...] = ()  # of the ONNX graph
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Tensors, the main one first."""
+        given = (getattr(self, "input", None), getattr(self, "residual", None))
+        return tuple(name for name in given if name is not None)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (str(getattr(self, "output", "")),)
+
 
 class Quantized(_Operation):
     """An operation that writes FP16, INT8 codes, or both: codes are `rint(y * TENSOR.multiplier)`."""
 
     half: str | None = None
     codes: tuple[str, ...] = ()
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.codes if self.half is None else (self.half, *self.codes)
 
 
 class Embed(Quantized):
@@ -75,9 +89,9 @@ class Quantize(Quantized):
 class Linear(_Operation):
     """Codes or FP16 of `activation(input @ NAME.weight.T * NAME.scale + NAME.bias) + residual`.
 
-    The scale of output codes is in scale and bias; behind an activation it is in `OUTPUT.multiplier`. An INT8
-    residual is multiplied by `NAME.residual`. FP16 weights have no scale, and their product is rounded to FP16
-    before the residual is added.
+    The scale of output codes is in scale and bias; behind an activation and FP16 weights it is in
+    `OUTPUT.multiplier`. An INT8 residual is multiplied by `NAME.residual`. FP16 weights have no scale; their
+    product with the bias is rounded to FP16.
     """
 
     op: Literal["linear"] = "linear"
@@ -105,6 +119,10 @@ class Attention(_Operation):
     probability_multiplier: float | None = None  # None: FP16 attention
     output: str
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(view.tensor for view in (self.query, self.key, self.value))
+
 
 class Step(Frozen):
     """One operation of a head, in FP32; dense: `HEAD.NUMBER.weight` [N, K] and `HEAD.NUMBER.bias`."""
@@ -127,6 +145,10 @@ class Head(_Operation):
     pooling: Pooling
     steps: tuple[Step, ...]
     answers: tuple[Answer, ...]
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return ()
 
 
 Operation = Annotated[

@@ -2,7 +2,6 @@
 
 import ctypes as c
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -235,7 +234,6 @@ class CudaEngine:
         return made
 
     def _linear(self, operation: Linear, values: dict[str, Any]) -> None:
-        import torch
         from torch.nn import functional
 
         name, source = operation.name, values[operation.input]

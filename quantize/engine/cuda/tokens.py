@@ -25,13 +25,11 @@ class Tokens:
 def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Array]) -> Tokens:
     """Return the attended tokens of inputs int [B, L]; UserError names the row that no kernel can run."""
     ids, kept = batch[TOKENS], batch[MASK].astype(bool)
-    empty = ~kept.any(axis=1)
-    if plan.head.pooling == "first":
-        empty = ~kept[:, 0]
+    first = plan.head.pooling == "first"
+    empty = ~(kept[:, 0] if first else kept.any(axis=1))
     if empty.any():
-        raise UserError(
-            f"row {empty.argmax()} of the batch has no attended first token; give every row tokens"
-        )
+        missing = f"no attended {'first ' if first else ''}token"
+        raise UserError(f"row {empty.argmax()} of the batch has {missing}; give every row one")
     padding = plan.embed.padding
     if padding is None:
         positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
@@ -39,9 +37,10 @@ def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Arr
         there = ids != padding
         positions = there.cumsum(axis=1) * there + padding
     types = batch[TYPES] if plan.embed.typed else np.zeros_like(ids)
-    packed = {"word": ids[kept], "position": positions[kept], "type": types[kept]}
+    tables = {"token": "word"}
+    packed = {"token": ids[kept], "position": positions[kept], "type": types[kept]}
     for part, values in packed.items():
-        entries = len(arrays[f"{plan.embed.name}.{part}"])
+        entries = len(arrays[f"embed.{tables.get(part, part)}"])
         wrong = (values < 0) | (values >= entries)
         if wrong.any():
             row = int(np.nonzero(kept)[0][wrong.argmax()])
@@ -49,8 +48,8 @@ def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Arr
                 f"row {row} has the {part} {values[wrong.argmax()]}; the model has {entries} of them"
             )
     starts = np.concatenate([[0], kept.sum(axis=1).cumsum()])
-    single = (values.astype(np.int32) for values in packed.values())
-    return Tokens(*single, starts.astype(np.int32), kept)
+    ids, positions, types, starts = (each.astype(np.int32) for each in (*packed.values(), starts))
+    return Tokens(ids, positions, types, starts, kept)
 
 
 def spread(answers: Array, tokens: Tokens) -> Array:
