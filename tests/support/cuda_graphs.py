@@ -29,6 +29,7 @@ RECIPES = {
     }.items()
 } | {model_type: ["roberta-int8-residual-fused"] for model_type in LIKE_ROBERTA}
 CASES = [(model_type, recipe) for model_type, recipes in RECIPES.items() for recipe in recipes]
+CASES += [("bert", f"bert-int8-{name}-qat") for name in ("attention", "linears-per-tensor", "residual")]
 POOLINGS = {"mean": tiny_embedder.MEAN, "cls": tiny_embedder.CLS, "last": tiny_embedder.LAST}
 HEADS = ["tokens", "questions", "regression", *POOLINGS]
 

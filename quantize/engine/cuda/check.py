@@ -8,7 +8,7 @@ from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, O
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 
-_Shape = tuple[int | None, ...]  # None: any size from 1 on
+Shape = tuple[int | None, ...]  # None: any size from 1 on
 HALF = np.dtype(np.float16)
 _CODES, _SINGLE = "int8", "float32"
 
@@ -16,14 +16,14 @@ _CODES, _SINGLE = "int8", "float32"
 def check_arrays(plan: Plan, arrays: Mapping[str, Array]) -> None:
     """Raise UserError where a tensor is read before it is written, or an array has another shape or type."""
     written: set[str] = set()
-    expected: dict[str, tuple[str, _Shape]] = {}
+    expected: dict[str, tuple[str, Shape]] = {}
     for operation in plan.operations:
         if missing := {*operation.reads} - written:
             raise UserError(f"the plan reads {missing.pop()} before {operation.name} could; build it again")
         written |= {*operation.writes}
         if written - plan.tensors.keys() or not _fits(operation, plan):
             raise UserError(f"the tensors of {operation.name} do not fit each other; build it again")
-        expected |= {key: (kind, shape) for key, kind, shape in _list_arrays(operation, plan, arrays)}
+        expected |= {key: (kind, shape) for key, kind, shape in list_arrays(operation, plan, arrays)}
     for key, (kind, shape) in expected.items():
         found = arrays.get(key)
         sizes = None if found is None else (str(found.dtype), found.shape)
@@ -62,9 +62,9 @@ def _fits(operation: Operation, plan: Plan) -> bool:
     return kinds and bool(made) and len({each.width for each in (*made, *read)}) == 1
 
 
-def _list_arrays(
+def list_arrays(
     operation: Operation, plan: Plan, arrays: Mapping[str, Array]
-) -> Iterator[tuple[str, str, _Shape]]:
+) -> Iterator[tuple[str, str, Shape]]:
     """Yield name, type and shape of the arrays of an operation."""
     name = operation.name
     if isinstance(operation, Head):

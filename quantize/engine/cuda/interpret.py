@@ -130,13 +130,14 @@ def _attention(
     for start, stop in zip(tokens.starts, tokens.starts[1:], strict=False):
         scores = query[:, start:stop] @ key[:, start:stop].transpose(0, 2, 1) * scale
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-        weights /= weights.sum(axis=2, keepdims=True)
-        if inverse is None:
-            weights = _single(weights.astype(check.HALF))
+        total = weights.sum(axis=2, keepdims=True)
+        if inverse is None:  # as a fused attention: divided last
+            context = _single(weights.astype(check.HALF)) @ value[:, start:stop] / total
         else:
-            weights = _single(round_codes(weights * np.float32(inverse)))
-        context = (weights @ value[:, start:stop]).transpose(1, 0, 2)
-        made[start:stop] = context.reshape(stop - start, -1)
+            context = _single(round_codes(weights / total * np.float32(inverse))) @ value[:, start:stop]
+        made[start:stop] = context.transpose(1, 0, 2).reshape(stop - start, -1)
+    if inverse is None:
+        made = _single(made.astype(check.HALF))
     made *= arrays[f"{operation.name}.scale"]
     return made.astype(check.HALF) if plan.tensors[operation.output].kind == "fp16" else round_codes(made)
 

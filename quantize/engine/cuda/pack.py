@@ -14,36 +14,27 @@
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from qdqbench.quantize.engine.cuda import check
 from qdqbench.quantize.engine.cuda.match import Match
-from qdqbench.quantize.engine.cuda.plan import (
-    Attention,
-    Head,
-    Linear,
-    Operation,
-    Plan,
-    Quantized,
-    Tensor,
-    View,
-)
+from qdqbench.quantize.engine.cuda.plan import Attention, Linear, Operation, Plan, Tensor, View
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import FP16_MAX
 
-_TABLES = ("word", "position", "type")
 Numbers = dict[str, Array]
 
 
 def pack(match: Match) -> tuple[Plan, Numbers]:
     """Return the plan with merged GEMMs, and its arrays by name."""
-    plan, constants = merge_qkv(match.plan, dict(match.constants))
-    listed = (pair for operation in plan.operations for pair in _arrays(operation, plan, constants))
-    arrays = {name: np.ascontiguousarray(array) for name, array in listed}
+    plan, numbers = merge_qkv(match.plan, dict(match.constants))
+    arrays: Numbers = {}
+    for operation in plan.operations:
+        numbers |= _fold(operation, plan, numbers)
+        listed = check.list_arrays(operation, plan, numbers)
+        arrays |= {name: _cast(name, numbers[name], kind, shape) for name, kind, shape in listed}
     check.check_arrays(plan, arrays)
     return plan, arrays
 
@@ -85,58 +76,26 @@ def merge_qkv(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
     return plan.model_copy(update={"operations": kept, "tensors": tensors}), constants
 
 
-def _arrays(operation: Operation, plan: Plan, constants: Numbers) -> Iterator[tuple[str, Array]]:
-    name = operation.name
-    if isinstance(operation, Linear):
-        yield from _linear(operation, plan, constants)
-    elif isinstance(operation, Attention):
-        tensor = plan.tensors[operation.output]
-        folded = constants[f"{operation.output}.multiplier"] if tensor.kind == "int8" else np.float64(1)
-        yield f"{name}.scale", _single(name, constants[f"{name}.factor"] * folded, tensor.width)
-    elif isinstance(operation, Head):
-        dense = [number for number, step in enumerate(operation.steps) if step.kind == "dense"]
-        for key in (f"{name}.{number}.{part}" for number in dense for part in ("weight", "bias")):
-            yield key, _single(name, constants[key])
-    elif isinstance(operation, Quantized):
-        for table in _TABLES if operation.op == "embed" else ():
-            yield f"{name}.{table}", _half(name, constants[f"{name}.{table}"])
-        for part in ("gamma", "beta") if operation.op != "quantize" else ():
-            yield f"{name}.{part}", _single(name, constants[f"{name}.{part}"])
-        for codes in operation.codes:
-            key = f"{codes}.multiplier"
-            yield key, _single(name, constants[key], plan.tensors[codes].width)
-
-
-def _linear(operation: Linear, plan: Plan, constants: Numbers) -> Iterator[tuple[str, Array]]:
+def _fold(operation: Operation, plan: Plan, numbers: Numbers) -> Numbers:
+    """Return the factors of an epilogue, with the scale of codes that it writes itself."""
+    if not isinstance(operation, Linear | Attention):
+        return {}
     name, output = operation.name, operation.output
-    weight, bias = (constants[f"{name}.{part}"] for part in ("weight", "bias"))
-    width, multiplier, key = len(weight), constants.get(f"{output}.multiplier"), f"{output}.multiplier"
-    if plan.tensors[output].kind == "int8" and (operation.activation or operation.weight == "fp16"):
-        yield key, _single(name, multiplier, width)
-        multiplier = None
-    if operation.weight == "int8":
-        folded = np.float64(1) if multiplier is None else multiplier
-        scale = constants[f"{name}.weight_scale"].astype(np.float64) * constants[f"{name}.input_scale"]
-        yield f"{name}.weight", weight
-        yield f"{name}.scale", _single(name, scale * folded, width)
-        yield f"{name}.bias", _single(name, bias * folded, width)
-    else:
-        yield f"{name}.weight", _half(name, weight)
-        yield f"{name}.bias", _half(name, bias)
-    if operation.residual is not None and plan.tensors[operation.residual].kind == "int8":
-        yield f"{name}.residual", _single(name, constants[f"{name}.residual"], width)
+    coded: Any = numbers[f"{output}.multiplier"] if plan.tensors[output].kind == "int8" else 1.0
+    if isinstance(operation, Attention):
+        return {f"{name}.scale": numbers[f"{name}.factor"] * coded}
+    if operation.weight == "fp16":
+        return {}
+    folded = coded if operation.activation is None else 1.0
+    scale = numbers[f"{name}.weight_scale"].astype(np.float64) * numbers[f"{name}.input_scale"]
+    return {f"{name}.scale": scale * folded, f"{name}.bias": numbers[f"{name}.bias"] * folded}
 
 
-def _single(name: str, array: Any, width: int | None = None) -> Array:
-    """Return numbers as FP32, one for each of `width` channels."""
+def _cast(name: str, numbers: Array, kind: str, shape: check.Shape) -> Array:
+    """Return numbers in the type of an array; one number is that of all channels."""
     with np.errstate(over="ignore"):
-        single = np.asarray(array, np.float32)
-    if not np.isfinite(single).all():
-        raise UserError(f"backend cuda: scales of {name} do not fit FP32; calibrate again with more samples")
-    return single if width is None else np.broadcast_to(single, (width,))
-
-
-def _half(name: str, array: Array) -> Array:
-    if np.abs(array).max(initial=0) > FP16_MAX:
-        raise UserError(f"backend cuda: weights of {name} do not fit FP16; take tensorrt_rtx or tensorrt")
-    return np.asarray(array, check.HALF)
+        array = np.asarray(numbers).astype(kind)
+    if not np.isfinite(array).all():
+        raise UserError(f"backend cuda: {name} does not fit {kind}; take tensorrt_rtx or tensorrt")
+    spread = np.broadcast_to(array, [size or 1 for size in shape]) if array.ndim == 0 else array
+    return np.ascontiguousarray(spread)

@@ -69,7 +69,7 @@ def test_a_kernel_fed_by_the_graph_makes_the_codes_of_the_graph(graph):
         assert found.largest <= (1 if found.int8 else 2e-3), found
         if found.int8:
             reads_codes = found.reads == "int8"
-            assert found.share <= (3 / (60 * widths[found.tensor]) if reads_codes else 0.02), found
+            assert found.share <= (3 / (60 * widths[found.tensor]) if reads_codes else 0.04), found
 
 
 def test_q_k_and_v_are_one_gemm_where_they_read_the_same_codes(graph_of):
@@ -136,3 +136,13 @@ def test_plans_whose_tensors_do_not_fit_are_refused(graph_of):
                     check.check_arrays(plan.model_copy(update={"tensors": tensors}), arrays)
                 refused += 1
     assert refused > 40
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("embed.word", 1e5), ("bert.encoder.layer.0.output.dense.bias", 1e39)]
+)
+def test_numbers_that_do_not_fit_are_refused_by_their_names(name, value, graph_of):
+    found = match_graph(graph_of("bert", "bert-int8-residual-fused"))
+    found.constants[name] = np.full_like(found.constants[name], value, np.float64)
+    with pytest.raises(UserError, match=f"{name} does not fit float"):
+        pack(found)
