@@ -28,7 +28,13 @@ from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens, spread
 from qdqbench.quantize.utils.arrays import Array
 
 _ALIGN = 64  # tokens: an attention block's
-_COST = {(128, 128): 1.0, (64, 128): 0.66, (64, 64): 0.42}  # of a wave, measured on one H200
+# us on one H200 of a block's first tile and of each further one, which the first hides in part: fixed, and for each
+# 128 of K
+_COSTS = {
+    (128, 128): (2.2, 0.33, -0.3, 0.42),
+    (64, 128): (2.2, 0.155, 0.7, 0.19),
+    (64, 64): (2.0, 0.106, 0.05, 0.16),
+}
 _NORM_BLOCKS = 4  # of a multiprocessor; a block takes four tokens at a time
 _KEYS = 128  # of a step of an attention block
 _MOST_KEYS = 3 * _KEYS  # that it holds in shared memory
@@ -59,11 +65,14 @@ def choose_heads(tokens: int, heads: int, reach: int, longest: int, multiprocess
     return max(1, min(most, blocks // (6 * multiprocessors)))
 
 
-def choose_tile(m: int, n: int, multiprocessors: int) -> tuple[int, int]:
-    """Return the tile whose waves over the GPU cost least."""
+def choose_tile(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int]:
+    """Return the tile that is expected to be fastest."""
 
     def cost(tile: tuple[int, int]) -> float:
-        return math.ceil(math.ceil(m / tile[0]) * math.ceil(n / tile[1]) / multiprocessors) * _COST[tile]
+        waves = math.ceil(math.ceil(m / tile[0]) * math.ceil(n / tile[1]) / multiprocessors)
+        first, first_k, more, more_k = _COSTS[tile]
+        steps = k / 128
+        return first + first_k * steps + (waves - 1) * (more + more_k * steps)
 
     return min(TILES, key=cost)
 
@@ -242,7 +251,7 @@ class CudaEngine:
             made = values[operation.output] = self._make(operation.output, len(source))
             weight = self._arrays[f"{name}.weight"]
             m, (n, k) = len(source), weight.shape
-            tile = choose_tile(m, n, self._multiprocessors)
+            tile = choose_tile(m, n, k, self._multiprocessors)
             factor = f"{operation.output}.multiplier" if operation.residual is None else f"{name}.residual"
             call = GemmArguments(
                 self._at(f"{name}.scale"),
@@ -301,7 +310,8 @@ class CudaEngine:
         call.tokens, call.hidden, call.pitch = tokens, hidden, sources[0].stride(0)
         grid = -(-tokens // _WINDOW), -(-heads // call.heads)
         shared = (_WINDOW + 2 * rows.reach + 4) * size * (2 if call.heads > 1 else 1)
-        self._kernels.launch(f"attention_{attention_name(operation, self.plan)}", grid, 128, [call], shared)
+        kernel = f"attention_{attention_name(operation, self.plan)}_{'short' if rows.reach == _KEYS else 'long'}"
+        self._kernels.launch(kernel, grid, 128, [call], shared)
 
     def _codes_by(self, context: Any, operation: Attention) -> Any:
         made = self._make(operation.output, len(context))

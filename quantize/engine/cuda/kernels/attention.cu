@@ -50,7 +50,7 @@ __device__ inline float over_quad(float x, bool maximum) {
   return x;
 }
 
-template <int D, bool CODED, bool CLAMP> __device__ inline void attention_body(const AttentionArguments& call) {
+template <int D, bool ONE, bool CODED, bool CLAMP> __device__ inline void attention_body(const AttentionArguments& call) {
   constexpr int CHUNKS = D / 16, PARTS = D / 32, STEP = 128 / CHUNKS;  // of 16 bytes; of the inner product; rows a copy
   extern __shared__ __align__(128) i8 memory[];
   int buffer = (QUERIES + 2 * call.most + 4) * D;  // queries, keys, values, factors
@@ -67,7 +67,7 @@ template <int D, bool CODED, bool CLAMP> __device__ inline void attention_body(c
     begin[h] = call.start[row], size[h] = call.end[row] - begin[h];
   }
   if (first < call.tokens) low = call.start[first], high = call.end[min(first + 15, call.tokens - 1)];
-  bool whole_range = to - from <= call.most, once = whole_range && high - low <= KEYS;  // one load, one pass
+  bool whole_range = ONE || to - from <= call.most, once = whole_range && high - low <= KEYS;  // one load, one pass
 
   // Rows of a copy are STEP apart, so the swizzle of values is the same in all rows of a thread.
   int copied = thread / CHUNKS, chunk = thread % CHUNKS, swizzled = chunk ^ copied / (128 / D) % CHUNKS;
@@ -112,112 +112,136 @@ template <int D, bool CODED, bool CLAMP> __device__ inline void attention_body(c
 #pragma unroll
       for (int i = 0; i < 8; i++) o[d][i / 4][i % 4] = 0;
 
-    for (int pass = 0; pass < 2; pass++)
-      for (int base = from; base < to; base += call.most) {
-        if (!whole_range && pass + base > from) {
-          __syncthreads();
-          load_keys(head0 + n, shared_address(qs), base);
-          copies_commit();
-          copies_wait<0>();
-          __syncthreads();
-        }
-        int last = min(high, base + call.most);
-        for (int key0 = max(low, base); key0 < last; key0 += KEYS) {
-          int at = min(key0 - base, call.most - KEYS), groups = (last - base - at + 31) / 32;
-          if (pass == 0 || !once) {
-            const i8* keys = ks + (at + quad) * D + t * (D / 4);
+    // S of 16 queries and the keys from key0 on that lie `at` behind the buffer's first, `base`; -infinity where a
+    // key is of another row, or was in an earlier step.
+    auto score = [&](int key0, int base, int at, int groups) {
+      const i8* keys = ks + (at + quad) * D + t * (D / 4);
 #pragma unroll
-            for (int g = 0; g < KEYS / 32; g++) {
-              if (g >= groups) break;
+      for (int g = 0; g < KEYS / 32; g++) {
+        if (g >= groups) break;
 #pragma unroll
-              for (int j = 4 * g; j < 4 * g + 4; j++) {
-                u32 b[D / 16];
-                if constexpr (D == 64) *(uint4*)b = *(const uint4*)(keys + 8 * j * D); else *(uint2*)b = *(const uint2*)(keys + 8 * j * D);
-                mma<true>(s[j], q[0][0], q[1][0], q[0][1], q[1][1], b[0], b[1]);
-                if constexpr (PARTS > 1) mma<false>(s[j], q[0][2], q[1][2], q[0][3], q[1][3], b[2], b[3]);
-              }
-            }
-            int ahead[2] = {base + at - begin[0], base + at - begin[1]};  // of the row's first key
-            bool whole = groups >= 4 && key0 == base + at;
-#pragma unroll
-            for (int h = 0; h < 2; h++) whole &= ahead[h] >= 0 && ahead[h] + KEYS <= size[h];
-            if (!__all_sync(~0u, whole)) {
-              int skip = key0 - base - at, limit = 32 * groups;
-#pragma unroll
-              for (int j = 0; j < KEYS / 8; j++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                  int key = 8 * j + 2 * t + i % 2;
-                  bool own = u32(ahead[i / 2] + key) < size[i / 2] && key >= skip && key < limit;
-                  s[j][i] = own ? s[j][i] : 0xFF800000;
-                }
-            }
-          }
-          if (pass == 0) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-              float m = most[h];
-#pragma unroll
-              for (int j = 0; j < KEYS / 8; j++)
-                m = fmaxf(m, fmaxf(__int_as_float(s[j][2 * h]), __int_as_float(s[j][2 * h + 1])));
-              m = over_quad(m, true);
-              float l = sum[h] * exp2_of((most[h] - m) * call.scale);
-              shift[h] = -m * call.scale;
-#pragma unroll
-              for (int j = 0; j < KEYS / 8; j++)
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                  float p = exp2_of(fmaf(__int_as_float(s[j][2 * h + i]), call.scale, shift[h]));
-                  s[j][2 * h + i] = __float_as_int(p);
-                  l += p;
-                }
-              sum[h] = l, most[h] = m;
-            }
-          } else {
-            if (!once) {
-#pragma unroll
-              for (int j = 0; j < KEYS / 8; j++)
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                  s[j][i] = __float_as_int(exp2_of(fmaf(__int_as_float(s[j][i]), call.scale, shift[i / 2])));
-            }
-            const i8* values = vs + (at + lane) * D;
-            int swizzle = (at + lane) / (128 / D) % CHUNKS;
-#pragma unroll
-            for (int g = 0; g < KEYS / 32; g++) {
-              if (g >= groups) break;
-              u32 a[4];
-#pragma unroll
-              for (int h = 0; h < 2; h++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                  u32 c[4];
-#pragma unroll
-                  for (int i = 0; i < 4; i++) {
-                    float p = __int_as_float(s[4 * g + 2 * half + i / 2][2 * h + i % 2]);
-                    c[i] = __float_as_uint(CLAMP ? fminf(p * unit[h], 127.0f) + 12582912.0f : fmaf(p, unit[h], 12582912.0f));
-                  }
-                  a[h + 2 * half] = low_bytes(c[0], c[1], c[2], c[3]);
-                }
-#pragma unroll
-              for (int d = 0; d < CHUNKS; d++) {
-                u32 r[4], p = shared_address(values + 32 * g * D + 16 * (d ^ swizzle));
-                asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                             : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(p));
-                mma<false>(o[d][0], a[0], a[1], a[2], a[3], __byte_perm(r[0], r[1], 0x6420), __byte_perm(r[2], r[3], 0x6420));
-                mma<false>(o[d][1], a[0], a[1], a[2], a[3], __byte_perm(r[0], r[1], 0x7531), __byte_perm(r[2], r[3], 0x7531));
-              }
-            }
-          }
-        }
-        if (pass == 0 && base + call.most >= to) {
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            float all = over_quad(sum[h], false);
-            unit[h] = all > 0 ? call.unit / all : 0.0f;
-          }
+        for (int j = 4 * g; j < 4 * g + 4; j++) {
+          u32 b[D / 16];
+          if constexpr (D == 64) *(uint4*)b = *(const uint4*)(keys + 8 * j * D); else *(uint2*)b = *(const uint2*)(keys + 8 * j * D);
+          mma<true>(s[j], q[0][0], q[1][0], q[0][1], q[1][1], b[0], b[1]);
+          if constexpr (PARTS > 1) mma<false>(s[j], q[0][2], q[1][2], q[0][3], q[1][3], b[2], b[3]);
         }
       }
+      int ahead[2] = {base + at - begin[0], base + at - begin[1]};  // of the row's first key
+      bool whole = groups >= 4 && key0 == base + at;
+#pragma unroll
+      for (int h = 0; h < 2; h++) whole &= ahead[h] >= 0 && ahead[h] + KEYS <= size[h];
+      if (!__all_sync(~0u, whole)) {
+        int skip = key0 - base - at, limit = 32 * groups;
+#pragma unroll
+        for (int j = 0; j < KEYS / 8; j++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            int key = 8 * j + 2 * t + i % 2;
+            bool own = u32(ahead[i / 2] + key) < size[i / 2] && key >= skip && key < limit;
+            s[j][i] = own ? s[j][i] : 0xFF800000;
+          }
+      }
+    };
+    auto weigh = [&]() {  // s becomes exp(S - maximum so far); sums go on
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float m = most[h];
+#pragma unroll
+        for (int j = 0; j < KEYS / 8; j++)
+          m = fmaxf(m, fmaxf(__int_as_float(s[j][2 * h]), __int_as_float(s[j][2 * h + 1])));
+        m = over_quad(m, true);
+        float l = sum[h] * exp2_of((most[h] - m) * call.scale);
+        shift[h] = -m * call.scale;
+#pragma unroll
+        for (int j = 0; j < KEYS / 8; j++)
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            float p = exp2_of(fmaf(__int_as_float(s[j][2 * h + i]), call.scale, shift[h]));
+            s[j][2 * h + i] = __float_as_int(p);
+            l += p;
+          }
+        sum[h] = l, most[h] = m;
+      }
+    };
+    auto finish = [&]() {
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float all = over_quad(sum[h], false);
+        unit[h] = all > 0 ? call.unit / all : 0.0f;
+      }
+    };
+    auto add = [&](int at, int groups) {  // P . v, with P = round(s * unit)
+      const i8* values = vs + (at + lane) * D;
+      int swizzle = (at + lane) / (128 / D) % CHUNKS;
+#pragma unroll
+      for (int g = 0; g < KEYS / 32; g++) {
+        if (g >= groups) break;
+        u32 a[4];
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            u32 c[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+              float p = __int_as_float(s[4 * g + 2 * half + i / 2][2 * h + i % 2]);
+              c[i] = __float_as_uint(CLAMP ? fminf(p * unit[h], 127.0f) + 12582912.0f : fmaf(p, unit[h], 12582912.0f));
+            }
+            a[h + 2 * half] = low_bytes(c[0], c[1], c[2], c[3]);
+          }
+#pragma unroll
+        for (int d = 0; d < CHUNKS; d++) {
+          u32 r[4], p = shared_address(values + 32 * g * D + 16 * (d ^ swizzle));
+          asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(p));
+          mma<false>(o[d][0], a[0], a[1], a[2], a[3], __byte_perm(r[0], r[1], 0x6420), __byte_perm(r[2], r[3], 0x6420));
+          mma<false>(o[d][1], a[0], a[1], a[2], a[3], __byte_perm(r[0], r[1], 0x7531), __byte_perm(r[2], r[3], 0x7531));
+        }
+      }
+    };
+    auto place = [&](int key0, int base) { return min(key0 - base, call.most - KEYS); };
+    auto groups_of = [&](int base, int at) { return (min(high, base + call.most) - base - at + 31) / 32; };
+
+    if constexpr (ONE) {
+      if (high > low) {
+        int at = place(low, from), groups = groups_of(from, at);
+        score(low, from, at, groups);
+        weigh();
+        finish();
+        add(at, groups);
+      }
+    } else {
+      for (int pass = 0; pass < 2; pass++) {
+        for (int base = from; base < to; base += call.most) {
+          if (!whole_range && pass + base > from) {
+            __syncthreads();
+            load_keys(head0 + n, shared_address(qs), base);
+            copies_commit();
+            copies_wait<0>();
+            __syncthreads();
+          }
+          int last = min(high, base + call.most);
+          for (int key0 = max(low, base); key0 < last; key0 += KEYS) {
+            int at = place(key0, base), groups = groups_of(base, at);
+            if (pass == 0 || !once) score(key0, base, at, groups);
+            if (pass == 0) {
+              weigh();
+            } else {
+              if (!once) {
+#pragma unroll
+                for (int j = 0; j < KEYS / 8; j++)
+#pragma unroll
+                  for (int i = 0; i < 4; i++)
+                    s[j][i] = __float_as_int(exp2_of(fmaf(__int_as_float(s[j][i]), call.scale, shift[i / 2])));
+              }
+              add(at, groups);
+            }
+          }
+        }
+        if (pass == 0) finish();
+      }
+    }
     const float4* factors = (const float4*)(qs + (QUERIES + 2 * call.most) * D) + t;
 #pragma unroll
     for (int d = 0; d < CHUNKS; d++) {
@@ -238,7 +262,11 @@ template <int D, bool CODED, bool CLAMP> __device__ inline void attention_body(c
   }
 }
 
-#define ATTENTION(NAME, D, CODED, CLAMP)                                                                  \
+// One step of keys is enough for all rows of all blocks, or any number of steps.
+#define ATTENTION_OF(NAME, D, ONE, CODED, CLAMP)                                                         \
   extern "C" __global__ void __launch_bounds__(128, 3) attention_##NAME(const AttentionArguments call) { \
-    attention_body<D, CODED, CLAMP>(call);                                                                \
+    attention_body<D, ONE, CODED, CLAMP>(call);                                                           \
   }
+#define ATTENTION(NAME, D, CODED, CLAMP)             \
+  ATTENTION_OF(NAME##_short, D, true, CODED, CLAMP)  \
+  ATTENTION_OF(NAME##_long, D, false, CODED, CLAMP)
