@@ -23,7 +23,6 @@ from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.tasks.rows import source_commit
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Comparison, Gate, LayerErrors, ModelChange, Parity
-from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import FileRow, Results, StageResult, Timing
@@ -304,7 +303,7 @@ def _add_effects(session: Session, results: Results) -> None:
             read_record(session.record_path),
             files.read_json(session.folder / artifacts.REWRITES).get(artifacts.graph_path(session).name, {}),
             to_tanh=exact_gelu and recipe.export.gelu == "tanh",
-            half=recipe.precision.compute == "fp16" and artifacts.backend_of(recipe) not in CPU_BACKENDS,
+            half=artifacts.has_fp16_graph(recipe),
             trained=results.training.best_step if results.training else 0,
         )
 

@@ -277,6 +277,7 @@ _KINDS: dict[str, KernelKind] = {  # LayerType of engines that are not made by M
     **dict.fromkeys(("reformat", "shuffle", "cast", "slice", "concatenation", "gather"), "layout"),
     **dict.fromkeys(("quantize", "dequantize", "scale"), "quantize"),
     "softmax": "softmax",
+    "embed": "embeddings",
     **dict.fromkeys(("normalization", "layernormalization", "mvn"), "LayerNorm"),  # those of CPU runtimes too
 }
 _MOVES = {"Tran", "Move", "Conc", "Repl", "Slic", "Gath"}
@@ -443,12 +444,12 @@ def norm_precision(row: LayerRow) -> str:
 def float_residuals(layers: Sequence[LayerRow], norms: Collection[str]) -> list[str]:
     """Return the normalizations, by ONNX name and sorted, whose kernels do not read the residual as INT8.
 
-    In a fused kernel the residual stands beside the result of the linear, so one INT8 input is enough; a GEMM
-    that normalizes what it makes has INT8 operands too, and needs another.
+    A row says what its residual is, or the residual is an input beside the result of the linear. So one INT8
+    input is enough; a GEMM that normalizes what it makes has INT8 operands too, and needs another.
     """
     proven: dict[str, dict[str, bool]] = {name: {} for name in norms}
     for row in layers:
-        int8 = row.inputs.count("Int8") > (row.kind == "gemm")
+        int8 = row.residual == "Int8" or row.inputs.count("Int8") > (row.kind == "gemm")
         for name in proven.keys() & set(row.onnx):
             copies = proven[name]
             copies[copy_of(row)] = copies.get(copy_of(row), False) or int8

@@ -47,7 +47,7 @@ from qdqbench.eval.selection.trials.results import Failure, Origin, failure_of, 
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Store, describe_session, hash_of
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.models.families.known import family_named
-from qdqbench.quantize.pipeline.artifacts import FP16, FP32, backend_of, graph_path
+from qdqbench.quantize.pipeline.artifacts import FP16, FP32, backend_of, graph_path, has_fp16_graph
 from qdqbench.quantize.pipeline.ownership import locked_folder
 from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, open_run, read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session
@@ -293,8 +293,7 @@ class AutoRun:
             source = measured_source(session, self.options)
             on_cpu = backend_of(session.recipe) in CPU_BACKENDS
             graph = ReadyGraph.of(graph_path(session), session.plan)
-            half = session.recipe.precision.compute == "fp16" and not on_cpu
-            plain = ReadyGraph(session.folder / (FP16 if half else FP32), [], 0)
+            plain = ReadyGraph(session.folder / (FP16 if has_fp16_graph(session.recipe) else FP32), [], 0)
             with (
                 TemporaryDirectory(dir=self.folder, prefix=".timing.", suffix=".tmp") as work,
                 self._alone(on_cpu),

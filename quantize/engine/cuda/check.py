@@ -15,7 +15,7 @@ _CODES, _SINGLE = "int8", "float32"
 
 def check_arrays(plan: Plan, arrays: Mapping[str, Array]) -> None:
     """Raise UserError where a tensor is read before it is written, or an array has another shape or type."""
-    written: set[str] = set()
+    written: set[str] = {*plan.given}
     expected: dict[str, tuple[str, Shape]] = {}
     for operation in plan.operations:
         if missing := {*operation.reads} - written:
@@ -24,6 +24,8 @@ def check_arrays(plan: Plan, arrays: Mapping[str, Array]) -> None:
         if written - plan.tensors.keys() or not _fits(operation, plan):
             raise UserError(f"the tensors of {operation.name} do not fit each other; build it again")
         expected |= {key: (kind, shape) for key, kind, shape in list_arrays(operation, plan, arrays)}
+    if wrong := [name for name in (*plan.given, *plan.states) if plan.tensors[name].kind != "fp16"]:
+        raise UserError(f"the plan gives {wrong[0]} as codes; build it again")
     for key, (kind, shape) in expected.items():
         found = arrays.get(key)
         sizes = None if found is None else (str(found.dtype), found.shape)

@@ -1,22 +1,41 @@
 """The kernels of a plan, compiled by NVRTC for compute capability 9.0: ahead of time, without a GPU."""
 
 import ctypes as c
+import hashlib
+import re
 import site
 import sys
 from functools import cache
+from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan
-from qdqbench.quantize.utils.errors import QdqError, UserError
+from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan, Quantize
+from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
 
 TILES = (128, 128), (64, 128), (64, 64)  # M and N of a block's tile
 STAGES = {(128, 128): 6, (64, 128): 8, (64, 64): 12}
+MOST_CODES = 3  # that a kernel of norm.cu writes
+INSTALL_NVRTC = "pip install 'qdqbench[hopper]'"
 _NORM_PARTS = 3, 6, 8  # of 128 channels each
 _ACTIVATIONS = {None: "NONE", "gelu": "GELU", "gelu_tanh": "GELU_TANH"}
 _RESIDUALS = {None: "NO_RESIDUAL", "fp16": "HALVES", "int8": "RESIDUAL_CODES"}
 _OPTIONS = "--gpu-architecture=sm_90a", "--std=c++17"
+CAPABILITY = "9.0"
+ATTENTION_SIZES = (32, 64)  # of heads in INT8
+
+
+def _hash_sources() -> str:
+    """Return a hash of kernels and packer: an engine is for the ones that it was built with."""
+    folder = Path(str(files(__package__)))
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.py"), *folder.glob("kernels/*")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+__version__ = f"{metadata.version('qdqbench')}-{_hash_sources()}"
 
 
 def gemm_name(operation: Linear, plan: Plan) -> str:
@@ -44,13 +63,59 @@ def compile_kernels(plan: Plan) -> dict[str, bytes]:
     """Return the cubin of each source file that the plan needs. Raises UserError without NVRTC."""
     lines: dict[str, set[str]] = {}
     for operation in plan.operations:
+        _require_kernel(operation, plan)
         for source, line in _instances(operation, plan):
             lines.setdefault(source, set()).add(line)
     return {source: compile_source(source, sorted(made)) for source, made in sorted(lines.items())}
 
 
+def _require_kernel(operation: Operation, plan: Plan) -> None:
+    """Raise UserError where sizes are none that a kernel takes."""
+    name, wrong = operation.name, ""
+    widths = [plan.tensors[tensor].width for tensor in (*operation.reads, *operation.writes)]
+    match operation:
+        case Linear(weight="int8") if any(width % 16 for width in widths):
+            wrong = f"INT8 linears have multiples of 16 channels, not {' and '.join(map(str, widths))}"
+        case Attention(probability_multiplier=float()) if operation.head_size not in ATTENTION_SIZES:
+            sizes = " or ".join(map(str, ATTENTION_SIZES))
+            wrong = f"heads of INT8 attention have size {sizes}, not {operation.head_size}"
+        case Embed() | Norm() if widths[0] % 8 or widths[0] > 128 * _NORM_PARTS[-1]:
+            wrong = (
+                f"a LayerNorm has up to {128 * _NORM_PARTS[-1]} channels, a multiple of 8, not {widths[0]}"
+            )
+        case Embed() | Norm() if len(operation.codes) > MOST_CODES:
+            wrong = f"a LayerNorm writes codes of up to {MOST_CODES} quantizers, not {len(operation.codes)}"
+    if wrong:
+        raise UserError(f"backend cuda has no kernel for {name}: {wrong}; take tensorrt_rtx or tensorrt")
+
+
+def list_kernels(plan: Plan) -> set[str]:
+    """Return the names of all kernels that a plan may launch: GEMMs have one for each tile."""
+    named = (name for operation in plan.operations for name in _list_names(operation, plan))
+    return set(named)
+
+
+def _list_names(operation: Operation, plan: Plan) -> list[str]:
+    match operation:
+        case Linear(weight="int8"):
+            return [f"gemm_{m}_{n}_{gemm_name(operation, plan)}" for m, n in TILES]
+        case Attention(probability_multiplier=float()):
+            return [f"attention_{attention_name(operation, plan)}_{form}" for form in ("short", "long")]
+        case Embed() | Norm():
+            return [f"{operation.op}_{norm_name(operation, plan.tensors[operation.writes[0]].width)}"]
+        case Linear() | Attention() if plan.tensors[operation.output].kind == "int8":
+            return ["quantize"]
+        case Quantize():
+            return ["quantize"]
+    return []
+
+
+def find_symbols(cubin: bytes) -> set[str]:
+    """Return the kernels of a cubin: an ELF file has a section for the code of each."""
+    return {name.decode() for name in re.findall(rb"\0\.text\.(\w+)(?=\0)", cubin)}
+
+
 def _instances(operation: Operation, plan: Plan) -> list[tuple[str, str]]:
-    width = plan.tensors[plan.head.input].width
     match operation:
         case Linear(weight="int8"):
             residual = None if operation.residual is None else plan.tensors[operation.residual].kind
@@ -62,8 +127,8 @@ def _instances(operation: Operation, plan: Plan) -> list[tuple[str, str]]:
             flags = f"{operation.head_size}, {str(coded).lower()}, {str(needs_clamp(operation)).lower()}"
             return [("attention", f"ATTENTION({attention_name(operation, plan)}, {flags})")]
         case Embed() | Norm():
-            macro, name = operation.op.upper(), norm_name(operation, width)
-            return [("norm", f"{macro}({name.replace('_', ', ')})")]
+            name = norm_name(operation, plan.tensors[operation.writes[0]].width)
+            return [("norm", f"{operation.op.upper()}({name.replace('_', ', ')})")]
     return [("norm", "")]  # codes of FP16 tensors
 
 
@@ -72,7 +137,7 @@ def compile_source(name: str, instances: list[str]) -> bytes:
     folder = files(__package__) / "kernels"
     text, header = ((folder / file).read_text() for file in (f"{name}.cu", "ptx.cuh"))
     source = "\n".join([text, *instances]).encode()
-    nvrtc, program = _nvrtc(), c.c_void_p()
+    nvrtc, program = load_nvrtc(), c.c_void_p()
     headers, names = (c.c_char_p * 1)(header.encode()), (c.c_char_p * 1)(b"ptx.cuh")
     _check(nvrtc.nvrtcCreateProgram(c.byref(program), source, f"{name}.cu".encode(), 1, headers, names))
     options = (c.c_char_p * len(_OPTIONS))(*[option.encode() for option in _OPTIONS])
@@ -86,14 +151,14 @@ def compile_source(name: str, instances: list[str]) -> bytes:
 
 def _read(program: c.c_void_p, what: str) -> bytes:
     size = c.c_size_t()
-    _check(getattr(_nvrtc(), f"nvrtcGet{what}Size")(program, c.byref(size)))
+    _check(getattr(load_nvrtc(), f"nvrtcGet{what}Size")(program, c.byref(size)))
     text = c.create_string_buffer(size.value)
-    _check(getattr(_nvrtc(), f"nvrtcGet{what}")(program, text))
+    _check(getattr(load_nvrtc(), f"nvrtcGet{what}")(program, text))
     return text.raw
 
 
 @cache
-def _nvrtc() -> Any:
+def load_nvrtc() -> Any:
     """Load NVRTC: of the package `nvidia-cuda-nvrtc`, which CUDA builds of torch bring, or of the system."""
     folders = [*site.getsitepackages(), site.getusersitepackages(), *sys.path]
     found = [
@@ -106,7 +171,7 @@ def _nvrtc() -> Any:
             return c.CDLL(str(path))
         except OSError:
             continue
-    raise UserError("backend cuda compiles by NVRTC, which is not here: pip install nvidia-cuda-nvrtc")
+    raise MissingDevice(f"cuda compiles its kernels by NVRTC, which is not here; {INSTALL_NVRTC}")
 
 
 def _check(status: int) -> None:

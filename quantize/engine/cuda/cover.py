@@ -54,9 +54,12 @@ class Cover:
         self._sizes_of: dict[str, list[Any]] = {}
         if not OLDEST <= self.opset <= onnx.defs.onnx_opset_version() or len(self.order) < len(names):
             raise UserError(f"backend cuda takes valid ONNX of opset {OLDEST} or newer, not {self.opset}")
-        if unknown := {value.name for value in self.graph.input} - {TOKENS, MASK, TYPES}:
+        floats = [each for each in self.graph.input if each.type.tensor_type.elem_type == TensorProto.FLOAT]
+        self.given = {value.name: [*value.type.tensor_type.shape.dim] for value in floats}
+        inputs = [value for value in self.graph.input if value.name not in self.given]
+        if unknown := {value.name for value in inputs} - {TOKENS, MASK, TYPES}:
             raise UserError(f"backend cuda takes no input {name_list(sorted(unknown))}")
-        for values, kind in ((self.graph.input, TensorProto.INT64), (self.graph.output, TensorProto.FLOAT)):
+        for values, kind in ((inputs, TensorProto.INT64), (self.graph.output, TensorProto.FLOAT)):
             if other := [value.name for value in values if value.type.tensor_type.elem_type != kind]:
                 raise UserError(
                     f"backend cuda takes int64 inputs and float32 outputs, unlike {name_list(other)}"

@@ -32,12 +32,13 @@ Arrays = Mapping[str, Array]
 def interpret(plan: Plan, arrays: Arrays, batch: Mapping[str, Array]) -> dict[str, Array]:
     """Return the answers of a batch int [B, L] by name; those of masked tokens are 0."""
     tokens = pack_tokens(plan, arrays, batch)
-    values: dict[str, Array] = {}
+    values = {name: state.astype(check.HALF) for name, state in tokens.given.items()}
     for operation in plan.operations:
         values |= compute(operation, plan, arrays, values, tokens)
     answers = ((each.name, values[each.name]) for each in plan.head.answers)
     by_token = plan.head.pooling == "tokens"
-    return {name: spread(value, tokens) if by_token else value for name, value in answers}
+    found = {name: spread(value, tokens) if by_token else value for name, value in answers}
+    return found | {name: spread(_single(values[name]), tokens) for name in plan.states}
 
 
 def compute(

@@ -91,7 +91,10 @@ class _Matcher(Cover):
         self.operations: list[tuple[str, Operation]] = []  # with their owners, the last one first
 
     def match(self) -> Match:
-        self._head()
+        outputs = [value.name for value in self.graph.output]
+        answers = outputs[: len(outputs) - len(self.given)]
+        self._head(answers)
+        states = tuple(self._half(name).name for name in outputs[len(answers) :])
         while self.wanted:
             self.owner = max(self.wanted, key=lambda name: self.order.get(name, -1))
             self.made.add(self.owner)
@@ -101,8 +104,9 @@ class _Matcher(Cover):
         names = Counter(operation.name for _, operation in self.operations)
         if twice := [name for name, count in names.items() if count > 1]:
             raise UserError(f"backend cuda needs node names that tell kernels apart, not {name_list(twice)}")
-        inputs = tuple(value.name for value in self.graph.input)
-        found = Plan(inputs=inputs, tensors=self.tensors, operations=tuple(self._with_nodes()))
+        inputs, given = tuple(value.name for value in self.graph.input), tuple(self.given)
+        operations = tuple(self._with_nodes())
+        found = Plan(inputs=inputs, given=given, states=states, tensors=self.tensors, operations=operations)
         return Match(found, self.constants)
 
     def _with_nodes(self) -> Iterator[Operation]:
@@ -118,7 +122,9 @@ class _Matcher(Cover):
 
     def _produce(self, source: str, wanted: _Wanted) -> None:
         kind = self.kind(source)
-        if kind == "LayerNormalization":
+        if source in self.given:
+            self._output(source, wanted, self.given[source][-1].dim_value, source, one=False)
+        elif kind == "LayerNormalization":
             self._norm(source, wanted)
         elif kind == "Reshape":
             self._attention(source, wanted)
@@ -450,9 +456,9 @@ class _Matcher(Cover):
 
     # heads
 
-    def _head(self) -> None:
+    def _head(self, outputs: list[str]) -> None:
         self.owner = "head"
-        name, answers = self._answers()
+        name, answers = self._answers(outputs)
         steps: list[_Step] = []
         pooling: plan.Pooling = "tokens"
         while (step := self._step(name)) is not None:
@@ -494,9 +500,17 @@ class _Matcher(Cover):
         self.take(name, "MatMul")
         return _Step("dense", matmul.input[0], self.constant(matmul, 1, 2).T, bias)
 
-    def _answers(self) -> tuple[str, tuple[plan.Answer, ...]]:
+    def _answers(self, outputs: list[str]) -> tuple[str, tuple[plan.Answer, ...]]:
         """Return the tensor that the outputs are of, and each output."""
-        outputs = [value.name for value in self.graph.output]
+        if len(outputs) == 1 and self.kind(outputs[0]) == "Concat":  # of a cut graph: the columns, joined
+            joined = self.take(outputs[0], "Concat", axis=-1)
+            parts = [self.take(part, "Unsqueeze") for part in joined.input]
+            if any(self.vector(part) != [-1] for part in parts):
+                refuse("expected columns", joined)
+            source, columns = self._answers([part.input[0] for part in parts])
+            if [each.column for each in columns] != [*range(len(columns))]:
+                refuse("expected all columns in their order", joined)
+            return source, (plan.Answer(name=outputs[0]),)
         if len(outputs) == 1:
             return outputs[0], (plan.Answer(name=outputs[0]),)
         answers, sources = [], set()

@@ -158,9 +158,14 @@ Operation = Annotated[
 
 
 class Plan(Frozen):
-    """Everything that an engine computes; weights are in the arrays beside it."""
+    """Everything that an engine computes; weights are in the arrays beside it.
+
+    A graph that is cut to be verified has as many states given as it gives: FP16 tensors.
+    """
 
     inputs: tuple[str, ...]
+    given: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
     tensors: dict[str, Tensor]
     operations: tuple[Operation, ...]
 

@@ -2,13 +2,18 @@
 
 import ctypes as c
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, Kernel, Signature
 from qdqbench.quantize.engine.cuda.compile import (
+    CAPABILITY,
     STAGES,
     TILES,
     attention_name,
@@ -23,13 +28,25 @@ from qdqbench.quantize.engine.cuda.driver import (
     TableArguments,
     map_tiles,
 )
-from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, Norm, Plan, Quantize, Quantized
+from qdqbench.quantize.engine.cuda.file import list_rows, read_file
+from qdqbench.quantize.engine.cuda.plan import (
+    Attention,
+    Embed,
+    Head,
+    Linear,
+    Norm,
+    Operation,
+    Plan,
+    Quantize,
+    Quantized,
+)
 from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens, spread
 from qdqbench.quantize.utils.arrays import Array
+from qdqbench.quantize.utils.errors import MissingDevice, QdqError
 
 _ALIGN = 64  # tokens: an attention block's
-# us on one H200 of a block's first tile and of each further one, which the first hides in part: fixed, and for each
-# 128 of K
+# us on one H200 of a block's first tile and of each further one, which the first hides in part: fixed, and
+# for each 128 of K
 _COSTS = {
     (128, 128): (2.2, 0.33, -0.3, 0.42),
     (64, 128): (2.2, 0.155, 0.7, 0.28),
@@ -39,6 +56,9 @@ _NORM_BLOCKS = 4  # of a multiprocessor; a block takes four tokens at a time
 _KEYS = 128  # of a step of an attention block
 _MOST_KEYS = 3 * _KEYS  # that it holds in shared memory
 _WINDOW = 64  # tokens of an attention block
+_MOST_GRAPHS = 256
+_MARK = "plan: "  # before the name of an operation in a profile
+_Around = Callable[[Operation], AbstractContextManager[None]]
 
 
 def choose_bucket(tokens: int) -> int:
@@ -78,8 +98,11 @@ def choose_tile(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int]
 
 
 def permute_rows(n: int, run: int) -> Array:
-    """Return the row of B that each row in memory holds, so that a thread owns `run` consecutive columns."""
-    row = np.arange(n)
+    """Return the row of B that each row in memory holds, so that a thread owns `run` consecutive columns.
+
+    Rows come in groups of `4 * run`; those from `n` on are beyond B.
+    """
+    row = np.arange(-(-n // (4 * run)) * 4 * run)
     group, at = row // (4 * run), row % (4 * run)
     return group * 4 * run + run * (at % 8 // 2) + 2 * (at // 8) + at % 2
 
@@ -96,9 +119,36 @@ class _Rows:
     bounds: Any
     longest: int
     reach: int
+    given: dict[str, Any] = field(default_factory=dict)  # FP16 [T, H] each
 
 
-class CudaEngine:
+def load_kernels(path: Path) -> tuple["CudaEngine", int]:
+    """Return the engine of a file on the current GPU, and the bytes that it takes there.
+
+    Raises:
+        UserError: a damaged file, or one of another version.
+        MissingDevice: no GPU that it is for, or a driver that cannot load its kernels.
+    """
+    import torch
+
+    file = read_file(path)
+    if not torch.cuda.is_available():
+        raise MissingDevice("backend cuda runs on torch's CUDA GPU, and there is none: see `qdqbench doctor`")
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    if capability != CAPABILITY:
+        raise MissingDevice(
+            f"backend cuda runs on compute capability {CAPABILITY}, and this GPU has {capability}; take "
+            "tensorrt_rtx or tensorrt"
+        )
+    free = torch.cuda.mem_get_info()[0]
+    try:
+        engine = CudaEngine(*file)
+    except QdqError as error:
+        raise MissingDevice(f"{path} cannot be loaded here ({error}); update the driver") from error
+    return engine, max(0, free - torch.cuda.mem_get_info()[0])
+
+
+class CudaEngine(CompiledModel):
     """A plan with its arrays on the current GPU. Not safe for threads: buffers are shared."""
 
     def __init__(self, plan: Plan, arrays: Mapping[str, Array], cubins: Mapping[str, bytes]) -> None:
@@ -109,8 +159,18 @@ class CudaEngine:
         self._multiprocessors = torch.cuda.get_device_properties().multi_processor_count
         self._arrays = {name: torch.from_numpy(array).cuda() for name, array in self._prepared()}
         self._last = {name: number for number, each in enumerate(plan.operations) for name in _reads(each)}
-        self._graphs: dict[tuple[int, int, int, int], tuple[Any, Any, dict[str, Any]]] = {}
+        self._graphs: OrderedDict[tuple[int, int, int, int], tuple[Any, Any, dict[str, Any]]] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
+        ids, states = np.dtype(np.int64), np.dtype(np.float32)
+        self.inputs = {
+            name: Signature(states, (None, None, plan.tensors[name].width))
+            if name in plan.given
+            else Signature(ids, (None, None))
+            for name in plan.inputs
+        }
+        self.outputs = [*(answer.name for answer in plan.head.answers), *plan.states]
+        self._lanes = [self.run]
+        self._ran: Tokens | None = None
 
     def _prepared(self) -> Iterator[tuple[str, Array]]:
         """Yield arrays as the kernels read them: rows of INT8 weights permuted, channels in groups of 64."""
@@ -118,22 +178,76 @@ class CudaEngine:
         for each in self.plan.operations:
             if isinstance(each, Linear) and each.weight == "int8":
                 permuted[f"{each.name}.weight"] = 16 if self.plan.tensors[each.output].kind == "int8" else 8
-        for name, array in self._host.items():
+        for name, host in self._host.items():
+            array = host
             if name in permuted:
-                array = array[permute_rows(len(array), permuted[name])]
+                rows = permute_rows(len(array), permuted[name])
+                beyond = np.zeros((len(rows) - len(array), array.shape[1]), array.dtype)
+                array = np.concatenate([array, beyond])[rows]
             if name.startswith(f"{self.plan.head.name}."):
                 array = array.astype(np.float16)
             yield name, np.ascontiguousarray(array)
 
     def run(self, batch: Mapping[str, Array]) -> dict[str, Array]:
         """Return the answers of int [B, L] inputs by name, FP32; those of masked tokens are 0."""
-        tokens = pack_tokens(self.plan, self._host, batch)
-        return self.unpack(tokens, self.answer(tokens))
+        self._ran = tokens = pack_tokens(self.plan, self._host, batch)
+        return self._run_cut(tokens) if self.plan.given else self.unpack(tokens, self.answer(tokens))
+
+    def _run_cut(self, tokens: Tokens) -> dict[str, Array]:
+        """Return the answers and states of a cut graph, without a CUDA graph: it runs a few times only."""
+        kept: dict[str, Any] = {}
+        answers = self.unpack(tokens, self.forward(self._load(tokens), kept))
+        states = {name: kept[name][: len(tokens.ids)].float().cpu().numpy() for name in self.plan.states}
+        return answers | {name: spread(state, tokens) for name, state in states.items()}
+
+    def blob(self) -> bytes:
+        raise NotImplementedError("an engine file is written where it is built")
+
+    def kernels(self) -> list[Kernel]:
+        """Return the layer table with the times of the operations on the last batch, each alone."""
+        assert self._ran is not None
+        times = [sum(times.values()) for times in self.profile(self._ran)]
+        return [Kernel(row, ms) for row, ms in zip(list_rows(self.plan), times, strict=True)]
+
+    def profile(self, tokens: Tokens) -> list[dict[str, float]]:
+        """Return the kernels of each operation and their milliseconds, by torch.profiler."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile, record_function
+
+        @contextmanager
+        def mark(operation: Operation) -> Iterator[None]:
+            with record_function(_MARK + operation.name):
+                yield
+                torch.cuda.synchronize()
+
+        rows = self._load(tokens)
+        self.forward(rows)  # loads kernels
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            self.forward(rows, around=mark)
+        spans: dict[str, Any] = {}
+        ran: list[Any] = []
+        for event in profiler.events():
+            marked = event.name.startswith(_MARK)
+            if event.device_type.name == "CUDA" and not marked:
+                ran.append(event)
+            elif marked and event.device_type.name == "CPU":
+                spans[event.name.removeprefix(_MARK)] = event.time_range
+        found: list[dict[str, float]] = []
+        for span in (spans[operation.name] for operation in self.plan.operations):
+            found.append({})
+            for event in (each for each in ran if span.start <= each.time_range.start <= span.end):
+                found[-1][event.name] = found[-1].get(event.name, 0.0) + event.time_range.elapsed_us() / 1000
+        return found
 
     def answer(self, tokens: Tokens) -> dict[str, Any]:
         """Return the answers of packed tokens on the GPU; the next call overwrites them."""
         key = choose_graph(tokens)
-        if key not in self._graphs:
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+        else:
+            while len(self._graphs) >= _MOST_GRAPHS:
+                self._graphs.popitem(last=False)
             self._graphs[key] = self._capture(*key)
         graph, staging, answers = self._graphs[key]
         staging[1].synchronize()  # the last copy out of the host's buffer is over
@@ -149,15 +263,28 @@ class CudaEngine:
         host = {name: value[:count].cpu().numpy() for name, value in answers.items()}
         return {name: spread(value, tokens) for name, value in host.items()} if by_token else host
 
+    def _load(self, tokens: Tokens) -> _Rows:
+        """Return inputs on the GPU, for a run without a CUDA graph."""
+        import torch
+
+        bucket, rows, longest, reach = choose_graph(tokens)
+        host = np.zeros(5 * bucket + rows + 1, np.int32)
+        fill(host, tokens, bucket, rows)
+        given = {}
+        for name, state in tokens.given.items():
+            padded = np.zeros((bucket, state.shape[1]), np.float16)
+            padded[: len(state)] = state
+            given[name] = torch.from_numpy(padded).cuda()
+        return _split(torch.from_numpy(host).cuda(), bucket, longest, reach, given)
+
     def _capture(self, tokens: int, rows: int, longest: int, reach: int) -> tuple[Any, Any, dict[str, Any]]:
         import torch
 
         host = torch.zeros(5 * tokens + rows + 1, dtype=torch.int32).pin_memory()
         fill(host.numpy(), None, tokens, rows)
         device = host.cuda()
-        parts = device.split([tokens] * 5 + [rows + 1])
-        inputs = _Rows(*parts, longest=longest, reach=reach)
-        stream = torch.cuda.Stream()
+        inputs = _split(device, tokens, longest, reach)
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.forward(inputs)
@@ -165,30 +292,39 @@ class CudaEngine:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             answers = self.forward(inputs)
-        event = torch.cuda.Event()
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return graph, (host, event, device), answers
 
-    def forward(self, rows: _Rows, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def forward(
+        self, rows: _Rows, kept: dict[str, Any] | None = None, around: _Around = lambda _: nullcontext()
+    ) -> dict[str, Any]:
         """Launch all operations; `kept` gets a copy of every tensor, for parity and bisect."""
-        values: dict[str, Any] = {}
+        values = dict(rows.given)
+        answers: dict[str, Any] = {}
         for number, operation in enumerate(self.plan.operations):
-            match operation:
-                case Embed() | Norm():
-                    self._norm(operation, values, rows)
-                case Quantize():
-                    self._quantize(operation, values)
-                case Linear():
-                    self._linear(operation, values)
-                case Attention():
-                    self._attention(operation, values, rows)
-                case Head():
-                    return self._head(operation, values, rows)
+            with around(operation):
+                answers |= self._launch(operation, values, rows)
             if kept is not None:
-                kept.update({name: value.clone() for name, value in values.items() if name not in kept})  # type: ignore[attr-defined]
+                kept.update({name: value.clone() for name, value in values.items() if name not in kept})
             for name in [name for name in values if self._last.get(name, -1) <= number]:
                 del values[name]
-        raise AssertionError("a plan ends with its head")
+        return answers
+
+    def _launch(self, operation: Operation, values: dict[str, Any], rows: _Rows) -> dict[str, Any]:
+        """Compute the tensors of an operation into `values`; return those of the head, the answers."""
+        match operation:
+            case Embed() | Norm():
+                self._norm(operation, values, rows)
+            case Quantize():
+                self._quantize(operation, values)
+            case Linear():
+                self._linear(operation, values)
+            case Attention():
+                self._attention(operation, values, rows)
+            case Head():
+                return self._head(operation, values, rows)
+        return {}
 
     def _make(self, name: str, tokens: int) -> Any:
         import torch
@@ -250,7 +386,7 @@ class CudaEngine:
         if operation.weight == "int8":
             made = values[operation.output] = self._make(operation.output, len(source))
             weight = self._arrays[f"{name}.weight"]
-            m, (n, k) = len(source), weight.shape
+            m, n, k = len(source), made.shape[1], weight.shape[1]
             tile = choose_tile(m, n, k, self._multiprocessors)
             factor = f"{operation.output}.multiplier" if operation.residual is None else f"{name}.residual"
             call = GemmArguments(
@@ -267,13 +403,13 @@ class CudaEngine:
             arguments = [map_tiles(source, tile[0]), map_tiles(weight, tile[1]), call]
             self._kernels.launch(kernel, (grid, 1), 384, arguments, shared)
             return
-        x = functional.linear(source, self._arrays[f"{name}.weight"], self._arrays[f"{name}.bias"])
+        x: Any = functional.linear(source, self._arrays[f"{name}.weight"], self._arrays[f"{name}.bias"])
         if operation.activation is not None:
             approximate = "tanh" if operation.activation == "gelu_tanh" else "none"
             x = functional.gelu(x, approximate=approximate)
         if residual is not None:
-            factor = self._arrays.get(f"{name}.residual")
-            x = (x.float() + (residual.float() if factor is None else residual.float() * factor)).half()
+            scale = self._arrays.get(f"{name}.residual")
+            x = (x.float() + (residual.float() if scale is None else residual.float() * scale)).half()
         coded = self.plan.tensors[operation.output].kind == "int8"
         values[operation.output] = self._codes(x, operation.output) if coded else x
 
@@ -310,7 +446,9 @@ class CudaEngine:
         call.tokens, call.hidden, call.pitch = tokens, hidden, sources[0].stride(0)
         grid = -(-tokens // _WINDOW), -(-heads // call.heads)
         shared = (_WINDOW + 2 * rows.reach + 4) * size * (2 if call.heads > 1 else 1)
-        kernel = f"attention_{attention_name(operation, self.plan)}_{'short' if rows.reach == _KEYS else 'long'}"
+        kernel = (
+            f"attention_{attention_name(operation, self.plan)}_{'short' if rows.reach == _KEYS else 'long'}"
+        )
         self._kernels.launch(kernel, grid, 128, [call], shared)
 
     def _codes_by(self, context: Any, operation: Attention) -> Any:
@@ -352,6 +490,12 @@ class CudaEngine:
 
     def _at(self, name: str) -> int:
         return int(self._arrays[name].data_ptr())
+
+
+def _split(device: Any, bucket: int, longest: int, reach: int, given: dict[str, Any] | None = None) -> _Rows:
+    """Return the parts of a buffer that `fill` filled."""
+    ids, positions, types, start, end = device[: 5 * bucket].view(5, bucket)
+    return _Rows(ids, positions, types, start, end, device[5 * bucket :], longest, reach, given or {})
 
 
 def fill(staging: Array, tokens: Tokens | None, bucket: int, rows: int) -> None:

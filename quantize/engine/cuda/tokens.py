@@ -11,6 +11,7 @@ from qdqbench.quantize.utils.arrays import Array, Int32
 from qdqbench.quantize.utils.errors import UserError
 
 TYPES = "token_type_ids"
+MOST_TOKENS = 1 << 16  # of a batch: the largest bucket
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,19 @@ class Tokens:
     types: Int32  # [T]
     starts: Int32  # [B + 1]: row b has the tokens from starts[b] to starts[b + 1]
     kept: Array  # bool [B, L]: tokens that are there
+    given: dict[str, Array]  # [T, H] each: states of a cut graph
 
 
 def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Array]) -> Tokens:
     """Return the attended tokens of inputs int [B, L]; UserError names the row that no kernel can run."""
+    shapes = {name: batch[name].shape[:2] for name in plan.inputs}
+    if len({*shapes.values()}) > 1 or batch[TOKENS].ndim != 2 or not batch[TOKENS].size:
+        raise UserError(f"inputs are {shapes}; give arrays [batch, length] of one shape, none of them empty")
     ids, kept = batch[TOKENS], batch[MASK].astype(bool)
+    if kept.sum() > MOST_TOKENS:
+        raise UserError(
+            f"the batch has {kept.sum()} tokens, and an engine takes {MOST_TOKENS} at once; give fewer rows"
+        )
     first = plan.head.pooling == "first"
     empty = ~(kept[:, 0] if first else kept.any(axis=1))
     if empty.any():
@@ -49,7 +58,7 @@ def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Arr
             )
     starts = np.concatenate([[0], kept.sum(axis=1).cumsum()])
     ids, positions, types, starts = (each.astype(np.int32) for each in (*packed.values(), starts))
-    return Tokens(ids, positions, types, starts, kept)
+    return Tokens(ids, positions, types, starts, kept, {name: batch[name][kept] for name in plan.given})
 
 
 def spread(answers: Array, tokens: Tokens) -> Array:

@@ -127,6 +127,6 @@ def test_the_command(monkeypatch, capsys, here):
         assert (code, err) == (3, f"qdqbench: {asked} cannot run here: it is not installed\n")
     missing.unmet = ["numpy is 1.0: pip install numpy"]
     assert run(monkeypatch, capsys, missing)[0] == 2
-    code, _, err = run(monkeypatch, capsys, here, "--backend", "cuda")
+    code, _, err = run(monkeypatch, capsys, here, "--backend", "metal")
     assert code == 1
     assert "is not one of" in err
