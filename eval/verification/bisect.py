@@ -435,6 +435,11 @@ def bisect_run(folder: Path) -> BisectResult:
         raise MissingDevice("bisecting runs engines, and CUDA shows no GPU here; run it on the engine's GPU")
     if isinstance(built, artifacts.Skipped):
         raise UserError(f"{folder} has no engine ({built.skipped}); build it first")
+    if built.backend == "cuda":
+        raise UserError(
+            f"{folder} has an engine of backend cuda, whose kernels write no tensors that bisect could mark; "
+            "its verification compares it block by block"
+        )
     path = artifacts.graph_path(session)
     sidecar = check_sidecar(folder / "engine" / built.file, path)
     gemms = artifacts.expected_gemms(session)
@@ -448,7 +453,7 @@ def bisect_run(folder: Path) -> BisectResult:
     batch = batch_of(encoded, case, session.pad_id)
     quantized = session.recipe.quantizes
     reference = session.fake_quant_model if quantized else session.fp32_model
-    half = session.recipe.precision.compute == "fp16" and not built.on_cpu
+    half = artifacts.has_fp16_graph(session.recipe)
     verified = artifacts.read_verified(folder)
     rows = [] if isinstance(verified, artifacts.Skipped) else verified.blocks
     with session.fp32_shifted() if quantized else nullcontext() as fp32:

@@ -54,6 +54,7 @@ BACKENDS: dict[BackendName, tuple[str, tuple[str, ...]]] = {
     "openvino": ("OpenVINO", ("openvino",)),
     "tensorrt": ("TensorRT", ("tensorrt", "torch")),
     "tensorrt_rtx": ("TensorRT-RTX", ("tensorrt-rtx-cu13", "torch")),
+    "cuda": ("CUDA kernels", ("qdqbench", "torch")),
 }
 TEXTS = "a text", "its second text"
 # by the name of a task's kind: the template of what makes an answer, and what its texts are
@@ -220,6 +221,7 @@ def write_deploy(session: Session, results: Results, verdict: RunVerdict, out: P
         "labels": model_json["labels"],
         "pooling": model_json["pooling"],
         "gpu": gpu_graph is not None,
+        "engines": gpu_graph is not None or any(runtime.backend == "cuda" for runtime in runtimes),
         "gpu_model": MODEL if gpu_graph in (None, graph) else GPU_MODEL,
         "model_json": model_json,
         "verdict": verdict,

@@ -28,7 +28,8 @@ from qdqbench.quantize.utils.files import read_bounded
 from qdqbench.quantize.utils.names import count_of
 from qdqbench.quantize.utils.results import LayerRow
 
-ATTENTION = "attention"  # kind of a row that is a whole one, of a CPU runtime
+ATTENTION = "attention"  # kind of a row that is a whole one, of a CPU runtime or of backend cuda
+OWN_NORM = "norm"  # kind of a LayerNorm of backend cuda
 MAX_TABLE_BYTES = 16 << 20  # of a saved table; BERT-large with four profiles has 2 MiB
 MAX_TABLE_LAYERS = 20_000  # BERT-large with four profiles has 1,400 kernels
 MAX_MERGED = 64  # GEMMs in one kernel
@@ -278,7 +279,9 @@ _KINDS: dict[str, KernelKind] = {  # LayerType of engines that are not made by M
     **dict.fromkeys(("quantize", "dequantize", "scale"), "quantize"),
     "softmax": "softmax",
     "embed": "embeddings",
-    **dict.fromkeys(("normalization", "layernormalization", "mvn"), "LayerNorm"),  # those of CPU runtimes too
+    **dict.fromkeys(
+        (OWN_NORM, "normalization", "layernormalization", "mvn"), "LayerNorm"
+    ),  # those of CPU runtimes too
 }
 _MOVES = {"Tran", "Move", "Conc", "Repl", "Slic", "Gath"}
 _ALIASES = {"Half": "FP16", "Float": "FP32", "BFloat16": "BF16"}
@@ -430,7 +433,9 @@ def norm_precision(row: LayerRow) -> str:
     """Return the datatype of the statistics of LayerNorm or the sum of softmax; FP32 behind a Cast."""
     words = operations(row)
     start = next((i for i, word in enumerate(words) if word in ("Mean", "Maxr")), None)
-    floats = [name for name in row.inputs if name in ("Half", "Float", "BFloat16")]
+    # kernels of backend cuda keep the type of their weights, whatever they read
+    read = row.constants if row.kind == OWN_NORM else row.inputs
+    floats = [name for name in read if name in ("Half", "Float", "BFloat16")]
     if start is None:
         return "unknown" if not floats or "Etc" in words else _ALIASES[floats[0]]
     before = [word for word in words[:start] if word not in ("Resh", "Tran", "Move", "Slic")]

@@ -80,3 +80,17 @@ def write_head(folder: Path, head: str, model_type: str = "bert") -> None:
         )
         graph = export(prepare_model(made.from_config(config).eval()), recipe, kind.outputs)
     save(graph, folder / "model.onnx", recipe.name)
+
+
+def write_wide(folder: Path, recipe: str, head_size: int) -> None:
+    """Export a BERT with heads of a size that kernels take, and 48 more channels than a tile has."""
+    from unittest import mock
+
+    sizes = families.SIZES["bert"] | {
+        "hidden_size": 2 * head_size,
+        "intermediate_size": 2 * head_size + 48,
+        "max_position_embeddings": 512,
+    }
+    with mock.patch.dict(families.SIZES, bert=sizes):
+        model = prepare_model(families.new_model("bert"))
+    save(export(model, load_recipe(recipe)), folder / "model.onnx", recipe)

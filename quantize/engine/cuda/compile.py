@@ -64,7 +64,7 @@ def compile_kernels(plan: Plan) -> dict[str, bytes]:
     lines: dict[str, set[str]] = {}
     for operation in plan.operations:
         _require_kernel(operation, plan)
-        for source, line in _instances(operation, plan):
+        for source, line in list_instances(operation, plan):
             lines.setdefault(source, set()).add(line)
     return {source: compile_source(source, sorted(made)) for source, made in sorted(lines.items())}
 
@@ -115,7 +115,8 @@ def find_symbols(cubin: bytes) -> set[str]:
     return {name.decode() for name in re.findall(rb"\0\.text\.(\w+)(?=\0)", cubin)}
 
 
-def _instances(operation: Operation, plan: Plan) -> list[tuple[str, str]]:
+def list_instances(operation: Operation, plan: Plan) -> list[tuple[str, str]]:
+    """Return the source file of an operation, with the line that makes its kernels of the templates."""
     match operation:
         case Linear(weight="int8"):
             residual = None if operation.residual is None else plan.tensors[operation.residual].kind

@@ -29,7 +29,6 @@ from qdqbench.quantize.utils.results import LayerRow
 _CUBIN = "cubin."  # before the name of a source file
 _MOST_PLAN = 16 << 20  # bytes of a plan as JSON; BERT-large's has half a million
 _TYPES = {"int8": "Int8", "fp16": "Half"}
-_KINDS = {"norm": "LayerNormalization"}
 
 
 class EngineFile(NamedTuple):
@@ -107,7 +106,7 @@ def list_rows(plan: Plan) -> list[LayerRow]:
 def _row(operation: Operation, plan: Plan, residuals: dict[str, str]) -> LayerRow:
     kinds = {name: _TYPES[tensor.kind] for name, tensor in plan.tensors.items()}
     inputs, constants = [kinds[name] for name in operation.reads], list[str]()
-    name, kind, residual = operation.name, _KINDS.get(operation.op, operation.op), None
+    name, kind, residual = operation.name, str(operation.op), None
     match operation:
         case Linear():
             # an epilogue reads the residual: what is multiplied is the first input and the weight
