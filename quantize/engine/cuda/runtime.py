@@ -154,7 +154,7 @@ class CudaEngine(CompiledModel):
     def __init__(self, plan: Plan, arrays: Mapping[str, Array], cubins: Mapping[str, bytes]) -> None:
         import torch
 
-        self.plan, self._host = plan, arrays
+        self.plan, self.arrays = plan, arrays
         self._kernels = Kernels([*cubins.values()])
         self._multiprocessors = torch.cuda.get_device_properties().multi_processor_count
         self._arrays = {name: torch.from_numpy(array).cuda() for name, array in self._prepared()}
@@ -178,7 +178,7 @@ class CudaEngine(CompiledModel):
         for each in self.plan.operations:
             if isinstance(each, Linear) and each.weight == "int8":
                 permuted[f"{each.name}.weight"] = 16 if self.plan.tensors[each.output].kind == "int8" else 8
-        for name, host in self._host.items():
+        for name, host in self.arrays.items():
             array = host
             if name in permuted:
                 rows = permute_rows(len(array), permuted[name])
@@ -190,13 +190,13 @@ class CudaEngine(CompiledModel):
 
     def run(self, batch: Mapping[str, Array]) -> dict[str, Array]:
         """Return the answers of int [B, L] inputs by name, FP32; those of masked tokens are 0."""
-        self._ran = tokens = pack_tokens(self.plan, self._host, batch)
+        self._ran = tokens = pack_tokens(self.plan, self.arrays, batch)
         return self._run_cut(tokens) if self.plan.given else self.unpack(tokens, self.answer(tokens))
 
     def _run_cut(self, tokens: Tokens) -> dict[str, Array]:
         """Return the answers and states of a cut graph, without a CUDA graph: it runs a few times only."""
         kept: dict[str, Any] = {}
-        answers = self.unpack(tokens, self.forward(self._load(tokens), kept))
+        answers = self.unpack(tokens, self.forward(self.load(tokens), kept))
         states = {name: kept[name][: len(tokens.ids)].float().cpu().numpy() for name in self.plan.states}
         return answers | {name: spread(state, tokens) for name, state in states.items()}
 
@@ -220,7 +220,7 @@ class CudaEngine(CompiledModel):
                 yield
                 torch.cuda.synchronize()
 
-        rows = self._load(tokens)
+        rows = self.load(tokens)
         self.forward(rows)  # loads kernels
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -263,7 +263,7 @@ class CudaEngine(CompiledModel):
         host = {name: value[:count].cpu().numpy() for name, value in answers.items()}
         return {name: spread(value, tokens) for name, value in host.items()} if by_token else host
 
-    def _load(self, tokens: Tokens) -> _Rows:
+    def load(self, tokens: Tokens) -> _Rows:
         """Return inputs on the GPU, for a run without a CUDA graph."""
         import torch
 
