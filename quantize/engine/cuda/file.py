@@ -112,7 +112,7 @@ def _row(operation: Operation, plan: Plan, residuals: dict[str, str]) -> LayerRo
             # an epilogue reads the residual: what is multiplied is the first input and the weight
             inputs, residual = inputs[:1], inputs[1] if len(inputs) > 1 else None
             name, kind = "+".join(_products(operation)) or name, "gemm"
-            constants = [_TYPES[operation.weight], "Float"]
+            constants = ["Int8", "Float"] if operation.weight == "int8" else ["Half"]
         case Attention():
             inputs = [kinds[view.tensor] for view in (operation.query, operation.key, operation.value)]
             kind = ATTENTION
