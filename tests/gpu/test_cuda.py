@@ -30,7 +30,7 @@ CASES = [
     ("bert-int8-linears", 64),
     ("bert-int8-residual", 64),
 ]
-SHARE = 0.002  # of codes that may differ by a step, next to rounding borders
+SHARE, GELU_SHARE = 0.002, 0.01  # of codes that may differ by a step; the chip's tanh has an error of 2^-11
 DRAWS = 200
 
 
@@ -59,13 +59,13 @@ def case(request, made_once, tmp_path_factory):
     return onnx.load(path), path, engine
 
 
-def compare(name: str, got, wanted) -> None:
+def compare(name: str, got, wanted, share: float = SHARE) -> None:
     """Codes are equal but for rounding borders, FP16 and FP32 but for the order of sums."""
     assert got.shape == wanted.shape, name
     off = np.abs(got.astype(np.float64) - wanted)
     if got.dtype == np.int8:
         assert off.max(initial=0) <= 1, name
-        assert (off > 0).sum() <= max(3, SHARE * off.size), name
+        assert (off > 0).sum() <= max(3, share * off.size), name
     else:
         assert off.max(initial=0) <= 4e-3 * np.abs(wanted).max(), name
 
@@ -82,10 +82,11 @@ def compare_kernels(engine: CudaEngine, batch) -> None:
     values |= {name: answer[:rows].cpu().numpy() for name, answer in answers.items()}
     for operation in engine.plan.operations:
         for name, wanted in compute(operation, engine.plan, engine.arrays, values, tokens).items():
-            linear = isinstance(operation, Linear) and operation.weight == "int8"
-            if linear and operation.activation is None and wanted.dtype == np.int8:
+            activated = isinstance(operation, Linear) and operation.activation is not None
+            linear = isinstance(operation, Linear) and operation.weight == "int8" and not activated
+            if linear and wanted.dtype == np.int8:
                 assert (values[name] == wanted).all(), name  # sums of integers are exact
-            compare(f"{operation.name}: {name}", values[name], wanted)
+            compare(f"{operation.name}: {name}", values[name], wanted, GELU_SHARE if activated else SHARE)
 
 
 @pytest.mark.parametrize(
