@@ -101,7 +101,7 @@ template <int D, bool ONE, bool CODED, bool CLAMP> __device__ inline void attent
     __syncthreads();
     u32 q[2][D / 16];  // of a thread: D / 4 consecutive codes of each of its two rows
     int s[KEYS / 8][4], o[CHUNKS][2][4];
-    float most[2] = {-1e30f, -1e30f}, sum[2] = {0, 0}, shift[2], unit[2];
+    float most[2] = {-1e30f, -1e30f}, sum[2] = {0, 0}, shift[2] = {0, 0}, unit[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const u32* p = (const u32*)(qs + (16 * warp + quad + 8 * h) * D) + t * (D / 16);
@@ -151,8 +151,9 @@ template <int D, bool ONE, bool CODED, bool CLAMP> __device__ inline void attent
         for (int j = 0; j < KEYS / 8; j++)
           m = fmaxf(m, fmaxf(__int_as_float(s[j][2 * h]), __int_as_float(s[j][2 * h + 1])));
         m = over_quad(m, true);
-        float l = sum[h] * exp2_of((most[h] - m) * call.scale);
+        float before = shift[h];  // its rounding is in what was summed, so it is in what that is multiplied by
         shift[h] = -m * call.scale;
+        float l = sum[h] * exp2_of(shift[h] - before);
 #pragma unroll
         for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
