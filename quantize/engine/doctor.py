@@ -21,8 +21,7 @@ from packaging.specifiers import SpecifierSet
 from pydantic import Field
 
 from qdqbench.quantize.engine.backend import INSTALL, preferred_backend
-from qdqbench.quantize.engine.cuda.compile import CAPABILITY, load_nvrtc
-from qdqbench.quantize.engine.cuda.compile import __version__ as KERNELS_VERSION
+from qdqbench.quantize.engine.cuda.compile import CAPABILITY, get_version, load_nvrtc
 from qdqbench.quantize.engine.hazards import RTX_WITHOUT_GPU, find_hazards, is_older
 from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
@@ -193,7 +192,7 @@ def _find_nvrtc() -> Library:
         load_nvrtc()
     except MissingDevice:
         return Library(version=None)
-    return Library(version=KERNELS_VERSION)
+    return Library(version=get_version())
 
 
 def state_of(name: BackendName, own: Library, torch: Library, gpu: Gpu | None) -> BackendState:

@@ -26,16 +26,14 @@ CAPABILITY = "9.0"
 ATTENTION_SIZES = (32, 64)  # of heads in INT8
 
 
-def _hash_sources() -> str:
-    """Return a hash of kernels and packer: an engine is for the ones that it was built with."""
+@cache
+def get_version() -> str:
+    """Return the version of the package and a hash of kernels and packer, which an engine is for."""
     folder = Path(str(files(__package__)))
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.py"), *folder.glob("kernels/*")]):
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-__version__ = f"{metadata.version('qdqbench')}-{_hash_sources()}"
+    return f"{metadata.version('qdqbench')}-{digest.hexdigest()[:12]}"
 
 
 def gemm_name(operation: Linear, plan: Plan) -> str:
@@ -55,7 +53,7 @@ def attention_name(operation: Attention, plan: Plan) -> str:
 
 
 def norm_name(operation: Embed | Norm, width: int) -> str:
-    parts = next(parts for parts in _NORM_PARTS if width <= 128 * parts)
+    parts = next((parts for parts in _NORM_PARTS if width <= 128 * parts), 0)  # 0: there is no kernel
     return f"{parts}_{len(operation.codes)}"
 
 

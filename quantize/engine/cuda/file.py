@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from qdqbench.quantize.engine.cuda.check import check_arrays
 from qdqbench.quantize.engine.cuda.compile import (
     CAPABILITY,
-    __version__,
     compile_kernels,
     find_symbols,
+    get_version,
     list_kernels,
 )
 from qdqbench.quantize.engine.cuda.match import match_graph
@@ -51,7 +51,7 @@ def build_file(model: onnx.ModelProto) -> tuple[bytes, list[LayerRow], float]:
     cubins = compile_kernels(plan)
     _check_symbols(plan, cubins)
     stored = {f"{_CUBIN}{name}": np.frombuffer(cubin, np.uint8) for name, cubin in cubins.items()}
-    told = {"qdqbench": metadata.version("qdqbench"), "version": __version__, "capability": CAPABILITY}
+    told = {"qdqbench": metadata.version("qdqbench"), "version": get_version(), "capability": CAPABILITY}
     data = save(arrays | stored, told | {"plan": plan.model_dump_json()})
     return data, list_rows(plan), time.perf_counter() - started
 
@@ -64,7 +64,7 @@ def read_file(path: Path) -> EngineFile:
     try:
         with safe_open(path, "np") as stored:
             told = stored.metadata() or {}
-            for key, needed in (("version", __version__), ("capability", CAPABILITY)):
+            for key, needed in (("version", get_version()), ("capability", CAPABILITY)):
                 if told.get(key) != needed:
                     raise UserError(f"{path} has {key} {told.get(key)}, and this one is {needed}; {again}")
             if len(told["plan"]) > _MOST_PLAN:

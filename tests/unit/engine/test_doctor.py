@@ -61,7 +61,13 @@ def test_a_library_that_hangs_is_told(tmp_path, monkeypatch):
         ("tensorrt_rtx", Library(version="1.6.1"), CUDA, H100, (True, True, None)),
         ("cuda", ABSENT, CUDA, H100, (False, False, "pip install 'qdqbench[hopper]'")),
         ("cuda", Library(version="0.1.0"), CPU_ONLY, None, (False, True, "ahead of time")),
-        ("cuda", Library(version="0.1.0"), CUDA, L4, (False, True, "the NVIDIA L4 has 8.9; take tensorrt_rtx")),
+        (
+            "cuda",
+            Library(version="0.1.0"),
+            CUDA,
+            L4,
+            (False, True, "L4 has 8.9; take tensorrt_rtx"),
+        ),
         ("cuda", Library(version="0.1.0"), CUDA, H100, (True, True, None)),
     ],
 )

@@ -1,6 +1,8 @@
 """Engine files: built without a GPU, what their layer tables prove, and damaged ones."""
 
+import functools
 import json
+import operator
 from importlib import metadata
 
 import numpy as np
@@ -123,7 +125,7 @@ def test_a_build_proves_what_the_recipe_wants(recipe, graph_of, without_nvrtc, t
     assert {*covered} == {node.name for node in nodes} >= {*list_gemms(path)}
     assert {norm_precision(row) for row in filter(is_norm, result.layers)} == {"FP32"}
     sidecar = check_sidecar(out, path)
-    assert (sidecar.backend, sidecar.version, sidecar.gpu) == ("cuda", kernels.__version__, None)
+    assert (sidecar.backend, sidecar.version, sidecar.gpu) == ("cuda", kernels.get_version(), None)
     everything = [*expected, *(name for name in products if name not in expected)]
     if len(everything) > len(expected):
         lost = build(
@@ -174,6 +176,35 @@ def test_a_damaged_file_or_one_of_another_version_is_refused(engine, tmp_path):
         path.write_bytes(broken)
         with pytest.raises(QdqError, match=message):
             read_file(path)
+
+
+def paths_of(value, path=()):
+    """Places of all values in a JSON document."""
+    nested = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in nested:
+        yield (*path, key)
+        yield from paths_of(part, (*path, key))
+
+
+def test_any_change_of_a_plan_is_read_or_refused(engine, tmp_path):
+    """Each value of the plan in turn is taken away, or is another: nothing but a sentence may come of it."""
+    data, stored = engine.read_bytes(), load(engine.read_bytes())
+    told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    plan, path, refused = json.loads(told["plan"]), tmp_path / "changed.engine", 0
+    places = [place for place in paths_of(plan) if "nodes" not in place]
+    for number, place in enumerate(places):
+        changed = json.loads(told["plan"])
+        owner = functools.reduce(operator.getitem, place[:-1], changed)
+        if number % 7:
+            owner[place[-1]] = (None, -1, 2048, "x", [], {})[number % 7 - 1]
+        else:
+            del owner[place[-1]]
+        path.write_bytes(save(stored, told | {"plan": json.dumps(changed)}))
+        try:
+            read_file(path)
+        except QdqError as error:
+            refused += "\n" not in str(error)
+    assert refused > 0.7 * len(places)
 
 
 def test_sizes_that_no_kernel_takes_are_refused(made_once):
