@@ -40,6 +40,7 @@ def without_nvrtc(monkeypatch):
         return {"gemm": "".join(f"\0.text.{name}\0" for name in sorted(list_kernels(plan))).encode()}
 
     monkeypatch.setattr(files, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(files, "find_products", lambda _: {})
 
 
 @pytest.fixture

@@ -3,8 +3,11 @@
 import ctypes as c
 import hashlib
 import re
+import shutil
 import site
+import subprocess
 import sys
+import tempfile
 from functools import cache
 from importlib import metadata
 from importlib.resources import files
@@ -159,10 +162,7 @@ def _read(program: c.c_void_p, what: str) -> bytes:
 @cache
 def load_nvrtc() -> Any:
     """Load NVRTC: of the package `nvidia-cuda-nvrtc`, which CUDA builds of torch bring, or of the system."""
-    folders = [*site.getsitepackages(), site.getusersitepackages(), *sys.path]
-    found = [
-        path for folder in folders for path in Path(folder or ".").glob("nvidia/*/lib/libnvrtc.so.1[23]")
-    ]
+    found = _find_installed("lib/libnvrtc.so.1[23]")
     for path in (*found, Path("libnvrtc.so.13"), Path("libnvrtc.so.12")):
         try:
             for part in path.parent.glob("libnvrtc-builtins.so.*"):
@@ -171,6 +171,31 @@ def load_nvrtc() -> Any:
         except OSError:
             continue
     raise MissingDevice(f"cuda compiles its kernels by NVRTC, which is not here; {INSTALL_NVRTC}")
+
+
+def _find_installed(pattern: str) -> list[Path]:
+    """Return files of NVIDIA's packages for Python."""
+    folders = [*site.getsitepackages(), site.getusersitepackages(), *sys.path]
+    return [path for folder in folders for path in Path(folder or ".").glob(f"nvidia/*/{pattern}")]
+
+
+def find_products(cubin: bytes) -> dict[str, set[str]]:
+    """Return the matrix instructions of each kernel, such as IGMMA; empty where nvdisasm is not installed."""
+    tools = [*map(str, _find_installed("bin/nvdisasm")), shutil.which("nvdisasm")]
+    if tools[0] is None:
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tools[0], "-c", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603
+    if done.returncode:
+        raise QdqError(f"nvdisasm cannot read a cubin: {done.stderr.strip()[:200]}")
+    kernels = re.split(r"^\.text\.(\w+):", done.stdout, flags=re.MULTILINE)[1:]
+    return {
+        name: set(re.findall(r"\b[A-Z]{1,2}MMA\b", code))
+        for name, code in zip(kernels[::2], kernels[1::2], strict=True)
+    }
 
 
 def _check(status: int) -> None:

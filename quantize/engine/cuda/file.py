@@ -14,6 +14,7 @@ from qdqbench.quantize.engine.cuda.check import check_arrays
 from qdqbench.quantize.engine.cuda.compile import (
     CAPABILITY,
     compile_kernels,
+    find_products,
     find_symbols,
     get_version,
     list_kernels,
@@ -28,6 +29,7 @@ from qdqbench.quantize.utils.results import LayerRow
 
 _CUBIN = "cubin."  # before the name of a source file
 _MOST_PLAN = 16 << 20  # bytes of a plan as JSON; BERT-large's has half a million
+_PRODUCTS = {"gemm": {"IGMMA"}, "attention": {"IMMA"}}  # instructions by source file
 _TYPES = {"int8": "Int8", "fp16": "Half"}
 
 
@@ -50,6 +52,7 @@ def build_file(model: onnx.ModelProto) -> tuple[bytes, list[LayerRow], float]:
     plan, arrays = pack(match_graph(model))
     cubins = compile_kernels(plan)
     _check_symbols(plan, cubins)
+    _check_products(cubins)
     stored = {f"{_CUBIN}{name}": np.frombuffer(cubin, np.uint8) for name, cubin in cubins.items()}
     told = {"qdqbench": metadata.version("qdqbench"), "version": get_version(), "capability": CAPABILITY}
     data = save(arrays | stored, told | {"plan": plan.model_dump_json()})
@@ -90,6 +93,15 @@ def _check_symbols(plan: Plan, cubins: dict[str, bytes]) -> None:
     there = {name for cubin in cubins.values() for name in find_symbols(cubin)}
     if missing := list_kernels(plan) - there:
         raise QdqError(f"no cubin holds the kernels {', '.join(sorted(missing))}; build the engine again")
+
+
+def _check_products(cubins: dict[str, bytes]) -> None:
+    """Raise QdqError where a kernel multiplies in anything but INT8, if nvdisasm is there to read them."""
+    for source, expected in _PRODUCTS.items():
+        for name, found in find_products(cubins[source]).items() if source in cubins else ():
+            if found != expected:
+                made, wanted = (" and ".join(sorted(each)) or "nothing" for each in (found, expected))
+                raise QdqError(f"kernel {name} multiplies by {made}, and INT8 by {wanted} alone")
 
 
 def list_rows(plan: Plan) -> list[LayerRow]:

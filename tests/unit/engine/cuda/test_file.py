@@ -54,6 +54,7 @@ def without_nvrtc(monkeypatch):
         return {"gemm": b"\x7fELF" + names.encode()}
 
     monkeypatch.setattr(files, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(files, "find_products", lambda _: {})
 
 
 @pytest.fixture
@@ -95,6 +96,28 @@ def test_kernels_of_shipped_recipes_compile_and_are_found(made_once):
     there = [kernels.find_symbols(cubin) for cubin in cubins]
     assert names <= set().union(*there)
     assert sum(map(len, there)) == len(set().union(*there)) > 20
+
+
+def test_int8_products_are_in_the_machine_code(graph_of, monkeypatch):
+    try:
+        kernels.load_nvrtc()
+    except MissingDevice as error:
+        pytest.skip(str(error))
+    plan, _ = pack(match_graph(onnx.load(graph_of("bert-int8-attention"))))
+    found = [kernels.find_products(cubin) for cubin in kernels.compile_kernels(plan).values()]
+    if not any(found):
+        pytest.skip("needs nvdisasm: pip install 'qdqbench[hopper]'")
+    made = {name: products for each in found for name, products in each.items()}
+    assert made.keys() >= kernels.list_kernels(plan)
+    for name, products in made.items():
+        assert products == {"gemm": {"IGMMA"}, "attention": {"IMMA"}}.get(name.partition("_")[0], set())
+
+
+def test_a_kernel_that_multiplies_in_fp16_is_no_int8_kernel(graph_of, without_nvrtc, monkeypatch):
+    for products in ({"HGMMA"}, {"IGMMA", "HGMMA"}, set()):
+        monkeypatch.setattr(files, "find_products", lambda _, found=products: {"gemm_64_64": found})
+        with pytest.raises(QdqError, match=r"kernel gemm_64_64 multiplies by .*, and INT8 by IGMMA alone"):
+            build_file(onnx.load(graph_of("bert-int8-linears")))
 
 
 @pytest.mark.parametrize("recipe", RECIPES["bert"])
