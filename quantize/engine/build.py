@@ -16,6 +16,7 @@ from qdqbench.quantize.engine.backend import Backend, BuildProgress, BuiltEngine
 from qdqbench.quantize.engine.cpu_runtimes import Compute, compile_model, name_products, warm_up
 from qdqbench.quantize.engine.cuda.compile import CAPABILITY
 from qdqbench.quantize.engine.cuda.file import build_file
+from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
@@ -80,7 +81,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
         built = _build_for_cpu(onnx_path, chosen, profiles, compute)
         name_products(built.layers, model)
     elif chosen.name == "cuda":
-        built = _build_kernels(model, chosen, compute_capability)
+        built = _build_kernels(model, chosen, profiles, compute_capability)
     else:
         joined = merge_qkv_gemms(model)
         built = build_engine(
@@ -175,10 +176,17 @@ def _build_for_cpu(
     )
 
 
-def _build_kernels(model: onnx.ModelProto, chosen: Backend, wanted: str | None) -> BuiltEngine:
+def _build_kernels(
+    model: onnx.ModelProto, chosen: Backend, profiles: Sequence[Profile], wanted: str | None
+) -> BuiltEngine:
     if wanted not in (None, CAPABILITY):
         raise UserError(
             f"backend cuda builds for compute capability {CAPABILITY}, not {wanted}; take tensorrt_rtx"
+        )
+    if large := [each for each in profiles if each.max[0] * each.max[1] > MOST_TOKENS]:
+        raise UserError(
+            f"backend cuda takes {MOST_TOKENS} tokens at once, and engine.shapes {large[0]} has more; "
+            "lower its largest batch"
         )
     report_phase("compiling")
     data, layers, seconds = build_file(model)

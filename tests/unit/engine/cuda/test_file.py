@@ -258,6 +258,9 @@ def test_a_build_without_nvrtc_or_for_another_gpu_is_refused(graph_of, tmp_path,
     with pytest.raises(UserError, match=r"builds for compute capability 9\.0, not 8\.9; take tensorrt_rtx"):
         build(path, tmp_path / "e", compute_capability="8.9", **given)
 
+    with pytest.raises(UserError, match=r"65536 tokens at once, and engine\.shapes .*129.* has more"):
+        build(path, tmp_path / "e", **given | {"profiles": [Profile((1, 1), (8, 64), (129, 512))]})
+
     def missing(*_):
         raise MissingDevice("no NVRTC")
 
